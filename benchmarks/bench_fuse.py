@@ -1,0 +1,261 @@
+"""Fuse three expert projections into a 1.28 GB 3-bit model: `mlx_lm.fuse` beside `mlxstacks fuse`.
+
+    python -m benchmarks.bench_fuse speed [--rounds 5]     whole processes, taking turns
+    python -m benchmarks.bench_fuse fidelity               bits x delta x policy
+
+The model is that of DESIGN section 10: 12 layers, hidden 1024, 128 experts of width 512, 3 bits,
+group 64, five shards, random codes. The adapter has rank 2 on three `switch_mlp.down_proj`. The
+last line of output is one JSON object.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from benchmarks.timing import Cost, alternate, machine, new_bytes, run_process, spread
+from mlxstacks.files.shards import ShardWriter
+from mlxstacks.fuse.run import run as fuse
+from mlxstacks.fuse.settings import FuseSettings
+from tests.tiny_models import qwen_moe_config, random_adapter, write_model, write_tokenizer
+
+LAYERS, SHARDS = 12, 5
+TOUCHED_LAYERS = (3, 6, 9)
+STEPS = (0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
+POLICIES = ("refit", "keep", "nearest", "stochastic", "promote", "dequantize", "auto")
+
+
+def big_config() -> dict[str, Any]:
+    """The benchmark's architecture, as mlx-lm's `qwen3_5_moe` takes it."""
+    config = qwen_moe_config(hidden_size=1024, num_experts=128, moe_intermediate_size=512)
+    config["text_config"].update(
+        num_hidden_layers=LAYERS,
+        full_attention_interval=4,
+        vocab_size=248320,
+        num_attention_heads=8,
+        head_dim=128,
+        linear_num_key_heads=8,
+        linear_num_value_heads=8,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts_per_tok=8,
+    )
+    return config
+
+
+def write_big_model(directory: Path) -> None:
+    """Random codes, small scales, written tensor by tensor; no weight is ever quantized."""
+    from mlx_lm.utils import _get_classes, quantize_model, save_config
+
+    config = big_config()
+    model_class, arguments = _get_classes(config)
+    model = model_class(arguments.from_dict(json.loads(json.dumps(config))))
+    model.set_dtype(mx.bfloat16)
+    model, config = quantize_model(model, config, 64, 3, quant_predicate=model.quant_predicate)
+    tensors = [(name, value.shape, value.dtype) for name, value in tree_flatten(model.parameters())]
+    del model
+    directory.mkdir(parents=True)
+    total = sum(int(np.prod(shape)) * dtype.size for _, shape, dtype in tensors)
+    weight_map: dict[str, str] = {}
+    shards = list(_in_shards(tensors, total))
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_random_shard(directory / file, shard, number)
+        weight_map.update({name: file for name, _, _ in shard})
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_config(config, directory / "config.json")
+    write_tokenizer(directory)
+
+
+def _in_shards(tensors: list[tuple], total: int) -> Iterator[list[tuple]]:
+    shard, size = [], 0
+    for tensor in tensors:
+        shard.append(tensor)
+        size += int(np.prod(tensor[1])) * tensor[2].size
+        if size >= total / SHARDS:
+            yield shard
+            shard, size = [], 0
+    if shard:
+        yield shard
+
+
+def _write_random_shard(path: Path, tensors: list[tuple], seed: int) -> None:
+    names = {mx.uint32: "U32", mx.bfloat16: "BF16", mx.float32: "F32"}
+    entries = [(name, names[dtype], tuple(shape)) for name, shape, dtype in tensors]
+    random = np.random.default_rng(seed)
+    with ShardWriter(path, entries, {"format": "mlx"}) as writer:
+        for name, dtype, shape in entries:
+            count = int(np.prod(shape))
+            if dtype == "U32":
+                writer.write(name, random.integers(0, 2**32, count, dtype=np.uint32))
+                continue
+            values = random.uniform(0.004, 0.006, count).astype(np.float32)
+            if name.endswith("biases"):
+                values *= -3.5
+            raw = values if dtype == "F32" else (values.view(np.uint32) >> 16).astype(np.uint16)
+            writer.write(name, raw)
+        writer.close()
+
+
+def write_big_adapter(directory: Path) -> None:
+    """Rank 2 on three `switch_mlp.down_proj`; deltas of about a tenth of a step."""
+    random = np.random.default_rng(0)
+    tensors, keys = {}, []
+    for layer in TOUCHED_LAYERS:
+        path = f"language_model.model.layers.{layer}.mlp.switch_mlp.down_proj"
+        keys.append(path)
+        a = random.standard_normal((128, 2, 512)).astype(np.float32)
+        b = random.standard_normal((128, 1024, 2)).astype(np.float32) * np.float32(3.5e-4)
+        tensors[f"{path}.lora_a"], tensors[f"{path}.lora_b"] = mx.array(a), mx.array(b)
+    directory.mkdir(parents=True)
+    mx.save_safetensors(str(directory / "adapters.safetensors"), tensors)
+    config = {
+        "fine_tune_type": "lora",
+        "num_layers": LAYERS,
+        "lora_parameters": {"rank": 2, "scale": 1.0, "dropout": 0.0, "keys": keys},
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+
+
+def speed(work: Path, rounds: int) -> dict[str, Any]:
+    """Wall time, peak memory and bytes written, with ratios to mlx_lm.fuse of the same round."""
+    model, adapter = work / "model", work / "adapter"
+    if not model.exists():
+        write_big_model(model)
+        write_big_adapter(adapter)
+    written: dict[str, int] = {}
+    common = ["--model", str(model), "--adapter-path", str(adapter), "--save-path"]
+
+    def process(name: str, command: list[str]) -> Cost:
+        target = work / f"fused-{name}"
+        shutil.rmtree(target, ignore_errors=True)
+        cost = run_process([sys.executable, "-m", *command, *common, str(target)])
+        written[name] = new_bytes(target, model)
+        if rounds > 1:
+            shutil.rmtree(target)
+        return cost
+
+    ours = {p: ["mlxstacks", "fuse", "--requant", p] for p in ("refit", "auto", "nearest")}
+    commands = {"mlx_lm.fuse": ["mlx_lm", "fuse"], **ours}
+    runs = {name: partial(process, name, command) for name, command in commands.items()}
+    costs = alternate(runs, rounds, lambda line: print(line, flush=True))
+    return {
+        "model_bytes": sum(f.stat().st_size for f in model.glob("*.safetensors")),
+        "rows": {name: _speed_row(costs, name, written[name]) for name in commands},
+    }
+
+
+def _speed_row(costs: dict[str, list[Cost]], name: str, written: int) -> dict[str, Any]:
+    peer, own = costs["mlx_lm.fuse"], costs[name]
+    pairs = list(zip(own, peer, strict=True))
+    return {
+        "wall_seconds": spread([c.wall_seconds for c in own]).__dict__,
+        "time_ratio": spread([a.wall_seconds / b.wall_seconds for a, b in pairs]).__dict__,
+        "peak_bytes": max(c.peak_bytes for c in own),
+        "memory_ratio": spread([a.peak_bytes / b.peak_bytes for a, b in pairs]).__dict__,
+        "written_bytes": written,
+    }
+
+
+def fidelity_table(work: Path) -> list[dict[str, Any]]:
+    """Every policy on Gaussian weights: 3 and 4 bits by delta, and router gates at 8 bits."""
+    rows = []
+    for bits in (3, 4):
+        model = work / f"gaussian-{bits}"
+        config = qwen_moe_config(256, 16, moe_intermediate_size=256)
+        write_model(model, config, bits=bits, group_size=64, shards=2)
+        for key, label in (("mlp.switch_mlp.down_proj", bits), ("mlp.gate", 8)):
+            if label == 8 and bits == 4:
+                continue
+            for steps in STEPS:
+                rows += list(_fidelity_rows(work, model, key, label, steps))
+    return rows
+
+
+def _fidelity_rows(
+    work: Path, model: Path, key: str, bits: int, steps: float
+) -> Iterator[dict[str, Any]]:
+    std = steps * _mean_step(model, key)
+    adapter = random_adapter(
+        model, [key], rank=8, std=std, directory=work / f"adapter-{bits}-{steps}"
+    )
+    for policy in POLICIES:
+        target = work / "fused"
+        settings = FuseSettings(
+            model=str(model),
+            adapter_path=(str(adapter),),
+            save_path=str(target),
+            requant=policy,
+            force=True,
+        )
+        report = fuse(settings)
+        total = report.total
+        assert total is not None
+        modules = report.stages[0].modules
+        yield {
+            "bits": bits,
+            "steps": steps,
+            "policy": policy,
+            "chosen": sorted({m.policy for m in modules}),
+            "extra_bytes_percent": 100 * report.extra_bytes / sum(m.bytes_before for m in modules),
+            **total.as_json(),
+        }
+
+
+def _mean_step(model: Path, key: str) -> float:
+    scales = []
+    for file in model.glob("model*.safetensors"):
+        for name, value in mx.load(str(file)).items():
+            if name.endswith(f"{key}.scales"):
+                scales.append(np.abs(np.array(value.astype(mx.float32))).mean())
+    return float(np.mean(scales))
+
+
+def print_fidelity(rows: list[dict[str, Any]]) -> None:
+    """The table as Markdown."""
+    print(
+        "| bits | delta/step | policy | correlation | survival | error | noise | artifact "
+        "| bytes | chosen |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        cells = [_cell(row[k]) for k in ("correlation", "survival", "error", "noise", "artifact")]
+        print(
+            f"| {row['bits']} | {row['steps']} | {row['policy']} | {' | '.join(cells)} "
+            f"| {row['extra_bytes_percent']:+.0f}% | {', '.join(row['chosen'])} |"
+        )
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("speed", "fidelity"))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--work", type=Path, help="keep the model there; default: a temporary one")
+    options = parser.parse_args()
+    mx.set_default_device(mx.cpu)
+    with tempfile.TemporaryDirectory() as temporary:
+        work = options.work or Path(temporary)
+        if options.what == "speed":
+            result: Any = speed(work, options.rounds)
+        else:
+            result = fidelity_table(work)
+            print_fidelity(result)
+    print(json.dumps({"benchmark": f"fuse {options.what}", "machine": machine(), "result": result}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Run commands side by side and say what they cost: time, peak memory, bytes written.
+
+Nothing is measured here that is not printed with its spread. Each run is a process of its own, so
+that start-up counts and memory is that of the process.
+"""
+
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One run of a process."""
+
+    wall_seconds: float
+    cpu_seconds: float
+    peak_bytes: int
+
+
+def run_process(command: Sequence[str], environment: dict[str, str] | None = None) -> Cost:
+    """Run a command to its end. Raises RuntimeError with its output when it fails."""
+    with tempfile.TemporaryFile("w+") as output:
+        started = time.perf_counter()
+        process = subprocess.Popen(
+            list(command), stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - started
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            output.seek(0)
+            raise RuntimeError(f"{' '.join(command)} failed:\n{output.read()}")
+    # ru_maxrss counts KiB on Linux and bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * unit)
+
+
+def alternate(
+    runs: Mapping[str, Callable[[], Cost]], rounds: int, say: Callable[[str], None]
+) -> dict[str, list[Cost]]:
+    """Costs by name, the runs taking turns so that a slow minute hits all of them."""
+    costs: dict[str, list[Cost]] = {name: [] for name in runs}
+    for index in range(rounds):
+        for name, run in runs.items():
+            cost = run()
+            costs[name].append(cost)
+            say(
+                f"round {index + 1}/{rounds} {name}: {cost.wall_seconds:.2f} s, "
+                f"{cost.peak_bytes / 1e6:.0f} MB"
+            )
+    return costs
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median with the 20th and 80th percentile."""
+
+    median: float
+    p20: float
+    p80: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median, p20 and p80 of a few values."""
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    fifths = statistics.quantiles(values, n=5, method="inclusive")
+    return Spread(statistics.median(values), fifths[0], fifths[3])
+
+
+def new_bytes(directory: Path, source: Path) -> int:
+    """Bytes of files in `directory` that are not hard links to files of `source`."""
+    known = {file.stat().st_ino for file in source.iterdir()}
+    return sum(
+        file.stat().st_size for file in directory.iterdir() if file.stat().st_ino not in known
+    )
+
+
+def machine() -> dict[str, str | int]:
+    """What a number depends on: processor, cores, versions, BLAS, commit."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count() or 0,
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("mlx", "mlx-lm", "numpy")},
+        "blas": "OpenBLAS preloaded" if "blas" in os.environ.get("LD_PRELOAD", "") else "MLX's own",
+        "commit": commit or "unknown",
+    }

@@ -1,0 +1,17 @@
+"""Errors a caller can act on. The command line turns each into one message and an exit code."""
+
+
+class InputError(ValueError):
+    """The input cannot be used: a file, a tensor, a key or an option (exit code 2)."""
+
+
+class CheckpointError(InputError):
+    """A model directory or one of its files is missing, malformed or not supported."""
+
+
+class AdapterError(InputError):
+    """An adapter is malformed, not supported, or does not belong to the model."""
+
+
+class TargetError(InputError):
+    """The output cannot be written: it exists, is locked, is read-only or does not fit."""

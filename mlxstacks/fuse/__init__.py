@@ -1,0 +1,1 @@
+"""Stream a checkpoint through: base and deltas in, requantized shards and their fidelity out."""

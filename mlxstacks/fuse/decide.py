@@ -1,0 +1,236 @@
+"""Choose, per module and stage, the policy and the bits of a fuse; estimate the alternatives.
+
+Decisions rest on the trained deltas, also for a zero-delta run. An estimate reads an evenly spread
+sample of rows; where it says that `nearest` might do, all rows are read before that is believed.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mlxstacks.errors import InputError
+from mlxstacks.fuse.blocks import (
+    GROUPS_AT_ONCE,
+    Decision,
+    Dense,
+    StageInput,
+    State,
+    apply_stage,
+    join,
+    measure,
+    part_of,
+)
+from mlxstacks.fuse.delta import LowRankDelta
+from mlxstacks.fuse.fidelity import Fidelity, Sums, fidelity
+from mlxstacks.fuse.module import Module
+from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.ops.affine import Array
+from mlxstacks.ops.requant import PROMOTED_BITS, Groups
+
+_SAMPLE_WEIGHTS = 1 << 20
+_SAMPLE_RUN_ROWS = 4  # neighbouring rows read at once
+# An estimate this far below the target settles that nearest is not enough; above, all rows decide.
+_NEAREST_MARGIN = 0.01
+# A sampled promotion has to clear the target by this much, so that the whole module reaches it.
+_PROMOTE_MARGIN = 0.002
+
+FullPass = Callable[[Module, dict[int, Decision]], dict[int, Sums]]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Decisions of one module by stage, with what they were based on.
+
+    tried: stage -> candidate ("nearest", "promote-6", "dequantize") -> estimated fidelity.
+    """
+
+    decisions: dict[int, Decision]
+    tried: dict[int, dict[str, Fidelity]] = field(default_factory=dict)
+
+
+def policy_name(decision: Decision) -> str:
+    """A decision as the reports name it: "nearest", "promote-6", "dequantize", "add"."""
+    return f"promote-{decision.bits}" if decision.policy == "promote" else decision.policy
+
+
+def decide(module: Module, settings: FuseSettings, full_pass: FullPass) -> Choice:
+    """Decisions for every stage of a module. Raises InputError for impossible bits."""
+    sample = _Sample(module)
+    choice = Choice({})
+    for stage in sorted(module.stages):
+        sample.take_delta(stage)
+        choice.tried[stage] = {}
+        decision = _decide_stage(module, stage, settings, sample, choice, full_pass)
+        choice.decisions[stage] = decision
+        if policy_name(decision) not in choice.tried[stage]:
+            choice.tried[stage][policy_name(decision)] = sample.estimate(decision)
+        sample.advance(decision)
+    return choice
+
+
+def _decide_stage(
+    module: Module,
+    stage: int,
+    settings: FuseSettings,
+    sample: "_Sample",
+    choice: Choice,
+    full_pass: FullPass,
+) -> Decision:
+    if isinstance(sample.state, Dense):
+        if settings.bits_for(module.path) is not None:
+            raise InputError(f"bits names {module.path}, which is not quantized at that stage")
+        return Decision("refit" if settings.requant == "refit" else "add", None)
+    bits = sample.state.bits
+    wanted = settings.bits_for(module.path)
+    _check_wanted_bits(module.path, settings.requant, bits, wanted)
+    tried = choice.tried[stage]
+    if settings.requant == "refit":
+        return Decision("refit", wanted or bits, settings.device_parity)
+    if settings.requant in ("keep", "stochastic"):
+        return Decision(settings.requant, bits)
+    if settings.requant == "nearest" or (settings.requant == "auto" and wanted == bits):
+        return Decision("nearest", bits)
+    if settings.requant == "dequantize":
+        return Decision("dequantize", None)
+    if wanted is not None:
+        return Decision("promote", wanted)
+    if settings.requant == "auto":
+        nearest = Decision("nearest", bits)
+        if _nearest_is_enough(module, stage, settings, sample, choice, full_pass):
+            return nearest
+    return promotion(sample, settings.target_correlation, tried)
+
+
+def _check_wanted_bits(path: str, policy: str, bits: int, wanted: int | None) -> None:
+    if wanted is None or policy == "refit" or (policy == "auto" and wanted >= bits):
+        return
+    if policy == "promote" and wanted > bits:
+        return
+    if policy in ("keep", "nearest", "stochastic") and wanted == bits:
+        return
+    raise InputError(
+        f"bits asks {wanted} for {path}, which has {bits}; requant {policy} allows "
+        + {"promote": "more bits only", "auto": f"{bits} or more", "dequantize": "none"}.get(
+            policy, f"{bits} only"
+        )
+        + "; refit allows any"
+    )
+
+
+def _nearest_is_enough(
+    module: Module,
+    stage: int,
+    settings: FuseSettings,
+    sample: "_Sample",
+    choice: Choice,
+    full_pass: FullPass,
+) -> bool:
+    assert isinstance(sample.state, Groups)
+    nearest = Decision("nearest", sample.state.bits)
+    found = sample.estimate(nearest)
+    choice.tried[stage]["nearest"] = found
+    if found.correlation is None:  # a zero delta: nearest leaves every byte
+        return True
+    if found.correlation < settings.target_correlation - _NEAREST_MARGIN:
+        return False
+    if not sample.is_whole:
+        sums = full_pass(module, {**choice.decisions, stage: nearest})[stage]
+        found = fidelity(sums)
+        choice.tried[stage]["nearest"] = found
+    return found.correlation is None or found.correlation >= settings.target_correlation
+
+
+def promotion(sample: "_Sample", target: float, tried: dict[str, Fidelity]) -> Decision:
+    """The fewest bits that reach the target correlation, else the most bits there are."""
+    assert isinstance(sample.state, Groups)
+    wider = [bits for bits in PROMOTED_BITS if bits > sample.state.bits]
+    if not wider:
+        return _eight_bits(sample, tried)
+    margin = 0.0 if sample.is_whole else _PROMOTE_MARGIN
+    for bits in wider:
+        decision = Decision("promote", bits)
+        found = sample.estimate(decision)
+        tried[f"promote-{bits}"] = found
+        if found.correlation is None or found.correlation >= target + margin:
+            break
+    return decision
+
+
+def _eight_bits(sample: "_Sample", tried: dict[str, Fidelity]) -> Decision:
+    """Nearest or plain floats, whichever is closer to the target.
+
+    There are no wider codes. Plain BF16 has 8 significant bits, hardly more than the codes: for
+    small deltas its own rounding is larger than the delta, and nearest is never worse than nothing.
+    """
+    plain, nearest = Decision("dequantize", None), Decision("nearest", 8)
+    tried["dequantize"], tried["nearest"] = sample.estimate(plain), sample.estimate(nearest)
+    errors = tried["dequantize"].error, tried["nearest"].error
+    if errors[0] is not None and errors[1] is not None and errors[0] < errors[1]:
+        return plain
+    return nearest
+
+
+def estimate_alternative(
+    module: Module, choice: Choice, policy: str, target: float
+) -> tuple[Decision, Fidelity] | None:
+    """What "promote" or "dequantize" would do in the module's last stage; None where plain."""
+    sample, last = _Sample(module), max(module.stages)
+    for stage in sorted(module.stages):
+        sample.take_delta(stage)
+        if stage != last:
+            sample.advance(choice.decisions[stage])
+    if isinstance(sample.state, Dense):
+        return None
+    if policy == "dequantize":
+        decision = Decision("dequantize", None)
+        return decision, sample.estimate(decision)
+    tried: dict[str, Fidelity] = {}
+    decision = promotion(sample, target, tried)
+    return decision, tried[policy_name(decision)]
+
+
+class _Sample:
+    """Evenly spread rows of a module, carried through the stages decided so far."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.width = module.group_size or module.input_dims
+        runs = _row_runs(module.rows, module.input_dims)
+        self.rows = np.concatenate([np.arange(first, last) for first, last in runs])
+        self.is_whole = len(self.rows) == module.rows
+        self.state: State = join([module.read(first, last) for first, last in runs], self.width)
+        self.delta: Array = np.empty(0, dtype=np.float32)
+
+    def take_delta(self, stage: int) -> None:
+        match = self.module.stages[stage]
+        source = LowRankDelta(match.module, match.kind, self.module.dtype)
+        self.delta = source.sample(self.rows).reshape(-1, self.width)
+
+    def estimate(self, decision: Decision) -> Fidelity:
+        return fidelity(sum((s for _, s in self._apply(decision, True)), Sums()))
+
+    def advance(self, decision: Decision) -> None:
+        self.state = join([state for state, _ in self._apply(decision, False)], self.width)
+
+    def _apply(self, decision: Decision, with_sums: bool) -> Iterable[tuple[State, Sums]]:
+        count = len(self.delta)
+        at_once = max(1, GROUPS_AT_ONCE * 64 // self.width)
+        generator = np.random.default_rng(0) if decision.policy == "stochastic" else None
+        for start in range(0, count, at_once):
+            part = slice(start, min(start + at_once, count))
+            before = part_of(self.state, part)
+            stage = StageInput(decision, self.delta[part], None, generator)
+            after, at_zero = apply_stage(before, stage)
+            sums = measure(before, after, stage.delta, at_zero) if with_sums else Sums()
+            yield after, sums
+
+
+def _row_runs(rows: int, width: int) -> list[tuple[int, int]]:
+    """Runs of neighbouring rows, evenly spread, about `_SAMPLE_WEIGHTS` weights in all."""
+    wanted = max(1, _SAMPLE_WEIGHTS // width)
+    if rows <= wanted:
+        return [(0, rows)]
+    count = max(1, wanted // _SAMPLE_RUN_ROWS)
+    starts = [index * (rows - _SAMPLE_RUN_ROWS) // max(1, count - 1) for index in range(count)]
+    return [(start, start + _SAMPLE_RUN_ROWS) for start in sorted(set(starts))]

@@ -1,0 +1,221 @@
+"""One touched module: where its tensors lie, its deltas per stage, its blocks read and written."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from mlxstacks.errors import CheckpointError
+from mlxstacks.files.adapters import Match
+from mlxstacks.files.shards import TensorInfo, read_rows
+from mlxstacks.fuse.blocks import (
+    GROUPS_AT_ONCE,
+    Decision,
+    Dense,
+    StageInput,
+    State,
+    join,
+    part_of,
+    run_stages,
+)
+from mlxstacks.fuse.delta import LowRankDelta
+from mlxstacks.fuse.fidelity import Sums
+from mlxstacks.ops.affine import Array, from_storage, pack, to_storage, unpack
+from mlxstacks.ops.requant import Groups
+
+# Rows handed to a worker at once: about a million weights, 4 MiB of delta in float32.
+_WEIGHTS_PER_TASK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A module that at least one adapter changes.
+
+    stages: index of the stage -> the adapter's match; a stage without this module is absent.
+    """
+
+    path: str
+    weight: TensorInfo
+    scales: TensorInfo | None
+    biases: TensorInfo | None
+    bits: int | None
+    group_size: int | None
+    input_dims: int
+    stages: dict[int, Match]
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the module's values: that of its scales, or of a plain weight."""
+        return self.scales.dtype if self.scales is not None else self.weight.dtype
+
+    @property
+    def rows(self) -> int:
+        return int(np.prod(self.weight.shape[:-1], dtype=np.int64))
+
+    @property
+    def weights(self) -> int:
+        return self.rows * self.input_dims
+
+    def tensors(self) -> list[TensorInfo]:
+        found = (self.weight, self.scales, self.biases)
+        return [info for info in found if info is not None]
+
+    def outputs(self, bits: int | None) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(name, dtype, shape) of the module's tensors once it has `bits` (None: plain)."""
+        leading = self.weight.shape[:-1]
+        if bits is None:
+            return [(self.weight.name, self.dtype, (*leading, self.input_dims))]
+        assert self.scales is not None
+        assert self.biases is not None
+        packed = (*leading, self.input_dims // 32 * bits)
+        return [
+            (self.weight.name, "U32", packed),
+            (self.scales.name, self.scales.dtype, self.scales.shape),
+            (self.biases.name, self.biases.dtype, self.biases.shape),
+        ]
+
+    def read(self, first: int, last: int) -> State:
+        """Rows first to last as groups, or as plain values. Raises CheckpointError on NaN, Inf."""
+        raw = _flat_rows(self.weight, first, last)
+        if self.scales is None or self.biases is None:
+            values = from_storage(raw, self.dtype)
+            _check_finite(self.weight, first, values)
+            return Dense(values, self.dtype)
+        assert self.bits is not None
+        assert self.group_size is not None
+        scales = from_storage(_flat_rows(self.scales, first, last), self.dtype)
+        biases = from_storage(_flat_rows(self.biases, first, last), self.dtype)
+        _check_finite(self.scales, first, scales)
+        _check_finite(self.biases, first, biases)
+        codes = unpack(raw, self.bits).reshape(-1, self.group_size)  # (G, group_size)
+        return Groups(codes, scales.reshape(-1), biases.reshape(-1), self.bits, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Rows first to last of a module with each stage's share of its delta."""
+
+    module: Module
+    first: int
+    last: int
+    stages: dict[int, tuple[Decision, Array, Array | None]]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A finished task: raw bytes of each output tensor by name, and sums by stage."""
+
+    weights: int
+    chunks: dict[str, Array]
+    sums: dict[int, Sums]
+
+
+def tasks(module: Module, decisions: dict[int, Decision], zero: bool, seed: int) -> Iterator[Task]:
+    """The module's rows in order, with deltas computed just before they are needed."""
+    deltas = {
+        stage: LowRankDelta(
+            match.module, match.kind, module.dtype, zero, decisions[stage].on_device
+        )
+        for stage, match in sorted(module.stages.items())
+    }
+    with_rounded = [decisions[s].policy in ("refit", "nearest") for s in deltas]
+    streams = [d.pieces(r) for d, r in zip(deltas.values(), with_rounded, strict=True)]
+    rows_per_task = max(1, _WEIGHTS_PER_TASK // module.input_dims)
+    for pieces in zip(*streams, strict=True):
+        for first in range(pieces[0].first, pieces[0].last, rows_per_task):
+            last = min(first + rows_per_task, pieces[0].last)
+            cut = slice(first - pieces[0].first, last - pieces[0].first)
+            shares = {
+                stage: (decisions[stage], piece.delta[cut], _cut(piece.rounded, cut))
+                for stage, piece in zip(deltas, pieces, strict=True)
+            }
+            yield Task(module, first, last, shares, seed)
+
+
+def _cut(rows: Array | None, part: slice) -> Array | None:
+    return None if rows is None else rows[part]
+
+
+def run_task(task: Task, keep_output: bool = True) -> Done:
+    """Read, change, measure and pack the rows of a task."""
+    module = task.module
+    state = module.read(task.first, task.last)
+    # A plain weight has no groups; blocks of 64 serve just as well.
+    width = module.group_size or module.input_dims
+    regrouped = join([state], width)
+    count = regrouped.size // width
+    at_once = max(1, GROUPS_AT_ONCE * 64 // width)
+    total = {stage: Sums() for stage in task.stages}
+    outputs: list[State] = []
+    for start in range(0, count, at_once):
+        part = slice(start, min(start + at_once, count))
+        inputs = [_stage_input(task, stage, start, part, width) for stage in task.stages]
+        after, sums = run_stages(part_of(regrouped, part), inputs)
+        for stage, one in zip(task.stages, sums, strict=True):
+            total[stage] = total[stage] + one
+        if keep_output:
+            outputs.append(after)
+    chunks = _encode(module, width, outputs) if keep_output else {}
+    return Done((task.last - task.first) * module.input_dims, chunks, total)
+
+
+def _stage_input(task: Task, stage: int, start: int, part: slice, width: int) -> StageInput:
+    decision, delta, rounded = task.stages[stage]
+    generator = None
+    if decision.policy == "stochastic":
+        # The same draws whatever the number of threads: keyed by module, row and stage.
+        name = hashlib.sha256(task.module.path.encode()).digest()
+        key = [task.seed, stage, task.first, start, int.from_bytes(name[:8], "little")]
+        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+    shaped = None if rounded is None else rounded.reshape(-1, width)[part]
+    return StageInput(decision, delta.reshape(-1, width)[part], shaped, generator)
+
+
+def _encode(module: Module, width: int, outputs: list[State]) -> dict[str, Array]:
+    """Bytes of the output tensors. Raises CheckpointError where a dtype overflowed."""
+    state = join(outputs, width)
+    if isinstance(state, Dense):
+        _check_range(module.weight, state.values_, module.dtype)
+        return {module.weight.name: to_storage(state.values_, module.dtype)}
+    assert module.scales is not None
+    assert module.biases is not None
+    _check_range(module.scales, state.scales, module.dtype)
+    _check_range(module.biases, state.biases, module.dtype)
+    return {
+        module.weight.name: pack(state.codes.reshape(-1), state.bits),
+        module.scales.name: to_storage(state.scales, module.dtype),
+        module.biases.name: to_storage(state.biases, module.dtype),
+    }
+
+
+def _flat_rows(info: TensorInfo, first: int, last: int) -> Array:
+    """Rows of a tensor with its leading axes joined, (last - first, width)."""
+    flat = info
+    if len(info.shape) != 2:
+        rows = int(np.prod(info.shape[:-1], dtype=np.int64))
+        flat = TensorInfo(
+            info.name, info.dtype, (rows, info.shape[-1]), info.file, info.start, info.end
+        )
+    return read_rows(flat, first, last)
+
+
+def _check_finite(info: TensorInfo, first: int, values: Array) -> None:
+    bad = ~np.isfinite(values)
+    if bad.any():
+        row, column = np.argwhere(bad)[0]
+        index = [*np.unravel_index(first + int(row), info.shape[:-1]), column]
+        raise CheckpointError(
+            f"{info.file}: tensor {info.name} holds {values[row, column]} at "
+            f"{tuple(int(i) for i in index)}; weights to be fused must be finite. "
+            "Download or convert the model again."
+        )
+
+
+def _check_range(info: TensorInfo, values: Array, dtype: str) -> None:
+    if not np.isfinite(values).all():
+        raise CheckpointError(
+            f"{info.name}: a fused value is beyond the range of {dtype}. "
+            "The adapter's scale is far too large for this model, or the adapter is damaged."
+        )

@@ -1,0 +1,215 @@
+"""What a fuse reports: per stage and module, in total, and as a verdict in words."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxstacks.fuse.fidelity import Fidelity, Sums, fidelity
+
+# Below this share of a quantization step no same-bits rounding keeps an adapter (DESIGN section 6).
+LOST_BELOW_STEPS = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleReport:
+    """One module in one stage."""
+
+    path: str
+    stage: int
+    policy: str
+    bits_before: int | None
+    bits_after: int | None
+    base: str
+    bytes_before: int
+    bytes_after: int
+    fidelity: Fidelity | None
+    tried: dict[str, Fidelity]
+
+    def as_json(self) -> dict[str, Any]:
+        figures = self.fidelity.as_json() if self.fidelity else None
+        return {
+            "module": self.path,
+            "policy": self.policy,
+            "bits_before": self.bits_before,
+            "bits_after": self.bits_after,
+            "base": self.base,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "fidelity": figures,
+            "estimates": {name: found.as_json() for name, found in self.tried.items()},
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """One adapter: its modules and the ratios of their summed figures."""
+
+    adapter: str
+    modules: list[ModuleReport]
+    total: Fidelity | None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "adapter": self.adapter,
+            "total": self.total.as_json() if self.total else None,
+            "modules": [module.as_json() for module in self.modules],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """What another policy would give, estimated on a sample of rows."""
+
+    policy: str
+    survival: float
+    correlation: float
+    extra_bytes: int
+
+    @classmethod
+    def of(cls, policy: str, found: list[tuple[int, Fidelity, int]]) -> "Alternative | None":
+        """From (weights, estimate, extra bytes) of each module, weighted by the weights."""
+        known = [
+            (weights, f.survival, f.correlation)
+            for weights, f, _ in found
+            if f.survival is not None and f.correlation is not None
+        ]
+        if not known:
+            return None
+        total = sum(weights for weights, _, _ in known)
+        return cls(
+            policy,
+            sum(weights * survival for weights, survival, _ in known) / total,
+            sum(weights * correlation for weights, _, correlation in known) / total,
+            sum(extra for _, _, extra in found),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class FuseReport:
+    """Result of a fuse or, with `status` "planned", of its dry run."""
+
+    status: str
+    model: str
+    save_path: str
+    settings: dict[str, Any]
+    settings_sha256: str
+    base_fingerprint: str
+    zero_delta: bool
+    stages: list[StageReport]
+    files: list[dict[str, Any]]
+    extra_bytes: int
+    written_bytes: int
+    seconds: float
+    versions: dict[str, str]
+    verdict: str
+    failed_gate: str | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def total(self) -> Fidelity | None:
+        """Figures of the last stage; each stage is measured against the weights it was given."""
+        return self.stages[-1].total if self.stages else None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "status": self.status,
+            "model": self.model,
+            "save_path": self.save_path,
+            "zero_delta": self.zero_delta,
+            "base_fingerprint": self.base_fingerprint,
+            "settings": self.settings,
+            "settings_sha256": self.settings_sha256,
+            "stages": [stage.as_json() for stage in self.stages],
+            "total": self.total.as_json() if self.total else None,
+            "files": self.files,
+            "extra_bytes": self.extra_bytes,
+            "written_bytes": self.written_bytes,
+            "seconds": round(self.seconds, 3),
+            "versions": self.versions,
+            "verdict": self.verdict,
+            "failed_gate": self.failed_gate,
+            "notes": self.notes,
+        }
+
+
+def total_fidelity(sums: list[Sums]) -> Fidelity:
+    """Figures of several modules together: ratios of the sums, never means of ratios."""
+    return fidelity(sum(sums, Sums()))
+
+
+def verdict(
+    stages: list[StageReport], zero_delta: bool, alternative: Alternative | None, extra_bytes: int
+) -> str:
+    """One or two sentences that say what the fuse did to the adapter and to the base."""
+    total = stages[-1].total
+    if total is None:
+        return "nothing was measured"
+    if zero_delta:
+        return _zero_verdict(total)
+    if total.survival is None:
+        return "the adapter is zero. " + _zero_verdict(total)
+    words = [_kept(total), _cost(extra_bytes)]
+    words += [_artifact(total)] if total.artifact else []
+    sentence = ", ".join(part for part in words if part) + "."
+    if alternative and alternative.correlation > (total.correlation or 0.0) + 0.01:
+        sentence += (
+            f" --requant {alternative.policy} keeps {_percent(alternative.survival)} "
+            f"(correlation {alternative.correlation:.2f}) for "
+            f"{bytes_in_words(alternative.extra_bytes)} more."
+        )
+    return sentence
+
+
+def _kept(total: Fidelity) -> str:
+    assert total.survival is not None
+    assert total.noise is not None
+    kept = f"kept {_percent(total.survival)} of the adapter"
+    if total.noise < 0.005:
+        return f"{kept} and added next to no noise"
+    return f"{kept} and added {total.noise:.2g} times its size as noise"
+
+
+def _cost(extra_bytes: int) -> str:
+    if extra_bytes == 0:
+        return "at no extra bytes"
+    word = "more" if extra_bytes > 0 else "less"
+    return f"for {bytes_in_words(abs(extra_bytes))} {word}"
+
+
+def _artifact(total: Fidelity) -> str:
+    assert total.artifact is not None
+    share = total.codes_changed_at_zero
+    codes = f" ({_percent(share)} of the codes)" if share else ""
+    return f"while the fuse itself moves the weights by {_percent(total.artifact)}{codes}"
+
+
+def _zero_verdict(total: Fidelity) -> str:
+    if not total.artifact:
+        return "at zero delta no weight changed: this fuse adds nothing of its own."
+    codes = ""
+    if total.codes_changed_at_zero:
+        codes = f" and {_percent(total.codes_changed_at_zero)} of the codes"
+    return (
+        f"at zero delta the fuse itself changed the weights by {_percent(total.artifact)}{codes}: "
+        "subtract what this model scores before you credit the adapter."
+    )
+
+
+def _percent(share: float) -> str:
+    value = 100 * share
+    return (
+        f"{value:.0f}%"
+        if abs(value) >= 9.95
+        else f"{value:.1f}%"
+        if abs(value) >= 0.1
+        else (f"{value:.2g}%")
+    )
+
+
+def bytes_in_words(count: int) -> str:
+    """Bytes with a decimal unit, as in "41 MB"."""
+    size = float(count)
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" or size >= 10 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"

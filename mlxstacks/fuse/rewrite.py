@@ -1,0 +1,166 @@
+"""Write the fused checkpoint: touched shards anew, a block at a time; the others as they are.
+
+A touched shard is written from its first byte, because a promoted tensor changes every offset
+behind it. Its untouched tensors are copied file to file while the workers compute.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlxstacks.files.checkpoint import Checkpoint
+from mlxstacks.files.outputs import clone_or_link
+from mlxstacks.files.shards import ShardHeader, ShardWriter
+from mlxstacks.fuse.blocks import Decision
+from mlxstacks.fuse.fidelity import Sums
+from mlxstacks.fuse.module import Done, Module, run_task, tasks
+
+Progress = Callable[[int], None]
+Entry = tuple[str, str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleWork:
+    """A module with its final decisions."""
+
+    module: Module
+    decisions: dict[int, Decision]
+
+    @property
+    def bits(self) -> int | None:
+        """Bits after the last stage, None when not quantized then."""
+        return self.decisions[max(self.decisions)].bits
+
+    def outputs(self) -> list[Entry]:
+        return self.module.outputs(self.bits)
+
+
+def process(
+    work: ModuleWork, pool: ThreadPoolExecutor, workers: int, zero: bool, seed: int, keep: bool
+) -> Iterator[Done]:
+    """Finished blocks of a module in order, with at most `workers` + 2 in flight."""
+    waiting: deque[Future[Done]] = deque()
+    on_device = any(decision.on_device for decision in work.decisions.values())
+    for task in tasks(work.module, work.decisions, zero, seed):
+        if on_device:  # MLX's streams belong to the thread that made them
+            yield run_task(task, keep)
+            continue
+        waiting.append(pool.submit(run_task, task, keep))
+        if len(waiting) > workers + 1:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def measure_module(
+    work: ModuleWork, pool: ThreadPoolExecutor, workers: int, seed: int
+) -> dict[int, Sums]:
+    """Sums by stage over all rows of a module, without writing anything."""
+    return _total(work, process(work, pool, workers, False, seed, False))
+
+
+def _total(work: ModuleWork, blocks: Iterable[Done]) -> dict[int, Sums]:
+    total = {stage: Sums() for stage in work.decisions}
+    for done in blocks:
+        for stage, sums in done.sums.items():
+            total[stage] = total[stage] + sums
+    return total
+
+
+def touched_files(works: list[ModuleWork]) -> set[Path]:
+    """The shards that hold a tensor of a touched module."""
+    return {info.file for work in works for info in work.module.tensors()}
+
+
+def new_entries(header: ShardHeader, works: list[ModuleWork]) -> list[Entry]:
+    """Tensors of a rewritten shard, in the old order; tensors that disappear are left out."""
+    replaced = {i.name for work in works for i in work.module.tensors()}
+    outputs = {entry[0]: entry for work in works for entry in work.outputs()}
+    entries = []
+    for info in header.tensors.values():
+        if info.name in outputs:
+            entries.append(outputs[info.name])
+        elif info.name not in replaced:
+            entries.append((info.name, info.dtype, info.shape))
+    return entries
+
+
+def write_shards(
+    checkpoint: Checkpoint,
+    works: list[ModuleWork],
+    directory: Path,
+    *,
+    zero: bool,
+    seed: int,
+    copy: bool,
+    workers: int,
+    progress: Progress,
+) -> tuple[dict[str, dict[int, Sums]], list[dict[str, object]]]:
+    """Write all shards of the fused model into `directory`.
+
+    Returns the sums by module path and stage, and for each file its name, how it came to be
+    ("rewritten", "cloned", "linked", "copied") and the bytes that were written for it.
+    """
+    touched = touched_files(works)
+    files: list[dict[str, object]] = []
+    for header in checkpoint.headers:
+        if header.path not in touched:
+            how = clone_or_link(header.path, directory / header.path.name, copy=copy)
+            written = header.file_bytes if how == "copied" else 0
+            files.append({"name": header.path.name, "how": how, "written_bytes": written})
+    rewritten = [header for header in checkpoint.headers if header.path in touched]
+    with ExitStack() as stack:
+        copier = stack.enter_context(ThreadPoolExecutor(1))
+        pool = stack.enter_context(ThreadPoolExecutor(workers))
+        writers = {
+            header.path: stack.enter_context(
+                ShardWriter(
+                    directory / header.path.name, new_entries(header, works), header.metadata
+                )
+            )
+            for header in rewritten
+        }
+        copying = [
+            copier.submit(_copy_untouched, header, works, writers[header.path])
+            for header in rewritten
+        ]
+        sums = {
+            work.module.path: _write_module(work, writers, pool, workers, zero, seed, progress)
+            for work in works
+        }
+        for future in copying:
+            future.result()
+        for path, writer in writers.items():
+            files.append({"name": path.name, "how": "rewritten", "written_bytes": writer.close()})
+    return sums, sorted(files, key=lambda file: str(file["name"]))
+
+
+def _copy_untouched(header: ShardHeader, works: list[ModuleWork], writer: ShardWriter) -> None:
+    replaced = {info.name for work in works for info in work.module.tensors()}
+    for info in header.tensors.values():
+        if info.name not in replaced:
+            writer.copy(info)
+
+
+def _write_module(
+    work: ModuleWork,
+    writers: dict[Path, ShardWriter],
+    pool: ThreadPoolExecutor,
+    workers: int,
+    zero: bool,
+    seed: int,
+    progress: Progress,
+) -> dict[int, Sums]:
+    home = {info.name: writers[info.file] for info in work.module.tensors()}
+
+    def written() -> Iterator[Done]:
+        for done in process(work, pool, workers, zero, seed, True):
+            for name, chunk in done.chunks.items():
+                home[name].write(name, chunk)
+            progress(done.weights)
+            yield done
+
+    return _total(work, written())

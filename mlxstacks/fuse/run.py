@@ -1,0 +1,227 @@
+"""Fuse adapters into a checkpoint on disk: match, decide, write, report."""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from mlxstacks.errors import InputError
+from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.outputs import copy_side_files, staged_directory, write_json
+from mlxstacks.fuse.blocks import Decision
+from mlxstacks.fuse.decide import Choice, decide, estimate_alternative
+from mlxstacks.fuse.fidelity import Sums
+from mlxstacks.fuse.gather import gather_modules
+from mlxstacks.fuse.module import Module
+from mlxstacks.fuse.report import (
+    Alternative,
+    FuseReport,
+    verdict,
+)
+from mlxstacks.fuse.rewrite import (
+    ModuleWork,
+    measure_module,
+    new_entries,
+    touched_files,
+    write_shards,
+)
+from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.fuse.summary import entries_bytes, stage_report, tensor_bytes
+
+REPORT_NAME = "fuse_report.json"
+_INDEX_NAME = "model.safetensors.index.json"
+_MOST_WORKERS = 8  # beyond this the interpreter lock, not the cores, is the limit
+
+# What is told of the work: (weights done, weights in all).
+ProgressCallback = Callable[[int, int], None]
+
+
+def run(
+    settings: FuseSettings,
+    *,
+    dry_run: bool = False,
+    progress: ProgressCallback | None = None,
+) -> FuseReport:
+    """Fuse `settings.adapter_path` into `settings.model` and write it to `settings.save_path`.
+
+    Memory stays at a few blocks of one tensor, whatever the model's size. The result holds what
+    mlx-lm needs to load it, and `fuse_report.json`. A dry run decides and counts, and writes
+    nothing.
+
+    Raises:
+        InputError: the model, an adapter, an option or the target cannot be used; nothing is
+            left behind.
+    """
+    return _Fuse(settings, progress).run(dry_run)
+
+
+class _Fuse:
+    def __init__(self, settings: FuseSettings, progress: ProgressCallback | None) -> None:
+        if settings.model is None or settings.save_path is None or not settings.adapter_path:
+            raise InputError("fuse needs model, adapter_path and save_path")
+        self.settings = settings
+        self.started = time.monotonic()
+        self.workers = max(1, min(os.cpu_count() or 1, _MOST_WORKERS))
+        self.checkpoint = open_checkpoint(resolve_model(settings.model))
+        self.modules = gather_modules(self.checkpoint, settings)
+        self.done_weights, self.progress = 0, progress
+        self.target = Path(settings.save_path)
+
+    def run(self, dry_run: bool) -> FuseReport:
+        choices = self._decide()
+        works = [ModuleWork(module, choices[module.path].decisions) for module in self.modules]
+        alternative = self._alternative(choices)
+        if dry_run:
+            files = self._planned_files(works)
+            return self._report("planned", works, choices, {}, files, alternative)
+        needed = sum(int(file["written_bytes"]) for file in self._planned_files(works))
+        with staged_directory(
+            self.target,
+            force=self.settings.force,
+            needed_bytes=needed,
+        ) as directory:
+            sums, files = write_shards(
+                self.checkpoint,
+                works,
+                directory,
+                zero=self.settings.zero_delta,
+                seed=self.settings.seed,
+                copy=self.settings.copy_shards,
+                workers=self.workers,
+                progress=self._advance,
+            )
+            copy_side_files(self.checkpoint.directory, directory)
+            self._write_config(directory, works)
+            self._write_index(directory, works)
+            report = self._report("fused", works, choices, sums, files, alternative)
+            write_json(directory / REPORT_NAME, report.as_json())
+        return report
+
+    def _decide(self) -> dict[str, Choice]:
+        with ThreadPoolExecutor(self.workers) as pool:
+
+            def full_pass(module: Module, decisions: dict[int, Decision]) -> dict[int, Sums]:
+                work = ModuleWork(module, decisions)
+                return measure_module(work, pool, self.workers, self.settings.seed)
+
+            return {m.path: decide(m, self.settings, full_pass) for m in self.modules}
+
+    def _alternative(self, choices: dict[str, Choice]) -> Alternative | None:
+        """What a policy that keeps more would give, estimated on samples."""
+        if self.settings.requant == "dequantize" or self.settings.zero_delta:
+            return None
+        wide = self.settings.requant in ("auto", "promote")
+        policy = "dequantize" if wide else "promote"
+        found = []
+        for module in self.modules:
+            choice = choices[module.path]
+            estimate = estimate_alternative(
+                module, choice, policy, self.settings.target_correlation
+            )
+            if estimate is not None:
+                decision, figures = estimate
+                chosen = choice.decisions[max(choice.decisions)].bits
+                extra = tensor_bytes(module, decision.bits) - tensor_bytes(module, chosen)
+                found.append((module.weights, figures, extra))
+        return Alternative.of(policy, found)
+
+    def _advance(self, weights: int) -> None:
+        self.done_weights += weights
+        if self.progress:
+            self.progress(self.done_weights, sum(module.weights for module in self.modules))
+
+    def _planned_files(self, works: list[ModuleWork]) -> list[dict[str, Any]]:
+        touched = touched_files(works)
+        files = []
+        for header in self.checkpoint.headers:
+            how, written = ("copied" if self.settings.copy_shards else "shared"), 0
+            if header.path in touched:
+                how, written = "rewritten", entries_bytes(new_entries(header, works))
+            elif self.settings.copy_shards:
+                written = header.file_bytes
+            files.append({"name": header.path.name, "how": how, "written_bytes": written})
+        return files
+
+    def _write_config(self, directory: Path, works: list[ModuleWork]) -> None:
+        """The config with an entry for every module whose bits changed, under both keys."""
+        config = json.loads(json.dumps(self.checkpoint.config))
+        for key in ("quantization", "quantization_config"):
+            if not isinstance(config.get(key), dict):
+                continue
+            for work in works:
+                if work.bits == work.module.bits:
+                    continue
+                entry: object = False
+                if work.bits is not None:
+                    entry = {"group_size": work.module.group_size, "bits": work.bits}
+                config[key][work.module.path] = entry
+        write_json(directory / "config.json", config)
+
+    def _write_index(self, directory: Path, works: list[ModuleWork]) -> None:
+        weight_map, total = {}, 0
+        for header in self.checkpoint.headers:
+            for name, dtype, shape in new_entries(header, works):
+                weight_map[name] = header.path.name
+                total += entries_bytes([(name, dtype, shape)])
+        metadata = dict((self.checkpoint.index or {}).get("metadata") or {})
+        metadata["total_size"] = total
+        write_json(
+            directory / _INDEX_NAME,
+            {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))},
+        )
+
+    def _report(
+        self,
+        status: str,
+        works: list[ModuleWork],
+        choices: dict[str, Choice],
+        sums: dict[str, dict[int, Sums]],
+        files: list[dict[str, Any]],
+        alternative: Alternative | None,
+    ) -> FuseReport:
+        stages = [
+            stage_report(index, adapter, works, choices, sums)
+            for index, adapter in enumerate(self.settings.adapter_path)
+        ]
+        extra = sum(
+            entries_bytes(work.outputs()) - sum(i.nbytes for i in work.module.tensors())
+            for work in works
+        )
+        words = verdict(stages, self.settings.zero_delta, alternative, extra)
+        settings = self.settings.model_dump(mode="json", exclude={"force", "save_path"})
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        report = FuseReport(
+            status=status,
+            model=str(self.settings.model),
+            save_path=str(self.target),
+            settings=settings,
+            settings_sha256=digest,
+            base_fingerprint=fingerprint(self.checkpoint),
+            zero_delta=self.settings.zero_delta,
+            stages=stages,
+            files=files,
+            extra_bytes=extra,
+            written_bytes=sum(int(file["written_bytes"]) for file in files),
+            seconds=time.monotonic() - self.started,
+            versions={name: version(name) for name in ("mlxstacks", "mlx", "numpy")},
+            verdict=words
+            if sums
+            else "planned only, nothing was written; the figures are estimates.",
+        )
+        return replace(report, failed_gate=self._failed_gate(report))
+
+    def _failed_gate(self, report: FuseReport) -> str | None:
+        limit = self.settings.fail_under
+        total = report.total
+        if limit is None or total is None or total.correlation is None:
+            return None
+        if total.correlation >= limit:
+            return None
+        return f"total correlation {total.correlation:.4f} is below --fail-under {limit}"

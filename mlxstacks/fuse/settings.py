@@ -1,0 +1,101 @@
+"""Settings of a fuse. Imports neither mlx nor numpy, so that `--help` stays fast."""
+
+import fnmatch
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from mlxstacks.files.settings import PeftLayout
+
+PolicyName = Literal["auto", "refit", "keep", "nearest", "promote", "stochastic", "dequantize"]
+ALLOWED_BITS = (2, 3, 4, 5, 6, 8)
+
+
+class FuseSettings(BaseModel):
+    """What to fuse into what, and how."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str | None = Field(
+        None, description="Model directory or Hugging Face id. Default: the built-in nano model."
+    )
+    adapter_path: tuple[str, ...] = Field(
+        (),
+        description="Adapter directory (mlx-lm or PEFT). Repeat it to fuse several in order. "
+        "Default: nano's sample adapter.",
+    )
+    save_path: str | None = Field(
+        None, description="Directory to write. Default: ./mlxstacks-out/fuse."
+    )
+    requant: PolicyName = Field(
+        "auto", description="How the delta enters quantized weights (see the docs of the policies)."
+    )
+    zero_delta: bool = Field(
+        False,
+        description="The control: the same fuse, with the trained adapter's decisions and every "
+        "learned number zero.",
+    )
+    target_correlation: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.98, description="Correlation of realised with intended delta that auto and promote seek."
+    )
+    fail_under: Annotated[float, Field(ge=-1, le=1)] | None = Field(
+        None,
+        description="Exit with 3 when the total correlation is below this. Files are written.",
+    )
+    bits: tuple[str, ...] = Field(
+        (),
+        description="PATTERN=N: modules whose path matches the shell pattern get N bits. "
+        "Repeatable; the last match wins.",
+    )
+    peft_layout: PeftLayout | None = Field(
+        None, description="Expert layout of a PEFT adapter whose shapes fit two layouts."
+    )
+    allow_base: bool = Field(
+        False, description="Fuse an adapter although it names another base; the report says so."
+    )
+    device_parity: bool = Field(
+        False,
+        description="refit with this device's own mx.quantize instead of the CPU rule "
+        "(bytes then depend on the machine).",
+    )
+    copy_shards: bool = Field(
+        False,
+        description="Copy untouched shards instead of cloning or hard-linking them.",
+        json_schema_extra={"cli_name": "--copy"},
+    )
+    force: bool = Field(False, description="Replace an existing save path.")
+    seed: int = Field(0, ge=0, description="Seed of stochastic rounding.")
+
+    @field_validator("bits")
+    @classmethod
+    def _bits_are_pairs(cls, pairs: tuple[str, ...]) -> tuple[str, ...]:
+        for pair in pairs:
+            _parse_bits(pair)
+        return pairs
+
+    @model_validator(mode="after")
+    def _parity_is_for_refit(self) -> "FuseSettings":
+        if self.device_parity and self.requant != "refit":
+            raise ValueError("device_parity goes with requant refit only: it is mx.quantize's rule")
+        return self
+
+    def bits_for(self, module: str) -> int | None:
+        """Bits asked for a module path, or None."""
+        wanted = None
+        for pair in self.bits:
+            pattern, bits = _parse_bits(pair)
+            if fnmatch.fnmatchcase(module, pattern):
+                wanted = bits
+        return wanted
+
+    def bits_patterns(self) -> list[str]:
+        """The patterns of `bits`, in order."""
+        return [_parse_bits(pair)[0] for pair in self.bits]
+
+
+def _parse_bits(pair: str) -> tuple[str, int]:
+    pattern, separator, bits = pair.rpartition("=")
+    if not separator or not pattern or not bits.isdigit() or int(bits) not in ALLOWED_BITS:
+        allowed = ", ".join(map(str, ALLOWED_BITS))
+        raise ValueError(f"bits takes PATTERN=N with N one of {allowed}; got {pair!r}")
+    return pattern, int(bits)

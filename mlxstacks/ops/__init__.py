@@ -1,0 +1,1 @@
+"""Operators: arrays in, arrays out; no modules, no files, no printing."""

@@ -1,0 +1,229 @@
+"""Fused checkpoints against mlx_lm: refit bit for bit, every result loadable, equal logits.
+
+Run: pytest tests/fuse/test_fuse_parity.py
+"""
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxstacks.fuse.run import run
+from mlxstacks.fuse.settings import FuseSettings
+from tests.tiny_models import random_adapter, write_llama, write_qwen_moe
+
+DOWN = "mlp.switch_mlp.down_proj"
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu() -> None:
+    mx.set_default_device(mx.cpu)
+
+
+def fuse(model: Path, adapter: Path, target: Path, **options) -> dict:
+    settings = FuseSettings(
+        model=str(model), adapter_path=(str(adapter),), save_path=str(target), **options
+    )
+    return run(settings).as_json()
+
+
+def mlx_lm_fuse(model: Path, adapter: Path, target: Path) -> None:
+    """What the command `mlx_lm.fuse` does, in this process."""
+    from mlx.utils import tree_unflatten
+    from mlx_lm.utils import load, save_model
+
+    loaded, _ = load(str(model), adapter_path=str(adapter))
+    fused = [(n, m.fuse()) for n, m in loaded.named_modules() if hasattr(m, "fuse")]
+    assert fused
+    loaded.update_modules(tree_unflatten(fused))
+    save_model(target, loaded)
+
+
+def tensors(directory: Path) -> dict[str, mx.array]:
+    found: dict[str, mx.array] = {}
+    for file in sorted(directory.glob("model*.safetensors")):
+        for name, value in mx.load(str(file)).items():
+            assert name not in found
+            found[name] = value
+    return found
+
+
+def raw(array: mx.array) -> np.ndarray:
+    return np.array(array.reshape(-1).view(mx.uint8))
+
+
+def assert_same_bytes(first: Path, second: Path) -> None:
+    ours, theirs = tensors(first), tensors(second)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert value.dtype == theirs[name].dtype
+        assert value.shape == theirs[name].shape
+        np.testing.assert_array_equal(raw(value), raw(theirs[name]), err_msg=name)
+
+
+MOE = [
+    (3, 64, "bfloat16", "float32"),
+    (4, 64, "bfloat16", "float32"),
+    (4, 32, "float16", "float32"),
+    (6, 32, "float32", "float32"),
+    (2, 64, "bfloat16", "bfloat16"),
+    (5, 64, "float16", "bfloat16"),
+    (8, 64, "bfloat16", "float16"),
+]
+
+
+@pytest.mark.parametrize(("bits", "group_size", "dtype", "lora_dtype"), MOE)
+def test_refit_is_mlx_lm_fuse_to_the_bit(
+    tmp_path: Path, bits: int, group_size: int, dtype: str, lora_dtype: str
+) -> None:
+    """Every module that mlx-lm adapts: experts, linears, 8-bit gates, embedding, head."""
+    model = write_qwen_moe(tmp_path / "model", bits=bits, group_size=group_size, dtype=dtype)
+    adapter = random_adapter(
+        model,
+        [DOWN, "mlp.switch_mlp.gate_proj", "mlp.gate", "mlp.shared_expert.up_proj",
+         "self_attn.q_proj", "linear_attn.in_proj_qkv", "language_model.model.embed_tokens",
+         "language_model.lm_head"],
+        rank=3, std=0.01, dtype=lora_dtype,
+    )  # fmt: skip
+    fuse(model, adapter, tmp_path / "ours", requant="refit")
+    mlx_lm_fuse(model, adapter, tmp_path / "theirs")
+    assert_same_bytes(tmp_path / "ours", tmp_path / "theirs")
+
+
+@pytest.mark.parametrize(
+    ("bits", "tied", "unquantized"), [(4, True, ()), (3, False, ("q_proj", "down_proj")),
+                                      (None, True, ())]
+)  # fmt: skip
+def test_refit_is_mlx_lm_fuse_on_dense_models(
+    tmp_path: Path, bits: int | None, tied: bool, unquantized: tuple[str, ...]
+) -> None:
+    """Tied embeddings, modules without quantization, a model without any."""
+    model = write_llama(tmp_path / "model", bits=bits, tied=tied, unquantized=unquantized)
+    adapter = random_adapter(
+        model, ["self_attn.q_proj", "mlp.down_proj", "model.embed_tokens"], rank=4, std=0.02
+    )
+    fuse(model, adapter, tmp_path / "ours", requant="refit")
+    mlx_lm_fuse(model, adapter, tmp_path / "theirs")
+    assert_same_bytes(tmp_path / "ours", tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("kind", ["switch", "linear"])
+def test_refit_in_row_blocks_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Pieces far smaller than a matrix, tasks of a few rows, groups a few at a time."""
+    model = write_qwen_moe(tmp_path / "model", bits=3)
+    keys = [DOWN] if kind == "switch" else ["self_attn.q_proj", "language_model.lm_head"]
+    adapter = random_adapter(model, keys, rank=3, std=0.01)
+    fuse(model, adapter, tmp_path / "whole", requant="refit")
+    monkeypatch.setattr("mlxstacks.fuse.delta._LARGEST_PRODUCT", 64 * 64)
+    monkeypatch.setattr("mlxstacks.fuse.module._WEIGHTS_PER_TASK", 7 * 128)
+    monkeypatch.setattr("mlxstacks.fuse.module.GROUPS_AT_ONCE", 3)
+    fuse(model, adapter, tmp_path / "blocks", requant="refit")
+    assert_same_bytes(tmp_path / "whole", tmp_path / "blocks")
+
+
+@pytest.mark.parametrize("requant", ["keep", "nearest", "stochastic", "promote", "auto"])
+def test_result_does_not_depend_on_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requant: str
+) -> None:
+    model = write_qwen_moe(tmp_path / "model", bits=4)
+    adapter = random_adapter(model, [DOWN], rank=3, std=0.01)
+    first = fuse(model, adapter, tmp_path / "whole", requant=requant)
+    if requant != "stochastic":  # its draws are keyed by the block
+        monkeypatch.setattr("mlxstacks.fuse.module._WEIGHTS_PER_TASK", 7 * 128)
+    again = fuse(model, adapter, tmp_path / "again", requant=requant)
+    assert_same_bytes(tmp_path / "whole", tmp_path / "again")
+    assert (
+        first["stages"][0]["total"]["codes_changed"]
+        == (again["stages"][0]["total"]["codes_changed"])
+    )
+
+
+def test_device_parity_is_refit_on_the_cpu(tmp_path: Path) -> None:
+    model = write_qwen_moe(tmp_path / "model", bits=4)
+    adapter = random_adapter(model, [DOWN, "mlp.gate"], std=0.01)
+    fuse(model, adapter, tmp_path / "rule", requant="refit")
+    fuse(model, adapter, tmp_path / "device", requant="refit", device_parity=True)
+    assert_same_bytes(tmp_path / "rule", tmp_path / "device")
+
+
+def logits(model) -> np.ndarray:
+    tokens = mx.array([[5, 17, 99, 3, 250, 64, 1]])
+    return np.array(model(tokens).astype(mx.float32))
+
+
+@pytest.mark.parametrize("requant", ["refit", "keep", "nearest", "promote", "auto", "dequantize"])
+@pytest.mark.parametrize("family", ["moe", "llama"])
+def test_logits_equal_the_fuse_in_memory(tmp_path: Path, requant: str, family: str) -> None:
+    """Load the files with mlx_lm; put the same tensors into the base's modules; compare."""
+    from mlx_lm.utils import load_model
+
+    options = {"bits": 4, "dtype": "float32"}  # MLX's CPU runs plain experts in float32 only
+    if family == "moe":
+        model, keys = write_qwen_moe(tmp_path / "model", **options), [DOWN, "mlp.gate"]
+    else:
+        model = write_llama(tmp_path / "model", tied=True, **options)
+        keys = ["self_attn.v_proj", "mlp.up_proj", "model.embed_tokens"]
+    adapter = random_adapter(model, keys, rank=2, std=0.02)
+    fuse(model, adapter, tmp_path / "fused", requant=requant)
+    from_disk, _ = load_model(tmp_path / "fused")
+    in_memory = fused_in_memory(model, tmp_path / "fused")
+    np.testing.assert_array_equal(logits(from_disk), logits(in_memory))
+
+
+def fused_in_memory(model: Path, fused: Path):
+    """The base with every changed weight dequantized by MLX itself into a plain module, then
+    requantized modules replaced by their stored tensors."""
+    from mlx_lm.utils import load_model
+
+    loaded, _ = load_model(model)
+    new, old = tensors(fused), tensors(model)
+    modules = dict(loaded.named_modules())
+    for path in {name.removesuffix(".weight") for name in old if name.endswith(".weight")}:
+        names = [f"{path}.{leaf}" for leaf in ("weight", "scales", "biases")]
+        if all(
+            n in new and n in old and np.array_equal(raw(new[n]), raw(old[n]))
+            for n in names
+            if n in old
+        ):
+            continue
+        module = modules[path]
+        if f"{path}.scales" in new:
+            module.weight, module.scales, module.biases = (new[n] for n in names)
+            module.bits = (
+                new[names[0]].shape[-1] * 32 // (new[names[1]].shape[-1] * module.group_size)
+            )
+            continue
+        replace_by_plain(loaded, path, module, new[names[0]])
+    return loaded
+
+
+def replace_by_plain(loaded, path: str, module, weight: mx.array) -> None:
+    from mlx import nn
+    from mlx.utils import tree_unflatten
+    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+    if isinstance(module, QuantizedSwitchLinear):
+        plain = SwitchLinear(weight.shape[2], weight.shape[1], weight.shape[0], bias=False)
+    elif isinstance(module, nn.QuantizedEmbedding):
+        plain = nn.Embedding(*weight.shape)
+    else:
+        plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    plain.weight = weight
+    loaded.update_modules(tree_unflatten([(path, plain)]))
+
+
+def test_fused_model_answers_like_the_adapter_beside_the_base(tmp_path: Path) -> None:
+    """Promoted to 8 bits the model is closer to base + adapter than refit at 4 bits."""
+    from mlx_lm import load
+
+    model = write_qwen_moe(tmp_path / "model", bits=4, dtype="float32")
+    adapter = random_adapter(model, [DOWN, "mlp.switch_mlp.up_proj"], rank=2, std=0.008)
+    wanted = logits(load(str(model), adapter_path=str(adapter))[0])
+    distance = {}
+    for requant in ("refit", "auto"):
+        fuse(model, adapter, tmp_path / requant, requant=requant)
+        distance[requant] = np.abs(logits(load(str(tmp_path / requant))[0]) - wanted).mean()
+    assert distance["auto"] < 0.3 * distance["refit"]
