@@ -23,7 +23,7 @@ from mlxstacks.fuse.blocks import (
 )
 from mlxstacks.fuse.delta import LowRankDelta
 from mlxstacks.fuse.fidelity import Fidelity, Sums, fidelity
-from mlxstacks.fuse.module import Module
+from mlxstacks.fuse.module import Module, check_delta
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops.affine import Array
 from mlxstacks.ops.requant import PROMOTED_BITS, Groups
@@ -205,13 +205,19 @@ class _Sample:
     def take_delta(self, stage: int) -> None:
         match = self.module.stages[stage]
         source = LowRankDelta(match.module, match.kind, self.module.dtype)
-        self.delta = source.sample(self.rows).reshape(-1, self.width)
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.delta = source.sample(self.rows).reshape(-1, self.width)
 
     def estimate(self, decision: Decision) -> Fidelity:
-        return fidelity(sum((s for _, s in self._apply(decision, True)), Sums()))
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            sums = sum((s for _, s in self._apply(decision, True)), Sums())
+        check_delta(self.module.path, sums)
+        return fidelity(sums)
 
     def advance(self, decision: Decision) -> None:
-        self.state = join([state for state, _ in self._apply(decision, False)], self.width)
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            states = [state for state, _ in self._apply(decision, False)]
+        self.state = join(states, self.width)
 
     def _apply(self, decision: Decision, with_sums: bool) -> Iterable[tuple[State, Sums]]:
         count = len(self.delta)

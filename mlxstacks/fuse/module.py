@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mlxstacks.errors import CheckpointError
+from mlxstacks.errors import AdapterError, CheckpointError
 from mlxstacks.files.adapters import Match
 from mlxstacks.files.shards import TensorInfo, read_rows
 from mlxstacks.fuse.blocks import (
@@ -139,7 +139,17 @@ def _cut(rows: Array | None, part: slice) -> Array | None:
 
 
 def run_task(task: Task, keep_output: bool = True) -> Done:
-    """Read, change, measure and pack the rows of a task."""
+    """Read, change, measure and pack the rows of a task.
+
+    Raises: CheckpointError for weights that are not finite before or after, AdapterError for a
+        delta that is not.
+    """
+    # Overflow is looked for in the results, where the tensor can be named.
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        return _run_task(task, keep_output)
+
+
+def _run_task(task: Task, keep_output: bool) -> Done:
     module = task.module
     state = module.read(task.first, task.last)
     # A plain weight has no groups; blocks of 64 serve just as well.
@@ -154,6 +164,7 @@ def run_task(task: Task, keep_output: bool = True) -> Done:
         inputs = [_stage_input(task, stage, start, part, width) for stage in task.stages]
         after, sums = run_stages(part_of(regrouped, part), inputs)
         for stage, one in zip(task.stages, sums, strict=True):
+            check_delta(module.path, one)
             total[stage] = total[stage] + one
         if keep_output:
             outputs.append(after)
@@ -210,6 +221,15 @@ def _check_finite(info: TensorInfo, first: int, values: Array) -> None:
             f"{info.file}: tensor {info.name} holds {values[row, column]} at "
             f"{tuple(int(i) for i in index)}; weights to be fused must be finite. "
             "Download or convert the model again."
+        )
+
+
+def check_delta(path: str, sums: Sums) -> None:
+    """Raises AdapterError where the squared delta overflows float32: no adapter is that large."""
+    if not np.isfinite(sums.delta_delta):
+        raise AdapterError(
+            f"{path}: scale * B @ A is beyond the range of float32; the adapter is damaged, or "
+            "its scale is wrong"
         )
 
 

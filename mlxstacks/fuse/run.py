@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import copy_side_files, staged_directory, write_json
@@ -73,6 +73,9 @@ class _Fuse:
         self.modules = gather_modules(self.checkpoint, settings)
         self.done_weights, self.progress = 0, progress
         self.target = Path(settings.save_path)
+        _check_target_is_no_input(
+            self.target, [self.checkpoint.directory, *map(Path, settings.adapter_path)]
+        )
 
     def run(self, dry_run: bool) -> FuseReport:
         choices = self._decide()
@@ -225,3 +228,14 @@ class _Fuse:
         if total.correlation >= limit:
             return None
         return f"total correlation {total.correlation:.4f} is below --fail-under {limit}"
+
+
+def _check_target_is_no_input(target: Path, inputs: list[Path]) -> None:
+    """Raises TargetError where replacing the target would delete what is read."""
+    resolved = target.resolve()
+    for path in inputs:
+        if path.resolve().is_relative_to(resolved):
+            raise TargetError(
+                f"save path {target} is the model itself, the adapter or a folder around one of "
+                f"them ({path}); choose another directory"
+            )

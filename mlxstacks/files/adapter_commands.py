@@ -1,0 +1,164 @@
+"""The functions behind `mlxstacks adapter show | zero | convert`."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mlxstacks.errors import InputError
+from mlxstacks.files.adapters import WEIGHTS, load_any_adapter, write_adapter, zero_adapter
+from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from mlxstacks.files.lora_modules import Adapter, LoraModule, delta_norm, delta_weights
+from mlxstacks.files.peft_config import PEFT_WEIGHTS
+from mlxstacks.files.peft_write import write_peft, write_zero_peft
+from mlxstacks.files.settings import (
+    AdapterConvertSettings,
+    AdapterFormat,
+    AdapterShowSettings,
+    AdapterZeroSettings,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleSummary:
+    """One adapted module. delta_rms: root mean square of scale * B A over the weight's numbers."""
+
+    path: str
+    kind: str
+    lora_a: tuple[int, ...]
+    lora_b: tuple[int, ...]
+    dtype: str
+    rank: int
+    parameters: int
+    delta_rms: float
+
+
+@dataclass(frozen=True)
+class AdapterSummary:
+    """What an adapter holds, in mlx-lm's terms."""
+
+    adapter_path: str
+    format: AdapterFormat
+    rank: int
+    scale: float
+    parameters: int
+    base_model: str | None
+    base_fingerprint: str | None
+    metadata: dict[str, str]
+    modules: tuple[ModuleSummary, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class AdapterWritten:
+    """An adapter that was written, and from what."""
+
+    adapter_path: str
+    save_path: str
+    source_format: AdapterFormat
+    format: AdapterFormat
+    modules: int
+    parameters: int
+    weight_bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def adapter_format(path: str | Path) -> AdapterFormat:
+    """Which format a directory holds, by its weights' name; mlx where both are there."""
+    directory = Path(path)
+    peft_only = (directory / PEFT_WEIGHTS).exists() and not (directory / WEIGHTS).exists()
+    return "peft" if peft_only else "mlx"
+
+
+def show_adapter(settings: AdapterShowSettings) -> AdapterSummary:
+    """Every module with shapes, rank and size of its delta. Raises: as `load_any_adapter`."""
+    adapter = _load(settings)
+    first = next(iter(adapter.modules.values()))
+    return AdapterSummary(
+        adapter_path=str(adapter.directory),
+        format=adapter_format(adapter.directory),
+        rank=first.rank,
+        scale=first.scale,
+        parameters=sum(m.parameters for m in adapter.modules.values()),
+        base_model=adapter.config.get("model"),
+        base_fingerprint=adapter.base_fingerprint,
+        metadata=adapter.metadata,
+        modules=tuple(_summary(m) for m in adapter.modules.values()),
+    )
+
+
+def _summary(module: LoraModule) -> ModuleSummary:
+    return ModuleSummary(
+        path=module.path,
+        kind="switch" if module.is_switch else "dense",
+        lora_a=module.lora_a.shape,
+        lora_b=module.lora_b.shape,
+        dtype=module.dtype,
+        rank=module.rank,
+        parameters=module.parameters,
+        delta_rms=delta_norm(module) / delta_weights(module) ** 0.5,
+    )
+
+
+def zero_adapter_command(settings: AdapterZeroSettings) -> AdapterWritten:
+    """Write the zero-delta copy, in the format that the adapter came in.
+
+    Raises: as `load_any_adapter`, `write_adapter`.
+    """
+    source, target = _paths(settings)
+    kind = adapter_format(source)
+    if kind == "peft":
+        adapter = _load(settings)  # read whole first: what cannot be read is not copied either
+        write_zero_peft(source, target, settings.force)
+    else:
+        adapter = zero_adapter(_load(settings))
+        write_adapter(adapter, target, settings.force)
+    return _written(adapter, target, kind, kind)
+
+
+def convert_adapter(settings: AdapterConvertSettings) -> AdapterWritten:
+    """Write the adapter in the format `settings.to`; also normalises one already in it.
+
+    Raises: as `load_any_adapter`, `write_adapter`, `write_peft`.
+    """
+    source, target = _paths(settings)
+    adapter = _load(settings)
+    if settings.to == "peft":
+        whole = settings.peft_model == "whole"
+        write_peft(adapter, target, settings.base_model_name, settings.force, whole)
+    else:
+        write_adapter(adapter, target, settings.force)
+    return _written(adapter, target, adapter_format(source), settings.to)
+
+
+def _load(settings: AdapterShowSettings | AdapterZeroSettings | AdapterConvertSettings) -> Adapter:
+    if settings.adapter_path is None:
+        raise InputError("adapter_path is not set; give the adapter's directory")
+    model: Checkpoint | None = None
+    if settings.model is not None:
+        model = open_checkpoint(resolve_model(settings.model))
+    return load_any_adapter(settings.adapter_path, settings.peft_layout, model)
+
+
+def _paths(settings: AdapterZeroSettings | AdapterConvertSettings) -> tuple[Path, Path]:
+    if settings.adapter_path is None or settings.save_path is None:
+        raise InputError("adapter_path and save_path are needed: what to read, where to write")
+    return Path(settings.adapter_path), Path(settings.save_path)
+
+
+def _written(
+    adapter: Adapter, target: Path, source_format: AdapterFormat, kind: AdapterFormat
+) -> AdapterWritten:
+    weights = target / (PEFT_WEIGHTS if kind == "peft" else WEIGHTS)
+    return AdapterWritten(
+        adapter_path=str(adapter.directory),
+        save_path=str(target),
+        source_format=source_format,
+        format=kind,
+        modules=len(adapter.modules),
+        parameters=sum(m.parameters for m in adapter.modules.values()),
+        weight_bytes=weights.stat().st_size,
+    )

@@ -1,0 +1,168 @@
+"""Lays an adapter on a checkpoint: every module finds its weight, or one error lists what does not.
+
+mlx-lm stores no mark of the base in an adapter. Names and shapes are therefore checked for all;
+where an adapter carries our fingerprint, the base itself is.
+"""
+
+import difflib
+from dataclasses import dataclass
+from typing import Literal
+
+from mlxstacks.errors import AdapterError, CheckpointError
+from mlxstacks.files.adapter_names import is_embedding_name
+from mlxstacks.files.checkpoint import Checkpoint, fingerprint
+from mlxstacks.files.lora_modules import Adapter, LoraModule
+from mlxstacks.files.shards import TensorInfo
+from mlxstacks.files.stored_weight import (
+    StoredWeight,
+    holds_separate_experts,
+    refuse_unconverted,
+    stored_weight,
+)
+
+Kind = Literal["linear", "switch", "embedding"]
+BaseCheck = Literal["verified", "not verifiable", "overridden"]
+
+# Nearest names cost time in proportion to modules x problems; further problems are listed without.
+_NAMED_NEIGHBOURS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """An adapted module and the weight that it changes. bits is None when that is not quantized."""
+
+    module: LoraModule
+    kind: Kind
+    weight: TensorInfo
+    scales: TensorInfo | None
+    biases: TensorInfo | None
+    bits: int | None
+    group_size: int | None
+    base: BaseCheck
+
+
+def match_adapter(
+    adapter: Adapter, checkpoint: Checkpoint, allow_base: bool = False
+) -> list[Match]:
+    """One Match a module, in the adapter's order.
+
+    allow_base: go on although the adapter names another base; `base` is then "overridden".
+
+    Raises: CheckpointError for a checkpoint of another layout than MLX's. AdapterError listing
+        every module that has no weight (with the nearest names), does not fit it, or whose weight
+        cannot be changed, and a base other than the one trained on.
+    """
+    refuse_unconverted(checkpoint)
+    problems: list[str] = []
+    base = _check_base(adapter, checkpoint, allow_base, problems)
+    candidates = _module_paths(checkpoint)
+    matches = []
+    for path, module in adapter.modules.items():
+        if f"{path}.weight" not in checkpoint.tensors:
+            near = candidates if len(problems) < _NAMED_NEIGHBOURS else []
+            problems.append(_no_weight(path, near, checkpoint))
+            continue
+        match = _match_module(module, checkpoint, base, problems)
+        if match is not None:
+            matches.append(match)
+    if problems:
+        many = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
+        lines = "".join(f"\n  {problem}" for problem in problems)
+        raise AdapterError(
+            f"adapter {adapter.directory} does not fit {checkpoint.directory}: {many}{lines}"
+        )
+    return matches
+
+
+def _check_base(
+    adapter: Adapter, checkpoint: Checkpoint, allow_base: bool, problems: list[str]
+) -> BaseCheck:
+    trained_on = adapter.base_fingerprint
+    if trained_on is None:
+        return "not verifiable"
+    found = fingerprint(checkpoint)
+    if trained_on == found:
+        return "verified"
+    if not allow_base:
+        problems.append(
+            f"trained on the base with fingerprint {trained_on}, this one has {found}; use that "
+            "base, or --allow-base to go on with this one"
+        )
+    return "overridden"
+
+
+def _module_paths(checkpoint: Checkpoint) -> list[str]:
+    """Modules that an adapter could mean: those with a weight of two or three axes."""
+    ending = ".weight"
+    return [
+        name.removesuffix(ending)
+        for name, info in checkpoint.tensors.items()
+        if name.endswith(ending) and len(info.shape) in (2, 3)
+    ]
+
+
+def _no_weight(path: str, candidates: list[str], checkpoint: Checkpoint) -> str:
+    problem = f"{path}: no such module in the model"
+    if ".switch_mlp." in path and holds_separate_experts(checkpoint):
+        directory = checkpoint.directory
+        return (
+            f"{problem}, which stores experts one by one; convert it first: "
+            f"`mlx_lm.convert --hf-path {directory} --mlx-path {directory}-mlx`"
+        )
+    near = difflib.get_close_matches(path, candidates, n=2, cutoff=0.6)
+    return f"{problem}; nearest: {', '.join(near)}" if near else problem
+
+
+def _match_module(
+    module: LoraModule, checkpoint: Checkpoint, base: BaseCheck, problems: list[str]
+) -> Match | None:
+    if module.is_switch:
+        dims = {module.lora_a.shape[2]}
+    else:
+        dims = {module.lora_a.shape[0]}
+        if is_embedding_name(module.path):
+            dims.add(module.lora_b.shape[1])
+    try:
+        stored = stored_weight(checkpoint, module.path, dims)
+    except CheckpointError as error:
+        problems.append(str(error))
+        return None
+    kind = _kind(module, stored)
+    if kind is None:
+        problems.append(_misfit(module, stored))
+        return None
+    return Match(
+        module,
+        kind,
+        stored.weight,
+        stored.scales,
+        stored.biases,
+        stored.bits,
+        stored.group_size,
+        base,
+    )
+
+
+def _kind(module: LoraModule, stored: StoredWeight) -> Kind | None:
+    """What the weight is to this pair; None when the shapes do not fit.
+
+    Only modules with the name of an embedding can be one; among those the shapes decide, and the
+    name again where a square weight fits both.
+    """
+    a, b, weight = module.lora_a.shape, module.lora_b.shape, stored.shape
+    if len(weight) == 3:
+        fits = module.is_switch and weight == (a[0], b[1], a[2])
+        return "switch" if fits else None
+    if len(weight) != 2 or module.is_switch:
+        return None
+    if is_embedding_name(module.path) and weight == (a[0], b[1]):
+        return "embedding"
+    return "linear" if weight == (b[1], a[0]) else None
+
+
+def _misfit(module: LoraModule, stored: StoredWeight) -> str:
+    grid = f" ({stored.bits} bits, group_size {stored.group_size})" if stored.bits else ""
+    return (
+        f"{module.path}: lora_a {list(module.lora_a.shape)} and lora_b "
+        f"{list(module.lora_b.shape)} do not fit the weight {list(stored.shape)}{grid}"
+    )

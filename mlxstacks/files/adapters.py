@@ -1,0 +1,217 @@
+"""mlx-lm's adapter format: `adapters.safetensors` and `adapter_config.json`, read and written.
+
+`load_any_adapter` also takes a PEFT directory; `match_adapter` lays an adapter on a checkpoint.
+Reading gathers every problem of a file and raises once. DoRA and full fine-tunes are refused: their
+change is not a low-rank delta that can be measured or moved on its own.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlxstacks.errors import AdapterError
+from mlxstacks.files.adapter_file import (
+    CONFIG,
+    open_weights,
+    raise_problems,
+    read_config,
+    read_float,
+    save_adapter,
+)
+from mlxstacks.files.adapter_match import Match, match_adapter
+from mlxstacks.files.checkpoint import Checkpoint
+from mlxstacks.files.lora_modules import Adapter, LoraModule, is_finite_number, mlx_config, widened
+from mlxstacks.files.peft_adapters import read_peft
+from mlxstacks.files.peft_config import PEFT_WEIGHTS
+from mlxstacks.files.settings import PeftLayout
+from mlxstacks.files.shards import ShardHeader, TensorInfo
+from mlxstacks.ops.affine import Array
+
+__all__ = [
+    "Adapter",
+    "LoraModule",
+    "Match",
+    "load_any_adapter",
+    "match_adapter",
+    "mlx_config",
+    "read_adapter",
+    "write_adapter",
+    "zero_adapter",
+]
+
+WEIGHTS = "adapters.safetensors"
+
+_NOT_LORA = {
+    "dora": "DoRA also rescales every output row; merge it with `mlx_lm.fuse`, which knows it",
+    "full": "a full fine-tune has no low-rank delta; its weights are a model of their own",
+}
+_LEAVES = ("lora_a", "lora_b")
+
+
+def load_any_adapter(
+    path: str | Path, peft_layout: PeftLayout | None = None, model: Checkpoint | None = None
+) -> Adapter:
+    """An adapter in either format, in mlx-lm's terms.
+
+    peft_layout, model: only for PEFT directories, see `read_peft`.
+
+    Raises: AdapterError naming what is in the directory instead, or every problem of the adapter.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        found = "a file" if directory.exists() else "not there"
+        raise AdapterError(f"{directory}: {found}; give the adapter's directory")
+    if (directory / WEIGHTS).exists():
+        return read_adapter(directory)
+    if (directory / PEFT_WEIGHTS).exists():
+        return read_peft(directory, layout=peft_layout, model=model)
+    refused = sorted(p.name for p in directory.iterdir() if p.suffix in {".bin", ".npz", ".pt"})
+    if refused:
+        raise AdapterError(
+            f"{directory}: only {', '.join(refused)}; safetensors alone is read here: save the "
+            "adapter again with the tool that made it, as safetensors"
+        )
+    raise AdapterError(f"{directory}: neither {WEIGHTS} (mlx-lm) nor {PEFT_WEIGHTS} (PEFT)")
+
+
+def read_adapter(path: str | Path) -> Adapter:
+    """An mlx-lm LoRA adapter. Shapes of the modules as in `LoraModule`.
+
+    A pair whose halves differ in dtype is widened to float32, which changes no number.
+
+    Raises: AdapterError listing every problem: not a LoRA, no usable scale, half a pair, shapes
+        that do not belong together, numbers that are not finite floats, unknown tensors.
+    """
+    directory = Path(path)
+    config = read_config(directory / CONFIG)
+    kind = config.get("fine_tune_type", "lora")
+    if kind != "lora":
+        reason = _NOT_LORA.get(str(kind), "only fine_tune_type lora is known here")
+        raise AdapterError(f"adapter {directory}: fine_tune_type is {kind!r}: {reason}")
+    header = open_weights(directory / WEIGHTS)
+    problems: list[str] = []
+    scale, rank = _scale_and_rank(config, problems)
+    modules = _read_modules(header, scale, rank, problems)
+    raise_problems(directory, problems)
+    if not modules:
+        raise AdapterError(f"adapter {directory}: {WEIGHTS} holds no tensors")
+    return Adapter(directory, config, modules, dict(header.metadata))
+
+
+def _scale_and_rank(config: dict[str, Any], problems: list[str]) -> tuple[float, int | None]:
+    """`lora_parameters.scale` and `.rank` (None when absent: the tensors tell it)."""
+    parameters = config.get("lora_parameters")
+    if not isinstance(parameters, dict):
+        problems.append(f"{CONFIG}: lora_parameters is {parameters!r}; it must hold rank and scale")
+        return 0.0, None
+    scale, rank = parameters.get("scale"), parameters.get("rank")
+    if not is_finite_number(scale):
+        hint = "; mlx-lm wants scale, not alpha" if "alpha" in parameters else ""
+        problems.append(f"{CONFIG}: lora_parameters.scale is {scale!r}, not a finite number{hint}")
+        scale = 0.0
+    if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
+        problems.append(f"{CONFIG}: lora_parameters.rank is {rank!r}, not a positive whole number")
+        rank = None
+    return float(scale), rank
+
+
+def _read_modules(
+    header: ShardHeader, scale: float, rank: int | None, problems: list[str]
+) -> dict[str, LoraModule]:
+    """Every pair of the file, in file order; what is wrong goes to `problems`."""
+    pairs: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in header.tensors.items():
+        module_path, _, leaf = name.rpartition(".")
+        if leaf in _LEAVES and module_path:
+            pairs.setdefault(module_path, {})[leaf] = info
+        else:
+            problems.append(_unknown_tensor(name, leaf))
+    modules = {}
+    for module_path, pair in pairs.items():
+        module = _read_pair(module_path, pair, scale, problems)
+        if module is None:
+            continue
+        if rank is not None and module.rank != rank:
+            problems.append(
+                f"{module_path}: rank {module.rank}, but {CONFIG} says {rank}; mlx-lm has one rank"
+            )
+        modules[module_path] = module
+    if rank is None and len(ranks := {m.rank for m in modules.values()}) > 1:
+        problems.append(f"modules of ranks {sorted(ranks)}; mlx-lm has one rank for all")
+    return modules
+
+
+def _unknown_tensor(name: str, leaf: str) -> str:
+    if leaf == "m":
+        return f"{name}: the magnitude of DoRA; {_NOT_LORA['dora']}"
+    return f"{name}: not a LoRA tensor; a LoRA has path.lora_a and path.lora_b"
+
+
+def _read_pair(
+    path: str, pair: dict[str, TensorInfo], scale: float, problems: list[str]
+) -> LoraModule | None:
+    missing = [leaf for leaf in _LEAVES if leaf not in pair]
+    if missing:
+        problems.append(f"{path}.{missing[0]}: missing, its other half is there")
+        return None
+    a, b = (pair[leaf] for leaf in _LEAVES)
+    mismatch = _shape_problem(a.shape, b.shape)
+    if mismatch:
+        problems.append(f"{path}: lora_a {list(a.shape)}, lora_b {list(b.shape)}: {mismatch}")
+        return None
+    raw_a, raw_b = read_float(a, problems), read_float(b, problems)
+    if raw_a is None or raw_b is None:
+        return None
+    if a.dtype == b.dtype:
+        return LoraModule(path, raw_a, raw_b, a.dtype, scale)
+    wide_a = widened(LoraModule(path, raw_a, raw_a, a.dtype, scale)).lora_a
+    wide_b = widened(LoraModule(path, raw_b, raw_b, b.dtype, scale)).lora_b
+    return LoraModule(path, wide_a, wide_b, "F32", scale)
+
+
+def _shape_problem(a: tuple[int, ...], b: tuple[int, ...]) -> str | None:
+    """Why a pair of shapes is no LoRA; None when it is one."""
+    if (len(a), len(b)) == (2, 2):
+        return None if a[1] == b[0] else f"ranks {a[1]} and {b[0]} differ"
+    if (len(a), len(b)) == (3, 3):
+        if a[0] != b[0]:
+            return f"{a[0]} and {b[0]} experts"
+        return None if a[1] == b[2] else f"ranks {a[1]} and {b[2]} differ"
+    if (len(a), len(b)) == (2, 3):
+        return "the expert layout of an old mlx-lm; lora_a must be (experts, rank, input_dims)"
+    return "expected (K, R) and (R, N), or with experts (E, R, K) and (E, N, R)"
+
+
+def zero_adapter(adapter: Adapter) -> Adapter:
+    """The same adapter with every learned number zero: its delta is zero everywhere.
+
+    Law: names, dtypes, shapes, config and metadata are those of `adapter`.
+    """
+    zeros = {
+        path: replace(m, lora_a=np.zeros_like(m.lora_a), lora_b=np.zeros_like(m.lora_b))
+        for path, m in adapter.modules.items()
+    }
+    return replace(adapter, modules=zeros)
+
+
+def write_adapter(adapter: Adapter, directory: str | Path, force: bool = False) -> None:
+    """Write mlx-lm's format. Law: read_adapter of the result holds the same numbers and config.
+
+    Raises: AdapterError when the modules do not share the config's one rank and scale;
+        TargetError when the target exists and `force` is not given.
+    """
+    problems: list[str] = []
+    scale, rank = _scale_and_rank(adapter.config, problems)
+    tensors: dict[str, tuple[str, Array]] = {}
+    for path, module in adapter.modules.items():
+        if module.scale != scale or module.rank != (rank or module.rank):
+            problems.append(
+                f"{path}: rank {module.rank} and scale {module.scale}, the config has {rank} and "
+                f"{scale}; bring the modules to one rank and scale first (`unified`)"
+            )
+        tensors[f"{path}.lora_a"] = (module.dtype, module.lora_a)
+        tensors[f"{path}.lora_b"] = (module.dtype, module.lora_b)
+    raise_problems(adapter.directory, problems)
+    save_adapter(Path(directory), WEIGHTS, tensors, adapter.config, adapter.metadata, force)

@@ -1,0 +1,198 @@
+"""A LoRA in memory: what mlx-lm stores of one module, and of a whole adapter.
+
+Arrays keep the raw numbers of the file: BF16 is uint16, F16 float16, F32 float32. Axis order is
+mlx-lm's, which differs by kind:
+
+    dense      lora_a (K, R)     lora_b (R, N)     delta of the weight (N, K) = scale * (A B)^T
+    switch     lora_a (E, R, K)  lora_b (E, N, R)  delta of the weight (E, N, K) = scale * B A
+    embedding  lora_a (V, R)     lora_b (R, K)     delta of the weight (V, K) = scale * A B
+
+A dense pair and an embedding pair look alike; only the base's shapes tell them apart.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+
+from mlxstacks.errors import AdapterError
+from mlxstacks.ops.affine import Array, from_storage, to_storage
+
+FLOAT_DTYPES = ("F32", "F16", "BF16")
+
+# Our own key, in adapter_config.json or in the safetensors metadata: fingerprint of the base.
+FINGERPRINT_KEY = "mlxstacks_base_fingerprint"
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """The learned pair of one module; shapes in the module docstring, dtype a safetensors name."""
+
+    path: str
+    lora_a: Array
+    lora_b: Array
+    dtype: str
+    scale: float
+
+    @property
+    def is_switch(self) -> bool:
+        return self.lora_a.ndim == 3
+
+    @property
+    def rank(self) -> int:
+        return int(self.lora_a.shape[1])
+
+    @property
+    def parameters(self) -> int:
+        return int(self.lora_a.size + self.lora_b.size)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter in mlx-lm's terms.
+
+    config: the whole adapter_config.json. metadata: the strings in the safetensors header.
+    """
+
+    directory: Path
+    config: dict[str, Any]
+    modules: dict[str, LoraModule]
+    metadata: dict[str, str]
+
+    @property
+    def base_fingerprint(self) -> str | None:
+        """Fingerprint of the base that it was trained on; None where the adapter names none."""
+        value = self.config.get(FINGERPRINT_KEY) or self.metadata.get(FINGERPRINT_KEY)
+        return str(value) if value else None
+
+
+def is_finite_number(value: object) -> TypeGuard[float]:
+    """Whether a JSON value is a number that fits a scale: no bool, NaN, Inf or giant integer."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30
+
+
+def first_non_finite(raw: Array, dtype: str) -> tuple[int, ...] | None:
+    """Index of the first NaN or Inf, or None. raw: any shape, raw numbers of `dtype`."""
+    if dtype == "BF16":
+        bad = (raw & np.uint16(0x7F80)) == np.uint16(0x7F80)  # exponent all ones
+    else:
+        bad = ~np.isfinite(raw)
+    flat = np.flatnonzero(bad)
+    return tuple(int(i) for i in np.unravel_index(flat[0], raw.shape)) if flat.size else None
+
+
+def is_zero(raw: Array, dtype: str) -> bool:
+    """Whether every number is plus or minus zero."""
+    return not np.any(raw & np.uint16(0x7FFF)) if dtype == "BF16" else not np.any(raw)
+
+
+def widened(module: LoraModule) -> LoraModule:
+    """The same numbers in float32; exact."""
+    if module.dtype == "F32":
+        return module
+    a, b = (from_storage(raw, module.dtype) for raw in (module.lora_a, module.lora_b))
+    return replace(module, lora_a=a, lora_b=b, dtype="F32")
+
+
+def padded(module: LoraModule, rank: int) -> LoraModule:
+    """The same delta at a larger rank: zero rows and columns are added. Exact."""
+    extra = rank - module.rank
+    if extra < 0:
+        raise AdapterError(f"{module.path}: rank {module.rank} cannot be padded to {rank}")
+    if not extra:
+        return module
+    a_pad = ((0, 0), (0, extra), (0, 0)) if module.is_switch else ((0, 0), (0, extra))
+    b_pad = ((0, 0), (0, 0), (0, extra)) if module.is_switch else ((0, extra), (0, 0))
+    return replace(module, lora_a=np.pad(module.lora_a, a_pad), lora_b=np.pad(module.lora_b, b_pad))
+
+
+def rescaled(module: LoraModule, scale: float) -> LoraModule:
+    """The same delta under another `scale`: the ratio is folded into lora_b.
+
+    Law: exact when the ratio is a power of two (nothing over- or underflows); otherwise the pair
+    becomes float32 and each number of lora_b is within 1 ulp of the exact product.
+    """
+    if module.scale == scale:
+        return module
+    if scale == 0:
+        raise AdapterError(f"{module.path}: scale {module.scale} cannot be expressed as scale 0")
+    exact = from_storage(module.lora_b, module.dtype).astype(np.float64) * (module.scale / scale)
+    with np.errstate(over="ignore"):
+        folded = to_storage(exact.astype(np.float32), module.dtype)
+    if np.array_equal(from_storage(folded, module.dtype).astype(np.float64), exact):
+        return replace(module, lora_b=folded, scale=scale)
+    with np.errstate(over="ignore"):
+        in_float32 = exact.astype(np.float32)
+    if not np.isfinite(in_float32).all():
+        raise AdapterError(
+            f"{module.path}: lora_b times {module.scale / scale:g} leaves the range of float32"
+        )
+    return replace(widened(module), lora_b=in_float32, scale=scale)
+
+
+def unified(modules: Iterable[LoraModule]) -> dict[str, LoraModule]:
+    """The same deltas at one rank and one scale, as mlx-lm's config demands.
+
+    The scale that most modules have is kept, so that as few as possible are folded.
+    """
+    modules = list(modules)
+    if not modules:
+        raise AdapterError("an adapter needs at least one module")
+    rank = max(module.rank for module in modules)
+    scales = [module.scale for module in modules if module.scale]
+    scale = max(scales, key=scales.count) if scales else 0.0
+    return {m.path: rescaled(padded(m, rank), scale) for m in modules}
+
+
+def delta_norm(module: LoraModule) -> float:
+    """Frobenius norm of scale * B A, from R x R products; no array of the weight's size is made."""
+    wide = widened(module)
+    a, b = wide.lora_a.astype(np.float64), wide.lora_b.astype(np.float64)
+    if module.is_switch:
+        gram_a, gram_b = a @ a.swapaxes(1, 2), b.swapaxes(1, 2) @ b  # (E, R, R)
+    else:
+        gram_a, gram_b = a.T @ a, b @ b.T  # (R, R)
+    squared = float(np.sum(gram_a * gram_b))
+    return abs(module.scale) * max(squared, 0.0) ** 0.5
+
+
+def delta_weights(module: LoraModule) -> int:
+    """Number of weights that the delta covers."""
+    if module.is_switch:
+        experts, output_dims, _ = module.lora_b.shape
+        return int(experts * output_dims * module.lora_a.shape[2])
+    return int(module.lora_a.shape[0] * module.lora_b.shape[1])
+
+
+def mlx_config(
+    modules: Mapping[str, LoraModule], base_model: str | None = None, fingerprint: str | None = None
+) -> dict[str, Any]:
+    """An adapter_config.json with which mlx-lm loads exactly these modules.
+
+    `keys` holds whole module paths: mlx-lm looks such keys up in the whole model, so nothing but
+    these modules is adapted, whatever their layer.
+    """
+    if not modules:
+        raise AdapterError("an adapter needs at least one module")
+    layers = [int(m.group(1)) for path in modules if (m := _LAYER.search(path))]
+    first = next(iter(modules.values()))
+    config: dict[str, Any] = {
+        "fine_tune_type": "lora",
+        "num_layers": max(layers) + 1 if layers else 1,
+        "lora_parameters": {
+            "rank": first.rank,
+            "scale": first.scale,
+            "dropout": 0.0,
+            "keys": list(modules),
+        },
+    }
+    if base_model:
+        config["model"] = base_model
+    if fingerprint:
+        config[FINGERPRINT_KEY] = fingerprint
+    return config

@@ -1,0 +1,313 @@
+"""PEFT's LoRA format (`adapter_model.safetensors`), read into mlx-lm's terms.
+
+Ranks and alphas may differ by module in PEFT; mlx-lm has one of each. Smaller ranks are padded
+with zeros, other scales folded into lora_b (`lora_modules.unified`): bit-exact where nothing is
+folded or the ratio is a power of two, else the deltas agree to 1 ulp of float32.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from mlxstacks.errors import AdapterError
+from mlxstacks.files.adapter_file import (
+    CONFIG,
+    open_weights,
+    raise_problems,
+    read_config,
+    read_float,
+)
+from mlxstacks.files.adapter_names import EXPERTS, ONE_EXPERT, has_language_model, to_mlx
+from mlxstacks.files.checkpoint import Checkpoint
+from mlxstacks.files.lora_modules import (
+    FINGERPRINT_KEY,
+    Adapter,
+    LoraModule,
+    mlx_config,
+    unified,
+    widened,
+)
+from mlxstacks.files.peft_config import PEFT_WEIGHTS, PeftConfig, parse_peft_config
+from mlxstacks.files.peft_experts import (
+    FIRST_CURRENT_VERSION,
+    PARAMETERS,
+    FusedPair,
+    choose_layout,
+    split_gate_up,
+)
+from mlxstacks.files.settings import PeftLayout
+from mlxstacks.files.shards import ShardHeader, TensorInfo
+from mlxstacks.ops.affine import Array
+
+PREFIX = "base_model.model."
+# Our metadata: how each fused gate_up_proj was built, and the family of names.
+FUSED_KEY, LANGUAGE_MODEL_KEY = "mlxstacks_gate_up", "mlxstacks_language_model"
+IGNORED_KEY = "mlxstacks_ignored_tensors"
+
+_TENSOR = re.compile(
+    r"^(?P<path>.+?)(?P<nested>(\.base_layer)*)\."
+    r"(lora_(?P<half>[AB])\.weight|lora_embedding_(?P<table>[AB]))$"
+)
+# PEFT saves a frozen copy of an embedding or head that it adapts; it belongs to the base.
+_BASE_COPY = re.compile(r"^(?P<path>.+)\.base_layer\.weight$")
+_READS_HIDDEN = re.compile(
+    r"(self_attn\.[qkv]_proj|linear_attn\.in_proj_\w+|shared_expert\.(gate|up)_proj"
+    r"|mlp\.gate|shared_expert_gate|mlp\.(gate|up)_proj|lm_head)$"
+)
+_WRITES_HIDDEN = re.compile(
+    r"(self_attn\.o_proj|linear_attn\.out_proj|shared_expert\.down_proj|mlp\.down_proj)$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A stored pair by hub name: lora_A (R, K), lora_B (N, R); an embedding's (R, V), (K, R)."""
+
+    path: str
+    nested: int
+    embedding: bool
+    lora_a: Array
+    lora_b: Array
+    dtype: str
+
+
+def read_peft(
+    path: str | Path, layout: PeftLayout | None = None, model: Checkpoint | None = None
+) -> Adapter:
+    """A PEFT LoRA directory as an mlx-lm adapter.
+
+    layout: of fused experts, needed only where shapes and the recorded PEFT version leave it open.
+    model: the MLX checkpoint that it is meant for, where at hand: tells hidden size and names.
+
+    Raises: AdapterError listing every problem: features without an equal in MLX, unknown or half
+        tensors, shapes that contradict the config, numbers that are not finite, an open layout.
+    """
+    directory = Path(path)
+    raw_config = read_config(directory / CONFIG)
+    header = open_weights(directory / PEFT_WEIGHTS)
+    problems: list[str] = []
+    config = parse_peft_config(raw_config, problems)
+    pairs, ignored = _read_pairs(header, problems)
+    dense, fused = _sort_pairs(pairs, config, problems)
+    raise_problems(directory, problems)
+    if not pairs:
+        raise AdapterError(f"adapter {directory}: {PEFT_WEIGHTS} holds no LoRA tensors")
+    hub_modules = _stacked_experts(dense, problems)
+    hub_modules += _split_experts(fused, config, layout, _hidden_size(dense, model), header)
+    raise_problems(directory, problems)
+    language_model = _is_language_model(hub_modules, raw_config, header, model)
+    modules = unified(
+        replace(module, path=to_mlx(module.path, language_model)) for module in hub_modules
+    )
+    metadata = {IGNORED_KEY: ", ".join(ignored)} if ignored else {}
+    base_name = raw_config.get("base_model_name_or_path")
+    mlx = mlx_config(modules, base_name, header.metadata.get(FINGERPRINT_KEY))
+    return Adapter(directory, mlx, modules, metadata)
+
+
+def _read_pairs(header: ShardHeader, problems: list[str]) -> tuple[list[_Pair], list[str]]:
+    """Every pair of the file, and the names of base copies that are left out."""
+    halves: dict[tuple[str, int, bool], dict[str, TensorInfo]] = {}
+    copies: dict[str, TensorInfo] = {}
+    for name, info in header.tensors.items():
+        plain = name.removeprefix(PREFIX)
+        if match := _TENSOR.match(plain):
+            key = (match["path"], match["nested"].count("."), match["table"] is not None)
+            halves.setdefault(key, {})[match["half"] or match["table"]] = info
+        elif match := _BASE_COPY.match(plain):
+            copies[match["path"]] = info
+        else:
+            problems.append(f"{name}: not a LoRA tensor; {_explain_extra(name)}")
+    pairs = []
+    for (path, nested, embedding), pair in halves.items():
+        found = _read_pair(path, nested, embedding, pair, problems)
+        if found is not None:
+            pairs.append(found)
+    known = {path for path, _, _ in halves}
+    problems += [
+        f"{info.name}: a base weight without a LoRA pair"
+        for p, info in copies.items()
+        if p not in known
+    ]
+    return pairs, [info.name for path, info in copies.items() if path in known]
+
+
+def _explain_extra(name: str) -> str:
+    if "lora_magnitude_vector" in name:
+        return "DoRA's magnitude: merge it with PEFT's merge_and_unload"
+    if name.endswith("lora_B.bias"):
+        return "a LoRA bias has no place in an MLX adapter"
+    return "trained base weights cannot be carried by a LoRA; merge them into the base"
+
+
+def _read_pair(
+    path: str, nested: int, embedding: bool, pair: dict[str, TensorInfo], problems: list[str]
+) -> _Pair | None:
+    if len(pair) == 1:
+        have, lacks = ("A", "B") if "A" in pair else ("B", "A")
+        problems.append(f"{path}: lora_{lacks} is missing, {pair[have].name} is there")
+        return None
+    a, b = pair["A"], pair["B"]
+    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
+        problems.append(
+            f"{path}: lora_A {list(a.shape)}, lora_B {list(b.shape)}; expected (R, K) and (N, R)"
+        )
+        return None
+    raw_a, raw_b = read_float(a, problems), read_float(b, problems)
+    if raw_a is None or raw_b is None:
+        return None
+    dtype = a.dtype
+    if a.dtype != b.dtype:
+        raw_a, raw_b = (
+            widened(LoraModule(path, raw, raw, info.dtype, 1.0)).lora_a
+            for raw, info in ((raw_a, a), (raw_b, b))
+        )
+        dtype = "F32"
+    return _Pair(path, nested, embedding, raw_a, raw_b, dtype)
+
+
+def _sort_pairs(
+    pairs: list[_Pair], config: PeftConfig, problems: list[str]
+) -> tuple[list[LoraModule], list[FusedPair]]:
+    """Dense modules (hub names, mlx-lm's axes) and fused expert pairs."""
+    dense, fused = [], []
+    for pair in pairs:
+        if block := EXPERTS.match(pair.path):
+            found = _fused_pair(pair, block["block"], config, problems)
+            if found is not None:
+                fused.append(found)
+        elif pair.nested:
+            problems.append(f"{pair.path}: nested LoRA on parameters of this module is not known")
+        else:
+            module = _dense_module(pair, config, problems)
+            if module is not None:
+                dense.append(module)
+    return dense, fused
+
+
+def _dense_module(pair: _Pair, config: PeftConfig, problems: list[str]) -> LoraModule | None:
+    parameter = f"{pair.path}.weight"
+    name = parameter if config.targets_parameter(parameter) else pair.path
+    if pair.lora_a.shape[0] != config.rank(name):
+        problems.append(
+            f"{pair.path}: rank {pair.lora_a.shape[0]} in the file, {config.rank(name)} by the "
+            "config's r and rank_pattern"
+        )
+        return None
+    a, b = np.ascontiguousarray(pair.lora_a.T), np.ascontiguousarray(pair.lora_b.T)
+    return LoraModule(pair.path, a, b, pair.dtype, config.scale(name))
+
+
+def _fused_pair(
+    pair: _Pair, block: str, config: PeftConfig, problems: list[str]
+) -> FusedPair | None:
+    """Which parameter this wrapper is: the last targeted one is the outermost."""
+    targeted = [p for p in PARAMETERS if config.targets_parameter(f"{pair.path}.{p}")]
+    if pair.nested >= len(targeted):
+        problems.append(
+            f"{pair.path}: {pair.nested + 1} LoRA pairs, but target_parameters names "
+            f"{targeted or 'no parameter'} here"
+        )
+        return None
+    parameter = targeted[len(targeted) - 1 - pair.nested]
+    name = f"{pair.path}.{parameter}"
+    fused = FusedPair(
+        block,
+        parameter,
+        pair.lora_a,
+        pair.lora_b,
+        pair.dtype,
+        config.rank(name),
+        config.scale(name),
+    )
+    if problem := fused.problem():
+        problems.append(problem)
+        return None
+    return fused
+
+
+def _stacked_experts(dense: list[LoraModule], problems: list[str]) -> list[LoraModule]:
+    """Dense modules, with experts that were adapted one by one stacked to switch modules."""
+    others, experts = [], dict[str, dict[int, LoraModule]]()
+    for module in dense:
+        if match := ONE_EXPERT.match(module.path):
+            path = f"{match['block']}.switch_mlp.{match['name']}"
+            experts.setdefault(path, {})[int(match["expert"])] = module
+        else:
+            others.append(module)
+    for path, found in experts.items():
+        stack = [found[e] for e in sorted(found)]
+        alike = {(m.lora_a.shape, m.lora_b.shape, m.dtype, m.scale) for m in stack}
+        if sorted(found) != list(range(len(stack))) or len(alike) != 1:
+            problems.append(
+                f"{path}: experts {sorted(found)} are adapted one by one; all of them, with one "
+                "rank, scale and dtype, are needed to stack them"
+            )
+            continue
+        a = np.stack([m.lora_a.T for m in stack])  # (E, R, K)
+        b = np.stack([m.lora_b.T for m in stack])  # (E, N, R)
+        others.append(LoraModule(path, a, b, stack[0].dtype, stack[0].scale))
+    return others
+
+
+def _split_experts(
+    fused: list[FusedPair],
+    config: PeftConfig,
+    layout: PeftLayout | None,
+    hidden: int | None,
+    header: ShardHeader,
+) -> list[LoraModule]:
+    if not fused:
+        return []
+    # Files of our own are always current; PEFT's tell their version since 0.18.
+    version = FIRST_CURRENT_VERSION if LANGUAGE_MODEL_KEY in header.metadata else config.version
+    chosen = choose_layout(fused, hidden, version, layout)
+    marks = _marks(header.metadata)
+    modules = []
+    for pair in fused:
+        prefix = f"{pair.block}.switch_mlp"
+        if pair.parameter == "down_proj":
+            modules.append(pair.as_switch(chosen, f"{prefix}.down_proj"))
+        else:
+            parts = split_gate_up(pair, chosen, marks.get(pair.name))
+            modules += [replace(part, path=f"{prefix}.{part.path}") for part in parts]
+    return modules
+
+
+def _marks(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Our marks of fused pairs by hub name; empty for files of other tools."""
+    if FUSED_KEY not in metadata:
+        return {}
+    try:
+        marks = json.loads(metadata[FUSED_KEY])
+    except ValueError as error:
+        raise AdapterError(f"{PEFT_WEIGHTS}: metadata {FUSED_KEY} is not JSON: {error}") from error
+    return {str(k): str(v) for k, v in marks.items()} if isinstance(marks, dict) else {}
+
+
+def _hidden_size(dense: list[LoraModule], model: Checkpoint | None) -> int | None:
+    """Width of the hidden state by the model's config, else by dense modules that agree on it."""
+    if model is not None:
+        text = model.config.get("text_config")
+        for config in (text, model.config):
+            if isinstance(config, dict) and isinstance(config.get("hidden_size"), int):
+                return int(config["hidden_size"])
+    sizes = {m.lora_a.shape[0] for m in dense if _READS_HIDDEN.search(m.path)}
+    sizes |= {m.lora_b.shape[1] for m in dense if _WRITES_HIDDEN.search(m.path)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _is_language_model(
+    modules: list[LoraModule],
+    config: Mapping[str, object],
+    header: ShardHeader,
+    model: Checkpoint | None,
+) -> bool:
+    if model is not None:
+        return any(name.startswith("language_model.") for name in model.tensors)
+    mark = header.metadata.get(LANGUAGE_MODEL_KEY)
+    return mark == "yes" if mark else has_language_model([m.path for m in modules], config)

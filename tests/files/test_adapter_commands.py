@@ -1,0 +1,74 @@
+"""The functions behind `mlxstacks adapter show | zero | convert`.
+
+Run: pytest tests/files/test_adapter_commands.py
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxstacks.errors import InputError
+from mlxstacks.files.adapter_commands import convert_adapter, show_adapter, zero_adapter_command
+from mlxstacks.files.adapters import (
+    load_any_adapter,
+    read_adapter,
+    zero_adapter,
+)
+from mlxstacks.files.lora_modules import delta_norm
+from mlxstacks.files.settings import (
+    AdapterConvertSettings,
+    AdapterShowSettings,
+    AdapterZeroSettings,
+)
+
+
+def test_show_reports_every_module_and_the_size_of_its_delta(moe_adapter: Path) -> None:
+    summary = show_adapter(AdapterShowSettings(adapter_path=str(moe_adapter)))
+    shown = json.loads(json.dumps(summary.as_json()))
+    assert shown["format"] == "mlx"
+    assert shown["rank"] == 3
+    adapter = read_adapter(moe_adapter)
+    assert [m["path"] for m in shown["modules"]] == list(adapter.modules)
+    for entry in shown["modules"]:
+        module = adapter.modules[entry["path"]]
+        product = (
+            module.lora_b @ module.lora_a if module.is_switch else module.lora_a @ module.lora_b
+        )
+        assert entry["delta_rms"] == pytest.approx(
+            module.scale * np.sqrt((product**2).mean()), rel=1e-4
+        )
+
+
+def test_norm_of_a_zero_delta_is_zero(moe_adapter: Path) -> None:
+    assert {delta_norm(m) for m in zero_adapter(read_adapter(moe_adapter)).modules.values()} == {
+        0.0
+    }
+
+
+@pytest.mark.parametrize("source_format", ["mlx", "peft"])
+def test_zero_command_keeps_the_format(
+    source_format: str, moe_adapter: Path, tmp_path: Path
+) -> None:
+    source = moe_adapter
+    if source_format == "peft":
+        source = tmp_path / "peft"
+        convert_adapter(
+            AdapterConvertSettings(adapter_path=str(moe_adapter), save_path=str(source))
+        )
+    settings = AdapterZeroSettings(adapter_path=str(source), save_path=str(tmp_path / "zero"))
+    result = zero_adapter_command(settings)
+    assert (result.source_format, result.format) == (source_format, source_format)
+    zero, trained = load_any_adapter(tmp_path / "zero"), read_adapter(moe_adapter)
+    assert {p: m.lora_a.shape for p, m in zero.modules.items()} == {
+        p: m.lora_a.shape for p, m in trained.modules.items()
+    }
+    assert not any(m.lora_b.any() or m.lora_a.any() for m in zero.modules.values())
+
+
+def test_commands_need_paths() -> None:
+    with pytest.raises(InputError, match="adapter_path is not set"):
+        show_adapter(AdapterShowSettings())
+    with pytest.raises(InputError, match="save_path"):
+        zero_adapter_command(AdapterZeroSettings(adapter_path="x"))

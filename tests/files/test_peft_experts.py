@@ -1,0 +1,144 @@
+"""PEFT's fused experts: both layouts, which one a file has, split and join.
+
+Run: pytest tests/files/test_peft_experts.py
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from mlxstacks.errors import AdapterError
+from mlxstacks.files.checkpoint import Checkpoint
+from mlxstacks.files.peft_adapters import read_peft
+from mlxstacks.files.peft_experts import join_gate_up, split_gate_up
+from mlxstacks.files.peft_write import write_peft
+from mlxstacks.files.settings import PeftLayout
+from tests.files.peft_cases import (
+    FIXTURES,
+    as_pair,
+    assert_same,
+    delta_of,
+    dense_tensors,
+    gate_up_only,
+    save_peft,
+    switch,
+)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2**32))
+def test_split_undoes_join_of_gate_and_up(experts: int, rank: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    gate = switch(rng, experts, rank, (5, 3))
+    up = replace(switch(rng, experts, rank, (5, 3)), path="up_proj")
+    joined, _ = join_gate_up(gate, up)
+    pair = as_pair(joined, "gate_up_proj", "current")
+    for part, original in zip(split_gate_up(pair, "current", None), (gate, up), strict=True):
+        assert part.path == original.path
+        assert np.array_equal(part.lora_a, original.lora_a)
+        assert np.array_equal(part.lora_b, original.lora_b)
+
+
+@given(st.sampled_from(["current", "legacy"]), st.integers(1, 4), st.integers(1, 3))
+def test_both_layouts_hold_the_same_pair(layout: PeftLayout, experts: int, rank: int) -> None:
+    module = switch(np.random.default_rng(experts), experts, rank, (5, 3))
+    read = as_pair(module, "down_proj", layout).as_switch(layout, "gate_proj")
+    assert np.array_equal(read.lora_a, module.lora_a)
+    assert np.array_equal(read.lora_b, module.lora_b)
+
+
+@pytest.mark.parametrize("layout", ["current", "legacy"])
+def test_ambiguous_layout_needs_the_users_word(layout: PeftLayout, tmp_path: Path) -> None:
+    path = gate_up_only(tmp_path / "a", (8, 8), layout)
+    with pytest.raises(AdapterError, match="--peft-layout current"):
+        read_peft(path)
+    gate = read_peft(path, layout=layout).modules["model.layers.0.mlp.switch_mlp.gate_proj"]
+    original = switch(np.random.default_rng(1), 3, 2, (8, 8))
+    assert np.array_equal(gate.lora_a, original.lora_a)
+    assert np.array_equal(gate.lora_b, original.lora_b[:, :4])
+
+
+@pytest.mark.parametrize(
+    ("layout", "version"), [("current", "0.19.1"), ("legacy", "0.18.2.dev0@x")]
+)
+def test_recorded_peft_version_decides_what_shapes_leave_open(
+    layout: PeftLayout, version: str, tmp_path: Path
+) -> None:
+    path = gate_up_only(tmp_path / "a", (8, 8), layout, peft_version=version)
+    assert_same(read_peft(path), read_peft(path, layout=layout))
+
+
+@pytest.mark.parametrize("layout", ["current", "legacy"])
+def test_dense_modules_or_the_model_tell_the_hidden_size(
+    layout: PeftLayout, tmp_path: Path
+) -> None:
+    with_dense = gate_up_only(tmp_path / "a", (8, 12), layout, hidden=8)
+    assert_same(read_peft(with_dense), read_peft(with_dense, layout=layout))
+    alone = gate_up_only(tmp_path / "b", (8, 12), layout)
+    model = Checkpoint(Path("m"), {"text_config": {"hidden_size": 8}}, (), {}, None)
+    assert_same(read_peft(alone, model=model), read_peft(alone, layout=layout))
+
+
+def test_a_layout_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    path = gate_up_only(tmp_path / "a", (8, 12), "current", hidden=8)
+    with pytest.raises(AdapterError, match=r"'legacy'.*hidden size 8"):
+        read_peft(path, layout="legacy")
+    odd = gate_up_only(tmp_path / "b", (7, 9), "current")
+    with pytest.raises(AdapterError, match="neither layout"):
+        read_peft(odd)
+
+
+@pytest.mark.parametrize("version", ["0.18.1", "0.21.2"])
+def test_legacy_fixture_is_known_by_its_shapes(version: str, tmp_path: Path) -> None:
+    source = FIXTURES / "qwen3_5_moe_legacy"
+    config = json.loads((source / "adapter_config.json").read_text()) | {"peft_version": version}
+    tensors = load_file(source / "adapter_model.safetensors")
+    again = save_peft(tmp_path / "a", tensors, config, full_names=True)
+    assert_same(read_peft(again), read_peft(source))
+
+
+def test_shared_rank_is_kept_by_gate_and_up(tmp_path: Path) -> None:
+    adapter = read_peft(gate_up_only(tmp_path / "a", (8, 12), "current", peft_version="0.20.0"))
+    gate, up = (adapter.modules[f"model.layers.0.mlp.switch_mlp.{n}_proj"] for n in ("gate", "up"))
+    assert gate.rank == up.rank == 2
+    assert np.array_equal(gate.lora_a, up.lora_a)
+    write_peft(adapter, tmp_path / "b")
+    written = load_file(tmp_path / "b" / "adapter_model.safetensors")
+    original = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    assert all(np.array_equal(written[k], original[k]) for k in original)
+
+
+def test_a_half_that_is_zero_throughout_is_dropped(tmp_path: Path) -> None:
+    module = switch(np.random.default_rng(2), 3, 2, (8, 12))
+    module.lora_b[:, :6] = 0
+    pair = as_pair(module, "gate_up_proj", "current")
+    tensors = {"mlp.experts.lora_A.weight": pair.lora_a, "mlp.experts.lora_B.weight": pair.lora_b}
+    config = {"target_parameters": ["experts.gate_up_proj"]}
+    adapter = read_peft(save_peft(tmp_path / "a", tensors, config), layout="current")
+    assert list(adapter.modules) == ["model.layers.0.mlp.switch_mlp.up_proj"]
+
+
+def test_experts_adapted_one_by_one_are_stacked(tmp_path: Path) -> None:
+    tensors: dict[str, Any] = {}
+    for expert in range(3):
+        tensors |= dense_tensors(f"mlp.experts.{expert}.up_proj", (8, 6), seed=expert)
+    adapter = read_peft(save_peft(tmp_path / "a", tensors, {}))
+    (module,) = adapter.modules.values()
+    assert module.path == "model.layers.0.mlp.switch_mlp.up_proj"
+    second = (
+        tensors["mlp.experts.1.up_proj.lora_B.weight"]
+        @ tensors["mlp.experts.1.up_proj.lora_A.weight"]
+    )
+    assert np.allclose(delta_of(module)[1], 2 * second)
+    del (
+        tensors["mlp.experts.1.up_proj.lora_A.weight"],
+        tensors["mlp.experts.1.up_proj.lora_B.weight"],
+    )
+    with pytest.raises(AdapterError, match=r"experts \[0, 2\] are adapted one by one"):
+        read_peft(save_peft(tmp_path / "b", tensors, {}))

@@ -1,0 +1,255 @@
+"""Bad models, bad adapters, full disks, sudden ends. pytest tests/fuse/test_fuse_failures.py
+
+Every refusal names the file, tensor or key, and leaves nothing behind. MLXSTACKS_SOAK=1 runs the
+kill campaign in full.
+"""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxstacks.errors import AdapterError, CheckpointError, InputError, TargetError
+from mlxstacks.files.outputs import staged_directory
+from mlxstacks.fuse.run import run
+from mlxstacks.fuse.settings import FuseSettings
+from tests.fuse.test_fuse_parity import assert_same_bytes, tensors
+from tests.tiny_models import random_adapter, save_sharded, write_llama, write_qwen_moe
+
+DOWN = "mlp.switch_mlp.down_proj"
+SOAK = os.environ.get("MLXSTACKS_SOAK") == "1"
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    mx.set_default_device(mx.cpu)
+    model = write_qwen_moe(tmp_path_factory.mktemp("base") / "model", bits=4)
+    return model, random_adapter(model, [DOWN, "self_attn.q_proj"], std=0.01)
+
+
+@pytest.fixture
+def model(pristine: tuple[Path, Path], tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return shutil.copytree(pristine[0], tmp_path / "model")
+
+
+@pytest.fixture
+def adapter(pristine: tuple[Path, Path], tmp_path: Path) -> Path:
+    return shutil.copytree(pristine[1], tmp_path / "adapter")
+
+
+def fuse(model: Path, adapter: Path, target: Path, **options: Any) -> None:
+    settings = FuseSettings(
+        model=str(model), adapter_path=(str(adapter),), save_path=str(target), **options
+    )
+    run(settings)
+
+
+def assert_refused(
+    error: type[InputError], words: list[str], model: Path, adapter: Path, **options: Any
+) -> None:
+    """The fuse raises `error` with all the words, and leaves no trace beside the model."""
+    target = model.parent / "out"
+    before = {path.name for path in model.parent.iterdir()}
+    with pytest.raises(error) as caught:
+        fuse(model, adapter, target, **options)
+    for word in words:
+        assert word in str(caught.value)
+    left = {path.name for path in model.parent.iterdir()} - before
+    assert all(name.endswith(".lock") for name in left)
+
+
+def replace(directory: Path, changes: dict[str, mx.array]) -> None:
+    """Overwrite tensors of a checkpoint, keeping its shards."""
+    for file in directory.glob("model*.safetensors"):
+        stored = mx.load(str(file))
+        hit = changes.keys() & stored.keys()
+        if hit:
+            mx.save_safetensors(str(file), {**stored, **{k: changes[k] for k in hit}})
+
+
+def scales_of(directory: Path, ending: str) -> str:
+    return next(n for n in tensors(directory) if n.endswith(f"{ending}.scales"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("leaf", ["scales", "biases"])
+def test_non_finite_weights_name_tensor_and_index(
+    model: Path, adapter: Path, value: float, leaf: str
+) -> None:
+    name = scales_of(model, DOWN).replace("scales", leaf)
+    damaged = np.array(tensors(model)[name].astype(mx.float32))
+    damaged[2, 7, 0] = value
+    replace(model, {name: mx.array(damaged).astype(mx.bfloat16)})
+    assert_refused(CheckpointError, [name, "(2, 7, 0)", str(value)], model, adapter)
+
+
+def test_non_finite_adapter_names_tensor_and_index(model: Path, adapter: Path) -> None:
+    stored = mx.load(str(adapter / "adapters.safetensors"))
+    name = next(n for n in stored if n.endswith("down_proj.lora_b"))
+    damaged = np.array(stored[name])
+    damaged[1, 3, 1] = np.nan
+    mx.save_safetensors(str(adapter / "adapters.safetensors"), {**stored, name: mx.array(damaged)})
+    assert_refused(AdapterError, [name, "1, 3, 1"], model, adapter)
+
+
+def test_adapter_that_overflows_the_dtype_is_refused(tmp_path: Path) -> None:
+    model = write_qwen_moe(tmp_path / "half", bits=4, dtype="float16")
+    adapter = random_adapter(model, [DOWN], std=1e6, directory=tmp_path / "adapter")
+    for requant in ("refit", "dequantize"):
+        assert_refused(
+            CheckpointError, ["beyond the range of F16"], model, adapter, requant=requant
+        )
+    adapter = random_adapter(model, [DOWN], std=1e36, directory=tmp_path / "huge")
+    assert_refused(AdapterError, ["down_proj", "float32"], model, adapter, requant="keep")
+
+
+def test_missing_and_truncated_shards_are_named(model: Path, adapter: Path) -> None:
+    shard = sorted(model.glob("model*.safetensors"))[1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[: len(whole) // 2])
+    assert_refused(CheckpointError, [shard.name], model, adapter)
+    shard.unlink()
+    assert_refused(CheckpointError, [shard.name], model, adapter)
+
+
+def test_adapter_of_another_model_lists_everything(model: Path, tmp_path: Path) -> None:
+    other = write_llama(tmp_path / "other", bits=4)
+    adapter = random_adapter(other, ["self_attn.q_proj", "mlp.down_proj"], std=0.01)
+    words = ["4 problems", "layers.0.self_attn.q_proj", "layers.1.mlp.down_proj", "nearest"]
+    assert_refused(AdapterError, words, model, adapter)
+
+
+def test_shape_that_contradicts_the_config_is_refused(model: Path, adapter: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    name = scales_of(model, DOWN).removesuffix(".scales")
+    for key in ("quantization", "quantization_config"):
+        config[key][name] = {"group_size": 64, "bits": 3}
+    (model / "config.json").write_text(json.dumps(config))
+    assert_refused(InputError, [name, "3 bits"], model, adapter)
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
+def test_other_quantization_modes_are_refused_by_name(
+    tmp_path: Path, pristine: tuple[Path, Path], mode: str
+) -> None:
+    from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+
+    plain = write_qwen_moe(tmp_path / "plain", bits=None)
+    loaded, config = load_model(plain)
+    loaded, config = quantize_model(loaded, config, None, None, mode=mode)
+    save_model(tmp_path / "model", loaded)
+    save_config(config, tmp_path / "model" / "config.json")
+    assert_refused(InputError, [mode, "affine"], tmp_path / "model", pristine[1])
+
+
+def test_unconverted_checkpoint_gets_the_command(model: Path, adapter: Path) -> None:
+    stored = tensors(model)
+    for file in model.glob("model*"):
+        file.unlink()
+    stored["language_model.model.layers.0.mlp.experts.gate_up_proj"] = mx.zeros((4, 8, 8))
+    save_sharded(model, stored, 1)
+    assert_refused(CheckpointError, ["mlx_lm.convert"], model, adapter)
+
+
+def test_second_run_to_one_target_is_refused_at_once(
+    model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    with (
+        staged_directory(tmp_path / "out"),
+        pytest.raises(TargetError, match="is writing it"),
+    ):
+        fuse(model, adapter, tmp_path / "out")
+    fuse(model, adapter, tmp_path / "out", force=True)
+
+
+def _limit_file_size() -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+
+
+def command(model: Path, adapter: Path, target: Path, *more: str) -> list[str]:
+    base = [sys.executable, "-m", "mlxstacks", "fuse", "--model", str(model)]
+    return [*base, "--adapter-path", str(adapter), "--save-path", str(target), *more]
+
+
+def test_a_write_that_fails_leaves_nothing(model: Path, adapter: Path, tmp_path: Path) -> None:
+    """The kernel refuses bytes in the middle of a shard, as a full disk does."""
+    done = subprocess.run(
+        command(model, adapter, tmp_path / "out"),
+        capture_output=True,
+        text=True,
+        preexec_fn=_limit_file_size,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out.tmp*"))
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("mount"), reason="needs to mount a small disk"
+)
+def test_full_disk_is_told_before_and_during_the_write(
+    model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(disk)], check=False
+    )
+    if mounted.returncode:
+        pytest.skip("no right to mount")
+    try:
+        with pytest.raises(TargetError, match="free"):
+            fuse(model, adapter, disk / "out")
+        assert not (disk / "out").exists()
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        with pytest.raises(TargetError, match="not writable"):
+            fuse(model, adapter, disk / "out")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_kill_at_any_moment_leaves_the_old_state_or_the_new(
+    model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    """kill -9 at random moments of a fuse that replaces an older one."""
+    fuse(model, adapter, tmp_path / "old", requant="keep")
+    fuse(model, adapter, tmp_path / "new", requant="refit")
+    target = tmp_path / "out"
+    shutil.copytree(tmp_path / "old", target)
+    moments = random.Random(0)
+    states = set()
+    replacing = command(model, adapter, target, "--requant", "refit", "--force")
+    started = time.monotonic()
+    subprocess.run(replacing, check=True, capture_output=True)
+    takes = time.monotonic() - started
+    for _ in range(80 if SOAK else 8):
+        shutil.rmtree(target)
+        shutil.copytree(tmp_path / "old", target)
+        process = subprocess.Popen(replacing, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(moments.uniform(0.3, 1.1) * takes)
+        process.kill()
+        process.wait()
+        report = json.loads((target / "fuse_report.json").read_text())
+        states.add(report["settings"]["requant"])
+        assert_same_bytes(
+            target, tmp_path / {"keep": "old", "refit": "new"}[report["settings"]["requant"]]
+        )
+    subprocess.run(replacing, check=True, capture_output=True)
+    assert_same_bytes(target, tmp_path / "new")
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".out") and p.is_dir()]
+    assert states
