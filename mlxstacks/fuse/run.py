@@ -11,10 +11,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.errors import InputError, TargetError
+from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.outputs import copy_side_files, staged_directory, write_json
+from mlxstacks.files.outputs import check_target, copy_side_files, staged_directory, write_json
 from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import Choice, decide, estimate_alternative
 from mlxstacks.fuse.fidelity import Sums
@@ -73,9 +73,9 @@ class _Fuse:
         self.modules = gather_modules(self.checkpoint, settings)
         self.done_weights, self.progress = 0, progress
         self.target = Path(settings.save_path)
-        _check_target_is_no_input(
-            self.target, [self.checkpoint.directory, *map(Path, settings.adapter_path)]
-        )
+        self.inputs = [self.checkpoint.directory, *map(Path, settings.adapter_path)]
+        # Told before anything slow begins; staged_directory asks again.
+        check_target(self.target, force=settings.force, inputs=self.inputs)
 
     def run(self, dry_run: bool) -> FuseReport:
         choices = self._decide()
@@ -89,6 +89,7 @@ class _Fuse:
             self.target,
             force=self.settings.force,
             needed_bytes=needed,
+            inputs=self.inputs,
         ) as directory:
             sums, files = write_shards(
                 self.checkpoint,
@@ -165,7 +166,8 @@ class _Fuse:
                 if work.bits is not None:
                     entry = {"group_size": work.module.group_size, "bits": work.bits}
                 config[key][work.module.path] = entry
-        write_json(directory / "config.json", config)
+        # NaN is not JSON, but some configs hold it; what was read goes back.
+        write_json(directory / "config.json", config, allow_nan=True)
 
     def _write_index(self, directory: Path, works: list[ModuleWork]) -> None:
         weight_map, total = {}, 0
@@ -228,14 +230,3 @@ class _Fuse:
         if total.correlation >= limit:
             return None
         return f"total correlation {total.correlation:.4f} is below --fail-under {limit}"
-
-
-def _check_target_is_no_input(target: Path, inputs: list[Path]) -> None:
-    """Raises TargetError where replacing the target would delete what is read."""
-    resolved = target.resolve()
-    for path in inputs:
-        if path.resolve().is_relative_to(resolved):
-            raise TargetError(
-                f"save path {target} is the model itself, the adapter or a folder around one of "
-                f"them ({path}); choose another directory"
-            )

@@ -28,7 +28,11 @@ class FuseSettings(BaseModel):
         None, description="Directory to write. Default: ./mlxstacks-out/fuse."
     )
     requant: PolicyName = Field(
-        "auto", description="How the delta enters quantized weights (see the docs of the policies)."
+        "auto",
+        description="How the delta enters quantized weights. refit: as mlx_lm.fuse does. keep: "
+        "move codes only. nearest: per group the better of both. stochastic: keep, unbiased. "
+        "promote: more bits. dequantize: no quantization. auto: nearest where that keeps the "
+        "adapter, else promote.",
     )
     zero_delta: bool = Field(
         False,

@@ -355,7 +355,7 @@ def test_existing_target_needs_force(model: Path, adapter: Path, tmp_path: Path)
 def test_fusing_onto_the_model_itself_is_refused(
     model: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(TargetError, match="model itself"):
+    with pytest.raises(TargetError, match="must not be replaced"):
         fuse(model, adapter, model, force=True)
     assert tensors(model)
 

@@ -1,0 +1,6 @@
+"""`python -m mlxstacks` is the command `mlxstacks`."""
+
+from mlxstacks.cli import main
+
+if __name__ == "__main__":
+    main()

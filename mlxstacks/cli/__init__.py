@@ -1,0 +1,71 @@
+"""The command line: one command a row of `mlxstacks.recipe.COMMANDS`, and how errors are shown.
+
+Exit codes: 0 done, 1 failed while running, 2 bad usage or input, 3 a gate not met, 130 interrupted.
+"""
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+from mlxstacks import __version__
+from mlxstacks.cli.execute import BAD_INPUT, FAILED, INTERRUPTED
+from mlxstacks.cli.group import TableGroup
+from mlxstacks.cli.recipes import list_command, run_command
+from mlxstacks.errors import InputError
+
+HELP = """Stack LoRA adapters on quantized mixture-of-experts models, on MLX.
+
+Every command runs without arguments on nano, a small built-in model, and writes to
+./mlxstacks-out. `mlxstacks COMMAND --help` lists what a command takes.
+"""
+
+EPILOG = """Shell completion: put `eval "$(_MLXSTACKS_COMPLETE=zsh_source mlxstacks)"` into
+~/.zshrc (bash 4.4 or newer: bash_source and ~/.bashrc; fish: fish_source).
+"""
+
+
+def make_group() -> click.Group:
+    """The root of all commands."""
+    special = {"run": run_command(), "recipes": list_command()}
+    group = TableGroup(special=special, help=HELP, epilog=EPILOG)
+    return click.version_option(__version__, prog_name="mlxstacks")(group)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; returns its exit code and prints any error as one message."""
+    try:
+        code = make_group().main(args=list(arguments), prog_name="mlxstacks", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except click.exceptions.Abort:
+        return _fail(arguments, "interrupted", INTERRUPTED)
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "mlxstacks"
+        message = f"{error.format_message()}\nSee `{where} --help`."
+        return _fail(arguments, message, BAD_INPUT)
+    except click.ClickException as error:
+        return _fail(arguments, error.format_message(), BAD_INPUT)
+    except InputError as error:
+        return _fail(arguments, str(error), BAD_INPUT, type(error).__name__)
+    except Exception as error:
+        kind = type(error).__name__
+        message = f"{kind}: {error}\nThis was not expected; -v shows where it happened."
+        return _fail(arguments, message, FAILED, kind)
+
+
+def _fail(arguments: Sequence[str], message: str, code: int, kind: str = "Error") -> int:
+    """Say what went wrong on stderr; with --json also as the one document on stdout."""
+    if any(word in ("-v", "-vv", "--verbose") for word in arguments) and code != INTERRUPTED:
+        traceback.print_exc()
+    click.echo(click.style("error: ", fg="red", bold=True) + message, err=True)
+    if "--json" in arguments:
+        from mlxstacks.cli.output import print_json
+
+        print_json({"error": {"kind": kind, "message": message, "exit_code": code}})
+    return code
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,138 @@
+"""From what was typed to an exit code: resolve the settings, call the one function, print."""
+
+import inspect
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mlxstacks.cli import output
+from mlxstacks.recipe.file import load_recipe
+from mlxstacks.recipe.resolve import BARE_MARKER, Resolved, finished, resolve
+from mlxstacks.recipe.table import Command, command_named, load
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DONE, FAILED, BAD_INPUT, GATE, INTERRUPTED = 0, 1, 2, 3, 130
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """The options that every command has."""
+
+    as_json: bool = False
+    dry_run: bool = False
+    recipe: str | None = None
+    sets: Sequence[str] = ()
+    verbosity: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What --dry-run says of a command whose function has no plan of its own."""
+
+    command: str
+    settings: dict[str, Any]
+    target: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "status": "planned",
+            "command": self.command,
+            "settings": self.settings,
+            "writes": [self.target] if self.target else [],
+        }
+
+
+def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool = False) -> int:
+    """Run a command and print its result; returns the exit code.
+
+    resume: report a target that was made with the same settings instead of making it again.
+    """
+    _log_to_stderr(common.verbosity)
+    row = command_named(name)
+    recipe = load_recipe(common.recipe) if common.recipe else None
+    with output.quiet_stdout(common.as_json):
+        resolved = resolve(name, options, recipe, common.sets)
+    if resolved.from_nano and not common.as_json:
+        output.note(_nano_note(resolved.from_nano))
+    if resume and not common.dry_run and not resolved.forced:
+        report = finished(name, resolved)
+        if report is not None:
+            return _already_done(report, resolved, common.as_json)
+    with output.quiet_stdout(common.as_json):
+        result, render = _call(name, row, resolved, common)
+    output.emit(result, common.as_json, render)
+    return _gate(getattr(result, "failed_gate", None))
+
+
+def _nano_note(keys: Sequence[str]) -> str:
+    """Says which parts of the built-in model stand in for what was not given."""
+    parts = {"model": "nano, the built-in model", "adapter_path": "nano's sample adapter"}
+    return f"Using {' and '.join(parts.get(key, f'nano for {key}') for key in keys)}."
+
+
+def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[Any, Any]:
+    """The result of the function, or of its dry run, and the renderer that goes with it.
+
+    Raises: TargetError when the target cannot be written, before anything else is done.
+    """
+    if resolved.target is not None:
+        from mlxstacks.files.outputs import check_target
+
+        # Before hours of work, not after it.
+        check_target(resolved.target, force=bool(getattr(resolved.settings, "force", False)))
+    function = load(row.function)
+    accepted = inspect.signature(function).parameters
+    if common.dry_run and "dry_run" not in accepted:
+        settings = resolved.settings.model_dump(mode="json")
+        target = str(resolved.target) if resolved.target else None
+        return Plan(name, settings, target), render_plan
+    with output.Progress(name) as progress:
+        extras: dict[str, Any] = {"progress": progress} if "progress" in accepted else {}
+        if common.dry_run:
+            extras["dry_run"] = True
+        result = function(resolved.settings, **extras)
+    if resolved.bare and resolved.target is not None and not common.dry_run:
+        (resolved.target / BARE_MARKER).touch()
+    return result, load(row.render)
+
+
+def render_plan(console: "Console", plan: Plan) -> None:
+    """The settings, and the one directory that would be written."""
+    console.print(output.details((key, _text(value)) for key, value in plan.settings.items()))
+    writes = f"would write {plan.target}" if plan.target else "reads only"
+    console.print(f"Planned only: {plan.command} {writes}.", markup=False)
+
+
+def _text(value: Any) -> output.Cell:
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _already_done(report: dict[str, Any], resolved: Resolved, as_json: bool) -> int:
+    if as_json:
+        output.print_json({**report, "already_done": True})
+    else:
+        console = output.console()
+        console.print(f"Already done with these settings: {resolved.target}", markup=False)
+        if report.get("verdict"):
+            console.print(str(report["verdict"]), markup=False)
+        console.print("Run it again with --set force=true.", markup=False)
+    return _gate(report.get("failed_gate"))
+
+
+def _gate(failed: str | None) -> int:
+    if failed:
+        output.note(f"Gate not met: {failed}")
+    return GATE if failed else DONE
+
+
+def _log_to_stderr(verbosity: int) -> None:
+    logger = logging.getLogger("mlxstacks")
+    logger.setLevel([logging.WARNING, logging.INFO, logging.DEBUG][min(verbosity, 2)])
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        logger.addHandler(handler)

@@ -1,0 +1,151 @@
+"""Click commands and groups made from the command table, each built when it is first asked for."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+
+from mlxstacks.cli.execute import Common, execute
+from mlxstacks.recipe.file import recipe_names
+from mlxstacks.recipe.table import ALIASES, COMMANDS, GROUPS, command_named, load, nearest
+
+
+def common_options(names_recipe: bool = True) -> list[click.Parameter]:
+    """Options of every command; `run` names its recipe by position instead."""
+    made: list[click.Parameter] = [
+        click.Option(["--json", "as_json"], is_flag=True, help="One JSON document on stdout."),
+        click.Option(["--dry-run"], is_flag=True, help="Say what would be done; touch nothing."),
+        click.Option(
+            ["--set", "sets"],
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Any setting by its name; a.b=1 reaches into a nested one.",
+        ),
+        click.Option(["-v", "--verbose", "verbosity"], count=True, help="Say more; trace errors."),
+    ]
+    if names_recipe:
+        recipe = click.Option(
+            ["--recipe"],
+            metavar="FILE|NAME",
+            shell_complete=complete_recipe,
+            help="Settings from a YAML file or a shipped recipe.",
+        )
+        made.insert(2, recipe)
+    return made
+
+
+def complete_recipe(
+    ctx: click.Context, param: click.Parameter, incomplete: str
+) -> list["click.shell_completion.CompletionItem"]:
+    """Names of shipped recipes, then files."""
+    from click.shell_completion import CompletionItem
+
+    names = [name for name in recipe_names() if name.startswith(incomplete)]
+    return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="file")]
+
+
+def make_command(name: str) -> click.Command:
+    """The click command of a row of the table: its options are the fields of its settings."""
+    from mlxstacks.cli.options import given, parameters
+
+    row = command_named(name)
+    settings_class = load(row.settings)
+
+    @click.pass_context
+    def callback(ctx: click.Context, /, **values: Any) -> int:
+        names = list(settings_class.model_fields)
+        shared = {key: values[key] for key in ("as_json", "dry_run", "recipe", "sets", "verbosity")}
+        return execute(name, given(ctx, names), Common(**shared))
+
+    return click.Command(
+        name.split()[-1],
+        params=[*parameters(settings_class, row.arguments), *common_options()],
+        callback=callback,
+        help=row.help,
+    )
+
+
+class TableGroup(click.Group):
+    """The commands of the table below a prefix; `special` are made by hand.
+
+    A row that is named like the prefix itself (`nano` beside `nano rebuild`) is what the group
+    does without a sub-command. Nothing of a command is imported to list it.
+    """
+
+    def __init__(
+        self,
+        prefix: str = "",
+        special: Mapping[str, click.Command] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.prefix = prefix
+        self.special = dict(special or {})
+        kwargs = {"callback": _help_alone} | kwargs
+        if prefix in COMMANDS:
+            own = make_command(prefix)
+            kwargs |= {"params": own.params, "callback": _unless_subcommand(own)}
+        super().__init__(
+            prefix.split(" ")[-1] or "mlxstacks", invoke_without_command=True, **kwargs
+        )
+
+    def short_helps(self) -> dict[str, str]:
+        """Names below the prefix, in the order of the table, with a line each."""
+        start = f"{self.prefix} " if self.prefix else ""
+        found: dict[str, str] = {}
+        for name, row in COMMANDS.items():
+            if not name.startswith(start) or name == self.prefix:
+                continue
+            first, *rest = name.removeprefix(start).split(" ")
+            text = GROUPS.get(start + first, row.help) if rest else row.help
+            if first not in found or not rest:
+                found[first] = GROUPS.get(start + first, text)
+        found |= {name: command.short_help or "" for name, command in self.special.items()}
+        if not self.prefix:
+            found |= {name: f"Short for `{full}`." for name, full in ALIASES.items()}
+        return found
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.short_helps())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in self.special:
+            return self.special[cmd_name]
+        full = f"{self.prefix} {cmd_name}".strip()
+        full = ALIASES.get(full, full)
+        if any(name.startswith(f"{full} ") for name in COMMANDS):
+            return TableGroup(full, help=GROUPS.get(full))
+        return make_command(full) if full in COMMANDS else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if not ctx.resilient_parsing and self.get_command(ctx, name) is None:
+            known = self.list_commands(ctx)
+            hint = nearest(name, known)
+            raise click.UsageError(f"no command {name!r}{hint} (known: {', '.join(known)})", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(self.short_helps().items()))
+
+
+@click.pass_context
+def _help_alone(ctx: click.Context, /) -> int:
+    """What a group without a command of its own does: print its help."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+    return 0
+
+
+def _unless_subcommand(own: click.Command) -> Callable[..., Any]:
+    """The group's own command, which stays silent when a sub-command follows."""
+
+    @click.pass_context
+    def callback(ctx: click.Context, /, **values: Any) -> Any:
+        if ctx.invoked_subcommand is not None:
+            return None
+        return own.callback(**values) if own.callback else None
+
+    return callback

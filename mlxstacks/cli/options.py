@@ -1,0 +1,136 @@
+"""Click parameters made from a settings model, the one place where a setting is defined.
+
+    field                         on the command line
+    save_path: str | None         --save-path TEXT
+    zero_delta: bool = False      --zero-delta
+    resume: bool = True           --resume / --no-resume
+    requant: Literal["a", "b"]    --requant [a|b]
+    bits: Literal[3, 4] | None    --bits [3|4|none]
+    adapter_path: tuple[str,...]  --adapter-path TEXT, repeatable
+    optimizer: AnotherModel       no option; --set optimizer.steps=5 or a recipe
+
+`json_schema_extra={"cli_name": "--copy"}` on a field gives its option another name.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+import click
+
+from mlxstacks.recipe.table import nearest
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+
+_SCALARS: dict[type, click.ParamType] = {
+    str: click.STRING,
+    int: click.INT,
+    float: click.FLOAT,
+    Path: click.Path(path_type=Path),
+}
+
+
+class LiteralChoice(click.Choice):
+    """A choice among the values of a Literal, which need not be text; `none` stands for None."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = {_spelled(value): value for value in values}
+        super().__init__(list(self.values))
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        text = _spelled(value)
+        if text not in self.values:
+            hint = nearest(text, self.values)
+            self.fail(f"got {text!r}, allowed: {', '.join(self.values)}{hint}", param, ctx)
+        return self.values[text]
+
+
+def _spelled(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def parameters(
+    settings_class: "type[BaseModel]", arguments: Mapping[str, str]
+) -> list[click.Parameter]:
+    """Arguments and options of a command, in the order of the model's fields."""
+    made: list[click.Parameter] = [
+        click.Argument(
+            [name], metavar=f"[{shown}]", required=False, type=_scalar(settings_class, name)
+        )
+        for name, shown in arguments.items()
+    ]
+    for name, known in settings_class.model_fields.items():
+        if name not in arguments:
+            option = _option(settings_class, name, known)
+            made += [option] if option else []
+    return made
+
+
+def _scalar(settings_class: "type[BaseModel]", name: str) -> click.ParamType:
+    inner, _ = _without_none(settings_class.model_fields[name].annotation)
+    return _SCALARS[inner]
+
+
+def _option(
+    settings_class: "type[BaseModel]", name: str, known: "FieldInfo"
+) -> click.Option | None:
+    """The option of one field, or None for a nested model."""
+    annotation, optional = _without_none(known.annotation)
+    extra = known.json_schema_extra if isinstance(known.json_schema_extra, dict) else {}
+    flag = str(extra.get("cli_name", "--" + name.replace("_", "-")))
+    help_text = _help(known, annotation)
+    if annotation is bool:
+        if known.default is True:
+            flag += f"/--no-{flag.removeprefix('--')}"
+        return click.Option([flag, name], is_flag=True, default=False, help=help_text)
+    multiple = get_origin(annotation) is tuple
+    if multiple:
+        annotation, _ = _without_none(get_args(annotation)[0])
+    if get_origin(annotation) is Literal:
+        values = [
+            *get_args(annotation),
+            *([None] if optional and known.default is not None else []),
+        ]
+        kind: click.ParamType = LiteralChoice(values)
+    elif annotation in _SCALARS:
+        kind = _SCALARS[annotation]
+    elif hasattr(annotation, "model_fields"):
+        return None
+    else:
+        raise TypeError(f"{settings_class.__name__}.{name}: no option for {known.annotation}")
+    return click.Option([flag, name], type=kind, multiple=multiple, help=help_text)
+
+
+def _without_none(annotation: Any) -> tuple[Any, bool]:
+    """`X | None` is (X, True); Annotated is taken off."""
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) in (Union, UnionType):
+        inner = [part for part in get_args(annotation) if part is not NoneType]
+        if len(inner) == 1:
+            return _without_none(inner[0])[0], True
+    return annotation, False
+
+
+def _help(known: "FieldInfo", annotation: Any) -> str:
+    """The description, as a sentence, with the default where it says something."""
+    text = (known.description or "").strip()
+    text = text[:1].upper() + text[1:]
+    if text and text[-1] not in ".!?)":
+        text += "."
+    default = known.default
+    silent = known.is_required() or default is None or default == () or annotation is bool
+    return text if silent else f"{text}  [default: {default}]".strip()
+
+
+def given(ctx: click.Context, names: Sequence[str]) -> dict[str, Any]:
+    """The parameters that were typed (or came from the environment), as plain values."""
+    typed = (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.ENVIRONMENT)
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in ctx.params.items()
+        if name in names and ctx.get_parameter_source(name) in typed
+    }

@@ -1,0 +1,204 @@
+"""What every command prints with: consoles, tables, one JSON document, progress on stderr."""
+
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as RichProgress
+    from rich.table import Table
+
+Cell = str | int | float | bool | None
+
+# Work shorter than this shows no progress at all.
+QUIET_SECONDS = 2.0
+# Without a terminal a line is printed this often, so that a log shows that the run is alive.
+LOG_SECONDS = 15.0
+
+
+def console(stderr: bool = False) -> "Console":
+    """A rich console without guessing: what is printed is neither highlighted nor emoji-fied."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, emoji=False)
+
+
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Cell]],
+    *,
+    title: str | None = None,
+    footer: Sequence[Cell] | None = None,
+) -> "Table":
+    """A table that fits 80 columns if its texts allow.
+
+    Columns that hold only numbers (or nothing) are aligned right, and texts fold instead of being
+    cut. Cells are plain text, never markup. `footer` is a last row, set apart (totals).
+    """
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    listed = [list(row) for row in rows]
+    with_footer = [*listed, list(footer)] if footer is not None else listed
+    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        numeric = all(_is_number(row[index]) for row in with_footer)
+        made.add_column(
+            Text(column), justify="right" if numeric else "left", overflow="fold", no_wrap=numeric
+        )
+    for row in listed:
+        made.add_row(*[Text(_shown(cell)) for cell in row])
+    if footer is not None:
+        made.add_section()
+        made.add_row(*[Text(_shown(cell), style="bold") for cell in footer])
+    return made
+
+
+def details(pairs: Mapping[str, Cell] | Iterable[tuple[str, Cell]]) -> "Table":
+    """Names and values in two columns, without a head."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=None, show_header=False, pad_edge=False)
+    made.add_column(no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in pairs.items() if isinstance(pairs, Mapping) else pairs:
+        made.add_row(Text(name), Text(_shown(value)))
+    return made
+
+
+def _is_number(cell: Cell) -> bool:
+    """Whether a cell belongs in a column of numbers: a number, nothing, or a number with a unit."""
+    if cell is None or isinstance(cell, int | float):
+        return True
+    words = cell.split()
+    return (
+        not words
+        or words[0].replace(",", "").rstrip("%x").lstrip("+-").replace(".", "", 1).isdigit()
+    )
+
+
+def _shown(cell: Cell) -> str:
+    if cell is None:
+        return "-"
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if isinstance(cell, float):
+        return f"{cell:.4g}"
+    return f"{cell:,}" if isinstance(cell, int) else cell
+
+
+def common_prefix(paths: Sequence[str]) -> str:
+    """The module path that all of `paths` share, with its last dot; whole names only.
+
+    Takes nothing off a single path but what stands before its layer number.
+    """
+    parts = [path.split(".") for path in paths]
+    shared = 0
+    while parts and all(
+        len(part) > shared + 1 and part[shared] == parts[0][shared] for part in parts
+    ):
+        if parts[0][shared].isdigit():
+            break
+        shared += 1
+    return ".".join([*parts[0][:shared], ""]) if shared else ""
+
+
+def bytes_text(count: int | None) -> str:
+    """Bytes with a decimal unit: "41 MB", "1.28 GB"."""
+    if count is None:
+        return "unknown"
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} bytes"
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on stdout. Raises ValueError for NaN, which JSON has no word for."""
+    text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False, default=str)
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def emit(result: Any, as_json: bool, render: Callable[["Console", Any], None]) -> None:
+    """Print a result: its `as_json()` with --json, else what `render(console, result)` prints."""
+    if as_json:
+        print_json(result.as_json())
+    else:
+        render(console(), result)
+
+
+@contextlib.contextmanager
+def quiet_stdout(active: bool) -> Iterator[None]:
+    """With --json, what a library prints while it works goes to stderr, not beside the result."""
+    with contextlib.redirect_stdout(sys.stderr) if active else contextlib.nullcontext():
+        yield
+
+
+def note(text: str) -> None:
+    """A remark on stderr, where it does not mix with the result."""
+    sys.stderr.write(text + "\n")
+
+
+class Progress:
+    """A callable `progress(done, total)` or `progress(done, total, what)` that draws on stderr.
+
+    Nothing is shown during the first two seconds. Later calls move a bar on a terminal, or write
+    a line now and then where stderr is a file. Use as a context manager: leaving removes the bar.
+    """
+
+    def __init__(self, label: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._label, self._clock = label, clock
+        self._started = self._logged = clock()
+        self._bar: RichProgress | None = None
+        self._task: Any = None
+        self._wait = QUIET_SECONDS
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def __call__(self, done: float, total: float, what: str = "") -> None:
+        now = self._clock()
+        if now - self._started < QUIET_SECONDS:
+            return
+        if sys.stderr.isatty():
+            self._draw(done, total, what)
+        elif now - self._logged >= self._wait:
+            self._logged, self._wait = now, LOG_SECONDS
+            share = 100 * done / total if total and math.isfinite(total) else 0.0
+            note(f"{self._label} {what}".strip() + f": {share:.0f}%, {now - self._started:.0f} s")
+
+    def _draw(self, done: float, total: float, what: str) -> None:
+        if self._bar is None:
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._bar = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(),
+                TextColumn("{task.percentage:>3.0f}%"),
+                TimeRemainingColumn(),
+                console=console(stderr=True),
+                transient=True,
+            )
+            self._task = self._bar.add_task(self._label, total=total)
+            self._bar.start()
+        description = f"{self._label} {what}".strip()
+        self._bar.update(self._task, completed=done, total=total, description=description)

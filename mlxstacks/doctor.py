@@ -1,0 +1,256 @@
+"""What this machine offers, and what will be slow or fail on it, with the reason and the remedy."""
+
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mlxstacks import memory
+
+PACKAGES = ("mlxstacks", "mlx", "mlx-lm", "numpy", "transformers", "safetensors", "huggingface_hub")
+# The extra that brings each optional package, and what needs it.
+OPTIONAL = {
+    "datasets": ("data", "reading data sets from the Hugging Face hub"),
+    "matplotlib": ("plots", "plots"),
+    "lm_eval": ("eval", "benchmarks of lm-evaluation-harness"),
+}
+# Float32 matmul in GFLOP/s below which the reference BLAS is at work.
+SLOW_GFLOPS = 15.0
+LOW_DISK_BYTES = 20_000_000_000
+# What shares an unchanged shard instead of copying it, in the words of files.clone_or_link.
+SHARED = ("cloned", "linked")
+
+
+class DoctorSettings(BaseModel):
+    """What to look at."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    directory: Path = Field(Path("."), description="Where results will be written.")
+    measure: bool = Field(True, description="Measure the speed of a float32 matmul (0.3 s).")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing to know. kind: "problem" (fails), "slow", or "note"."""
+
+    kind: str
+    what: str
+    why: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Disk:
+    """Free space where something is written or read, and how whole files are shared there."""
+
+    path: str
+    free_bytes: int
+    sharing: str | None
+
+
+@dataclass(frozen=True)
+class Health:
+    """Everything `mlxstacks doctor` says."""
+
+    system: dict[str, str]
+    main_memory_bytes: int | None
+    device: memory.Device
+    matmul_gflops: float | None
+    blas: str
+    compiler: str | None
+    versions: dict[str, str | None]
+    disks: list[Disk]
+    findings: list[Finding]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def doctor(settings: DoctorSettings) -> Health:
+    """Look at device, libraries and disk. Writes only two small files that it removes again."""
+    health = Health(
+        system={
+            "system": f"{platform.system()} {platform.release()}",
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+            "cores": str(os.cpu_count()),
+        },
+        main_memory_bytes=memory.host_memory_bytes(),
+        device=memory.device(),
+        matmul_gflops=matmul_gflops() if settings.measure else None,
+        blas=blas_in_use(),
+        compiler=shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"),
+        versions={name: _version(name) for name in (*PACKAGES, *OPTIONAL)},
+        disks=[_disk(settings.directory), _disk(_hub_cache())],
+        findings=[],
+    )
+    health.findings.extend(finding for look in _LOOKS for finding in look(health))
+    return health
+
+
+def matmul_gflops(size: int = 768) -> float:
+    """Speed of one (size, size) x (size, size) float32 matmul on the default device, best of 3."""
+    import mlx.core as mx
+
+    left = mx.full((size, size), 0.5, dtype=mx.float32)
+    mx.eval(left @ left)
+    best = float("inf")
+    for _ in range(3):
+        started = time.perf_counter()
+        mx.eval(left @ left)
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best / 1e9
+
+
+def blas_in_use() -> str:
+    """The BLAS that this process has loaded for MLX: "accelerate", "openblas" or "reference"."""
+    if platform.system() == "Darwin":
+        return "accelerate"
+    try:
+        loaded = Path("/proc/self/maps").read_text()
+    except OSError:
+        return "unknown"
+    # numpy and scipy bring an OpenBLAS of their own, which MLX does not see.
+    foreign = ("numpy.libs", "scipy.libs")
+    lines = [line for line in loaded.splitlines() if not any(name in line for name in foreign)]
+    return "openblas" if any("openblas" in line for line in lines) else "reference"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _hub_cache() -> Path:
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+
+
+def _disk(path: Path) -> Disk:
+    """Free space at a path or its nearest existing parent, and how a shard is shared there."""
+    place = path.expanduser().resolve()
+    while not place.is_dir():
+        place = place.parent
+    return Disk(str(path.expanduser()), shutil.disk_usage(place).free, _sharing(place))
+
+
+def _sharing(directory: Path) -> str | None:
+    """How an unchanged file is taken over in a directory, tried; None where nothing is writable."""
+    from mlxstacks.files.carry import clone_or_link
+
+    try:
+        with tempfile.TemporaryDirectory(prefix=".mlxstacks-doctor-", dir=directory) as scratch:
+            source = Path(scratch) / "source"
+            source.write_bytes(bytes(4096))
+            return clone_or_link(source, Path(scratch) / "copy")
+    except OSError:
+        return None
+
+
+def _look_at_device(health: Health) -> Iterator[Finding]:
+    if health.device.kind == "cpu":
+        yield Finding(
+            "slow",
+            "no GPU: everything runs on the CPU",
+            "MLX finds neither a Metal nor a CUDA device",
+            "fusing is fine here; train and chat with large models on a Mac",
+        )
+
+
+def _look_at_python(health: Health) -> Iterator[Finding]:
+    if platform.system() == "Darwin" and health.system["machine"] != "arm64":
+        yield Finding(
+            "problem",
+            "this Python runs under Rosetta",
+            f"it was built for {health.system['machine']}, MLX needs arm64",
+            "install an arm64 Python and make a new environment with it",
+        )
+
+
+def _look_at_backends(health: Health) -> Iterator[Finding]:
+    installed = {name for name in ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13") if _version(name)}
+    if "mlx-cpu" in installed and len(installed) > 1:
+        cuda = sorted(installed - {"mlx-cpu"})[0]
+        yield Finding(
+            "problem" if health.device.kind == "cpu" else "note",
+            f"mlx-cpu and {cuda} are both installed",
+            "they bring a library of the same name; the one unpacked last wins",
+            f"pip uninstall -y mlx-cpu && pip install --force-reinstall --no-deps {cuda}",
+        )
+
+
+def _look_at_cpu(health: Health) -> Iterator[Finding]:
+    speed = health.matmul_gflops
+    if health.device.kind == "cpu" and speed is not None and speed < SLOW_GFLOPS:
+        yield Finding(
+            "slow",
+            f"float32 matmul at {speed:.1f} GFLOP/s",
+            f"MLX uses the {health.blas} BLAS",
+            "apt-get install libopenblas0-pthread; make targets preload it, elsewhere set "
+            "LD_PRELOAD=/usr/lib/$(uname -m)-linux-gnu/openblas-pthread/libblas.so.3",
+        )
+    if health.device.kind == "cpu" and health.compiler is None:
+        yield Finding(
+            "problem",
+            "no C++ compiler",
+            "mx.compile builds its CPU kernels with one while it runs",
+            "apt-get install g++, or on a Mac xcode-select --install",
+        )
+
+
+def _look_at_disks(health: Health) -> Iterator[Finding]:
+    for disk in health.disks:
+        if disk.free_bytes < LOW_DISK_BYTES:
+            yield Finding(
+                "note",
+                f"{disk.free_bytes / 1e9:.1f} GB free at {disk.path}",
+                "a 3-bit Qwen3.5-35B-A3B has 15 GB, its source in bfloat16 70 GB",
+                "write to another disk, or remove models that you no longer need",
+            )
+    here = health.disks[0]
+    if here.sharing is None:
+        yield Finding(
+            "problem",
+            f"{here.path} cannot be written",
+            "results go to ./mlxstacks-out unless you name another place",
+            "go to another directory, or give --save-path",
+        )
+    elif here.sharing not in SHARED:
+        yield Finding(
+            "slow",
+            f"unchanged shards are {here.sharing} at {here.path}",
+            "the file system can neither clone nor hard-link",
+            "write to the disk that holds the model, best APFS, btrfs or xfs",
+        )
+
+
+def _look_at_packages(health: Health) -> Iterator[Finding]:
+    for name, (extra, use) in OPTIONAL.items():
+        if health.versions[name] is None:
+            yield Finding(
+                "note",
+                f"{name} is not installed",
+                f"needed only for {use}",
+                f"pip install 'mlxstacks[{extra}]'",
+            )
+
+
+_LOOKS: tuple[Callable[[Health], Iterator[Finding]], ...] = (
+    _look_at_python,
+    _look_at_device,
+    _look_at_backends,
+    _look_at_cpu,
+    _look_at_disks,
+    _look_at_packages,
+)

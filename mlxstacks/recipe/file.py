@@ -1,0 +1,120 @@
+"""Recipe files: YAML with the key `command`, that command's settings, and a comment at the head."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlxstacks.errors import InputError
+from mlxstacks.recipe.table import ALIASES, COMMANDS, nearest
+from mlxstacks.resources import resource_dir
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A recipe file: its command, its settings as written, and the comment at its head."""
+
+    path: Path
+    command: str
+    values: dict[str, Any]
+    head: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that come with mlxstacks."""
+    return sorted(path.stem for path in resource_dir("recipes").glob("*.yaml"))
+
+
+def find_recipe(name_or_path: str) -> Path:
+    """The file of a recipe: a path, or the name of a shipped one. A path wins.
+
+    Raises: InputError naming the nearest shipped recipe.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return path
+    shipped = resource_dir("recipes") / f"{name_or_path}.yaml"
+    looks_like_path = path.suffix in {".yaml", ".yml"} or len(path.parts) > 1
+    if not looks_like_path and shipped.is_file():
+        return shipped
+    names = recipe_names()
+    raise InputError(
+        f"recipe {name_or_path!r}: no such file and no shipped recipe of this name"
+        f"{nearest(path.stem, names)} (`mlxstacks recipes` lists them)"
+    )
+
+
+def load_recipe(name_or_path: str) -> Recipe:
+    """Read a recipe. Raises InputError for YAML that is broken, unsafe or not a recipe."""
+    import yaml
+
+    path = find_recipe(name_or_path)
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = yaml.load(text, Loader=yaml_loader())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"recipe {path}: {error}") from None
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise InputError(f"recipe {path}: must be a mapping of keys to values")
+    named = values.get("command")
+    if not isinstance(named, str):
+        raise InputError(
+            f"recipe {path}: the key `command` is missing; it names what to run: "
+            f"{', '.join(COMMANDS)}"
+        )
+    command = ALIASES.get(named, named)
+    if command not in COMMANDS:
+        raise InputError(
+            f"recipe {path}: no command {command!r}{nearest(command, COMMANDS)} "
+            f"(known: {', '.join(COMMANDS)})"
+        )
+    settings = {key: value for key, value in values.items() if key != "command"}
+    return Recipe(path, command, settings, _head(text))
+
+
+def _head(text: str) -> tuple[str, ...]:
+    """The comment lines before the first key, without their marks."""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("#").strip())
+    return tuple(lines)
+
+
+def yaml_loader() -> Any:
+    """YAML's safe loader, without three surprises.
+
+    A key given twice is an error; `on`, `off`, `yes`, `no` are text; `1e-3` is a number.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        "while reading a mapping",
+                        node.start_mark,
+                        f"the key {key.value!r} is given twice",
+                        key.start_mark,
+                    )
+                seen.add(key.value)
+            return super().construct_mapping(node, deep)
+
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    Loader.add_implicit_resolver(_REPLACED[0], re.compile(r"^(true|false)$"), list("tf"))
+    number = re.compile(r"^[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|^[-+]?\.(inf|nan)$")
+    Loader.add_implicit_resolver(_REPLACED[1], number, list("-+.0123456789"))
+    return Loader
+
+
+_REPLACED = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:float")

@@ -1,0 +1,215 @@
+"""From recipe, `--set` pairs and options to a settings object that is ready to run. Later wins:
+
+defaults of the settings model < recipe < --set key=value < options given on the command line
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args, get_origin
+
+from mlxstacks.errors import InputError
+from mlxstacks.recipe.file import Recipe, yaml_loader
+from mlxstacks.recipe.table import ALIASES, Command, command_named, load, nearest
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic_core import ErrorDetails
+
+OUT = Path("mlxstacks-out")
+# In a directory that a bare run wrote: the next bare run may replace it.
+BARE_MARKER = ".mlxstacks-bare-run"
+NANO_PATHS = "mlxstacks.nano.exports:nano_paths"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A settings object, ready to run.
+
+    target: the directory that will be written, or None.
+    bare: nobody named the target; it is the default one of this command or recipe.
+    forced: somebody asked for `force` (a bare run that may replace its own target did not).
+    from_nano: keys that were filled in with the built-in model.
+    """
+
+    settings: "BaseModel"
+    target: Path | None = None
+    bare: bool = False
+    forced: bool = False
+    from_nano: tuple[str, ...] = ()
+
+
+def parse_sets(pairs: Sequence[str]) -> dict[str, Any]:
+    """`["a=1", "b.c=x"]` -> `{"a": 1, "b": {"c": "x"}}`; values are read as YAML, later ones win.
+
+    Raises: InputError for a pair without `=` or a value that is not YAML.
+    """
+    import yaml
+
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals or not all(key.split(".")):
+            raise InputError(f"--set takes key=value; got {pair!r}")
+        # A module pattern like `*.q_proj=4` is text; YAML would take the star for an alias.
+        plain = not text or text[0] in "*&!"
+        try:
+            value: Any = text if plain else yaml.load(text, Loader=yaml_loader())
+        except yaml.YAMLError as error:
+            raise InputError(f"--set {pair}: the value is not YAML: {error}") from None
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        values = merge(values, value)
+    return values
+
+
+def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """Both mappings in one, `high` winning, nested mappings merged key by key."""
+    merged = dict(low)
+    for key, value in high.items():
+        old = merged.get(key)
+        both = isinstance(value, Mapping) and isinstance(old, Mapping)
+        merged[key] = merge(old, value) if both else value  # type: ignore[arg-type]
+    return merged
+
+
+def resolve(
+    name: str, options: Mapping[str, Any], recipe: Recipe | None = None, sets: Sequence[str] = ()
+) -> Resolved:
+    """The settings of a command from its recipe, its `--set` pairs and its options.
+
+    A target that nobody names is `mlxstacks-out/` and the recipe's or the command's name. A bare
+    run may replace what a bare run wrote, which the marker inside tells.
+
+    Raises: InputError listing every unknown key with the nearest known one, and every bad value.
+    """
+    name = ALIASES.get(name, name)
+    row = command_named(name)
+    if recipe is not None and name != recipe.command:
+        raise InputError(
+            f"recipe {recipe.path}: is for `{recipe.command}`, not for `{name}`; "
+            f"`mlxstacks run {recipe.name}` runs it"
+        )
+    values = merge(merge(recipe.values if recipe else {}, parse_sets(sets)), options)
+    settings_class = load(row.settings)
+    writes = "save_path" in settings_class.model_fields
+    bare = writes and values.get("save_path") is None
+    if bare:
+        values["save_path"] = str(OUT / (recipe.name if recipe else name.replace(" ", "-")))
+    settings = validate(settings_class, values)
+    target = Path(settings.save_path) if writes else None  # type: ignore[attr-defined]
+    if bare and target is not None and (target / BARE_MARKER).is_file():
+        settings = settings.model_copy(update={"force": True})
+    settings, from_nano = _with_nano(name, row, settings)
+    return Resolved(settings, target, bare, bool(values.get("force")), from_nano)
+
+
+def validate(settings_class: "type[BaseModel]", values: Mapping[str, Any]) -> "BaseModel":
+    """Build a settings object; a single value stands for a list of one.
+
+    Raises: InputError, one line a problem.
+    """
+    from pydantic import ValidationError
+
+    ready = {
+        key: [value] if _wants_list(settings_class, key, value) else value
+        for key, value in values.items()
+    }
+    try:
+        return settings_class.model_validate(ready)
+    except ValidationError as error:
+        problems = [_explain(settings_class, detail) for detail in error.errors()]
+        raise InputError("\n".join(dict.fromkeys(problems))) from None
+
+
+def _wants_list(settings_class: "type[BaseModel]", key: str, value: Any) -> bool:
+    known = settings_class.model_fields.get(key)
+    is_list = known is not None and get_origin(known.annotation) in (tuple, list)
+    return is_list and isinstance(value, str | int | float)
+
+
+def _explain(settings_class: "type[BaseModel]", detail: "ErrorDetails") -> str:
+    """One problem of pydantic in the words of DESIGN: what came, what is allowed, what to do."""
+    key = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == "extra_forbidden":
+        known = _keys_at(settings_class, detail["loc"][:-1])
+        hint = nearest(str(detail["loc"][-1]), known)
+        return f"unknown key {key!r}{hint} (known: {', '.join(known)})"
+    if detail["type"] == "missing":
+        return f"{key} is missing; give --{key.replace('_', '-')}, --set {key}=... or a recipe"
+    message = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    if not key:
+        return message
+    if detail["type"] == "literal_error":
+        allowed = re.findall(r"'([^']*)'", detail["ctx"]["expected"])
+        return f"{key}: got {detail['input']!r}, allowed: {message}" + nearest(
+            str(detail["input"]), allowed
+        )
+    wanted = "must be " if detail["msg"].startswith("Input should be ") else ""
+    return f"{key}: got {detail['input']!r}; {wanted}{message}"
+
+
+def _keys_at(settings_class: "type[BaseModel]", location: Sequence[int | str]) -> list[str]:
+    """Known keys of a nested settings model."""
+    from pydantic import BaseModel
+
+    current: Any = settings_class
+    for part in location:
+        known = getattr(current, "model_fields", {}).get(part)
+        annotation = known.annotation if known else None
+        candidates = [annotation, *get_args(annotation)]
+        models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not models:
+            return []
+        current = models[0]
+    return list(current.model_fields)
+
+
+def _with_nano(
+    name: str, row: Command, settings: "BaseModel"
+) -> tuple["BaseModel", tuple[str, ...]]:
+    """Fill in the built-in model where nothing was given; also returns the keys that were filled.
+
+    Raises: InputError when a model of the user's own needs something that only nano has.
+    """
+    empty = tuple(key for key in row.nano if not getattr(settings, key))
+    if not empty:
+        return settings, ()
+    if "model" in row.nano and "model" not in empty:
+        options = ", ".join(f"--{key.replace('_', '-')}" for key in empty)
+        raise InputError(f"{name}: a model of your own needs {options} too")
+    paths = load(NANO_PATHS)()
+    filled: dict[str, Any] = {}
+    for key in empty:
+        value = str(getattr(paths, row.nano[key]))
+        filled[key] = (value,) if isinstance(getattr(settings, key), tuple) else value
+    return settings.model_copy(update=filled), empty
+
+
+def finished(name: str, resolved: Resolved) -> dict[str, Any] | None:
+    """The report in the target, if the same settings made it and no input is newer; else None."""
+    row = command_named(name)
+    if row.report is None or resolved.target is None:
+        return None
+    path = resolved.target / row.report
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        written = path.stat().st_mtime
+    except (OSError, ValueError):
+        return None
+    settings = resolved.settings.model_dump(mode="json", exclude={"force", "save_path"})
+    if not isinstance(report, dict) or report.get("settings") != settings:
+        return None
+    return None if _newest(settings[key] for key in row.nano) > written else report
+
+
+def _newest(inputs: Iterable[Any]) -> float:
+    """The latest change of a file in the directories named; hub ids and absent paths count 0."""
+    times = [0.0]
+    for value in inputs:
+        for text in value if isinstance(value, list) else [value]:
+            if text and Path(text).is_dir():
+                times += [path.stat().st_mtime for path in Path(text).iterdir()]
+    return max(times)

@@ -1,0 +1,227 @@
+"""What every command has in common: output, exit codes, targets, resuming, help.
+
+Run: pytest tests/cli/test_commands.py
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlxstacks.recipe.resolve import BARE_MARKER
+from tests.cli.conftest import Run
+
+
+def test_result_is_a_table_or_one_document(toy: Path, command: Run) -> None:
+    code, out, err = command("toy")
+    assert (code, "toy made" in out) == (0, True)
+    code, out, err = command("toy", "--json")
+    assert code == 0
+    assert json.loads(out)["done"] is True
+    assert "a library that prints" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["toy", "--set", "fail=input"], 2, "toy.safetensors: got 3 bytes"),
+        (["toy", "--set", "fail=bug"], 1, "ZeroDivisionError: seven by nothing"),
+        (["toy", "--set", "fail=interrupt"], 130, "interrupted"),
+        (["toy", "--set", "fail=gate"], 3, "Gate not met: 0.3 is below 0.5"),
+        (["toy", "--kind", "fancier"], 2, "did you mean 'fancy'?"),
+        (["toy", "--bits", "7"], 2, "got '7', allowed: 3, 4, none"),
+        (["toy", "--knid", "fancy"], 2, "--kind"),
+        (["toy", "--ratio", "1.5"], 2, "ratio: got 1.5; must be less than or equal to 1"),
+        (["toy", "--count", "many"], 2, "'many' is not a valid integer"),
+        (["toy", "--set", "knid=fancy"], 2, "unknown key 'knid'; did you mean 'kind'?"),
+        (["toy", "--set", "inner.step=1"], 2, "unknown key 'inner.step'; did you mean 'steps'?"),
+        (["toy", "--set", "kind=fancier"], 2, "kind: got 'fancier', allowed: 'plain' or 'fancy'"),
+        (["toy", "--set", "kind"], 2, "--set takes key=value; got 'kind'"),
+        (["toi"], 2, "no command 'toi'; did you mean 'toy'?"),
+        (["toybox", "reed"], 2, "no command 'reed'; did you mean 'read'?"),
+        (["toybox", "read", "--model", "m"], 2, "a model of your own needs --adapter-path too"),
+        (["run", "toi"], 2, "recipe 'toi': no such file"),
+        (["run"], 2, "Missing argument 'RECIPE'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_exit_codes_and_messages(
+    toy: Path, command: Run, arguments: list[str], code: int, message: str
+) -> None:
+    found, out, err = command(*arguments)
+    assert (found, message in err) == (code, True), err
+    assert "Traceback" not in err + out
+
+
+def test_several_problems_come_in_one_message(toy: Path, command: Run) -> None:
+    _, _, err = command("toy", "--count", "0", "--ratio", "2", "--set", "colour=red")
+    assert all(key in err for key in ("count: got 0", "ratio: got 2.0", "unknown key 'colour'"))
+
+
+def test_v_shows_the_traceback(toy: Path, command: Run) -> None:
+    assert "Traceback" in command("toy", "-v", "--set", "fail=bug")[2]
+
+
+def test_errors_are_a_document_too(toy: Path, command: Run) -> None:
+    _, out, err = command("toy", "--json", "--set", "fail=input")
+    error = json.loads(out)["error"]
+    assert (error["kind"], error["exit_code"]) == ("InputError", 2)
+    assert error["message"] in err
+
+
+def test_closed_pipe_is_quiet(toy: Path, command: Run) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command("toy", "--set", "fail=pipe")
+    assert stopped.value.code == 1
+
+
+# --- targets --------------------------------------------------------------------------------------
+
+
+def test_bare_run_replaces_what_a_bare_run_wrote(toy: Path, command: Run) -> None:
+    target = toy / "mlxstacks-out" / "toy"
+    assert command("toy")[0] == 0
+    assert (target / BARE_MARKER).exists()
+    assert command("toy")[0] == 0
+
+
+def test_bare_run_leaves_anything_else_alone(toy: Path, command: Run) -> None:
+    target = toy / "mlxstacks-out" / "toy"
+    target.mkdir(parents=True)
+    (target / "mine.txt").write_text("mine")
+    code, _, err = command("toy")
+    assert (code, "--force" in err) == (2, True)
+    assert (target / "mine.txt").read_text() == "mine"
+
+
+def test_named_target_needs_force(toy: Path, command: Run) -> None:
+    assert command("toy", "--save-path", "out")[0] == 0
+    assert not (toy / "out" / BARE_MARKER).exists()
+    assert command("toy", "--save-path", "out")[0] == 2
+    assert command("toy", "--save-path", "out", "--force")[0] == 0
+
+
+def test_dry_run_touches_nothing(toy: Path, command: Run) -> None:
+    code, out, _ = command("toy", "--dry-run")
+    assert (code, "would write mlxstacks-out/toy" in out) == (0, True)
+    code, out, _ = command("toy", "--dry-run", "--json")
+    assert json.loads(out)["writes"] == ["mlxstacks-out/toy"]
+    assert list(toy.iterdir()) == []
+
+
+def test_dry_run_refuses_what_the_run_would_refuse(toy: Path, command: Run) -> None:
+    (toy / "out").mkdir()
+    assert command("toy", "--dry-run", "--save-path", "out")[0] == 2
+
+
+def test_nothing_given_means_nano(toy: Path, command: Run) -> None:
+    _, out, _ = command("toybox", "read", "--json")
+    expected = {"model": "built-in/model", "adapter_path": ["built-in/adapter"]}
+    assert json.loads(out)["settings"] == expected
+    _, out, err = command("toybox", "read", "--adapter-path", "mine")
+    assert "Using nano, the built-in model." in err
+
+
+# --- recipes --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recipe(toy: Path) -> Path:
+    path = toy / "mine.yaml"
+    path.write_text("# Make a fancy toy.\ncommand: toy\nkind: fancy\ncount: 3\nratio: 0.5\n")
+    return path
+
+
+def test_later_wins(recipe: Path, command: Run) -> None:
+    typed = ["--set", "count=4", "--set", "ratio=0.7", "--ratio", "0.9"]
+    _, out, _ = command("toy", "--recipe", "mine.yaml", "--json", *typed)
+    found = json.loads(out)["settings"]
+    assert [found[k] for k in ("bits", "kind", "count", "ratio")] == [4, "fancy", 4, 0.9]
+
+
+def test_run_writes_to_the_name_of_the_recipe_and_is_resumable(recipe: Path, command: Run) -> None:
+    code, out, _ = command("run", "mine.yaml")
+    assert (code, "toy made" in out) == (0, True)
+    assert (recipe.parent / "mlxstacks-out" / "mine" / BARE_MARKER).exists()
+    code, out, _ = command("run", "mine.yaml")
+    assert (code, "Already done" in out, "made" in out) == (0, True, True)
+    assert json.loads(command("run", "mine.yaml", "--json")[1])["already_done"] is True
+    assert "toy made" in command("run", "mine.yaml", "--set", "count=5")[1]
+    assert "toy made" in command("run", "mine.yaml", "--set", "count=5", "--set", "force=true")[1]
+
+
+def test_recipe_of_another_command_is_refused(recipe: Path, command: Run) -> None:
+    code, _, err = command("toybox", "read", "--recipe", "mine.yaml")
+    assert (code, "is for `toy`, not for `toybox read`" in err) == (2, True)
+
+
+# --- help -----------------------------------------------------------------------------------------
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """Law: `mlxstacks --help` loads neither settings models nor arrays nor tables."""
+    done = python(
+        "import sys; from mlxstacks.cli import run; run(['--help'])\n"
+        "heavy = {'mlx', 'mlx_lm', 'numpy', 'pydantic', 'rich', 'yaml'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "fuse" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["fuse", "adapter zero", "nano rebuild", "doctor"])
+def test_help_of_a_command_needs_no_arrays(name: str) -> None:
+    done = python(
+        f"import sys; from mlxstacks.cli import run; run([*{name.split()!r}, '--help'])\n"
+        "heavy = {'mlx', 'mlx_lm', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(f'loaded {heavy}' if heavy else 0)"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--json" in done.stdout
+
+
+def test_no_arguments_prints_the_help(command: Run) -> None:
+    code, out, _ = command()
+    assert (code, "Commands:" in out) == (0, True)
+    code, out, _ = command("adapter")
+    assert (code, "convert" in out) == (0, True)
+
+
+def test_alias_is_the_same_command(command: Run) -> None:
+    assert (
+        command("zero", "--help")[1].split("[OPTIONS]")[1]
+        == (command("adapter", "zero", "--help")[1].split("[OPTIONS]")[1])
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("mlxstacks f", "fuse"),
+        ("mlxstacks adapter c", "convert"),
+        ("mlxstacks fuse --requant ke", "keep"),
+        ("mlxstacks run fuse-k", "fuse-keep"),
+        ("mlxstacks fuse --zero", "--zero-delta"),
+    ],
+)
+def test_shell_completion(words: str, expected: str) -> None:
+    done = python(
+        "from mlxstacks.cli import main; main()",
+        _MLXSTACKS_COMPLETE="bash_complete",
+        COMP_WORDS=words,
+        COMP_CWORD=str(len(words.split()) - 1),
+    )
+    assert expected in done.stdout, done.stderr

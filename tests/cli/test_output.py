@@ -1,0 +1,101 @@
+"""Tables, numbers, JSON and progress. Run: pytest tests/cli/test_output.py"""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from mlxstacks.cli import output
+
+
+def printed(item: object, width: int = 80) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=width, highlight=False).print(item)
+    return stream.getvalue()
+
+
+def test_table_keeps_its_text_at_80_columns() -> None:
+    path = "language_model.model.layers.14.mlp.switch_mlp.down_proj"
+    text = printed(output.table(["module", "kept"], [[path, "97.8%"]], footer=["total", None]))
+    assert path in text
+    assert max(map(len, text.splitlines())) <= 80
+    folded = printed(output.table(["module", "kept"], [[path * 2, "97.8%"]]))
+    assert path * 2 in "".join(line.split(" 97")[0].strip() for line in folded.splitlines())
+
+
+def test_numbers_go_right_and_markup_is_text() -> None:
+    text = printed(output.table(["a [b]", "n"], [["[red]x[/red]", 1], ["y", 1234], ["z", None]]))
+    assert "a [b]" in text
+    assert "[red]x[/red]" in text
+    lines = [line.rstrip() for line in text.splitlines()]
+    ends = [line[-5:] for line in lines if line.strip() and line.strip()[0] in "[yz"]
+    assert ends == ["    1", "1,234", "    -"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (None, "unknown"),
+        (0, "0 bytes"),
+        (999, "999 bytes"),
+        (41_000_000, "41 MB"),
+        (1_283_000_000, "1.28 GB"),
+        (123_456_000_000, "123 GB"),
+    ],
+)
+def test_bytes_text(count: int | None, text: str) -> None:
+    assert output.bytes_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("paths", "prefix"),
+    [
+        ([], ""),
+        (["model.layers.0.mlp.up", "model.layers.1.mlp.up"], "model.layers."),
+        (["model.layers.0.mlp.up", "model.layers.0.mlp.down"], "model.layers."),
+        (["lm_head"], ""),
+        (["model.norm", "modelled.norm"], ""),
+    ],
+)
+def test_common_prefix(paths: list[str], prefix: str) -> None:
+    assert output.common_prefix(paths) == prefix
+    assert all(path.startswith(prefix) for path in paths)
+
+
+def test_json_refuses_nan(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        output.print_json({"loss": float("nan")})
+    output.print_json({"loss": None})
+    assert json.loads(capsys.readouterr().out) == {"loss": None}
+
+
+def test_progress_is_silent_for_two_seconds_then_says_little(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    now = 0.0
+    with output.Progress("fuse", clock=lambda: now) as progress:
+        for step in range(100):
+            now = step * 0.5
+            progress(step, 100)
+            if now < output.QUIET_SECONDS:
+                assert capsys.readouterr().err == ""
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "fuse: 4%, 2 s"
+    assert len(lines) == 4
+
+
+def test_progress_draws_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    now, stream = 0.0, Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with output.Progress("fuse", clock=lambda: now) as progress:
+        progress(1, 4)
+        now = 3.0
+        progress(2, 4, "model-1.safetensors")
+    assert "fuse model-1.safetensors" in stream.getvalue()
+    assert "50%" in stream.getvalue()

@@ -1,0 +1,92 @@
+"""What all tests share: devices and the soak switch, hypothesis profiles, campaign sizes.
+
+`make test` runs everything that a plain CPU can do in minutes. `make soak` sets MLXSTACKS_SOAK=1:
+tests marked `slow` run too, hypothesis draws many more examples, and a campaign runs in full
+instead of a seeded tenth. The sizes that ran are printed at the end.
+"""
+
+import atexit
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+SOAK = os.environ.get("MLXSTACKS_SOAK") == "1"
+# No test may ask the network for a model; a cached hub id still resolves.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Exports of the built-in model: one fresh cache a run, shared by its worker processes.
+if "MLXSTACKS_CACHE" not in os.environ:
+    os.environ["MLXSTACKS_CACHE"] = tempfile.mkdtemp(prefix="mlxstacks-test-cache-")
+    atexit.register(shutil.rmtree, os.environ["MLXSTACKS_CACHE"], ignore_errors=True)
+
+# A first call into MLX can take long on a busy two-core machine: no deadline per example.
+_SLOW_OK = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile(
+    "normal", max_examples=25, deadline=None, derandomize=True, suppress_health_check=_SLOW_OK
+)
+settings.register_profile(
+    "soak", max_examples=1000, deadline=None, print_blob=True, suppress_health_check=_SLOW_OK
+)
+settings.load_profile("soak" if SOAK else "normal")
+
+
+def _missing_device(item: pytest.Item) -> str | None:
+    """Why a test marked `metal` or `cuda` cannot run here, or None."""
+    wanted = {mark.name for mark in item.iter_markers()} & {"metal", "cuda"}
+    if not wanted:
+        return None
+    import mlx.core as mx
+
+    present = {"metal": mx.metal.is_available(), "cuda": mx.cuda.is_available()}
+    absent = sorted(name for name in wanted if not present[name])
+    return f"no {' and '.join(absent)} device" if absent else None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("slow") and not SOAK:
+        pytest.skip("part of make soak")
+    reason = _missing_device(item)
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def campaign(record_property: Callable[[str, object], None]) -> Callable[[int], range]:
+    """`campaign(2000)` is range(2000) in a soak and range(200) otherwise; the size is reported."""
+
+    def sized(total: int) -> range:
+        count = total if SOAK else max(1, total // 10)
+        record_property("campaign", f"{count} of {total}")
+        return range(count)
+
+    return sized
+
+
+@pytest.fixture
+def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current directory, so that a bare run writes nowhere else."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Campaign sizes: how many cases of each long test really ran."""
+    lines = [
+        f"{report.nodeid}: {value} cases"
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if isinstance(report, pytest.TestReport) and report.when == "call"
+        for name, value in report.user_properties
+        if name == "campaign"
+    ]
+    if lines:
+        terminalreporter.section(
+            "campaigns" + (" (soak)" if SOAK else " (a tenth; all in make soak)")
+        )
+        for line in sorted(lines):
+            terminalreporter.write_line(line)

@@ -1,0 +1,103 @@
+"""Recipe files: what is read, what is refused, and the shipped ones. Run: pytest tests/recipe"""
+
+from pathlib import Path
+
+import pytest
+
+from mlxstacks.errors import InputError
+from mlxstacks.recipe.file import find_recipe, load_recipe, recipe_names
+from mlxstacks.recipe.resolve import validate
+from mlxstacks.recipe.table import ALIASES, COMMANDS, GROUPS, load
+
+
+def write(directory: Path, text: str) -> str:
+    path = directory / "a.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_reads_command_values_and_head(tmp_path: Path) -> None:
+    found = load_recipe(write(tmp_path, "# One.\n#\n# Two.\ncommand: fuse\nseed: 3\n# not head\n"))
+    assert (found.command, found.values) == ("fuse", {"seed": 3})
+    assert found.head == ("One.", "", "Two.")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("no", "no"), ("true", True), ("1e-3", 0.001), ("3", 3), ("0.5", 0.5), ("1.5.2", "1.5.2")],
+)
+def test_scalars_mean_what_they_look_like(tmp_path: Path, text: str, value: object) -> None:
+    found = load_recipe(write(tmp_path, f"command: fuse\nkey: {text}\n")).values["key"]
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seed: 3", "`command` is missing"),
+        ("command: fues", "no command 'fues'; did you mean 'fuse'?"),
+        ("command: fuse\nseed: 1\nseed: 2", "'seed' is given twice"),
+        ("command: fuse\nx: {a: 1, a: 2}", "'a' is given twice"),
+        ("- command: fuse", "must be a mapping"),
+        ("", "must be a mapping"),
+        ("command: [fuse", "expected ',' or ']'"),
+        ("command: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
+        ("1: fuse", "must be a mapping"),
+        ("\x00", "special characters are not allowed"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        load_recipe(write(tmp_path, text))
+    assert message in str(error.value)
+    assert "a.yaml" in str(error.value)
+
+
+def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(b"command: \xff\xfe")
+    with pytest.raises(InputError, match=r"a\.yaml"):
+        load_recipe(str(tmp_path / "a.yaml"))
+
+
+def test_unknown_name_names_the_nearest() -> None:
+    with pytest.raises(InputError, match="did you mean 'fuse-refit'"):
+        find_recipe("fuse-refti")
+    with pytest.raises(InputError, match="no such file"):
+        find_recipe("../recipes/fuse-refit")
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_shipped_recipe_is_valid_and_says_what_it_needs(name: str) -> None:
+    recipe = load_recipe(name)
+    settings_class = load(COMMANDS[recipe.command].settings)
+    values = {"save_path": "out"} if "save_path" in settings_class.model_fields else {}
+    validate(settings_class, values | recipe.values)
+    about = "\n".join(recipe.head)
+    assert f"mlxstacks run {name}" in about
+    assert all(f"{word}:" in about for word in ("Command", "Memory", "Time"))
+    assert len(recipe.head[0]) <= 100
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_row_of_the_table_resolves(name: str) -> None:
+    row = COMMANDS[name]
+    settings_class = load(row.settings)
+    assert callable(load(row.function))
+    assert callable(load(row.render))
+    fields = set(settings_class.model_fields)
+    assert {*row.arguments, *row.nano} <= fields
+    assert settings_class.model_config.get("frozen") is True
+    assert settings_class.model_config.get("extra") == "forbid"
+    silent = [
+        n for n, f in settings_class.model_fields.items() if not (f.description or is_model(f))
+    ]
+    assert not silent, f"{name}: settings without a description have no help: {silent}"
+
+
+def is_model(field: object) -> bool:
+    return hasattr(getattr(field, "annotation", None), "model_fields")
+
+
+def test_aliases_and_groups_point_at_commands() -> None:
+    assert set(ALIASES.values()) <= COMMANDS.keys()
+    assert {name.split()[0] for name in COMMANDS if " " in name} == GROUPS.keys()

@@ -1,0 +1,109 @@
+"""Merging, `--set`, and when a target counts as finished. Run: pytest tests/recipe"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxstacks.errors import InputError
+from mlxstacks.recipe import table
+from mlxstacks.recipe.resolve import BARE_MARKER, Resolved, finished, merge, parse_sets, resolve
+from tests.cli.toy import TOY
+
+TREES = st.recursive(
+    st.integers() | st.text(max_size=3),
+    lambda inner: st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    max_leaves=8,
+)
+MAPPINGS = st.dictionaries(st.sampled_from("abc"), TREES, max_size=3)
+
+
+@given(MAPPINGS, MAPPINGS)
+def test_merge_laws(low: dict[str, Any], high: dict[str, Any]) -> None:
+    """Law: merging is idempotent, the empty mapping changes nothing, and `high` wins."""
+    assert merge(low, {}) == low
+    assert merge({}, high) == high
+    merged = merge(low, high)
+    assert merge(merged, high) == merged
+    assert merged.keys() == low.keys() | high.keys()
+    for key, value in high.items():
+        if not isinstance(value, dict):
+            assert merged[key] == value
+
+
+@pytest.mark.parametrize(
+    ("pairs", "values"),
+    [
+        (["a=1", "b=x"], {"a": 1, "b": "x"}),
+        (["a.b=1", "a.c=[1, 2]"], {"a": {"b": 1, "c": [1, 2]}}),
+        (["a=1", "a=null"], {"a": None}),
+        (["bits=*.q_proj=4"], {"bits": "*.q_proj=4"}),
+        (["a="], {"a": ""}),
+    ],
+)
+def test_parse_sets(pairs: list[str], values: dict[str, Any]) -> None:
+    assert parse_sets(pairs) == values
+
+
+@pytest.mark.parametrize("pair", ["a", "=1", "a..b=1", "a=[1", ".a=1"])
+def test_bad_sets_are_refused(pair: str) -> None:
+    with pytest.raises(InputError, match="--set"):
+        parse_sets([pair])
+
+
+@pytest.fixture
+def made(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Resolved:
+    """A toy's settings, and its target with a report that they made."""
+    monkeypatch.setitem(table.COMMANDS, "toy", TOY)
+    resolved = resolve("toy", {"save_path": "out", "kind": "fancy"})
+    (work_dir / "out").mkdir()
+    settings = resolved.settings.model_dump(mode="json", exclude={"force", "save_path"})
+    (work_dir / "out" / "toy.json").write_text(json.dumps({"settings": settings}))
+    return resolved
+
+
+def test_same_settings_are_finished(made: Resolved) -> None:
+    assert finished("toy", made) is not None
+    forced = resolve("toy", {"save_path": "out", "kind": "fancy", "force": True})
+    assert finished("toy", forced) is not None
+
+
+def test_other_settings_or_a_broken_report_are_not(made: Resolved, work_dir: Path) -> None:
+    assert finished("toy", resolve("toy", {"save_path": "out", "kind": "plain"})) is None
+    report = work_dir / "out" / "toy.json"
+    kept = report.read_text()
+    for text in ("{", "[]", json.dumps({"settings": {}}), ""):
+        report.write_text(text)
+        assert finished("toy", made) is None
+    report.write_text(kept)
+    assert finished("toy", made) is not None
+
+
+def test_newer_input_is_not_finished(made: Resolved, work_dir: Path, monkeypatch: Any) -> None:
+    from dataclasses import replace
+
+    monkeypatch.setitem(table.COMMANDS, "toy", replace(TOY, nano={"source": "model_path"}))
+    (work_dir / "in").mkdir()
+    resolved = resolve("toy", {"save_path": "out", "kind": "fancy", "source": "in"})
+    report = work_dir / "out" / "toy.json"
+    settings = resolved.settings.model_dump(mode="json", exclude={"force", "save_path"})
+    report.write_text(json.dumps({"settings": settings}))
+    assert finished("toy", resolved) is not None
+    (work_dir / "in" / "weights").touch()
+    later = report.stat().st_mtime + 10
+    os.utime(work_dir / "in" / "weights", (later, later))
+    assert finished("toy", resolved) is None
+
+
+def test_marker_of_a_bare_run_allows_replacing_it(made: Resolved, work_dir: Path) -> None:
+    target = work_dir / "mlxstacks-out" / "toy"
+    target.mkdir(parents=True)
+    assert resolve("toy", {}).settings.force is False  # type: ignore[attr-defined]
+    (target / BARE_MARKER).touch()
+    resolved = resolve("toy", {})
+    assert (resolved.settings.force, resolved.forced) == (True, False)  # type: ignore[attr-defined]
+    assert resolve("toy", {"save_path": str(target)}).settings.force is False  # type: ignore[attr-defined]

@@ -1,0 +1,84 @@
+"""`doctor` and the limits it prints. Run: pytest tests/test_doctor.py"""
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mlxstacks import doctor, memory, resources
+from mlxstacks.cli.doctor import render
+
+
+@pytest.fixture(scope="module")
+def health() -> doctor.Health:
+    return doctor.doctor(doctor.DoctorSettings())
+
+
+def test_everything_is_said_and_is_json(health: doctor.Health) -> None:
+    found = json.loads(json.dumps(health.as_json()))
+    assert found["device"]["resource_limit"] > 0
+    assert found["versions"]["mlx"]
+    assert found["matmul_gflops"] > 0
+    assert found["disks"][0]["free_bytes"] > 0
+
+
+def test_table_fits_80_columns(health: doctor.Health) -> None:
+    stream = io.StringIO()
+    render(Console(file=stream, width=80), health)
+    assert max(map(len, stream.getvalue().splitlines())) <= 80
+    assert health.device.name in stream.getvalue()
+
+
+def test_slow_machine_is_told_why_and_what_to_do(health: doctor.Health) -> None:
+    cpu = replace(health.device, kind="cpu")
+    slow = replace(health, device=cpu, matmul_gflops=3.0, blas="reference", compiler=None)
+    found = {finding.what: finding for look in doctor._LOOKS for finding in look(slow)}
+    assert "libopenblas0-pthread" in found["float32 matmul at 3.0 GFLOP/s"].remedy
+    assert found["no C++ compiler"].kind == "problem"
+    fast = replace(health, device=cpu, matmul_gflops=300.0, compiler="/usr/bin/c++")
+    assert not any("matmul" in finding.what for finding in doctor._look_at_cpu(fast))
+
+
+def test_full_and_read_only_disks(health: doctor.Health) -> None:
+    poor = [doctor.Disk("here", 3_000_000_000, None), doctor.Disk("there", 10**12, "copied")]
+    found = [finding.what for finding in doctor._look_at_disks(replace(health, disks=poor))]
+    assert found == ["3.0 GB free at here", "here cannot be written"]
+
+
+def test_leaves_nothing_behind(work_dir: Path) -> None:
+    doctor.doctor(doctor.DoctorSettings(measure=False))
+    assert list(work_dir.iterdir()) == []
+
+
+def test_limit_is_the_usual_one_without_a_metal_device() -> None:
+    device = memory.device()
+    if device.kind != "metal":
+        assert (device.resource_limit, device.resource_limit_known) == (499_000, False)
+    assert device.memory_bytes is None or device.memory_bytes > 0
+
+
+@pytest.mark.metal
+def test_limit_of_a_metal_device_is_its_own() -> None:
+    device = memory.device()
+    assert device.resource_limit_known
+    assert device.working_set_bytes is not None
+
+
+def test_counters_follow_an_allocation() -> None:
+    import mlx.core as mx
+
+    before = memory.counters().active_bytes
+    held = mx.zeros((1024, 1024), dtype=mx.float32)
+    mx.eval(held)
+    assert memory.counters().active_bytes - before >= held.nbytes
+    assert memory.peak_resident_bytes() > held.nbytes
+
+
+def test_resources_are_found() -> None:
+    assert (resources.resource_dir("kernels") / "README.md").is_file()
+    assert list(resources.resource_dir("recipes").glob("*.yaml"))
+    with pytest.raises(ValueError, match="allowed are kernels, recipes"):
+        resources.resource_dir("recepies")

@@ -1,0 +1,121 @@
+"""The wheel: built from a copy of the sources, installed elsewhere, and used from there.
+
+Run: pytest tests/test_packaging.py
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import mlxstacks
+
+ROOT = Path(__file__).resolve().parent.parent
+CARRIED = ("mlxstacks", "kernels", "recipes", "pyproject.toml", "README.md", "LICENSE")
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built without network from a copy, so that nothing is left in the sources."""
+    source = tmp_path_factory.mktemp("source")
+    for name in CARRIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(
+                ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        else:
+            shutil.copy(ROOT / name, source / name)
+    built = tmp_path_factory.mktemp("built")
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
+    run(*pip, "--wheel-dir", built, source, cwd=source)
+    [found] = built.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def elsewhere(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory that holds the installed wheel and nothing of the sources."""
+    target = tmp_path_factory.mktemp("installed")
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target"]
+    run(*pip, target, wheel, cwd=target)
+    return target
+
+
+def sources(folder: str) -> set[str]:
+    """Files that belong in the wheel, by their path inside the folder."""
+    files = {p.relative_to(ROOT / folder).as_posix() for p in (ROOT / folder).rglob("*")}
+    return {f for f in files if "__pycache__" not in f and (ROOT / folder / f).is_file()}
+
+
+def test_wheel_holds_every_file(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = {f"mlxstacks/{f}" for f in sources("mlxstacks")}
+    expected |= {f"mlxstacks/_recipes/{f}" for f in sources("recipes")}
+    expected |= {f"mlxstacks/_kernels/{f}" for f in sources("kernels")}
+    assert not expected - names, "not in the wheel: see [tool.setuptools] in pyproject.toml"
+    surplus = {n for n in names - expected if ".dist-info/" not in n}
+    assert not surplus
+
+
+def test_every_folder_with_code_is_listed() -> None:
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    listed = set(tools["setuptools"]["packages"])
+    folders = {p.parent for p in (ROOT / "mlxstacks").rglob("*.py")}
+    expected = {".".join(p.relative_to(ROOT).parts) for p in folders}
+    assert listed == expected | {"mlxstacks._kernels", "mlxstacks._recipes"}
+
+
+def test_installed_command_works_from_elsewhere(elsewhere: Path, tmp_path: Path) -> None:
+    script = elsewhere / "bin" / "mlxstacks"
+    done = run(script, "--help", cwd=tmp_path, PYTHONPATH=str(elsewhere))
+    assert "fuse" in done.stdout
+    where = "import mlxstacks, sys; print(mlxstacks.__file__)"
+    done = run(sys.executable, "-c", where, cwd=tmp_path, PYTHONPATH=str(elsewhere))
+    assert Path(done.stdout.strip()).is_relative_to(elsewhere)
+
+
+def test_installed_command_finds_recipes_and_kernels(elsewhere: Path, tmp_path: Path) -> None:
+    code = (
+        "from mlxstacks.resources import resource_dir as d\n"
+        "print(d('kernels') / 'README.md', d('recipes') / 'fuse-refit.yaml', sep='\\n')"
+    )
+    done = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(elsewhere))
+    paths = [Path(line) for line in done.stdout.splitlines()]
+    assert all(path.is_file() and path.is_relative_to(elsewhere) for path in paths), paths
+
+
+@pytest.mark.skipif(
+    not (ROOT / "mlxstacks/assets/nano").is_dir(), reason="the built-in model is not built yet"
+)
+@pytest.mark.parametrize("words", [["fuse"], ["run", "fuse-refit"]], ids=" ".join)
+def test_installed_fuse_plans_on_nano(elsewhere: Path, tmp_path: Path, words: list[str]) -> None:
+    script = elsewhere / "bin" / "mlxstacks"
+    done = run(script, *words, "--dry-run", cwd=tmp_path, PYTHONPATH=str(elsewhere))
+    assert "Would write mlxstacks-out/fuse" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_editable_install_uses_the_top_level_folders() -> None:
+    from mlxstacks.resources import resource_dir
+
+    if Path(mlxstacks.__file__).parent == ROOT / "mlxstacks":
+        assert resource_dir("recipes") == ROOT / "recipes"
+        assert resource_dir("kernels") == ROOT / "kernels"
