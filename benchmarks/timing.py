@@ -4,13 +4,12 @@ Nothing is measured here that is not printed with its spread. Each run is a proc
 that start-up counts and memory is that of the process.
 """
 
+import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -26,22 +25,28 @@ class Cost:
     peak_bytes: int
 
 
-def run_process(command: Sequence[str], environment: dict[str, str] | None = None) -> Cost:
+# Starts the command from a process of a few megabytes: on Linux the peak of a process counts what
+# its parent held when it forked, even after exec.
+_LAUNCHER = """
+import json, os, sys, time
+started = time.perf_counter()
+process = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ)
+_, status, usage = os.wait4(process, 0)
+wall = time.perf_counter() - started
+cpu = usage.ru_utime + usage.ru_stime
+print(json.dumps([os.waitstatus_to_exitcode(status), wall, cpu, usage.ru_maxrss]), file=sys.stderr)
+"""
+
+
+def run_process(command: Sequence[str]) -> Cost:
     """Run a command to its end. Raises RuntimeError with its output when it fails."""
-    with tempfile.TemporaryFile("w+") as output:
-        started = time.perf_counter()
-        process = subprocess.Popen(
-            list(command), stdout=output, stderr=subprocess.STDOUT, env=environment
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-        wall = time.perf_counter() - started
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            output.seek(0)
-            raise RuntimeError(f"{' '.join(command)} failed:\n{output.read()}")
+    launched = [sys.executable, "-I", "-S", "-c", _LAUNCHER, *command]
+    done = subprocess.run(launched, capture_output=True, text=True, check=True)
+    code, wall, cpu, peak = json.loads(done.stderr.splitlines()[-1])
+    if code:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     # ru_maxrss counts KiB on Linux and bytes on macOS.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return Cost(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * unit)
+    return Cost(wall, cpu, peak * (1 if sys.platform == "darwin" else 1024))
 
 
 def alternate(

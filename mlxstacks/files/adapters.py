@@ -146,6 +146,11 @@ def _read_modules(
 def _unknown_tensor(name: str, leaf: str) -> str:
     if leaf == "m":
         return f"{name}: the magnitude of DoRA; {_NOT_LORA['dora']}"
+    if leaf in ("router", "noise"):
+        return (
+            f"{name}: a stack that routes each token has no one delta to fuse or convert; serve it "
+            "beside the base, or export a stack of one expert"
+        )
     return f"{name}: not a LoRA tensor; a LoRA has path.lora_a and path.lora_b"
 
 

@@ -110,6 +110,16 @@ def test_every_problem_of_a_file_is_in_one_error(llama_adapter: Path, tmp_path: 
         assert part in text, part
 
 
+def test_stack_with_a_token_router_is_refused_with_the_reason(
+    llama_adapter: Path, tmp_path: Path
+) -> None:
+    def spoil(tensors: dict[str, mx.array], _: dict[str, Any]) -> None:
+        tensors[f"{Q_PROJ}.router"] = mx.ones((4, 8))
+
+    with pytest.raises(AdapterError, match="routes each token has no one delta"):
+        read_adapter(edited(llama_adapter, tmp_path / "a", spoil))
+
+
 def test_infinity_in_bfloat16_is_found(llama: Path, tmp_path: Path) -> None:
     source = random_adapter(llama, ["self_attn.q_proj"], dtype="bfloat16", directory=tmp_path / "a")
 

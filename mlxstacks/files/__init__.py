@@ -1,0 +1,1 @@
+"""Files: shards, checkpoints, adapters, stores and whole output directories."""

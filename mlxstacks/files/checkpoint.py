@@ -1,0 +1,227 @@
+"""A model directory in mlx-lm's layout: config, shards, index, fingerprint.
+
+mlx-lm loads every `model*.safetensors` and ignores the index, so the files decide what the model is
+and the index is checked against them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlxstacks.errors import CheckpointError
+from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.shard_header import (
+    AGAIN,
+    ShardHeader,
+    TensorInfo,
+    open_regular,
+    parse_object,
+    read_exactly,
+    read_header,
+)
+
+__all__ = ["Checkpoint", "fingerprint", "open_checkpoint", "read_json_object", "resolve_model"]
+
+INDEX_NAME = "model.safetensors.index.json"
+MAX_JSON_BYTES = 100_000_000
+MAX_NAME_BYTES = 255  # of a file, on every file system in use
+WINDOWS, WINDOW_BYTES = 16, 4096
+_PATH_KEYS = {"_name_or_path", "name_or_path"}
+_NUMBERED = re.compile(r"(model.*-)(\d{5})-of-(\d{5})(\.safetensors)")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened model. `tensors` maps every name to the one file that holds it."""
+
+    directory: Path
+    config: dict[str, Any]
+    headers: tuple[ShardHeader, ...]
+    tensors: dict[str, TensorInfo]
+    index: dict[str, Any] | None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(header.file_bytes for header in self.headers)
+
+
+def open_checkpoint(directory: str | Path) -> Checkpoint:
+    """Read and check config, headers and index of a model directory; reads no tensor.
+
+    Law: no tensor name occurs in two files, and everything the index names exists where it says.
+
+    Raises:
+        CheckpointError: naming the file, shard or tensor at fault and what to do.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory; give a model directory or a hub id")
+    config = read_json_object(directory / "config.json", unique_keys=False)
+    index_path = directory / INDEX_NAME
+    index = read_json_object(index_path) if os.path.lexists(index_path) else None
+    files = _shard_files(directory)
+    weight_map = _weight_map(index_path, index)
+    _check_shards_present(directory, files, weight_map)
+    headers = tuple(read_header(path) for path in files)
+    tensors = _gather(headers)
+    _check_index(index_path, weight_map, tensors)
+    return Checkpoint(directory, config, headers, tensors, index)
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """SHA-256 (hex) of what a model is, whatever the number and names of its files.
+
+    Hashed: the config as compact JSON with sorted keys, without `_name_or_path` and `name_or_path`
+    at any depth; then in order of their names, for each tensor, the line `[name, dtype, shape]` as
+    compact JSON and 16 windows of 4 KiB, window i starting at byte `(nbytes - 4096) * i // 15`
+    (tensors of up to 64 KiB are hashed whole).
+    """
+    digest = hashlib.sha256()
+    digest.update(_compact(_without_paths(checkpoint.config)))
+    with ExitStack() as stack:
+        descriptors: dict[Path, int] = {}
+        for _, info in sorted(checkpoint.tensors.items()):
+            if info.file not in descriptors:
+                descriptors[info.file] = open_regular(info.file)
+                stack.callback(os.close, descriptors[info.file])
+            digest.update(_compact([info.name, info.dtype, list(info.shape)]))
+            for start, nbytes in _windows(info.nbytes):
+                window = bytearray(nbytes)
+                read_exactly(descriptors[info.file], memoryview(window), info, info.start + start)
+                digest.update(window)
+    return digest.hexdigest()
+
+
+def read_json_object(path: Path, *, unique_keys: bool = True) -> dict[str, Any]:
+    """A JSON object from a file of at most 100 MB.
+
+    Raises:
+        CheckpointError: missing, too large, not UTF-8, not a JSON object, or (unique_keys) a key
+            given twice.
+    """
+    descriptor = open_regular(path)
+    with os.fdopen(descriptor, "rb") as file:
+        nbytes = os.fstat(descriptor).st_size
+        if nbytes > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: {nbytes} bytes, allowed: {MAX_JSON_BYTES}; {AGAIN}")
+        try:
+            return parse_object(file.read(nbytes).decode("utf-8"), unique_keys=unique_keys)
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"{path}: not valid: {error}; {AGAIN}") from None
+
+
+def _shard_files(directory: Path) -> list[Path]:
+    files = sorted(directory.glob("model*.safetensors"))
+    if files:
+        return files
+    others = sorted(
+        path.name for path in directory.iterdir()
+        if path.suffix in {".bin", ".pt", ".pth", ".npz", ".gguf", ".safetensors"}
+    )  # fmt: skip
+    if others:
+        raise CheckpointError(
+            f"{directory}: no model*.safetensors, only {', '.join(others[:3])}; safetensors in "
+            f"mlx-lm's layout are needed: run `mlx_lm.convert --hf-path {directory} --mlx-path OUT`"
+        )
+    raise CheckpointError(f"{directory}: no model*.safetensors; download or convert the model")
+
+
+def _weight_map(index_path: Path, index: dict[str, Any] | None) -> dict[str, str]:
+    weight_map = {} if index is None else index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{index_path}: weight_map must map tensors to files; {AGAIN}")
+    for name, file in weight_map.items():
+        plain = isinstance(file, str) and file.isprintable() and file not in {"", ".", ".."}
+        if not plain or "/" in file or "\\" in file or len(file.encode()) > MAX_NAME_BYTES:
+            raise CheckpointError(
+                f"{index_path}: tensor {name[:100]!a} is mapped to {ascii(file)[:200]}; only "
+                f"a plain file name in the same directory is allowed; {AGAIN}"
+            )
+    return weight_map
+
+
+def _check_shards_present(directory: Path, files: list[Path], weight_map: dict[str, str]) -> None:
+    present = {path.name for path in files}
+    for name in sorted(set(weight_map.values()) - present):
+        if (directory / name).exists():
+            raise CheckpointError(
+                f"{directory / name}: named in {INDEX_NAME}, but mlx-lm loads only "
+                "model*.safetensors; rename the file or convert the model again"
+            )
+        raise CheckpointError(
+            f"{directory / name}: shard is missing ({INDEX_NAME} names it); download it again"
+        )
+    if not weight_map:
+        _check_numbering(directory, present)
+
+
+def _check_numbering(directory: Path, present: set[str]) -> None:
+    """Without an index the names still say how many shards there are."""
+    for name in sorted(present):
+        if match := _NUMBERED.fullmatch(name):
+            before, _, count, after = match.groups()
+            # stops at the first absent one: a hostile count costs at most len(present) steps
+            for number in range(1, int(count) + 1):
+                other = f"{before}{number:05d}-of-{count}{after}"
+                if other not in present:
+                    raise CheckpointError(
+                        f"{directory / other}: shard is missing ({name} is there); "
+                        "download it again, or remove shards of another version"
+                    )
+
+
+def _gather(headers: tuple[ShardHeader, ...]) -> dict[str, TensorInfo]:
+    tensors: dict[str, TensorInfo] = {}
+    for header in headers:
+        for name, info in header.tensors.items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"tensor {name!r} is in two files, {tensors[name].file} and {header.path}, and "
+                    "mlx-lm would load either; remove the file that does not belong to the model"
+                )
+            tensors[name] = info
+    if not tensors:
+        raise CheckpointError(f"{headers[0].path}: holds no tensors; {AGAIN}")
+    return tensors
+
+
+def _check_index(
+    index_path: Path, weight_map: dict[str, str], tensors: dict[str, TensorInfo]
+) -> None:
+    for name, file in weight_map.items():
+        found = tensors.get(name)
+        if found is None or found.file.name != file:
+            place = "no file" if found is None else found.file.name
+            raise CheckpointError(
+                f"{index_path}: tensor {name[:100]!a} should be in {file}, {place} holds it; "
+                "download or convert the model again"
+            )
+
+
+def _compact(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_paths(v) for k, v in value.items() if k not in _PATH_KEYS}
+    if isinstance(value, list):
+        return [_without_paths(item) for item in value]
+    return value
+
+
+def _windows(nbytes: int) -> Iterator[tuple[int, int]]:
+    if nbytes <= WINDOWS * WINDOW_BYTES:
+        yield 0, nbytes
+        return
+    for i in range(WINDOWS):
+        yield (nbytes - WINDOW_BYTES) * i // (WINDOWS - 1), WINDOW_BYTES

@@ -1,0 +1,130 @@
+"""Writing to disk: errors in words, free space, syncing, early write-back."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mlxstacks.errors import TargetError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+
+
+@contextmanager
+def target_errors(
+    path: Path, needed_bytes: int = 0, *, only_writes: bool = False
+) -> Iterator[None]:
+    """Turn an OSError about the target `path` into a TargetError that says what to do.
+
+    only_writes: translate just what only a write can cause (full, too large, read-only file
+        system); for blocks that also read other files.
+
+    Raises:
+        TargetError: full disk (with needed and free bytes), read-only, a file where a directory
+            should be, a name too long.
+    """
+    try:
+        yield
+    except OSError as error:
+        message = _explain(error, path, needed_bytes, only_writes)
+        if message is None:
+            raise
+        raise TargetError(message) from error
+
+
+def _explain(error: OSError, path: Path, needed_bytes: int, only_writes: bool) -> str | None:
+    if error.errno in _FULL:
+        needed = f"{needed_bytes} bytes needed, " if needed_bytes else ""
+        return (
+            f"{path}: the disk is full ({needed}{free_bytes(path)} free); "
+            "make room or choose a target on another disk"
+        )
+    if error.errno == errno.EFBIG:
+        return (
+            f"{path}: a file grew past what the file system or `ulimit -f` allows; "
+            "choose a target on another disk or raise the limit"
+        )
+    if error.errno == errno.EROFS or (error.errno in _REFUSED and not only_writes):
+        return f"{path}: not writable ({error.strerror}); choose another target"
+    if only_writes:
+        return None
+    if error.errno in {errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY}:
+        return f"{error.filename or path}: {error.strerror}; choose another target"
+    if error.errno in {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.ENOENT}:
+        return f"{path}: not a usable target ({error.strerror}); choose another"
+    return None
+
+
+def existing_ancestor(path: Path) -> Path:
+    """The nearest directory at or above `path` that exists."""
+    while not path.is_dir() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that this user may still write on the file system of `path` (which need not exist)."""
+    return shutil.disk_usage(existing_ancestor(path)).free
+
+
+def require_space(path: Path, needed_bytes: int) -> None:
+    """Raises TargetError where fewer than `needed_bytes` are free for `path`."""
+    free = free_bytes(path)
+    if needed_bytes > free:
+        raise TargetError(
+            f"{path}: {needed_bytes} bytes needed, {free} free; "
+            "make room or choose a target on another disk"
+        )
+
+
+def write_all(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write every byte of `data` (format B, contiguous) at `offset`."""
+    while data.nbytes:
+        written = os.pwrite(descriptor, data[: 1 << 30], offset)
+        data, offset = data[written:], offset + written
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory last through a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """fsync every file and directory below `directory`, files first."""
+    for parent, _, files in os.walk(directory, topdown=False):
+        for name in files:
+            if not os.path.islink(os.path.join(parent, name)):
+                sync_directory(Path(parent, name))
+        sync_directory(Path(parent))
+
+
+def c_function(name: str) -> Callable[..., int] | None:
+    """A function of the C library by name, or None where the system has none."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if function is not None:
+        function.restype = ctypes.c_int
+    return function
+
+
+_sync_file_range = c_function("sync_file_range") if sys.platform == "linux" else None
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
+    """Ask Linux to start writing these bytes now, so that a later fsync has less to wait for."""
+    if _sync_file_range is not None:
+        # a hint: its failure (an old file system) changes nothing that fsync does not do
+        _sync_file_range(
+            descriptor, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE
+        )

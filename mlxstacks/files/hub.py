@@ -1,0 +1,61 @@
+"""Finds a model by path or hub id."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mlxstacks.errors import CheckpointError
+
+# what mlx-lm downloads, without code
+ALLOW_PATTERNS = [
+    "*.json",
+    "model*.safetensors",
+    "tokenizer.model",
+    "*.tiktoken",
+    "tiktoken.model",
+    "*.txt",
+    "*.jsonl",
+    "*.jinja",
+]
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def resolve_model(path_or_hub_id: str | Path) -> Path:
+    """The directory of a model: a local directory, else the hub cache, else a download.
+
+    Raises:
+        CheckpointError: neither a directory nor a hub id, or not in the cache and not to be had.
+    """
+    text = str(path_or_hub_id)
+    path = Path(text).expanduser()
+    if text and path.is_dir():
+        return path
+    if text and path.exists():
+        raise CheckpointError(f"{path}: is a file; give the model's directory")
+    if isinstance(path_or_hub_id, Path) or not _HUB_ID.fullmatch(text):
+        raise CheckpointError(f"{text!r}: no such directory, and not a hub id like owner/name")
+    return _snapshot(text)
+
+
+def _snapshot(hub_id: str) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    # the HTTP library differs between versions of the hub client; its base error is here in all
+    http_error: type[BaseException] = HfHubHTTPError.__bases__[0]
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=ALLOW_PATTERNS, local_files_only=True))
+    except LocalEntryNotFoundError:
+        reason = "HF_HUB_OFFLINE is set"
+    except HFValidationError as error:
+        raise CheckpointError(f"{hub_id}: no such directory, and no hub id: {error}") from None
+    if not constants.HF_HUB_OFFLINE:
+        try:
+            return Path(snapshot_download(hub_id, allow_patterns=ALLOW_PATTERNS))
+        except (http_error, OSError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+    raise CheckpointError(
+        f"{hub_id}: no such directory, not in the hub cache, and not downloaded: {reason}; "
+        "download it first or give a directory"
+    )

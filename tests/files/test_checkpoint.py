@@ -1,0 +1,436 @@
+"""Opening model directories: index, shards, fingerprint, hub cache.
+
+pytest tests/files/test_checkpoint.py
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm import load
+
+from mlxstacks.errors import CheckpointError
+from mlxstacks.files import checkpoint as checkpoint_module
+from mlxstacks.files.checkpoint import INDEX_NAME, fingerprint, open_checkpoint, resolve_model
+from mlxstacks.files.shards import read_tensor
+from tests.files.raw import entry, file_bytes
+from tests.tiny_models import (
+    llama_config,
+    random_adapter,
+    save_sharded,
+    write_llama,
+    write_qwen_moe,
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_qwen_moe(tmp_path / "model", bits=3)
+
+
+def edit_index(model: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    index = json.loads((model / INDEX_NAME).read_text())
+    change(index)
+    (model / INDEX_NAME).write_text(json.dumps(index))
+
+
+def reshard(model: Path, shards: int) -> None:
+    """Spread the same tensors over another number of files."""
+    tensors: dict[str, mx.array] = {}
+    for path in model.glob("model*.safetensors"):
+        tensors.update(mx.load(str(path)))
+    mx.eval(tensors)
+    for path in model.glob("model*.safetensors"):
+        path.unlink()
+    save_sharded(model, tensors, shards)
+
+
+# --- opening ---------------------------------------------------------------------------------
+
+
+def test_every_tensor_that_mlx_lm_loads_is_there(model: Path) -> None:
+    checkpoint = open_checkpoint(model)
+    assert len(checkpoint.headers) == 3
+    assert checkpoint.config["model_type"] == "qwen3_5_moe"
+    loaded: dict[str, mx.array] = {}
+    for path in model.glob("model*.safetensors"):
+        loaded.update(mx.load(str(path)))
+    assert checkpoint.tensors.keys() == loaded.keys()
+    for name, info in checkpoint.tensors.items():
+        assert info.shape == loaded[name].shape
+        if info.dtype != "BF16":
+            assert (read_tensor(info) == loaded[name]).all()
+    files = sum(path.stat().st_size for path in model.glob("model*.safetensors"))
+    assert checkpoint.total_bytes == files
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, None])
+@pytest.mark.parametrize("write", [write_qwen_moe, write_llama])
+def test_tiny_models_and_their_adapters_load_in_mlx_lm(
+    tmp_path: Path, write: Callable[..., Path], bits: int | None
+) -> None:
+    model = write(tmp_path / "model", bits=bits, group_size=32, hidden_size=64, dtype="float32")
+    adapter = random_adapter(model, rank=2, std=0.01)
+    plain, tokenizer = load(str(model))
+    adapted, _ = load(str(model), adapter_path=str(adapter))
+    tokens = mx.array([tokenizer.encode("ab")])
+    assert tokens.tolist() == [[97, 98]]
+    assert not mx.allclose(plain(tokens), adapted(tokens))
+    open_checkpoint(model)
+
+
+def test_a_model_without_an_index_opens(model: Path) -> None:
+    (model / INDEX_NAME).unlink()
+    assert open_checkpoint(model).index is None
+
+
+def test_hub_snapshot_of_symlinks_opens(tmp_path: Path, model: Path) -> None:
+    snapshot = as_hub_cache(tmp_path / "hub", model, "owner/name")
+    checkpoint = open_checkpoint(snapshot)
+    assert checkpoint.tensors.keys() == open_checkpoint(model).tensors.keys()
+
+
+def test_tensor_missing_from_the_index_is_loaded_as_mlx_lm_does(model: Path) -> None:
+    names = open_checkpoint(model).tensors.keys()
+    edit_index(model, lambda index: index["weight_map"].popitem())
+    assert open_checkpoint(model).tensors.keys() == names
+
+
+BAD_NAMES = [
+    "../model-00001-of-00003.safetensors",
+    "/etc/passwd",
+    "sub/model.safetensors",
+    "..\\model.safetensors",
+    "..",
+    ".",
+    "",
+    "model\0.safetensors",
+    "model" + 300 * "x" + ".safetensors",
+    "model\n.safetensors",
+    7,
+    None,
+    ["model-00001-of-00003.safetensors"],
+]
+
+
+@pytest.mark.parametrize("file", BAD_NAMES)
+def test_index_may_name_only_plain_files(model: Path, file: Any) -> None:
+    edit_index(model, lambda index: index["weight_map"].update({"lm_head.weight": file}))
+    with pytest.raises(CheckpointError, match="plain file name") as caught:
+        open_checkpoint(model)
+    assert "'lm_head.weight'" in str(caught.value)
+    assert INDEX_NAME in str(caught.value)
+
+
+def damage_missing_shard(model: Path) -> None:
+    (model / "model-00002-of-00003.safetensors").unlink()
+
+
+def damage_missing_shard_no_index(model: Path) -> None:
+    damage_missing_shard(model)
+    (model / INDEX_NAME).unlink()
+
+
+def damage_truncated_shard(model: Path) -> None:
+    path = model / "model-00002-of-00003.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def damage_wrong_place(model: Path) -> None:
+    name = "language_model.lm_head.weight"
+    shard = "model-00001-of-00003.safetensors"
+    edit_index(model, lambda index: index["weight_map"].update({name: shard}))
+
+
+def damage_unknown_tensor(model: Path) -> None:
+    shard = "model-00001-of-00003.safetensors"
+    edit_index(model, lambda index: index["weight_map"].update({"ghost": shard}))
+
+
+def damage_two_files(model: Path) -> None:
+    shutil.copy(model / "model-00001-of-00003.safetensors", model / "model-old.safetensors")
+
+
+def damage_name_outside_glob(model: Path) -> None:
+    (model / "model-00002-of-00003.safetensors").rename(model / "part2.safetensors")
+    text = (model / INDEX_NAME).read_text()
+    (model / INDEX_NAME).write_text(text.replace("model-00002-of-00003", "part2"))
+
+
+def damage_index_is_a_list(model: Path) -> None:
+    (model / INDEX_NAME).write_text("[]")
+
+
+def damage_index_without_map(model: Path) -> None:
+    (model / INDEX_NAME).write_text("{}")
+
+
+def damage_index_twice(model: Path) -> None:
+    (model / INDEX_NAME).write_text('{"weight_map": {"a": "model.x", "a": "model.y"}}')
+
+
+def damage_index_dangles(model: Path) -> None:
+    (model / INDEX_NAME).unlink()
+    (model / INDEX_NAME).symlink_to(model / "gone")
+
+
+def damage_no_config(model: Path) -> None:
+    (model / "config.json").unlink()
+
+
+def damage_config_cut(model: Path) -> None:
+    (model / "config.json").write_text('{"model_type": ')
+
+
+def damage_config_binary(model: Path) -> None:
+    (model / "config.json").write_bytes(b"\xff\xfe{}")
+
+
+def damage_config_deep(model: Path) -> None:
+    (model / "config.json").write_text('{"a":' + "[" * 200_000)
+
+
+def damage_config_list(model: Path) -> None:
+    (model / "config.json").write_text("[]")
+
+
+def damage_only_bin(model: Path) -> None:
+    for path in model.glob("*.safetensors"):
+        path.rename(path.with_suffix(".bin"))
+
+
+def damage_no_weights(model: Path) -> None:
+    for path in model.glob("*.safetensors"):
+        path.unlink()
+
+
+def damage_no_tensors(model: Path) -> None:
+    for path in model.glob("*.safetensors*"):
+        path.unlink()
+    (model / "model.safetensors").write_bytes(file_bytes("{}"))
+
+
+DAMAGE: dict[Callable[[Path], None], str] = {
+    damage_missing_shard: "model-00002-of-00003.safetensors: shard is missing",
+    damage_missing_shard_no_index: "model-00002-of-00003.safetensors: shard is missing",
+    damage_truncated_shard: "model-00002-of-00003.safetensors: tensor",
+    damage_wrong_place: "should be in model-00001-of-00003.safetensors, model-00003",
+    damage_unknown_tensor: "'ghost' should be in model-00001-of-00003.safetensors, no file",
+    damage_two_files: "model-00001-of-00003.safetensors and ",
+    damage_name_outside_glob: "mlx-lm loads only model*.safetensors",
+    damage_index_is_a_list: "must be an object, got list",
+    damage_index_without_map: "weight_map must map",
+    damage_index_twice: "'a' is given twice",
+    damage_index_dangles: "which is missing",
+    damage_no_config: "config.json: no such file",
+    damage_config_cut: "config.json: not valid",
+    damage_config_binary: "config.json: not valid",
+    damage_config_deep: "config.json: not valid: JSON is nested too deeply",
+    damage_config_list: "must be an object, got list",
+    damage_only_bin: "mlx_lm.convert --hf-path",
+    damage_no_weights: "no model*.safetensors",
+    damage_no_tensors: "holds no tensors",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_damaged_model_is_one_clear_error(model: Path, damage: Callable[[Path], None]) -> None:
+    damage(model)
+    if damage is damage_only_bin:
+        (model / INDEX_NAME).unlink()
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(model)
+    assert DAMAGE[damage] in str(caught.value)
+    assert str(model) in str(caught.value)
+
+
+def test_tensor_in_two_files_names_both(model: Path) -> None:
+    damage_two_files(model)
+    with pytest.raises(CheckpointError, match="is in two files") as caught:
+        open_checkpoint(model)
+    assert "model-00001-of-00003.safetensors" in str(caught.value)
+    assert "model-old.safetensors" in str(caught.value)
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such directory"):
+        open_checkpoint(tmp_path / "gone")
+
+
+def test_oversized_json_is_refused_unread(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_module, "MAX_JSON_BYTES", 100)
+    with pytest.raises(CheckpointError, match="allowed: 100"):
+        open_checkpoint(model)
+
+
+# --- fingerprint -----------------------------------------------------------------------------
+
+
+def plain_fingerprint(directory: Path) -> str:
+    """The documented rule, written out again with whole files in memory."""
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("_name_or_path", None)
+    tensors: dict[str, tuple[dict[str, Any], bytes]] = {}
+    for path in directory.glob("model*.safetensors"):
+        content = path.read_bytes()
+        start = 8 + int.from_bytes(content[:8], "little")
+        for name, info in json.loads(content[8:start]).items():
+            if name != "__metadata__":
+                first, last = info["data_offsets"]
+                tensors[name] = info, content[start + first : start + last]
+
+    def compact(value: Any) -> bytes:
+        return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+    text = compact(config)
+    for name in sorted(tensors):
+        info, data = tensors[name]
+        text += compact([name, info["dtype"], info["shape"]])
+        if len(data) <= 65536:
+            text += data
+        else:
+            for i in range(16):
+                start = (len(data) - 4096) * i // 15
+                text += data[start : start + 4096]
+    return hashlib.sha256(text).hexdigest()
+
+
+def big_model(directory: Path) -> Path:
+    """One tensor of exactly 64 KiB, one a little larger, one much larger."""
+    config = llama_config()
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    sizes = {"exact": 65536, "above": 65537, "large": 300_001}
+    table, position = {}, 0
+    for name, size in sizes.items():
+        table[name] = entry("U8", [size], position, position + size)
+        position += size
+    data = bytes(i * 7919 % 251 for i in range(position))
+    (directory / "model.safetensors").write_bytes(file_bytes(table, data))
+    return directory
+
+
+def test_fingerprint_is_the_documented_one(tmp_path: Path, model: Path) -> None:
+    assert fingerprint(open_checkpoint(model)) == plain_fingerprint(model)
+    big = big_model(tmp_path / "big")
+    assert fingerprint(open_checkpoint(big)) == plain_fingerprint(big)
+
+
+def test_fingerprint_ignores_sharding_and_paths(model: Path) -> None:
+    before = fingerprint(open_checkpoint(model))
+    for shards in (1, 5):
+        reshard(model, shards)
+        assert fingerprint(open_checkpoint(model)) == before
+    config = json.loads((model / "config.json").read_text())
+    config["_name_or_path"] = "/home/somebody/model"
+    config["text_config"]["_name_or_path"] = "elsewhere"
+    (model / "config.json").write_text(json.dumps(config, indent=3))
+    assert fingerprint(open_checkpoint(model)) == before
+
+
+def test_fingerprint_sees_config_names_and_bytes(tmp_path: Path) -> None:
+    model = big_model(tmp_path / "model")
+    path = model / "model.safetensors"
+    content = path.read_bytes()
+    prints = {fingerprint(open_checkpoint(model))}
+    # a byte of each tensor, in its first and last window; a name, a dtype, a shape
+    start = 8 + int.from_bytes(content[:8], "little")
+    variants = [
+        content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+        for at in (start, start + 65535, start + 65536, start + 131072, len(content) - 1)
+    ]
+    variants += [
+        content.replace(b'"large"', b'"largE"'),
+        content.replace(b'"dtype": "U8", "shape": [65536]', b'"dtype": "I8", "shape": [65536]'),
+        content.replace(b"[65536]", b"[65536,1]").replace(
+            b'"shape": [65536,1], ', b'"shape":[65536,1],'
+        ),
+    ]
+    for variant in variants:
+        assert len(variant) == len(content)
+        path.write_bytes(variant)
+        prints.add(fingerprint(open_checkpoint(model)))
+    path.write_bytes(content)
+    config = json.loads((model / "config.json").read_text())
+    config["rope_theta"] = 1.0
+    (model / "config.json").write_text(json.dumps(config))
+    prints.add(fingerprint(open_checkpoint(model)))
+    assert len(prints) == 1 + len(variants) + 1
+
+
+# --- finding ---------------------------------------------------------------------------------
+
+
+def as_hub_cache(cache: Path, model: Path, hub_id: str) -> Path:
+    """Lay a model out as the hub cache does: blobs, a snapshot of relative links, a ref."""
+    folder = cache / f"models--{hub_id.replace('/', '--')}"
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = folder / "snapshots" / revision
+    snapshot.mkdir(parents=True)
+    (folder / "blobs").mkdir()
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(revision)
+    for number, path in enumerate(sorted(model.iterdir())):
+        shutil.copy(path, folder / "blobs" / f"{number:040x}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number:040x}")
+    return snapshot
+
+
+def test_hub_id_resolves_from_the_cache_offline(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    snapshot = as_hub_cache(tmp_path / "hub", model, "owner/name")
+    found = resolve_model("owner/name")
+    assert found.resolve() == snapshot.resolve()
+    assert open_checkpoint(found).tensors
+
+
+def test_unknown_hub_id_offline_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        CheckpointError, match="owner/none: no such directory, not in the hub cache"
+    ):
+        resolve_model("owner/none")
+
+
+def test_failed_download_gives_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub import constants
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def download(hub_id: str, *, allow_patterns: list[str], local_files_only: bool = False) -> str:
+        assert "*.py" not in allow_patterns
+        if local_files_only:
+            raise LocalEntryNotFoundError("not cached")
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(CheckpointError, match="not downloaded: Name or service not known"):
+        resolve_model("owner/none")
+
+
+def test_local_paths_never_go_to_the_hub(tmp_path: Path, model: Path) -> None:
+    assert resolve_model(model) == model
+    assert resolve_model(str(model)) == model
+    with pytest.raises(CheckpointError, match="is a file"):
+        resolve_model(model / "config.json")
+    for name in ("./gone", "/gone/away", "a/b/c", "~/gone-away", "owner/..", "bad id", "", "a\0b"):
+        with pytest.raises(CheckpointError, match=r"no such directory, and not a hub id"):
+            resolve_model(name)
+    with pytest.raises(CheckpointError, match="no such directory"):
+        resolve_model(tmp_path / "gone")

@@ -1,0 +1,526 @@
+"""Output directories: whole or absent through kills, full disks, second runs; carried files.
+
+pytest tests/files/test_outputs.py        (MLXSTACKS_SOAK=1 kills ten times as often)
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxstacks.errors import CheckpointError, TargetError
+from mlxstacks.files import carry, disk, outputs
+from mlxstacks.files.outputs import (
+    check_target,
+    clone_or_link,
+    copy_side_files,
+    staged_directory,
+    write_json,
+)
+from mlxstacks.files.shards import ShardWriter
+from tests.files import kill_worker
+from tests.files.raw import mounted, reflink_disk, small_disk
+from tests.tiny_models import write_llama
+
+
+def build(target: Path, text: str = "new", **options: Any) -> None:
+    with staged_directory(target, **options) as staged:
+        (staged / "file").write_text(text)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+# --- the ordinary course ---------------------------------------------------------------------
+
+
+def test_target_appears_whole_and_alone(tmp_path: Path) -> None:
+    target = tmp_path / "a" / "b" / "out"
+    with staged_directory(target) as staged:
+        assert staged.parent == target.parent
+        assert staged.name.startswith(f".out.tmp-{os.getpid()}-")
+        assert not target.exists()
+        (staged / "sub").mkdir()
+        (staged / "sub" / "file").write_text("x")
+    assert names(target.parent) == ["out"]
+    assert (target / "sub" / "file").read_text() == "x"
+    mask = os.umask(0o022)
+    os.umask(mask)
+    assert target.stat().st_mode & 0o777 == 0o777 & ~mask
+
+
+def test_error_in_the_block_leaves_nothing(tmp_path: Path) -> None:
+    for error in (RuntimeError, KeyboardInterrupt, SystemExit):
+        with pytest.raises(error), staged_directory(tmp_path / "out"):
+            raise error
+    assert names(tmp_path) == []
+
+
+def test_error_in_the_block_leaves_the_old(tmp_path: Path) -> None:
+    build(tmp_path / "out", "old")
+    with pytest.raises(RuntimeError), staged_directory(tmp_path / "out", force=True):
+        raise RuntimeError
+    assert names(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "file").read_text() == "old"
+
+
+def test_existing_target_needs_force_or_the_marker(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    build(target, "old")
+    with pytest.raises(TargetError, match="exists; choose another target, or --force"):
+        build(target)
+    with pytest.raises(TargetError, match="exists"):
+        build(target, replace_marker="fuse_report.json")
+    assert (target / "file").read_text() == "old"
+    assert names(tmp_path) == ["out"]
+    build(target, "marked", replace_marker="file")
+    assert (target / "file").read_text() == "marked"
+    build(target, "forced", force=True)
+    assert (target / "file").read_text() == "forced"
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_replacing_removes_the_old_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(outputs, "_exchange", lambda first, second: False)
+    target = tmp_path / "out"
+    build(target)
+    (target / "stale").write_text("x")
+    build(target, "newer", force=True)
+    assert names(target) == ["file"]
+    assert names(tmp_path) == ["out"]
+
+
+def test_exchange_works_where_it_is_tested(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "x").touch()
+    if not outputs._exchange(tmp_path / "a", tmp_path / "b"):
+        pytest.skip("this system cannot exchange two directories in one step")
+    assert names(tmp_path / "a") == []
+    assert names(tmp_path / "b") == ["x"]
+    assert not outputs._exchange(tmp_path / "a", tmp_path / "gone")
+
+
+def test_link_to_the_target_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "out")
+    build(tmp_path / "link")
+    assert (tmp_path / "real" / "out" / "file").exists()
+    build(tmp_path / "link", "again", force=True)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "out" / "file").read_text() == "again"
+
+
+# --- refusals --------------------------------------------------------------------------------
+
+
+def test_precious_directories_are_never_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, work, model = tmp_path / "home", tmp_path / "work" / "here", tmp_path / "models" / "one"
+    for directory in (home, work, model):
+        directory.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(work)
+    for target in (home, work, work.parent, Path(), Path("/"), model, model.parent, tmp_path):
+        with pytest.raises(TargetError, match="must not be replaced"):
+            build(target, force=True, inputs=[model])
+        assert model.exists()
+    build(Path("~/out"))
+    assert (home / "out" / "file").exists()
+
+
+def test_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for target in (tmp_path / "file", tmp_path / "file" / "out", tmp_path / "file" / "a" / "out"):
+        with pytest.raises(TargetError, match="is a file, a directory is needed") as caught:
+            build(target, force=True)
+        assert str(tmp_path / "file") in str(caught.value)
+    assert names(tmp_path) == ["file"]
+
+
+def test_name_too_long_is_a_target_error(tmp_path: Path) -> None:
+    with pytest.raises(TargetError, match="File name too long"):
+        build(tmp_path / ("x" * 250))
+
+
+def test_too_small_a_disk_is_refused_before_anything(tmp_path: Path) -> None:
+    free = disk.free_bytes(tmp_path)
+    with pytest.raises(TargetError, match=rf"{10 * free} bytes needed, \d+ free"):
+        build(tmp_path / "deep" / "out", needed_bytes=10 * free)
+    assert names(tmp_path) == []
+
+
+def test_read_only_disk_is_a_target_error(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as place:
+        (place / "old").mkdir()
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
+        for target in (place / "out", place / "a" / "b"):
+            with pytest.raises(TargetError, match="not writable"):
+                build(target)
+        with pytest.raises(TargetError, match="not writable"):
+            write_json(place / "x.json", {})
+        with pytest.raises(TargetError, match="not writable"):
+            ShardWriter(place / "x", [])
+
+
+def test_read_only_directory_is_a_target_error(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    (tmp_path / "locked").mkdir(mode=0o555)
+    with pytest.raises(TargetError, match="not writable"):
+        build(tmp_path / "locked" / "out")
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS, errno.EPERM])
+def test_denied_mkdir_is_a_target_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def denied(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "mkdir", denied)
+    with pytest.raises(TargetError, match="not writable"):
+        build(tmp_path / "out")
+    assert names(tmp_path) == []
+
+
+def test_check_target_touches_nothing(tmp_path: Path) -> None:
+    assert check_target(tmp_path / "a" / "out", needed_bytes=1) == tmp_path / "a" / "out"
+    assert names(tmp_path) == []
+
+
+# --- a disk that fills up --------------------------------------------------------------------
+
+
+def fill_by_shard(staged: Path, big: Path) -> None:
+    with ShardWriter(staged / "x", [("a", "U8", (2 << 20,))]) as writer:
+        writer.write("a", bytes(2 << 20))
+
+
+def fill_by_copy(staged: Path, big: Path) -> None:
+    clone_or_link(big, staged / "x")
+
+
+def fill_by_side_files(staged: Path, big: Path) -> None:
+    copy_side_files(big.parent, staged)
+
+
+def fill_by_json(staged: Path, big: Path) -> None:
+    write_json(staged / "x.json", "x" * (2 << 20))
+
+
+def fill_by_others(staged: Path, big: Path) -> None:
+    (staged / "x").write_bytes(bytes(2 << 20))
+
+
+@pytest.mark.parametrize(
+    "fill", [fill_by_shard, fill_by_copy, fill_by_side_files, fill_by_json, fill_by_others]
+)
+def test_disk_that_fills_up_leaves_the_old(
+    tmp_path: Path, fill: Callable[[Path, Path], None]
+) -> None:
+    (tmp_path / "source").mkdir()
+    big = tmp_path / "source" / "big.json"
+    big.write_bytes(b" " * (2 << 20))
+    with small_disk(tmp_path / "disk") as place:
+        build(place / "out", "old")
+        with (
+            pytest.raises(TargetError, match=r"the disk is full .*\d+ free"),
+            staged_directory(place / "out", force=True, needed_bytes=1000) as staged,
+        ):
+            fill(staged, big)
+        assert names(place) == ["out"]
+        assert (place / "out" / "file").read_text() == "old"
+
+
+def test_errors_of_other_files_are_not_blamed_on_the_target(tmp_path: Path) -> None:
+    with pytest.raises(PermissionError), staged_directory(tmp_path / "out"):
+        raise PermissionError(errno.EACCES, "Permission denied", "somewhere else")
+
+
+# --- two runs, dead runs ---------------------------------------------------------------------
+
+
+def test_second_run_to_one_target_names_the_first(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from mlxstacks.files.outputs import staged_directory\n"
+        "with staged_directory(Path(sys.argv[1])) as staged:\n"
+        "    (staged / 'file').write_text('first')\n"
+        "    print('ready', flush=True)\n"
+        "    sys.stdin.readline()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "out")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as first:
+        assert first.stdin is not None
+        assert first.stdout is not None
+        assert first.stdout.readline() == "ready\n"
+        with pytest.raises(TargetError, match=f"process {first.pid} is writing it"):
+            build(tmp_path / "out", force=True)
+        build(tmp_path / "other")
+        first.stdin.write("\n")
+    assert first.returncode == 0
+    assert names(tmp_path) == ["other", "out"]
+    assert (tmp_path / "out" / "file").read_text() == "first"
+
+
+def test_threads_to_one_target_exclude_each_other(tmp_path: Path) -> None:
+    inside, most, refused, lock = 0, 0, 0, threading.Lock()
+
+    def work() -> None:
+        nonlocal inside, most, refused
+        for _ in range(20):
+            try:
+                with staged_directory(tmp_path / "out", force=True) as staged:
+                    with lock:
+                        inside += 1
+                        most = max(most, inside)
+                    (staged / "file").write_text("x")
+                    with lock:
+                        inside -= 1
+            except TargetError:
+                with lock:
+                    refused += 1
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == 1
+    assert refused < 80
+    assert names(tmp_path) == ["out"]
+
+
+def test_temporaries_of_dead_runs_go_and_others_stay(tmp_path: Path) -> None:
+    for name in (".out.tmp-123-0123abcd", ".out.tmp-99999-deadbeef"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    kept = [
+        ".out.tmp-1-0123abcd.tmp-2-0123abcd",  # of a target named out.tmp-1-0123abcd
+        ".out2.tmp-123-0123abcd",
+        ".out.tmp-mine",
+        "out.tmp-123-0123abcd",
+    ]
+    for name in kept:
+        (tmp_path / name).mkdir()
+    build(tmp_path / "out")
+    assert names(tmp_path) == sorted([*kept, "out"])
+
+
+def test_old_directory_is_put_back_where_the_new_never_came(tmp_path: Path) -> None:
+    (tmp_path / ".out.old-01234567").mkdir()
+    (tmp_path / ".out.old-01234567" / "file").write_text("old")
+    (tmp_path / ".out.tmp-1-01234567").mkdir()
+    with pytest.raises(TargetError, match="exists"):
+        build(tmp_path / "out")
+    assert names(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "file").read_text() == "old"
+
+
+@pytest.mark.parametrize("way", ["exchange", "rename"])
+def test_killed_at_any_moment_the_target_is_whole(
+    tmp_path: Path, campaign: Callable[[int], range], way: str
+) -> None:
+    target = tmp_path / "out"
+    chance = random.Random(0)
+    versions: list[int | None] = []
+    start = time.perf_counter()
+    for version in range(5):
+        kill_worker.write_version(target, version)
+    once_seconds = (time.perf_counter() - start) / 5
+    with subprocess.Popen(
+        [sys.executable, kill_worker.__file__, str(target), way],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        for number in campaign(500):
+            if chance.random() < 0.2 and target.exists():
+                shutil.rmtree(target)
+            worker.stdin.write(f"{number * 1_000_000}\n")
+            worker.stdin.flush()
+            pid = int(worker.stdout.readline())
+            time.sleep(chance.random() * 2 * once_seconds)
+            os.kill(pid, signal.SIGKILL)
+            assert worker.stdout.readline() == "dead\n"
+            versions.append(kill_worker.read_version(target))
+            aside = list(tmp_path.glob(".out.old-*"))
+            assert way == "rename" or not aside
+            if versions[-1] is None and aside:
+                assert kill_worker.read_version(aside[0]) is not None
+        worker.stdin.close()
+    # the kills met the writer at work, and the target changed
+    assert len(set(versions)) > len(versions) / 10
+    kill_worker.write_version(target, 7)
+    assert kill_worker.read_version(target) == 7
+    assert names(tmp_path) == ["out"]
+
+
+# --- JSON ------------------------------------------------------------------------------------
+
+
+def test_json_is_replaced_in_one_step(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    write_json(path, {"b": 1, "a": "é"})
+    assert path.read_text() == '{\n  "b": 1,\n  "a": "é"\n}\n'
+    write_json(path, {"b": 1, "a": 2}, sort_keys=True)
+    assert path.read_text() == '{\n  "a": 2,\n  "b": 1\n}\n'
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="JSON compliant"):
+            write_json(path, [bad])
+    assert json.loads(path.read_text()) == {"a": 2, "b": 1}
+    write_json(path, [float("inf")], allow_nan=True)
+    assert json.loads(path.read_text()) == [float("inf")]
+    assert names(tmp_path) == ["x.json"]
+    with pytest.raises(TargetError, match="No such file"):
+        write_json(tmp_path / "gone" / "x.json", {})
+
+
+# --- carrying files over ---------------------------------------------------------------------
+
+
+def test_link_follows_the_links_of_a_hub_cache(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "0123").write_bytes(b"weights")
+    (tmp_path / "shard").symlink_to("blobs/0123")
+    if clone_or_link(tmp_path / "shard", tmp_path / "out") == "linked":
+        assert (tmp_path / "out").samefile(tmp_path / "blobs" / "0123")
+    assert not (tmp_path / "out").is_symlink()
+    assert (tmp_path / "out").read_bytes() == b"weights"
+
+
+def test_copy_is_independent_of_its_source(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"weights")
+    assert clone_or_link(tmp_path / "a", tmp_path / "b", copy=True) == "copied"
+    (tmp_path / "a").write_bytes(b"changed")
+    assert (tmp_path / "b").read_bytes() == b"weights"
+
+
+def test_other_file_system_is_copied_to(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"weights")
+    with small_disk(tmp_path / "disk") as place:
+        assert clone_or_link(tmp_path / "a", place / "b") == "copied"
+        assert (place / "b").read_bytes() == b"weights"
+        assert clone_or_link(place / "b", place / "c") == "linked"
+
+
+def test_clone_shares_blocks_and_not_writes(tmp_path: Path) -> None:
+    with reflink_disk(tmp_path / "disk") as place:
+        (place / "a").write_bytes(bytes(1 << 20))
+        assert clone_or_link(place / "a", place / "b") == "cloned"
+        assert not (place / "a").samefile(place / "b")
+        with (place / "b").open("r+b") as file:
+            file.write(b"changed")
+        assert (place / "a").read_bytes() == bytes(1 << 20)
+        assert (place / "b").read_bytes().startswith(b"changed")
+
+
+def test_file_system_without_links_is_copied_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(carry, "_clone", lambda source, destination: False)
+    monkeypatch.setattr(os, "link", refused)
+    (tmp_path / "a").write_bytes(b"weights")
+    assert clone_or_link(tmp_path / "a", tmp_path / "b") == "copied"
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_carrying_never_overwrites_and_names_a_missing_source(tmp_path: Path, copy: bool) -> None:
+    (tmp_path / "a").write_bytes(b"weights")
+    (tmp_path / "b").write_bytes(b"precious")
+    with pytest.raises(TargetError, match="File exists"):
+        clone_or_link(tmp_path / "a", tmp_path / "b", copy)
+    assert (tmp_path / "b").read_bytes() == b"precious"
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("gone", "link", "loop"):
+        with pytest.raises(CheckpointError, match="cannot be carried over"):
+            clone_or_link(tmp_path / name, tmp_path / "c", copy)
+
+
+def test_side_files_are_tokenizer_and_configs_only(tmp_path: Path) -> None:
+    source, target = write_llama(tmp_path / "model"), tmp_path / "out"
+    carried = [
+        "merges.txt",
+        "preprocessor_config.json",
+        "tokenizer.model",
+        "README.md",
+        "a.tiktoken",
+    ]
+    dropped = [
+        "modeling.py",
+        "pytorch_model.bin",
+        "x.pt",
+        "x.pkl",
+        "x.gguf",
+        "x.npz",
+        ".secret.json",
+    ]
+    dropped += ["pytorch_model.bin.index.json", "fuse_report.json", "adapters.safetensors"]
+    for name in (*carried, *dropped):
+        (source / name).write_text(name)
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool.jinja").write_text("x")
+    (source / "additional_chat_templates" / "evil.py").write_text("x")
+    (source / "folder.json").mkdir()
+    target.mkdir()
+    (target / "tokenizer_config.json").write_text("mine")
+    copied = copy_side_files(source, target)
+    assert sorted(copied) == sorted(
+        [
+            "additional_chat_templates/tool.jinja",
+            "chat_template.jinja",
+            "generation_config.json",
+            "tokenizer.json",
+            *carried,
+        ]
+    )
+    assert (target / "tokenizer_config.json").read_text() == "mine"
+    assert (target / "merges.txt").read_text() == "merges.txt"
+    assert {path.suffix for path in target.rglob("*")}.isdisjoint({".py", ".bin", ".safetensors"})
+
+
+def test_side_files_follow_the_links_of_a_hub_cache(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "target").mkdir()
+    (tmp_path / "blob").write_text("x")
+    (tmp_path / "source" / "tokenizer.json").symlink_to("../blob")
+    (tmp_path / "source" / "broken.json").symlink_to("../gone")
+    assert copy_side_files(tmp_path / "source", tmp_path / "target") == ["tokenizer.json"]
+    assert not (tmp_path / "target" / "tokenizer.json").is_symlink()
+
+
+def test_mounts_are_gone(tmp_path: Path) -> None:
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as place:
+        assert os.path.ismount(place)
+    assert not os.path.ismount(tmp_path / "disk")
