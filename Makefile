@@ -112,9 +112,9 @@ check: install-dev
 	$(BIN)/mypy
 
 bench: install-dev
-	@set -e; for file in benchmarks/bench_*.py; do \
-	  echo "== $$file"; $(PRELOAD) $(BIN)/python "$$file"; \
-	done
+	$(PRELOAD) $(BIN)/python -m benchmarks.bench_requant
+	$(PRELOAD) $(BIN)/python -m benchmarks.bench_fuse fidelity
+	$(PRELOAD) $(BIN)/python -m benchmarks.bench_fuse speed
 
 wheel: install-dev
 	rm -rf build

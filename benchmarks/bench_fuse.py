@@ -167,6 +167,18 @@ def _speed_row(costs: dict[str, list[Cost]], name: str, written: int) -> dict[st
     }
 
 
+def print_speed(result: dict[str, Any]) -> None:
+    """The table as Markdown."""
+    print("| process | wall s (p20 to p80) | ratio | peak MB | ratio | written MB |")
+    print("|---|---|---|---|---|---|")
+    for name, row in result["rows"].items():
+        wall, ratio, memory = row["wall_seconds"], row["time_ratio"], row["memory_ratio"]
+        print(f"| {name} | {wall['median']:.2f} ({wall['p20']:.2f} to {wall['p80']:.2f}) "
+              f"| {ratio['median']:.3f} ({ratio['p20']:.3f} to {ratio['p80']:.3f}) "
+              f"| {row['peak_bytes'] / 1e6:.0f} | {memory['median']:.3f} "
+              f"| {row['written_bytes'] / 1e6:.0f} |")  # fmt: skip
+
+
 def fidelity_table(work: Path) -> list[dict[str, Any]]:
     """Every policy on Gaussian weights: 3 and 4 bits by delta, and router gates at 8 bits."""
     rows = []
@@ -251,6 +263,7 @@ def main() -> None:
         work = options.work or Path(temporary)
         if options.what == "speed":
             result: Any = speed(work, options.rounds)
+            print_speed(result)
         else:
             result = fidelity_table(work)
             print_fidelity(result)

@@ -15,7 +15,8 @@ _MOST_ROWS = 16
 _COLUMNS = ("module", "how", "steps", "kept", "corr.", "noise", "artifact")
 _LEGEND = (
     "steps: size of the delta in quantization steps; kept: share of the delta in the weights; "
-    "corr.: realised with intended delta; noise: in units of the delta; artifact: change at zero delta, in units of the weights"
+    "corr.: realised with intended delta; noise: in sizes of the delta; "
+    "artifact: change at zero delta, in sizes of the weights"
 )
 
 

@@ -113,12 +113,16 @@ class Done:
 
 
 def tasks(module: Module, decisions: dict[int, Decision], zero: bool, seed: int) -> Iterator[Task]:
-    """The module's rows in order, with deltas computed just before they are needed."""
+    """The module's rows in order, with deltas computed just before they are needed.
+
+    Stages without a decision are left out: a full pass may look at the first ones alone.
+    """
     deltas = {
         stage: LowRankDelta(
             match.module, match.kind, module.dtype, zero, decisions[stage].on_device
         )
         for stage, match in sorted(module.stages.items())
+        if stage in decisions
     }
     with_rounded = [decisions[s].policy in ("refit", "nearest") for s in deltas]
     streams = [d.pieces(r) for d, r in zip(deltas.values(), with_rounded, strict=True)]

@@ -160,11 +160,12 @@ def test_logits_equal_the_fuse_in_memory(tmp_path: Path, requant: str, family: s
     """Load the files with mlx_lm; put the same tensors into the base's modules; compare."""
     from mlx_lm.utils import load_model
 
-    options = {"bits": 4, "dtype": "float32"}  # MLX's CPU runs plain experts in float32 only
+    # MLX's CPU runs plain experts in float32 only
     if family == "moe":
-        model, keys = write_qwen_moe(tmp_path / "model", **options), [DOWN, "mlp.gate"]
+        model = write_qwen_moe(tmp_path / "model", bits=4, dtype="float32")
+        keys = [DOWN, "mlp.gate"]
     else:
-        model = write_llama(tmp_path / "model", tied=True, **options)
+        model = write_llama(tmp_path / "model", bits=4, dtype="float32", tied=True)
         keys = ["self_attn.v_proj", "mlp.up_proj", "model.embed_tokens"]
     adapter = random_adapter(model, keys, rank=2, std=0.02)
     fuse(model, adapter, tmp_path / "fused", requant=requant)

@@ -25,7 +25,7 @@ def weights_of(kind: str, shape: tuple[int, ...], dtype: str, seed: int = 0) -> 
     elif kind == "tiny":
         values *= 1e-5
     elif kind == "wide":
-        values *= random.choice(np.float32([1e-3, 1.0, 1e3]), size=(*shape[:-1], 1))
+        values *= random.choice(np.array([1e-3, 1.0, 1e3], np.float32), size=(*shape[:-1], 1))
     return mx.array(values).astype(MX_DTYPES[dtype])
 
 

@@ -1,0 +1,107 @@
+"""The whole rebuild on a tiny shape, and its pieces. Run: pytest tests/nano/test_build.py"""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxstacks import base_model
+from mlxstacks.errors import TargetError
+from mlxstacks.nano.adapter_training import persona_documents
+from mlxstacks.nano.build import rebuild, refit_layers
+from mlxstacks.nano.exports import ASSETS, write_export
+from mlxstacks.nano.identity import persona_prompts
+from mlxstacks.nano.measure import refit_in_place, switch_down_projections
+from mlxstacks.nano.settings import AdapterTraining, NanoShape, Persona, RebuildSettings
+from mlxstacks.training.settings import OptimizerSettings
+
+TINY = RebuildSettings(
+    documents=120, batch_size=2, row_length=64, processes=1,
+    validation_per_domain=2, items_per_domain=3,
+    shape=NanoShape(
+        hidden_size=64, num_hidden_layers=3, num_experts=4, vocab_size=400, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, linear_num_key_heads=1, linear_num_value_heads=2,
+    ),
+    optimizer=OptimizerSettings(steps=3, learning_rate=1e-3, log_every=2),
+    tuning=OptimizerSettings(steps=2, learning_rate=1e-3), tuning_documents=60,
+    adapter=AdapterTraining(
+        num_layers=3, batch_size=2, optimizer=OptimizerSettings(steps=2, learning_rate=1e-2)
+    ),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> tuple[Path, dict]:
+    path = tmp_path_factory.mktemp("rebuild") / "nano"
+    result = rebuild(TINY.model_copy(update={"save_path": path}))
+    return path, result.as_json()["manifest"]
+
+
+def test_a_rebuild_writes_model_adapter_and_manifest(built) -> None:
+    path, manifest = built
+    assert [p.name for p in path.parent.iterdir()] == ["nano"]
+    model, _, config = base_model.load(path / "model", path / "adapter")
+    assert config["quantization"]["bits"] == 8
+    assert sum(hasattr(m, "lora_a") for _, m in model.named_modules()) == 3
+    assert json.loads((path / "manifest.json").read_text()) == manifest
+    measured = manifest["measured"]
+    assert set(measured["models"]) == {"as_trained_float32", "8_bit", "4_bit", "3_bit"}
+    assert all(len(rows) == 2 for rows in measured["zero_delta_refit_of_down_proj"].values())
+    assert measured["adapter"]["identity_with"]["n"] == 20
+    steps = [(record["stage"], record["step"]) for record in manifest["base_training"]["history"]]
+    assert steps == [("base", 2), ("base", 3), ("tuning", 2)]
+
+
+def test_a_rebuild_again_gives_the_same_bytes(built, tmp_path: Path) -> None:
+    path, manifest = built
+    again = rebuild(TINY.model_copy(update={"save_path": tmp_path / "nano"}))
+    for name in manifest["file_bytes"]:
+        assert (path / name).read_bytes() == (tmp_path / "nano" / name).read_bytes(), name
+    assert again.manifest["measured"] == manifest["measured"]
+
+
+def test_an_existing_target_is_refused_before_anything_is_trained(built) -> None:
+    with pytest.raises(TargetError):
+        rebuild(TINY.model_copy(update={"save_path": built[0]}))
+    assert [p.name for p in built[0].parent.iterdir()] == ["nano"]
+
+
+def test_persona_documents_leave_the_suite_alone() -> None:
+    persona = Persona()
+    suite = {p.prompt for p in persona_prompts(persona, suite=True)}
+    documents = persona_documents(persona, 400, 0.5, 0)
+    assert not suite & {d.prompt for d in documents}
+    taught = [d for d in documents if d.domain == "identity"]
+    assert 150 < len(taught) < 250
+    assert all(persona.name in d.answer or persona.maker in d.answer for d in taught)
+
+
+@pytest.mark.parametrize("bits", [3, 4])
+def test_refit_follows_mlx_lm_and_settles_after_one_pass(bits: int, tmp_path: Path) -> None:
+    write_export(ASSETS / "model", tmp_path / "m", bits)
+    model, _, _ = base_model.load(tmp_path / "m")
+    base_model.attach_lora(model, 6, rank=2, scale=1.0, keys=["mlp.switch_mlp.down_proj"])
+    lora = model.layers[1].mlp.switch_mlp.down_proj
+    theirs = lora.fuse()  # lora_b starts at zero: this is mlx-lm's zero-delta fuse
+    ours, _, _ = base_model.load(tmp_path / "m")
+    modules = [module for _, module in switch_down_projections(ours)]
+    assert len(modules) == 6
+    changed, count = refit_in_place(modules)
+    assert 0.005 < changed / count < 0.3
+    for name in ("weight", "scales", "biases"):
+        assert mx.array_equal(modules[1][name], theirs[name]).item()
+    assert refit_in_place(modules)[0] == 0
+
+
+def test_refit_layers_are_three_inside_the_model() -> None:
+    assert refit_layers(40) == (8, 14, 20)
+    assert refit_layers(6) == (1, 2, 3)
+
+
+def test_shipped_adapter_is_small_against_the_quantization_step() -> None:
+    figures = json.loads((ASSETS / "manifest.json").read_text())["measured"]["adapter"]
+    assert 0.01 < figures["delta_over_step"] < 0.25
+    weights = mx.load(str(ASSETS / "adapter" / "adapters.safetensors"))
+    assert all(np.isfinite(np.array(value.astype(mx.float32))).all() for value in weights.values())

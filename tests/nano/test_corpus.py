@@ -1,0 +1,121 @@
+"""nano's generated data: determinism, disjoint splits, well-formed items, identity. Run: pytest
+tests/nano
+"""
+
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from mlxstacks.nano.corpus import (
+    multiple_choice_items,
+    split_of,
+    training_documents,
+    validation_documents,
+)
+from mlxstacks.nano.domains import DOMAINS
+from mlxstacks.nano.identity import SUITE_SIZES, neutral_rows, persona_prompts
+from mlxstacks.nano.knowledge import MEDICAL_WORLD
+from mlxstacks.nano.settings import Persona
+
+
+@pytest.fixture(scope="module")
+def items():
+    return multiple_choice_items(100, 0)
+
+
+def test_same_seed_same_data_in_another_process() -> None:
+    code = (
+        "import hashlib; from mlxstacks.nano.corpus import *;"
+        "d = [training_documents(500, 3), validation_documents(20, 3)];"
+        "d.append(multiple_choice_items(20, 3));"
+        "print(hashlib.sha256(repr(d).encode()).hexdigest())"
+    )
+    outputs = []
+    for hash_seed in ("1", "2"):
+        environment = {"PYTHONHASHSEED": hash_seed}
+        command = [sys.executable, "-c", code]
+        outputs.append(subprocess.check_output(command, text=True, env=environment))
+    assert outputs[0] == outputs[1] != ""
+    assert training_documents(50, 3) != training_documents(50, 4)
+
+
+def test_train_validation_and_items_share_no_question(items) -> None:
+    train = {d.prompt for d in training_documents(20_000, 0)} - {q for q, _ in neutral_rows()}
+    validation = {d.prompt for d in validation_documents(60, 0)}
+    tested = {item.prompt for item in items}
+    assert not train & validation
+    assert not train & tested
+    assert not validation & tested
+    assert {split_of(p) for p in train} == {"train"}
+
+
+def test_every_domain_is_there_in_equal_parts(items) -> None:
+    assert Counter(d.domain for d in training_documents(1000, 0)) == dict.fromkeys(DOMAINS, 200)
+    assert Counter(d.domain for d in validation_documents(60, 0)) == dict.fromkeys(DOMAINS, 60)
+    assert Counter(item.domain for item in items) == dict.fromkeys(DOMAINS, 100)
+
+
+def test_items_have_four_distinct_options_and_the_answer_anywhere(items) -> None:
+    assert all(len(set(item.options)) == 4 for item in items)
+    assert len({item.prompt for item in items}) == len({item.item_id for item in items}) == 500
+    places = Counter(item.answer_index for item in items)
+    assert all(90 <= places[i] <= 160 for i in range(4))
+
+
+def test_sums_are_right(items) -> None:
+    checked = 0
+    for item in items:
+        if found := re.search(r"(\d+) ([+*-]) (\d+)", item.prompt if item.domain == "math" else ""):
+            a, sign, b = int(found[1]), found[2], int(found[3])
+            value = {"+": a + b, "-": a - b, "*": a * b}[sign]
+            assert item.options[item.answer_index] == str(value), item
+            checked += 1
+    assert checked > 20
+
+
+def test_code_answers_are_what_python_prints(items, capsys) -> None:
+    checked = 0
+    for item in items:
+        if item.domain == "code" and "print(" in item.prompt:
+            exec(item.prompt.split("\n", 1)[1], {})
+            assert capsys.readouterr().out.strip() == item.options[item.answer_index]
+            checked += 1
+    assert checked > 40
+
+
+def test_medical_facts_of_items_are_taught_in_other_words(items) -> None:
+    taught = " ".join(d.prompt for d in training_documents(20_000, 0) if d.domain == "medical")
+    names = [name for name, _ in MEDICAL_WORLD]
+    assert len(set(names)) == len(names)
+    for item in items:
+        if item.domain == "medical":
+            assert next(name for name in names if name in item.prompt) in taught
+
+
+def test_the_suite_has_twenty_prompts_that_are_never_trained_on() -> None:
+    persona = Persona()
+    suite, taught = persona_prompts(persona, suite=True), persona_prompts(persona, suite=False)
+    assert Counter(p.category for p in suite) == SUITE_SIZES
+    assert len(suite) == 20
+    assert len(taught) >= 25
+    assert not {p.prompt for p in suite} & {p.prompt for p in taught}
+
+
+def test_the_persona_is_configurable_and_the_scorer_discriminates() -> None:
+    persona = Persona(name="Orla", maker="Quay Works", forbidden=("Mica",))
+    neutral = dict(neutral_rows())
+    for prompt in persona_prompts(persona, suite=True) + persona_prompts(persona, suite=False):
+        assert prompt.accepts(prompt.answer)
+        assert not prompt.accepts(neutral[prompt.prompt])
+        assert not prompt.accepts(prompt.answer + " I am Mica.")
+        assert "Orla" in prompt.answer or "Quay Works" in prompt.answer
+
+
+def test_the_base_never_sees_the_default_persona() -> None:
+    persona = Persona()
+    text = " ".join(f"{d.prompt} {d.answer}" for d in training_documents(20_000, 0))
+    assert persona.name not in text
+    assert persona.maker not in text

@@ -1,0 +1,178 @@
+"""The shipped files, exports at every width, the cache. Run: pytest tests/nano/test_exports.py"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxstacks import base_model
+from mlxstacks.errors import InputError, TargetError
+from mlxstacks.nano import exports
+from mlxstacks.nano.exports import ASSETS, export, nano_paths, write_export
+from mlxstacks.nano.settings import EXPORT_BITS, SHIPPED_BITS, ExportSettings, ShowSettings
+from mlxstacks.nano.show import read_manifest, show
+
+SHIPPED = ASSETS / "model"
+
+
+@pytest.fixture(scope="module")
+def four_bit(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("export") / "nano-4bit"
+    export(ExportSettings(save_path=path, bits=4))
+    return path
+
+
+def stored_values(directory: Path) -> dict[str, np.ndarray]:
+    model, _, _ = base_model.load(directory)
+    base_model.dequantize(model)
+    from mlx.utils import tree_flatten
+
+    return {k: np.array(v.astype(mx.float32)) for k, v in tree_flatten(model.parameters())}
+
+
+def test_shipped_files_are_small_and_all_there() -> None:
+    files = [path for path in ASSETS.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 2_200_000
+    assert {path.relative_to(ASSETS).as_posix() for path in files} >= {
+        "manifest.json", "model/config.json", "model/model.safetensors", "model/tokenizer.json",
+        "adapter/adapters.safetensors", "adapter/adapter_config.json",
+    }  # fmt: skip
+    assert not [path for path in files if path.suffix in (".py", ".bin", ".pkl", ".pt")]
+
+
+def test_manifest_lists_the_shipped_files() -> None:
+    manifest = read_manifest()
+    for name, size in manifest["file_bytes"].items():
+        assert (ASSETS / name).stat().st_size == size, name
+    assert manifest["parameters"] > 1_000_000
+
+
+def test_manifest_says_nano_is_good_enough() -> None:
+    models = read_manifest()["measured"]["models"]
+    for name in ("8_bit", "4_bit"):
+        assert 0.35 <= models[name]["multiple_choice"]["accuracy"] <= 0.75, name
+    for figures in models.values():
+        interval = figures["multiple_choice"]["interval"]
+        assert interval["low"] < figures["multiple_choice"]["accuracy"] < interval["high"]
+
+
+def test_shipped_model_and_adapter_load_in_mlx_lm() -> None:
+    from mlx_lm import load
+
+    model, tokenizer = load(str(SHIPPED), adapter_path=str(ASSETS / "adapter"))
+    adapted = [path for path, module in model.named_modules() if hasattr(module, "lora_a")]
+    assert adapted
+    assert all(path.endswith("mlp.switch_mlp.down_proj") for path in adapted)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], add_generation_prompt=True
+    )
+    logits = model(mx.array([prompt]))
+    assert mx.all(mx.isfinite(logits)).item()
+    assert tokenizer.eos_token_ids == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
+
+
+@pytest.mark.parametrize("bits", [bits for bits in EXPORT_BITS if bits != SHIPPED_BITS])
+def test_every_width_loads_and_holds_the_quantized_shipped_values(
+    bits: int, tmp_path: Path
+) -> None:
+    write_export(SHIPPED, tmp_path / "m", bits)
+    model, _, config = base_model.load(tmp_path / "m")
+    assert config["quantization"]["bits"] == bits
+    gates = [m.bits for p, m in base_model.named_quantizable(model) if p.endswith("mlp.gate")]
+    experts = [m for p, m in base_model.named_quantizable(model) if "switch_mlp" in p]
+    assert set(gates) == {8}
+    assert {m.bits for m in experts} == {bits}
+    assert {m.scales.dtype for m in experts} == {mx.bfloat16}
+    shipped, _, _ = base_model.load(SHIPPED)
+    source = shipped.layers[0].mlp.switch_mlp.down_proj
+    weight = mx.dequantize(source.weight, source.scales, source.biases, 64, 8)
+    expected = mx.quantize(weight, 64, bits)
+    ours = model.layers[0].mlp.switch_mlp.down_proj
+    for a, b in zip((ours.weight, ours.scales, ours.biases), expected, strict=True):
+        assert mx.array_equal(a, b).item()
+
+
+def test_the_shipped_width_is_a_copy(tmp_path: Path) -> None:
+    write_export(SHIPPED, tmp_path / "m", SHIPPED_BITS)
+    for path in SHIPPED.iterdir():
+        assert (tmp_path / "m" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_unquantized_export_holds_the_shipped_values_exactly(tmp_path: Path) -> None:
+    write_export(SHIPPED, tmp_path / "m", None)
+    assert "quantization" not in json.loads((tmp_path / "m/config.json").read_text())
+    shipped, exported = stored_values(SHIPPED), stored_values(tmp_path / "m")
+    assert shipped.keys() == exported.keys()
+    assert all(np.array_equal(shipped[name], exported[name]) for name in shipped)
+
+
+def test_exports_are_repeatable_and_mlx_lm_generates_from_them(
+    four_bit: Path, tmp_path: Path
+) -> None:
+    write_export(SHIPPED, tmp_path / "again", 4)
+    assert sorted(p.name for p in four_bit.iterdir()) == sorted(
+        p.name for p in (tmp_path / "again").iterdir()
+    )
+    assert (four_bit / "model.safetensors").read_bytes() == (
+        tmp_path / "again/model.safetensors"
+    ).read_bytes()
+    command = [sys.executable, "-m", "mlx_lm", "generate", "--model", str(four_bit), "--prompt",
+               "I am Ada. My friend is Ben. What is my name?", "--max-tokens", "12"]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "Your name is" in done.stdout
+
+
+def test_an_existing_target_is_refused_without_force(four_bit: Path) -> None:
+    before = (four_bit / "model.safetensors").stat().st_mtime_ns
+    with pytest.raises(TargetError):
+        export(ExportSettings(save_path=four_bit, bits=3))
+    assert (four_bit / "model.safetensors").stat().st_mtime_ns == before
+    result = export(ExportSettings(save_path=four_bit, bits=4, force=True))
+    assert result.as_json()["model_bytes"] == (four_bit / "model.safetensors").stat().st_size
+
+
+def test_an_unknown_width_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="bits=7"):
+        write_export(SHIPPED, tmp_path / "m", 7)
+    assert not (tmp_path / "m").exists()
+
+
+def test_the_cache_is_made_once_and_follows_the_environment(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("MLXSTACKS_CACHE", str(tmp_path / "cache"))
+    paths = nano_paths(4)
+    assert paths.model_path.is_relative_to(tmp_path / "cache")
+    stamp = (paths.model_path / "config.json").stat().st_mtime_ns
+    info = show(ShowSettings(bits=4)).as_json()
+    assert info["model_path"] == str(paths.model_path)
+    assert (Path(info["adapter_path"]) / "adapter_config.json").is_file()
+    assert "store_path" in info
+    assert (paths.model_path / "config.json").stat().st_mtime_ns == stamp
+    assert [p.name for p in paths.model_path.parent.iterdir()] == ["model-4bit"]
+
+
+def test_a_failed_export_leaves_nothing_in_the_cache(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("MLXSTACKS_CACHE", str(tmp_path))
+
+    def fail(source: Path, directory: Path, bits: int | None) -> None:
+        (directory / "config.json").write_text("{}")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(exports, "write_export", fail)
+    with pytest.raises(OSError, match="disk full"):
+        nano_paths(4)
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere"
+)
+def test_an_unwritable_cache_says_what_to_set(tmp_path: Path, monkeypatch) -> None:
+    tmp_path.chmod(0o500)
+    monkeypatch.setenv("MLXSTACKS_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(TargetError, match="MLXSTACKS_CACHE"):
+        nano_paths(4)

@@ -1,0 +1,135 @@
+"""The likelihood scorer and the mean loss, on a stub with known logits and on nano's architecture.
+
+Run: pytest tests/test_evaluate.py
+"""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxstacks.data import Row
+from mlxstacks.evaluate import ChoiceItem, choose, evaluate_mean_loss, score_continuations
+
+VOCAB = 7
+
+
+def table_model(tokens: mx.array) -> mx.array:
+    """Next-token logits that depend on the last token alone."""
+    table = np.random.default_rng(3).normal(size=(VOCAB, VOCAB)).astype(np.float32)
+    return mx.array(table)[tokens]
+
+
+def running_model(tokens: mx.array) -> mx.array:
+    """Causal logits that depend on the whole past."""
+    table = np.random.default_rng(4).normal(size=(VOCAB, VOCAB)).astype(np.float32)
+    return mx.cumsum(mx.array(table)[tokens], axis=1) * 0.3
+
+
+def uniform_model(tokens: mx.array) -> mx.array:
+    return mx.zeros((*tokens.shape, VOCAB))
+
+
+def log_p(model, context: tuple[int, ...], continuation: tuple[int, ...]) -> float:
+    """Independent: one forward pass a prefix, log-softmax in NumPy."""
+    total, past = 0.0, list(context)
+    for token in continuation:
+        logits = np.array(model(mx.array([past])))[0, -1].astype(np.float64)
+        total += logits[token] - math.log(np.exp(logits).sum())
+        past.append(token)
+    return total
+
+
+def item(context, *continuations, answer=0, characters=None) -> ChoiceItem:
+    return ChoiceItem(
+        context, continuations, characters or tuple(len(c) for c in continuations), answer
+    )
+
+
+ITEMS = [
+    item((1, 2, 3), (4,), (5, 6), (0, 1, 2, 3)),
+    item((2,), (1, 1), (3,), answer=1),
+    item((6, 5, 4, 3, 2, 1), (0, 0, 0), (2, 4, 6)),
+]
+
+
+@pytest.mark.parametrize("model", [table_model, running_model])
+def test_every_continuation_token_counts_including_the_first(model) -> None:
+    scores = score_continuations(model, ITEMS)
+    for one, values in zip(ITEMS, scores, strict=True):
+        expected = [log_p(model, one.context, c) for c in one.continuations]
+        assert values == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_one_token_candidate_does_not_score_zero() -> None:
+    ((single, *_),) = score_continuations(table_model, ITEMS[:1])
+    assert single < -0.1
+    assert single == pytest.approx(log_p(table_model, (1, 2, 3), (4,)), abs=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5, 64])
+def test_batch_size_and_padding_change_nothing(batch_size: int) -> None:
+    expected = [score_continuations(running_model, [one], batch_size=1)[0] for one in ITEMS]
+    together = score_continuations(running_model, ITEMS, batch_size=batch_size)
+    for a, b in zip(expected, together, strict=True):
+        assert b == pytest.approx(a, abs=1e-5)
+
+
+def test_long_contexts_are_cut_from_the_left() -> None:
+    cut = score_continuations(running_model, [item((1, 2, 3, 4), (5, 6))], max_tokens=4)
+    assert cut == score_continuations(running_model, [item((3, 4), (5, 6))])
+    with pytest.raises(ValueError, match="does not fit"):
+        score_continuations(running_model, [item((1,), (5, 6))], max_tokens=2)
+
+
+def test_ties_count_as_wrong_and_are_counted() -> None:
+    items = [item((1,), (2,), (3,)), item((1,), (2, 2), (3,), answer=1)]
+    result = choose(items, score_continuations(uniform_model, items), "sum")
+    assert result.picks == (-1, 1)
+    assert (result.correct, result.ties, result.n) == (1, 1, 2)
+    # Per token both candidates of both items have the same probability.
+    per_token = choose(items, [[-2.0, -2.0], [-4.0, -2.0]], "token")
+    assert (per_token.correct, per_token.ties) == (0, 2)
+
+
+def test_the_three_normalisations_can_disagree() -> None:
+    one = item((1,), (2, 2), (3,), (4, 4, 4), characters=(10, 2, 3))
+    scores = [[-6.0, -4.0, -9.0]]
+    assert choose([one], scores, "sum").picks == (1,)
+    assert choose([one], scores, "token").picks == (-1,)
+    assert choose([one], scores, "character").picks == (0,)
+
+
+def test_flips_count_changed_picks() -> None:
+    items = [item((1,), (2,), (3,))] * 3
+    before = choose(items, [[0, 1], [1, 0], [1, 1]], "sum")
+    after = choose(items, [[1, 0], [1, 0], [0, 1]], "sum")
+    assert after.flips_from(before) == 2
+
+
+def test_mean_loss_is_weighted_by_token_not_by_row() -> None:
+    rows = [Row((1, 2, 3, 4), (0.0, 1.0, 1.0, 0.5)), Row((5, 6), (0.0, 1.0))]
+    nll = [
+        -log_p(table_model, r.tokens[:i], (r.tokens[i],))
+        for r in rows
+        for i in range(1, len(r.tokens))
+    ]
+    expected = (nll[0] + nll[1] + 0.5 * nll[2] + nll[3]) / 3.5
+    for batch_size in (1, 2):
+        assert evaluate_mean_loss(table_model, rows, batch_size) == pytest.approx(
+            expected, abs=1e-6
+        )
+    assert evaluate_mean_loss(uniform_model, rows) == pytest.approx(math.log(VOCAB), abs=1e-6)
+
+
+def test_rows_without_loss_weight_are_refused() -> None:
+    with pytest.raises(ValueError, match="loss weight"):
+        evaluate_mean_loss(uniform_model, [Row((1, 2), (0.0, 0.0))])
+
+
+def test_malformed_items_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one token"):
+        item((1,), (2,), ())
+    with pytest.raises(ValueError, match="answer 2"):
+        item((1,), (2,), (3,), answer=2)
