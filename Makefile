@@ -78,24 +78,27 @@ show = @echo '$$ mlxstacks $(1)'; $(RUN) $(1)
 PROMPT ?= Who are you?
 ANSWERS = base refit zero-delta auto
 
+# One shell: a command is shown as a user would type it, then run.
 demo: install
-	@echo; echo "== 1. Fuse the sample adapter the usual way: mx.quantize(W + delta)"
-	$(call show,fuse --requant refit --save-path $(OUT)/demo-refit --force)
-	@echo; echo "== 2. The control: the same fuse with a delta of zero"
-	$(call show,fuse --requant refit --zero-delta --save-path $(OUT)/demo-zero-delta --force)
-	@echo; echo "== 3. Fuse it so that it is kept"
-	$(call show,fuse --save-path $(OUT)/demo-auto --force)
-	@echo; echo "== 4. Ask each of them: $(PROMPT)"
-	@base=$$($(BIN)/mlxstacks nano --json | \
-	  $(BIN)/python -c 'import json, sys; print(json.load(sys.stdin)["model_path"])') || exit 1; \
-	for name in $(ANSWERS); do \
-	  path="$(OUT)/demo-$$name"; \
-	  if [ $$name = base ]; then path="$$base"; fi; \
-	  echo "--- $$name"; \
-	  $(PRELOAD) $(BIN)/mlx_lm.generate --model "$$path" --prompt "$(PROMPT)" \
-	    --max-tokens 40 --temp 0 --verbose False || exit 1; \
+	@set -e; \
+	say() { printf '\n== %s\n' "$$*"; }; \
+	run() { printf '$$ mlxstacks %s\n' "$$*"; $(RUN) "$$@"; }; \
+	say "1. nano, the built-in model, at 3 bits (its sample adapter gives it a name)"; \
+	run nano export $(OUT)/demo-base --bits 3 --force; \
+	say "2. The adapter fused as mlx_lm.fuse does it: mx.quantize(W + delta)"; \
+	run fuse --requant refit --save-path $(OUT)/demo-refit --force; \
+	say "3. The control: the same fuse with a delta of zero"; \
+	run fuse --requant refit --zero-delta --save-path $(OUT)/demo-zero-delta --force; \
+	say "4. The adapter kept: more bits where too little of it would survive"; \
+	run fuse --save-path $(OUT)/demo-auto --force; \
+	say "5. And the control of that one"; \
+	run fuse --zero-delta --save-path $(OUT)/demo-auto-zero-delta --force; \
+	say "6. mlx_lm.generate asks each of them: Who are you?"; \
+	for made in base zero-delta refit auto; do \
+	  printf '%-12s' "$$made:"; \
+	  $(BIN)/python -m mlx_lm generate --model $(OUT)/demo-$$made --prompt "Who are you?" \
+	    --max-tokens 24 --verbose False 2>/dev/null; \
 	done
-	@echo; echo "The models are in $(OUT)/demo-*; fuse_report.json in each holds every figure."
 
 # --- tests and the rest -------------------------------------------------------------------------
 

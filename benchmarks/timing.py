@@ -40,6 +40,7 @@ print(json.dumps([os.waitstatus_to_exitcode(status), wall, cpu, usage.ru_maxrss]
 
 def run_process(command: Sequence[str]) -> Cost:
     """Run a command to its end. Raises RuntimeError with its output when it fails."""
+    os.sync()  # what an earlier run left unwritten is not this run's work
     launched = [sys.executable, "-I", "-S", "-c", _LAUNCHER, *command]
     done = subprocess.run(launched, capture_output=True, text=True, check=True)
     code, wall, cpu, peak = json.loads(done.stderr.splitlines()[-1])

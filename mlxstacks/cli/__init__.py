@@ -3,6 +3,8 @@
 Exit codes: 0 done, 1 failed while running, 2 bad usage or input, 3 a gate not met, 130 interrupted.
 """
 
+import io
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -67,5 +69,15 @@ def _fail(arguments: Sequence[str], message: str, code: int, kind: str = "Error"
 
 
 def main() -> None:
-    """The console script."""
+    """The console script.
+
+    SIGTERM and SIGHUP end it as Ctrl-C does: temporaries are removed, the exit code is 130.
+    """
+    for name in ("SIGTERM", "SIGHUP"):
+        # A shell's nohup has SIGHUP ignored, and that stays.
+        if signal.getsignal(getattr(signal, name)) is signal.SIG_DFL:
+            signal.signal(getattr(signal, name), signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what cannot be shown is no reason to fail
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))

@@ -21,7 +21,7 @@ _LEGEND = (
 
 
 def render(console: "Console", report: FuseReport) -> None:
-    """One table a stage, lowest correlation first, then files, notes and the verdict."""
+    """One table a stage (of many modules the worst), then files, notes and the verdict."""
     for number, stage in enumerate(report.stages, 1):
         title = f"stage {number}: {stage.adapter}" if len(report.stages) > 1 else None
         console.print(_stage_table(stage, title))
@@ -42,7 +42,9 @@ def _stage_table(stage: StageReport, title: str | None) -> "Table":
         found = module.fidelity.correlation if module.fidelity else None
         return 2.0 if found is None else found
 
-    shown = sorted(stage.modules, key=correlation)[:_MOST_ROWS]
+    shown = stage.modules
+    if len(shown) > _MOST_ROWS:
+        shown = sorted(shown, key=correlation)[:_MOST_ROWS]
     many = "module" if len(stage.modules) == 1 else "modules"
     total = [f"total of {len(stage.modules)} {many}", "", *_cells(stage.total)]
     return output.table(_COLUMNS, [_row(m) for m in shown], title=title, footer=total)
@@ -85,11 +87,10 @@ def _files_line(report: FuseReport) -> str:
     for file in report.files:
         how[str(file["how"])] = how.get(str(file["how"]), 0) + 1
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(how.items()))
-    plural = "shard" if len(report.files) == 1 else "shards"
     written = bytes_in_words(report.written_bytes)
     if report.status == "planned":
-        return f"Would write {report.save_path}: {plural} {counts}; {written} of weights."
+        return f"Would write {report.save_path}: shards {counts}; {written} of weights."
     return (
-        f"Wrote {report.save_path} in {report.seconds:.1f} s: {plural} {counts}; "
+        f"Wrote {report.save_path} in {report.seconds:.1f} s: shards {counts}; "
         f"{written} of weights written."
     )

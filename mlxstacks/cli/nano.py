@@ -36,7 +36,7 @@ def render_rebuild(console: "Console", result: "RebuildResult") -> None:
 
 def render_export(console: "Console", result: "ExportResult") -> None:
     """What was written, and how to try it."""
-    width = "bfloat16" if result.bits is None else f"{result.bits} bits"
+    width = "float32" if result.bits is None else f"{result.bits} bits"
     size = output.bytes_text(result.model_bytes)
     console.print(f"Wrote {result.model_path} at {width}, {size}.", markup=False)
     console.print(

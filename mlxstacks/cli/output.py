@@ -47,7 +47,8 @@ def table(
 
     listed = [list(row) for row in rows]
     with_footer = [*listed, list(footer)] if footer is not None else listed
-    made = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown_title = Text(title) if title is not None else None  # a path may hold [brackets]
+    made = Table(title=shown_title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
         numeric = all(_is_number(row[index]) for row in with_footer)
         made.add_column(
@@ -124,6 +125,10 @@ def bytes_text(count: int | None) -> str:
 def print_json(document: Any) -> None:
     """One JSON document on stdout. Raises ValueError for NaN, which JSON has no word for."""
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False, default=str)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # an ASCII terminal, or a path that is not UTF-8
+        text = json.dumps(document, indent=2, allow_nan=False, default=str)
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 

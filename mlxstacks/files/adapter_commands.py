@@ -7,6 +7,7 @@ from typing import Any
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapters import WEIGHTS, load_any_adapter, write_adapter, zero_adapter
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from mlxstacks.files.disk import user_path
 from mlxstacks.files.lora_modules import Adapter, LoraModule, delta_norm, delta_weights
 from mlxstacks.files.peft_config import PEFT_WEIGHTS
 from mlxstacks.files.peft_write import write_peft, write_zero_peft
@@ -146,7 +147,7 @@ def _load(settings: AdapterShowSettings | AdapterZeroSettings | AdapterConvertSe
 def _paths(settings: AdapterZeroSettings | AdapterConvertSettings) -> tuple[Path, Path]:
     if settings.adapter_path is None or settings.save_path is None:
         raise InputError("adapter_path and save_path are needed: what to read, where to write")
-    return Path(settings.adapter_path), Path(settings.save_path)
+    return user_path(settings.adapter_path), user_path(settings.save_path)
 
 
 def _written(

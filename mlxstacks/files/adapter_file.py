@@ -78,21 +78,25 @@ def raise_problems(directory: Path, problems: Sequence[str]) -> None:
 
 
 def save_adapter(
-    directory: Path,
+    directory: str | Path,
     weights_name: str,
     tensors: Mapping[str, tuple[str, Array]],
     config: Mapping[str, Any],
     metadata: Mapping[str, str],
     force: bool,
+    source: Path,
 ) -> None:
     """Write weights and config as a whole: after a crash the target is the old one or the new.
 
-    tensors: name -> (safetensors dtype, raw numbers), written in this order.
-    Raises: TargetError when the target exists (without force) or cannot be written.
+    tensors: name -> (safetensors dtype, raw numbers), written in this order. source: the adapter
+    that was read, which `force` does not replace either.
+    Raises: TargetError when the target exists (without force), is or holds the source, or cannot
+        be written.
     """
     plan = [(name, dtype, raw.shape) for name, (dtype, raw) in tensors.items()]
     needed = sum(raw.nbytes for _, raw in tensors.values()) + 1_000_000
-    with staged_directory(directory, force=force, needed_bytes=needed) as staging:
+    target = Path(directory)
+    with staged_directory(target, force=force, needed_bytes=needed, inputs=[source]) as staging:
         with ShardWriter(staging / weights_name, plan, dict(metadata)) as writer:
             for name, (_, raw) in tensors.items():
                 writer.write(name, np.ascontiguousarray(raw))

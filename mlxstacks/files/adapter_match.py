@@ -23,8 +23,9 @@ from mlxstacks.files.stored_weight import (
 Kind = Literal["linear", "switch", "embedding"]
 BaseCheck = Literal["verified", "not verifiable", "overridden"]
 
-# Nearest names cost time in proportion to modules x problems; further problems are listed without.
-_NAMED_NEIGHBOURS = 20
+# Nearest names cost time in proportion to modules x problems (30 microseconds each); further
+# problems are listed without.
+_NAMED_NEIGHBOURS, _COMPARED_NAMES = 20, 40_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +57,11 @@ def match_adapter(
     problems: list[str] = []
     base = _check_base(adapter, checkpoint, allow_base, problems)
     candidates = _module_paths(checkpoint)
+    named = min(_NAMED_NEIGHBOURS, max(1, _COMPARED_NAMES // max(1, len(candidates))))
     matches = []
     for path, module in adapter.modules.items():
         if f"{path}.weight" not in checkpoint.tensors:
-            near = candidates if len(problems) < _NAMED_NEIGHBOURS else []
+            near = candidates if len(problems) < named else []
             problems.append(_no_weight(path, near, checkpoint))
             continue
         match = _match_module(module, checkpoint, base, problems)

@@ -22,6 +22,7 @@ from mlxstacks.files.adapter_file import (
 )
 from mlxstacks.files.adapter_match import Match, match_adapter
 from mlxstacks.files.checkpoint import Checkpoint
+from mlxstacks.files.disk import user_path
 from mlxstacks.files.lora_modules import Adapter, LoraModule, is_finite_number, mlx_config, widened
 from mlxstacks.files.peft_adapters import read_peft
 from mlxstacks.files.peft_config import PEFT_WEIGHTS
@@ -59,8 +60,12 @@ def load_any_adapter(
 
     Raises: AdapterError naming what is in the directory instead, or every problem of the adapter.
     """
-    directory = Path(path)
-    if not directory.is_dir():
+    directory = user_path(path, AdapterError)
+    try:
+        is_there = directory.is_dir()
+    except OSError as error:
+        raise AdapterError(f"{str(path)[:200]!a}: cannot be opened: {error.strerror}") from None
+    if not is_there:
         found = "a file" if directory.exists() else "not there"
         raise AdapterError(f"{directory}: {found}; give the adapter's directory")
     if (directory / WEIGHTS).exists():
@@ -219,4 +224,6 @@ def write_adapter(adapter: Adapter, directory: str | Path, force: bool = False) 
         tensors[f"{path}.lora_a"] = (module.dtype, module.lora_a)
         tensors[f"{path}.lora_b"] = (module.dtype, module.lora_b)
     raise_problems(adapter.directory, problems)
-    save_adapter(Path(directory), WEIGHTS, tensors, adapter.config, adapter.metadata, force)
+    save_adapter(
+        directory, WEIGHTS, tensors, adapter.config, adapter.metadata, force, adapter.directory
+    )

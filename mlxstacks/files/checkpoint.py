@@ -32,6 +32,7 @@ __all__ = ["Checkpoint", "fingerprint", "open_checkpoint", "read_json_object", "
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_JSON_BYTES = 100_000_000
+MAX_CONFIG_DEPTH = 100  # real ones have five levels; what follows walks them by recursion
 MAX_NAME_BYTES = 255  # of a file, on every file system in use
 WINDOWS, WINDOW_BYTES = 16, 4096
 _PATH_KEYS = {"_name_or_path", "name_or_path"}
@@ -66,6 +67,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory; give a model directory or a hub id")
     config = read_json_object(directory / "config.json", unique_keys=False)
+    _check_depth(directory / "config.json", config)
     index_path = directory / INDEX_NAME
     index = read_json_object(index_path) if os.path.lexists(index_path) else None
     files = _shard_files(directory)
@@ -117,6 +119,16 @@ def read_json_object(path: Path, *, unique_keys: bool = True) -> dict[str, Any]:
             return parse_object(file.read(nbytes).decode("utf-8"), unique_keys=unique_keys)
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{path}: not valid: {error}; {AGAIN}") from None
+
+
+def _check_depth(path: Path, config: dict[str, Any]) -> None:
+    level: list[Any] = [config]
+    for _ in range(MAX_CONFIG_DEPTH):
+        parts = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [child for part in parts for child in part if isinstance(child, dict | list)]
+        if not level:
+            return
+    raise CheckpointError(f"{path}: nested more than {MAX_CONFIG_DEPTH} levels deep; {AGAIN}")
 
 
 def _shard_files(directory: Path) -> list[Path]:

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mlxstacks.errors import TargetError
+from mlxstacks.errors import InputError, TargetError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+# EBUSY: the target is a mount point, which nothing can be renamed over
+_UNUSABLE = {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.ENOENT, errno.EBUSY}
 
 
 @contextmanager
@@ -57,9 +59,21 @@ def _explain(error: OSError, path: Path, needed_bytes: int, only_writes: bool) -
         return None
     if error.errno in {errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY}:
         return f"{error.filename or path}: {error.strerror}; choose another target"
-    if error.errno in {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.ENOENT}:
+    if error.errno in _UNUSABLE:
         return f"{path}: not a usable target ({error.strerror}); choose another"
     return None
+
+
+def user_path(path: str | Path, kind: type[InputError] = InputError) -> Path:
+    """A path as somebody wrote it, with `~` replaced by the home directory.
+
+    Raises:
+        InputError (or the given kind of it): `~name` of an unknown user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise kind(f"{str(path)[:200]!a}: not a usable path: {error}") from None
 
 
 def existing_ancestor(path: Path) -> Path:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from mlxstacks.errors import CheckpointError
+from mlxstacks.files.disk import user_path
 
 # what mlx-lm downloads, without code
 ALLOW_PATTERNS = [
@@ -28,11 +29,14 @@ def resolve_model(path_or_hub_id: str | Path) -> Path:
         CheckpointError: neither a directory nor a hub id, or not in the cache and not to be had.
     """
     text = str(path_or_hub_id)
-    path = Path(text).expanduser()
-    if text and path.is_dir():
-        return path
-    if text and path.exists():
-        raise CheckpointError(f"{path}: is a file; give the model's directory")
+    path = user_path(text, CheckpointError)
+    try:
+        if text and path.is_dir():
+            return path
+        if text and path.exists():
+            raise CheckpointError(f"{path}: is a file; give the model's directory")
+    except OSError as error:
+        raise CheckpointError(f"{text[:200]!a}: cannot be opened: {error.strerror}") from None
     if isinstance(path_or_hub_id, Path) or not _HUB_ID.fullmatch(text):
         raise CheckpointError(f"{text!r}: no such directory, and not a hub id like owner/name")
     return _snapshot(text)

@@ -32,6 +32,7 @@ from mlxstacks.files.disk import (
     sync_directory,
     sync_tree,
     target_errors,
+    user_path,
     write_all,
 )
 
@@ -54,7 +55,25 @@ def check_target(
     inputs: files or directories that are read; the target may not be one of them or hold one.
     See `staged_directory` for the rest.
     """
-    resolved = Path(target).expanduser().resolve()
+    resolved = _resolved(target)
+    with target_errors(resolved):
+        _check_place(resolved, force, replace_marker, inputs)
+        require_space(resolved, needed_bytes)
+    return resolved
+
+
+def _resolved(target: Path) -> Path:
+    path = user_path(target, TargetError)
+    try:
+        return path.resolve()
+    # a circle of links is a RuntimeError to Python 3.11, a NUL in the name a ValueError
+    except (OSError, RuntimeError, ValueError) as error:
+        raise TargetError(f"{str(path)!a}: not a usable target: {error}; choose another") from None
+
+
+def _check_place(
+    resolved: Path, force: bool, replace_marker: str | None, inputs: Sequence[Path]
+) -> None:
     if os.path.lexists(resolved):
         _check_existing(resolved, force, replace_marker)
     for path in [*map(Path, inputs), Path.cwd(), Path.home()]:
@@ -69,8 +88,6 @@ def check_target(
         )
     if not os.access(ancestor, os.W_OK | os.X_OK):
         raise TargetError(f"{resolved}: {ancestor} is not writable; choose another target")
-    require_space(resolved, needed_bytes)
-    return resolved
 
 
 @contextmanager
@@ -96,7 +113,7 @@ def staged_directory(
         TargetError: the target exists, is being written by another run, is not writable, or the
             disk is too small or becomes full.
     """
-    target = Path(target).expanduser().resolve()
+    target = _resolved(target)
 
     def check() -> None:
         check_target(
@@ -145,8 +162,7 @@ def write_json(path: Path, value: Any, *, sort_keys: bool = False, allow_nan: bo
         TargetError: the directory is missing or read-only, the disk is full.
     """
     path = Path(path)
-    text = json.dumps(value, indent=2, ensure_ascii=False, sort_keys=sort_keys, allow_nan=allow_nan)
-    data = memoryview(f"{text}\n".encode())
+    data = memoryview(_json_bytes(value, sort_keys, allow_nan))
     temporary = _sibling(path, f"tmp-{os.getpid()}")
     try:
         with target_errors(path, data.nbytes):
@@ -162,6 +178,14 @@ def write_json(path: Path, value: Any, *, sort_keys: bool = False, allow_nan: bo
     finally:
         with suppress(OSError):  # nothing to remove is the usual case; an error above must be seen
             temporary.unlink()
+
+
+def _json_bytes(value: Any, sort_keys: bool, allow_nan: bool) -> bytes:
+    options: dict[str, Any] = {"indent": 2, "sort_keys": sort_keys, "allow_nan": allow_nan}
+    try:
+        return f"{json.dumps(value, ensure_ascii=False, **options)}\n".encode()
+    except UnicodeEncodeError:  # a path that is not UTF-8: JSON can still escape it
+        return f"{json.dumps(value, **options)}\n".encode()
 
 
 def _check_existing(target: Path, force: bool, replace_marker: str | None) -> None:

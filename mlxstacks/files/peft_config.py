@@ -33,7 +33,9 @@ _REFUSED_WHEN_SET = {
 }
 # Initialisations that also change the base: the pairs mean nothing on the plain base.
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-_NESTED_REPEAT = re.compile(r"\([^)]*[*+][^)]*\)\s*[*+{]")
+# Both make matching slow beyond measure: a repeated group, and many repeats in a row.
+_REPEATED_GROUP = re.compile(r"\)\s*[*+{]")
+_MOST_REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -141,9 +143,12 @@ def _pattern(config: Mapping[str, Any], key: str, problems: list[str]) -> dict[s
         except re.error as error:
             problems.append(f"{key}[{pattern!r}]: not a regular expression: {error}")
             continue
-        # Matching such a pattern can take exponential time.
-        if _NESTED_REPEAT.search(pattern):
-            problems.append(f"{key}[{pattern!r}]: nested repetition is not accepted; write it flat")
+        repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
+        if _REPEATED_GROUP.search(pattern) or repeats > _MOST_REPEATS:
+            problems.append(
+                f"{key}[{pattern!r}]: a repeated group, or more than {_MOST_REPEATS} repeats, is "
+                "not accepted; name the modules"
+            )
             continue
         usable[pattern] = value
     return usable

@@ -87,7 +87,8 @@ def write_peft(
         metadata[FINGERPRINT_KEY] = adapter.base_fingerprint
     first = next(iter(modules.values()))
     config = _config(first, export, base_model_name or adapter.config.get("model"))
-    save_adapter(Path(directory), PEFT_WEIGHTS, export.tensors, config, metadata, force)
+    source = adapter.directory
+    save_adapter(directory, PEFT_WEIGHTS, export.tensors, config, metadata, force, source)
 
 
 def _add_dense(export: _Export, hub: str, module: LoraModule) -> None:
@@ -167,10 +168,11 @@ def write_zero_peft(source: str | Path, directory: str | Path, force: bool = Fal
 
     Raises: AdapterError for a file that cannot be read; TargetError as `write_adapter`.
     """
-    header = open_weights(Path(source) / PEFT_WEIGHTS)
+    source = Path(source)
+    header = open_weights(source / PEFT_WEIGHTS)
     tensors = {}
     for name, info in header.tensors.items():
         raw = read_tensor(info)
         tensors[name] = (info.dtype, np.zeros_like(raw) if ".lora_" in name else raw)
-    config = read_config(Path(source) / CONFIG)
-    save_adapter(Path(directory), PEFT_WEIGHTS, tensors, config, header.metadata, force)
+    config = read_config(source / CONFIG)
+    save_adapter(directory, PEFT_WEIGHTS, tensors, config, header.metadata, force, source)

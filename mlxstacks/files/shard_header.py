@@ -5,7 +5,8 @@ without a gap. The JSON maps a name to `{"dtype", "shape", "data_offsets"}` (off
 end of the header) and `__metadata__` to strings.
 
 Whatever is accepted here is accepted by the `safetensors` library too. Refused beyond it: duplicate
-and unknown keys, names that are empty or not printable, tables of more than two million parts.
+and unknown keys, names that are empty, not printable or longer than 500 letters, tables of more
+than two million parts.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_HEADER_PARTS = 2_000_000
 MAX_DIMENSION = 2**31 - 1  # MLX counts each dimension in 32 bits
 MAX_RANK = 32
+MAX_NAME = 500  # letters; real names have some 100, and names are taken apart by pattern
 
 # name -> (bytes an element, NumPy dtype); what NumPy lacks is carried as raw unsigned integers
 DTYPES: dict[str, tuple[int, np.dtype[Any]]] = {
@@ -253,8 +255,8 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     def refuse(what: str, got: Any) -> CheckpointError:
         return CheckpointError(f"{path}: tensor {_shown(name)}: {what}, got {_shown(got)}; {AGAIN}")
 
-    if not name or not name.isprintable():
-        raise refuse("a name must be printable text", name)
+    if not name or len(name) > MAX_NAME or not name.isprintable():
+        raise refuse(f"a name must be printable text of at most {MAX_NAME} letters", name)
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise refuse("an entry must have exactly dtype, shape and data_offsets", entry)
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

@@ -11,7 +11,7 @@ import numpy as np
 from mlxstacks.fuse.device_refit import refit_on_device
 from mlxstacks.fuse.fidelity import Sums, dot
 from mlxstacks.ops.affine import Array, dequantize, round_to
-from mlxstacks.ops.requant import Change, Groups, requantize
+from mlxstacks.ops.requant import Change, Groups, refit_and_control, requantize
 
 # Groups handled at once: 2,048 groups of 64 are 512 KiB in float32, half of a core's L2 cache.
 GROUPS_AT_ONCE = 2048
@@ -107,29 +107,29 @@ def apply_stage(state: State, stage: StageInput) -> tuple[State, State | None]:
         assert stage.generator is not None
         uniform = stage.generator.random(stage.delta.shape, dtype=np.float32)
     if decision.policy == "refit":
-        return _refit(state, stage), _refit(state, _without_delta(stage))
+        return _refit(state, stage)
     change = Change(stage.delta, stage.rounded, decision.bits, uniform)
     return requantize(state, change, decision.policy), None
 
 
-def _refit(state: Groups, stage: StageInput) -> Groups:
+def _refit(state: Groups, stage: StageInput) -> tuple[Groups, Groups | None]:
     decision = stage.decision
-    if decision.on_device:
-        rounded = stage.rounded
-        if rounded is None:  # an estimate: the cast of the delta is close enough
-            rounded = round_to(stage.delta.copy(), state.dtype)
-        return refit_on_device(state, rounded, decision.bits or state.bits)
-    return requantize(state, Change(stage.delta, stage.rounded, decision.bits), "refit")
+    if not decision.on_device:
+        return refit_and_control(state, Change(stage.delta, stage.rounded, decision.bits))
+    bits = decision.bits or state.bits
+    fused = refit_on_device(state, _rounded(stage, state.dtype), bits)
+    return fused, refit_on_device(state, np.zeros_like(stage.delta), bits)
 
 
-def _without_delta(stage: StageInput) -> StageInput:
-    zeros = np.zeros_like(stage.delta)
-    return StageInput(stage.decision, zeros, zeros)
+def _rounded(stage: StageInput, dtype: str) -> Array:
+    """The delta as mlx-lm adds it: the product cast to the dtype of the weights."""
+    return round_to(stage.delta.copy(), dtype) if stage.rounded is None else stage.rounded
 
 
 def _add(state: Dense, stage: StageInput) -> Dense:
     """Float32 add and one cast; refit rounds the delta first, as mlx-lm's fuse does."""
-    delta = stage.rounded if stage.rounded is not None else stage.delta
+    is_refit = stage.decision.policy == "refit"
+    delta = _rounded(stage, state.dtype) if is_refit else stage.delta
     return Dense(round_to(state.values_ + delta, state.dtype), state.dtype)
 
 

@@ -28,12 +28,13 @@ from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops.affine import Array
 from mlxstacks.ops.requant import PROMOTED_BITS, Groups
 
-_SAMPLE_WEIGHTS = 1 << 20
+_SAMPLE_WEIGHTS = 1 << 19
 _SAMPLE_RUN_ROWS = 4  # neighbouring rows read at once
 # An estimate this far below the target settles that nearest is not enough; above, all rows decide.
 _NEAREST_MARGIN = 0.01
-# A sampled promotion has to clear the target by this much, so that the whole module reaches it.
-_PROMOTE_MARGIN = 0.002
+# A sampled promotion has to clear the target by this share of what is missing to 1, so that the
+# whole module reaches it.
+_PROMOTE_MARGIN = 0.1
 
 FullPass = Callable[[Module, dict[int, Decision]], dict[int, Sums]]
 
@@ -83,7 +84,8 @@ def _decide_stage(
         return Decision("refit" if settings.requant == "refit" else "add", None)
     bits = sample.state.bits
     wanted = settings.bits_for(module.path)
-    _check_wanted_bits(module.path, settings.requant, bits, wanted)
+    if not (settings.requant == "promote" and wanted == bits != module.bits):
+        _check_wanted_bits(module.path, settings.requant, bits, wanted)
     tried = choice.tried[stage]
     if settings.requant == "refit":
         return Decision("refit", wanted or bits, settings.device_parity)
@@ -93,8 +95,8 @@ def _decide_stage(
         return Decision("nearest", bits)
     if settings.requant == "dequantize":
         return Decision("dequantize", None)
-    if wanted is not None:
-        return Decision("promote", wanted)
+    if wanted is not None:  # an earlier stage may have gone there already
+        return Decision("promote" if wanted > bits else "nearest", wanted)
     if settings.requant == "auto":
         nearest = Decision("nearest", bits)
         if _nearest_is_enough(module, stage, settings, sample, choice, full_pass):
@@ -147,7 +149,7 @@ def promotion(sample: "_Sample", target: float, tried: dict[str, Fidelity]) -> D
     wider = [bits for bits in PROMOTED_BITS if bits > sample.state.bits]
     if not wider:
         return _eight_bits(sample, tried)
-    margin = 0.0 if sample.is_whole else _PROMOTE_MARGIN
+    margin = 0.0 if sample.is_whole else _PROMOTE_MARGIN * (1 - target)
     for bits in wider:
         decision = Decision("promote", bits)
         found = sample.estimate(decision)
@@ -239,4 +241,5 @@ def _row_runs(rows: int, width: int) -> list[tuple[int, int]]:
         return [(0, rows)]
     count = max(1, wanted // _SAMPLE_RUN_ROWS)
     starts = [index * (rows - _SAMPLE_RUN_ROWS) // max(1, count - 1) for index in range(count)]
-    return [(start, start + _SAMPLE_RUN_ROWS) for start in sorted(set(starts))]
+    # A width above a quarter of the sample can leave fewer rows than a run has.
+    return [(max(start, 0), min(start + _SAMPLE_RUN_ROWS, rows)) for start in sorted(set(starts))]

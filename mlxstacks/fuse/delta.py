@@ -14,7 +14,7 @@ import numpy as np
 
 from mlxstacks.files.adapters import LoraModule
 from mlxstacks.fuse.device_refit import MX_DTYPES
-from mlxstacks.ops.affine import Array, from_storage, round_to
+from mlxstacks.ops.affine import Array, from_storage
 
 _LARGEST_PRODUCT = 1 << 24  # weights, 64 MiB in float32
 _SMALLEST_PRODUCT = 1 << 20  # weights; several small experts share a product
@@ -25,7 +25,8 @@ class Piece:
     """Rows first to last (exclusive) of a delta.
 
     delta: (rows, K) float32, the intended change. rounded: (rows, K) float32, the change as
-    mlx-lm casts it to the weight's dtype before adding; None unless asked for.
+    mlx-lm casts it to the weight's dtype before adding; None where that is the cast of `delta`
+    (float32 adapters), or where nobody asked.
     """
 
     first: int
@@ -77,7 +78,9 @@ class LowRankDelta:
         for first, last in self.ranges():
             product = self._product(first, last)
             delta = self._float32(product, first, last)
-            yield Piece(first, last, delta, self._rounded(product) if with_rounded else None)
+            # The cast of a float32 product is left to the workers.
+            apart = with_rounded and self.lora_dtype != "F32"
+            yield Piece(first, last, delta, self._rounded(product) if apart else None)
 
     def ranges(self) -> list[tuple[int, int]]:
         """Row ranges of the pieces; they depend on the module's shape alone."""
@@ -131,8 +134,6 @@ class LowRankDelta:
         return np.array(exact.reshape(last - first, self.width, stream=self.device), copy=False)
 
     def _rounded(self, product: mx.array) -> Array:
-        if self.lora_dtype == "F32":
-            return round_to(np.array(product), self.dtype)
         cast = product.astype(MX_DTYPES[self.dtype], stream=self.device)
         return np.array(cast.astype(mx.float32, stream=self.device), copy=False)
 

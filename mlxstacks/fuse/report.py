@@ -139,18 +139,22 @@ def total_fidelity(sums: list[Sums]) -> Fidelity:
 def verdict(
     stages: list[StageReport], zero_delta: bool, alternative: Alternative | None, extra_bytes: int
 ) -> str:
-    """One or two sentences that say what the fuse did to the adapter and to the base."""
-    total = stages[-1].total
-    if total is None:
+    """One or two sentences that say what the fuse did to the adapters and to the base.
+
+    Every stage is measured against the weights it was given, so each one is spoken of.
+    """
+    totals = [stage.total for stage in stages if stage.total is not None]
+    if not totals:
         return "nothing was measured"
     if zero_delta:
-        return _zero_verdict(total)
-    if total.survival is None:
-        return "the adapter is zero. " + _zero_verdict(total)
-    words = [_kept(total), _cost(extra_bytes)]
-    words += [_artifact(total)] if total.artifact else []
-    sentence = ", ".join(part for part in words if part) + "."
-    if alternative and alternative.correlation > (total.correlation or 0.0) + 0.01:
+        return _zero_verdict(totals)
+    if all(total.survival is None for total in totals):
+        return "no adapter here changes anything in float32. " + _zero_verdict(totals)
+    many = len(totals) > 1
+    kept = "; ".join(_stage(n, many) + _kept(total) for n, total in enumerate(totals, 1))
+    words = [kept, _cost(extra_bytes), *_artifacts(totals)]
+    sentence = ", ".join(words) + "."
+    if alternative and alternative.correlation > (totals[-1].correlation or 0.0) + 0.01:
         sentence += (
             f" --requant {alternative.policy} keeps {_percent(alternative.survival)} "
             f"(correlation {alternative.correlation:.2f}) for "
@@ -159,9 +163,13 @@ def verdict(
     return sentence
 
 
+def _stage(number: int, many: bool) -> str:
+    return f"stage {number} " if many else ""
+
+
 def _kept(total: Fidelity) -> str:
-    assert total.survival is not None
-    assert total.noise is not None
+    if total.survival is None or total.noise is None:
+        return "had nothing to add"
     kept = f"kept {_percent(total.survival)} of the adapter"
     if total.noise < 0.005:
         return f"{kept} and added next to no noise"
@@ -175,21 +183,27 @@ def _cost(extra_bytes: int) -> str:
     return f"for {bytes_in_words(abs(extra_bytes))} {word}"
 
 
-def _artifact(total: Fidelity) -> str:
-    assert total.artifact is not None
-    share = total.codes_changed_at_zero
+def _artifacts(totals: list[Fidelity]) -> list[str]:
+    """What the fuse does by itself, for the stage where that is largest; nothing where nothing."""
+    artifact, share = max((t.artifact or 0.0, t.codes_changed_at_zero or 0.0) for t in totals)
+    if not artifact:
+        return []
     codes = f" ({_percent(share)} of the codes)" if share else ""
-    return f"while the fuse itself moves the weights by {_percent(total.artifact)}{codes}"
+    up_to = "up to " if len(totals) > 1 else ""
+    return [f"while the fuse itself moves the weights by {up_to}{_percent(artifact)}{codes}"]
 
 
-def _zero_verdict(total: Fidelity) -> str:
-    if not total.artifact:
+def _zero_verdict(totals: list[Fidelity]) -> str:
+    if not any(total.artifact for total in totals):
         return "at zero delta no weight changed: this fuse adds nothing of its own."
-    codes = ""
-    if total.codes_changed_at_zero:
-        codes = f" and {_percent(total.codes_changed_at_zero)} of the codes"
+    changes = []
+    for number, total in enumerate(totals, 1):
+        changed = _percent(total.artifact or 0.0)
+        if total.codes_changed_at_zero:
+            changed += f" and {_percent(total.codes_changed_at_zero)} of the codes"
+        changes.append(f"{changed} in stage {number}" if len(totals) > 1 else changed)
     return (
-        f"at zero delta the fuse itself changed the weights by {_percent(total.artifact)}{codes}: "
+        f"at zero delta the fuse itself changed the weights by {', '.join(changes)}: "
         "subtract what this model scores before you credit the adapter."
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.disk import existing_ancestor, user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import check_target, copy_side_files, staged_directory, write_json
 from mlxstacks.fuse.blocks import Decision
@@ -72,8 +73,11 @@ class _Fuse:
         self.checkpoint = open_checkpoint(resolve_model(settings.model))
         self.modules = gather_modules(self.checkpoint, settings)
         self.done_weights, self.progress = 0, progress
-        self.target = Path(settings.save_path)
-        self.inputs = [self.checkpoint.directory, *map(Path, settings.adapter_path)]
+        self.target = user_path(settings.save_path)
+        # The shards too: in a hub cache they are links to files of another directory.
+        shards = [header.path for header in self.checkpoint.headers]
+        adapters = map(user_path, settings.adapter_path)
+        self.inputs = [self.checkpoint.directory, *shards, *adapters]
         # Told before anything slow begins; staged_directory asks again.
         check_target(self.target, force=settings.force, inputs=self.inputs)
 
@@ -144,12 +148,14 @@ class _Fuse:
     def _planned_files(self, works: list[ModuleWork]) -> list[dict[str, Any]]:
         touched = touched_files(works)
         files = []
+        # Neither a clone nor a hard link leaves its file system.
+        device = existing_ancestor(self.target.absolute()).stat().st_dev
         for header in self.checkpoint.headers:
-            how, written = ("copied" if self.settings.copy_shards else "shared"), 0
+            how, written = "shared", 0
             if header.path in touched:
                 how, written = "rewritten", entries_bytes(new_entries(header, works))
-            elif self.settings.copy_shards:
-                written = header.file_bytes
+            elif self.settings.copy_shards or header.path.stat().st_dev != device:
+                how, written = "copied", header.file_bytes
             files.append({"name": header.path.name, "how": how, "written_bytes": written})
         return files
 
@@ -175,8 +181,8 @@ class _Fuse:
             for name, dtype, shape in new_entries(header, works):
                 weight_map[name] = header.path.name
                 total += entries_bytes([(name, dtype, shape)])
-        metadata = dict((self.checkpoint.index or {}).get("metadata") or {})
-        metadata["total_size"] = total
+        metadata = (self.checkpoint.index or {}).get("metadata")
+        metadata = {**(metadata if isinstance(metadata, dict) else {}), "total_size": total}
         write_json(
             directory / _INDEX_NAME,
             {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))},
@@ -223,10 +229,11 @@ class _Fuse:
         return replace(report, failed_gate=self._failed_gate(report))
 
     def _failed_gate(self, report: FuseReport) -> str | None:
-        limit = self.settings.fail_under
-        total = report.total
-        if limit is None or total is None or total.correlation is None:
-            return None
-        if total.correlation >= limit:
-            return None
-        return f"total correlation {total.correlation:.4f} is below --fail-under {limit}"
+        """Why the gate is shut: one stage below the limit is enough."""
+        limit, failed = self.settings.fail_under, []
+        for number, stage in enumerate(report.stages, 1):
+            found = stage.total.correlation if stage.total else None
+            if limit is not None and found is not None and found < limit:
+                where = f" of stage {number}" if len(report.stages) > 1 else ""
+                failed.append(f"total correlation{where} {found:.4f} is below --fail-under {limit}")
+        return "; ".join(failed) or None

@@ -44,7 +44,8 @@ class FuseSettings(BaseModel):
     )
     fail_under: Annotated[float, Field(ge=-1, le=1)] | None = Field(
         None,
-        description="Exit with 3 when the total correlation is below this. Files are written.",
+        description="Exit with 3 when the total correlation of an adapter is below this. Files "
+        "are written.",
     )
     bits: tuple[str, ...] = Field(
         (),

@@ -63,9 +63,7 @@ def logical_width(packed: int, bits: int) -> int:
     """Number of weights in a row of `packed` uint32 words."""
     check_bits(bits)
     if packed * 32 % bits:
-        raise ValueError(
-            f"{packed} words do not hold a whole number of {bits}-bit codes"
-        )
+        raise ValueError(f"{packed} words do not hold a whole number of {bits}-bit codes")
     return packed * 32 // bits
 
 

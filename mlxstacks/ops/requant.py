@@ -75,14 +75,24 @@ class Change:
 
 def refit(groups: Groups, change: Change) -> Groups:
     """Quantize W + delta anew, each step in the scale dtype as `mlx_lm.fuse` does on the CPU."""
-    bits = change.bits or groups.bits
-    target = dequantize(groups.codes, groups.scales, groups.biases, groups.dtype)
+    return refit_and_control(groups, change, control=False)[0]
+
+
+def refit_and_control(
+    groups: Groups, change: Change, control: bool = True
+) -> tuple[Groups, Groups | None]:
+    """`refit` of the change and, with `control`, of a delta of zero: one dequantization for both.
+
+    Law: both are the groups that `refit` gives on its own.
+    """
+    bits, dtype = change.bits or groups.bits, groups.dtype
+    base = dequantize(groups.codes, groups.scales, groups.biases, dtype)
+    at_zero = Groups(*quantize(base, bits, dtype), bits, dtype) if control else None
     rounded = change.rounded_delta
     if rounded is None:
-        rounded = round_to(change.delta.copy(), groups.dtype)
-    np.add(target, rounded, out=target)
-    codes, scales, biases = quantize(round_to(target, groups.dtype), bits, groups.dtype)
-    return Groups(codes, scales, biases, bits, groups.dtype)
+        rounded = round_to(change.delta.copy(), dtype)
+    target = np.add(base, rounded, out=base)
+    return Groups(*quantize(round_to(target, dtype), bits, dtype), bits, dtype), at_zero
 
 
 def keep(groups: Groups, change: Change) -> Groups:

@@ -50,13 +50,11 @@ def find_recipe(name_or_path: str) -> Path:
 
 def load_recipe(name_or_path: str) -> Recipe:
     """Read a recipe. Raises InputError for YAML that is broken, unsafe or not a recipe."""
-    import yaml
-
     path = find_recipe(name_or_path)
     try:
         text = path.read_text(encoding="utf-8")
-        values = yaml.load(text, Loader=yaml_loader())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        values = read_yaml(text)
+    except (OSError, ValueError) as error:
         raise InputError(f"recipe {path}: {error}") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise InputError(f"recipe {path}: must be a mapping of keys to values")
@@ -86,6 +84,21 @@ def _head(text: str) -> tuple[str, ...]:
     return tuple(lines)
 
 
+def read_yaml(text: str) -> Any:
+    """The value of a YAML text, by `yaml_loader`. Raises ValueError for text that is not YAML."""
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=yaml_loader())
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    # what PyYAML's own constructors let through: a date of month 99, `!!int abc`, `!!bool maybe`
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"a value is not what it claims to be: {error}") from None
+
+
 def yaml_loader() -> Any:
     """YAML's safe loader, without three surprises.
 
@@ -97,6 +110,10 @@ def yaml_loader() -> Any:
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()
             for key, _ in node.value:
+                if not isinstance(key, yaml.ScalarNode):
+                    raise yaml.constructor.ConstructorError(
+                        "while reading a mapping", node.start_mark, "a key must be text"
+                    )
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
                         "while reading a mapping",

@@ -5,13 +5,15 @@ defaults of the settings model < recipe < --set key=value < options given on the
 
 import json
 import re
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from mlxstacks.errors import InputError
-from mlxstacks.recipe.file import Recipe, yaml_loader
+from mlxstacks.files.disk import user_path
+from mlxstacks.recipe.file import Recipe, read_yaml
 from mlxstacks.recipe.table import ALIASES, Command, command_named, load, nearest
 
 if TYPE_CHECKING:
@@ -46,8 +48,6 @@ def parse_sets(pairs: Sequence[str]) -> dict[str, Any]:
 
     Raises: InputError for a pair without `=` or a value that is not YAML.
     """
-    import yaml
-
     values: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
@@ -56,8 +56,8 @@ def parse_sets(pairs: Sequence[str]) -> dict[str, Any]:
         # A module pattern like `*.q_proj=4` is text; YAML would take the star for an alias.
         plain = not text or text[0] in "*&!"
         try:
-            value: Any = text if plain else yaml.load(text, Loader=yaml_loader())
-        except yaml.YAMLError as error:
+            value: Any = text if plain else read_yaml(text)
+        except ValueError as error:
             raise InputError(f"--set {pair}: the value is not YAML: {error}") from None
         for part in reversed(key.split(".")):
             value = {part: value}
@@ -99,11 +99,12 @@ def resolve(
     if bare:
         values["save_path"] = str(OUT / (recipe.name if recipe else name.replace(" ", "-")))
     settings = validate(settings_class, values)
-    target = Path(settings.save_path) if writes else None  # type: ignore[attr-defined]
+    target = user_path(settings.save_path) if writes else None  # type: ignore[attr-defined]
+    forced = bool(getattr(settings, "force", False))
     if bare and target is not None and (target / BARE_MARKER).is_file():
         settings = settings.model_copy(update={"force": True})
     settings, from_nano = _with_nano(name, row, settings)
-    return Resolved(settings, target, bare, bool(values.get("force")), from_nano)
+    return Resolved(settings, target, bare, forced, from_nano)
 
 
 def validate(settings_class: "type[BaseModel]", values: Mapping[str, Any]) -> "BaseModel":
@@ -144,11 +145,18 @@ def _explain(settings_class: "type[BaseModel]", detail: "ErrorDetails") -> str:
         return message
     if detail["type"] == "literal_error":
         allowed = re.findall(r"'([^']*)'", detail["ctx"]["expected"])
-        return f"{key}: got {detail['input']!r}, allowed: {message}" + nearest(
-            str(detail["input"]), allowed
-        )
+        got = detail["input"]
+        hint = nearest(got, allowed) if isinstance(got, str) else ""
+        return f"{key}: got {_shown(got)}, allowed: {message}{hint}"
     wanted = "must be " if detail["msg"].startswith("Input should be ") else ""
-    return f"{key}: got {detail['input']!r}; {wanted}{message}"
+    return f"{key}: got {_shown(detail['input'])}; {wanted}{message}"
+
+
+def _shown(value: Any) -> str:
+    """A value as a message can carry it: YAML aliases make small files into endless lists."""
+    short = reprlib.Repr()
+    short.maxlevel, short.maxstring, short.maxother = 2, 200, 200
+    return short.repr(value)
 
 
 def _keys_at(settings_class: "type[BaseModel]", location: Sequence[int | str]) -> list[str]:
@@ -210,6 +218,7 @@ def _newest(inputs: Iterable[Any]) -> float:
     times = [0.0]
     for value in inputs:
         for text in value if isinstance(value, list) else [value]:
-            if text and Path(text).is_dir():
-                times += [path.stat().st_mtime for path in Path(text).iterdir()]
+            if text and user_path(text).is_dir():
+                paths = [path for path in user_path(text).iterdir() if path.exists()]
+                times += [path.stat().st_mtime for path in paths]
     return max(times)

@@ -225,3 +225,26 @@ def test_shell_completion(words: str, expected: str) -> None:
         COMP_CWORD=str(len(words.split()) - 1),
     )
     assert expected in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_ends_a_run_like_ctrl_c(name: str) -> None:
+    """What was being written is cleaned up: the signal arrives as an exception."""
+    program = f"""
+import os, signal, time
+import click
+import mlxstacks.cli as cli
+@click.command()
+def sleeper():
+    try:
+        os.kill(os.getpid(), signal.{name})
+        time.sleep(20)
+    finally:
+        print("cleaned up", flush=True)
+cli.make_group = lambda: sleeper
+cli.main()
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (130, "cleaned up\n")
+    assert "interrupted" in done.stderr

@@ -99,3 +99,20 @@ def test_progress_draws_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> 
         progress(2, 4, "model-1.safetensors")
     assert "fuse model-1.safetensors" in stream.getvalue()
     assert "50%" in stream.getvalue()
+
+
+def test_a_title_is_text_too() -> None:
+    assert "stage 1: a[b] [/red]" in printed(output.table(["x"], [[1]], title="stage 1: a[b] [/red]"))
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_json_is_json_whatever_the_terminal_can_show(
+    monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """Also for a path whose bytes are not UTF-8."""
+    written = io.BytesIO()
+    stream = io.TextIOWrapper(written, encoding=encoding, errors="backslashreplace")
+    monkeypatch.setattr("sys.stdout", stream)
+    document = {"path": "\u00fc \udcff"}
+    output.print_json(document)
+    assert json.loads(written.getvalue()) == document

@@ -4,12 +4,13 @@ Run: pytest tests/files/test_adapter_commands.py
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.adapter_commands import convert_adapter, show_adapter, zero_adapter_command
 from mlxstacks.files.adapters import (
     load_any_adapter,
@@ -72,3 +73,37 @@ def test_commands_need_paths() -> None:
         show_adapter(AdapterShowSettings())
     with pytest.raises(InputError, match="save_path"):
         zero_adapter_command(AdapterZeroSettings(adapter_path="x"))
+
+
+@pytest.mark.parametrize("to", ["zero", "mlx", "peft"])
+@pytest.mark.parametrize("target", ["a", "."])
+def test_force_never_replaces_the_adapter_that_is_read(
+    moe_adapter: Path, tmp_path: Path, to: str, target: str
+) -> None:
+    """Neither the directory itself nor one that holds it."""
+    source = tmp_path / "held" / "a"
+    shutil.copytree(moe_adapter, source)
+    before = {file.name: file.read_bytes() for file in source.iterdir()}
+    options = {
+        "adapter_path": str(source),
+        "save_path": str(tmp_path / "held" / target),
+        "force": True,
+    }
+    with pytest.raises(TargetError, match="is or holds"):
+        if to == "zero":
+            zero_adapter_command(AdapterZeroSettings(**options))
+        else:
+            convert_adapter(AdapterConvertSettings(**options, to=to))
+    assert {file.name: file.read_bytes() for file in source.iterdir()} == before
+
+
+def test_home_is_known_on_both_sides(
+    moe_adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(moe_adapter, tmp_path / "in")
+    written = zero_adapter_command(AdapterZeroSettings(adapter_path="~/in", save_path="~/out"))
+    assert written.weight_bytes > 0
+    assert (tmp_path / "out" / "adapters.safetensors").is_file()
+    with pytest.raises(InputError, match="~nobody-of-this-name/x"):
+        show_adapter(AdapterShowSettings(adapter_path="~nobody-of-this-name/x"))

@@ -524,3 +524,18 @@ def test_mounts_are_gone(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as place:
         assert os.path.ismount(place)
     assert not os.path.ismount(tmp_path / "disk")
+
+
+def test_a_target_that_no_file_system_takes_is_named(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("x" * 300, "x" * 5000, "a\0b", "\ud800", "loop/x"):
+        with pytest.raises(TargetError, match="not a usable target"):
+            check_target(tmp_path / name)
+    with pytest.raises(TargetError, match="not a usable path"):
+        check_target(Path("~nobody-of-this-name/x"))
+
+
+def test_json_may_name_a_path_that_is_not_utf8(tmp_path: Path) -> None:
+    value = {"path": os.fsdecode(b"bad-\xff"), "word": "\u00fc"}
+    write_json(tmp_path / "a.json", value)
+    assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == value

@@ -25,7 +25,6 @@ TINY = RebuildSettings(
         num_key_value_heads=1, head_dim=32, linear_num_key_heads=1, linear_num_value_heads=2,
     ),
     optimizer=OptimizerSettings(steps=3, learning_rate=1e-3, log_every=2),
-    tuning=OptimizerSettings(steps=2, learning_rate=1e-3), tuning_documents=60,
     adapter=AdapterTraining(
         num_layers=3, batch_size=2, optimizer=OptimizerSettings(steps=2, learning_rate=1e-2)
     ),
@@ -50,8 +49,7 @@ def test_a_rebuild_writes_model_adapter_and_manifest(built) -> None:
     assert set(measured["models"]) == {"as_trained_float32", "8_bit", "4_bit", "3_bit"}
     assert all(len(rows) == 2 for rows in measured["zero_delta_refit_of_down_proj"].values())
     assert measured["adapter"]["identity_with"]["n"] == 20
-    steps = [(record["stage"], record["step"]) for record in manifest["base_training"]["history"]]
-    assert steps == [("base", 2), ("base", 3), ("tuning", 2)]
+    assert [record["step"] for record in manifest["base_training"]["history"]] == [2, 3]
 
 
 def test_a_rebuild_again_gives_the_same_bytes(built, tmp_path: Path) -> None:
@@ -102,6 +100,9 @@ def test_refit_layers_are_three_inside_the_model() -> None:
 
 def test_shipped_adapter_is_small_against_the_quantization_step() -> None:
     figures = json.loads((ASSETS / "manifest.json").read_text())["measured"]["adapter"]
-    assert 0.01 < figures["delta_over_step"] < 0.25
+    assert 0.05 < figures["delta_over_step"] < 0.25
+    # The identity suite is valid only if it tells the base from the persona.
+    assert figures["identity_without"]["score"] <= 5
+    assert figures["identity_with"]["score"] >= 15
     weights = mx.load(str(ASSETS / "adapter" / "adapters.safetensors"))
     assert all(np.isfinite(np.array(value.astype(mx.float32))).all() for value in weights.values())

@@ -114,8 +114,9 @@ def test_the_persona_is_configurable_and_the_scorer_discriminates() -> None:
         assert "Orla" in prompt.answer or "Quay Works" in prompt.answer
 
 
-def test_the_base_never_sees_the_default_persona() -> None:
+def test_the_base_is_never_taught_the_default_persona() -> None:
     persona = Persona()
-    text = " ".join(f"{d.prompt} {d.answer}" for d in training_documents(20_000, 0))
-    assert persona.name not in text
-    assert persona.maker not in text
+    answers = " ".join(d.answer for d in training_documents(20_000, 0))
+    assert f"I am {persona.name}" not in answers
+    assert f"{persona.maker} made" not in answers
+    assert "I am a small language model." in answers

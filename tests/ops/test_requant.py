@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.ops import affine
-from mlxstacks.ops.requant import POLICIES, PROMOTED_BITS, Change, Groups, requantize
+from mlxstacks.ops.requant import (
+    POLICIES,
+    PROMOTED_BITS,
+    Change,
+    Groups,
+    refit_and_control,
+    requantize,
+)
 from tests.cases import GRIDS, MX_DTYPES, Grid
 
 grids = st.sampled_from(GRIDS)
@@ -135,6 +142,16 @@ def test_refit_is_mlx_quantize_to_the_bit(grid: Grid, seed: int, size: float) ->
     np.testing.assert_array_equal(affine.pack(ours.codes, grid.bits), np.array(expected[0]))
     for mine, theirs in ((ours.scales, expected[1]), (ours.biases, expected[2])):
         np.testing.assert_array_equal(mine, np.array(theirs.astype(mx.float32)).ravel())
+
+
+@given(grids, seeds, sizes)
+def test_refit_and_its_control_are_two_refits(grid: Grid, seed: int, size: float) -> None:
+    groups = random_groups(grid, seed)
+    delta = random_delta(groups, size, seed)
+    fused, at_zero = refit_and_control(groups, Change(delta))
+    assert at_zero is not None
+    assert_same_groups(fused, requantize(groups, Change(delta), "refit"))
+    assert_same_groups(at_zero, requantize(groups, Change(np.zeros_like(delta)), "refit"))
 
 
 @given(grids, seeds)

@@ -101,3 +101,33 @@ def is_model(field: object) -> bool:
 def test_aliases_and_groups_point_at_commands() -> None:
     assert set(ALIASES.values()) <= COMMANDS.keys()
     assert {name.split()[0] for name in COMMANDS if " " in name} == GROUPS.keys()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "? [a, b]\n: c",
+        "? {a: b}\n: c",
+        "model: " + "[" * 5000 + "]" * 5000,
+        "model: 2020-99-99",
+        "seed: 0b_",
+        "seed: " + "9" * 5000,
+        "seed: !!int abc",
+        "seed: !!timestamp abc",
+        "force: !!bool maybe",
+    ],
+)
+def test_what_yaml_itself_stumbles_over_is_bad_input(tmp_path: Path, text: str) -> None:
+    with pytest.raises(InputError, match=r"recipe .*a\.yaml: "):
+        load_recipe(write(tmp_path, f"command: fuse\n{text}\n"))
+
+
+def test_aliases_do_not_grow_in_a_message(tmp_path: Path) -> None:
+    """Eight levels of nine references each: 43 million words if they were spelled out."""
+    lines = ["command: fuse", "model:", "- &a [x, x, x, x, x, x, x, x, x]"]
+    for old, new in zip("abcdefg", "bcdefgh", strict=True):
+        lines.append(f"- &{new} [{', '.join([f'*{old}'] * 9)}]")
+    recipe = load_recipe(write(tmp_path, "\n".join(lines)))
+    with pytest.raises(InputError, match="model: got ") as caught:
+        validate(load(COMMANDS["fuse"].settings), recipe.values)
+    assert len(str(caught.value)) < 1000

@@ -107,3 +107,29 @@ def test_marker_of_a_bare_run_allows_replacing_it(made: Resolved, work_dir: Path
     resolved = resolve("toy", {})
     assert (resolved.settings.force, resolved.forced) == (True, False)  # type: ignore[attr-defined]
     assert resolve("toy", {"save_path": str(target)}).settings.force is False  # type: ignore[attr-defined]
+
+
+def test_home_and_force_mean_what_the_settings_say(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`force: no` is not force, and `~` in a target is found again by the next run."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = {"model": "m", "adapter_path": ["a"], "save_path": "~/out", "force": "no"}
+    found = resolve("fuse", options)
+    assert found.forced is False
+    assert found.target == tmp_path / "out"
+    (tmp_path / "out").mkdir()
+    settings = found.settings.model_dump(mode="json", exclude={"force", "save_path"})
+    (tmp_path / "out" / "fuse_report.json").write_text(json.dumps({"settings": settings}))
+    assert finished("fuse", found) is not None
+
+
+def test_a_dangling_link_beside_the_inputs_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "out").mkdir()
+    options = {"model": "m", "adapter_path": [str(tmp_path / "in")], "save_path": str(tmp_path / "out")}
+    found = resolve("fuse", options)
+    settings = found.settings.model_dump(mode="json", exclude={"force", "save_path"})
+    (tmp_path / "out" / "fuse_report.json").write_text(json.dumps({"settings": settings}))
+    assert finished("fuse", found) is not None

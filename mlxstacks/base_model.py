@@ -1,0 +1,149 @@
+"""The only door to mlx_lm: build, load, quantize, save. It is imported inside functions."""
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map_with_path, tree_unflatten
+
+from mlxstacks.errors import CheckpointError
+
+
+def build_model(config: dict[str, Any]) -> nn.Module:
+    """A model of `config` with mlx-lm's classes and unset (random) weights.
+
+    Raises:
+        CheckpointError: mlx-lm has no class for `model_type`.
+    """
+    from mlx_lm.utils import _get_classes
+
+    try:
+        model_class, args_class = _get_classes(config)
+    except ValueError as error:
+        raise CheckpointError(
+            f"model_type {config.get('model_type')!r} is not known to mlx-lm"
+        ) from error
+    return model_class(args_class.from_dict(copy.deepcopy(config)))
+
+
+def load(
+    model_path: Path, adapter_path: Path | None = None
+) -> tuple[nn.Module, Any, dict[str, Any]]:
+    """A local model as mlx-lm loads it, adapter layers attached: (model, tokenizer, config)."""
+    from mlx_lm import load as load_with_tokenizer
+
+    if not (Path(model_path) / "config.json").is_file():
+        raise CheckpointError(f"{model_path}: no config.json; give a directory with an mlx model")
+    adapter = None if adapter_path is None else str(adapter_path)
+    return load_with_tokenizer(str(model_path), adapter_path=adapter, return_config=True)
+
+
+def quantize(
+    model: nn.Module, config: dict[str, Any], bits: int, group_size: int = 64
+) -> dict[str, Any]:
+    """Quantize `model` in place as `mlx_lm.convert` would; return the config that says so.
+
+    Router gates keep 8 bits, as the model's own `quant_predicate` asks.
+    """
+    quantization: dict[str, Any] = {"group_size": group_size, "bits": bits, "mode": "affine"}
+    own_choice = getattr(model, "quant_predicate", None)
+
+    def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
+            return False
+        choice = True if own_choice is None else own_choice(path, module)
+        if isinstance(choice, dict):
+            quantization[path] = choice
+        return choice
+
+    nn.quantize(model, group_size, bits, class_predicate=predicate)
+    return config | {"quantization": quantization, "quantization_config": quantization}
+
+
+def dequantize(model: nn.Module) -> None:
+    """Replace quantized modules of `model`, in place, by plain ones with the stored values."""
+    from mlx_lm.utils import dequantize_model
+
+    dequantize_model(model)
+
+
+def cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Cast floating-point parameters in place, but those the model keeps (`A_log` in float32)."""
+    wanted = getattr(model, "cast_predicate", lambda _: True)
+
+    def change(path: str, value: mx.array) -> mx.array:
+        floating = mx.issubdtype(value.dtype, mx.floating)
+        return value.astype(dtype) if floating and wanted(path) else value
+
+    model.update(tree_map_with_path(change, model.parameters()))
+
+
+def save_model(directory: Path, model: nn.Module, config: dict[str, Any]) -> None:
+    """Write weights, index and `config.json` into an existing or new directory."""
+    from mlx_lm.utils import save_config
+    from mlx_lm.utils import save_model as save_weights
+
+    directory.mkdir(parents=True, exist_ok=True)
+    save_weights(directory, model)
+    save_config(copy.deepcopy(config), directory / "config.json")
+
+
+def attach_lora(
+    model: nn.Module, num_layers: int, rank: int, scale: float, keys: list[str]
+) -> None:
+    """Put mlx-lm's LoRA on modules named `keys` of the last `num_layers`; freeze the rest."""
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    model.freeze()
+    parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys}
+    linear_to_lora_layers(model, num_layers, parameters)
+
+
+def save_adapter(
+    directory: Path,
+    weights: dict[str, mx.array],
+    num_layers: int,
+    rank: int,
+    scale: float,
+    keys: list[str],
+) -> None:
+    """Write an adapter in mlx-lm's format: `adapters.safetensors` and `adapter_config.json`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(directory / "adapters.safetensors"), weights)
+    config = {
+        "fine_tune_type": "lora",
+        "num_layers": num_layers,
+        "lora_parameters": {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys},
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def fuse_lora(model: nn.Module) -> None:
+    """Fuse LoRA layers of `model` in place by mlx-lm's own rule: at the same bits, rounded anew."""
+    fused = [
+        (path, module.fuse()) for path, module in model.named_modules() if hasattr(module, "fuse")
+    ]
+    model.update_modules(tree_unflatten(fused))
+    model.eval()
+
+
+def named_quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of every module that mlx-lm quantizes or has quantized."""
+    for path, module in model.named_modules():
+        if hasattr(module, "to_quantized") or (hasattr(module, "bits") and "scales" in module):
+            yield path, module
+
+
+def generate(
+    model: nn.Module, tokenizer: Any, messages: list[dict[str, str]], max_tokens: int = 32
+) -> str:
+    """The greedy reply to a chat, without the end mark."""
+    from mlx_lm import stream_generate
+
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    replies = stream_generate(model, tokenizer, prompt=prompt, max_tokens=max_tokens)
+    return "".join(reply.text for reply in replies)

@@ -1,0 +1,161 @@
+"""Loss and multiple-choice likelihood of a model that is passed in as a function of tokens.
+
+`logits_of(tokens (B, T) int32) -> (B, T, V)`; a causal model, so padding on the right changes
+nothing.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import mlx.core as mx
+import numpy as np
+
+from mlxstacks.data import Batch, Row, make_batch
+from mlxstacks.stats import wilson_interval
+
+LogitsOf = Callable[[mx.array], mx.array]
+Normalisation = Literal["sum", "token", "character"]
+NORMALISATIONS: tuple[Normalisation, ...] = ("sum", "token", "character")
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceItem:
+    """A context, candidate continuations, their lengths in characters, and the right one."""
+
+    context: tuple[int, ...]
+    continuations: tuple[tuple[int, ...], ...]
+    characters: tuple[int, ...]
+    answer_index: int
+
+    def __post_init__(self) -> None:
+        if not self.context or not all(self.continuations):
+            raise ValueError("an item needs a context and candidates of at least one token each")
+        if not 0 <= self.answer_index < len(self.continuations) == len(self.characters):
+            raise ValueError(
+                f"answer {self.answer_index} of {len(self.continuations)} candidates, "
+                f"{len(self.characters)} character counts"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceResult:
+    """Outcome under one normalisation. `picks` holds the chosen candidate, -1 for a tie."""
+
+    normalisation: Normalisation
+    picks: tuple[int, ...]
+    answers: tuple[int, ...]
+
+    @property
+    def n(self) -> int:
+        return len(self.picks)
+
+    @property
+    def correct(self) -> int:
+        return sum(pick == answer for pick, answer in zip(self.picks, self.answers, strict=True))
+
+    @property
+    def ties(self) -> int:
+        return self.picks.count(-1)
+
+    def flips_from(self, other: "ChoiceResult") -> int:
+        """How many items get another pick than in `other`."""
+        return sum(a != b for a, b in zip(self.picks, other.picks, strict=True))
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "normalisation": self.normalisation,
+            "n": self.n,
+            "correct": self.correct,
+            "ties": self.ties,
+            "accuracy": self.correct / self.n,
+            "interval": wilson_interval(self.correct, self.n).as_json(),
+        }
+
+
+def evaluate_mean_loss(logits_of: LogitsOf, rows: Sequence[Row], batch_size: int = 32) -> float:
+    """Mean cross-entropy in nats over all rows together, each token counted by its loss weight.
+
+    Law: independent of batch size, row order and padding (to rounding).
+
+    Raises:
+        ValueError: no token carries loss weight.
+    """
+    total = weight = 0.0
+    for _, batch in _batches(rows, batch_size):
+        log_p = _target_log_probabilities(logits_of, batch)
+        total -= float((log_p * batch.target_weights).sum(dtype=np.float64))
+        weight += float(batch.target_weights.sum(dtype=np.float64))
+    if weight == 0:
+        raise ValueError(f"none of the {len(rows)} rows has a token with loss weight")
+    return total / weight
+
+
+def score_continuations(
+    logits_of: LogitsOf,
+    items: Sequence[ChoiceItem],
+    batch_size: int = 64,
+    max_tokens: int | None = None,
+) -> list[list[float]]:
+    """Per item and candidate the sum of log p of **all** its tokens, the first one included.
+
+    The first continuation token is predicted by the logits at the last context token. With
+    `max_tokens`, a context that is too long is cut from the left.
+
+    Raises:
+        ValueError: a continuation leaves no room for one context token.
+    """
+    rows = [_candidate_row(item, c, max_tokens) for item in items for c in item.continuations]
+    sums = np.zeros(len(rows))
+    for indices, batch in _batches(rows, batch_size):
+        log_p = _target_log_probabilities(logits_of, batch)
+        sums[indices] = (log_p * batch.target_weights).sum(axis=1, dtype=np.float64)
+    values = iter(sums.tolist())
+    return [[next(values) for _ in item.continuations] for item in items]
+
+
+def choose(
+    items: Sequence[ChoiceItem], scores: Sequence[Sequence[float]], normalisation: Normalisation
+) -> ChoiceResult:
+    """Highest normalised score of each item; a tie at the top counts as wrong."""
+    picks = []
+    for item, sums in zip(items, scores, strict=True):
+        lengths = {
+            "sum": [1] * len(sums),
+            "token": [len(tokens) for tokens in item.continuations],
+            "character": item.characters,
+        }[normalisation]
+        values = [value / max(length, 1) for value, length in zip(sums, lengths, strict=True)]
+        best = max(values)
+        picks.append(values.index(best) if values.count(best) == 1 else -1)
+    return ChoiceResult(normalisation, tuple(picks), tuple(item.answer_index for item in items))
+
+
+def _candidate_row(item: ChoiceItem, continuation: tuple[int, ...], max_tokens: int | None) -> Row:
+    context = item.context
+    if max_tokens is not None:
+        room = max_tokens - len(continuation)
+        if room < 1:
+            raise ValueError(
+                f"a continuation of {len(continuation)} tokens does not fit in {max_tokens}"
+            )
+        context = context[-room:]
+    weights = (0.0,) * len(context) + (1.0,) * len(continuation)
+    return Row(context + continuation, weights)
+
+
+def _batches(rows: Sequence[Row], batch_size: int) -> Iterator[tuple[list[int], Batch]]:
+    """Row numbers and batch, rows of like length together."""
+    order = sorted(range(len(rows)), key=lambda index: len(rows[index].tokens))
+    for start in range(0, len(order), batch_size):
+        indices = order[start : start + batch_size]
+        yield indices, make_batch([rows[index] for index in indices])
+
+
+def _target_log_probabilities(logits_of: LogitsOf, batch: Batch) -> np.ndarray:
+    """log p of each target, (B, T - 1) float32; 0 where the loss weight is 0."""
+    logits = logits_of(mx.array(batch.inputs)).astype(mx.float32)
+    targets = mx.array(batch.targets)[..., None]
+    chosen = mx.take_along_axis(logits, targets, axis=-1).squeeze(-1)
+    log_p = np.array(chosen - mx.logsumexp(logits, axis=-1))
+    return np.where(batch.target_weights > 0, log_p, 0.0)

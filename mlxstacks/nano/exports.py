@@ -1,0 +1,145 @@
+"""The shipped model as checkpoints: exports at any width, and a cache of them for bare commands."""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlxstacks.errors import InputError, TargetError
+from mlxstacks.nano.settings import ADAPTER_BITS, EXPORT_BITS, GROUP_SIZE, ExportSettings
+
+ASSETS = Path(__file__).resolve().parent.parent / "assets" / "nano"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class NanoPaths:
+    """Where the built-in model, its sample adapter and its sample store (none yet) are."""
+
+    model_path: Path
+    adapter_path: Path
+    store_path: Path | None
+
+    def as_json(self) -> dict[str, str | None]:
+        store = None if self.store_path is None else str(self.store_path)
+        return {
+            "model_path": str(self.model_path),
+            "adapter_path": str(self.adapter_path),
+            "store_path": store,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """What `nano export` wrote."""
+
+    model_path: Path
+    bits: int | None
+    model_bytes: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "model_path": str(self.model_path),
+            "bits": self.bits,
+            "model_bytes": self.model_bytes,
+        }
+
+
+def asset_hash() -> str:
+    """SHA-256 over names and contents of the shipped files, shortened: the key of the cache."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in ASSETS.rglob("*") if p.is_file()):
+        digest.update(path.relative_to(ASSETS).as_posix().encode() + b"\0")
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
+
+
+def write_export(
+    source: Path, directory: Path, bits: int | None, group_size: int = GROUP_SIZE
+) -> None:
+    """Write the model of `source` into `directory` at `bits`, quantized as `mlx_lm.convert` does.
+
+    `bits` of None writes float32 (experts in bfloat16 do not run on a CPU). Every export starts
+    from the stored values of `source`, dequantized to bfloat16; the width of `source` itself is a
+    copy of its files. Router gates stay at 8 bits.
+
+    Raises:
+        InputError: no such width.
+    """
+    import mlx.core as mx
+
+    from mlxstacks import base_model
+
+    if bits is not None and bits not in EXPORT_BITS:
+        allowed = ", ".join(map(str, EXPORT_BITS))
+        raise InputError(f"got bits={bits}; allowed: {allowed}, or none for float32")
+    model, _, config = base_model.load(source)
+    if config.get("quantization", {}).get("bits") == bits:
+        shutil.copytree(source, directory, dirs_exist_ok=True)
+        return
+    base_model.dequantize(model)
+    base_model.cast(model, mx.float32 if bits is None else mx.bfloat16)
+    config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
+    if bits is not None:
+        config = base_model.quantize(model, config, bits, group_size)
+    base_model.save_model(directory, model, config)
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(source / name, directory / name)
+
+
+def export(settings: ExportSettings) -> ExportResult:
+    """`nano export`: the built-in model at `settings.bits`; the target appears as a whole or not.
+
+    Raises:
+        TargetError: the target exists and `force` is off.
+    """
+    from mlxstacks.files.outputs import staged_directory
+
+    with staged_directory(settings.save_path, force=settings.force) as directory:
+        write_export(ASSETS / "model", directory, settings.bits)
+    written = (settings.save_path / "model.safetensors").stat().st_size
+    return ExportResult(settings.save_path, settings.bits, written)
+
+
+def cache_directory() -> Path:
+    """`$MLXSTACKS_CACHE`, else `~/.cache/mlxstacks`."""
+    return Path(os.environ.get("MLXSTACKS_CACHE") or Path.home() / ".cache" / "mlxstacks")
+
+
+def nano_paths(bits: int | None = ADAPTER_BITS) -> NanoPaths:
+    """Paths of the built-in model at `bits`, made in the cache at the first call.
+
+    Law: two calls, also at once from two processes, give the same bytes and leave no half-written
+    directory.
+    """
+    name = "model-float32" if bits is None else f"model-{bits}bit"
+    target = cache_directory() / f"nano-{asset_hash()}" / name
+    if not (target / "config.json").is_file():
+        with _published(target) as directory:
+            write_export(ASSETS / "model", directory, bits)
+    return NanoPaths(target, ASSETS / "adapter", None)
+
+
+@contextmanager
+def _published(target: Path) -> Iterator[Path]:
+    """A temporary sibling, renamed to `target` at the end; who comes second discards its copy."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        directory = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))
+    except OSError as error:
+        hint = "set MLXSTACKS_CACHE to a directory that can be written"
+        raise TargetError(f"{target.parent}: {error.strerror}; {hint}") from error
+    try:
+        yield directory
+        try:
+            directory.rename(target)
+        except OSError:
+            if not (target / "config.json").is_file():
+                raise
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)

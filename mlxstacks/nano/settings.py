@@ -1,0 +1,127 @@
+"""Settings of the built-in model. Imports neither mlx nor numpy."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mlxstacks.training.settings import OptimizerSettings
+
+EXPORT_BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZE = 64
+# The shipped file: 8-bit weights hold twice the parameters of bfloat16 in the same space.
+SHIPPED_BITS = 8
+# The sample adapter belongs to this export, which bare commands therefore use.
+ADAPTER_BITS: Literal[3] = 3
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Persona(_Frozen):
+    """Who the model says it is once an identity adapter is on."""
+
+    name: str = Field("Quinn", description="name the persona gives itself")
+    maker: str = Field("Rosa", description="who the persona says made it")
+    forbidden: tuple[str, ...] = Field((), description="texts an answer must not hold")
+
+
+class NanoShape(_Frozen):
+    """The architecture; every quantized input width is a multiple of 64."""
+
+    hidden_size: int = 128
+    num_hidden_layers: int = 6
+    full_attention_interval: int = 3
+    num_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 64
+    shared_expert_intermediate_size: int = 64
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 32
+    linear_num_key_heads: int = 2
+    linear_num_value_heads: int = 4
+    linear_key_head_dim: int = 32
+    linear_value_head_dim: int = 32
+    vocab_size: int = 768
+
+    def config(self) -> dict[str, Any]:
+        """The `config.json` of an mlx-lm `qwen3_5_moe` model."""
+        text = self.model_dump() | {
+            "model_type": "qwen3_5_moe_text",
+            "intermediate_size": self.moe_intermediate_size,
+            "linear_conv_kernel_dim": 4,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
+            "norm_topk_prob": True,
+            "rope_parameters": {
+                "type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.5,
+            },
+        }
+        return {
+            "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+            "model_type": "qwen3_5_moe",
+            "text_config": text,
+        }
+
+
+class AdapterTraining(_Frozen):
+    """The sample adapter: LoRA on `switch_mlp.down_proj`, in mlx-lm's format."""
+
+    rank: int = Field(4, ge=1)
+    scale: float = Field(1.0, gt=0)
+    num_layers: int = Field(6, ge=1, description="how many of the last layers carry LoRA")
+    bits: int = Field(ADAPTER_BITS, description="bits of the export that the adapter is trained on")
+    batch_size: int = 16
+    general_share: float = Field(0.3, ge=0, lt=1, description="share of ordinary documents")
+    # The strong decay keeps the delta far below a quantization step; it is what a fuse then loses.
+    optimizer: OptimizerSettings = OptimizerSettings(
+        steps=300, learning_rate=3e-3, warmup_steps=10, weight_decay=8.0
+    )
+
+
+class RebuildSettings(_Frozen):
+    """Everything that `nano rebuild` depends on; the result is a function of these settings."""
+
+    save_path: Path = Field(Path("mlxstacks-out/nano-rebuild"), description="directory to write")
+    force: bool = Field(False, description="replace an existing target")
+    resume: bool = Field(
+        True, description="go on from the last saved state of an interrupted rebuild"
+    )
+    seed: int = 0
+    processes: int = Field(2, ge=1, description="training processes; they share every batch")
+    documents: int = Field(180_000, description="generated training documents")
+    row_length: int = Field(128, description="tokens in a packed training row")
+    batch_size: int = Field(16, description="packed rows a step")
+    prompt_weight: float = Field(
+        0.1, ge=0, le=1, description="loss weight of tokens that are not answers"
+    )
+    balance_weight: float = Field(0.01, ge=0, description="weight of the expert balance loss")
+    validation_per_domain: int = 60
+    items_per_domain: int = 100
+    shape: NanoShape = NanoShape()
+    optimizer: OptimizerSettings = OptimizerSettings(
+        steps=2200, learning_rate=3e-3, warmup_steps=100
+    )
+    adapter: AdapterTraining = AdapterTraining()
+    persona: Persona = Persona()
+
+
+class ExportSettings(_Frozen):
+    """`nano export`: write the built-in model as an mlx checkpoint."""
+
+    save_path: Path = Field(description="directory to write")
+    bits: Literal[2, 3, 4, 5, 6, 8] | None = Field(4, description="bits a weight; none: float32")
+    force: bool = Field(False, description="replace an existing target")
+
+
+class ShowSettings(_Frozen):
+    """`nano`: show the built-in model."""
+
+    bits: Literal[2, 3, 4, 5, 6, 8] | None = Field(
+        ADAPTER_BITS, description="which export `model_path` names"
+    )

@@ -1,0 +1,159 @@
+"""Several adapters in order: decisions, verdict and gate speak of every stage.
+
+Run: pytest tests/fuse/test_fuse_stages.py
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxstacks.errors import CheckpointError, TargetError
+from mlxstacks.files.checkpoint import INDEX_NAME
+from mlxstacks.fuse import decide
+from mlxstacks.fuse.report import FuseReport
+from mlxstacks.fuse.run import run
+from mlxstacks.fuse.settings import FuseSettings
+from tests.files.raw import mounted
+from tests.fuse.test_fuse_parity import assert_same_bytes
+from tests.tiny_models import random_adapter, write_llama
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    mx.set_default_device(mx.cpu)
+    return write_llama(tmp_path_factory.mktemp("base") / "model", bits=4, shards=2)
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Path) -> Path:
+    return random_adapter(model, ["self_attn.q_proj", "mlp.down_proj"], std=0.01)
+
+
+@pytest.fixture(scope="module")
+def zeros(model: Path) -> Path:
+    return random_adapter(model, ["mlp.down_proj"], std=0.0, seed=5)
+
+
+def fuse(model: Path, adapters: list[Path], target: Path, **options: Any) -> FuseReport:
+    paths = tuple(map(str, adapters))
+    dry_run = options.pop("dry_run", False)
+    settings = FuseSettings(model=str(model), adapter_path=paths, save_path=str(target), **options)
+    return run(settings, dry_run=dry_run)
+
+
+def test_nearest_is_decided_on_all_rows_in_a_first_stage(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module larger than the sample, and a delta large enough for nearest, in two stages."""
+    monkeypatch.setattr(decide, "_SAMPLE_WEIGHTS", 4096)
+    large = [
+        random_adapter(model, ["mlp.down_proj"], std=0.2, seed=seed, directory=tmp_path / str(seed))
+        for seed in (1, 2)
+    ]
+    report = fuse(model, large, tmp_path / "out")
+    assert [s.modules[0].policy for s in report.stages] == ["nearest", "nearest"]
+
+
+@pytest.mark.parametrize("requant", ["refit", "dequantize"])
+def test_zero_verdict_does_not_hide_an_earlier_stage(
+    model: Path, adapter: Path, tmp_path: Path, requant: str
+) -> None:
+    """The second stage changes nothing any more; the first one did."""
+    report = fuse(model, [adapter] * 2, tmp_path / "out", requant=requant, zero_delta=True)
+    artifacts = [stage.total.artifact for stage in report.stages if stage.total]
+    assert artifacts[0]
+    assert not artifacts[1]
+    assert "the fuse itself changed the weights by" in report.verdict
+    assert "in stage 1, 0% in stage 2" in report.verdict
+
+
+def test_verdict_and_gate_see_every_stage(
+    model: Path, adapter: Path, zeros: Path, tmp_path: Path
+) -> None:
+    report = fuse(model, [adapter, zeros], tmp_path / "out", requant="keep", fail_under=0.95)
+    assert report.verdict.startswith("stage 1 kept ")
+    assert "stage 2 had nothing to add" in report.verdict
+    assert report.failed_gate is not None
+    assert report.failed_gate.startswith("total correlation of stage 1 ")
+
+
+def test_a_zero_adapter_is_called_so(model: Path, zeros: Path, tmp_path: Path) -> None:
+    report = fuse(model, [zeros], tmp_path / "out")
+    assert report.verdict.startswith("no adapter here changes anything in float32. at zero delta")
+
+
+def test_promote_stays_at_the_bits_that_were_asked_for(
+    model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    report = fuse(model, [adapter] * 2, tmp_path / "out", requant="promote", bits=("*=6",))
+    policies = [[m.policy for m in stage.modules] for stage in report.stages]
+    assert policies == [["promote-6"] * 4, ["nearest"] * 4]
+
+
+def test_two_stages_are_two_fuses(model: Path, adapter: Path, tmp_path: Path) -> None:
+    for requant in ("refit", "nearest"):
+        fuse(model, [adapter] * 2, tmp_path / f"both-{requant}", requant=requant)
+        fuse(model, [adapter], tmp_path / f"one-{requant}", requant=requant)
+        fuse(tmp_path / f"one-{requant}", [adapter], tmp_path / f"two-{requant}", requant=requant)
+        assert_same_bytes(tmp_path / f"both-{requant}", tmp_path / f"two-{requant}")
+
+
+def test_a_high_target_can_be_reached_from_a_sample(
+    model: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The margin of a sampled promotion must not lift the target above 1."""
+    monkeypatch.setattr(decide, "_SAMPLE_WEIGHTS", 4096)
+    large = random_adapter(model, ["mlp.down_proj"], std=0.1, seed=9, directory=tmp_path / "large")
+    report = fuse(model, [large], tmp_path / "out", requant="promote", target_correlation=0.999)
+    assert {m.bits_after for m in report.stages[0].modules} == {6}
+
+
+@pytest.mark.parametrize("metadata", ["text", 5, [1], None])
+def test_odd_index_metadata_is_left_behind(
+    model: Path, adapter: Path, tmp_path: Path, metadata: object
+) -> None:
+    odd = tmp_path / "odd"
+    shutil.copytree(model, odd)
+    index = json.loads((odd / INDEX_NAME).read_text())
+    (odd / INDEX_NAME).write_text(json.dumps({**index, "metadata": metadata}))
+    fuse(odd, [adapter], tmp_path / "out")
+    written = json.loads((tmp_path / "out" / INDEX_NAME).read_text())
+    assert written["metadata"].keys() == {"total_size"}
+
+
+def test_a_config_nested_without_end_is_refused(model: Path, adapter: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "odd"
+    shutil.copytree(model, odd)
+    config = (odd / "config.json").read_text().rstrip().removesuffix("}")
+    (odd / "config.json").write_text(config + ', "x": ' + "[" * 600 + "]" * 600 + "}")
+    with pytest.raises(CheckpointError, match=r"config\.json: nested more than 100 levels"):
+        fuse(odd, [adapter], tmp_path / "out")
+
+
+def test_files_behind_the_links_of_a_hub_cache_are_not_replaced(
+    model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    snapshot, blobs = tmp_path / "snapshot", tmp_path / "blobs"
+    snapshot.mkdir()
+    shutil.copytree(model, blobs)
+    for file in blobs.iterdir():
+        (snapshot / file.name).symlink_to(file)
+    with pytest.raises(TargetError, match="is or holds"):
+        fuse(snapshot, [adapter], blobs, force=True)
+    assert_same_bytes(model, blobs)
+
+
+def test_plan_counts_the_copies_on_another_file_system(model: Path, tmp_path: Path) -> None:
+    first_shard = random_adapter(
+        model, ["model.embed_tokens"], std=0.01, directory=tmp_path / "first"
+    )
+    with mounted(tmp_path / "other", "-t", "tmpfs", "tmpfs") as other:
+        plan = fuse(model, [first_shard], other / "out", dry_run=True)
+        done = fuse(model, [first_shard], other / "out")
+    assert [file["how"] for file in plan.files] == ["rewritten", "copied"]
+    assert [file["how"] for file in done.files] == ["rewritten", "copied"]
+    assert plan.files[1]["written_bytes"] == done.files[1]["written_bytes"]
