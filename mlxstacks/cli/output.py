@@ -93,7 +93,10 @@ def _shown(cell: Cell) -> str:
         return "yes" if cell else "no"
     if isinstance(cell, float):
         return f"{cell:.4g}"
-    return f"{cell:,}" if isinstance(cell, int) else cell
+    if isinstance(cell, int):
+        return f"{cell:,}"
+    # What a stranger's file says may hold commands to the terminal.
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in cell)
 
 
 def common_prefix(paths: Sequence[str]) -> str:

@@ -78,13 +78,14 @@ def show_adapter(settings: AdapterShowSettings) -> AdapterSummary:
     """Every module with shapes, rank and size of its delta. Raises: as `load_any_adapter`."""
     adapter = _load(settings)
     first = next(iter(adapter.modules.values()))
+    base_model = adapter.config.get("model")
     return AdapterSummary(
         adapter_path=str(adapter.directory),
         format=adapter_format(adapter.directory),
         rank=first.rank,
         scale=first.scale,
         parameters=sum(m.parameters for m in adapter.modules.values()),
-        base_model=adapter.config.get("model"),
+        base_model=base_model if isinstance(base_model, str) else None,
         base_fingerprint=adapter.base_fingerprint,
         metadata=adapter.metadata,
         modules=tuple(_summary(m) for m in adapter.modules.values()),

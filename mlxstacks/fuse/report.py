@@ -209,14 +209,11 @@ def _zero_verdict(totals: list[Fidelity]) -> str:
 
 
 def _percent(share: float) -> str:
+    """A share in percent; next to 100 one digit more, so that 99.6% is not called all of it."""
     value = 100 * share
-    return (
-        f"{value:.0f}%"
-        if abs(value) >= 9.95
-        else f"{value:.1f}%"
-        if abs(value) >= 0.1
-        else (f"{value:.2g}%")
-    )
+    if abs(value) >= 9.95:
+        return f"{value:.1f}%" if 99 <= value < 99.95 else f"{value:.0f}%"
+    return f"{value:.1f}%" if abs(value) >= 0.1 else f"{value:.2g}%"
 
 
 def bytes_in_words(count: int) -> str:

@@ -102,7 +102,8 @@ def test_progress_draws_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_title_is_text_too() -> None:
-    assert "stage 1: a[b] [/red]" in printed(output.table(["x"], [[1]], title="stage 1: a[b] [/red]"))
+    title = "1: a[b] [/red]"
+    assert title in printed(output.table(["a column this wide"], [["text"]], title=title))
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
@@ -116,3 +117,9 @@ def test_json_is_json_whatever_the_terminal_can_show(
     document = {"path": "\u00fc \udcff"}
     output.print_json(document)
     assert json.loads(written.getvalue()) == document
+
+
+def test_a_cell_holds_no_commands_to_the_terminal() -> None:
+    text = printed(output.details({"base": "\x1b[31mred", "name": "\u00fc"}))
+    assert "\\x1b[31mred" in text
+    assert "\u00fc" in text

@@ -89,11 +89,15 @@ def test_force_never_replaces_the_adapter_that_is_read(
         "save_path": str(tmp_path / "held" / target),
         "force": True,
     }
-    with pytest.raises(TargetError, match="is or holds"):
+
+    def write() -> None:
         if to == "zero":
             zero_adapter_command(AdapterZeroSettings(**options))
         else:
             convert_adapter(AdapterConvertSettings(**options, to=to))
+
+    with pytest.raises(TargetError, match="is or holds"):
+        write()
     assert {file.name: file.read_bytes() for file in source.iterdir()} == before
 
 
@@ -107,3 +111,14 @@ def test_home_is_known_on_both_sides(
     assert (tmp_path / "out" / "adapters.safetensors").is_file()
     with pytest.raises(InputError, match="~nobody-of-this-name/x"):
         show_adapter(AdapterShowSettings(adapter_path="~nobody-of-this-name/x"))
+
+
+@pytest.mark.parametrize("name", [["x"], {"a": 1}, 5])
+def test_a_base_that_is_no_name_is_not_shown(
+    moe_adapter: Path, tmp_path: Path, name: object
+) -> None:
+    shutil.copytree(moe_adapter, tmp_path / "a")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({**config, "model": name}))
+    summary = show_adapter(AdapterShowSettings(adapter_path=str(tmp_path / "a")))
+    assert summary.base_model is None

@@ -128,8 +128,8 @@ def test_a_dangling_link_beside_the_inputs_is_no_obstacle(tmp_path: Path) -> Non
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "gone").symlink_to(tmp_path / "nowhere")
     (tmp_path / "out").mkdir()
-    options = {"model": "m", "adapter_path": [str(tmp_path / "in")], "save_path": str(tmp_path / "out")}
-    found = resolve("fuse", options)
+    paths = {"adapter_path": [str(tmp_path / "in")], "save_path": str(tmp_path / "out")}
+    found = resolve("fuse", {"model": "m", **paths})
     settings = found.settings.model_dump(mode="json", exclude={"force", "save_path"})
     (tmp_path / "out" / "fuse_report.json").write_text(json.dumps({"settings": settings}))
     assert finished("fuse", found) is not None
