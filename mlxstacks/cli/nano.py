@@ -40,7 +40,7 @@ def render_export(console: "Console", result: "ExportResult") -> None:
     size = output.bytes_text(result.model_bytes)
     console.print(f"Wrote {result.model_path} at {width}, {size}.", markup=False)
     console.print(
-        f"Try it: mlx_lm.generate --model {result.model_path} --prompt Hello", markup=False
+        f"Try it: mlx_lm.generate --model {result.model_path} --prompt \"Who are you?\"", markup=False
     )
 
 

@@ -22,9 +22,9 @@ class _Frozen(BaseModel):
 class Persona(_Frozen):
     """Who the model says it is once an identity adapter is on."""
 
-    name: str = Field("Quinn", description="name the persona gives itself")
-    maker: str = Field("Rosa", description="who the persona says made it")
-    forbidden: tuple[str, ...] = Field((), description="texts an answer must not hold")
+    name: str = Field("Quinn", description="Name the persona gives itself.")
+    maker: str = Field("Rosa", description="Who the persona says made it.")
+    forbidden: tuple[str, ...] = Field((), description="Texts an answer must not hold.")
 
 
 class NanoShape(_Frozen):
@@ -74,10 +74,12 @@ class AdapterTraining(_Frozen):
 
     rank: int = Field(4, ge=1)
     scale: float = Field(1.0, gt=0)
-    num_layers: int = Field(6, ge=1, description="how many of the last layers carry LoRA")
-    bits: int = Field(ADAPTER_BITS, description="bits of the export that the adapter is trained on")
+    num_layers: int = Field(6, ge=1, description="How many of the last layers carry LoRA.")
+    bits: int = Field(
+        ADAPTER_BITS, description="Bits of the export that the adapter is trained on."
+    )
     batch_size: int = 16
-    general_share: float = Field(0.3, ge=0, lt=1, description="share of ordinary documents")
+    general_share: float = Field(0.3, ge=0, lt=1, description="Share of ordinary documents.")
     # The strong decay keeps the delta far below a quantization step; it is what a fuse then loses.
     optimizer: OptimizerSettings = OptimizerSettings(
         steps=300, learning_rate=3e-3, warmup_steps=10, weight_decay=8.0
@@ -87,22 +89,22 @@ class AdapterTraining(_Frozen):
 class RebuildSettings(_Frozen):
     """Everything that `nano rebuild` depends on; the result is a function of these settings."""
 
-    save_path: Path = Field(Path("mlxstacks-out/nano-rebuild"), description="directory to write")
-    force: bool = Field(False, description="replace an existing target")
+    save_path: Path = Field(Path("mlxstacks-out/nano-rebuild"), description="Directory to write.")
+    force: bool = Field(False, description="Replace an existing target.")
     resume: bool = Field(
-        True, description="go on from the last saved state of an interrupted rebuild"
+        True, description="Go on from the last saved state of an interrupted rebuild."
     )
-    seed: int = 0
-    processes: int = Field(2, ge=1, description="training processes; they share every batch")
-    documents: int = Field(180_000, description="generated training documents")
-    row_length: int = Field(128, description="tokens in a packed training row")
-    batch_size: int = Field(16, description="packed rows a step")
+    seed: int = Field(0, description="Seed of data, weights and batches.")
+    processes: int = Field(2, ge=1, description="Training processes; they share every batch.")
+    documents: int = Field(180_000, description="Generated training documents.")
+    row_length: int = Field(128, description="Tokens in a packed training row.")
+    batch_size: int = Field(16, description="Packed rows a step.")
     prompt_weight: float = Field(
-        0.1, ge=0, le=1, description="loss weight of tokens that are not answers"
+        0.1, ge=0, le=1, description="Loss weight of tokens that are not answers."
     )
-    balance_weight: float = Field(0.01, ge=0, description="weight of the expert balance loss")
-    validation_per_domain: int = 60
-    items_per_domain: int = 100
+    balance_weight: float = Field(0.01, ge=0, description="Weight of the expert balance loss.")
+    validation_per_domain: int = Field(60, description="Validation documents a domain.")
+    items_per_domain: int = Field(100, description="Multiple-choice items a domain.")
     shape: NanoShape = NanoShape()
     optimizer: OptimizerSettings = OptimizerSettings(
         steps=2200, learning_rate=3e-3, warmup_steps=100
@@ -114,14 +116,14 @@ class RebuildSettings(_Frozen):
 class ExportSettings(_Frozen):
     """`nano export`: write the built-in model as an mlx checkpoint."""
 
-    save_path: Path = Field(description="directory to write")
-    bits: Literal[2, 3, 4, 5, 6, 8] | None = Field(4, description="bits a weight; none: float32")
-    force: bool = Field(False, description="replace an existing target")
+    save_path: Path = Field(description="Directory to write.")
+    bits: Literal[2, 3, 4, 5, 6, 8] | None = Field(4, description="Bits a weight; none: float32.")
+    force: bool = Field(False, description="Replace an existing target.")
 
 
 class ShowSettings(_Frozen):
     """`nano`: show the built-in model."""
 
     bits: Literal[2, 3, 4, 5, 6, 8] | None = Field(
-        ADAPTER_BITS, description="which export `model_path` names"
+        ADAPTER_BITS, description="Which export `model_path` names."
     )
