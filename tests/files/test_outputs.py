@@ -528,9 +528,12 @@ def test_mounts_are_gone(tmp_path: Path) -> None:
 
 def test_a_target_that_no_file_system_takes_is_named(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for name in ("x" * 300, "x" * 5000, "a\0b", "\ud800", "loop/x"):
+    for name in ("x" * 300, "x" * 5000, "a\0b", "\ud800"):
         with pytest.raises(TargetError, match="not a usable target"):
             check_target(tmp_path / name)
+    # from Python 3.13 on a circle of links resolves to itself, and is then no directory
+    with pytest.raises(TargetError, match=r"not a usable target|a directory is needed"):
+        check_target(tmp_path / "loop" / "x")
     with pytest.raises(TargetError, match="not a usable path"):
         check_target(Path("~nobody-of-this-name/x"))
 
