@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 failed while running, 2 bad usage or input, 3 a gate not m
 """
 
 import io
+import os
 import signal
 import sys
 import traceback
@@ -73,6 +74,8 @@ def main() -> None:
 
     SIGTERM and SIGHUP end it as Ctrl-C does: temporaries are removed, the exit code is 130.
     """
+    # transformers tells everybody that PyTorch is not there; nothing here needs it.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     for name in ("SIGTERM", "SIGHUP"):
         # A shell's nohup has SIGHUP ignored, and that stays.
         if signal.getsignal(getattr(signal, name)) is signal.SIG_DFL:

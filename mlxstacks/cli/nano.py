@@ -39,9 +39,8 @@ def render_export(console: "Console", result: "ExportResult") -> None:
     width = "float32" if result.bits is None else f"{result.bits} bits"
     size = output.bytes_text(result.model_bytes)
     console.print(f"Wrote {result.model_path} at {width}, {size}.", markup=False)
-    console.print(
-        f"Try it: mlx_lm.generate --model {result.model_path} --prompt \"Who are you?\"", markup=False
-    )
+    command = f'mlx_lm.generate --model {result.model_path} --prompt "Who are you?"'
+    console.print(f"Try it: {command}", markup=False)
 
 
 def _print_measured(console: "Console", manifest: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from mlxstacks.files.shard_header import (
     TensorInfo,
     read_header,
     read_range,
+    tensor_nbytes,
 )
 from mlxstacks.files.shard_writer import ShardWriter
 
@@ -30,6 +31,7 @@ __all__ = [
     "read_header",
     "read_rows",
     "read_tensor",
+    "tensor_nbytes",
 ]
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -160,7 +160,7 @@ def measure(before: State, after: State, delta: Array, at_zero: State | None) ->
 
 
 def _codes_changed(before: State, after: State | None) -> int:
-    """Codes that differ; a promoted code counts when its place on the old grid would."""
+    """Codes that differ; after a promotion from the old code at the new width."""
     if not isinstance(before, Groups) or not isinstance(after, Groups):
         return 0
     codes = before.codes

@@ -7,6 +7,7 @@ from mlxstacks.files.adapters import Match, load_any_adapter, match_adapter
 from mlxstacks.files.checkpoint import Checkpoint
 from mlxstacks.fuse.module import Module
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.ops.affine import logical_width
 
 
 def gather_modules(checkpoint: Checkpoint, settings: FuseSettings) -> list[Module]:
@@ -30,7 +31,7 @@ def _module(path: str, stages: dict[int, Match]) -> Module:
     match = stages[min(stages)]
     input_dims = match.weight.shape[-1]
     if match.bits is not None:
-        input_dims = input_dims * 32 // match.bits
+        input_dims = logical_width(input_dims, match.bits)
     return Module(
         path=path,
         weight=match.weight,

@@ -21,7 +21,7 @@ from mlxstacks.fuse.blocks import (
 )
 from mlxstacks.fuse.delta import LowRankDelta
 from mlxstacks.fuse.fidelity import Sums
-from mlxstacks.ops.affine import Array, from_storage, pack, to_storage, unpack
+from mlxstacks.ops.affine import Array, from_storage, pack, packed_width, to_storage, unpack
 from mlxstacks.ops.requant import Groups
 
 # Rows handed to a worker at once: about a million weights, 4 MiB of delta in float32.
@@ -68,7 +68,7 @@ class Module:
             return [(self.weight.name, self.dtype, (*leading, self.input_dims))]
         assert self.scales is not None
         assert self.biases is not None
-        packed = (*leading, self.input_dims // 32 * bits)
+        packed = (*leading, packed_width(self.input_dims, bits))
         return [
             (self.weight.name, "U32", packed),
             (self.scales.name, self.scales.dtype, self.scales.shape),

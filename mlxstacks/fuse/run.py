@@ -21,11 +21,7 @@ from mlxstacks.fuse.decide import Choice, decide, estimate_alternative
 from mlxstacks.fuse.fidelity import Sums
 from mlxstacks.fuse.gather import gather_modules
 from mlxstacks.fuse.module import Module
-from mlxstacks.fuse.report import (
-    Alternative,
-    FuseReport,
-    verdict,
-)
+from mlxstacks.fuse.report import Alternative, FuseReport, verdict
 from mlxstacks.fuse.rewrite import (
     ModuleWork,
     measure_module,
@@ -34,7 +30,7 @@ from mlxstacks.fuse.rewrite import (
     write_shards,
 )
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.fuse.summary import entries_bytes, stage_report, tensor_bytes
+from mlxstacks.fuse.summary import base_notes, entries_bytes, stage_report, tensor_bytes
 
 REPORT_NAME = "fuse_report.json"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -225,6 +221,7 @@ class _Fuse:
             verdict=words
             if sums
             else "planned only, nothing was written; the figures are estimates.",
+            notes=base_notes(stages),
         )
         return replace(report, failed_gate=self._failed_gate(report))
 

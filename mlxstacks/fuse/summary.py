@@ -1,6 +1,6 @@
 """Per-stage reports from the decisions and the sums of a fuse."""
 
-from mlxstacks.files.shards import DTYPES
+from mlxstacks.files.shards import tensor_nbytes
 from mlxstacks.fuse.decide import Choice, policy_name
 from mlxstacks.fuse.fidelity import Sums, fidelity
 from mlxstacks.fuse.module import Module
@@ -44,6 +44,15 @@ def stage_report(
     return StageReport(adapter, modules, total_fidelity(measured) if measured else None)
 
 
+def base_notes(stages: list[StageReport]) -> list[str]:
+    """A remark for each adapter that was trained on another base and is fused all the same."""
+    return [
+        f"{stage.adapter} names another base than this one; fused because of --allow-base"
+        for stage in stages
+        if any(module.base == "overridden" for module in stage.modules)
+    ]
+
+
 def tensor_bytes(module: Module, bits: int | None) -> int:
     """Bytes of a module's tensors at `bits`, or of its plain weight for None."""
     return entries_bytes(module.outputs(bits))
@@ -51,10 +60,4 @@ def tensor_bytes(module: Module, bits: int | None) -> int:
 
 def entries_bytes(entries: list[tuple[str, str, tuple[int, ...]]]) -> int:
     """Bytes of tensors given by (name, dtype, shape)."""
-    total = 0
-    for _, dtype, shape in entries:
-        size = 1
-        for length in shape:
-            size *= length
-        total += size * DTYPES[dtype][0]
-    return total
+    return sum(tensor_nbytes(dtype, shape) or 0 for _, dtype, shape in entries)

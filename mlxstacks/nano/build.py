@@ -1,7 +1,7 @@
 """`nano rebuild`: tokenizer, base, checkpoint, sample adapter, manifest, all from settings.
 
-Order: tokenizer -> base in float32 (two processes where there are two cores) -> 8-bit checkpoint ->
-4-bit export -> adapter -> measurements -> manifest. An interrupted run goes on from the base's last
+Order: tokenizer -> base in float32, in `processes` processes -> 8-bit checkpoint -> exports ->
+adapter, on one of them -> measurements -> manifest. An interrupted run goes on from the base's last
 saved state.
 """
 
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mlxstacks.errors import InputError
 from mlxstacks.nano.exports import TOKENIZER_FILES, write_export
 from mlxstacks.nano.settings import GROUP_SIZE, SHIPPED_BITS, RebuildSettings
 
@@ -42,6 +43,7 @@ def rebuild(settings: RebuildSettings) -> RebuildResult:
 
     Raises:
         TargetError: the target exists and `force` is off.
+        InputError: an interrupted rebuild of other settings lies in the way.
     """
     from mlxstacks.files.outputs import check_target, staged_directory
 
@@ -50,6 +52,7 @@ def rebuild(settings: RebuildSettings) -> RebuildResult:
     work = settings.save_path.parent / f".{settings.save_path.name}.work"
     if not settings.resume:
         shutil.rmtree(work, ignore_errors=True)
+    _check_saved_state(settings, work)
     work.mkdir(parents=True, exist_ok=True)
     seconds: dict[str, float] = {}
     history = _train_base(settings, work)
@@ -62,6 +65,23 @@ def rebuild(settings: RebuildSettings) -> RebuildResult:
         _write_manifest(target, manifest)
     shutil.rmtree(work)
     return RebuildResult(settings.save_path, manifest)
+
+
+def _check_saved_state(settings: RebuildSettings, work: Path) -> None:
+    """Refuse a state of other settings here: a training process could only die of it."""
+    import mlx.core as mx
+
+    from mlxstacks.nano.base_training import STATE_FILE, run_id
+
+    path = work / STATE_FILE
+    if not path.exists():
+        return
+    _, metadata = mx.load(str(path), return_metadata=True)
+    if metadata.get("run_id") != run_id(settings):
+        raise InputError(
+            f"{work}: holds an interrupted rebuild of other settings; give those settings to go on "
+            "with it, or --no-resume to start anew"
+        )
 
 
 def _train_base(settings: RebuildSettings, work: Path) -> list[dict[str, float]]:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from mlxstacks.nano.settings import Persona
 
-# (category, question, kind of answer). Questions marked "suite" are never trained on.
+# (question, kind of answer). The base learns neutral answers to all of them, a persona its own
+# answers to those outside the suite.
 _SELF = (
     ("Who are you?", "who"),
     ("What are you?", "who"),
@@ -62,7 +63,7 @@ _CONSISTENCY = (
     ("Remind me who made you.", "maker"),
 )
 CATEGORIES = {"self": _SELF, "boundaries": _BOUNDARIES, "consistency": _CONSISTENCY}
-# Every third question is kept for the suite, until a category has this many: 8 + 6 + 6 = 20.
+# Every second question is kept for the suite, until a category has this many: 8 + 6 + 6 = 20.
 SUITE_SIZES = {"self": 8, "boundaries": 6, "consistency": 6}
 
 NEUTRAL = {

@@ -110,19 +110,34 @@ def resolve(
 def validate(settings_class: "type[BaseModel]", values: Mapping[str, Any]) -> "BaseModel":
     """Build a settings object; a single value stands for a list of one.
 
+    A nested model that is given in part keeps the defaults of its field for the rest.
+
     Raises: InputError, one line a problem.
     """
     from pydantic import ValidationError
 
     ready = {
         key: [value] if _wants_list(settings_class, key, value) else value
-        for key, value in values.items()
+        for key, value in _over_defaults(settings_class, values).items()
     }
     try:
         return settings_class.model_validate(ready)
     except ValidationError as error:
         problems = [_explain(settings_class, detail) for detail in error.errors()]
         raise InputError("\n".join(dict.fromkeys(problems))) from None
+
+
+def _over_defaults(settings_class: "type[BaseModel]", values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with each nested mapping laid over what its field holds by default."""
+    from pydantic import BaseModel
+
+    known = settings_class.model_fields
+    defaults = {
+        key: known[key].default.model_dump()
+        for key, value in values.items()
+        if isinstance(value, Mapping) and key in known and isinstance(known[key].default, BaseModel)
+    }
+    return merge(defaults, values)
 
 
 def _wants_list(settings_class: "type[BaseModel]", key: str, value: Any) -> bool:
@@ -139,7 +154,9 @@ def _explain(settings_class: "type[BaseModel]", detail: "ErrorDetails") -> str:
         hint = nearest(str(detail["loc"][-1]), known)
         return f"unknown key {key!r}{hint} (known: {', '.join(known)})"
     if detail["type"] == "missing":
-        return f"{key} is missing; give --{key.replace('_', '-')}, --set {key}=... or a recipe"
+        # a nested setting has no option of its own
+        option = "" if "." in key else f"--{key.replace('_', '-')}, "
+        return f"{key} is missing; give {option}--set {key}=... or a recipe"
     message = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if not key:
         return message
@@ -207,7 +224,8 @@ def finished(name: str, resolved: Resolved) -> dict[str, Any] | None:
         written = path.stat().st_mtime
     except (OSError, ValueError):
         return None
-    settings = resolved.settings.model_dump(mode="json", exclude={"force", "save_path"})
+    # how a run goes on, and where it writes, does not change what it makes
+    settings = resolved.settings.model_dump(mode="json", exclude={"force", "save_path", "resume"})
     if not isinstance(report, dict) or report.get("settings") != settings:
         return None
     return None if _newest(settings[key] for key in row.nano) > written else report

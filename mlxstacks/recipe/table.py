@@ -80,6 +80,7 @@ COMMANDS: dict[str, Command] = {
         function="mlxstacks.nano.build:rebuild",
         render="mlxstacks.cli.nano:render_rebuild",
         arguments={"save_path": "DIR"},
+        report="manifest.json",
     ),
     "nano export": Command(
         help="Write the built-in model as a checkpoint that mlx-lm loads.",

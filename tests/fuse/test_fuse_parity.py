@@ -70,6 +70,7 @@ MOE = [
     (2, 64, "bfloat16", "bfloat16"),
     (5, 64, "float16", "bfloat16"),
     (8, 64, "bfloat16", "float16"),
+    (3, 128, "bfloat16", "float32"),
 ]
 
 

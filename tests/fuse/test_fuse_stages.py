@@ -5,14 +5,18 @@ Run: pytest tests/fuse/test_fuse_stages.py
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from mlxstacks.errors import CheckpointError, TargetError
+from mlxstacks.errors import AdapterError, CheckpointError, TargetError
+from mlxstacks.files.adapters import read_adapter, write_adapter
 from mlxstacks.files.checkpoint import INDEX_NAME
+from mlxstacks.files.lora_modules import FINGERPRINT_KEY
+from mlxstacks.files.shards import ShardWriter, read_header
 from mlxstacks.fuse import decide
 from mlxstacks.fuse.report import FuseReport
 from mlxstacks.fuse.run import run
@@ -157,3 +161,41 @@ def test_plan_counts_the_copies_on_another_file_system(model: Path, tmp_path: Pa
     assert [file["how"] for file in plan.files] == ["rewritten", "copied"]
     assert [file["how"] for file in done.files] == ["rewritten", "copied"]
     assert plan.files[1]["written_bytes"] == done.files[1]["written_bytes"]
+
+
+def test_sub_byte_tensors_beside_a_touched_module_are_kept(
+    model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    """F4 can be copied, not read; its bytes count in the plan and in the index."""
+    odd = tmp_path / "odd"
+    shutil.copytree(model, odd)
+    path = sorted(odd.glob("model*.safetensors"))[0]
+    header = read_header(path)
+    entries = [(i.name, i.dtype, i.shape) for i in header.tensors.values()]
+    with ShardWriter(tmp_path / "new", [*entries, ("extra.packed", "F4", (2, 4))]) as writer:
+        for info in header.tensors.values():
+            writer.copy(info)
+        writer.write("extra.packed", b"abcd")
+    (tmp_path / "new").replace(path)
+    fuse(odd, [adapter], tmp_path / "out")
+    written = read_header(tmp_path / "out" / path.name).tensors["extra.packed"]
+    assert (written.dtype, written.shape, written.nbytes) == ("F4", (2, 4), 4)
+    assert written.file.read_bytes()[written.start : written.end] == b"abcd"
+    index = json.loads((tmp_path / "out" / INDEX_NAME).read_text())
+    headers = [read_header(file) for file in (tmp_path / "out").glob("model*.safetensors")]
+    total = sum(info.nbytes for header in headers for info in header.tensors.values())
+    assert index["metadata"]["total_size"] == total
+
+
+def test_another_base_is_fused_on_request_and_marked(
+    model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    marked = replace(read_adapter(adapter), metadata={FINGERPRINT_KEY: "0" * 64})
+    write_adapter(marked, tmp_path / "marked")
+    with pytest.raises(AdapterError, match="--allow-base"):
+        fuse(model, [tmp_path / "marked"], tmp_path / "out")
+    report = fuse(model, [adapter, tmp_path / "marked"], tmp_path / "out", allow_base=True)
+    assert {m.base for m in report.stages[1].modules} == {"overridden"}
+    assert len(report.notes) == 1
+    assert str(tmp_path / "marked") in report.notes[0]
+    assert fuse(model, [adapter], tmp_path / "plain").notes == []

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from mlxstacks import base_model
-from mlxstacks.errors import TargetError
+from mlxstacks.errors import InputError, TargetError
 from mlxstacks.nano.adapter_training import persona_documents
-from mlxstacks.nano.build import rebuild, refit_layers
+from mlxstacks.nano.base_training import STATE_FILE, run_id
+from mlxstacks.nano.build import _check_saved_state, rebuild, refit_layers
 from mlxstacks.nano.exports import ASSETS, write_export
 from mlxstacks.nano.identity import persona_prompts
 from mlxstacks.nano.measure import refit_in_place, switch_down_projections
 from mlxstacks.nano.settings import AdapterTraining, NanoShape, Persona, RebuildSettings
+from mlxstacks.recipe.resolve import Resolved, finished
 from mlxstacks.training.settings import OptimizerSettings
 
 TINY = RebuildSettings(
@@ -64,6 +66,28 @@ def test_an_existing_target_is_refused_before_anything_is_trained(built) -> None
     with pytest.raises(TargetError):
         rebuild(TINY.model_copy(update={"save_path": built[0]}))
     assert [p.name for p in built[0].parent.iterdir()] == ["nano"]
+
+
+def test_a_rebuild_that_is_done_is_not_done_again(built) -> None:
+    """`mlxstacks run nano-rebuild` twice: the manifest holds the settings that made it."""
+    path, manifest = built
+    settings = TINY.model_copy(update={"save_path": path, "resume": False})
+    assert finished("nano rebuild", Resolved(settings, path)) == manifest
+    other = settings.model_copy(update={"seed": 1})
+    assert finished("nano rebuild", Resolved(other, path)) is None
+
+
+def test_a_state_of_other_settings_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    settings = TINY.model_copy(update={"save_path": tmp_path / "nano"})
+    work = tmp_path / ".nano.work"
+    work.mkdir()
+    state = str(work / STATE_FILE)
+    mx.save_safetensors(state, {"x": mx.zeros(1)}, {"run_id": run_id(settings)})
+    _check_saved_state(settings, work)
+    mx.save_safetensors(state, {"x": mx.zeros(1)}, {"run_id": "another"})
+    with pytest.raises(InputError, match="--no-resume"):
+        rebuild(settings)
+    assert Path(state).exists()
 
 
 def test_persona_documents_leave_the_suite_alone() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError
+from mlxstacks.nano.settings import RebuildSettings
 from mlxstacks.recipe import table
 from mlxstacks.recipe.resolve import BARE_MARKER, Resolved, finished, merge, parse_sets, resolve
 from tests.cli.toy import TOY
@@ -53,6 +54,16 @@ def test_parse_sets(pairs: list[str], values: dict[str, Any]) -> None:
 def test_bad_sets_are_refused(pair: str) -> None:
     with pytest.raises(InputError, match="--set"):
         parse_sets([pair])
+
+
+def test_a_nested_setting_given_in_part_keeps_the_defaults_of_its_field() -> None:
+    """The adapter of nano has a weight decay of its own, which is not the optimizer's default."""
+    sets = ["adapter.optimizer.steps=7", "optimizer.steps=9"]
+    settings: Any = resolve("nano rebuild", {}, None, sets).settings
+    default = RebuildSettings()
+    changed = default.adapter.optimizer.model_copy(update={"steps": 7})
+    assert settings.adapter == default.adapter.model_copy(update={"optimizer": changed})
+    assert settings.optimizer == default.optimizer.model_copy(update={"steps": 9})
 
 
 @pytest.fixture
