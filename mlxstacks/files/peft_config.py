@@ -67,9 +67,14 @@ class PeftConfig:
         return any(name == t or name.endswith(f".{t}") for t in self.target_parameters)
 
 
+def _whole_name(pattern: str) -> str:
+    """PEFT's expression for a whole module name, or an ending of it after a dot."""
+    return rf"(.*\.)?({pattern})$"
+
+
 def _matching_key(pattern: Mapping[str, object], name: str) -> str | None:
     for key in pattern:
-        if re.match(rf"(.*\.)?({key})$", name):
+        if re.match(_whole_name(key), name):
             return key
     return name if name in pattern else None
 
@@ -139,7 +144,7 @@ def _pattern(config: Mapping[str, Any], key: str, problems: list[str]) -> dict[s
     usable = {}
     for pattern, value in table.items():
         try:
-            re.compile(pattern)
+            re.compile(_whole_name(pattern))  # flags and back references fit only alone
         except re.error as error:
             problems.append(f"{key}[{pattern!r}]: not a regular expression: {error}")
             continue

@@ -224,11 +224,16 @@ def finished(name: str, resolved: Resolved) -> dict[str, Any] | None:
         written = path.stat().st_mtime
     except (OSError, ValueError):
         return None
-    # how a run goes on, and where it writes, does not change what it makes
-    settings = resolved.settings.model_dump(mode="json", exclude={"force", "save_path", "resume"})
-    if not isinstance(report, dict) or report.get("settings") != settings:
+    made_with = report.get("settings") if isinstance(report, dict) else None
+    settings = resolved.settings.model_dump(mode="json")
+    if not isinstance(made_with, dict) or _of_the_result(made_with) != _of_the_result(settings):
         return None
     return None if _newest(settings[key] for key in row.nano) > written else report
+
+
+def _of_the_result(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what says where a run writes and how it goes on, not what it makes."""
+    return {k: v for k, v in settings.items() if k not in ("force", "save_path", "resume")}
 
 
 def _newest(inputs: Iterable[Any]) -> float:

@@ -182,6 +182,8 @@ REFUSED = [
     ({"init_lora_weights": "pissa_niter_4"}, "changed base"),
     ({"alora_invocation_tokens": [1]}, "activated LoRA"),
     ({"rank_pattern": {"(": 3}}, "not a regular expression"),
+    ({"rank_pattern": {"(?i)q_proj": 3}}, "not a regular expression"),
+    ({"alpha_pattern": {r"(.)\1(.)\2": 3}}, "not a regular expression"),
     ({"alpha_pattern": {"(a+)+b": 3}}, "repeated group"),
     ({"rank_pattern": {"((.)+)+!": 3}}, "repeated group"),
     ({"rank_pattern": {"(.|.)*!": 3}}, "repeated group"),
