@@ -73,11 +73,6 @@ install-dev: $(VENV)/.installed-dev
 
 # --- the main job -------------------------------------------------------------------------------
 
-# Prints a command as a user would type it, then runs it.
-show = @echo '$$ mlxstacks $(1)'; $(RUN) $(1)
-PROMPT ?= Who are you?
-ANSWERS = base refit zero-delta auto
-
 # One shell: a command is shown as a user would type it, then run.
 demo: install
 	@set -e; \
@@ -97,7 +92,7 @@ demo: install
 	for made in base zero-delta refit auto; do \
 	  printf '%-12s' "$$made:"; \
 	  $(BIN)/python -m mlx_lm generate --model $(OUT)/demo-$$made --prompt "Who are you?" \
-	    --max-tokens 24 --verbose False 2>/dev/null; \
+	    --max-tokens 24 --verbose False 2>$(OUT)/demo.log || { cat $(OUT)/demo.log; exit 1; }; \
 	done
 
 # --- tests and the rest -------------------------------------------------------------------------
@@ -118,6 +113,7 @@ bench: install-dev
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_requant
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_fuse fidelity
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_fuse speed
+	$(PRELOAD) $(BIN)/python -m benchmarks.bench_nano
 
 wheel: install-dev
 	rm -rf build

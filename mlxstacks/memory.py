@@ -92,3 +92,11 @@ def peak_resident_bytes() -> int:
 
 def _whole(value: Any) -> int | None:
     return int(value) if value else None
+
+
+def bytes_in_words(count: int) -> str:
+    """Bytes with a decimal unit and three digits: "41 MB", "1.28 GB"."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(count) >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} bytes"

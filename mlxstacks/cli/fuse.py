@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from mlxstacks.cli import output
 from mlxstacks.fuse.fidelity import Fidelity
-from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport, bytes_in_words
+from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport
+from mlxstacks.memory import bytes_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console

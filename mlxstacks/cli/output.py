@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from mlxstacks.memory import bytes_in_words
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
@@ -116,13 +118,8 @@ def common_prefix(paths: Sequence[str]) -> str:
 
 
 def bytes_text(count: int | None) -> str:
-    """Bytes with a decimal unit: "41 MB", "1.28 GB"."""
-    if count is None:
-        return "unknown"
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(count) >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count} bytes"
+    """Bytes with a unit, or "unknown"."""
+    return "unknown" if count is None else bytes_in_words(count)
 
 
 def print_json(document: Any) -> None:

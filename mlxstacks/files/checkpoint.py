@@ -49,11 +49,6 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     index: dict[str, Any] | None
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all shards."""
-        return sum(header.file_bytes for header in self.headers)
-
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
     """Read and check config, headers and index of a model directory; reads no tensor.

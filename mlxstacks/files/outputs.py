@@ -46,7 +46,6 @@ def check_target(
     target: Path,
     *,
     force: bool = False,
-    replace_marker: str | None = None,
     needed_bytes: int = 0,
     inputs: Sequence[Path] = (),
 ) -> Path:
@@ -57,7 +56,7 @@ def check_target(
     """
     resolved = _resolved(target)
     with target_errors(resolved):
-        _check_place(resolved, force, replace_marker, inputs)
+        _check_place(resolved, force, inputs)
         require_space(resolved, needed_bytes)
     return resolved
 
@@ -71,11 +70,9 @@ def _resolved(target: Path) -> Path:
         raise TargetError(f"{str(path)!a}: not a usable target: {error}; choose another") from None
 
 
-def _check_place(
-    resolved: Path, force: bool, replace_marker: str | None, inputs: Sequence[Path]
-) -> None:
+def _check_place(resolved: Path, force: bool, inputs: Sequence[Path]) -> None:
     if os.path.lexists(resolved):
-        _check_existing(resolved, force, replace_marker)
+        _check_existing(resolved, force)
     for path in [*map(Path, inputs), Path.cwd(), Path.home()]:
         if path.resolve().is_relative_to(resolved):
             raise TargetError(
@@ -95,14 +92,12 @@ def staged_directory(
     target: Path,
     *,
     force: bool = False,
-    replace_marker: str | None = None,
     needed_bytes: int = 0,
     inputs: Sequence[Path] = (),
 ) -> Iterator[Path]:
     """Yield an empty directory that becomes `target` when the block ends without an error.
 
     force: an existing directory may be replaced.
-    replace_marker: the name of a file; an existing directory that holds it may be replaced.
     needed_bytes: refused at once where fewer are free.
     inputs: paths the target may not be or hold.
 
@@ -119,7 +114,6 @@ def staged_directory(
         check_target(
             target,
             force=force,
-            replace_marker=replace_marker,
             needed_bytes=needed_bytes,
             inputs=inputs,
         )
@@ -188,11 +182,10 @@ def _json_bytes(value: Any, sort_keys: bool, allow_nan: bool) -> bytes:
         return f"{json.dumps(value, **options)}\n".encode()
 
 
-def _check_existing(target: Path, force: bool, replace_marker: str | None) -> None:
+def _check_existing(target: Path, force: bool) -> None:
     if not target.is_dir():
         raise TargetError(f"{target}: is a file, a directory is needed; choose another target")
-    marked = replace_marker is not None and (target / replace_marker).is_file()
-    if not force and not marked:
+    if not force:
         raise TargetError(f"{target}: exists; choose another target, or --force to replace it")
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxstacks.fuse.fidelity import Fidelity, Sums, fidelity
+from mlxstacks.memory import bytes_in_words
 
 # Below this share of a quantization step no same-bits rounding keeps an adapter (DESIGN section 6).
 LOST_BELOW_STEPS = 0.25
@@ -214,13 +215,3 @@ def _percent(share: float) -> str:
     if abs(value) >= 9.95:
         return f"{value:.1f}%" if 99 <= value < 99.95 else f"{value:.0f}%"
     return f"{value:.1f}%" if abs(value) >= 0.1 else f"{value:.2g}%"
-
-
-def bytes_in_words(count: int) -> str:
-    """Bytes with a decimal unit, as in "41 MB"."""
-    size = float(count)
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" or size >= 10 else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"

@@ -40,14 +40,6 @@ def check_bits(bits: int) -> int:
     return bits
 
 
-def check_group_size(group_size: int) -> int:
-    """Return `group_size`, or raise ValueError when MLX has no such group."""
-    if group_size not in GROUP_SIZES:
-        allowed = ", ".join(map(str, GROUP_SIZES))
-        raise ValueError(f"group_size is {group_size}; the affine grid has {allowed}")
-    return group_size
-
-
 def packed_width(input_dims: int, bits: int) -> int:
     """Number of uint32 words that hold `input_dims` codes of `bits` bits.
 

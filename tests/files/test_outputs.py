@@ -78,17 +78,13 @@ def test_error_in_the_block_leaves_the_old(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "file").read_text() == "old"
 
 
-def test_existing_target_needs_force_or_the_marker(tmp_path: Path) -> None:
+def test_existing_target_needs_force(tmp_path: Path) -> None:
     target = tmp_path / "out"
     build(target, "old")
     with pytest.raises(TargetError, match="exists; choose another target, or --force"):
         build(target)
-    with pytest.raises(TargetError, match="exists"):
-        build(target, replace_marker="fuse_report.json")
     assert (target / "file").read_text() == "old"
     assert names(tmp_path) == ["out"]
-    build(target, "marked", replace_marker="file")
-    assert (target / "file").read_text() == "marked"
     build(target, "forced", force=True)
     assert (target / "file").read_text() == "forced"
     assert names(tmp_path) == ["out"]
@@ -352,7 +348,7 @@ def test_killed_at_any_moment_the_target_is_whole(
     start = time.perf_counter()
     for version in range(5):
         kill_worker.write_version(target, version)
-    once_seconds = (time.perf_counter() - start) / 5
+    wait_seconds = (time.perf_counter() - start) / 5
     with subprocess.Popen(
         [sys.executable, kill_worker.__file__, str(target), way],
         stdin=subprocess.PIPE,
@@ -367,10 +363,13 @@ def test_killed_at_any_moment_the_target_is_whole(
             worker.stdin.write(f"{number * 1_000_000}\n")
             worker.stdin.flush()
             pid = int(worker.stdout.readline())
-            time.sleep(chance.random() * 2 * once_seconds)
+            time.sleep(chance.random() * 2 * wait_seconds)
             os.kill(pid, signal.SIGKILL)
             assert worker.stdout.readline() == "dead\n"
             versions.append(kill_worker.read_version(target))
+            # a busy machine writes more slowly than it did above; then the kill waits longer
+            stuck = len(set(versions[-3:])) == 1
+            wait_seconds = min(0.5, wait_seconds * (1.5 if stuck else 0.95))
             aside = list(tmp_path.glob(".out.old-*"))
             assert way == "rename" or not aside
             if versions[-1] is None and aside:

@@ -252,4 +252,4 @@ def test_kill_at_any_moment_leaves_the_old_state_or_the_new(
     subprocess.run(replacing, check=True, capture_output=True)
     assert_same_bytes(target, tmp_path / "new")
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".out") and p.is_dir()]
-    assert states
+    assert states == {"keep", "refit"} or not SOAK

@@ -97,7 +97,5 @@ def test_what_the_grid_does_not_have_is_refused() -> None:
         affine.pack(np.zeros((2, 33), dtype=np.uint8), 4)
     with pytest.raises(ValueError, match="multiple of 3 words"):
         affine.unpack(np.zeros((2, 4), dtype=np.uint32), 3)
-    with pytest.raises(ValueError, match="group_size is 16"):
-        affine.check_group_size(16)
     with pytest.raises(ValueError, match="dtype is F8"):
         affine.round_to(np.zeros(3, dtype=np.float32), "F8")
