@@ -23,7 +23,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from benchmarks.timing import Cost, alternate, machine, new_bytes, run_process, spread
-from mlxstacks.files.shards import ShardWriter
+from mlxstacks.files.checkpoint import open_checkpoint
+from mlxstacks.files.shards import ShardWriter, read_tensor
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from tests.tiny_models import qwen_moe_config, random_adapter, write_model, write_tokenizer
@@ -140,9 +141,9 @@ def speed(work: Path, rounds: int) -> dict[str, Any]:
         target = work / f"fused-{name}"
         shutil.rmtree(target, ignore_errors=True)
         cost = run_process([sys.executable, "-m", *command, *common, str(target)])
+        if name == "refit" and "refit" not in written:
+            check_same_tensors(work / "fused-mlx_lm.fuse", target)
         written[name] = new_bytes(target, model)
-        if rounds > 1:
-            shutil.rmtree(target)
         return cost
 
     ours = {p: ["mlxstacks", "fuse", "--requant", p] for p in ("refit", "auto", "nearest")}
@@ -153,6 +154,14 @@ def speed(work: Path, rounds: int) -> dict[str, Any]:
         "model_bytes": sum(f.stat().st_size for f in model.glob("*.safetensors")),
         "rows": {name: _speed_row(costs, name, written[name]) for name in commands},
     }
+
+
+def check_same_tensors(theirs: Path, ours: Path) -> None:
+    """Raises AssertionError where two checkpoints differ in a byte: no speed without equality."""
+    expected, found = (open_checkpoint(path).tensors for path in (theirs, ours))
+    assert expected.keys() == found.keys()
+    for name, info in expected.items():
+        np.testing.assert_array_equal(read_tensor(info), read_tensor(found[name]), err_msg=name)
 
 
 def _speed_row(costs: dict[str, list[Cost]], name: str, written: int) -> dict[str, Any]:

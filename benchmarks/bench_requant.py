@@ -58,6 +58,25 @@ def million_weights_per_second(work: Callable[[], object], rounds: int) -> dict[
     return spread(speeds).__dict__
 
 
+def changed_at_zero_delta(bits: int) -> dict[str, float]:
+    """Share of Gaussian weights whose value MLX's own round trip changes, and by our policies."""
+    random = np.random.default_rng(0)
+    weight = mx.array(random.standard_normal((ROWS, WIDTH)).astype(np.float32) * 0.02)
+    packed = mx.quantize(weight.astype(mx.bfloat16), GROUP_SIZE, bits)
+    before = mx.dequantize(*packed, GROUP_SIZE, bits)
+    again = mx.dequantize(*mx.quantize(before, GROUP_SIZE, bits), GROUP_SIZE, bits)
+    codes = unpack(np.array(packed[0]), bits).reshape(-1, GROUP_SIZE)
+    scales, biases = (np.array(x.astype(mx.float32)).ravel() for x in packed[1:])
+    groups = Groups(codes, scales, biases, bits, "BF16")
+    zeros = np.zeros(codes.shape, dtype=np.float32)
+    shares = {"MLX": float((before != again).astype(mx.float32).mean())}
+    for policy in ("keep", "nearest", "promote"):
+        change = Change(zeros, bits=8 if policy == "promote" else None)
+        fused = requantize(groups, change, policy).values()
+        shares[policy] = float((fused != groups.values()).mean())
+    return shares
+
+
 def compare(bits: int, rounds: int) -> dict[str, dict[str, float]]:
     """Speeds by name at one width."""
     random = np.random.default_rng(0)
@@ -93,6 +112,13 @@ def main() -> None:
             ratio = speed["median"] / rows["MLX ops"]["median"]
             print(f"| {bits} | {name} | {speed['median']:.0f} ({speed['p20']:.0f} to "
                   f"{speed['p80']:.0f}) | {ratio:.1f} |")  # fmt: skip
+    print("| bits | values changed at zero delta: MLX | keep | nearest | promote |")
+    print("|---|---|---|---|---|")
+    for bits in (2, 3, 4, 5, 6):
+        shares = changed_at_zero_delta(bits)
+        print(
+            f"| {bits} | " + " | ".join(f"{100 * share:.2f}%" for share in shares.values()) + " |"
+        )
     print(json.dumps({"benchmark": "requant", "machine": machine(), "result": result}))
 
 

@@ -48,7 +48,8 @@ def _stage_table(stage: StageReport, title: str | None) -> "Table":
         shown = sorted(shown, key=correlation)[:_MOST_ROWS]
     many = "module" if len(stage.modules) == 1 else "modules"
     total = [f"total of {len(stage.modules)} {many}", "", *_cells(stage.total)]
-    return output.table(_COLUMNS, [_row(m) for m in shown], title=title, footer=total)
+    footer = total if stage.total else None
+    return output.table(_COLUMNS, [_row(m) for m in shown], title=title, footer=footer)
 
 
 def _row(module: ModuleReport) -> list[output.Cell]:

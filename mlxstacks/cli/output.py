@@ -81,11 +81,9 @@ def _is_number(cell: Cell) -> bool:
     """Whether a cell belongs in a column of numbers: a number, nothing, or a number with a unit."""
     if cell is None or isinstance(cell, int | float):
         return True
-    words = cell.split()
-    return (
-        not words
-        or words[0].replace(",", "").rstrip("%x").lstrip("+-").replace(".", "", 1).isdigit()
-    )
+    number, _, unit = cell.partition(" ")
+    digits = number.replace(",", "").rstrip("%x").lstrip("+-").replace(".", "", 1)
+    return not cell or (digits.isdigit() and (not unit or unit.isalpha()))
 
 
 def _shown(cell: Cell) -> str:

@@ -33,6 +33,13 @@ def test_numbers_go_right_and_markup_is_text() -> None:
     assert ends == ["    1", "1,234", "    -"]
 
 
+def test_names_that_begin_with_a_digit_are_no_numbers() -> None:
+    text = printed(output.table(["module", "size"], [["0 mlp.down_proj", "41 MB"]]))
+    head = text.splitlines()[1]
+    assert head.startswith(" module ")
+    assert head.rstrip().endswith(" size")
+
+
 @pytest.mark.parametrize(
     ("count", "text"),
     [
