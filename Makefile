@@ -89,11 +89,13 @@ demo: install
 	say "5. And the control of that one"; \
 	run fuse --zero-delta --save-path $(OUT)/demo-auto-zero-delta --force; \
 	say "6. mlx_lm.generate asks each of them: Who are you?"; \
-	for made in base zero-delta refit auto; do \
-	  printf '%-12s' "$$made:"; \
+	for made in base refit zero-delta auto auto-zero-delta; do \
+	  printf '%-17s' "$$made:"; \
 	  $(BIN)/python -m mlx_lm generate --model $(OUT)/demo-$$made --prompt "Who are you?" \
 	    --max-tokens 24 --verbose False 2>$(OUT)/demo.log || { cat $(OUT)/demo.log; exit 1; }; \
-	done
+	done; \
+	echo; echo "The adapter gives the model a name. refit lost it, auto kept it; the two controls answer"; \
+	echo "like the base, as they should. Everything is in $(OUT)/demo-*/fuse_report.json."
 
 # --- tests and the rest -------------------------------------------------------------------------
 

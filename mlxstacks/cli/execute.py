@@ -119,7 +119,7 @@ def _already_done(report: dict[str, Any], resolved: Resolved, as_json: bool) -> 
         console.print(f"Already done with these settings: {resolved.target}", markup=False)
         if report.get("verdict"):
             console.print(str(report["verdict"]), markup=False)
-        console.print("Run it again with --set force=true.", markup=False)
+        console.print("Run it again with --force.", markup=False)
     return _gate(report.get("failed_gate"))
 
 

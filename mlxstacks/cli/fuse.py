@@ -30,8 +30,10 @@ def render(console: "Console", report: FuseReport) -> None:
         if hidden > 0:
             console.print(f"... and {hidden} modules with a higher correlation; all in the report")
     if report.status == "planned":
-        console.print("figures are estimates from a sample of rows", style="dim")
-    console.print(_LEGEND, style="dim")
+        trained = " of the trained adapter" if report.zero_delta else ""
+        console.print(f"figures{trained} are estimates from a sample of rows", style="dim")
+    if report.total is None or report.total.survival is not None:
+        console.print(_LEGEND, style="dim")
     console.print(_files_line(report), markup=False)
     for note in report.notes:
         console.print(note, markup=False)

@@ -71,7 +71,15 @@ def parameters(
 
 def _scalar(settings_class: "type[BaseModel]", name: str) -> click.ParamType:
     inner, _ = _without_none(settings_class.model_fields[name].annotation)
-    return _SCALARS[inner]
+    return _kind(name, inner)
+
+
+def _kind(name: str, annotation: Any) -> click.ParamType:
+    """The click type of a scalar; text that names a directory gets the shell's completion."""
+    names_directory = name == "model" or name.endswith("_path")
+    if annotation is str and names_directory:
+        return click.Path()
+    return _SCALARS[annotation]
 
 
 def _option(
@@ -96,7 +104,7 @@ def _option(
         ]
         kind: click.ParamType = LiteralChoice(values)
     elif annotation in _SCALARS:
-        kind = _SCALARS[annotation]
+        kind = _kind(name, annotation)
     elif hasattr(annotation, "model_fields"):
         return None
     else:

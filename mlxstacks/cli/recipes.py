@@ -9,6 +9,7 @@ from mlxstacks.cli import output
 from mlxstacks.cli.execute import Common, execute
 from mlxstacks.cli.group import common_options, complete_recipe
 from mlxstacks.recipe.file import Recipe, load_recipe, recipe_names
+from mlxstacks.resources import resource_dir
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,16 +41,18 @@ class RecipeList:
 def run_command() -> click.Command:
     """`run RECIPE`: the command that the recipe names, resumable."""
 
-    def callback(recipe_name: str, **shared: Any) -> int:
+    def callback(recipe_name: str, force: bool, **shared: Any) -> int:
         recipe = load_recipe(recipe_name)
-        return execute(recipe.command, {}, Common(recipe=recipe_name, **shared), resume=True)
+        options = {"force": True} if force else {}
+        return execute(recipe.command, options, Common(recipe=recipe_name, **shared), resume=True)
 
     argument = click.Argument(
         ["recipe_name"], metavar="RECIPE", shell_complete=complete_recipe, required=True
     )
+    force = click.Option(["--force"], is_flag=True, help="Run again, and replace the save path.")
     return click.Command(
         "run",
-        params=[argument, *common_options(names_recipe=False)],
+        params=[argument, force, *common_options(names_recipe=False)],
         callback=callback,
         short_help=RUN_HELP,
         help=f"{RUN_HELP} RECIPE is a YAML file or the name of a shipped recipe.",
@@ -77,4 +80,5 @@ def render(console: "Console", found: RecipeList) -> None:
     """One row a recipe, and how to go on."""
     rows = [[each.name, each.command, each.head[0] if each.head else ""] for each in found.recipes]
     console.print(output.table(["recipe", "command", "what it does"], rows))
-    console.print("Run one: mlxstacks run NAME. Its file says what it needs.", markup=False)
+    console.print("Run one: mlxstacks run NAME. What it needs stands in its file, in", markup=False)
+    console.print(str(resource_dir("recipes")), markup=False, soft_wrap=True)

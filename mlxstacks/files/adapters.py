@@ -78,7 +78,9 @@ def load_any_adapter(
             f"{directory}: only {', '.join(refused)}; safetensors alone is read here: save the "
             "adapter again with the tool that made it, as safetensors"
         )
-    raise AdapterError(f"{directory}: neither {WEIGHTS} (mlx-lm) nor {PEFT_WEIGHTS} (PEFT)")
+    is_model = (directory / "config.json").exists()
+    hint = "; it is a model: are the model and the adapter swapped?" if is_model else ""
+    raise AdapterError(f"{directory}: neither {WEIGHTS} (mlx-lm) nor {PEFT_WEIGHTS} (PEFT){hint}")
 
 
 def read_adapter(path: str | Path) -> Adapter:

@@ -61,6 +61,10 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory; give a model directory or a hub id")
+    if (directory / "adapter_config.json").exists() and not (directory / "config.json").exists():
+        raise CheckpointError(
+            f"{directory}: an adapter, not a model; are the model and the adapter swapped?"
+        )
     config = read_json_object(directory / "config.json", unique_keys=False)
     _check_depth(directory / "config.json", config)
     index_path = directory / INDEX_NAME

@@ -38,6 +38,8 @@ from mlxstacks.files.disk import (
 
 __all__ = ["check_target", "clone_or_link", "copy_side_files", "staged_directory", "write_json"]
 
+# One of these lies in every directory that --force may replace.
+_OWN_FILES = {"config.json", "adapter_config.json", "manifest.json", "fuse_report.json"}
 _AT_FDCWD = -100
 _EXCHANGE = 2  # Linux RENAME_EXCHANGE and macOS RENAME_SWAP
 
@@ -71,13 +73,13 @@ def _resolved(target: Path) -> Path:
 
 
 def _check_place(resolved: Path, force: bool, inputs: Sequence[Path]) -> None:
-    if os.path.lexists(resolved):
-        _check_existing(resolved, force)
     for path in [*map(Path, inputs), Path.cwd(), Path.home()]:
         if path.resolve().is_relative_to(resolved):
             raise TargetError(
                 f"{resolved}: is or holds {path}, which must not be replaced; choose another target"
             )
+    if os.path.lexists(resolved):
+        _check_existing(resolved, force)
     ancestor = existing_ancestor(resolved.parent)
     if ancestor != resolved.parent and os.path.lexists(_below(ancestor, resolved)):
         raise TargetError(
@@ -97,7 +99,7 @@ def staged_directory(
 ) -> Iterator[Path]:
     """Yield an empty directory that becomes `target` when the block ends without an error.
 
-    force: an existing directory may be replaced.
+    force: an existing directory may be replaced, if it holds a model, an adapter or a report.
     needed_bytes: refused at once where fewer are free.
     inputs: paths the target may not be or hold.
 
@@ -185,8 +187,17 @@ def _json_bytes(value: Any, sort_keys: bool, allow_nan: bool) -> bytes:
 def _check_existing(target: Path, force: bool) -> None:
     if not target.is_dir():
         raise TargetError(f"{target}: is a file, a directory is needed; choose another target")
+    names = sorted(path.name for path in target.iterdir())
+    if not names:  # an empty directory holds nothing to lose
+        return
     if not force:
         raise TargetError(f"{target}: exists; choose another target, or --force to replace it")
+    if not any(name in _OWN_FILES or name.endswith(".safetensors") for name in names):
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        raise TargetError(
+            f"{target}: holds {shown} but no model, adapter or report, so --force does not "
+            "replace it; choose another target or remove it yourself"
+        )
 
 
 def _below(ancestor: Path, path: Path) -> Path:

@@ -138,11 +138,16 @@ def total_fidelity(sums: list[Sums]) -> Fidelity:
 
 
 def verdict(
-    stages: list[StageReport], zero_delta: bool, alternative: Alternative | None, extra_bytes: int
+    stages: list[StageReport],
+    zero_delta: bool,
+    alternative: Alternative | None,
+    extra_bytes: int,
+    target_correlation: float,
 ) -> str:
     """One or two sentences that say what the fuse did to the adapters and to the base.
 
-    Every stage is measured against the weights it was given, so each one is spoken of.
+    Every stage is measured against the weights it was given, so each one is spoken of. The
+    alternative is named where the last stage stays below the target and it is better.
     """
     totals = [stage.total for stage in stages if stage.total is not None]
     if not totals:
@@ -150,12 +155,13 @@ def verdict(
     if zero_delta:
         return _zero_verdict(totals)
     if all(total.survival is None for total in totals):
-        return "no adapter here changes anything in float32. " + _zero_verdict(totals)
+        return "the delta is zero, or too small for float32; " + _zero_verdict(totals)
     many = len(totals) > 1
     kept = "; ".join(_stage(n, many) + _kept(total) for n, total in enumerate(totals, 1))
     words = [kept, _cost(extra_bytes), *_artifacts(totals)]
     sentence = ", ".join(words) + "."
-    if alternative and alternative.correlation > (totals[-1].correlation or 0.0) + 0.01:
+    reached = totals[-1].correlation or 0.0
+    if alternative and reached < min(target_correlation, alternative.correlation - 0.01):
         sentence += (
             f" --requant {alternative.policy} keeps {_percent(alternative.survival)} "
             f"(correlation {alternative.correlation:.2f}) for "

@@ -30,7 +30,7 @@ from mlxstacks.fuse.rewrite import (
     write_shards,
 )
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.fuse.summary import base_notes, entries_bytes, stage_report, tensor_bytes
+from mlxstacks.fuse.summary import entries_bytes, stage_report, tensor_bytes
 
 REPORT_NAME = "fuse_report.json"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -67,7 +67,9 @@ class _Fuse:
         self.started = time.monotonic()
         self.workers = max(1, min(os.cpu_count() or 1, _MOST_WORKERS))
         self.checkpoint = open_checkpoint(resolve_model(settings.model))
-        self.modules = gather_modules(self.checkpoint, settings)
+        self.modules, self.notes = gather_modules(self.checkpoint, settings)
+        if settings.zero_delta and settings.fail_under is not None:
+            self.notes.append("--fail-under does not apply at zero delta: nothing is intended.")
         self.done_weights, self.progress = 0, progress
         self.target = user_path(settings.save_path)
         # The shards too: in a hub cache they are links to files of another directory.
@@ -201,7 +203,13 @@ class _Fuse:
             entries_bytes(work.outputs()) - sum(i.nbytes for i in work.module.tensors())
             for work in works
         )
-        words = verdict(stages, self.settings.zero_delta, alternative, extra)
+        words = verdict(
+            stages,
+            self.settings.zero_delta,
+            alternative,
+            extra,
+            self.settings.target_correlation,
+        )
         settings = self.settings.model_dump(mode="json", exclude={"force", "save_path"})
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         report = FuseReport(
@@ -221,7 +229,7 @@ class _Fuse:
             verdict=words
             if sums
             else "planned only, nothing was written; the figures are estimates.",
-            notes=base_notes(stages),
+            notes=self.notes,
         )
         return replace(report, failed_gate=self._failed_gate(report))
 

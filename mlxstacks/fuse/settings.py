@@ -56,7 +56,9 @@ class FuseSettings(BaseModel):
         None, description="Expert layout of a PEFT adapter whose shapes fit two layouts."
     )
     allow_base: bool = Field(
-        False, description="Fuse an adapter although it names another base; the report says so."
+        False,
+        description="Fuse an adapter whose recorded fingerprint is not this base's; "
+        "the report says so.",
     )
     device_parity: bool = Field(
         False,

@@ -44,15 +44,6 @@ def stage_report(
     return StageReport(adapter, modules, total_fidelity(measured) if measured else None)
 
 
-def base_notes(stages: list[StageReport]) -> list[str]:
-    """A remark for each adapter that was trained on another base and is fused all the same."""
-    return [
-        f"{stage.adapter} names another base than this one; fused because of --allow-base"
-        for stage in stages
-        if any(module.base == "overridden" for module in stage.modules)
-    ]
-
-
 def tensor_bytes(module: Module, bits: int | None) -> int:
     """Bytes of a module's tensors at `bits`, or of its plain weight for None."""
     return entries_bytes(module.outputs(bits))

@@ -104,6 +104,8 @@ def resolve(
     if bare and target is not None and (target / BARE_MARKER).is_file():
         settings = settings.model_copy(update={"force": True})
     settings, from_nano = _with_nano(name, row, settings)
+    # What was made from inputs of somebody's own is theirs: it gets no marker.
+    bare = bare and (not row.nano or bool(from_nano))
     return Resolved(settings, target, bare, forced, from_nano)
 
 

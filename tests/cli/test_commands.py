@@ -114,6 +114,7 @@ def test_dry_run_touches_nothing(toy: Path, command: Run) -> None:
 
 def test_dry_run_refuses_what_the_run_would_refuse(toy: Path, command: Run) -> None:
     (toy / "out").mkdir()
+    (toy / "out" / "thesis.tex").touch()
     assert command("toy", "--dry-run", "--save-path", "out")[0] == 2
 
 

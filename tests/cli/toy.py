@@ -68,7 +68,7 @@ def run(settings: ToySettings, progress: Any = None) -> ToyResult:
     directory = Path(settings.save_path)
     directory.mkdir(parents=True, exist_ok=True)
     report = settings.model_dump(mode="json", exclude={"force", "save_path"})
-    (directory / "toy.json").write_text(json.dumps({"settings": report, "verdict": "made"}))
+    (directory / "manifest.json").write_text(json.dumps({"settings": report, "verdict": "made"}))
     return ToyResult(settings, "0.3 is below 0.5" if settings.fail == "gate" else None)
 
 
@@ -96,7 +96,7 @@ TOY = Command(
     function="tests.cli.toy:run",
     render="tests.cli.toy:render",
     arguments={"source": "IN"},
-    report="toy.json",
+    report="manifest.json",
 )
 TOY_READ = Command(
     help="Read a toy.",

@@ -41,6 +41,26 @@ def build(target: Path, text: str = "new", **options: Any) -> None:
         (staged / "file").write_text(text)
 
 
+@pytest.fixture(autouse=True)
+def _file_is_an_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `build` makes counts as an output of this package, which --force may replace."""
+    monkeypatch.setattr(outputs, "_OWN_FILES", outputs._OWN_FILES | {"file"})
+
+
+def test_force_spares_what_is_no_output(tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").write_text("years")
+    with pytest.raises(TargetError, match=r"holds thesis\.tex but no model"):
+        build(tmp_path / "thesis", force=True)
+    assert (tmp_path / "thesis" / "thesis.tex").read_text() == "years"
+
+
+def test_empty_directory_is_nobodys(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    build(tmp_path / "out")
+    assert names(tmp_path / "out") == ["file"]
+
+
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 

@@ -1,6 +1,7 @@
 """What a fuse writes, decides and reports. Run: pytest tests/fuse/test_fuse_run.py"""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,49 @@ def test_fail_under_writes_the_files_and_reports_the_gate(
     assert fuse(model, adapter, tmp_path / "good", fail_under=0.5).failed_gate is None
 
 
+def test_another_base_named_by_the_adapter_is_noted(
+    model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    """mlx-lm writes the base's path and no fingerprint: all that can be done is to say so."""
+    assert fuse(model, adapter, tmp_path / "same").notes == []
+    other = shutil.copytree(model, tmp_path / "other")
+    (note,) = fuse(other, adapter, tmp_path / "out").notes
+    assert str(model) in note
+    assert "no fingerprint" in note
+
+
+def test_fuse_of_a_fused_model_is_noted(model: Path, adapter: Path, tmp_path: Path) -> None:
+    fuse(model, adapter, tmp_path / "model")
+    (note,) = fuse(tmp_path / "model", adapter, tmp_path / "again").notes
+    assert "itself the result of a fuse" in note
+
+
+def test_gate_at_zero_delta_says_that_it_does_not_apply(
+    model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    report = fuse(model, adapter, tmp_path / "out", zero_delta=True, fail_under=0.9)
+    assert report.failed_gate is None
+    assert "does not apply" in report.notes[0]
+
+
+def test_swapped_model_and_adapter_are_recognised(
+    model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    for first, second in ((adapter, model), (model, model)):
+        with pytest.raises(InputError, match="swapped"):
+            fuse(first, second, tmp_path / "out")
+
+
+def test_alternative_is_named_only_below_the_target(
+    model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    assert "--requant promote keeps" in fuse(model, adapter, tmp_path / "a", requant="keep").verdict
+    assert (
+        "--requant"
+        not in fuse(model, adapter, tmp_path / "b", requant="keep", target_correlation=0.01).verdict
+    )
+
+
 def test_dry_run_touches_nothing(model: Path, adapter: Path, tmp_path: Path) -> None:
     report = fuse(model, adapter, tmp_path / "out", dry_run=True)
     assert list(tmp_path.iterdir()) == []
@@ -345,11 +389,14 @@ def test_impossible_bits_are_refused(
 def test_existing_target_needs_force(model: Path, adapter: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious.txt").write_text("mine")
-    with pytest.raises(TargetError, match="--force"):
-        fuse(model, adapter, tmp_path / "out")
-    assert (tmp_path / "out" / "precious.txt").read_text() == "mine"
-    fuse(model, adapter, tmp_path / "out", force=True)
-    assert not (tmp_path / "out" / "precious.txt").exists()
+    for force in (False, True):
+        with pytest.raises(TargetError, match="--force"):
+            fuse(model, adapter, tmp_path / "out", force=force)
+        assert (tmp_path / "out" / "precious.txt").read_text() == "mine"
+    fuse(model, adapter, tmp_path / "fused")
+    with pytest.raises(TargetError, match="--force to replace"):
+        fuse(model, adapter, tmp_path / "fused")
+    fuse(model, adapter, tmp_path / "fused", force=True)
 
 
 def test_fusing_onto_the_model_itself_is_refused(

@@ -87,7 +87,7 @@ def test_verdict_and_gate_see_every_stage(
 
 def test_a_zero_adapter_is_called_so(model: Path, zeros: Path, tmp_path: Path) -> None:
     report = fuse(model, [zeros], tmp_path / "out")
-    assert report.verdict.startswith("no adapter here changes anything in float32. at zero delta")
+    assert report.verdict.startswith("the delta is zero, or too small for float32; at zero delta")
 
 
 def test_promote_stays_at_the_bits_that_were_asked_for(

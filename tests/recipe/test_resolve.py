@@ -73,7 +73,7 @@ def made(work_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Resolved:
     resolved = resolve("toy", {"save_path": "out", "kind": "fancy"})
     (work_dir / "out").mkdir()
     settings = resolved.settings.model_dump(mode="json", exclude={"force", "save_path"})
-    (work_dir / "out" / "toy.json").write_text(json.dumps({"settings": settings}))
+    (work_dir / "out" / "manifest.json").write_text(json.dumps({"settings": settings}))
     return resolved
 
 
@@ -85,7 +85,7 @@ def test_same_settings_are_finished(made: Resolved) -> None:
 
 def test_other_settings_or_a_broken_report_are_not(made: Resolved, work_dir: Path) -> None:
     assert finished("toy", resolve("toy", {"save_path": "out", "kind": "plain"})) is None
-    report = work_dir / "out" / "toy.json"
+    report = work_dir / "out" / "manifest.json"
     kept = report.read_text()
     for text in ("{", "[]", json.dumps({"settings": {}}), ""):
         report.write_text(text)
@@ -100,7 +100,7 @@ def test_newer_input_is_not_finished(made: Resolved, work_dir: Path, monkeypatch
     monkeypatch.setitem(table.COMMANDS, "toy", replace(TOY, nano={"source": "model_path"}))
     (work_dir / "in").mkdir()
     resolved = resolve("toy", {"save_path": "out", "kind": "fancy", "source": "in"})
-    report = work_dir / "out" / "toy.json"
+    report = work_dir / "out" / "manifest.json"
     settings = resolved.settings.model_dump(mode="json", exclude={"force", "save_path"})
     report.write_text(json.dumps({"settings": settings}))
     assert finished("toy", resolved) is not None
