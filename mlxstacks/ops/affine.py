@@ -198,13 +198,16 @@ def dequantize(codes: Array, scales: Array, biases: Array, dtype: str = "F32") -
     return round_to(values, dtype)
 
 
-def fit_grid(values: Array, bits: int) -> tuple[Array, Array]:
+def fit_grid(
+    values: Array, bits: int, extremes: tuple[Array, Array] | None = None
+) -> tuple[Array, Array]:
     """Scale and bias that `mx.quantize` gives each group on the CPU device, before any cast.
 
     Shapes: values (G, group_size) float32 -> scales (G,), biases (G,) float32.
+    extremes: minimum and maximum of each group, (G,) float32, where they are known.
     The end of the range with the larger magnitude becomes a grid point, and so does zero.
     """
-    low, high = _row_extremes(values)
+    low, high = row_extremes(values) if extremes is None else extremes
     bins = np.float32((1 << bits) - 1)
     scales = np.maximum((high - low) / bins, _SMALLEST_SCALE)
     low_is_edge = np.abs(low) > np.abs(high)
@@ -216,7 +219,7 @@ def fit_grid(values: Array, bits: int) -> tuple[Array, Array]:
     return scales, np.where(on_grid, edge, np.float32(0))
 
 
-def _row_extremes(values: Array) -> tuple[Array, Array]:
+def row_extremes(values: Array) -> tuple[Array, Array]:
     """Minimum and maximum of each row, (G, group_size) -> (G,).
 
     Reducing the leading axis of a transposed copy takes a third of the time: NumPy then works on
@@ -244,13 +247,15 @@ def clip_codes(codes: Array, bits: int) -> Array:
     return np.minimum(codes, np.float32((1 << bits) - 1), out=codes)
 
 
-def quantize(values: Array, bits: int, dtype: str = "F32") -> tuple[Array, Array, Array]:
+def quantize(
+    values: Array, bits: int, dtype: str = "F32", extremes: tuple[Array, Array] | None = None
+) -> tuple[Array, Array, Array]:
     """What `mx.quantize` gives on the CPU device for values of `dtype`, bit for bit.
 
     Shapes: values (G, group_size) float32 with values of `dtype`
     -> codes (G, group_size) uint8, scales (G,) and biases (G,) float32 rounded to `dtype`.
     The codes are chosen with the scale before it is rounded, as MLX does.
     """
-    scales, biases = fit_grid(values, bits)
+    scales, biases = fit_grid(values, bits, extremes)
     codes = nearest_codes(values, scales, biases, bits).astype(np.uint8)
     return codes, round_to(scales, dtype), round_to(biases, dtype)
