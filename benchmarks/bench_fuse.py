@@ -135,15 +135,23 @@ def speed(work: Path, rounds: int) -> dict[str, Any]:
         write_big_model(model)
         write_big_adapter(adapter)
     written: dict[str, int] = {}
+    compared = False
     common = ["--model", str(model), "--adapter-path", str(adapter), "--save-path"]
 
     def process(name: str, command: list[str]) -> Cost:
+        nonlocal compared
         target = work / f"fused-{name}"
         shutil.rmtree(target, ignore_errors=True)
         cost = run_process([sys.executable, "-m", *command, *common, str(target)])
-        if name == "refit" and "refit" not in written:
-            check_same_tensors(work / "fused-mlx_lm.fuse", target)
         written[name] = new_bytes(target, model)
+        pair = [work / f"fused-{peer}" for peer in ("mlx_lm.fuse", "refit")]
+        if not compared and all(path.exists() for path in pair):
+            check_same_tensors(*pair)
+            compared = True
+        # Nothing stays behind but what the comparison still needs.
+        for path in work.glob("fused-*"):
+            if compared or path not in pair:
+                shutil.rmtree(path)
         return cost
 
     ours = {p: ["mlxstacks", "fuse", "--requant", p] for p in ("refit", "auto", "nearest")}

@@ -53,11 +53,15 @@ def run_process(command: Sequence[str]) -> Cost:
 def alternate(
     runs: Mapping[str, Callable[[], Cost]], rounds: int, say: Callable[[str], None]
 ) -> dict[str, list[Cost]]:
-    """Costs by name, the runs taking turns so that a slow minute hits all of them."""
+    """Costs by name, the runs taking turns so that a slow minute hits all of them.
+
+    Each round begins with another one, so that none always runs in the wake of the same.
+    """
     costs: dict[str, list[Cost]] = {name: [] for name in runs}
     for index in range(rounds):
-        for name, run in runs.items():
-            cost = run()
+        names = list(runs)
+        for name in names[index % len(names) :] + names[: index % len(names)]:
+            cost = runs[name]()
             costs[name].append(cost)
             say(
                 f"round {index + 1}/{rounds} {name}: {cost.wall_seconds:.2f} s, "

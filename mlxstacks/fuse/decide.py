@@ -29,6 +29,7 @@ from mlxstacks.ops.affine import Array
 from mlxstacks.ops.requant import PROMOTED_BITS, Groups
 
 _SAMPLE_WEIGHTS = 1 << 19
+_ALTERNATIVE_WEIGHTS = 1 << 17  # for a remark in the verdict, two digits are enough
 _SAMPLE_RUN_ROWS = 4  # neighbouring rows read at once
 # An estimate this far below the target settles that nearest is not enough; above, all rows decide.
 _NEAREST_MARGIN = 0.01
@@ -55,8 +56,13 @@ def policy_name(decision: Decision) -> str:
     return f"promote-{decision.bits}" if decision.policy == "promote" else decision.policy
 
 
-def decide(module: Module, settings: FuseSettings, full_pass: FullPass) -> Choice:
-    """Decisions for every stage of a module. Raises InputError for impossible bits."""
+def decide(
+    module: Module, settings: FuseSettings, full_pass: FullPass, estimate_all: bool = False
+) -> Choice:
+    """Decisions for every stage of a module. Raises InputError for impossible bits.
+
+    estimate_all: estimate what was chosen even where the choice needed no estimate (a dry run).
+    """
     sample = _Sample(module)
     choice = Choice({})
     for stage in sorted(module.stages):
@@ -64,9 +70,10 @@ def decide(module: Module, settings: FuseSettings, full_pass: FullPass) -> Choic
         choice.tried[stage] = {}
         decision = _decide_stage(module, stage, settings, sample, choice, full_pass)
         choice.decisions[stage] = decision
-        if policy_name(decision) not in choice.tried[stage]:
+        if estimate_all and policy_name(decision) not in choice.tried[stage]:
             choice.tried[stage][policy_name(decision)] = sample.estimate(decision)
-        sample.advance(decision)
+        if stage != max(module.stages):
+            sample.advance(decision)
     return choice
 
 
@@ -177,7 +184,7 @@ def estimate_alternative(
     module: Module, choice: Choice, policy: str, target: float
 ) -> tuple[Decision, Fidelity] | None:
     """What "promote" or "dequantize" would do in the module's last stage; None where plain."""
-    sample, last = _Sample(module), max(module.stages)
+    sample, last = _Sample(module, _ALTERNATIVE_WEIGHTS), max(module.stages)
     for stage in sorted(module.stages):
         sample.take_delta(stage)
         if stage != last:
@@ -195,10 +202,10 @@ def estimate_alternative(
 class _Sample:
     """Evenly spread rows of a module, carried through the stages decided so far."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, weights: int = _SAMPLE_WEIGHTS) -> None:
         self.module = module
         self.width = module.group_size or module.input_dims
-        runs = _row_runs(module.rows, module.input_dims)
+        runs = _row_runs(module.rows, module.input_dims, weights)
         self.rows = np.concatenate([np.arange(first, last) for first, last in runs])
         self.is_whole = len(self.rows) == module.rows
         self.state: State = join([module.read(first, last) for first, last in runs], self.width)
@@ -234,9 +241,9 @@ class _Sample:
             yield after, sums
 
 
-def _row_runs(rows: int, width: int) -> list[tuple[int, int]]:
-    """Runs of neighbouring rows, evenly spread, about `_SAMPLE_WEIGHTS` weights in all."""
-    wanted = max(1, _SAMPLE_WEIGHTS // width)
+def _row_runs(rows: int, width: int, weights: int) -> list[tuple[int, int]]:
+    """Runs of neighbouring rows, evenly spread, about `weights` weights in all."""
+    wanted = max(1, weights // width)
     if rows <= wanted:
         return [(0, rows)]
     count = max(1, wanted // _SAMPLE_RUN_ROWS)

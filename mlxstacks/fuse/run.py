@@ -80,7 +80,7 @@ class _Fuse:
         check_target(self.target, force=settings.force, inputs=self.inputs)
 
     def run(self, dry_run: bool) -> FuseReport:
-        choices = self._decide()
+        choices = self._decide(dry_run)
         works = [ModuleWork(module, choices[module.path].decisions) for module in self.modules]
         alternative = self._alternative(choices)
         if dry_run:
@@ -110,14 +110,17 @@ class _Fuse:
             write_json(directory / REPORT_NAME, report.as_json())
         return report
 
-    def _decide(self) -> dict[str, Choice]:
+    def _decide(self, estimate_all: bool) -> dict[str, Choice]:
         with ThreadPoolExecutor(self.workers) as pool:
 
             def full_pass(module: Module, decisions: dict[int, Decision]) -> dict[int, Sums]:
                 work = ModuleWork(module, decisions)
                 return measure_module(work, pool, self.workers, self.settings.seed)
 
-            return {m.path: decide(m, self.settings, full_pass) for m in self.modules}
+            return {
+                module.path: decide(module, self.settings, full_pass, estimate_all)
+                for module in self.modules
+            }
 
     def _alternative(self, choices: dict[str, Choice]) -> Alternative | None:
         """What a policy that keeps more would give, estimated on samples."""
