@@ -11,7 +11,8 @@ returns new groups. The target is `X = W + delta` in float32, with `W = scale * 
 
 Laws (tests/ops/test_requant.py): at zero delta keep, nearest and stochastic return the very groups
 they were given, and promote groups of the same values; nearest is in no group farther from X than
-keep or refit; a second refit at zero delta changes nothing (bits <= 6, or 8 with F16 or F32).
+keep or refit; a second refit at zero delta of groups that mx.quantize made changes nothing (bits
+<= 6, or 8 with F16 or F32).
 """
 
 from collections.abc import Callable

@@ -162,8 +162,7 @@ def test_second_refit_at_zero_delta_changes_nothing(grid: Grid, seed: int) -> No
     stable = np.full(len(groups.scales), True)
     if grid.dtype == "F16":
         stable[3] = False  # among F16's subnormal numbers nothing is stable
-    if grid.bits == 8:
-        stable[-2:] = False  # at 8 bits the law holds for groups that mx.quantize made
+    stable[-2:] = False  # the law is about groups that mx.quantize made, not about random codes
     parts = (groups.codes[stable], groups.scales[stable], groups.biases[stable])
     groups = Groups(*parts, grid.bits, grid.dtype)
     change = Change(np.zeros(groups.codes.shape, np.float32))
