@@ -12,7 +12,6 @@ from mlxstacks.errors import AdapterError, CheckpointError
 from mlxstacks.files.adapter_names import is_embedding_name
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint
 from mlxstacks.files.lora_modules import Adapter, LoraModule
-from mlxstacks.files.shards import TensorInfo
 from mlxstacks.files.stored_weight import (
     StoredWeight,
     holds_separate_experts,
@@ -30,15 +29,11 @@ _NAMED_NEIGHBOURS, _COMPARED_NAMES = 20, 40_000
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """An adapted module and the weight that it changes. bits is None when that is not quantized."""
+    """An adapted module and the weight that it changes."""
 
     module: LoraModule
     kind: Kind
-    weight: TensorInfo
-    scales: TensorInfo | None
-    biases: TensorInfo | None
-    bits: int | None
-    group_size: int | None
+    stored: StoredWeight
     base: BaseCheck
 
 
@@ -136,11 +131,7 @@ def _match_module(
     return Match(
         module,
         kind,
-        stored.weight,
-        stored.scales,
-        stored.biases,
-        stored.bits,
-        stored.group_size,
+        stored,
         base,
     )
 

@@ -91,7 +91,7 @@ def _decide_stage(
         return Decision("refit" if settings.requant == "refit" else "add", None)
     bits = sample.state.bits
     wanted = settings.bits_for(module.path)
-    if not (settings.requant == "promote" and wanted == bits != module.bits):
+    if not (settings.requant == "promote" and wanted == bits != module.stored.bits):
         _check_wanted_bits(module.path, settings.requant, bits, wanted)
     tried = choice.tried[stage]
     if settings.requant == "refit":
@@ -204,8 +204,8 @@ class _Sample:
 
     def __init__(self, module: Module, weights: int = _SAMPLE_WEIGHTS) -> None:
         self.module = module
-        self.width = module.group_size or module.input_dims
-        runs = _row_runs(module.rows, module.input_dims, weights)
+        self.width = module.stored.group_size or module.stored.input_dims
+        runs = _row_runs(module.rows, module.stored.input_dims, weights)
         self.rows = np.concatenate([np.arange(first, last) for first, last in runs])
         self.is_whole = len(self.rows) == module.rows
         self.state: State = join([module.read(first, last) for first, last in runs], self.width)

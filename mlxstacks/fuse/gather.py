@@ -8,7 +8,6 @@ from mlxstacks.files.adapters import Adapter, Match, load_any_adapter, match_ada
 from mlxstacks.files.checkpoint import Checkpoint
 from mlxstacks.fuse.module import Module
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.ops.affine import logical_width
 
 
 def gather_modules(
@@ -32,8 +31,10 @@ def gather_modules(
             stages.setdefault(match.module.path, {})[stage] = match
     _check_patterns(settings, list(stages))
     order = {name: index for index, name in enumerate(checkpoint.tensors)}
-    modules = [_module(path, by_stage) for path, by_stage in stages.items()]
-    return sorted(modules, key=lambda module: order[module.weight.name]), notes
+    modules = [
+        Module(path, by_stage[min(by_stage)].stored, by_stage) for path, by_stage in stages.items()
+    ]
+    return sorted(modules, key=lambda module: order[module.stored.weight.name]), notes
 
 
 def _base_note(path: str, adapter: Adapter, matches: list[Match], model: str) -> list[str]:
@@ -55,23 +56,6 @@ def _history_note(checkpoint: Checkpoint) -> list[str]:
     if not (checkpoint.directory / "fuse_report.json").is_file():
         return []
     return [f"{checkpoint.directory} is itself the result of a fuse; its report is inside."]
-
-
-def _module(path: str, stages: dict[int, Match]) -> Module:
-    match = stages[min(stages)]
-    input_dims = match.weight.shape[-1]
-    if match.bits is not None:
-        input_dims = logical_width(input_dims, match.bits)
-    return Module(
-        path=path,
-        weight=match.weight,
-        scales=match.scales,
-        biases=match.biases,
-        bits=match.bits,
-        group_size=match.group_size,
-        input_dims=input_dims,
-        stages=stages,
-    )
 
 
 def _check_patterns(settings: FuseSettings, paths: list[str]) -> None:

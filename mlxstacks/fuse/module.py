@@ -9,6 +9,7 @@ import numpy as np
 from mlxstacks.errors import AdapterError, CheckpointError
 from mlxstacks.files.adapters import Match
 from mlxstacks.files.shards import TensorInfo, read_rows
+from mlxstacks.files.stored_weight import StoredWeight
 from mlxstacks.fuse.blocks import (
     GROUPS_AT_ONCE,
     Decision,
@@ -36,60 +37,57 @@ class Module:
     """
 
     path: str
-    weight: TensorInfo
-    scales: TensorInfo | None
-    biases: TensorInfo | None
-    bits: int | None
-    group_size: int | None
-    input_dims: int
+    stored: StoredWeight
     stages: dict[int, Match]
 
     @property
     def dtype(self) -> str:
         """Dtype of the module's values: that of its scales, or of a plain weight."""
-        return self.scales.dtype if self.scales is not None else self.weight.dtype
+        return (
+            self.stored.scales.dtype if self.stored.scales is not None else self.stored.weight.dtype
+        )
 
     @property
     def rows(self) -> int:
-        return int(np.prod(self.weight.shape[:-1], dtype=np.int64))
+        return int(np.prod(self.stored.weight.shape[:-1], dtype=np.int64))
 
     @property
     def weights(self) -> int:
-        return self.rows * self.input_dims
+        return self.rows * self.stored.input_dims
 
     def tensors(self) -> list[TensorInfo]:
-        found = (self.weight, self.scales, self.biases)
+        found = (self.stored.weight, self.stored.scales, self.stored.biases)
         return [info for info in found if info is not None]
 
     def outputs(self, bits: int | None) -> list[tuple[str, str, tuple[int, ...]]]:
         """(name, dtype, shape) of the module's tensors once it has `bits` (None: plain)."""
-        leading = self.weight.shape[:-1]
+        leading = self.stored.weight.shape[:-1]
         if bits is None:
-            return [(self.weight.name, self.dtype, (*leading, self.input_dims))]
-        assert self.scales is not None
-        assert self.biases is not None
-        packed = (*leading, packed_width(self.input_dims, bits))
+            return [(self.stored.weight.name, self.dtype, (*leading, self.stored.input_dims))]
+        assert self.stored.scales is not None
+        assert self.stored.biases is not None
+        packed = (*leading, packed_width(self.stored.input_dims, bits))
         return [
-            (self.weight.name, "U32", packed),
-            (self.scales.name, self.scales.dtype, self.scales.shape),
-            (self.biases.name, self.biases.dtype, self.biases.shape),
+            (self.stored.weight.name, "U32", packed),
+            (self.stored.scales.name, self.stored.scales.dtype, self.stored.scales.shape),
+            (self.stored.biases.name, self.stored.biases.dtype, self.stored.biases.shape),
         ]
 
     def read(self, first: int, last: int) -> State:
         """Rows first to last as groups, or as plain values. Raises CheckpointError on NaN, Inf."""
-        raw = _flat_rows(self.weight, first, last)
-        if self.scales is None or self.biases is None:
+        raw = _flat_rows(self.stored.weight, first, last)
+        if self.stored.scales is None or self.stored.biases is None:
             values = from_storage(raw, self.dtype)
-            _check_finite(self.weight, first, values)
+            _check_finite(self.stored.weight, first, values)
             return Dense(values, self.dtype)
-        assert self.bits is not None
-        assert self.group_size is not None
-        scales = from_storage(_flat_rows(self.scales, first, last), self.dtype)
-        biases = from_storage(_flat_rows(self.biases, first, last), self.dtype)
-        _check_finite(self.scales, first, scales)
-        _check_finite(self.biases, first, biases)
-        codes = unpack(raw, self.bits).reshape(-1, self.group_size)  # (G, group_size)
-        return Groups(codes, scales.reshape(-1), biases.reshape(-1), self.bits, self.dtype)
+        assert self.stored.bits is not None
+        assert self.stored.group_size is not None
+        scales = from_storage(_flat_rows(self.stored.scales, first, last), self.dtype)
+        biases = from_storage(_flat_rows(self.stored.biases, first, last), self.dtype)
+        _check_finite(self.stored.scales, first, scales)
+        _check_finite(self.stored.biases, first, biases)
+        codes = unpack(raw, self.stored.bits).reshape(-1, self.stored.group_size)  # (G, group_size)
+        return Groups(codes, scales.reshape(-1), biases.reshape(-1), self.stored.bits, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,7 @@ def tasks(module: Module, decisions: dict[int, Decision], zero: bool, seed: int)
     }
     with_rounded = [decisions[s].policy in ("refit", "nearest") for s in deltas]
     streams = [d.pieces(r) for d, r in zip(deltas.values(), with_rounded, strict=True)]
-    rows_per_task = max(1, _WEIGHTS_PER_TASK // module.input_dims)
+    rows_per_task = max(1, _WEIGHTS_PER_TASK // module.stored.input_dims)
     for pieces in zip(*streams, strict=True):
         for first in range(pieces[0].first, pieces[0].last, rows_per_task):
             last = min(first + rows_per_task, pieces[0].last)
@@ -157,7 +155,7 @@ def _run_task(task: Task, keep_output: bool) -> Done:
     module = task.module
     state = module.read(task.first, task.last)
     # A plain weight has no groups; blocks of 64 serve just as well.
-    width = module.group_size or module.input_dims
+    width = module.stored.group_size or module.stored.input_dims
     regrouped = join([state], width)
     count = regrouped.size // width
     at_once = max(1, GROUPS_AT_ONCE * 64 // width)
@@ -173,7 +171,7 @@ def _run_task(task: Task, keep_output: bool) -> Done:
         if keep_output:
             outputs.append(after)
     chunks = _encode(module, width, outputs) if keep_output else {}
-    return Done((task.last - task.first) * module.input_dims, chunks, total)
+    return Done((task.last - task.first) * module.stored.input_dims, chunks, total)
 
 
 def _stage_input(task: Task, stage: int, start: int, part: slice, width: int) -> StageInput:
@@ -192,16 +190,16 @@ def _encode(module: Module, width: int, outputs: list[State]) -> dict[str, Array
     """Bytes of the output tensors. Raises CheckpointError where a dtype overflowed."""
     state = join(outputs, width)
     if isinstance(state, Dense):
-        _check_range(module.weight, state.values_, module.dtype)
-        return {module.weight.name: to_storage(state.values_, module.dtype)}
-    assert module.scales is not None
-    assert module.biases is not None
-    _check_range(module.scales, state.scales, module.dtype)
-    _check_range(module.biases, state.biases, module.dtype)
+        _check_range(module.stored.weight, state.values_, module.dtype)
+        return {module.stored.weight.name: to_storage(state.values_, module.dtype)}
+    assert module.stored.scales is not None
+    assert module.stored.biases is not None
+    _check_range(module.stored.scales, state.scales, module.dtype)
+    _check_range(module.stored.biases, state.biases, module.dtype)
     return {
-        module.weight.name: pack(state.codes.reshape(-1), state.bits),
-        module.scales.name: to_storage(state.scales, module.dtype),
-        module.biases.name: to_storage(state.biases, module.dtype),
+        module.stored.weight.name: pack(state.codes.reshape(-1), state.bits),
+        module.stored.scales.name: to_storage(state.scales, module.dtype),
+        module.stored.biases.name: to_storage(state.biases, module.dtype),
     }
 
 

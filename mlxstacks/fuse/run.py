@@ -167,11 +167,11 @@ class _Fuse:
             if not isinstance(config.get(key), dict):
                 continue
             for work in works:
-                if work.bits == work.module.bits:
+                if work.bits == work.module.stored.bits:
                     continue
                 entry: object = False
                 if work.bits is not None:
-                    entry = {"group_size": work.module.group_size, "bits": work.bits}
+                    entry = {"group_size": work.module.stored.group_size, "bits": work.bits}
                 config[key][work.module.path] = entry
         # NaN is not JSON, but some configs hold it; what was read goes back.
         write_json(directory / "config.json", config, allow_nan=True)

@@ -26,7 +26,7 @@ def stage_report(
         if found is not None:
             measured.append(found)
         earlier = [work.decisions[s].bits for s in sorted(work.decisions) if s < stage]
-        before = earlier[-1] if earlier else module.bits
+        before = earlier[-1] if earlier else module.stored.bits
         modules.append(
             ModuleReport(
                 path=module.path,

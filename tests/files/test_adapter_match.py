@@ -32,13 +32,13 @@ def test_every_module_finds_its_weight_kind_and_grid(moe: Path, moe_adapter: Pat
     }
     layer = "language_model.model.layers.0"
     down = matches[f"{layer}.mlp.switch_mlp.down_proj"]
-    assert (down.kind, down.bits, down.group_size) == ("switch", 4, 64)
-    assert down.weight.name == f"{layer}.mlp.switch_mlp.down_proj.weight"
-    assert down.scales is not None
-    assert down.biases is not None
+    assert (down.kind, down.stored.bits, down.stored.group_size) == ("switch", 4, 64)
+    assert down.stored.weight.name == f"{layer}.mlp.switch_mlp.down_proj.weight"
+    assert down.stored.scales is not None
+    assert down.stored.biases is not None
     assert down.base == "not verifiable"
     gate = matches[f"{layer}.mlp.gate"]
-    assert (gate.kind, gate.bits, gate.group_size) == ("linear", 8, 64)
+    assert (gate.kind, gate.stored.bits, gate.stored.group_size) == ("linear", 8, 64)
     assert matches["language_model.model.embed_tokens"].kind == "embedding"
     assert matches["language_model.lm_head"].kind == "linear"
 
@@ -63,8 +63,8 @@ def test_grid_is_inferred_where_the_config_does_not_name_the_module(
     matches = match_adapter(read_adapter(path), open_checkpoint(model))
     by_path = {m.module.path: m for m in matches}
     q, o = by_path[Q_PROJ], by_path[Q_PROJ.replace("q_proj", "o_proj")]
-    assert (q.bits, q.group_size) == (bits, group_size)
-    assert (o.bits, o.group_size, o.scales) == (None, None, None)
+    assert (q.stored.bits, q.stored.group_size) == (bits, group_size)
+    assert (o.stored.bits, o.stored.group_size, o.stored.scales) == (None, None, None)
 
 
 @pytest.mark.parametrize(("hidden_size", "expected"), [(128, (4, 32)), (64, (2, 64))])
@@ -84,7 +84,7 @@ def test_grids_that_look_alike_are_told_apart_by_the_configs_sizes(
     pair = np.zeros((hidden_size, 2), np.float32), np.zeros((2, 64), np.float32)
     adapter = Adapter(tmp_path, {}, {Q_PROJ: LoraModule(Q_PROJ, *pair, "F32", 1.0)}, {})
     (match,) = match_adapter(adapter, open_checkpoint(tmp_path))
-    assert (match.bits, match.group_size) == expected
+    assert (match.stored.bits, match.stored.group_size) == expected
 
 
 def test_a_narrower_adapter_does_not_make_the_weight_look_narrower(
