@@ -9,7 +9,7 @@ import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,9 +35,12 @@ settings.register_profile(
 settings.load_profile("soak" if SOAK else "normal")
 
 
+DEVICES = ("metal", "cuda")
+
+
 def _missing_device(item: pytest.Item) -> str | None:
     """Why a test marked `metal` or `cuda` cannot run here, or None."""
-    wanted = {mark.name for mark in item.iter_markers()} & {"metal", "cuda"}
+    wanted = {mark.name for mark in item.iter_markers()} & set(DEVICES)
     if not wanted:
         return None
     import mlx.core as mx
@@ -72,6 +75,34 @@ def work_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty current directory, so that a bare run writes nowhere else."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def emulator() -> Iterator[None]:
+    """Kernels of mlxstacks.ops run in the Metal emulator; skips where there is no compiler."""
+    from tests import metal_emulator
+
+    reason = metal_emulator.unavailable()
+    if reason:
+        pytest.skip(reason)
+    with metal_emulator.emulated():
+        yield
+
+
+@pytest.fixture(params=[pytest.param(name, marks=getattr(pytest.mark, name)) for name in DEVICES])
+def gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A GPU as MLX's default device, on which kernels of mlxstacks.ops run; skips without one."""
+    import mlx.core as mx
+
+    from mlxstacks.ops import kernels
+
+    before = mx.default_device()
+    mx.set_default_device(mx.Device(mx.gpu))
+    try:
+        assert kernels.backend() == request.param
+        yield
+    finally:
+        mx.set_default_device(before)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
