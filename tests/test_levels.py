@@ -137,7 +137,7 @@ def test_settings_load_without_mlx_or_numpy() -> None:
     ("file", "source", "expected"),
     [
         ("ops/affine.py", "from mlxstacks.files import shards", ["mlxstacks.files"]),
-        ("ops/affine.py", "from . import requant", ["mlxstacks.ops"]),
+        ("ops/affine.py", "from . import policies", ["mlxstacks.ops"]),
         ("ops/affine.py", "from ..errors import InputError", ["mlxstacks.errors"]),
         ("ops/affine.py", "def f():\n    import mlx_lm.utils", ["mlx_lm.utils"]),
         ("stats.py", "from mlxstacks import errors", ["mlxstacks.errors"]),
@@ -146,7 +146,7 @@ def test_settings_load_without_mlx_or_numpy() -> None:
 )
 def test_reader_resolves_every_form(file: str, source: str, expected: list[str]) -> None:
     found = list(imported_modules(Path(file), source))
-    assert [name.removesuffix(".shards").removesuffix(".requant") for name in found] == expected
+    assert [name.removesuffix(".shards").removesuffix(".policies") for name in found] == expected
 
 
 def test_table_catches_what_it_should() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from mlxstacks.fuse.device_refit import refit_on_device
 from mlxstacks.fuse.fidelity import Sums, dot
 from mlxstacks.ops.affine import Array, dequantize, round_to
-from mlxstacks.ops.requant import Change, Groups, refit_and_control, requantize
+from mlxstacks.ops.policies import Change, Groups, refit_and_control, requantize
 
 # Groups handled at once: 2,048 groups of 64 are 512 KiB in float32, half of a core's L2 cache.
 GROUPS_AT_ONCE = 2048
@@ -21,7 +21,7 @@ GROUPS_AT_ONCE = 2048
 class Decision:
     """What happens to a module in one stage.
 
-    policy: a name of `ops.requant.POLICIES`, or "dequantize", or "add" for modules without
+    policy: a name of `ops.policies.POLICIES`, or "dequantize", or "add" for modules without
     quantization. bits: width afterwards, None when the module is not quantized afterwards.
     on_device: refit by the default device's own mx.quantize.
     """
@@ -143,11 +143,14 @@ def measure(before: State, after: State, delta: Array, at_zero: State | None) ->
     if at_zero is not None:
         drift = at_zero.values() - old
         zero_zero = dot(drift, drift)
+    fused_delta, fused_fused = dot(fused, delta), dot(fused, fused)
+    error = np.subtract(fused, delta, out=fused)
     return Sums(
         weights=old.size,
         delta_delta=delta_delta,
-        fused_delta=dot(fused, delta),
-        fused_fused=dot(fused, fused),
+        fused_delta=fused_delta,
+        error_error=dot(error, error),
+        fused_fused=fused_fused,
         weight_weight=dot(old, old),
         zero_zero=zero_zero,
         codes=old.size if groups else 0,

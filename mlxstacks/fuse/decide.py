@@ -26,7 +26,7 @@ from mlxstacks.fuse.fidelity import Fidelity, Sums, fidelity
 from mlxstacks.fuse.module import Module, check_delta
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops.affine import Array
-from mlxstacks.ops.requant import PROMOTED_BITS, Groups
+from mlxstacks.ops.policies import PROMOTED_BITS, Groups
 
 _SAMPLE_WEIGHTS = 1 << 19
 _ALTERNATIVE_WEIGHTS = 1 << 17  # for a remark in the verdict, two digits are enough
@@ -202,10 +202,10 @@ def estimate_alternative(
 class _Sample:
     """Evenly spread rows of a module, carried through the stages decided so far."""
 
-    def __init__(self, module: Module, weights: int = _SAMPLE_WEIGHTS) -> None:
+    def __init__(self, module: Module, weights: int | None = None) -> None:
         self.module = module
         self.width = module.stored.group_size or module.stored.input_dims
-        runs = _row_runs(module.rows, module.stored.input_dims, weights)
+        runs = _row_runs(module.rows, module.stored.input_dims, weights or _SAMPLE_WEIGHTS)
         self.rows = np.concatenate([np.arange(first, last) for first, last in runs])
         self.is_whole = len(self.rows) == module.rows
         self.state: State = join([module.read(first, last) for first, last in runs], self.width)

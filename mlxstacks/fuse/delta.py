@@ -154,20 +154,21 @@ class _Operand:
         return values.T if self.transposed else values
 
     def whole(self, dtype: str) -> mx.array:
-        values = _as_mx(self.stored, dtype)
+        values = as_mx(self.stored, dtype)
         return values.T if self.transposed else values
 
     def rows(self, first: int, last: int, dtype: str) -> mx.array:
         if (first, last) == (0, self.shape[-2]):
             return self.whole(dtype)
         if self.transposed:
-            return _as_mx(self.stored[:, first:last], dtype).T
-        return _as_mx(self.stored[first:last], dtype)
+            return as_mx(self.stored[:, first:last], dtype).T
+        return as_mx(self.stored[first:last], dtype)
 
     def experts(self, low: int, high: int, dtype: str) -> mx.array:
-        return _as_mx(self.stored[low:high], dtype)
+        return as_mx(self.stored[low:high], dtype)
 
 
-def _as_mx(raw: Array, dtype: str) -> mx.array:
+def as_mx(raw: Array, dtype: str) -> mx.array:
+    """Stored numbers as an MLX array; raw (...) uint16 for BF16, else the NumPy dtype."""
     values = mx.array(np.ascontiguousarray(raw))
     return values.view(mx.bfloat16) if dtype == "BF16" else values

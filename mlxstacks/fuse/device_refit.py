@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxstacks.ops.affine import Array, pack, unpack
-from mlxstacks.ops.requant import Groups
+from mlxstacks.ops.policies import Groups
 
 MX_DTYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
 

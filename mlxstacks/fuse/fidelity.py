@@ -28,6 +28,7 @@ class Sums:
     weights: int = 0
     delta_delta: float = 0.0
     fused_delta: float = 0.0
+    error_error: float = 0.0
     fused_fused: float = 0.0
     weight_weight: float = 0.0
     zero_zero: float = 0.0
@@ -75,8 +76,10 @@ def fidelity(sums: Sums) -> Fidelity:
         dd, fd, ff = sums.delta_delta, sums.fused_delta, sums.fused_fused
         survival = fd / dd
         correlation = fd / math.sqrt(ff * dd) if ff > 0 else 0.0
-        error = math.sqrt(max(ff - 2 * fd + dd, 0.0) / dd)
-        noise = math.sqrt(max(ff - fd * survival, 0.0) / dd)
+        # Summed for itself: for a delta that arrives nearly whole, ff - 2 * fd + dd is the small
+        # difference of large sums. F - survival * D and D are orthogonal, hence the noise.
+        error = math.sqrt(sums.error_error / dd)
+        noise = math.sqrt(max(sums.error_error / dd - (1 - survival) ** 2, 0.0))
     return Fidelity(
         weights=sums.weights,
         delta_over_step=_delta_over_step(sums),

@@ -23,7 +23,7 @@ from mlxstacks.fuse.blocks import (
 from mlxstacks.fuse.delta import LowRankDelta
 from mlxstacks.fuse.fidelity import Sums
 from mlxstacks.ops.affine import Array, from_storage, pack, packed_width, to_storage, unpack
-from mlxstacks.ops.requant import Groups
+from mlxstacks.ops.policies import Groups
 
 # Rows handed to a worker at once: about a million weights, 4 MiB of delta in float32.
 _WEIGHTS_PER_TASK = 1 << 20
@@ -75,17 +75,17 @@ class Module:
 
     def read(self, first: int, last: int) -> State:
         """Rows first to last as groups, or as plain values. Raises CheckpointError on NaN, Inf."""
-        raw = _flat_rows(self.stored.weight, first, last)
+        raw = flat_rows(self.stored.weight, first, last)
         if self.stored.scales is None or self.stored.biases is None:
             values = from_storage(raw, self.dtype)
-            _check_finite(self.stored.weight, first, values)
+            check_finite(self.stored.weight, first, values)
             return Dense(values, self.dtype)
         assert self.stored.bits is not None
         assert self.stored.group_size is not None
-        scales = from_storage(_flat_rows(self.stored.scales, first, last), self.dtype)
-        biases = from_storage(_flat_rows(self.stored.biases, first, last), self.dtype)
-        _check_finite(self.stored.scales, first, scales)
-        _check_finite(self.stored.biases, first, biases)
+        scales = from_storage(flat_rows(self.stored.scales, first, last), self.dtype)
+        biases = from_storage(flat_rows(self.stored.biases, first, last), self.dtype)
+        check_finite(self.stored.scales, first, scales)
+        check_finite(self.stored.biases, first, biases)
         codes = unpack(raw, self.stored.bits).reshape(-1, self.stored.group_size)  # (G, group_size)
         return Groups(codes, scales.reshape(-1), biases.reshape(-1), self.stored.bits, self.dtype)
 
@@ -176,26 +176,45 @@ def _run_task(task: Task, keep_output: bool) -> Done:
 
 def _stage_input(task: Task, stage: int, start: int, part: slice, width: int) -> StageInput:
     decision, delta, rounded = task.stages[stage]
-    generator = None
-    if decision.policy == "stochastic":
-        # The same draws whatever the number of threads: keyed by module, row and stage.
-        name = hashlib.sha256(task.module.path.encode()).digest()
-        key = [task.seed, stage, task.first, start, int.from_bytes(name[:8], "little")]
-        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+    stochastic = decision.policy == "stochastic"
+    generator = _generator(task, stage, start) if stochastic else None
     shaped = None if rounded is None else rounded.reshape(-1, width)[part]
     return StageInput(decision, delta.reshape(-1, width)[part], shaped, generator)
+
+
+def _generator(task: Task, stage: int, start: int) -> np.random.Generator:
+    """The same draws whatever the number of threads: keyed by module, row and stage."""
+    name = hashlib.sha256(task.module.path.encode()).digest()
+    key = [task.seed, stage, task.first, start, int.from_bytes(name[:8], "little")]
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
+
+
+def uniform_draws(task: Task, stage: int) -> Array:
+    """What stochastic rounding draws for a task, (G, group_size) float32 in [0, 1)."""
+    width = task.module.stored.group_size
+    assert width is not None
+    count = task.stages[stage][1].size // width
+    at_once = max(1, GROUPS_AT_ONCE * 64 // width)
+    return np.concatenate(
+        [
+            _generator(task, stage, start).random(
+                (min(at_once, count - start), width), dtype=np.float32
+            )
+            for start in range(0, count, at_once)
+        ]
+    )
 
 
 def _encode(module: Module, width: int, outputs: list[State]) -> dict[str, Array]:
     """Bytes of the output tensors. Raises CheckpointError where a dtype overflowed."""
     state = join(outputs, width)
     if isinstance(state, Dense):
-        _check_range(module.stored.weight, state.values_, module.dtype)
+        check_range(module.stored.weight, state.values_, module.dtype)
         return {module.stored.weight.name: to_storage(state.values_, module.dtype)}
     assert module.stored.scales is not None
     assert module.stored.biases is not None
-    _check_range(module.stored.scales, state.scales, module.dtype)
-    _check_range(module.stored.biases, state.biases, module.dtype)
+    check_range(module.stored.scales, state.scales, module.dtype)
+    check_range(module.stored.biases, state.biases, module.dtype)
     return {
         module.stored.weight.name: pack(state.codes.reshape(-1), state.bits),
         module.stored.scales.name: to_storage(state.scales, module.dtype),
@@ -203,7 +222,7 @@ def _encode(module: Module, width: int, outputs: list[State]) -> dict[str, Array
     }
 
 
-def _flat_rows(info: TensorInfo, first: int, last: int) -> Array:
+def flat_rows(info: TensorInfo, first: int, last: int) -> Array:
     """Rows of a tensor with its leading axes joined, (last - first, width)."""
     flat = info
     if len(info.shape) != 2:
@@ -214,7 +233,7 @@ def _flat_rows(info: TensorInfo, first: int, last: int) -> Array:
     return read_rows(flat, first, last)
 
 
-def _check_finite(info: TensorInfo, first: int, values: Array) -> None:
+def check_finite(info: TensorInfo, first: int, values: Array) -> None:
     bad = ~np.isfinite(values)
     if bad.any():
         row, column = np.argwhere(bad)[0]
@@ -235,7 +254,7 @@ def check_delta(path: str, sums: Sums) -> None:
         )
 
 
-def _check_range(info: TensorInfo, values: Array, dtype: str) -> None:
+def check_range(info: TensorInfo, values: Array, dtype: str) -> None:
     if not np.isfinite(values).all():
         raise CheckpointError(
             f"{info.name}: a fused value is beyond the range of {dtype}. "

@@ -86,7 +86,10 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class FuseReport:
-    """Result of a fuse or, with `status` "planned", of its dry run."""
+    """Result of a fuse or, with `status` "planned", of its dry run.
+
+    kernels: the GPU backend whose kernels did modules of it, None where NumPy did all.
+    """
 
     status: str
     model: str
@@ -95,6 +98,7 @@ class FuseReport:
     settings_sha256: str
     base_fingerprint: str
     zero_delta: bool
+    kernels: str | None
     stages: list[StageReport]
     files: list[dict[str, Any]]
     extra_bytes: int
@@ -116,6 +120,7 @@ class FuseReport:
             "model": self.model,
             "save_path": self.save_path,
             "zero_delta": self.zero_delta,
+            "kernels": self.kernels,
             "base_fingerprint": self.base_fingerprint,
             "settings": self.settings,
             "settings_sha256": self.settings_sha256,

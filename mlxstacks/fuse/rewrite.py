@@ -16,6 +16,7 @@ from mlxstacks.files.outputs import clone_or_link
 from mlxstacks.files.shards import ShardHeader, ShardWriter
 from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.fidelity import Sums
+from mlxstacks.fuse.kernel_task import run_kernel_task
 from mlxstacks.fuse.module import Done, Module, run_task, tasks
 
 Progress = Callable[[int], None]
@@ -24,10 +25,11 @@ Entry = tuple[str, str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ModuleWork:
-    """A module with its final decisions."""
+    """A module with its final decisions; by_kernel: the GPU kernel runs its tasks."""
 
     module: Module
     decisions: dict[int, Decision]
+    by_kernel: bool = False
 
     @property
     def bits(self) -> int | None:
@@ -45,8 +47,8 @@ def process(
     waiting: deque[Future[Done]] = deque()
     on_device = any(decision.on_device for decision in work.decisions.values())
     for task in tasks(work.module, work.decisions, zero, seed):
-        if on_device:  # MLX's streams belong to the thread that made them
-            yield run_task(task, keep)
+        if on_device or work.by_kernel:  # MLX's streams belong to the thread that made them
+            yield run_kernel_task(task) if work.by_kernel else run_task(task, keep)
             continue
         waiting.append(pool.submit(run_task, task, keep))
         if len(waiting) > workers + 1:

@@ -20,6 +20,7 @@ from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import Choice, decide, estimate_alternative
 from mlxstacks.fuse.fidelity import Sums
 from mlxstacks.fuse.gather import gather_modules
+from mlxstacks.fuse.kernel_task import takes_kernel
 from mlxstacks.fuse.module import Module
 from mlxstacks.fuse.report import Alternative, FuseReport, verdict
 from mlxstacks.fuse.rewrite import (
@@ -31,6 +32,7 @@ from mlxstacks.fuse.rewrite import (
 )
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.fuse.summary import entries_bytes, stage_report, tensor_bytes
+from mlxstacks.ops.kernels import backend
 
 REPORT_NAME = "fuse_report.json"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -81,7 +83,7 @@ class _Fuse:
 
     def run(self, dry_run: bool) -> FuseReport:
         choices = self._decide(dry_run)
-        works = [ModuleWork(module, choices[module.path].decisions) for module in self.modules]
+        works = [self._work(module, choices[module.path].decisions) for module in self.modules]
         alternative = self._alternative(choices)
         if dry_run:
             files = self._planned_files(works)
@@ -110,10 +112,15 @@ class _Fuse:
             write_json(directory / REPORT_NAME, report.as_json())
         return report
 
+    def _work(self, module: Module, decisions: dict[int, Decision]) -> ModuleWork:
+        by_kernel = self.settings.kernels and takes_kernel(module, decisions)
+        return ModuleWork(module, decisions, by_kernel)
+
     def _decide(self, estimate_all: bool) -> dict[str, Choice]:
         with ThreadPoolExecutor(self.workers) as pool:
 
             def full_pass(module: Module, decisions: dict[int, Decision]) -> dict[int, Sums]:
+                # By NumPy on every machine: no decision may hang on the last bit of a kernel's sum.
                 work = ModuleWork(module, decisions)
                 return measure_module(work, pool, self.workers, self.settings.seed)
 
@@ -223,6 +230,7 @@ class _Fuse:
             settings_sha256=digest,
             base_fingerprint=fingerprint(self.checkpoint),
             zero_delta=self.settings.zero_delta,
+            kernels=backend() if any(work.by_kernel for work in works) else None,
             stages=stages,
             files=files,
             extra_bytes=extra,

@@ -65,6 +65,10 @@ class FuseSettings(BaseModel):
         description="refit with this device's own mx.quantize instead of the CPU rule "
         "(bytes then depend on the machine).",
     )
+    kernels: bool = Field(
+        True,
+        description="Requantize by GPU kernels where they run. The bytes are the same without them",
+    )
     copy_shards: bool = Field(
         False,
         description="Copy untouched shards instead of cloning or hard-linking them.",

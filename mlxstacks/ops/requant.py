@@ -1,242 +1,344 @@
-"""Move a delta into quantized weights: the policies of a fuse behind one signature.
+"""Requantize packed weights with a delta in them, in one pass over the weights.
 
-A policy takes the groups of a tensor (or of a block of it) and the delta that is to be added, and
-returns new groups. The target is `X = W + delta` in float32, with `W = scale * code + bias`.
+The rule is that of `ops/policies.py` (NumPy, which the fuse uses where no kernel runs), to the bit,
+on every device. The delta is dense, or low-rank and then never stored: full-precision weights exist
+only in registers. The same pass sums up what the fidelity report needs, row by row.
 
-    refit       what `mlx_lm.fuse` does on the CPU device, bit for bit: quantize W + delta again
-    keep        scale and bias stay; a code moves by round(delta / scale), clipped to the grid
-    nearest     per group keep or refit, whichever is closer to X in squared error
-    promote     more bits: the old grid is a subset of the new one; or a fresh grid where closer
-    stochastic  keep with unbiased rounding
-
-Laws (tests/ops/test_requant.py): at zero delta keep, nearest and stochastic return the very groups
-they were given, and promote groups of the same values; nearest is in no group farther from X than
-keep or refit; a second refit at zero delta of groups that mx.quantize made changes nothing (bits
-<= 6, or 8 with F16 or F32).
+Letters: N rows of a matrix, K weights a row, G = K / group_size groups a row, R rank.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
+import mlx.core as mx
 
-from mlxstacks.ops.affine import (
-    Array,
-    check_bits,
-    clip_codes,
-    dequantize,
-    fit_grid,
-    nearest_codes,
-    quantize,
-    round_to,
-    row_extremes,
+from mlxstacks.ops import affine_ops as grid
+from mlxstacks.ops import kernels
+from mlxstacks.ops.low_rank import low_rank_delta, scaled_factor
+from mlxstacks.ops.policies import POLICIES
+from mlxstacks.ops.requant_arguments import check_arguments, refusal
+
+# The columns of `Requantized.sums`. With D the intended change, F the realised one, F0 the one
+# realised at zero delta, W the old weights, in float32:
+SUM_NAMES = (
+    "fused_delta",  # <F, D>
+    "delta_delta",  # <D, D>
+    "error_error",  # |F - D|^2
+    "fused_fused",  # <F, F>
+    "weight_weight",  # <W, W>
+    "zero_zero",  # <F0, F0>; measured for refit with control, 0 for policies that keep W
+    "codes_changed",  # codes that differ from the old code at the new width
+    "codes_changed_at_zero",  # the same at zero delta
+    "step_sum",  # sum of |old scale| over the groups
 )
 
-PROMOTED_BITS = (4, 5, 6, 8)
+# Weights that a SIMD group works on at once along a row: 8 a lane.
+STEP = 8 * kernels.LANES
+_THREADS = 128
+_INPUTS = (
+    "old_codes", "old_scales", "old_biases", "pairs_of_a", "scaled_b", "dense_delta",
+    "rounded_delta", "uniform_draws", "sizes",
+)  # fmt: skip
+_OUTPUTS = ("new_codes", "new_scales", "new_biases", "row_sums")
+_FITS = ("refit", "nearest", "promote")  # policies that may change scales and biases
+_UNITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
-    """Quantized groups of one tensor or block.
+class Requantized:
+    """New packed codes, scales and biases, and the sums of each row.
 
-    Shapes: codes (G, group_size) uint8; scales, biases (G,) float32 holding values of `dtype`.
+    Shapes: packed (..., N, K * new_bits / 32) uint32; scales, biases (..., N, G) T;
+    sums (rows, len(SUM_NAMES)) float32, rows = all leading axes and N joined.
     """
 
-    codes: Array
-    scales: Array
-    biases: Array
-    bits: int
-    dtype: str
-
-    @property
-    def size(self) -> int:
-        """Number of weights."""
-        return self.codes.size
-
-    def values(self) -> Array:
-        """`scale * code + bias` in float32, (G, group_size): what a quantized matmul uses."""
-        return dequantize(self.codes, self.scales, self.biases)
+    packed: mx.array
+    scales: mx.array
+    biases: mx.array
+    sums: mx.array
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What is to be added to a block, and how.
+def requant_reference(
+    packed: mx.array,
+    scales: mx.array,
+    biases: mx.array,
+    lora_a: mx.array | None,
+    lora_b: mx.array | None,
+    scale: float,
+    *,
+    policy: str,
+    group_size: int,
+    bits: int,
+    new_bits: int | None = None,
+    delta: mx.array | None = None,
+    rounded: mx.array | None = None,
+    uniform: mx.array | None = None,
+    control: bool = False,
+) -> Requantized:
+    """`requant` in MLX operations, for any shape and device; arguments are taken to be valid."""
+    dtype, wide = scales.dtype, new_bits or bits
+    codes = grid.unpack_codes(packed, bits)  # (..., N, K)
+    shape = (*scales.shape, group_size)
 
-    delta: (G, group_size) float32, the intended change.
-    rounded_delta: the same product as mlx-lm's own fuse computes it, already cast to the scale
-        dtype, held in float32; refit uses it. None means delta rounded to the scale dtype.
-    bits: width of the new codes.
-    uniform: (G, group_size) float32 in [0, 1), for stochastic rounding.
-    """
+    def grouped(array: mx.array) -> mx.array:
+        return mx.broadcast_to(array.astype(mx.float32), codes.shape).reshape(shape)
 
-    delta: Array
-    rounded_delta: Array | None = None
-    bits: int | None = None
-    uniform: Array | None = None
-
-
-def refit(groups: Groups, change: Change) -> Groups:
-    """Quantize W + delta anew, each step in the scale dtype as `mlx_lm.fuse` does on the CPU."""
-    return refit_and_control(groups, change, control=False)[0]
-
-
-def refit_and_control(
-    groups: Groups, change: Change, control: bool = True
-) -> tuple[Groups, Groups | None]:
-    """`refit` of the change and, with `control`, of a delta of zero: one dequantization for both.
-
-    Law: both are the groups that `refit` gives on its own.
-    """
-    bits, dtype = change.bits or groups.bits, groups.dtype
-    base = dequantize(groups.codes, groups.scales, groups.biases, dtype)
+    if delta is None:
+        assert lora_a is not None
+        assert lora_b is not None
+        delta = low_rank_delta(lora_a, lora_b, scale)
+    change = grouped(delta)
+    old = _Groups(
+        codes.reshape(shape), scales.astype(mx.float32), biases.astype(mx.float32), bits, dtype
+    )
     at_zero = None
-    if control:
-        at_zero = Groups(*quantize(base, bits, dtype, _extremes(groups)), bits, dtype)
-    rounded = change.rounded_delta
-    if rounded is None:
-        rounded = round_to(change.delta.copy(), dtype)
-    target = np.add(base, rounded, out=base)
-    return Groups(*quantize(round_to(target, dtype), bits, dtype), bits, dtype), at_zero
-
-
-def _extremes(groups: Groups) -> tuple[Array, Array]:
-    """Smallest and largest dequantized value of each group, (G,) float32.
-
-    Dequantizing never changes the order of codes (rounding is monotone), so the outermost codes
-    tell; looking through bytes takes a quarter of the time of looking through floats.
-    """
-    ends = np.stack(row_extremes(groups.codes), axis=1)  # (G, 2)
-    values = dequantize(ends, groups.scales, groups.biases, groups.dtype)
-    return values.min(axis=1), values.max(axis=1)
-
-
-def keep(groups: Groups, change: Change) -> Groups:
-    """Move codes by round(delta / scale) from where they are; scale and bias stay."""
-    _same_bits(groups, change, "keep")
-    codes = _moved(groups.codes.astype(np.float32), groups.scales, change.delta, groups.bits)
-    return _with_codes(groups, codes)
-
-
-def stochastic(groups: Groups, change: Change) -> Groups:
-    """Keep with unbiased rounding: delta / scale is rounded up with its fraction's probability."""
-    _same_bits(groups, change, "stochastic")
-    if change.uniform is None:
-        raise ValueError("stochastic rounding needs uniform numbers, one per weight")
-    steps = _steps(change.delta, groups.scales)
-    np.add(steps, change.uniform, out=steps)
-    np.floor(steps, out=steps)
-    np.add(steps, groups.codes, out=steps)
-    return _with_codes(groups, clip_codes(steps, groups.bits))
-
-
-def nearest(groups: Groups, change: Change) -> Groups:
-    """Per group keep or refit, whichever is closer to W + delta; keep where they are equal."""
-    _same_bits(groups, change, "nearest")
-    target = _target(groups, change.delta)
-    return _closer(keep(groups, change), refit(groups, change), target)
-
-
-def promote(groups: Groups, change: Change) -> Groups:
-    """Codes of `change.bits` bits on a grid that holds every old value exactly.
-
-    A group's codes become `code << shift` and its scale `scale / 2**shift`, then move as in keep.
-    Where a fresh grid fitted to W + delta is closer, the group takes that one.
-    """
-    bits = check_bits(change.bits or 0)
-    if bits <= groups.bits:
-        raise ValueError(f"promote goes to more than {groups.bits} bits, got {bits}")
-    shifts = _exact_shifts(groups, bits - groups.bits)
-    scales = np.ldexp(groups.scales, -shifts)
-    codes = np.ldexp(groups.codes.astype(np.float32), shifts[:, None])
-    codes = _moved(codes, scales, change.delta, bits)
-    finer = Groups(codes.astype(np.uint8), scales, groups.biases, bits, groups.dtype)
-    target = _target(groups, change.delta)
-    return _closer(finer, _fresh_grid(target, bits, groups.dtype), target)
-
-
-POLICIES: dict[str, Callable[[Groups, Change], Groups]] = {
-    "refit": refit,
-    "keep": keep,
-    "nearest": nearest,
-    "promote": promote,
-    "stochastic": stochastic,
-}
-
-
-def requantize(groups: Groups, change: Change, policy: str) -> Groups:
-    """New groups for `groups` with `change` in them, by the named policy."""
-    if policy not in POLICIES:
-        raise ValueError(f"policy is {policy!r}; allowed are {', '.join(POLICIES)}")
-    return POLICIES[policy](groups, change)
-
-
-def _same_bits(groups: Groups, change: Change, policy: str) -> None:
-    if change.bits not in (None, groups.bits):
-        raise ValueError(f"{policy} stays at {groups.bits} bits, got {change.bits}; use promote")
-
-
-def _steps(delta: Array, scales: Array) -> Array:
-    """Delta in units of the scale; zero where the scale is zero. (G, group_size) float32."""
-    divisors = np.where(scales == 0, np.float32(np.inf), scales)
-    return np.divide(delta, divisors[:, None])
-
-
-def _moved(codes: Array, scales: Array, delta: Array, bits: int) -> Array:
-    """Float32 codes moved by round(delta / scale), in place, clipped to the grid."""
-    steps = _steps(delta, scales)
-    np.rint(steps, out=steps)
-    np.add(codes, steps, out=codes)
-    return clip_codes(codes, bits)
-
-
-def _with_codes(groups: Groups, codes: Array) -> Groups:
-    return Groups(codes.astype(np.uint8), groups.scales, groups.biases, groups.bits, groups.dtype)
-
-
-def _target(groups: Groups, delta: Array) -> Array:
-    target = groups.values()
-    return np.add(target, delta, out=target)
-
-
-def _squared_error(groups: Groups, target: Array) -> Array:
-    """Squared distance of each group from its target, (G,) float32."""
-    difference = groups.values()
-    np.subtract(difference, target, out=difference)
-    return np.einsum("ij,ij->i", difference, difference)
-
-
-def _closer(first: Groups, second: Groups, target: Array) -> Groups:
-    """Per group whichever is closer to the target; the first where they are equal."""
-    take_second = _squared_error(second, target) < _squared_error(first, target)
-    return Groups(
-        np.where(take_second[:, None], second.codes, first.codes),
-        np.where(take_second, second.scales, first.scales),
-        np.where(take_second, second.biases, first.biases),
-        first.bits,
-        first.dtype,
+    if policy == "stochastic":
+        assert uniform is not None
+        steps = mx.floor(_steps(change, old.scales) + grouped(uniform))
+        new = old.with_codes(grid.clip_codes(old.codes + steps, bits))
+    elif policy == "refit":
+        new = _refit(old, _rounded(change, rounded, dtype), wide)
+        at_zero = _refit(old, mx.zeros_like(change), wide) if control else None
+    elif policy == "promote":
+        target = old.values() + change
+        new = _closer(_moved(_refined(old, wide), change), _fresh_grid(target, wide, dtype), target)
+    else:
+        new = _moved(old, change)
+        if policy == "nearest":
+            refitted = _refit(old, _rounded(change, rounded, dtype), bits)
+            new = _closer(new, refitted, old.values() + change)
+    return Requantized(
+        grid.pack_codes(new.codes.reshape(codes.shape), wide),
+        new.scales.astype(dtype),
+        new.biases.astype(dtype),
+        _sums(old, new, at_zero, change).reshape(-1, len(SUM_NAMES)),
     )
 
 
-def _fresh_grid(target: Array, bits: int, dtype: str) -> Groups:
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """codes (..., N, G, group_size), scales and biases (..., N, G), all float32."""
+
+    codes: mx.array
+    scales: mx.array
+    biases: mx.array
+    bits: int
+    dtype: mx.Dtype
+
+    def values(self) -> mx.array:
+        return grid.values_of(self.codes, self.scales, self.biases)
+
+    def with_codes(self, codes: mx.array) -> "_Groups":
+        return _Groups(codes, self.scales, self.biases, self.bits, self.dtype)
+
+
+def _rounded(change: mx.array, rounded: mx.array | None, dtype: mx.Dtype) -> mx.array:
+    return grid.round_to(change, dtype) if rounded is None else rounded.reshape(change.shape)
+
+
+def _steps(change: mx.array, scales: mx.array) -> mx.array:
+    """Change in units of the scale; zero where the scale is zero."""
+    return change / mx.where(scales == 0, mx.array(mx.inf, mx.float32), scales)[..., None]
+
+
+def _moved(groups: _Groups, change: mx.array) -> _Groups:
+    steps = mx.round(_steps(change, groups.scales))
+    return groups.with_codes(grid.clip_codes(groups.codes + steps, groups.bits))
+
+
+def _refit(groups: _Groups, change: mx.array, bits: int) -> _Groups:
+    """`mx.quantize(W + change)` with every step in the storage dtype."""
+    dtype = groups.dtype
+    base = grid.stored_values_of(groups.codes, groups.scales, groups.biases, dtype)
+    target = grid.round_to(base + change, dtype)
+    scales, biases = grid.fit_grid(target, bits)
+    codes = grid.nearest_codes(target, scales, biases, bits)
+    return _Groups(codes, grid.round_to(scales, dtype), grid.round_to(biases, dtype), bits, dtype)
+
+
+def _refined(groups: _Groups, bits: int) -> _Groups:
+    """The same values on a finer grid, as fine as its scales are exact in the storage dtype."""
+    scales, factor = groups.scales, mx.ones_like(groups.scales)
+    for shift in range(1, bits - groups.bits + 1):
+        finer = groups.scales * 2.0**-shift
+        exact = grid.round_to(finer, groups.dtype) == finer
+        scales, factor = mx.where(exact, finer, scales), mx.where(exact, 2.0**shift, factor)
+    return _Groups(groups.codes * factor[..., None], scales, groups.biases, bits, groups.dtype)
+
+
+def _fresh_grid(target: mx.array, bits: int, dtype: mx.Dtype) -> _Groups:
     """A new grid for float32 values, its codes chosen for the scale and bias as stored."""
-    scales, biases = fit_grid(target, bits)
-    scales, biases = round_to(scales, dtype), round_to(biases, dtype)
-    codes = nearest_codes(target, scales, biases, bits).astype(np.uint8)
-    return Groups(codes, scales, biases, bits, dtype)
+    scales, biases = (grid.round_to(x, dtype) for x in grid.fit_grid(target, bits))
+    codes = grid.nearest_codes(target, scales, biases, bits)
+    return _Groups(codes, scales, biases, bits, dtype)
 
 
-def _exact_shifts(groups: Groups, widest: int) -> Array:
-    """Per group the largest shift up to `widest` at which scale / 2**shift is exact, (G,) int32.
+def _closer(first: _Groups, second: _Groups, target: mx.array) -> _Groups:
+    """Per group whichever is closer to the target; the first where they are equal."""
+    errors = [grid.tree_sum(mx.square(g.values() - target)) for g in (first, second)]
+    take = errors[1] < errors[0]
+    codes = mx.where(take[..., None], second.codes, first.codes)
+    scales = mx.where(take, second.scales, first.scales)
+    return _Groups(
+        codes, scales, mx.where(take, second.biases, first.biases), first.bits, first.dtype
+    )
 
-    Below the normal numbers of F16 a halved scale loses bits; a smaller shift keeps values exact.
+
+def _sums(old: _Groups, new: _Groups, at_zero: _Groups | None, change: mx.array) -> mx.array:
+    """The sums of SUM_NAMES, (..., N, 9) float32."""
+    weight = old.values()
+    fused = new.values() - weight
+    before = old.codes * 2.0 ** max(0, new.bits - old.bits)
+    drift = mx.zeros_like(weight) if at_zero is None else at_zero.values() - weight
+    moved = mx.array(False) if at_zero is None else at_zero.codes != before
+    terms = (
+        fused * change,
+        change * change,
+        mx.square(fused - change),
+        fused * fused,
+        weight * weight,
+        drift * drift,
+        new.codes != before,
+        mx.broadcast_to(moved, weight.shape),
+    )
+    # Groups first: a long sum in float32 loses more than two short ones.
+    sums = [term.astype(mx.float32).sum(axis=-1).sum(axis=-1) for term in terms]
+    return mx.stack([*sums, mx.abs(old.scales).sum(axis=-1)], axis=-1)
+
+
+def requant_kernel(
+    packed: mx.array,
+    scales: mx.array,
+    biases: mx.array,
+    lora_a: mx.array | None,
+    lora_b: mx.array | None,
+    scale: float,
+    *,
+    policy: str,
+    group_size: int,
+    bits: int,
+    new_bits: int | None = None,
+    delta: mx.array | None = None,
+    rounded: mx.array | None = None,
+    uniform: mx.array | None = None,
+    control: bool = False,
+) -> Requantized:
+    """`requant` by one launch of kernels/requant.metal; arguments are taken to be supported."""
+    wide = new_bits or bits
+    rows_per_expert, groups = scales.shape[-2:]
+    rows, width = scales.size // groups, groups * group_size
+    at_once = next(n for n in (4, 2, 1) if rows_per_expert % n == 0)
+    absent = mx.zeros((1,), mx.float32)  # stands for an input that the template leaves out
+    pairs, left, rank = mx.zeros((1,), mx.uint64), absent, 0
+    if lora_a is not None and lora_b is not None:
+        rank = lora_a.shape[-2]
+        pairs, left = lay_out(lora_a), scaled_factor(lora_b, scale)
+    dense = [absent if x is None else x.astype(mx.float32) for x in (delta, rounded, uniform)]
+    unit, new_unit = _UNITS[_unit_bytes(bits)], _UNITS[_unit_bytes(wide)]
+    fits = policy in _FITS
+    run = kernels.kernel("requant", _INPUTS, _OUTPUTS)
+    threads = -(-(rows // at_once * kernels.LANES) // _THREADS) * _THREADS
+    codes, new_scales, new_biases, sums = run(
+        inputs=[
+            packed.view(unit),
+            scales,
+            biases,
+            pairs,
+            left,
+            *dense,
+            mx.array([rows, rows_per_expert, width // 8, rank], mx.uint32),
+        ],
+        template=[
+            ("T", scales.dtype),
+            ("BITS", bits),
+            ("NEW_BITS", wide),
+            ("GROUP", group_size),
+            ("ROWS", at_once),
+            ("POLICY", list(POLICIES).index(policy)),
+            ("CONTROL", int(control and policy == "refit")),
+            ("FROM_LORA", int(lora_a is not None)),
+            ("HAS_ROUNDED", int(rounded is not None)),
+        ],
+        grid=(threads, 1, 1),
+        threadgroup=(_THREADS, 1, 1),
+        output_shapes=[
+            (*packed.shape[:-1], width * wide // (8 * new_unit.size)),
+            scales.shape if fits else (1,),
+            scales.shape if fits else (1,),
+            (rows, len(SUM_NAMES)),
+        ],
+        output_dtypes=[new_unit, scales.dtype, scales.dtype, mx.float32],
+    )
+    if not fits:
+        new_scales, new_biases = scales, biases
+    return Requantized(codes.view(mx.uint32), new_scales, new_biases, sums)
+
+
+def lay_out(lora_a: mx.array) -> mx.array:
+    """lora_a as the lanes of requant.metal read it: (..., R, K) -> (..., steps * R * 128) uint64.
+
+    For each step of 256 weights and each rank: pair j of lane l is at j * 32 + l, and holds the
+    float32 values of weights 8 * l + 2 * j and the next one. Neighbouring lanes read neighbouring
+    memory, and past the end of a row there are zeros.
     """
-    shifts = np.full(len(groups.scales), widest, dtype=np.int32)
-    if groups.dtype == "F32":
-        return shifts
-    for shift in range(widest, 0, -1):
-        halved = np.ldexp(groups.scales, -shifts)
-        inexact = round_to(halved.copy(), groups.dtype) != halved
-        if not inexact.any():
-            break
-        shifts[inexact] = shift - 1
-    return shifts
+    rank, width = lora_a.shape[-2:]
+    steps = -(-width // STEP)
+    values = lora_a.astype(mx.float32).reshape(-1, rank, width)  # (E, R, K)
+    values = mx.pad(values, [(0, 0), (0, 0), (0, steps * STEP - width)])
+    values = values.reshape(-1, rank, steps, kernels.LANES, 4, 2)
+    values = mx.contiguous(values.transpose(0, 2, 1, 4, 3, 5))  # (E, steps, R, 4, 32, 2)
+    return values.view(mx.uint64).reshape(*lora_a.shape[:-2], -1)
+
+
+def _unit_bytes(bits: int) -> int:
+    """Widest unit that divides the `bits` bytes of eight codes."""
+    return 4 if bits % 4 == 0 else 2 if bits % 2 == 0 else 1
+
+
+def requant(
+    packed: mx.array,
+    scales: mx.array,
+    biases: mx.array,
+    lora_a: mx.array | None,
+    lora_b: mx.array | None,
+    scale: float,
+    *,
+    policy: str,
+    group_size: int,
+    bits: int,
+    new_bits: int | None = None,
+    delta: mx.array | None = None,
+    rounded: mx.array | None = None,
+    uniform: mx.array | None = None,
+    control: bool = False,
+    use_kernel: bool | None = None,
+) -> Requantized:
+    """Weights with a delta in them, requantized by a policy of `ops/policies.py`.
+
+    packed: (..., N, K * bits / 32) uint32; scales, biases: (..., N, G) bfloat16, float16, float32.
+    lora_a: (..., R, K), lora_b: (..., N, R), any float dtype, and scale: the delta of
+        `ops/low_rank.py`. Leading axes are those of packed, or broadcast to them.
+    delta: (..., N, K) float32 instead of lora_a and lora_b.
+    rounded: (..., N, K) float32 holding values of the scale dtype: what refit adds instead of the
+        delta rounded to that dtype.
+    uniform: (..., N, K) float32 in [0, 1), for "stochastic".
+    new_bits: width of the new codes; more than `bits` for promote, any for refit, else `bits`.
+    control: measure a refit at zero delta as well (zero_zero, codes_changed_at_zero).
+    use_kernel: None takes the kernel where it runs.
+
+    Laws: codes, scales and biases are those of `policies.requantize` for the delta, to the bit,
+    kernel or not; at zero delta keep, nearest and stochastic return what they were given.
+
+    Raises: ValueError listing all arguments that do not fit; ValueError with the reason for
+    `use_kernel=True` where the kernel cannot run.
+    """
+    check_arguments(
+        packed, scales, biases, lora_a, lora_b, policy=policy, group_size=group_size, bits=bits,
+        new_bits=new_bits, delta=delta, rounded=rounded, uniform=uniform,
+    )  # fmt: skip
+    reason = refusal(packed, scales, lora_a, lora_b, group_size)
+    run = requant_kernel if kernels.use_kernel(use_kernel, "requant", reason) else requant_reference
+    return run(
+        packed, scales, biases, lora_a, lora_b, scale, policy=policy, group_size=group_size,
+        bits=bits, new_bits=new_bits, delta=delta, rounded=rounded, uniform=uniform,
+        control=control,
+    )  # fmt: skip

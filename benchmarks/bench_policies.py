@@ -1,6 +1,6 @@
-"""Requantization on one core: MLX's ops on the CPU device beside `ops.requant`, same weights.
+"""Requantization on one core: MLX's ops on the CPU device beside `ops.policies`, same weights.
 
-    python -m benchmarks.bench_requant [--rounds 7]
+    python -m benchmarks.bench_policies [--rounds 7]
 
 Four million Gaussian weights, group 64, bf16 scales, a delta of a tenth of a step. The peer is the
 composition that `mlx_lm.fuse` evaluates: mx.dequantize, add, mx.quantize. `refit` has to give its
@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.timing import machine, spread
 from mlxstacks.ops.affine import pack, round_to, unpack
-from mlxstacks.ops.requant import Change, Groups, requantize
+from mlxstacks.ops.policies import Change, Groups, requantize
 
 ROWS, WIDTH, GROUP_SIZE, AT_ONCE = 4096, 1024, 64, 2048
 
@@ -119,7 +119,7 @@ def main() -> None:
         print(
             f"| {bits} | " + " | ".join(f"{100 * share:.2f}%" for share in shares.values()) + " |"
         )
-    print(json.dumps({"benchmark": "requant", "machine": machine(), "result": result}))
+    print(json.dumps({"benchmark": "policies", "machine": machine(), "result": result}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,144 @@
+"""A task of a fuse by the requant kernel: packed rows in, packed rows and their sums out.
+
+The same bytes as `module.run_task` makes with NumPy, and the same sums up to their order. The delta
+comes from `delta.py` in either case, because refit promises mlx-lm's own product. Tasks run in the
+thread that made MLX's stream, one after another: a task is a bounded piece of a module already.
+"""
+
+import logging
+
+import mlx.core as mx
+import numpy as np
+
+from mlxstacks.fuse.blocks import Decision
+from mlxstacks.fuse.delta import as_mx
+from mlxstacks.fuse.fidelity import Sums
+from mlxstacks.fuse.module import (
+    Done,
+    Module,
+    Task,
+    check_delta,
+    check_finite,
+    check_range,
+    flat_rows,
+    uniform_draws,
+)
+from mlxstacks.ops import kernels
+from mlxstacks.ops.affine import GROUP_SIZES, Array, from_storage
+from mlxstacks.ops.policies import POLICIES
+from mlxstacks.ops.requant import SUM_NAMES, Requantized, requant
+
+_log = logging.getLogger("mlxstacks.fuse")
+
+
+def takes_kernel(module: Module, decisions: dict[int, Decision]) -> bool:
+    """Whether the stages of a module run by the kernel here.
+
+    Where only the module is in the way, the reason is logged at INFO, which `-v` shows.
+    """
+    if kernels.backend() is None:
+        return False
+    reason = _refusal(module, decisions)
+    if reason is not None:
+        _log.info("%s is fused by NumPy: %s", module.path, reason)
+    return reason is None
+
+
+def _refusal(module: Module, decisions: dict[int, Decision]) -> str | None:
+    if module.stored.scales is None or module.stored.biases is None:
+        return "it is not quantized"
+    if module.stored.group_size not in GROUP_SIZES:
+        allowed = ", ".join(map(str, GROUP_SIZES))
+        return f"its group_size is {module.stored.group_size}; the kernel has {allowed}"
+    for decision in decisions.values():
+        if decision.on_device:
+            return "--device-parity asks for the device's own mx.quantize"
+        if decision.policy not in POLICIES:
+            return f"the kernel has no policy {decision.policy}"
+    return None
+
+
+def run_kernel_task(task: Task) -> Done:
+    """Read, change, measure and pack the rows of a task; raises what `module.run_task` raises."""
+    module = task.module
+    state, bits = _read(module, task.first, task.last), module.stored.bits
+    assert bits is not None
+    sums = {}
+    for stage, (decision, delta, _) in task.stages.items():
+        made = _requantized(task, stage, state, bits)
+        sums[stage] = _sums(module, made.sums, delta)
+        check_delta(module.path, sums[stage])
+        state, bits = (made.packed, made.scales, made.biases), decision.bits or bits
+    return Done((task.last - task.first) * module.stored.input_dims, _encode(module, state), sums)
+
+
+def _read(module: Module, first: int, last: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Rows as packed codes, scales and biases. Raises CheckpointError on NaN, Inf."""
+    assert module.stored.scales is not None
+    assert module.stored.biases is not None
+    packed = mx.array(flat_rows(module.stored.weight, first, last))
+    columns = []
+    for info in (module.stored.scales, module.stored.biases):
+        raw = flat_rows(info, first, last)
+        check_finite(info, first, from_storage(raw, module.dtype))
+        columns.append(as_mx(raw, module.dtype))
+    return packed, columns[0], columns[1]
+
+
+def _requantized(
+    task: Task, stage: int, state: tuple[mx.array, mx.array, mx.array], bits: int
+) -> Requantized:
+    decision, delta, rounded = task.stages[stage]
+    group_size = task.module.stored.group_size
+    assert group_size is not None
+    uniform = None
+    if decision.policy == "stochastic":
+        uniform = mx.array(uniform_draws(task, stage).reshape(delta.shape))
+    return requant(
+        *state,
+        None,
+        None,
+        1.0,
+        policy=decision.policy,
+        group_size=group_size,
+        bits=bits,
+        new_bits=decision.bits,
+        delta=mx.array(delta),
+        rounded=None if rounded is None else mx.array(rounded),
+        uniform=uniform,
+        control=decision.policy == "refit",
+    )
+
+
+def _sums(module: Module, by_row: mx.array, delta: Array) -> Sums:
+    """The rows' sums added up in float64."""
+    total = np.array(by_row).sum(axis=0, dtype=np.float64)
+    found = dict(zip(SUM_NAMES, total.tolist(), strict=True))
+    assert module.stored.group_size is not None
+    return Sums(
+        weights=delta.size,
+        delta_delta=found["delta_delta"],
+        fused_delta=found["fused_delta"],
+        error_error=found["error_error"],
+        fused_fused=found["fused_fused"],
+        weight_weight=found["weight_weight"],
+        zero_zero=found["zero_zero"],
+        codes=delta.size,
+        codes_changed=round(found["codes_changed"]),
+        codes_changed_at_zero=round(found["codes_changed_at_zero"]),
+        groups=delta.size // module.stored.group_size,
+        step_sum=found["step_sum"],
+        delta_delta_on_grid=found["delta_delta"],
+    )
+
+
+def _encode(module: Module, state: tuple[mx.array, mx.array, mx.array]) -> dict[str, Array]:
+    """Bytes of the output tensors. Raises CheckpointError where a dtype overflowed."""
+    assert module.stored.scales is not None
+    assert module.stored.biases is not None
+    chunks = {module.stored.weight.name: np.array(state[0])}
+    for info, column in zip((module.stored.scales, module.stored.biases), state[1:], strict=True):
+        raw = np.array(column.view(mx.uint16) if module.dtype == "BF16" else column)
+        check_range(info, from_storage(raw, module.dtype), module.dtype)
+        chunks[info.name] = raw
+    return chunks
