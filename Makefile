@@ -9,6 +9,8 @@ PYTHON ?=
 # Processes for the tests.
 JOBS ?= 2
 PYTEST_ARGS ?=
+# For bench-metal: --quick, --only WORD, --rounds N.
+BENCH_ARGS ?=
 
 # mlx[cpu] links a reference BLAS. Debian's libopenblas0-pthread (or Fedora's openblas-threads) is
 # some thirty times faster in float32, so it is preloaded where it exists. BLAS= turns it off.
@@ -19,7 +21,7 @@ PRELOAD = $(if $(BLAS),LD_PRELOAD=$(BLAS)$${LD_PRELOAD:+:$$LD_PRELOAD},)
 RUN = $(PRELOAD) $(BIN)/mlxstacks
 OUT = mlxstacks-out
 
-.PHONY: help install install-dev demo test soak check bench wheel clean
+.PHONY: help install install-dev demo test soak check bench bench-metal wheel clean
 
 help:
 	@echo "make demo     set up, fuse the sample adapter and its zero-delta control, compare the answers"
@@ -27,6 +29,7 @@ help:
 	@echo "make soak     run the long campaigns in full"
 	@echo "make check    ruff and mypy"
 	@echo "make bench    run the benchmarks"
+	@echo "make bench-metal  the GPU kernels: right, how fast, at what memory (a minute)"
 	@echo "make wheel    build dist/*.whl"
 	@echo "make clean    remove build products, caches and the demo's output"
 
@@ -112,10 +115,14 @@ check: install-dev
 	$(BIN)/mypy
 
 bench: install-dev
-	$(PRELOAD) $(BIN)/python -m benchmarks.bench_requant
+	$(PRELOAD) $(BIN)/python -m benchmarks.bench_policies
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_fuse fidelity
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_fuse speed
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_nano
+	$(PRELOAD) $(BIN)/python -m benchmarks.bench_stack_sum
+
+bench-metal: install-dev
+	@$(PRELOAD) $(BIN)/python -m benchmarks.bench_metal $(BENCH_ARGS)
 
 wheel: install-dev
 	rm -rf build
