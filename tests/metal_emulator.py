@@ -12,6 +12,7 @@
             ...
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from tests.emulator.arrays import Input
 from tests.emulator.compiler import CompileError, find, unavailable
 from tests.emulator.launch import LARGEST_THREADGROUP, KernelError, launch
 from tests.emulator.lint import lint
-from tests.emulator.text import InputType, Instance, Source, Template
+from tests.emulator.text import TYPE_NAMES, InputType, Instance, Source, Template
 from tests.emulator.variants import VARIANTS, Variant, current, variant
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
 ]
 
 Size = tuple[int, int, int]
+_LARGEST = 2**31 - 1  # MLX takes sizes as 32-bit numbers with a sign
 _MATH_MODES = ("safe", "relaxed", "fast")
 _gathering: list[list[Instance]] = []
 
@@ -134,6 +136,11 @@ class Kernel:
             if not isinstance(value, (mx.Dtype, int)):
                 raise ValueError(f"template value {name} is a {type(value)}: int, bool or Dtype")
         types = tuple(InputType.of(_array(value)) for value in inputs)
+        dtypes = [kind.dtype for kind in types] + list(output_dtypes)
+        dtypes += [value for _, value in values if isinstance(value, mx.Dtype)]
+        for dtype in dtypes:
+            if dtype not in TYPE_NAMES:
+                raise ValueError(f"{self.source.name}: Metal has no {dtype}")
         return Instance(self.source, types, tuple(output_dtypes), values)
 
 
@@ -188,11 +195,19 @@ def _check(
     if len(shapes) != len(source.output_names):
         wanted = len(source.output_names)
         raise ValueError(f"`output_shapes` needs {wanted} entries, not {len(shapes)}")
+    for shape in shapes:
+        if not all(isinstance(n, int) and 0 <= n <= _LARGEST for n in shape):
+            raise ValueError(f"{source.name}: {shape} is not the shape of an array")
     for what, size in (("grid", grid), ("threadgroup", threadgroup)):
-        if len(size) != 3 or any(int(n) < 1 for n in size):
-            raise ValueError(f"{source.name}: {what} {size} is not three positive numbers")
+        if len(size) != 3 or not all(isinstance(n, int) and 1 <= n <= _LARGEST for n in size):
+            raise ValueError(
+                f"{source.name}: {what} {size} is not three numbers from 1 to {_LARGEST}"
+            )
     threads = threadgroup[0] * threadgroup[1] * threadgroup[2]
     if threads > LARGEST_THREADGROUP:
         raise ValueError(
             f"{source.name}: {threads} threads in a threadgroup, {LARGEST_THREADGROUP} at most"
         )
+    groups = math.prod(-(-g // t) for g, t in zip(grid, threadgroup, strict=True))
+    if groups > _LARGEST:
+        raise ValueError(f"{source.name}: {groups} threadgroups, {_LARGEST} at most")

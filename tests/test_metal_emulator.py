@@ -286,7 +286,17 @@ def test_arguments_that_mlx_refuses() -> None:
         ({"output_shapes": []}, "`output_shapes` needs 1"),
         ({"output_dtypes": []}, "`output_dtypes` needs 1"),
         ({"template": [("T", 1.5)]}, "template value T"),
+        ({"template": [("T", mx.float64)]}, "Metal has no .*float64"),
+        ({"inputs": [mx.zeros((3,), mx.float64)]}, "Metal has no .*float64"),
+        ({"output_dtypes": [mx.float64]}, "Metal has no .*float64"),
+        ({"output_shapes": [(-1,)]}, r"\(-1,\) is not the shape of an array"),
+        ({"output_shapes": [(2, 2**31)]}, "is not the shape of an array"),
+        ({"output_shapes": [(1.5,)]}, "is not the shape of an array"),
         ({"grid": (0, 1, 1)}, "grid"),
+        ({"grid": (2**31, 1, 1)}, "grid .* is not three numbers from 1 to 2147483647"),
+        ({"grid": (2**32 + 1, 1, 1)}, "grid"),
+        ({"grid": (1.5, 1, 1)}, "grid"),
+        ({"grid": (2**16, 2**16, 1), "threadgroup": (1, 1, 1)}, "4294967296 threadgroups"),
         ({"threadgroup": (32, 32, 2)}, "2048 threads"),
     ):
         with pytest.raises(ValueError, match=message):

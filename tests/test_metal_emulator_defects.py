@@ -4,15 +4,17 @@ Run: pytest tests/test_metal_emulator_defects.py
 """
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from tests.emulator import launch
+from tests.emulator import launch, memory
 from tests.emulator.compiler import find
 from tests.emulator.planted import PLANTED, Planted
 from tests.emulator.small import call_of, run
@@ -99,6 +101,7 @@ SAID = {
     "out[e] = x[e + 1];": (r"thread \(63, 0, 0\).* 0 bytes past the end of x \(256 bytes\)", False),
     "out[e + 2] = 1;": (r"past the end of out", False),
     "((device float*)x)[e] = 1;": (r"byte \d+ of x, which is read-only", False),
+    "abort(); out[e] = 1;": (r"thread .* was aborted by the C library \(SIGABRT\)", False),
     "device float* p = nullptr; out[e] = p[e];": ("near no buffer", False),
     "float a[20000]; for (int i = 0; i < 20000; i++) a[i] = x[e] * i; out[e] = a[int(x[e])];": (
         "outside the thread's stack",
@@ -129,6 +132,12 @@ SAID = {
 }
 
 
+def said(body: str) -> mx.array:
+    header = 'extern "C" void abort();\n' if "abort" in body else ""
+    options = {"name": "said", "header": header, "grid": 64, "threadgroup": 64}
+    return run(X + body, {"x": NUMBERS}, (64,), **options)
+
+
 @pytest.mark.parametrize("body", SAID)
 def test_an_error_says_what_happened(body: str) -> None:
     message, with_traps = SAID[body]
@@ -138,7 +147,86 @@ def test_an_error_says_what_happened(body: str) -> None:
         message = "undefined behaviour"
     for chosen in in_end(with_traps):
         with variant(chosen), pytest.raises(KernelError, match=f"^said: .*{message}"):
-            run(X + body, {"x": NUMBERS}, (64,), name="said", grid=64, threadgroup=64)
+            said(body)
+
+
+# Prints what no error told of.
+FAR = """
+import gc
+import mlx.core as mx
+from tests.emulator.small import run
+from tests.metal_emulator import VARIANTS, KernelError, variant
+BODIES = {
+    "read": "out[0] = data[OFFSET(at[0])];",
+    "write": "out[0] = data[0]; out[OFFSET(at[0])] = 1.0f;",
+    "shared write": "threadgroup float row[32]; row[OFFSET(at[0])] = 1; out[0] = row[0];",
+    "shared read": "threadgroup float row[32]; row[1] = 1; out[0] = row[OFFSET(at[0])];",
+}
+offsets = [int(sign * 2 ** (k / 2)) for k in range(20, 62) for sign in (-1, 1)]
+wrapped = [2**32 - 1, 2**32 - 2**20, 2**31, 3 * 2**30]
+data = mx.ones((32,))
+for what, body in BODIES.items():
+    for kind, values in ((mx.int32, offsets), (mx.uint32, wrapped)):
+        for value in values:
+            given = {"data": data, "at": mx.array([value], kind)}
+            options = {"template": [("OFFSET", kind)], "grid": 1, "threadgroup": 1}
+            noticed = 0
+            for chosen in VARIANTS[:2]:  # one ends memory at a gap, one starts it there
+                try:
+                    with variant(chosen):
+                        run(body, given, (32,), **options)
+                except KernelError:
+                    noticed += 1
+            if not noticed or (abs(value) > 2**20 and noticed < 2):
+                print(what, value)
+        gc.collect()
+print("done")
+"""
+
+
+def test_memory_far_outside_buffers_is_noticed_and_the_process_survives() -> None:
+    """Any index of 32 bits, in both directions; in a process of its own, should it not survive."""
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-c", FAR]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
+
+
+def test_far_memory_is_named_after_the_nearest_buffer() -> None:
+    for at, message in (
+        (2**28, f"{4 * 2**28 - 256} bytes past the end of out"),
+        (-(2**28), f"{4 * 2**28} bytes before the start of out"),
+    ):
+        with pytest.raises(KernelError, match=message):
+            run("out[at] = 1;", {"at": mx.array(at)}, (64,), grid=1)
+
+
+def test_smaller_gaps_where_address_space_is_scarce(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = memory._map
+    refused = []
+
+    def scarce(size: int, *rest: Any) -> int | None:
+        if size > 1 << 29:
+            refused.append(size)
+            return None
+        return real(size, *rest)
+
+    monkeypatch.setattr(memory, "_map", scarce)
+    assert run("out[0] = x[1];", {"x": NUMBERS}, (64,), grid=1)[0].item() == 1
+    assert len(refused) == 2
+    for body in ("out[0] = x[64 + 1000000];", "out[-1000000] = x[0];"):
+        with pytest.raises(KernelError, match=r"bytes (past|before)"):
+            run(body, {"x": NUMBERS}, (64,), grid=1)
+    with pytest.raises(MemoryError):
+        run("out[0] = x[0];", {"x": NUMBERS}, (1 << 28,), grid=1)
+
+
+def test_a_limit_on_address_space_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit, gap in ((memory.resource.RLIM_INFINITY, 16 << 30), (100 << 30, 1 << 30), (1, 0)):
+        monkeypatch.setattr(memory.resource, "getrlimit", lambda _, n=limit: (n, n))
+        area = memory.Area([memory.PAGE] * 3)
+        area.close()
+        assert area.gap == (gap or memory.PAGE)
 
 
 def test_a_write_beside_an_output_is_noticed_without_a_guard_page() -> None:
@@ -156,13 +244,13 @@ def test_a_loop_without_an_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_after_an_error_kernels_run_as_before() -> None:
     """Signals, stacks and the processor's float mode are as they were."""
-    bad = [X + body for body, (_, with_traps) in SAID.items() if not with_traps]
+    bad = [body for body, (_, with_traps) in SAID.items() if not with_traps]
     good = X + "out[e] = simd_sum(x[e]);"
     for chosen in in_end():
         with variant(chosen):
             for body in bad:
                 with pytest.raises(KernelError):
-                    run(body, {"x": NUMBERS}, (64,), name="said", grid=64, threadgroup=64)
+                    said(body)
                 result = run(good, {"x": NUMBERS}, (64,), grid=64, threadgroup=64)
                 assert mx.array_equal(result, mx.array(NUMBERS.reshape(2, 32).sum(1).repeat(32)))
                 assert np.float32(1e-40) * np.float32(0.5) > 0

@@ -4,7 +4,7 @@ clang models Metal: `#pragma clang fp contract`, fused operations where contract
 that keep their number. With g++ contraction `on` means `off`.
 """
 
-import hashlib
+import ctypes
 import os
 import platform
 import shutil
@@ -16,6 +16,16 @@ from functools import cache
 from pathlib import Path
 
 from filelock import FileLock
+
+from tests.emulator.cache import (
+    cache_dir,
+    content_hash,
+    digest,
+    objects_dir,
+    prune,
+    state_of,
+    write_whole,
+)
 
 _HERE = Path(__file__).parent
 _MACHINES = {"x86_64", "amd64", "arm64", "aarch64"}
@@ -51,6 +61,10 @@ _CHECKS = (
     "signed-integer-overflow,shift,float-cast-overflow,alignment,bounds,"
     "integer-divide-by-zero,bool,unreachable,return,vla-bound"
 )
+# Contraction and traps of the variants that there are.
+_PRECOMPILED = ((True, False), (False, True))
+_LOADED = "runtime.so"  # shows that objects can be linked, and run from the cache folder
+_SYSTEM_HEADERS = ("pthread.h", "setjmp.h", "signal.h", "stdint.h", "string.h", "sys/time.h")
 
 
 class CompileError(RuntimeError):
@@ -110,28 +124,40 @@ def _has_fma() -> bool:
 
 @cache
 def unavailable() -> str | None:
-    """Why kernels cannot be run here, or None."""
+    """Why kernels cannot be run here, or None.
+
+    Raises: CompileError when the compiler works and refuses the emulator's own text.
+    """
     if platform.machine().lower() not in _MACHINES or os.name != "posix":
         return f"the Metal emulator has no context switch for {platform.machine()} {os.name}"
-    if find() is None:
+    found = find()
+    if found is None:
         return "the Metal emulator needs a C++ compiler (clang++, else g++): none was found"
     try:
-        tools()
+        ctypes.CDLL(str(tools().folder / _LOADED))
+        with tempfile.TemporaryFile(dir=objects_dir()):
+            return None
     except CompileError as error:
-        return f"the Metal emulator cannot build its runtime: {error}"
-    return None
+        if _works(found):
+            raise
+        return f"the Metal emulator cannot use {found.path}: {error}"
+    except OSError as error:
+        return f"the Metal emulator cannot use its cache folder: {error}"
 
 
-def cache_dir() -> Path:
-    """$MLXSTACKS_TEST_CACHE, or a folder of this user's in the system's temporary folder."""
-    chosen = os.environ.get("MLXSTACKS_TEST_CACHE")
-    if chosen:
-        return Path(chosen)
-    folder = Path(tempfile.gettempdir()) / f"mlxstacks-emulator-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():  # objects in it are run
-        raise CompileError(f"{folder} belongs to someone else; set MLXSTACKS_TEST_CACHE")
-    return folder
+def _works(found: Compiler) -> bool:
+    """Whether a text of a few lines becomes an object, with all headers and options there are."""
+    text = "".join(f"#include <{name}>\n" for name in _SYSTEM_HEADERS)
+    try:
+        with tempfile.TemporaryDirectory(dir=cache_dir(), prefix="build-") as work:
+            source, output = Path(work) / "little.cpp", Path(work) / "little.so"
+            source.write_text(text)
+            for flavour in _PRECOMPILED:
+                options = [*found.flags(*flavour), "-shared", str(source), "-o", str(output)]
+                run([found.path, *options, "-lm"])
+    except (CompileError, OSError):
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -165,16 +191,22 @@ def tools() -> Tools:
     parts += [path.name + "\n" + path.read_text() for path in sources]
     key = digest(parts)
     folder = cache_dir() / f"tools-{key}"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     done = folder / "complete"
     with FileLock(folder / "lock"):
-        # Something may have cleaned the temporary folder of old files.
-        whole = all((folder / path.name).exists() for path in [*sources, Path("runtime.o")])
-        if not (done.exists() and whole):
+        # Something may have cleaned the folder of old files, or copied it without their times.
+        names = [*(path.name for path in sources), "runtime.o", _LOADED]
+        if compiler.is_clang:
+            names += [_pch_name(*flavour) for flavour in _PRECOMPILED]
+        files = [folder / name for name in names]
+        state = state_of(files)
+        if state is None or not done.exists() or done.read_text(errors="replace") != state:
             for path in sources:
                 shutil.copyfile(path, folder / path.name)
             _build_tools(folder, compiler)
-            done.touch()
+            write_whole(done, state_of(files) or "")
+        os.utime(folder)
+    prune()
     return Tools(folder, compiler, key)
 
 
@@ -182,21 +214,26 @@ def _build_tools(folder: Path, compiler: Compiler) -> None:
     source = str(folder / "runtime.cpp")
     options = ["-std=gnu++17", "-O2", "-fPIC", "-fno-omit-frame-pointer", "-fvisibility=hidden"]
     run([compiler.path, *options, "-c", source, "-o", str(folder / "runtime.o")])
+    # Moved into its place: another process may have the old one loaded.
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as work:
+        loaded = Path(work) / _LOADED
+        run([compiler.path, "-shared", str(folder / "runtime.o"), "-o", str(loaded), "-lm"])
+        os.replace(loaded, folder / _LOADED)
     if not compiler.is_clang:
         return
     header = ["-x", "c++-header", str(folder / "metal_stdlib.h")]
-    for contraction, traps in ((True, False), (False, True)):
+    for contraction, traps in _PRECOMPILED:
         output = str(folder / _pch_name(contraction, traps))
         run([compiler.path, *compiler.flags(contraction, traps), *header, "-o", output])
 
 
-def build(text: str, output: Path, contraction: bool, traps: bool) -> None:
-    """Compiles a unit into a shared object at `output`, which appears complete or not at all.
+def build(text: str, folder: Path, contraction: bool, traps: bool) -> Path:
+    """Compiles a unit into a shared object in `folder`, named by the hash of what is in it.
 
     Raises: CompileError with the compiler's words.
     """
     made = tools()
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix="build-") as work:
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as work:
         source, result = Path(work) / "unit.cpp", Path(work) / "unit.so"
         source.write_text(text)
         run(
@@ -216,7 +253,9 @@ def build(text: str, output: Path, contraction: bool, traps: bool) -> None:
                 "-lm",
             ]
         )
+        output = folder / f"{content_hash(result)}.so"
         os.replace(result, output)
+    return output
 
 
 def run(command: Sequence[str]) -> None:
@@ -224,10 +263,3 @@ def run(command: Sequence[str]) -> None:
     if done.returncode != 0:
         said = done.stderr.strip() or f"exit status {done.returncode}"
         raise CompileError(said if len(said) < 6000 else said[:6000] + " ...")
-
-
-def digest(parts: Sequence[str]) -> str:
-    total = hashlib.sha256()
-    for part in parts:
-        total.update(f"{len(part)}:".encode() + part.encode())
-    return total.hexdigest()[:24]

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 
 from tests.emulator.arrays import Input, to_array
 from tests.emulator.library import Compiled, compiled
-from tests.emulator.memory import PAGE, Buffers, pools
+from tests.emulator.memory import Buffers, pools
 from tests.emulator.text import Instance
 from tests.emulator.variants import LANE_ORDERS, POISONS, REDUCTIONS, Variant
 
@@ -59,7 +60,7 @@ class Launch(ctypes.Structure):
         ("stack_bytes", ctypes.c_uint64),
         ("shared", ctypes.c_void_p),
         ("shared_bytes", ctypes.c_uint64),
-        ("page_bytes", ctypes.c_uint64),
+        ("shared_gap", ctypes.c_uint64),
         ("signal_stack", ctypes.c_void_p),
         ("signal_stack_bytes", ctypes.c_uint64),
         ("milliseconds", ctypes.c_uint64),
@@ -176,7 +177,7 @@ def _run(
         stack_bytes=pool.stack_bytes,
         shared=pool.shared,
         shared_bytes=pool.array_bytes,
-        page_bytes=PAGE,
+        shared_gap=pool.shared_gap,
         signal_stack=pool.signal_stack,
         signal_stack_bytes=pool.signal_stack_bytes,
         milliseconds=LONGEST_MS,
@@ -204,8 +205,10 @@ def _report(state: Launch, memory: Buffers) -> str:
     if state.trap:
         check = _CHECKS.get(state.trap - 1, f"check {state.trap - 1} failed")
         return f"undefined behaviour in {thread}: {check}"
-    name = {4: "SIGILL", 5: "SIGTRAP", 8: "SIGFPE"}.get(state.signal_number)
-    if name:
+    name = signal.Signals(state.signal_number).name
+    if name == "SIGABRT":
+        return f"{thread} was aborted by the C library (SIGABRT)"
+    if name in ("SIGILL", "SIGTRAP", "SIGFPE"):
         return f"undefined behaviour in {thread}: a check failed, or a division by zero ({name})"
     return f"{thread} touches memory that it must not: {memory.place(state.address)}"
 

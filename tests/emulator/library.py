@@ -1,19 +1,19 @@
 """Compiled kernels: found in memory, on disk, or made now; several instances into one object.
 
-An object is filed under the hash of its text, its options and the compiler. An instance that was
-compiled together with others is filed as a small note that names the object and its entry in it.
+An object is filed under the hash of its content. An instance is filed under the hash of its text,
+its options and the compiler, as a small note that names the object and its entry in it.
 """
 
 import ctypes
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.emulator import compiler
+from tests.emulator.cache import content_hash, digest, keep, objects_dir, write_whole
 from tests.emulator.text import Instance
 from tests.emulator.unit import unit
 
@@ -71,40 +71,33 @@ def prepare(instances: Sequence[Instance], flavours: Sequence[Flavour]) -> int:
     return count
 
 
-def _key(instances: Sequence[Instance], flavour: Flavour) -> str:
-    return compiler.digest([compiler.tools().key, repr(flavour), unit(instances)])
-
-
-def _folder() -> Path:
-    folder = compiler.cache_dir() / "objects"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def _note(instance: Instance, flavour: Flavour) -> Path:
+    key = digest([compiler.tools().key, repr(flavour), unit([instance])])
+    return objects_dir() / f"{key}.json"
 
 
 def _compile(instances: list[Instance], flavour: Flavour) -> None:
-    folder = _folder()
-    name = _key(instances, flavour) + ".so"
-    compiler.build(unit(instances), folder / name, *flavour)
+    path = compiler.build(unit(instances), objects_dir(), *flavour)
     for i, instance in enumerate(instances):
-        note = json.dumps({"object": name, "entry": i})
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as draft:
-            draft.write(note)
-        os.replace(draft.name, folder / f"{_key([instance], flavour)}.json")
+        write_whole(_note(instance, flavour), json.dumps({"object": path.name, "entry": i}))
 
 
 def _load(instance: Instance, flavour: Flavour) -> Compiled | None:
-    folder = _folder()
+    """None when it is not there, or when what is there is damaged."""
+    note = _note(instance, flavour)
     try:
-        note = json.loads((folder / f"{_key([instance], flavour)}.json").read_text())
-    except FileNotFoundError:
-        return None
-    path = folder / note["object"]
-    if path not in _objects:
-        try:
+        found = json.loads(note.read_text())
+        path, entry = note.parent / str(found["object"]), int(found["entry"])
+        if path not in _objects:
+            # To load an object that was cut ends the process: a look inside comes first.
+            if content_hash(path) != path.stem:
+                return None
             _objects[path] = ctypes.CDLL(str(path))
-        except OSError:
-            return None  # a cache that was half deleted
-    entry = getattr(_objects[path], f"emulator_entry_{note['entry']}")
-    address = ctypes.cast(entry, ctypes.c_void_p).value
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    for used in (note, path):
+        keep(used)
+    function = getattr(_objects[path], f"emulator_entry_{entry}")
+    address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
     return Compiled(_objects[path], address)

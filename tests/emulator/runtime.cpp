@@ -31,12 +31,12 @@ struct EmulatorLaunch {
   uint32_t reduction;
   uint32_t flush;
   uint32_t poison;         // a byte
-  uint32_t shared_at_end;  // threadgroup arrays end, rather than start, at a guard page
+  uint32_t shared_at_end;  // threadgroup arrays end, rather than start, at a gap
   uint8_t* stacks;         // MAX_THREADS pieces, the lowest page of each is a guard page
   uint64_t stack_bytes;
-  uint8_t* shared;  // MAX_SHARED pieces of `shared_bytes`, each followed by a guard page
+  uint8_t* shared;  // MAX_SHARED pieces of `shared_bytes`, each followed by a gap
   uint64_t shared_bytes;
-  uint64_t page_bytes;
+  uint64_t shared_gap;
   uint8_t* signal_stack;
   uint64_t signal_stack_bytes;
   uint64_t milliseconds;  // of the processor's time, before it counts as endless
@@ -206,7 +206,7 @@ extern "C" void* emulator_shared(unsigned declaration, unsigned bytes) {
   unsigned i = 0;
   while (i < state.shared_count && state.declarations[i] != declaration) i++;
   EmulatorLaunch* l = state.launch;
-  uint8_t* piece = l->shared + i * (l->shared_bytes + l->page_bytes);
+  uint8_t* piece = l->shared + i * (l->shared_bytes + l->shared_gap);
   if (i == state.shared_count) {
     state.shared_bytes += (bytes + 15u) & ~15u;
     l->shared_used = state.shared_bytes;
@@ -261,7 +261,7 @@ static void run_threadgroup(unsigned threads) {
   }
 }
 
-static const int signals[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP, SIGFPE, SIGVTALRM};
+static const int signals[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP, SIGFPE, SIGABRT, SIGVTALRM};
 enum { SIGNALS = sizeof signals / sizeof signals[0] };
 static struct sigaction before[SIGNALS];
 
@@ -273,6 +273,7 @@ static void on_fault(int number, siginfo_t* info, void*) {
   }
   if (!running) {  // another thread's fault: put things back, and let it happen again
     for (int i = 0; i < SIGNALS; i++) sigaction(signals[i], &before[i], nullptr);
+    if (number == SIGABRT) raise(number);  // abort() does not come back to whom it had before
     return;
   }
   if (number == SIGVTALRM) stop(TOO_LONG);
@@ -294,18 +295,18 @@ static void set_timer(uint64_t milliseconds) {
 static void run_grid() {
   EmulatorLaunch* l = state.launch;
   EmulatorThread* t = &state.common;
-  unsigned total = 1;
+  uint64_t total = 1;
   for (int i = 0; i < 3; i++) {
     t->threads_per_grid[i] = l->grid[i];
     t->dispatch_threads_per_threadgroup[i] = l->threadgroup[i];
-    t->threadgroups_per_grid[i] = (l->grid[i] + l->threadgroup[i] - 1) / l->threadgroup[i];
+    t->threadgroups_per_grid[i] = (l->grid[i] - 1) / l->threadgroup[i] + 1;
     total *= t->threadgroups_per_grid[i];
   }
-  for (unsigned i = 0; i < total; i++) {
-    unsigned rest = l->lane_order == REVERSE ? total - 1 - i : i;
+  for (uint64_t i = 0; i < total; i++) {
+    uint64_t rest = l->lane_order == REVERSE ? total - 1 - i : i;
     unsigned threads = 1;
     for (int a = 0; a < 3; a++) {
-      unsigned at = rest % t->threadgroups_per_grid[a];
+      unsigned at = unsigned(rest % t->threadgroups_per_grid[a]);
       rest /= t->threadgroups_per_grid[a];
       unsigned left = l->grid[a] - at * l->threadgroup[a];
       t->threadgroup_position_in_grid[a] = at;
