@@ -4,8 +4,8 @@
 
 With a Metal or CUDA device: shapes of Qwen3.5-35B-A3B, about a minute. Without one the kernels are
 checked in the emulator at small shapes, and only MLX's operations are timed. A kernel whose result
-differs from the reference gets no speed, and the exit status is 1. The last line of output is one
-JSON object.
+differs from the reference, or that gives none, gets no speed; the others are measured, and the exit
+status is 1. The last line of output is one JSON object.
 """
 
 import argparse
@@ -18,11 +18,19 @@ from functools import partial
 import mlx.core as mx
 from rich.console import Console
 
-from benchmarks.kernel_case import QWEN_35B, SMALL, TINY, Arguments, Case, Sizes
+from benchmarks.kernel_case import (
+    QWEN_35B,
+    SMALL,
+    TINY,
+    Arguments,
+    Case,
+    Comparison,
+    Sizes,
+)
 from benchmarks.kernel_low_rank import expert_delta_case, stack_sum_case
 from benchmarks.kernel_quantized import dequant_case, requant_case
 from benchmarks.kernel_report import Row, card, print_rows
-from benchmarks.kernel_timing import Call, copy_bytes_per_second, measure
+from benchmarks.kernel_timing import Call, Measured, copy_bytes_per_second, measure
 from benchmarks.timing import Spread
 from mlxstacks import memory
 from mlxstacks.ops import kernels
@@ -34,6 +42,7 @@ POLICIES = (("keep", None), ("promote", 6), ("refit", None))
 GPU_BACKENDS = ("metal", "cuda")
 KERNELS = "dequant, requant, expert_delta and stack_sum"
 COPY_BYTES = {True: 1_000_000_000, False: 64_000_000}  # on a GPU, elsewhere
+REASON_LENGTH = 2000  # characters of what a compiler says
 
 
 def cases(sizes: Sizes) -> list[Case]:
@@ -60,27 +69,27 @@ def bench(case: Case, copy: Spread, rounds: int, timed: bool, barred: bool) -> R
     barred: whether the bars of the design apply to these shapes.
     """
     arguments = case.make()
-    ran_on, unchecked, comparison = kernels.backend(), None, None
-    if ran_on is None:
-        unchecked = unavailable() or "no backend runs kernels here"
-    else:
-        result = case.run(*arguments[0])
-        mx.eval(result)
-        comparison = case.compare(arguments[0], result)
-        del result
+    checked = check(case, arguments[0])
     runs: dict[str, Sequence[Call]] = {"composition": _calls(case.composition, arguments)}
-    if timed and comparison is not None and comparison.agrees:
+    if timed and isinstance(checked, Comparison) and checked.agrees:
         runs["kernel"] = _calls(case.run, arguments)
-    # MLX's operations never need the substitute; timing must not pay for it either.
-    measured = measure(runs, rounds)
-    own, other = measured.get("kernel"), measured["composition"]
+    measured: dict[str, Measured] = {}
+    try:
+        measured = measure(runs, rounds)
+    except Exception as error:  # as below; too little memory is another reason
+        checked = reason(error)
+    comparison = checked if isinstance(checked, Comparison) else None
+    own, other = measured.get("kernel"), measured.get("composition")
     return Row(
         kernel=case.kernel,
         case=case.label,
-        ran_on=ran_on,
+        ran_on=kernels.backend(),
         agrees=None if comparison is None else comparison.agrees,
         largest_error=None if comparison is None else comparison.largest_error,
-        unchecked=unchecked,
+        relative_error=None if comparison is None else comparison.relative_error,
+        allowed_error=None if comparison is None else comparison.allowed,
+        differs=() if comparison is None else comparison.differs,
+        unchecked=None if isinstance(checked, Comparison) else checked,
         needed_bytes=case.needed_bytes(*arguments[0]),
         input_bytes=sum(x.nbytes for x in arguments[0]),
         kernel_seconds=own.seconds if own else None,
@@ -88,12 +97,28 @@ def bench(case: Case, copy: Spread, rounds: int, timed: bool, barred: bool) -> R
         kernel_peak_bytes=own.extra_bytes if own else None,
         composition=case.composition_name,
         composition_on=memory.device().kind,
-        composition_seconds=other.seconds,
-        composition_alone_seconds=other.alone_seconds,
-        composition_peak_bytes=other.extra_bytes,
+        composition_seconds=other.seconds if other else None,
+        composition_alone_seconds=other.alone_seconds if other else None,
+        composition_peak_bytes=other.extra_bytes if other else None,
         copy_bytes_per_second=copy.median,
         barred=barred,
     )
+
+
+def check(case: Case, arguments: Arguments) -> Comparison | str:
+    """The kernel's result beside the reference, or why there is no result."""
+    if kernels.backend() is None:
+        return unavailable() or "no backend runs kernels here"
+    try:
+        result = case.run(*arguments)
+        mx.eval(result)
+        return case.compare(arguments, result)
+    except Exception as error:  # a compiler that refuses one text says nothing about the others
+        return reason(error)
+
+
+def reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:REASON_LENGTH]
 
 
 def _calls(function: Callable[..., Sequence[mx.array]], sets: list[Arguments]) -> list[Call]:
@@ -133,9 +158,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     backend, kernel_backend = where()
     on_gpu = backend in GPU_BACKENDS
     sizes = TINY if options.quick else (QWEN_35B if on_gpu else SMALL)
-    chosen = [c for c in cases(sizes) if options.only in f"{c.kernel} {c.label}"]
+    word = options.only.lower()
+    chosen = [case for case in cases(sizes) if word in f"{case.kernel} {case.label}".lower()]
     if not chosen:
         parser.error(f"no case holds {options.only!r}; kernels are {KERNELS}")
+    try:
+        return run(options, chosen, sizes, backend, kernel_backend)
+    except KeyboardInterrupt:
+        print("stopped: nothing is reported", file=sys.stderr)
+        return 130
+
+
+def run(
+    options: argparse.Namespace,
+    chosen: Sequence[Case],
+    sizes: Sizes,
+    backend: str,
+    kernel_backend: AbstractContextManager[object],
+) -> int:
+    """Measure and report the chosen cases; the exit status."""
+    on_gpu = backend in GPU_BACKENDS
     print(first_line(backend), flush=True)
     console = Console(width=None if sys.stdout.isatty() else 150)
     mx.random.seed(0)
@@ -150,8 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_rows(rows, backend, console)
     print_summary(rows, backend)
     result = {"benchmark": "metal", "sizes": sizes.name, "machine": facts}
-    print(json.dumps({**result, "rows": [row.as_json() for row in rows]}))
-    return int(any(row.agrees is False for row in rows))
+    print(json.dumps({**result, "rows": [row.as_json() for row in rows]}, allow_nan=False))
+    return int(any(row.failed for row in rows))
 
 
 def print_summary(rows: Sequence[Row], backend: str) -> None:
@@ -162,8 +204,8 @@ def print_summary(rows: Sequence[Row], backend: str) -> None:
     if backend != "metal":
         print("Metal GPU: not measured")
     for row in rows:
-        if row.agrees is False:
-            print(f"{row.kernel} {row.case}: differs from the reference by {row.largest_error:.3g}")
+        if row.failed:
+            print(f"{row.kernel} {row.case}: {row.verdict()}")
 
 
 if __name__ == "__main__":

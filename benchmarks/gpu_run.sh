@@ -17,7 +17,8 @@
 # nothing else on the machine.
 #
 # Settings: PYTHON (python3.12, else python3), OUT, STEPS (default "install tests benchmark"), TESTS
-# (default tests/ops), SITE (where the wheels go). REHEARSE=1 goes through the same steps on the CPU,
+# (default tests/ops), SITE (where the wheels go: a new folder, or one of an earlier run, which is
+# replaced). REHEARSE=1 goes through the same steps on the CPU,
 # at tiny shapes.
 set -euo pipefail
 
@@ -28,24 +29,37 @@ wheels=$(cd "$wheels" && pwd)
 OUT=${OUT:-$root/mlxstacks-out/gpu}
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
-PYTHON=${PYTHON:-$(command -v python3.12 || command -v python3)}
+PYTHON=${PYTHON:-$(command -v python3.12 || command -v python3 || echo python3)}
 SITE=${SITE:-${TMPDIR:-/tmp}/mlxstacks-gpu-site}
 STEPS=${STEPS:-install tests benchmark}
 TESTS=${TESTS:-tests/ops}
 REHEARSE=${REHEARSE:-}
+# In every folder that this script makes for wheels: it removes no other.
+MARKER=.made-by-gpu-run
 cd "$root"
 
+stop() {
+  echo "$*" >&2
+  exit 2
+}
 has() { case " $STEPS " in *" $1 "*) true ;; *) false ;; esac; }
 say() { printf '\n== %s\n' "$*"; }
+
+command -v "$PYTHON" >/dev/null || stop "no $PYTHON here: install Python 3.12, or set PYTHON"
 
 if has install; then
   say "wheels of $wheels into $SITE"
   # mlx-cpu and the CUDA wheels bring a file of the same name: the last one unpacked would win.
   if [ -z "$REHEARSE" ] && ls "$wheels"/mlx_cpu-* >/dev/null 2>&1; then
-    echo "$wheels holds mlx_cpu, which overwrites MLX's CUDA back-end: take it out" >&2
-    exit 2
+    stop "$wheels holds mlx_cpu, which overwrites MLX's CUDA back-end: take it out"
+  fi
+  ls "$wheels"/*.whl >/dev/null 2>&1 || stop "$wheels holds no wheel: see the head of $0"
+  if [ -e "$SITE" ] && [ ! -f "$SITE/$MARKER" ]; then
+    stop "SITE=$SITE exists and was not made here: remove it, or set SITE to a folder of its own"
   fi
   rm -rf "$SITE"
+  mkdir -p "$SITE"
+  touch "$SITE/$MARKER"
   "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir \
     --disable-pip-version-check --target "$SITE" "$wheels"/*.whl
 fi
@@ -64,15 +78,18 @@ print(*(f for p in sys.path if p for f in sorted(glob.glob(p + "/nvidia/*/" + sy
 ' "$1"
 }
 libraries=$(nvidia_folders lib | paste -sd: -)
-export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$libraries"
+if [ -n "$libraries" ]; then
+  # An empty entry would be the current folder.
+  export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$libraries"
+fi
 if [ -z "${CUDA_HOME:-}" ]; then
-  for folder in /usr/local/cuda/include $(nvidia_folders include); do
+  while IFS= read -r folder; do
     if [ -f "$folder/cuda_runtime.h" ]; then
       CUDA_HOME=$(dirname "$folder")
       export CUDA_HOME
       break
     fi
-  done
+  done < <(echo /usr/local/cuda/include; nvidia_folders include)
 fi
 
 say "machine"

@@ -49,10 +49,23 @@ TINY = Sizes("tiny", 2, 128, 64, 2, (8,), 2, 2, 4, (1, 5), 0)
 
 @dataclass(frozen=True)
 class Comparison:
-    """A kernel's result beside the reference: the largest difference, and whether it is allowed."""
+    """A kernel's result beside the reference.
+
+    largest_error: the largest difference of weights or outputs, in their own unit.
+    relative_error: the largest one as a share of its value (see `float_comparison`); None where
+        bits are compared.
+    allowed: what relative_error may be; 0 where bits are compared.
+    differs: what is not as it should be, in words; empty where all is.
+    """
 
     largest_error: float
-    agrees: bool
+    relative_error: float | None
+    allowed: float
+    differs: tuple[str, ...]
+
+    @property
+    def agrees(self) -> bool:
+        return not self.differs
 
 
 @dataclass(frozen=True)
@@ -107,9 +120,23 @@ def close(found: mx.array, wanted: mx.array, relative: float, absolute: float) -
     return bool((np.abs(left - right) <= relative * np.abs(right) + absolute * columns).all())
 
 
+def bit_comparison(error: float, **same: bool) -> Comparison:
+    """For results whose every bit is asked for. same: by the name of each, whether it has them."""
+    return Comparison(error, None, 0.0, tuple(name for name, right in same.items() if not right))
+
+
 def float_comparison(found: mx.array, wanted: mx.array) -> Comparison:
-    """By the table of tolerances; `wanted` is float32, whatever the kernel works in."""
+    """By the table of tolerances; `wanted` is float32, whatever the kernel works in.
+
+    The tolerance of a value is `relative * |value| + absolute * |largest value|`, so an error is
+    measured in `|value| + absolute / relative * |largest value|` and may be up to `relative`.
+    """
     relative, absolute = TOLERANCES[found.dtype]
-    # Columns are outputs here, one alone may be zero throughout: all share the largest value.
-    near = close(found.reshape(-1, 1), wanted.reshape(-1, 1), relative, absolute)
-    return Comparison(largest_error(found, wanted), near)
+    left, right = (np.array(x.astype(mx.float32)).astype(np.float64) for x in (found, wanted))
+    assert left.shape == right.shape
+    sizes = np.abs(right) + absolute / relative * np.abs(right).max()
+    errors = np.abs(left - right)
+    shares = np.divide(errors, sizes, out=np.where(errors == 0, 0.0, np.inf), where=sizes != 0)
+    worst = float(shares.max())  # NaN where something is not a number
+    differs = () if worst <= relative else ("outputs",)
+    return Comparison(largest_error(found, wanted), worst, relative, differs)

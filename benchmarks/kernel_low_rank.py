@@ -1,5 +1,7 @@
 """Cases of the low-rank kernels: `expert_delta` at decode, `stack_sum` at decode and prefill."""
 
+from functools import partial
+
 import mlx.core as mx
 
 from benchmarks.kernel_case import (
@@ -24,26 +26,6 @@ def expert_delta_case(sizes: Sizes, name: str, rank: int) -> Case:
     outputs = sizes.inner if into_expert else sizes.hidden
     pair_bytes = rank * (inputs + outputs) * DTYPE.size
 
-    def make() -> list[Arguments]:
-        made: list[Arguments] = []
-        layers = 1 + sizes.cycle_bytes // (sizes.experts * pair_bytes)
-        for _ in range(layers):
-            a = mx.random.normal((sizes.experts, rank, inputs), scale=0.05).astype(DTYPE)
-            b = mx.random.normal((sizes.experts, outputs, rank), scale=0.05).astype(DTYPE)
-            order = mx.random.permutation(sizes.experts).astype(mx.uint32)
-            mx.eval(a, b, order)
-            # Tokens that together use every expert once: the next pass over a layer is cold again.
-            for first in range(0, sizes.experts, sizes.chosen):
-                shape = (1, 1, 1 if into_expert else sizes.chosen, 1, inputs)
-                x = mx.random.normal(shape).astype(DTYPE)
-                made.append(
-                    (x, a, b, mx.contiguous(order[None, None, first : first + sizes.chosen]))
-                )
-        mx.eval(made)
-        # By layers first, as a model goes through them.
-        tokens = sizes.experts // sizes.chosen
-        return [made[layer * tokens + t] for t in range(tokens) for layer in range(layers)]
-
     def run(x: mx.array, a: mx.array, b: mx.array, indices: mx.array) -> Arrays:
         return [expert_delta(x, a, b, indices, None, SCALE, False, use_kernel=True)]
 
@@ -64,7 +46,7 @@ def expert_delta_case(sizes: Sizes, name: str, rank: int) -> Case:
         kernel="expert_delta",
         label=f"rank {rank}, {name} {width}, {sizes.chosen} of {sizes.experts}",
         composition_name="gather_mm twice",
-        make=make,
+        make=partial(_tokens_of_layers, sizes, rank, inputs, outputs, into_expert),
         run=run,
         composition=composition,
         compare=compare,
@@ -72,6 +54,31 @@ def expert_delta_case(sizes: Sizes, name: str, rank: int) -> Case:
             indices.size * (pair_bytes + outputs * DTYPE.size) + x.nbytes + indices.nbytes
         ),
     )
+
+
+def _tokens_of_layers(
+    sizes: Sizes, rank: int, inputs: int, outputs: int, one_input: bool
+) -> list[Arguments]:
+    """(x, a, b, indices) of as many layers as no cache holds, and of tokens enough for each.
+
+    one_input: whether the chosen experts of a token share one x.
+    """
+    layer_bytes = sizes.experts * rank * (inputs + outputs) * DTYPE.size
+    layers, tokens = 1 + sizes.cycle_bytes // layer_bytes, sizes.experts // sizes.chosen
+    made: list[Arguments] = []
+    for _ in range(layers):
+        a = mx.random.normal((sizes.experts, rank, inputs), scale=0.05).astype(DTYPE)
+        b = mx.random.normal((sizes.experts, outputs, rank), scale=0.05).astype(DTYPE)
+        order = mx.random.permutation(sizes.experts).astype(mx.uint32)
+        mx.eval(a, b, order)
+        # Tokens that together use every expert once: the next pass over a layer is cold again.
+        for first in range(0, sizes.experts, sizes.chosen):
+            x = mx.random.normal((1, 1, 1 if one_input else sizes.chosen, 1, inputs)).astype(DTYPE)
+            chosen = order[None, None, first : first + sizes.chosen]
+            made.append((x, a, b, mx.contiguous(chosen)))
+    mx.eval(made)
+    # By layers first, as a model goes through them.
+    return [made[layer * tokens + t] for t in range(tokens) for layer in range(layers)]
 
 
 def stack_sum_case(sizes: Sizes, tokens: int) -> Case:

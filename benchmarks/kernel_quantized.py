@@ -18,6 +18,7 @@ from benchmarks.kernel_case import (
     Case,
     Comparison,
     Sizes,
+    bit_comparison,
     close,
     largest_error,
     same_bytes,
@@ -43,6 +44,15 @@ def _quantized(shape: tuple[int, int, int], bits: int) -> Arguments:
     return packed, scales, (scales * -(2 ** (bits - 1))).astype(DTYPE)
 
 
+def _with_lora(shape: tuple[int, int, int], bits: int, rank: int) -> Arguments:
+    """packed, scales, biases, lora_a, lora_b; the delta is about half a level."""
+    experts, rows, columns = shape
+    a = mx.random.normal((experts, rank, columns), scale=0.02).astype(DTYPE)
+    b_scale = 0.5 * STEP / (0.02 * SCALE * rank**0.5)
+    b = mx.random.normal((experts, rows, rank), scale=b_scale).astype(DTYPE)
+    return *_quantized(shape, bits), a, b
+
+
 def _parts(result: Requantized) -> Arrays:
     return [result.packed, result.scales, result.biases, result.sums]
 
@@ -57,19 +67,13 @@ def requant_case(
 ) -> Case:
     """One policy on the experts of one projection, with a LoRA of the smallest rank."""
     experts, rows, columns = shape
-    rank = sizes.ranks[0]
+    arguments = partial(_with_lora, shape, bits, sizes.ranks[0])
     settings: dict[str, Any] = {
         "policy": policy,
         "group_size": GROUP_SIZE,
         "bits": bits,
         "new_bits": new_bits,
     }
-
-    def arguments() -> Arguments:
-        a = mx.random.normal((experts, rank, columns), scale=0.02).astype(DTYPE)
-        b_scale = 0.5 * STEP / (0.02 * SCALE * rank**0.5)
-        b = mx.random.normal((experts, rows, rank), scale=b_scale).astype(DTYPE)
-        return *_quantized(shape, bits), a, b
 
     def run(w: mx.array, s: mx.array, b: mx.array, *lora: mx.array) -> Arrays:
         return _parts(requant(w, s, b, lora[0], lora[1], SCALE, **settings, use_kernel=True))
@@ -87,14 +91,7 @@ def requant_case(
             wanted = _parts(requant_reference(w, s, b, lora_a, lora_b, SCALE, **settings))
             found = [x.reshape(experts, -1, x.shape[-1])[chosen] for x in result]
             wanted = [x.reshape(y.shape) for x, y in zip(wanted, found, strict=True)]
-            width = new_bits or bits
-            values = [mx.dequantize(*x[:3], GROUP_SIZE, width) for x in (found, wanted)]
-            same = all(same_bytes(x, y) for x, y in zip(found[:3], wanted[:3], strict=True))
-            sums = [x[3].reshape(-1, len(SUM_NAMES)) for x in (found, wanted)]
-            return Comparison(
-                largest_error(values[0], values[1]),
-                same and close(sums[0], sums[1], SUMS_TOLERANCE, SUMS_TOLERANCE),
-            )
+            return _comparison(found, wanted, new_bits or bits)
 
     def needed_bytes(*arrays: mx.array) -> int:
         # In: everything once. Out: the codes, a row of sums, and a new grid where there is one.
@@ -116,6 +113,19 @@ def requant_case(
     )
 
 
+def _comparison(found: Arrays, wanted: Arrays, bits: int) -> Comparison:
+    """Of packed codes, scales, biases and sums, each (experts, ...)."""
+    values = [mx.dequantize(*x[:3], GROUP_SIZE, bits) for x in (found, wanted)]
+    sums = [x[3].reshape(-1, len(SUM_NAMES)) for x in (found, wanted)]
+    return bit_comparison(
+        largest_error(values[0], values[1]),
+        codes=same_bytes(found[0], wanted[0]),
+        scales=same_bytes(found[1], wanted[1]),
+        biases=same_bytes(found[2], wanted[2]),
+        sums=close(sums[0], sums[1], SUMS_TOLERANCE, SUMS_TOLERANCE),
+    )
+
+
 def dequant_case(sizes: Sizes, name: str, shape: tuple[int, int, int], bits: int) -> Case:
     """Packed codes to bfloat16."""
     experts, rows, columns = shape
@@ -131,7 +141,7 @@ def dequant_case(sizes: Sizes, name: str, shape: tuple[int, int, int], bits: int
             chosen = some(experts)
             wanted = mx.dequantize(*(x[chosen] for x in arrays), GROUP_SIZE, bits)
             found = result[0][chosen]
-            return Comparison(largest_error(found, wanted), same_bytes(found, wanted))
+            return bit_comparison(largest_error(found, wanted), values=same_bytes(found, wanted))
 
     return Case(
         kernel="dequant",

@@ -1,5 +1,6 @@
 """What the kernel benchmark says: the machine's card, the tables, the bars beside each figure."""
 
+import math
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,7 @@ from mlxstacks.memory import bytes_in_words
 
 NOT_MEASURED = "not measured"
 REFUSED = "no speed: results differ"
+NO_RESULT = "no result, see below"
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class Row:
     """One kernel at one shape.
 
     ran_on: "metal", "cuda", the name of a substitute such as "emulator", or None.
-    agrees: whether its result equals the reference; None where nothing ran, `unchecked` says why.
+    agrees: whether its result equals the reference, up to `allowed_error`, which is relative; None
+        where there is no result, `unchecked` says why. differs: what does not agree.
     kernel_*: of the kernel on the device; None where it was not measured.
     composition_*: of the same work in MLX operations, on `composition_on`.
     *_peak_bytes: what MLX held at most beyond the inputs, results included.
@@ -33,6 +36,9 @@ class Row:
     ran_on: str | None
     agrees: bool | None
     largest_error: float | None
+    relative_error: float | None
+    allowed_error: float | None
+    differs: tuple[str, ...]
     unchecked: str | None
     needed_bytes: int
     input_bytes: int
@@ -46,6 +52,11 @@ class Row:
     composition_peak_bytes: int | None
     copy_bytes_per_second: float
     barred: bool
+
+    @property
+    def failed(self) -> bool:
+        """Whether the kernel gave a wrong result, or none where it should run, or nothing ran."""
+        return (self.ran_on is not None and not self.agrees) or self.composition_seconds is None
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -70,6 +81,19 @@ class Row:
             return None
         return self.kernel_peak_bytes / self.composition_peak_bytes
 
+    def error_in_words(self) -> str:
+        """The largest error beside the largest that is allowed."""
+        if self.relative_error is None:
+            return f"{self.largest_error:.3g} (allowed 0)"
+        return f"{self.relative_error:.2g} (allowed {self.allowed_error:.2g})"
+
+    def verdict(self) -> str:
+        """Why it failed, in a line or, where a compiler speaks, in several."""
+        if self.agrees is None:
+            return f"no result: {self.unchecked}"
+        what = ", ".join(self.differs)
+        return f"differs from the reference in {what}; largest error {self.error_in_words()}"
+
     def bars(self) -> dict[str, str]:
         """Each bar that this row has, with "met", "not met" or "not measured"."""
         if self.kernel == "dequant":
@@ -90,10 +114,14 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         derived = ("bytes_per_second", "share_of_copy", "speed_ratio", "peak_ratio")
-        return {
+        row = {
             **asdict(self),
             **{name: getattr(self, name) for name in derived},
             "bars": self.bars(),
+        }
+        # An error may be NaN or infinite, and JSON has neither.
+        return {
+            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()
         }
 
 
@@ -142,8 +170,9 @@ def print_rows(rows: Sequence[Row], backend: str, console: Console) -> None:
     speed.add_column("speed")
     checks = Table(
         title="Results and memory",
-        caption="largest error: of the weights that the codes stand for, 0 is asked of them; else "
-        "of the outputs. Many experts are compared at four of them. peak: beyond the inputs.",
+        caption="largest error: of the weights that the codes stand for, 0 is asked of them; of "
+        "outputs as a share of each. Many experts are compared at four of them. peak: beyond the "
+        "inputs.",
         title_justify="left",
         caption_justify="left",
     )
@@ -163,7 +192,8 @@ def _speed_cells(row: Row) -> list[str]:
     if row.agrees is False:
         return [REFUSED, "", "", "", composition, ""]
     if row.kernel_seconds is None:
-        return [NOT_MEASURED, "", "", _bar(row, "copy"), composition, _bar(row, "speed")]
+        cells = ["", "", _bar(row, "copy"), composition, _bar(row, "speed")]
+        return [NO_RESULT if row.failed else NOT_MEASURED, *cells]
     rate, share, ratio = row.bytes_per_second, row.share_of_copy, row.speed_ratio
     assert rate is not None
     assert share is not None
@@ -180,8 +210,9 @@ def _speed_cells(row: Row) -> list[str]:
 
 def _check_cells(row: Row) -> list[str]:
     if row.agrees is None:
-        return ["not checked", row.unchecked or "", NOT_MEASURED, *_peak_cells(row)]
-    error = f"{row.largest_error:.3g}" + ("" if row.agrees else " DIFFERS")
+        why = "" if row.failed else row.unchecked or ""
+        return [NO_RESULT if row.failed else "not checked", why, NOT_MEASURED, *_peak_cells(row)]
+    error = row.error_in_words() + ("" if row.agrees else f" DIFFERS: {', '.join(row.differs)}")
     peak = NOT_MEASURED if row.kernel_peak_bytes is None else bytes_in_words(row.kernel_peak_bytes)
     return [error, row.ran_on or "", peak, *_peak_cells(row)]
 

@@ -16,6 +16,39 @@ HELPER float tree_sum(float value, uint lanes) {
   return value;
 }
 
+// COUNT floats of a lane: helpers take values, and an array is none.
+template <int COUNT>
+struct Floats {
+  float at[COUNT];
+};
+
+// The lanes that differ in the bit `mask` add up their values and share out the sums: the lane
+// without the bit keeps those of even index, the other one those of odd index.
+template <int COUNT>
+HELPER Floats<(COUNT + 1) / 2> share_sums(Floats<COUNT> values, uint lane, uint mask) {
+  const bool odd = (lane & mask) != 0u;
+  Floats<(COUNT + 1) / 2> shared;
+  #pragma unroll
+  for (int i = 0; i < COUNT; i += 2) {
+    const float first = values.at[i];
+    const float second = i + 1 < COUNT ? values.at[i + 1 < COUNT ? i + 1 : 0] : 0.0f;
+    const float sent = odd ? first : second;
+    shared.at[i / 2] = add_rn(odd ? second : first, xor_lane(sent, mask));
+  }
+  return shared;
+}
+
+// Sums over all 32 lanes of up to 32 values: lane i returns that of values.at[i], in the bits of
+// tree_sum. An exchange serves two values, so 32 sums take 31 of them instead of 160.
+template <int COUNT>
+HELPER float sum_for_lane(Floats<COUNT> values, uint lane) {
+  const auto pairs = share_sums(values, lane, 1u);
+  const auto fours = share_sums(pairs, lane, 2u);
+  const auto eights = share_sums(fours, lane, 4u);
+  const auto halves = share_sums(eights, lane, 8u);
+  return share_sums(halves, lane, 16u).at[0];
+}
+
 // The bits of a float as a number, and back; and the bits of `value` as stored in T.
 #ifdef MLXSTACKS_CUDA
 HELPER uint float_bits(float value) { return __float_as_uint(value); }
@@ -70,8 +103,9 @@ HELPER bool divides_quickly(float divisor) {
 }
 
 // value / divisor, rounded as a division rounds it; `reciprocal` is div_rn(1, divisor), one for a
-// whole group. For divides_quickly(divisor) and quotients from 2^-20 to 2^20 (a smaller one may be
-// off in its last bits where subnormal numbers are flushed). Why: kernels/README.md, "Division".
+// whole group. For divides_quickly(divisor) and quotients from 2^-20 to 2^20. A smaller one may be
+// off in its last bits: where the remainder underflows on devices that flush subnormal numbers, and
+// below 2^-126 on all. Why: kernels/README.md, "Division".
 HELPER float quotient(float value, float divisor, float reciprocal) {
   const float near = mul_rn(value, reciprocal);
   return fma_rn(fma_rn(-divisor, near, value), reciprocal, near);
@@ -88,8 +122,8 @@ struct Grid {
   float bias;
 };
 
-// Scale and bias that mx.quantize gives on the CPU device, before any cast: mlxstacks/ops/affine.py,
-// fit_grid. bins is 2^bits - 1.
+// Scale and bias that mx.quantize gives on the CPU device, before any cast: fit_grid in
+// mlxstacks/ops/affine.py. bins is 2^bits - 1.
 HELPER Grid fit_grid(float low, float high, float bins) {
   const float width = larger(div_rn(sub_rn(high, low), bins), 1e-7f);
   const bool low_is_edge = magnitude(low) > magnitude(high);

@@ -1,14 +1,14 @@
-// Packed codes to values of T: scale * code + bias with a rounding to T after each operation, which is
-// mx.dequantize on the CPU device to the bit.
+// Packed codes to values of T: scale * code + bias with a rounding to T after each operation, which
+// is mx.dequantize on the CPU device to the bit.
 //
 // old_codes    the bit stream of all codes, in units of UNIT_BITS (8, or the codes of a word)
 // old_scales   (weights / GROUP) T, old_biases alike
 // word_total   (1) uint: weights / VALUES
 // words        (word_total) uint64: VALUES neighbouring values each, 4 of 16 bits or 2 of 32
 //
-// grid: 32 threads for every 32 * WORDS words. Rows and groups are whole multiples of a word, so the
-// whole tensor is one stream. Neighbouring lanes store neighbouring words; a lane's WORDS words are
-// 32 apart and independent of each other, so that their loads overlap.
+// grid: 32 threads for every 32 * WORDS words. Rows and groups are whole multiples of a word, so
+// the whole tensor is one stream. Neighbouring lanes store neighbouring words; a lane's WORDS words
+// are 32 apart and independent of each other, so that their loads overlap.
 
 const uint VALUES = 64u / uint(VALUE_BITS);
 const uint FIELD = VALUES * uint(BITS);  // bits of the codes of one word

@@ -1,17 +1,18 @@
-// Packed codes and a delta in; new packed codes, new scales and biases, and the sums of the fidelity
-// report out, in one pass over the weights. The rule is mlxstacks/ops/policies.py, to the bit.
+// Packed codes and a delta in; new packed codes, new scales and biases, and the sums of the
+// fidelity report out, in one pass over the weights. The rule is mlxstacks/ops/policies.py, to the
+// bit.
 //
 // old_codes      (rows, K / 8 * BITS bytes) in units of 1, 2 or 4 bytes
 // old_scales     (rows, K / GROUP) T, old_biases alike
-// pairs_of_a     (E, steps, R, 4, 32) uint64, each two float32 of lora_a: see lay_out in ops/requant.py
+// pairs_of_a     (E, steps, R, 4, 32) uint64, each two float32 of lora_a: lay_out, ops/requant.py
 // scaled_b       (rows, R) float: scale * lora_b
 // dense_delta    (rows, K) float instead of both, unless FROM_LORA
 // rounded_delta  (rows, K) float if HAS_ROUNDED; uniform_draws (rows, K) float if stochastic
 // sizes          (4) uint: rows, rows of an expert, K / 8, R
 // new_codes, new_scales, new_biases like the old ones; row_sums (rows, 9) float
 //
-// grid: 32 threads for every ROWS rows. A SIMD group walks along its rows in steps of 256 weights; a
-// lane holds 8 neighbouring weights (an octet: BITS bytes) of each row, so GROUP / 8 lanes hold a
+// grid: 32 threads for every ROWS rows. A SIMD group walks along its rows in steps of 256 weights;
+// a lane holds 8 neighbouring weights (an octet: BITS bytes) of each row, so GROUP / 8 lanes hold a
 // group. Lanes past the end of a row work on its last octet once more, and neither write nor count.
 
 const int REFIT = 0, NEAREST = 2, PROMOTE = 3, STOCHASTIC = 4;  // keep is 1
@@ -139,9 +140,9 @@ for (uint step = 0u; step < steps; ++step) {
       }
     }
 
-    // A grid fitted anew to each group of target values. Refit works in T with a rounding after each
-    // operation; promote in float32, its codes chosen for the scale as stored. The first pass of a
-    // controlled refit has a delta of zero.
+    // A grid fitted anew to each group of target values. Refit works in T with a rounding after
+    // each operation; promote in float32, its codes chosen for the scale as stored. The first pass
+    // of a controlled refit has a delta of zero.
     float fitted[8];
     float fitted_scale = 0.0f, fitted_bias = 0.0f;
     float zero_zero = 0.0f, changed_at_zero = 0.0f;
@@ -173,7 +174,8 @@ for (uint step = 0u; step < steps; ++step) {
         fitted_bias = round_to<T>(grid.bias);
         const float divisor = POLICY == PROMOTE ? fitted_scale : grid.scale;
         const float origin = POLICY == PROMOTE ? fitted_bias : grid.bias;
-        // No target is farther than about 2^NEW_BITS steps from the origin of its own grid.
+        // A target is at most about 2^NEW_BITS steps from the bias of its grid, but may be any
+        // number of them from promote's, which is rounded to T: such a code is clipped either way.
         if (divides_quickly(divisor)) {
           const float reciprocal = div_rn(1.0f, divisor);
           for (int j = 0; j < 8; ++j) {
@@ -247,7 +249,8 @@ for (uint step = 0u; step < steps; ++step) {
         new_biases[group] = static_cast<T>(new_bias);
       }
 
-      // Where scales stay, F is whole steps, and the sums of the octet are multiplied once.
+      // Where scales stay, F is whole steps, and the sums of the octet are multiplied once: twice
+      // by the scale, since its square can leave float32 where no code moved.
       float fused_delta = 0.0f, fused_fused = 0.0f, error_error = 0.0f;
       float weight_weight = 0.0f, changed = 0.0f;
       for (int j = 0; j < 8; ++j) {
@@ -276,7 +279,7 @@ for (uint step = 0u; step < steps; ++step) {
       total[row][1] += delta_delta;
       // The comparison has the squared error of the whole group already.
       total[row][2] += COMPARES ? (leads_group ? group_error : 0.0f) : error_error;
-      total[row][3] += FITS ? fused_fused : mul_rn(mul_rn(scale, scale), fused_fused);
+      total[row][3] += FITS ? fused_fused : mul_rn(scale, mul_rn(scale, fused_fused));
       total[row][4] += weight_weight;
       if (CONTROL) {
         total[row][5] += zero_zero;
@@ -288,26 +291,29 @@ for (uint step = 0u; step < steps; ++step) {
   }
 }
 
-// Over the lanes: first the rows are shared out, so that lane l keeps row l % ROWS and each exchange
-// serves two rows; then a butterfly over the lanes of a row.
-for (int i = 0; i < SUMS; ++i) {
-  float part[ROWS];
-  for (int row = 0; row < ROWS; ++row) {
-    part[row] = total[row][i];
+// Row by row, the sums of all lanes; neighbouring lanes store neighbouring ones.
+const int ALL = ROWS * SUMS;
+const int FRONT = ALL < 32 ? ALL : 32;
+const int BACK = ALL > 32 ? ALL - 32 : 1;
+Floats<FRONT> front;
+#pragma unroll
+for (int i = 0; i < FRONT; ++i) {
+  front.at[i] = total[i / SUMS][i % SUMS];
+}
+const size_t first_sum = static_cast<size_t>(first_row) * uint(SUMS);
+const float front_sum = sum_for_lane(front, lane);
+if (lane < uint(FRONT)) {
+  row_sums[first_sum + lane] = front_sum;
+}
+if (ALL > 32) {
+  Floats<BACK> back;
+  #pragma unroll
+  for (int i = 0; i < BACK; ++i) {
+    const int at = ALL > 32 ? 32 + i : 0;
+    back.at[i] = total[at / SUMS][at % SUMS];
   }
-  uint mask = 1u;
-  for (int width = ROWS / 2; width > 0; width /= 2, mask <<= 1u) {
-    const bool odd = (lane & mask) != 0u;
-    for (int w = 0; w < width; ++w) {
-      const float kept = odd ? part[2 * w + 1] : part[2 * w];
-      const float sent = odd ? part[2 * w] : part[2 * w + 1];
-      part[w] = add_rn(kept, xor_lane(sent, mask));
-    }
-  }
-  for (; mask < 32u; mask <<= 1u) {
-    part[0] = add_rn(part[0], xor_lane(part[0], mask));
-  }
-  if (lane < uint(ROWS)) {
-    row_sums[(static_cast<size_t>(first_row) + lane) * uint(SUMS) + uint(i)] = part[0];
+  const float back_sum = sum_for_lane(back, lane);
+  if (lane < uint(BACK)) {
+    row_sums[first_sum + 32u + lane] = back_sum;
   }
 }

@@ -10,9 +10,10 @@
 // factor (1) float
 // result (tiles * TILE, ROWS) OT
 //
-// grid (threads * tiles, blocks of rows), threadgroup (threads), a multiple of 32. SPAN neighbouring
-// lanes share EACH rows of `right`. An expert that no token of the tile uses is not read, neither
-// its rows nor its columns. Neighbouring threadgroups take neighbouring tiles, the same weights.
+// grid (threads * tiles, blocks of rows), threadgroup (threads), a multiple of 32. SPAN
+// neighbouring lanes share EACH rows of `right`. An expert that no token of the tile uses is not
+// read, neither its rows nor its columns. Neighbouring threadgroups take neighbouring tiles, the
+// same weights.
 
 const uint PER_GATE = uint(PHASE == 0 ? ROWS : COLUMNS) / uint(EXPERTS);
 
@@ -97,7 +98,8 @@ for (uint i = 0u; i < uint(EACH); ++i) {
       if (PHASE == 0) {
         multiplier = gates[token * uint(EXPERTS) + (row + i) / PER_GATE];
       }
-      result[static_cast<size_t>(token) * ROWS + row + i] = static_cast<OT>(mul_rn(multiplier, sum));
+      const size_t at = static_cast<size_t>(token) * ROWS + row + i;
+      result[at] = static_cast<OT>(mul_rn(multiplier, sum));
     }
   }
 }

@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import mlx.core as mx
 import pytest
 
 from benchmarks import bench_metal
-from benchmarks.kernel_case import TINY, Case
+from benchmarks.kernel_case import TINY, Case, float_comparison
 from benchmarks.kernel_report import NOT_MEASURED, REFUSED, Row
 from benchmarks.timing import Spread
 from mlxstacks.ops import kernels
 from tests import metal_emulator
+from tests.cases import TOLERANCES
 
 ROOT = Path(__file__).resolve().parent.parent
 COPY = Spread(1e9, 0.9e9, 1.1e9)
@@ -98,22 +100,25 @@ def _corrupting(position: int) -> Callable[..., Callable[..., list[mx.array]]]:
 
 @pytest.mark.usefixtures("emulator")
 @pytest.mark.parametrize(
-    ("kernel", "label", "position"),
+    ("kernel", "label", "position", "differs"),
     [
-        ("requant", "keep", 0),
-        ("requant", "keep", 3),  # only a sum is wrong
-        ("requant", "refit", 1),
-        ("requant", "promote", 2),
-        ("dequant", "", 0),
-        ("expert_delta", "", 0),
-        ("stack_sum", "", 0),
+        ("requant", "keep", 0, "codes"),
+        ("requant", "keep", 3, "sums"),
+        ("requant", "refit", 1, "scales"),
+        ("requant", "promote", 2, "biases"),
+        ("dequant", "", 0, "values"),
+        ("expert_delta", "", 0, "outputs"),
+        ("stack_sum", "", 0, "outputs"),
     ],
 )
-def test_planted_error_gets_no_speed(kernel: str, label: str, position: int) -> None:
+def test_planted_error_gets_no_speed(kernel: str, label: str, position: int, differs: str) -> None:
     with kernels.substitute("planted", _corrupting(position)):
         case = _case(kernel, label)
         row = bench_metal.bench(case, COPY, rounds=1, timed=True, barred=True)
     assert row.agrees is False
+    assert row.failed
+    assert row.differs == (differs,)
+    assert f"differs from the reference in {differs};" in row.verdict()
     assert row.kernel_seconds is None
     assert row.kernel_peak_bytes is None
     assert row.bytes_per_second is None
@@ -129,8 +134,84 @@ def test_planted_error_ends_the_run_with_one(
     assert bench_metal.main(["--quick", "--rounds", "1", "--only", "dequant 3"]) == 1
     printed = capsys.readouterr().out
     assert REFUSED in printed
-    assert "differs from the reference by" in printed
+    assert "differs from the reference in values; largest error" in printed
     assert all(row["agrees"] is False for row in json.loads(printed.splitlines()[-1])["rows"])
+
+
+def _maker(launch: Callable[..., list[mx.array]]) -> Callable[..., Any]:
+    return lambda *_, **made: partial(launch, made["name"])
+
+
+def _run(
+    launch: Callable[..., list[mx.array]], monkeypatch: pytest.MonkeyPatch, *options: str
+) -> int:
+    """The benchmark at tiny shapes, with kernels that do what `launch` does."""
+    planted = kernels.substitute("planted", _maker(launch))
+    monkeypatch.setattr(bench_metal, "where", lambda: ("cpu", planted))
+    return bench_metal.main(["--quick", "--rounds", "1", *options])
+
+
+def test_kernel_that_cannot_be_built_is_reported_beside_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(name: str, **_: Any) -> list[mx.array]:
+        raise RuntimeError(f"[metal::Device] Unable to build metal library\n{name}: error 7")
+
+    assert _run(refused, monkeypatch) == 1
+    lines = capsys.readouterr().out.splitlines()
+    result = json.loads(lines[-1])
+    assert {row["kernel"] for row in result["rows"]} == set(KERNELS)
+    for row in result["rows"]:
+        assert row["agrees"] is None
+        assert row["unchecked"].startswith("RuntimeError: [metal::Device] Unable to build")
+        assert row["kernel_seconds"] is None
+        assert row["composition_seconds"]["median"] > 0
+    assert sum(line == "dequant: error 7" for line in lines) == 4
+    assert any("no result, see below" in line for line in lines)
+
+
+def test_result_that_is_not_a_number_is_null_in_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(_: str, **launch: Any) -> list[mx.array]:
+        outputs = zip(launch["output_shapes"], launch["output_dtypes"], strict=True)
+        return [mx.full(shape, mx.nan).astype(dtype) for shape, dtype in outputs]
+
+    def unknown(constant: str) -> None:
+        raise AssertionError(f"JSON has no {constant}")
+
+    assert _run(nothing, monkeypatch, "--only", "expert_delta") == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    for row in json.loads(last, parse_constant=unknown)["rows"]:
+        assert (row["agrees"], row["largest_error"], row["relative_error"]) == (False, None, None)
+
+
+def test_interrupted_run_says_so_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, **__: Any) -> list[mx.array]:
+        raise KeyboardInterrupt
+
+    assert _run(interrupted, monkeypatch, "--only", "DEQUANT 3 bit, Down") == 130
+    printed = capsys.readouterr()
+    assert printed.err.splitlines()[1:] == ["stopped: nothing is reported"]
+    assert not any(line.startswith("{") for line in printed.out.splitlines())
+
+
+def test_errors_of_floats_are_shares_of_what_they_may_be_a_share_of() -> None:
+    wanted = mx.array([[100.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    relative, absolute = TOLERANCES[mx.bfloat16]
+    near = float_comparison(mx.array([[100.5, 1, 0], [0, 0, 0]]).astype(mx.bfloat16), wanted)
+    assert near.agrees
+    assert near.largest_error == 0.5
+    assert near.relative_error == pytest.approx(0.5 / (100 + absolute / relative * 100))
+    assert near.allowed == relative
+    for wrong in ([[100, 1.25, 0]], [[100, 1, absolute * 200]], [[100, 1, math.nan]]):
+        found = mx.array([*wrong, [0.0, 0.0, 0.0]]).astype(mx.bfloat16)
+        far = float_comparison(found, wanted)
+        assert far.differs == ("outputs",)
+        assert not far.relative_error <= relative  # type: ignore[operator]
+    assert float_comparison(wanted[1:], wanted[1:]).relative_error == 0
 
 
 def test_unchecked_kernel_gets_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,6 +232,9 @@ def _row(kernel: str, case: str, seconds: float, **changes: Any) -> Row:
         ran_on="cuda",
         agrees=True,
         largest_error=0.0,
+        relative_error=None,
+        allowed_error=0.0,
+        differs=(),
         unchecked=None,
         needed_bytes=1_000_000_000,
         input_bytes=1_000_000,

@@ -1,7 +1,8 @@
 """The affine grid of `ops/affine.py` as MLX operations: the references of the kernels.
 
 Everything is elementary operations, each one rounded on its own, so the results have the same bits
-on every device. Float arrays are float32 that hold values of the storage dtype.
+on every device, for scales of normal size (1e-38 or more). Float arrays are float32 that hold
+values of the storage dtype.
 """
 
 import mlx.core as mx
@@ -76,8 +77,12 @@ def nearest_codes(values: mx.array, scales: mx.array, biases: mx.array, bits: in
 
 
 def clip_codes(codes: mx.array, bits: int) -> mx.array:
-    """Whole numbers from 0 to 2**bits - 1, ties to even, as float32."""
-    return mx.minimum(mx.maximum(mx.round(codes), 0), (1 << bits) - 1)
+    """Whole numbers from 0 to 2**bits - 1, ties to even, as float32; 0 for what is not a number.
+
+    A group of equal values too large for a step of its own has the scale 0, and codes 0 / 0.
+    """
+    clipped = mx.minimum(mx.maximum(mx.round(codes), 0), (1 << bits) - 1)
+    return mx.where(mx.isnan(clipped), 0, clipped)
 
 
 def tree_sum(values: mx.array) -> mx.array:

@@ -2,7 +2,7 @@
 
 `mx.dequantize` fuses its multiplication and addition on Metal, so its values differ between devices
 in the last bit. These are those of the CPU device everywhere: what is exported or compared must not
-depend on the machine.
+depend on the machine. (Numbers below 1e-38, which a GPU may flush to zero, are the exception.)
 """
 
 import mlx.core as mx
@@ -14,6 +14,7 @@ from mlxstacks.ops.requant_arguments import grid_problems, grid_refusal
 _THREADS = 256
 _WORDS = 4  # of eight bytes, that a lane writes
 _UNITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}
+_MOST_WORDS = (1 << 32) - 1  # counted in 32 bits
 
 
 def dequant_reference(
@@ -59,6 +60,14 @@ def dequant_kernel(
     return made.view(scales.dtype)
 
 
+def _refusal(scales: mx.array, group_size: int) -> str | None:
+    """Why the kernel cannot take these (valid) arguments."""
+    words = scales.size * group_size * scales.dtype.size // 8
+    if words > _MOST_WORDS:
+        return f"there are {words} words of eight bytes; the kernel writes up to {_MOST_WORDS}"
+    return grid_refusal(scales, group_size)
+
+
 def dequant(
     packed: mx.array,
     scales: mx.array,
@@ -73,7 +82,8 @@ def dequant(
     packed: (..., N, K * bits / 32) uint32; scales, biases: (..., N, K / group_size), bfloat16,
     float16 or float32. use_kernel: None takes the kernel where it runs.
 
-    Law: equal to `mx.dequantize` on the CPU device to the bit, kernel or not.
+    Law: equal to `mx.dequantize` on the CPU device to the bit, kernel or not, for scales of normal
+    size (1e-38 or more).
 
     Raises: ValueError listing all arguments that do not fit; ValueError with the reason for
     `use_kernel=True` where the kernel cannot run.
@@ -81,6 +91,6 @@ def dequant(
     problems = grid_problems(packed, scales, biases, group_size, bits)
     if problems:
         raise ValueError("\n  ".join(["dequant cannot use these arguments:", *problems]))
-    reason = grid_refusal(scales, group_size)
+    reason = _refusal(scales, group_size)
     run = dequant_kernel if kernels.use_kernel(use_kernel, "dequant", reason) else dequant_reference
     return run(packed, scales, biases, group_size=group_size, bits=bits)

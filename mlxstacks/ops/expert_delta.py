@@ -26,6 +26,7 @@ from mlxstacks.ops.low_rank_kernels import (
     shared_memory_refusal,
     wrong_floats,
     wrong_matrices,
+    wrong_scale,
 )
 
 # Without `use_kernel` the kernel takes fewer rows than this. It is where mlx-lm's SwitchGLU begins
@@ -133,10 +134,16 @@ def _refusal(a: mx.array, b: mx.array, gates: mx.array | None) -> str | None:
 
 
 def _problems(
-    x: mx.array, a: mx.array, b: mx.array, indices: mx.array, gates: mx.array | None
+    x: mx.array,
+    a: mx.array,
+    b: mx.array,
+    indices: mx.array,
+    gates: mx.array | None,
+    scale: object,
 ) -> list[str]:
     """All that does not fit, one line each."""
     problems = wrong_floats(x=x, a=a, b=b, **({} if gates is None else {"gates": gates}))
+    problems += wrong_scale(scale)
     if not mx.issubdtype(indices.dtype, mx.integer) or indices.ndim == 0:
         problems.append(
             f"indices: got {indices.dtype} of shape {indices.shape}, allowed is an integer type "
@@ -196,22 +203,24 @@ def expert_delta(
     a: (M, R, K), b: (M, N, R), float.
     indices: integers from 0 to M-1; not checked, as mx.gather_mm does not.
     gates: (*L, 1, 1, E) or (*L, k, 1, E), sorted: (n, 1, E); float, E divides R; or None for ones.
-    scale: the factor of the whole change.
+    scale: the factor of the whole change, a number; its gradient is not worked out.
     use_kernel: None takes the kernel where it runs, for fewer rows than MANY_ROWS.
 
     Laws: sorted and unsorted agree; a gate of zero is the same as a slice of a and b without those
-    ranks; with gates=None the result is what mlx-lm's LoRASwitchLinear adds; E=1 with a gate of 1
-    changes nothing. Sums are float32 on the CPU and in the kernel. Gradients to x, a, b and gates
-    are those of the reference in either case.
+    ranks, if those are finite (the kernel does not read them, MLX's operations multiply by zero);
+    with gates=None the result is what mlx-lm's LoRASwitchLinear adds; E=1 with a gate of 1 changes
+    nothing. Sums are float32 on the CPU and in the kernel. Gradients to x, a, b and gates are those
+    of the reference in either case, none flows to what chose the indices; no jvp.
 
     Raises: ValueError listing all shapes and dtypes that do not fit; ValueError with the reason for
     `use_kernel=True` where the kernel cannot run.
     """
-    raise_problems("expert_delta", _problems(x, a, b, indices, gates))
-    refusal = _refusal(a, b, gates)
-    if refusal is None and use_kernel is None and indices.size >= MANY_ROWS:
-        refusal = f"{indices.size} rows are enough for a product of matrices"
-    if not kernels.use_kernel(use_kernel, "expert_delta", refusal):
+    raise_problems("expert_delta", _problems(x, a, b, indices, gates, scale))
+    # gather_mm refuses gradients to its indices, which a router computes from floats.
+    indices = mx.stop_gradient(indices)
+    if use_kernel is None and indices.size >= MANY_ROWS:
+        use_kernel = False
+    if not kernels.use_kernel(use_kernel, "expert_delta", _refusal(a, b, gates)):
         return expert_delta_reference(x, a, b, indices, gates, scale, sorted_indices)
 
     def with_constants(function: Function) -> Function:

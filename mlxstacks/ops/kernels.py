@@ -25,6 +25,7 @@ LANES = 32  # threads of a SIMD group, on both kinds of device
 
 _log = logging.getLogger("mlxstacks.kernels")
 _substitute: tuple[str, Maker] | None = None
+_logged: set[tuple[str, str]] = set()  # (operator, refusal)
 
 # Metal's attributes as variables of a CUDA body. Lanes count along x first, as on Metal.
 _CUDA_ATTRIBUTES = """
@@ -45,11 +46,17 @@ const uint simdgroup_index_in_threadgroup = thread_index_in_threadgroup / 32u;
 
 def backend() -> str | None:
     """Where a kernel would run now: "metal", "cuda", the name of a substitute, or None."""
-    if _substitute is not None:
-        return _substitute[0]
+    return _backend_and_maker()[0]
+
+
+def _backend_and_maker() -> tuple[str | None, Maker | None]:
+    """The two together: another thread may end a substitution between two questions."""
+    replaced = _substitute
+    if replaced is not None:
+        return replaced
     if mx.default_device().type != mx.DeviceType.gpu:
-        return None
-    return "metal" if mx.metal.is_available() else "cuda"
+        return None, None
+    return "metal" if mx.metal.is_available() else "cuda", None
 
 
 @contextmanager
@@ -68,11 +75,12 @@ def use_kernel(wanted: bool | None, operator: str, refusal: str | None) -> bool:
 
     wanted: None for "where it runs", False for never, True for "or raise".
     refusal: why the kernel cannot take these arguments; None when it can.
-    A refusal on a device that could run kernels is logged at INFO, which `-v` shows.
+    A refusal on a device that could run kernels is logged at INFO, which `-v` shows, once for each
+    operator and reason: an operator is called thousands of times.
 
     Raises: ValueError with the reason, for `wanted=True` where the kernel cannot run.
     """
-    if wanted is False:
+    if wanted is not None and not wanted:
         return False
     if backend() is None:
         if wanted:
@@ -85,7 +93,9 @@ def use_kernel(wanted: bool | None, operator: str, refusal: str | None) -> bool:
         return True
     if wanted:
         raise ValueError(f"{operator}: use_kernel=True, but {refusal}")
-    _log.info("%s runs as MLX operations: %s", operator, refusal)
+    if (operator, refusal) not in _logged:
+        _logged.add((operator, refusal))
+        _log.info("%s runs as MLX operations: %s", operator, refusal)
     return False
 
 
@@ -99,10 +109,9 @@ def kernel(
 
     Raises: ValueError where no backend can run it.
     """
-    name = backend()
+    name, maker = _backend_and_maker()
     if name is None:
         raise ValueError(f"{stem}: no Metal or CUDA device is MLX's default device")
-    maker = _substitute[1] if _substitute is not None else None
     return _build(stem, tuple(input_names), tuple(output_names), name, maker)
 
 

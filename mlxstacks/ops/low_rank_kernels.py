@@ -6,6 +6,7 @@ kernel made for a few rows would gain nothing.
 """
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 
 import mlx.core as mx
 
@@ -26,6 +27,7 @@ def call_with_gradient(
 
     Both take the same arrays and return one array of the same shape and dtype. The gradient is a
     true one for every argument, also at a gate of zero. What is not asked for is not computed.
+    There is no jvp.
     """
 
     @mx.custom_function
@@ -88,6 +90,14 @@ def wrong_matrices(ndim: int, **arrays: tuple[mx.array, str]) -> list[str]:
         for name, (array, letters) in arrays.items()
         if array.ndim != ndim or array.size == 0
     ]
+
+
+def wrong_scale(scale: object) -> list[str]:
+    """One line if the factor of a change is no number: a kernel would not differentiate to it."""
+    if isinstance(scale, Real):
+        return []
+    kind = type(scale).__name__
+    return [f"scale: got {kind}, allowed is a number; multiply the result by what is to be learned"]
 
 
 def raise_problems(operator: str, problems: Sequence[str]) -> None:

@@ -1,8 +1,9 @@
 """Requantize packed weights with a delta in them, in one pass over the weights.
 
 The rule is that of `ops/policies.py` (NumPy, which the fuse uses where no kernel runs), to the bit,
-on every device. The delta is dense, or low-rank and then never stored: full-precision weights exist
-only in registers. The same pass sums up what the fidelity report needs, row by row.
+on every device, for scales of normal size (1e-38 or more): GPUs may flush smaller numbers to zero.
+The delta is dense, or low-rank and then never stored: full-precision weights exist only in
+registers. The same pass sums up what the fidelity report needs, row by row.
 
 Letters: N rows of a matrix, K weights a row, G = K / group_size groups a row, R rank.
 """
@@ -15,6 +16,7 @@ from mlxstacks.ops import affine_ops as grid
 from mlxstacks.ops import kernels
 from mlxstacks.ops.low_rank import low_rank_delta, scaled_factor
 from mlxstacks.ops.policies import POLICIES
+from mlxstacks.ops.policy_ops import Groups, changed, refit
 from mlxstacks.ops.requant_arguments import check_arguments, refusal
 
 # The columns of `Requantized.sums`. With D the intended change, F the realised one, F0 the one
@@ -22,7 +24,7 @@ from mlxstacks.ops.requant_arguments import check_arguments, refusal
 SUM_NAMES = (
     "fused_delta",  # <F, D>
     "delta_delta",  # <D, D>
-    "error_error",  # |F - D|^2
+    "error_error",  # |F - D|^2; the kernel of nearest and promote sums |new weight - (W + D)|^2
     "fused_fused",  # <F, F>
     "weight_weight",  # <W, W>
     "zero_zero",  # <F0, F0>; measured for refit with control, 0 for policies that keep W
@@ -75,7 +77,7 @@ def requant_reference(
     control: bool = False,
 ) -> Requantized:
     """`requant` in MLX operations, for any shape and device; arguments are taken to be valid."""
-    dtype, wide = scales.dtype, new_bits or bits
+    wide = new_bits or bits
     codes = grid.unpack_codes(packed, bits)  # (..., N, K)
     shape = (*scales.shape, group_size)
 
@@ -87,103 +89,22 @@ def requant_reference(
         assert lora_b is not None
         delta = low_rank_delta(lora_a, lora_b, scale)
     change = grouped(delta)
-    old = _Groups(
-        codes.reshape(shape), scales.astype(mx.float32), biases.astype(mx.float32), bits, dtype
-    )
-    at_zero = None
-    if policy == "stochastic":
-        assert uniform is not None
-        steps = mx.floor(_steps(change, old.scales) + grouped(uniform))
-        new = old.with_codes(grid.clip_codes(old.codes + steps, bits))
-    elif policy == "refit":
-        new = _refit(old, _rounded(change, rounded, dtype), wide)
-        at_zero = _refit(old, mx.zeros_like(change), wide) if control else None
-    elif policy == "promote":
-        target = old.values() + change
-        new = _closer(_moved(_refined(old, wide), change), _fresh_grid(target, wide, dtype), target)
-    else:
-        new = _moved(old, change)
-        if policy == "nearest":
-            refitted = _refit(old, _rounded(change, rounded, dtype), bits)
-            new = _closer(new, refitted, old.values() + change)
+    stored = grid.round_to(change, scales.dtype) if rounded is None else grouped(rounded)
+    draws = None if uniform is None else grouped(uniform)
+    steps, origins = scales.astype(mx.float32), biases.astype(mx.float32)
+    old = Groups(codes.reshape(shape), steps, origins, bits, scales.dtype)
+    new = changed(old, policy, wide, change, stored, draws)
+    controlled = control and policy == "refit"
+    at_zero = refit(old, mx.zeros_like(change), wide) if controlled else None
     return Requantized(
         grid.pack_codes(new.codes.reshape(codes.shape), wide),
-        new.scales.astype(dtype),
-        new.biases.astype(dtype),
+        new.scales.astype(scales.dtype),
+        new.biases.astype(scales.dtype),
         _sums(old, new, at_zero, change).reshape(-1, len(SUM_NAMES)),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    """codes (..., N, G, group_size), scales and biases (..., N, G), all float32."""
-
-    codes: mx.array
-    scales: mx.array
-    biases: mx.array
-    bits: int
-    dtype: mx.Dtype
-
-    def values(self) -> mx.array:
-        return grid.values_of(self.codes, self.scales, self.biases)
-
-    def with_codes(self, codes: mx.array) -> "_Groups":
-        return _Groups(codes, self.scales, self.biases, self.bits, self.dtype)
-
-
-def _rounded(change: mx.array, rounded: mx.array | None, dtype: mx.Dtype) -> mx.array:
-    return grid.round_to(change, dtype) if rounded is None else rounded.reshape(change.shape)
-
-
-def _steps(change: mx.array, scales: mx.array) -> mx.array:
-    """Change in units of the scale; zero where the scale is zero."""
-    return change / mx.where(scales == 0, mx.array(mx.inf, mx.float32), scales)[..., None]
-
-
-def _moved(groups: _Groups, change: mx.array) -> _Groups:
-    steps = mx.round(_steps(change, groups.scales))
-    return groups.with_codes(grid.clip_codes(groups.codes + steps, groups.bits))
-
-
-def _refit(groups: _Groups, change: mx.array, bits: int) -> _Groups:
-    """`mx.quantize(W + change)` with every step in the storage dtype."""
-    dtype = groups.dtype
-    base = grid.stored_values_of(groups.codes, groups.scales, groups.biases, dtype)
-    target = grid.round_to(base + change, dtype)
-    scales, biases = grid.fit_grid(target, bits)
-    codes = grid.nearest_codes(target, scales, biases, bits)
-    return _Groups(codes, grid.round_to(scales, dtype), grid.round_to(biases, dtype), bits, dtype)
-
-
-def _refined(groups: _Groups, bits: int) -> _Groups:
-    """The same values on a finer grid, as fine as its scales are exact in the storage dtype."""
-    scales, factor = groups.scales, mx.ones_like(groups.scales)
-    for shift in range(1, bits - groups.bits + 1):
-        finer = groups.scales * 2.0**-shift
-        exact = grid.round_to(finer, groups.dtype) == finer
-        scales, factor = mx.where(exact, finer, scales), mx.where(exact, 2.0**shift, factor)
-    return _Groups(groups.codes * factor[..., None], scales, groups.biases, bits, groups.dtype)
-
-
-def _fresh_grid(target: mx.array, bits: int, dtype: mx.Dtype) -> _Groups:
-    """A new grid for float32 values, its codes chosen for the scale and bias as stored."""
-    scales, biases = (grid.round_to(x, dtype) for x in grid.fit_grid(target, bits))
-    codes = grid.nearest_codes(target, scales, biases, bits)
-    return _Groups(codes, scales, biases, bits, dtype)
-
-
-def _closer(first: _Groups, second: _Groups, target: mx.array) -> _Groups:
-    """Per group whichever is closer to the target; the first where they are equal."""
-    errors = [grid.tree_sum(mx.square(g.values() - target)) for g in (first, second)]
-    take = errors[1] < errors[0]
-    codes = mx.where(take[..., None], second.codes, first.codes)
-    scales = mx.where(take, second.scales, first.scales)
-    return _Groups(
-        codes, scales, mx.where(take, second.biases, first.biases), first.bits, first.dtype
-    )
-
-
-def _sums(old: _Groups, new: _Groups, at_zero: _Groups | None, change: mx.array) -> mx.array:
+def _sums(old: Groups, new: Groups, at_zero: Groups | None, change: mx.array) -> mx.array:
     """The sums of SUM_NAMES, (..., N, 9) float32."""
     weight = old.values()
     fused = new.values() - weight
@@ -227,24 +148,18 @@ def requant_kernel(
     rows_per_expert, groups = scales.shape[-2:]
     rows, width = scales.size // groups, groups * group_size
     at_once = next(n for n in (4, 2, 1) if rows_per_expert % n == 0)
-    absent = mx.zeros((1,), mx.float32)  # stands for an input that the template leaves out
-    pairs, left, rank = mx.zeros((1,), mx.uint64), absent, 0
-    if lora_a is not None and lora_b is not None:
-        rank = lora_a.shape[-2]
-        pairs, left = lay_out(lora_a), scaled_factor(lora_b, scale)
-    dense = [absent if x is None else x.astype(mx.float32) for x in (delta, rounded, uniform)]
+    rank = 0 if lora_a is None else lora_a.shape[-2]
     unit, new_unit = _UNITS[_unit_bytes(bits)], _UNITS[_unit_bytes(wide)]
+    # A policy that keeps the grid returns the scales and biases that it was given.
     fits = policy in _FITS
+    grid_shape = scales.shape if fits else (1,)
     run = kernels.kernel("requant", _INPUTS, _OUTPUTS)
-    threads = -(-(rows // at_once * kernels.LANES) // _THREADS) * _THREADS
     codes, new_scales, new_biases, sums = run(
         inputs=[
             packed.view(unit),
             scales,
             biases,
-            pairs,
-            left,
-            *dense,
+            *_delta_inputs(lora_a, lora_b, scale, delta, rounded, uniform),
             mx.array([rows, rows_per_expert, width // 8, rank], mx.uint32),
         ],
         template=[
@@ -258,12 +173,12 @@ def requant_kernel(
             ("FROM_LORA", int(lora_a is not None)),
             ("HAS_ROUNDED", int(rounded is not None)),
         ],
-        grid=(threads, 1, 1),
+        grid=(-(-(rows // at_once * kernels.LANES) // _THREADS) * _THREADS, 1, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[
             (*packed.shape[:-1], width * wide // (8 * new_unit.size)),
-            scales.shape if fits else (1,),
-            scales.shape if fits else (1,),
+            grid_shape,
+            grid_shape,
             (rows, len(SUM_NAMES)),
         ],
         output_dtypes=[new_unit, scales.dtype, scales.dtype, mx.float32],
@@ -271,6 +186,17 @@ def requant_kernel(
     if not fits:
         new_scales, new_biases = scales, biases
     return Requantized(codes.view(mx.uint32), new_scales, new_biases, sums)
+
+
+def _delta_inputs(
+    lora_a: mx.array | None, lora_b: mx.array | None, scale: float, *dense: mx.array | None
+) -> list[mx.array]:
+    """The kernel's inputs from pairs_of_a to uniform_draws. dense: delta, rounded, uniform."""
+    absent = mx.zeros((1,), mx.float32)  # stands for an input that the template leaves out
+    factors = [mx.zeros((1,), mx.uint64), absent]
+    if lora_a is not None and lora_b is not None:
+        factors = [lay_out(lora_a), scaled_factor(lora_b, scale)]
+    return factors + [absent if x is None else x.astype(mx.float32) for x in dense]
 
 
 def lay_out(lora_a: mx.array) -> mx.array:
@@ -315,25 +241,26 @@ def requant(
     """Weights with a delta in them, requantized by a policy of `ops/policies.py`.
 
     packed: (..., N, K * bits / 32) uint32; scales, biases: (..., N, G) bfloat16, float16, float32.
-    lora_a: (..., R, K), lora_b: (..., N, R), any float dtype, and scale: the delta of
-        `ops/low_rank.py`. Leading axes are those of packed, or broadcast to them.
+    lora_a: (..., R, K), lora_b: (..., N, R), any float dtype, and scale, a number: the delta
+        of `ops/low_rank.py`. Leading axes are those of packed, or broadcast to them.
     delta: (..., N, K) float32 instead of lora_a and lora_b.
-    rounded: (..., N, K) float32 holding values of the scale dtype: what refit adds instead of the
-        delta rounded to that dtype.
-    uniform: (..., N, K) float32 in [0, 1), for "stochastic".
+    rounded: (..., N, K) float32 holding values of the scale dtype: what refit adds, also inside
+        nearest, instead of the delta rounded to that dtype; other policies ignore it.
+    uniform: (..., N, K) float32 in [0, 1), for "stochastic"; other policies ignore it.
     new_bits: width of the new codes; more than `bits` for promote, any for refit, else `bits`.
     control: measure a refit at zero delta as well (zero_zero, codes_changed_at_zero).
     use_kernel: None takes the kernel where it runs.
 
     Laws: codes, scales and biases are those of `policies.requantize` for the delta, to the bit,
-    kernel or not; at zero delta keep, nearest and stochastic return what they were given.
+    kernel or not, for scales of normal size (1e-38 or more); at zero delta keep, nearest and
+    stochastic return what they were given.
 
     Raises: ValueError listing all arguments that do not fit; ValueError with the reason for
     `use_kernel=True` where the kernel cannot run.
     """
     check_arguments(
-        packed, scales, biases, lora_a, lora_b, policy=policy, group_size=group_size, bits=bits,
-        new_bits=new_bits, delta=delta, rounded=rounded, uniform=uniform,
+        packed, scales, biases, lora_a, lora_b, scale, policy=policy, group_size=group_size,
+        bits=bits, new_bits=new_bits, delta=delta, rounded=rounded, uniform=uniform,
     )  # fmt: skip
     reason = refusal(packed, scales, lora_a, lora_b, group_size)
     run = requant_kernel if kernels.use_kernel(use_kernel, "requant", reason) else requant_reference

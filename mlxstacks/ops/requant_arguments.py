@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from mlxstacks.ops.affine import BITS, GROUP_SIZES
 from mlxstacks.ops.affine_ops import SCALE_DTYPES
+from mlxstacks.ops.low_rank_kernels import wrong_scale
 from mlxstacks.ops.policies import POLICIES
 
 MOST_RANKS = 256  # of the kernel
@@ -20,6 +21,7 @@ def check_arguments(
     biases: mx.array,
     lora_a: mx.array | None,
     lora_b: mx.array | None,
+    scale: float,
     *,
     policy: str,
     group_size: int,
@@ -30,8 +32,11 @@ def check_arguments(
     uniform: mx.array | None,
 ) -> None:
     """Raise ValueError listing all arguments of `requant` that do not fit. Shapes as there."""
+    optional = {"delta": delta, "rounded": rounded, "uniform": uniform}
+    optional |= {"lora_a": lora_a, "lora_b": lora_b}
     problems = grid_problems(packed, scales, biases, group_size, bits)
-    problems += _policy_problems(policy, bits, new_bits)
+    problems += _not_arrays({name: x for name, x in optional.items() if x is not None})
+    problems += wrong_scale(scale) + _policy_problems(policy, bits, new_bits)
     if policy == "stochastic" and uniform is None:
         problems.append(
             "uniform: got None, and stochastic needs (..., N, K) numbers in [0, 1); draw them with "
@@ -57,13 +62,16 @@ def grid_problems(
 ) -> list[str]:
     """All that does not fit among packed weights, one line each."""
     problems = []
-    if bits not in BITS:
-        problems.append(f"bits: got {bits}, allowed are {', '.join(map(str, BITS))}")
-    if group_size < 8 or group_size & (group_size - 1):
+    if not isinstance(bits, int) or bits not in BITS:
+        problems.append(f"bits: got {bits!r}, allowed are {', '.join(map(str, BITS))}")
+    if not isinstance(group_size, int) or group_size < 8 or group_size & (group_size - 1):
         problems.append(
-            f"group_size: got {group_size}, allowed are powers of two from 8; MLX makes "
+            f"group_size: got {group_size!r}, allowed are powers of two from 8; MLX makes "
             + ", ".join(map(str, GROUP_SIZES))
         )
+    foreign = _not_arrays({"packed": packed, "scales": scales, "biases": biases})
+    if foreign:
+        return problems + foreign
     if packed.dtype != mx.uint32:
         problems.append(f"packed: got {packed.dtype}, allowed is uint32; view it as that")
     if scales.dtype not in SCALE_DTYPES or biases.dtype != scales.dtype:
@@ -90,13 +98,22 @@ def grid_problems(
 def _policy_problems(policy: str, bits: int, new_bits: int | None) -> list[str]:
     if policy not in POLICIES:
         return [f"policy: got {policy!r}, allowed are {', '.join(POLICIES)}"]
-    if new_bits is not None and new_bits not in BITS:
-        return [f"new_bits: got {new_bits}, allowed are {', '.join(map(str, BITS))}"]
+    if new_bits is not None and (not isinstance(new_bits, int) or new_bits not in BITS):
+        return [f"new_bits: got {new_bits!r}, allowed are {', '.join(map(str, BITS))}"]
     if policy == "promote" and (new_bits or bits) <= bits:
         return [f"new_bits: got {new_bits}, promote goes to more than {bits}; keep stays at {bits}"]
     if policy in ("keep", "nearest", "stochastic") and new_bits not in (None, bits):
         return [f"new_bits: got {new_bits}, {policy} stays at {bits}; promote goes to more bits"]
     return []
+
+
+def _not_arrays(arguments: dict[str, object]) -> list[str]:
+    """One line for each argument that is no array of MLX; NumPy's float32 is not MLX's."""
+    return [
+        f"{name}: got {type(argument).__name__}, allowed is an array of MLX; make it with mx.array"
+        for name, argument in arguments.items()
+        if not isinstance(argument, mx.array)
+    ]
 
 
 def _given(**arrays: mx.array | None) -> list[str]:
@@ -167,7 +184,7 @@ def grid_refusal(scales: mx.array, group_size: int) -> str | None:
     if group_size not in GROUP_SIZES:
         allowed = ", ".join(map(str, GROUP_SIZES))
         return f"group_size is {group_size}; the kernel has {allowed}"
-    rows = scales.size // max(1, scales.shape[-1])
-    if not 0 < rows <= _MOST_ROWS or scales.size == 0:
-        return f"there are {rows} rows; the kernel takes 1 to {_MOST_ROWS}"
-    return None
+    if scales.size == 0:
+        return "there are no weights"
+    rows = scales.size // scales.shape[-1]
+    return None if rows <= _MOST_ROWS else f"there are {rows} rows; the kernel takes {_MOST_ROWS}"

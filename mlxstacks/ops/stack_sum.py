@@ -18,6 +18,7 @@ from mlxstacks.ops.low_rank_kernels import (
     shared_memory_refusal,
     wrong_floats,
     wrong_matrices,
+    wrong_scale,
 )
 
 # Tokens that share one pass over the weights. Without `use_kernel` the kernel takes up to so many:
@@ -117,9 +118,11 @@ def _refusal(ranks: int, experts: int) -> str | None:
     return shared_memory_refusal(ranks, 2 * ranks + 4 * experts)
 
 
-def _problems(x: mx.array, a_all: mx.array, b_all: mx.array, gates: mx.array) -> list[str]:
+def _problems(
+    x: mx.array, a_all: mx.array, b_all: mx.array, gates: mx.array, scale: object
+) -> list[str]:
     """All that does not fit, one line each."""
-    problems = wrong_floats(x=x, a_all=a_all, b_all=b_all, gates=gates)
+    problems = wrong_floats(x=x, a_all=a_all, b_all=b_all, gates=gates) + wrong_scale(scale)
     wrong = wrong_matrices(2, a_all=(a_all, "(S*E*r, K)"), b_all=(b_all, "(N, S*E*r)"))
     if wrong:
         return problems + wrong
@@ -161,23 +164,22 @@ def stack_sum(
     x: (..., K), a_all: (S*E*r, K), b_all: (N, S*E*r), ranks in the order (stack, expert, rank); any
     of FLOATS each.
     gates: (..., S, E), per token, stack and expert, with the weights of domains multiplied in.
-    scale: the factor of the whole change.
+    scale: the factor of the whole change, a number; its gradient is not worked out.
     use_kernel: None takes the kernel where it runs, for up to TILE tokens.
 
     Laws: equals the sum over the stacks one by one; a gate of zero is the same as leaving that
-    expert out of a_all and b_all. The kernel does not read an expert whose gates are zero for every
-    token of a tile of TILE. Gradients are those of the reference in either case, and true ones for
-    all four arrays: routers need those of x and gates; frozen stacks ask for no others, and what is
-    not asked for is not computed.
+    expert out of a_all and b_all, if it is finite (MLX's operations multiply by zero). The kernel
+    does not read an expert whose gates are zero for every token of a tile of TILE. Gradients are
+    those of the reference in either case, and true ones for all four arrays: routers need those of
+    x and gates; frozen stacks ask for no others, and what is not asked for is not computed. No jvp.
 
     Raises: ValueError listing all shapes and dtypes that do not fit; ValueError with the reason for
     `use_kernel=True` where the kernel cannot run.
     """
-    raise_problems("stack_sum", _problems(x, a_all, b_all, gates))
+    raise_problems("stack_sum", _problems(x, a_all, b_all, gates, scale))
+    if use_kernel is None and x.size // x.shape[-1] > TILE:
+        use_kernel = False
     refusal = _refusal(a_all.shape[0], gates.shape[-2] * gates.shape[-1])
-    tokens = x.size // x.shape[-1]
-    if refusal is None and use_kernel is None and tokens > TILE:
-        refusal = f"{tokens} tokens are enough for a product of matrices"
     if not kernels.use_kernel(use_kernel, "stack_sum", refusal):
         return stack_sum_reference(x, a_all, b_all, gates, scale)
 

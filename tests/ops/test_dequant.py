@@ -142,12 +142,31 @@ def test_an_unknown_group_falls_back_with_a_reason(
         call(halved, grid, True)
 
 
+def test_more_words_than_a_kernel_counts_are_left_to_mlx(emulator: None) -> None:
+    """2**34 values of two bytes; nothing is evaluated."""
+    rows, groups = 1 << 20, 1 << 8
+    packed = mx.broadcast_to(mx.zeros((1, 1), mx.uint32), (rows, groups * 8))
+    scales = mx.broadcast_to(mx.zeros((1, 1), mx.bfloat16), (rows, groups))
+    grid = Grid(4, 64, "BF16")
+    assert call((packed, scales, scales), grid, None).shape == (rows, groups * 64)
+    with pytest.raises(ValueError, match="4294967296 words of eight bytes"):
+        call((packed, scales, scales), grid, True)
+
+
+def test_an_array_of_numpy_is_named() -> None:
+    packed, scales, biases = weights_of(Grid(4, 64, "F32"))
+    with pytest.raises(ValueError, match="scales: got ndarray, allowed is an array of MLX"):
+        dequant(packed, np.array(scales), biases, group_size=64, bits=4)
+
+
 @pytest.mark.parametrize(
     ("grid", "named"),
     [
         (Grid(7, 64, "F32"), "bits: got 7, allowed are 2, 3, 4, 5, 6, 8"),
         (Grid(4, 48, "F32"), "group_size: got 48, allowed are powers of two"),
         (Grid(3, 64, "F32"), "packed, scales, biases: got .* check group_size and bits"),
+        (Grid(4.0, 64, "F32"), "bits: got 4.0, allowed are 2, 3"),  # type: ignore[arg-type]
+        (Grid(4, 64.0, "F32"), "group_size: got 64.0, allowed"),  # type: ignore[arg-type]
     ],
 )
 @pytest.mark.parametrize("use_kernel", [None, False, True])

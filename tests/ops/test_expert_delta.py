@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlxstacks.ops import kernels
-from mlxstacks.ops.expert_delta import MANY_ROWS
+from mlxstacks.ops.expert_delta import MANY_ROWS, expert_delta
 from tests.metal_emulator import VARIANTS, Variant, emulated, gathered, unavailable, variant
 from tests.ops.expert_delta_cases import CASES, HALF_CASES, SCALE, Arguments, Case, make, sort
 from tests.ops.low_rank_checks import assert_close, problems_of_launches, wide
@@ -155,6 +155,34 @@ def test_compiled_and_checkpointed_gradients_are_the_plain_ones():
         np.testing.assert_allclose(other(arguments.x), plain, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("use_kernel", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_indices_may_come_from_a_router(emulator, use_kernel, checkpointed):
+    """Gradients reach x and, through the gates, the logits; none flows through the choice."""
+    arguments = make(Case(choices=2, M=5, layout="own"))
+    # Far enough apart that a small step changes no choice.
+    order = mx.argsort(mx.random.normal((2, 3, 5), key=mx.random.key(3)), axis=-1)
+    logits = 0.5 * order.astype(mx.float32)
+
+    def change(x, logits):
+        chosen = mx.argpartition(-logits, kth=1, axis=-1)[..., :2]
+        shares = mx.softmax(logits, axis=-1)
+        weights = mx.take_along_axis(shares, mx.stop_gradient(chosen), axis=-1)
+        gates = mx.broadcast_to(weights[..., None, None], (2, 3, 2, 1, 4))
+        return replace(arguments, x=x, indices=chosen, gates=gates).call(use_kernel)
+
+    def loss(function):
+        return lambda x, logits: function(x, logits).sum()
+
+    function = mx.checkpoint(change) if checkpointed else change
+    to_x, to_logits = mx.grad(loss(function), argnums=(0, 1))(arguments.x, logits)
+    direction = mx.random.normal(logits.shape, key=mx.random.key(4))
+    near = [loss(change)(arguments.x, logits + step * direction).item() for step in (1e-2, -1e-2)]
+    slope = (to_logits * direction).sum().item()
+    assert slope == pytest.approx((near[0] - near[1]) / 2e-2, rel=1e-2, abs=1e-2)
+    assert mx.abs(to_x).max().item() > 0.1
+
+
 # --- the kernel, in the emulator ------------------------------------------------------------------
 
 
@@ -251,9 +279,9 @@ def test_few_rows_take_the_kernel_and_many_a_product(compiled, emulator, caplog)
     assert not caplog.messages
     many = make(Case(tokens=(1, MANY_ROWS // 2)))
     assert mx.array_equal(many.call(), many.call(use_kernel=False)).item()
-    assert caplog.messages == [
-        "expert_delta runs as MLX operations: 64 rows are enough for a product of matrices"
-    ]
+    assert not caplog.messages  # a choice, not a refusal: every prefill makes it
+    chosen = many.call(use_kernel=True)
+    np.testing.assert_allclose(chosen, many.call(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -316,6 +344,16 @@ def test_all_that_does_not_fit_is_listed_at_once(use_kernel):
 def test_one_thing_that_does_not_fit_is_named(change, named):
     with pytest.raises(ValueError, match=named):
         replace(make(Case()), **change).call()
+
+
+def test_a_scale_that_is_an_array_is_refused():
+    """The reference would differentiate to it and the kernel would not."""
+    arguments = make(Case())
+    with pytest.raises(ValueError, match="scale: got array, allowed is a number"):
+        expert_delta(
+            arguments.x, arguments.a, arguments.b, arguments.indices, arguments.gates,
+            mx.array(2.0), False,
+        )  # fmt: skip
 
 
 def test_a_kernel_asked_for_without_a_device_is_refused():

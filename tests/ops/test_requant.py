@@ -250,6 +250,45 @@ def test_kernel_divides_at_the_ends_of_float32(emulator: None, dtype: str) -> No
     np.testing.assert_array_equal(found, wanted.codes)
 
 
+def uniform_groups(
+    value: float, code: int, bits: int, scale: float
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Packed codes, scales and biases (float32) of 4 rows of 8 groups with one value each."""
+    codes = np.full((4, 256), code, dtype=np.uint8)
+    scales = mx.full((4, 8), scale)
+    return mx.array(affine.pack(codes, bits)), scales, mx.full((4, 8), value)
+
+
+@pytest.mark.parametrize("use_kernel", [False, True])
+@pytest.mark.parametrize(("policy", "wide"), [("refit", 8), ("nearest", 6), ("promote", 8)])
+def test_equal_values_too_large_for_a_step_have_code_zero(
+    emulator: None, policy: str, wide: int, use_kernel: bool
+) -> None:
+    """The fitted scale underflows to 0, and (value - bias) / scale is not a number."""
+    weights, delta = uniform_groups(4.7e31, 0, 6, 0.0), mx.zeros((4, 256))
+    made = requant(
+        *weights, None, None, 1.0, policy=policy, group_size=32, bits=6, new_bits=wide,
+        delta=delta, use_kernel=use_kernel,
+    )  # fmt: skip
+    assert not np.array(made.packed).any()
+    np.testing.assert_array_equal(np.array(made.biases), np.float32(4.7e31))
+
+
+@pytest.mark.parametrize("use_kernel", [False, True])
+def test_sums_of_a_large_scale_are_numbers_where_nothing_moves(
+    emulator: None, use_kernel: bool
+) -> None:
+    """The square of the scale is beyond float32."""
+    for policy in ("keep", "stochastic"):
+        made = requant(
+            *uniform_groups(-8e19, 3, 4, 4e19), None, None, 1.0, policy=policy, group_size=32,
+            bits=4, delta=mx.zeros((4, 256)), uniform=mx.zeros((4, 256)), use_kernel=use_kernel,
+        )  # fmt: skip
+        sums = dict(zip(SUM_NAMES, np.array(made.sums).T, strict=True))
+        for name in ("fused_delta", "delta_delta", "error_error", "fused_fused", "codes_changed"):
+            assert not sums[name].any(), name
+
+
 def test_kernel_fuses_the_steps_of_its_chain(emulator: None) -> None:
     """a + x * y where a is -x * y rounded: only a fused operation leaves the rounding error."""
     random = np.random.default_rng(13)

@@ -63,10 +63,30 @@ def without_kernel() -> dict[str, Call]:
             positional=(narrow.positional[0], *halved, None, None, 1.0),
             named=narrow.named | {"group_size": 16},
         ),
-        "there are 0 rows": replace(
+        "there are no weights": replace(
             call, positional=(packed[:0], scales[:0], biases[:0], lora_a[:0], lora_b[:0], scale)
         ),
     }
+
+
+def test_a_matrix_without_columns_has_no_weights(emulator: None) -> None:
+    none = mx.zeros((8, 0), mx.uint32), mx.zeros((8, 0)), mx.zeros((8, 0))
+    with pytest.raises(ValueError, match="there are no weights"):
+        requant(
+            *none, None, None, 1.0, policy="keep", group_size=32, bits=4,
+            delta=mx.zeros((8, 0)), use_kernel=True,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ["keep", "promote"])
+@pytest.mark.parametrize("use_kernel", [False, True])
+def test_what_a_policy_does_not_use_is_ignored(
+    emulator: None, policy: str, use_kernel: bool
+) -> None:
+    call = make(Case(Grid(3, 64, "BF16"), policy, 4 if policy == "promote" else None))
+    plain, delta = call(use_kernel=use_kernel), call.named["delta"]
+    unused = {"rounded": 2 * delta, "uniform": mx.ones_like(delta), "control": True}
+    assert_same(call(use_kernel=use_kernel, **unused), plain)
 
 
 @pytest.mark.parametrize("reason", without_kernel())
@@ -110,6 +130,10 @@ def test_all_that_does_not_fit_is_listed_at_once(use_kernel: bool | None) -> Non
         ("refit", {"rounded": mx.zeros((7, 384), mx.bfloat16)}, "rounded: got .*bfloat16"),
         ("keep", {"group_size": 32}, "check group_size and bits"),
         ("keep", {"bits": 4}, "check group_size and bits"),
+        ("keep", {"bits": 3.0}, "bits: got 3.0, allowed are 2, 3"),
+        ("keep", {"group_size": 64.0}, "group_size: got 64.0, allowed are powers of two"),
+        ("refit", {"new_bits": 4.0}, "new_bits: got 4.0, allowed are 2, 3"),
+        ("keep", {"delta": np.zeros((7, 384), np.float32)}, "delta: got ndarray, .* mx.array"),
     ],
 )
 def test_one_thing_that_does_not_fit_is_named(policy: str, change: dict, named: str) -> None:
@@ -128,6 +152,7 @@ def test_one_thing_that_does_not_fit_is_named(policy: str, change: dict, named: 
         (4, mx.zeros((12, 16)), "lora_a, lora_b: got"),
         (3, mx.zeros((17, 640), mx.int32), "lora_a: got .*int32, allowed is a float dtype"),
         (4, None, "either lora_a with lora_b, or delta; got lora_a"),
+        (5, mx.array(2.0), "scale: got array, allowed is a number"),
     ],
 )
 def test_an_array_that_does_not_fit_is_named(
