@@ -1,8 +1,11 @@
 """The only door to mlx_lm: build, load, quantize, save. It is imported inside functions."""
 
 import copy
+import functools
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map_with_path, tree_unflatten
 
 from mlxstacks.errors import CheckpointError
+from mlxstacks.ops import gated_delta
 
 
 def build_model(config: dict[str, Any]) -> nn.Module:
@@ -31,15 +35,18 @@ def build_model(config: dict[str, Any]) -> nn.Module:
 
 
 def load(
-    model_path: Path, adapter_path: Path | None = None
+    model_path: Path, adapter_path: Path | None = None, lazy: bool = False
 ) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """A local model as mlx-lm loads it, adapter layers attached: (model, tokenizer, config)."""
+    """A local model as mlx-lm loads it, adapter layers attached: (model, tokenizer, config).
+
+    lazy: read no weight before it is used.
+    """
     from mlx_lm import load as load_with_tokenizer
 
     if not (Path(model_path) / "config.json").is_file():
         raise CheckpointError(f"{model_path}: no config.json; give a directory with an mlx model")
     adapter = None if adapter_path is None else str(adapter_path)
-    return load_with_tokenizer(str(model_path), adapter_path=adapter, return_config=True)
+    return load_with_tokenizer(str(model_path), adapter_path=adapter, return_config=True, lazy=lazy)
 
 
 def quantize(
@@ -71,6 +78,13 @@ def dequantize(model: nn.Module) -> None:
     dequantize_model(model)
 
 
+def count_parameters(model: nn.Module) -> int:
+    """Numbers in a model, those of packed weights counted one by one."""
+    from mlx_lm.utils import get_total_parameters
+
+    return int(get_total_parameters(model))
+
+
 def cast(model: nn.Module, dtype: mx.Dtype) -> None:
     """Cast floating-point parameters in place, but those the model keeps (`A_log` in float32)."""
     wanted = getattr(model, "cast_predicate", lambda _: True)
@@ -93,9 +107,12 @@ def save_model(directory: Path, model: nn.Module, config: dict[str, Any]) -> Non
 
 
 def attach_lora(
-    model: nn.Module, num_layers: int, rank: int, scale: float, keys: list[str]
+    model: nn.Module, num_layers: int, rank: int, scale: float, keys: list[str] | None
 ) -> None:
-    """Put mlx-lm's LoRA on modules named `keys` of the last `num_layers`; freeze the rest."""
+    """Put mlx-lm's LoRA on modules named `keys` of the last `num_layers`; freeze the rest.
+
+    keys: None for every kind that mlx-lm can adapt.
+    """
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     model.freeze()
@@ -147,3 +164,58 @@ def generate(
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     replies = stream_generate(model, tokenizer, prompt=prompt, max_tokens=max_tokens)
     return "".join(reply.text for reply in replies)
+
+
+# mlx-lm's function and the one in its place, for each remover not called yet.
+_installs: dict[object, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+
+
+def install_gated_delta() -> Callable[[], None]:
+    """Train every mlx-lm model with the chunked recurrence; returns the function that undoes it.
+
+    mlx-lm's models bind `gated_delta_update` by name when they are imported. So it is rebound in
+    each module of mlx_lm that holds it, and in the defining module, where models imported later
+    find it. A call with use_kernel=False, as every model makes in training, goes to
+    `ops.gated_delta`; any other to mlx-lm's own function. Installs nest: the originals return with
+    the last removal, and calling one remover twice does no harm.
+    """
+    from mlx_lm.models import gated_delta as theirs
+
+    original = theirs.gated_delta_update
+    pair = next(iter(_installs.values()), None) or (original, _replacement(original))
+    _rebind(*pair)
+    token = object()
+    _installs[token] = pair
+
+    def remove() -> None:
+        if _installs.pop(token, None) and not _installs:
+            _rebind(*reversed(pair))
+
+    return remove
+
+
+@contextmanager
+def gated_delta_installed() -> Iterator[None]:
+    """`install_gated_delta` for the length of a `with` block."""
+    remove = install_gated_delta()
+    try:
+        yield
+    finally:
+        remove()
+
+
+def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def gated_delta_update(*arrays: Any, use_kernel: bool = True, **options: Any) -> Any:
+        if use_kernel:
+            return original(*arrays, use_kernel=True, **options)
+        return gated_delta.gated_delta_update(*arrays, use_kernel=False, **options)
+
+    return gated_delta_update
+
+
+def _rebind(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    """Put `new` under every name that stands for `old` in the imported modules of mlx_lm."""
+    for module in [sys.modules[name] for name in sys.modules if name.startswith("mlx_lm.")]:
+        for name in [name for name, value in vars(module).items() if value is old]:
+            setattr(module, name, new)
