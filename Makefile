@@ -120,6 +120,8 @@ bench: install-dev
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_fuse speed
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_nano
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_stack_sum
+	$(PRELOAD) $(BIN)/python -m benchmarks.bench_gated_delta
+	$(PRELOAD) $(BIN)/python -m benchmarks.bench_layers
 
 bench-metal: install-dev
 	@$(PRELOAD) $(BIN)/python -m benchmarks.bench_metal $(BENCH_ARGS)

@@ -1,0 +1,1 @@
+"""Adapter layers: LoRA, MoE-LoRA and stacks of it, put around the projections of a model."""

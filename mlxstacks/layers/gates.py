@@ -1,0 +1,105 @@
+"""Routing of a token to the experts of a stack: logits, top-k gates, load balance.
+
+Letters: E experts, K input dims; leading axes are rows (tokens, or (token, base expert) pairs of a
+switch layer). All of it is float32 whatever the dtype of the model.
+"""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the rows go. gates (..., E): what each expert counts, a sum of 1. chosen (..., E)
+    bool: the kept experts of each row.
+    """
+
+    gates: mx.array
+    chosen: mx.array
+
+
+def router_logits(x: mx.array, router: mx.array) -> mx.array:
+    """x (..., K), router (E, K), both of any float dtype -> (..., E) float32."""
+    return x.astype(mx.float32) @ router.astype(mx.float32).T
+
+
+@mx.custom_function
+def _twin_product(x: mx.array, w: mx.array) -> tuple[mx.array, mx.array]:
+    y = x @ w.T
+    return y, y
+
+
+@_twin_product.vjp
+def _twin_product_vjp(
+    primals: tuple[mx.array, mx.array],
+    cotangents: tuple[mx.array, mx.array],
+    _: tuple[mx.array, mx.array],
+) -> tuple[mx.array, mx.array]:
+    x, w = primals
+    both = (cotangents[0] + cotangents[1]).reshape(-1, w.shape[0])
+    return cotangents[0] @ w, both.T @ x.reshape(-1, x.shape[-1])
+
+
+def training_logits(
+    x: mx.array, router: mx.array, noise: mx.array | None, normal: mx.array | None
+) -> tuple[mx.array, mx.array]:
+    """Logits (..., E) twice: for the gates, and for the balance loss, whose gradient reaches router
+    and noise but not x: through x it would train lora_a and lora_b of earlier layers.
+
+    x (..., K); router, noise (E, K), all float32; normal (..., E): a standard normal draw, constant
+    to gradients. With noise the logits are x @ router.T + softplus(x @ noise.T) * normal; zero
+    noise weights still give noise, as softplus(0) is 0.693.
+    """
+    if noise is None or normal is None:
+        return _twin_product(x, router)
+    constant = mx.stop_gradient(normal)
+    made = []
+    for product in _twin_product(x, mx.concatenate([router, noise])):  # (..., 2E)
+        logits, spread = mx.split(product, 2, axis=-1)
+        made.append(logits + nn.softplus(spread) * constant)
+    return made[0], made[1]
+
+
+def top_k_mask(logits: mx.array, k: int) -> mx.array:
+    """Which logits (..., E) are among the k largest of their row: bool (..., E).
+
+    Law: exactly k are, and of equal logits the first ones, on every backend. The E x E comparisons
+    of a row cost nothing beside its products: E is 4 where K is thousands.
+    """
+    experts = logits.shape[-1]
+    fixed = mx.stop_gradient(logits)
+    if k >= experts:
+        return mx.ones(logits.shape, mx.bool_)
+    mine, other = fixed[..., :, None], fixed[..., None, :]
+    earlier = mx.tril(mx.ones((experts, experts), mx.bool_), -1)
+    ahead = (other > mine) | ((other == mine) & earlier)  # (..., E, E)
+    return mx.sum(ahead, axis=-1) < k
+
+
+def top_k_softmax(logits: mx.array, k: int) -> Routing:
+    """Gates over the k largest logits of each row, softmax in float32.
+
+    Law: exactly k gates are not zero (unless a logit is some 100 below the largest) and they sum to
+    1; k = E is a dense softmax.
+    """
+    chosen = top_k_mask(logits, k)
+    if k < logits.shape[-1]:
+        logits = mx.where(chosen, logits, -mx.inf)
+    return Routing(mx.softmax(logits, axis=-1, precise=True), chosen)
+
+
+def load_balance(logits: mx.array, chosen: mx.array, normalise: bool = False) -> mx.array:
+    """The balance loss E * sum_e P[e] * f[e], a scalar.
+
+    P: mean over rows of the softmax of all (noisy) logits (..., E). f: share of rows that chose e,
+    a count without gradient. Laws: uniform P and f give exactly k, at most E; with `normalise` the
+    uniform value is 1.
+    """
+    experts = logits.shape[-1]
+    rows = tuple(range(logits.ndim - 1))
+    probability = mx.mean(mx.softmax(logits, axis=-1, precise=True), axis=rows)  # (E,)
+    share = mx.stop_gradient(mx.mean(chosen.astype(mx.float32), axis=rows))  # (E,)
+    loss = experts * mx.sum(probability * share)
+    return loss / mx.sum(share) if normalise else loss

@@ -1,0 +1,81 @@
+"""LoRA on linear and switch projections, in mlx-lm's parameter names and layouts.
+
+The tensors `<path>.lora_a` and `<path>.lora_b` of a trained model are an mlx-lm adapter as they
+stand. Axis order is upstream's, and differs by kind (letters: M base experts, K input dims, N
+output dims, R rank):
+
+    LoRALinear        lora_a (K, R)     lora_b (R, N)
+    LoRASwitchLinear  lora_a (M, R, K)  lora_b (M, N, R)
+
+Beside mlx-lm's own classes these draw from an explicit key, so that dropout is the same again when
+a checkpoint recomputes it.
+"""
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxstacks.layers.adapted import AdaptedLayer, check_rank, keyed_dropout
+from mlxstacks.layers.settings import LoRASettings
+from mlxstacks.ops.expert_delta import expert_delta
+
+
+def draw_lora_a(shape: tuple[int, ...], input_dims: int, key: mx.array) -> mx.array:
+    """Kaiming uniform with a = sqrt(5), that is uniform within 1/sqrt(input_dims); float32."""
+    bound = input_dims**-0.5
+    return mx.random.uniform(-bound, bound, shape, key=key)
+
+
+class LoRALinear(AdaptedLayer):
+    """y = linear(x) + scale * (x @ lora_a) @ lora_b, float32 weights, summed in the dtype of x.
+
+    Laws: a new one changes nothing; equal to mlx-lm's LoRALinear with the same arrays, to the bit.
+    """
+
+    def __init__(self, base: nn.Module, settings: LoRASettings, key: mx.array):
+        super().__init__(base)
+        if self._dims.base_experts is not None:
+            raise ValueError("a switch projection needs LoRASwitchLinear")
+        check_rank(settings.rank, self._dims)
+        self.scale = settings.scale
+        self.dropout = settings.dropout
+        K, N, R = self.input_dims, self.output_dims, settings.rank
+        self.lora_a = draw_lora_a((K, R), K, key)
+        self.lora_b = mx.zeros((R, N))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self.linear(x)
+        dropped = keyed_dropout(x, self.dropout, self._step.key) if self.training else x
+        z = (dropped @ self.lora_a) @ self.lora_b
+        return y + (self.scale * z).astype(x.dtype)
+
+
+class LoRASwitchLinear(AdaptedLayer):
+    """A pair for each base expert; x, indices and result as in `ops.expert_delta`.
+
+    Laws: those of LoRALinear, with mlx-lm's LoRASwitchLinear; sorted and unsorted rows agree.
+    """
+
+    def __init__(self, base: nn.Module, settings: LoRASettings, key: mx.array):
+        super().__init__(base)
+        if self._dims.base_experts is None:
+            raise ValueError("a linear projection needs LoRALinear")
+        check_rank(settings.rank, self._dims)
+        self.scale = settings.scale
+        self.dropout = settings.dropout
+        M, K, N, R = self.num_experts, self.input_dims, self.output_dims, settings.rank
+        self.lora_a = draw_lora_a((M, R, K), K, key)
+        self.lora_b = mx.zeros((M, N, R))
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        y = self.linear(x, indices, sorted_indices=sorted_indices)
+        dropped = keyed_dropout(x, self.dropout, self._step.key) if self.training else x
+        delta = expert_delta(
+            dropped, self.lora_a, self.lora_b, indices, None, self.scale, sorted_indices
+        )
+        return y + delta
+
+
+def lora_layer(base: nn.Module, settings: LoRASettings, key: mx.array) -> AdaptedLayer:
+    """The LoRA that fits a projection: LoRALinear or LoRASwitchLinear."""
+    is_switch = hasattr(base, "num_experts")
+    return (LoRASwitchLinear if is_switch else LoRALinear)(base, settings, key)

@@ -1,0 +1,113 @@
+"""Settings of adapter layers. Imports neither mlx nor numpy."""
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+ScaleRule = Literal["rslora", "lora"]
+SwitchForm = Literal["shared", "per_expert"]
+ProjectorMode = Literal["folded", "train_only"]
+StorageDtype = Literal["float16", "bfloat16"]
+
+
+def lora_scale(alpha: float, rank: int, rule: ScaleRule) -> float:
+    """The factor of a low-rank delta: alpha / sqrt(rank) (rsLoRA) or alpha / rank (LoRA).
+
+    mlx-lm's adapters store this number as `scale`, not alpha.
+    """
+    return alpha / (rank**0.5 if rule == "rslora" else rank)
+
+
+class TargetSettings(BaseModel):
+    """Which projections get an adapter."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: tuple[int, ...] | None = Field(None, description="decoder layers; default: all")
+    projections: tuple[str, ...] | None = Field(
+        None,
+        description="names as they end a module path: down_proj, or switch_mlp.down_proj for the "
+        "routed experts alone; default: every usual one of the model",
+    )
+    small_projections: bool = Field(
+        False,
+        description="also linear attention's in_proj_a and in_proj_b, whose outputs can be fewer "
+        "than the ranks of a stack",
+    )
+
+
+class LoRASettings(BaseModel):
+    """One low-rank pair a projection, as mlx-lm trains it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int = Field(8, ge=1)
+    alpha: float = Field(16.0, gt=0)
+    scale_rule: ScaleRule = Field("lora", description="lora: alpha/rank; rslora: alpha/sqrt(rank)")
+    dropout: float = Field(0.0, ge=0, lt=1, description="on the adapter's input, in training")
+
+    @property
+    def scale(self) -> float:
+        return lora_scale(self.alpha, self.rank, self.scale_rule)
+
+
+class StackSettings(BaseModel):
+    """One MoE-LoRA stack: `num_experts` low-rank pairs a projection, some of them for each token.
+
+    With num_experts=1 there is no router: a plain LoRA that can be frozen and stacked.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int = Field(16, ge=1, description="rank of each expert")
+    alpha: float = Field(16.0, gt=0)
+    scale_rule: ScaleRule = Field(
+        "rslora", description="rslora: alpha/sqrt(rank); lora: alpha/rank"
+    )
+    num_experts: int = Field(4, ge=1, le=64)
+    experts_per_token: int = Field(
+        2, ge=1, description="experts that a token uses; 1 where there is only one"
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="on the input of lora_a, in training")
+    router_noise: bool = Field(True, description="learned noise on router logits, in training")
+    normalise_balance: bool = Field(
+        False, description="divide the balance loss by experts_per_token: uniform routing gives 1"
+    )
+    switch_form: SwitchForm = Field(
+        "shared",
+        description="routed experts: one pair for all of them (shared) or for each (per_expert)",
+    )
+    latent_dim: int | None = Field(
+        None, ge=1, description="route and compute in so many dims behind shared frozen projections"
+    )
+    projector_mode: ProjectorMode = Field(
+        "folded",
+        description="protected directions: kept out in training, evaluation and the frozen stack "
+        "(folded), or in training only (train_only, as the published code does)",
+    )
+    storage: StorageDtype = Field("float16", description="dtype of a frozen stack")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        asked = "experts_per_token" in self.model_fields_set
+        if asked and self.experts_per_token > self.num_experts:
+            raise ValueError(
+                f"experts_per_token is {self.experts_per_token}, num_experts is "
+                f"{self.num_experts}; a token can use at most all of them"
+            )
+        if self.latent_dim is not None and self.rank > self.latent_dim:
+            raise ValueError(
+                f"rank {self.rank} is above latent_dim {self.latent_dim}; lower the rank"
+            )
+        if self.latent_dim is not None and self.switch_form == "per_expert":
+            raise ValueError("latent_dim goes with switch_form=shared only")
+        return self
+
+    @property
+    def scale(self) -> float:
+        return lora_scale(self.alpha, self.rank, self.scale_rule)
+
+    @property
+    def top_k(self) -> int:
+        """Experts that a token uses, whatever the default says of a stack with fewer."""
+        return min(self.experts_per_token, self.num_experts)
