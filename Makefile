@@ -52,20 +52,21 @@ $(BIN)/python:
 	  echo "  anywhere:       uv python install 3.12 && make $(or $(MAKECMDGOALS),demo) PYTHON=\"\$$(uv python find 3.12)\""; \
 	  exit 1; \
 	fi; \
-	echo "Making $(VENV) with $$("$$found" --version)"; \
+	echo "Making $(VENV) with $$("$$found" --version)" >&2; \
 	"$$found" -m venv "$(VENV)" || { \
 	  rm -rf "$(VENV)"; \
 	  echo "This Python cannot make environments. Debian, Ubuntu: sudo apt-get install python3-venv"; \
 	  exit 1; \
 	}
 
-# The stamps make a second run start at once; a changed pyproject.toml installs again.
+# The stamps make a second run start at once; a changed pyproject.toml installs again. What pip says
+# goes to stderr: a target's own output begins with its own first line.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check -e .
+	$(BIN)/python -m pip install --disable-pip-version-check -e . >&2
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]' >&2
 	@touch $@ $(VENV)/.installed
 
 install: $(VENV)/.installed

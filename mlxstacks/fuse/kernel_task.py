@@ -3,6 +3,9 @@
 The same bytes as `module.run_task` makes with NumPy, and the same sums up to their order. The delta
 comes from `delta.py` in either case, because refit promises mlx-lm's own product. Tasks run in the
 thread that made MLX's stream, one after another: a task is a bounded piece of a module already.
+
+A device is not taken at its word: the first task of every module is done by NumPy as well, and the
+kernel has the module only where the bytes are the same.
 """
 
 import logging
@@ -21,6 +24,8 @@ from mlxstacks.fuse.module import (
     check_finite,
     check_range,
     flat_rows,
+    run_task,
+    tasks,
     uniform_draws,
 )
 from mlxstacks.ops import kernels
@@ -56,6 +61,27 @@ def _refusal(module: Module, decisions: dict[int, Decision]) -> str | None:
         if decision.policy not in POLICIES:
             return f"the kernel has no policy {decision.policy}"
     return None
+
+
+def kernel_fault(
+    module: Module, decisions: dict[int, Decision], zero: bool, seed: int
+) -> str | None:
+    """Why this device's kernel may not have the module: it failed, or its bytes are others.
+
+    Raises: what `module.run_task` raises for weights or deltas that cannot be fused.
+    """
+    task = next(tasks(module, decisions, zero, seed))
+    wanted = run_task(task)
+    try:
+        made = run_kernel_task(task)
+    except RuntimeError as error:  # MLX could not build or launch it
+        return f"the kernel failed on {module.path}: {str(error).strip().splitlines()[0]}"
+    different = [
+        name
+        for name, chunk in wanted.chunks.items()
+        if chunk.tobytes() != made.chunks[name].tobytes()
+    ]
+    return f"the kernel made other bytes of {different[0]} than NumPy" if different else None
 
 
 def run_kernel_task(task: Task) -> Done:

@@ -67,7 +67,7 @@ class FuseSettings(BaseModel):
     )
     kernels: bool = Field(
         True,
-        description="Requantize by GPU kernels where they run. The bytes are the same without them",
+        description="Requantize by GPU kernels where they run and make the same bytes as NumPy.",
     )
     copy_shards: bool = Field(
         False,

@@ -36,6 +36,7 @@ MANY_ROWS = 64
 GROUPS = 8  # SIMD groups of a threadgroup
 THREADS = GROUPS * kernels.LANES
 RANKS_AT_ONCE = 4  # of a SIMD group; EACH in the kernel
+_MOST_ROWS = (1 << 31) // THREADS - 1  # MLX counts the threads of a grid in 31 bits
 
 
 def expert_delta_reference(
@@ -124,8 +125,10 @@ def _parts(input_dims: int, output_dims: int) -> int:
     return max(1, min(8, output_dims // input_dims))
 
 
-def _refusal(a: mx.array, b: mx.array, gates: mx.array | None) -> str | None:
+def _refusal(a: mx.array, b: mx.array, gates: mx.array | None, rows: int) -> str | None:
     """Why the kernel cannot take these (valid) arguments."""
+    if rows > _MOST_ROWS:
+        return f"there are {rows} rows; the kernel takes {_MOST_ROWS}"
     if a.dtype != b.dtype:
         return f"a is {a.dtype} and b is {b.dtype}; the kernel takes both in one dtype"
     ranks = a.shape[1]
@@ -220,7 +223,7 @@ def expert_delta(
     indices = mx.stop_gradient(indices)
     if use_kernel is None and indices.size >= MANY_ROWS:
         use_kernel = False
-    if not kernels.use_kernel(use_kernel, "expert_delta", _refusal(a, b, gates)):
+    if not kernels.use_kernel(use_kernel, "expert_delta", _refusal(a, b, gates, indices.size)):
         return expert_delta_reference(x, a, b, indices, gates, scale, sorted_indices)
 
     def with_constants(function: Function) -> Function:

@@ -12,7 +12,7 @@ from mlxstacks.ops.low_rank_kernels import wrong_scale
 from mlxstacks.ops.policies import POLICIES
 
 MOST_RANKS = 256  # of the kernel
-_MOST_ROWS = 1 << 26  # 32 threads a row in a grid of 32-bit numbers
+_MOST_ROWS = 1 << 25  # 32 threads a row, and MLX counts the threads of a grid in 31 bits
 
 
 def check_arguments(

@@ -18,6 +18,7 @@ from mlxstacks.fuse.report import FuseReport
 from mlxstacks.fuse.run import run
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops import kernels
+from tests.metal_emulator import metal_kernel
 from tests.tiny_models import random_adapter, write_llama, write_qwen_moe
 
 DOWN = "mlp.switch_mlp.down_proj"
@@ -179,6 +180,40 @@ def test_without_a_backend_the_report_says_null(
     assert not caplog.messages
 
 
+def _cannot_build(**made: Any) -> Any:
+    def launch(**call: Any) -> list[mx.array]:
+        raise RuntimeError("[metal::Device] Unable to build metal library\nerror: use of 'x'")
+
+    return launch
+
+
+def _last_code_off_by_one(**made: Any) -> Any:
+    kernel = metal_kernel(**made)
+
+    def launch(**call: Any) -> list[mx.array]:
+        codes, *rest = kernel(**call)
+        codes[-1, -1] = codes[-1, -1] ^ 1
+        return [codes, *rest]
+
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("maker", "words"),
+    [(_cannot_build, "Unable to build metal library"), (_last_code_off_by_one, "made other bytes")],
+)
+def test_a_device_that_fails_or_differs_is_not_used(
+    emulator: None, model: Path, adapter: Path, tmp_path: Path, maker: Any, words: str
+) -> None:
+    plain = fuse(model, adapter, tmp_path / "numpy", requant="nearest", kernels=False)
+    with kernels.substitute("faulty", maker):
+        made = fuse(model, adapter, tmp_path / "kernel", requant="nearest")
+    assert made.kernels is None
+    assert [note for note in made.notes if words in note and "NumPy did the rest" in note]
+    assert_same_files(tmp_path / "numpy", tmp_path / "kernel")
+    assert_same_figures(made, plain)
+
+
 @pytest.mark.parametrize(("flags", "name"), [(["--no-kernels"], None), ([], "emulator")])
 def test_a_flag_turns_the_kernels_off(
     launches: list[str],
@@ -213,8 +248,9 @@ def test_what_overflows_is_refused_by_the_kernel_too(
     kind: type[Exception],
     message: str,
 ) -> None:
-    # The estimates would find it first.
+    # The estimates would find it first, and then NumPy in the first task.
     monkeypatch.setattr("mlxstacks.fuse.decide.check_delta", lambda path, sums: None)
+    monkeypatch.setattr("mlxstacks.fuse.run.kernel_fault", lambda *task: None)
     model = write_qwen_moe(tmp_path / "model", bits=4, dtype="float16")
     adapter = random_adapter(model, [DOWN], rank=2, std=std)
     with pytest.raises(kind, match=message):
@@ -227,6 +263,7 @@ def test_weights_that_are_not_finite_are_refused_by_the_kernel_too(
     launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a row that the estimates do not read."""
+    monkeypatch.setattr("mlxstacks.fuse.run.kernel_fault", lambda *task: None)
     for size in ("_SAMPLE_WEIGHTS", "_ALTERNATIVE_WEIGHTS"):
         monkeypatch.setattr(f"mlxstacks.fuse.decide.{size}", 8 * 256)
     model = write_llama(tmp_path / "model", bits=4, shards=1)
