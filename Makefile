@@ -62,11 +62,13 @@ $(BIN)/python:
 # The stamps make a second run start at once; a changed pyproject.toml installs again. What pip says
 # goes to stderr: a target's own output begins with its own first line.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check -e . >&2
+	@echo "pip install -e ." >&2
+	@$(BIN)/python -m pip install --disable-pip-version-check -e . >&2
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]' >&2
+	@echo "pip install -e .[dev]" >&2
+	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]' >&2
 	@touch $@ $(VENV)/.installed
 
 install: $(VENV)/.installed
