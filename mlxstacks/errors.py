@@ -15,3 +15,7 @@ class AdapterError(InputError):
 
 class TargetError(InputError):
     """The output cannot be written: it exists, is locked, is read-only or does not fit."""
+
+
+class ResourceLimitError(InputError):
+    """A batch would need more buffers than the device lets a process hold; it was not launched."""

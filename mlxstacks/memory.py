@@ -1,4 +1,4 @@
-"""Device limits and byte counters, as plain numbers.
+"""Device limits and byte counters, as plain numbers, and a guard for runs that meet them.
 
 `resource_limit` is how many buffers Metal lets one process hold at once; a run that passes it dies
 with `[metal::malloc] Resource limit exceeded`. MLX tells the number on a Metal device; elsewhere
@@ -7,8 +7,11 @@ the usual one is assumed and marked as such.
 
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from mlxstacks.errors import ResourceLimitError
 
 # What Metal devices report; used where there is no device to ask.
 USUAL_RESOURCE_LIMIT = 499_000
@@ -88,6 +91,100 @@ def peak_resident_bytes() -> int:
     # ru_maxrss counts KiB on Linux and bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceReport:
+    """What is known of the resources of this process.
+
+    counted_buffers: buffers that MLX says it holds; None while it has no such counter.
+    how_to_count: what shows the count from outside.
+    """
+
+    device: str
+    resource_limit: int
+    resource_limit_known: bool
+    counted_buffers: int | None
+    active_bytes: int
+    peak_bytes: int
+    cache_bytes: int
+    resident_bytes: int
+    working_set_bytes: int | None
+    how_to_count: str
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def resource_report() -> ResourceReport:
+    """Limits and counters of this process, now."""
+    import mlx.core as mx
+
+    found, held = device(), counters()
+    # MLX 0.32.4 keeps the count to itself; later versions may tell it under this name.
+    count = getattr(mx.metal, "get_num_resources", None) if found.kind == "metal" else None
+    outside = "nothing here counts buffers; `mlxstacks guard` predicts them"
+    if found.kind == "metal" and count is None:
+        outside = "ioclasscount | grep AGXResource (all processes; watch it grow)"
+    return ResourceReport(
+        device=found.kind,
+        resource_limit=found.resource_limit,
+        resource_limit_known=found.resource_limit_known,
+        counted_buffers=None if count is None else int(count()),
+        active_bytes=held.active_bytes,
+        peak_bytes=held.peak_bytes,
+        cache_bytes=held.cache_bytes,
+        resident_bytes=peak_resident_bytes(),
+        working_set_bytes=found.working_set_bytes,
+        how_to_count=outside,
+    )
+
+
+class ResourceGuard:
+    """Refuses a batch before it is launched when its predicted buffers come too near the limit.
+
+    predicted_buffers: tokens of the longest row -> live buffers of a step, as
+        `guard.predict.Prediction.buffers_at`; `limit`: None asks the device.
+    refuse_share: of the limit; a batch at or above it raises. force: only notes it.
+    Law: what `check` lets through is below the line; `largest` is the most that it was asked about.
+    """
+
+    def __init__(
+        self,
+        predicted_buffers: Callable[[int], int],
+        limit: int | None = None,
+        refuse_share: float = 0.9,
+        force: bool = False,
+    ) -> None:
+        if not 0 < refuse_share <= 1:
+            raise ValueError(f"refuse_share is {refuse_share}; it is a share above 0, at most 1")
+        self.limit = limit or device().resource_limit
+        self.refuse_share, self.force = refuse_share, force
+        self.largest = self.refused = 0
+        self._predicted = predicted_buffers
+
+    def check(self, tokens: int) -> int:
+        """The predicted buffers of a batch whose rows have `tokens` tokens.
+
+        Raises: ResourceLimitError at or above the line, unless forced.
+        """
+        buffers = self._predicted(tokens)
+        self.largest = max(self.largest, buffers)
+        if buffers >= self.refuse_share * self.limit:
+            self.refused += 1
+            if not self.force:
+                raise ResourceLimitError(
+                    f"a batch of rows of {tokens:,} tokens needs about {buffers:,} buffers, "
+                    f"{buffers / self.limit:.0%} of the limit of {self.limit:,}; "
+                    "shorten the rows, or see what `mlxstacks guard` suggests"
+                )
+        return buffers
+
+    def report(self) -> dict[str, Any]:
+        """Counters of the process, and what was predicted for it."""
+        line = int(self.refuse_share * self.limit)
+        seen = {"largest_predicted_buffers": self.largest, "refused_batches": self.refused}
+        return resource_report().as_json() | seen | {"refused_from_buffers": line}
 
 
 def _whole(value: Any) -> int | None:

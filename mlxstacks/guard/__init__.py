@@ -1,0 +1,1 @@
+"""Predict live buffers and bytes of a run before it is launched."""

@@ -1,0 +1,224 @@
+"""Calls that are traced apart: decoder layers and custom functions, and what stands in for them.
+
+`mx.export_function` cannot trace a custom function, and forty equal layers take forty times as long
+as one. While a `Recorder` is active such calls are not made; a stand-in of the same shapes is, and
+the call is noted. `pieces.py` then traces what the call really does.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+Named = list[tuple[str, mx.array]]
+Body = Callable[[list[mx.array]], Named]
+"""Array inputs -> array outputs with their places in what the call returns."""
+Backward = Callable[[list[mx.array], list[mx.array], list[mx.array]], list[mx.array]]
+"""(inputs, cotangents, outputs) -> gradients of the inputs."""
+Shape = tuple[str, tuple[int, ...], mx.Dtype]
+
+
+@dataclass(slots=True)
+class Site:
+    """A call as it was noted: its inputs and outputs are arrays of the trace around it.
+
+    backward: a custom function's own gradient; None where MLX takes it. key: equal for calls that
+    do the same; None: never taken for equal.
+    """
+
+    body: Body
+    backward: Backward | None
+    inputs: list[mx.array]
+    outputs: list[mx.array]
+    key: str | None
+
+
+class Recorder:
+    """Notes the calls of one trace.
+
+    shapes: what calls with equal keys return; filled here.
+    probes: zeros added to the inputs and outputs of the calls, in order. Their gradients are the
+        calls' gradients and cotangents. Without them only shapes are noted, in `probe_shapes`.
+    """
+
+    def __init__(
+        self, shapes: dict[str, list[Shape]], probes: Sequence[mx.array] | None = None
+    ) -> None:
+        self.sites: list[Site] = []
+        self.probes = None if probes is None else iter(probes)
+        self.probe_shapes: list[tuple[tuple[int, ...], mx.Dtype]] = []
+        self.shapes = shapes
+
+    def call(
+        self, body: Body, backward: Backward | None, inputs: list[mx.array], key: str | None = None
+    ) -> Any:
+        """What the call returns, without making it."""
+        shapes = self.shapes.get(key) if key is not None else None
+        if shapes is None:
+            shapes = _shapes_of(body, inputs)
+        if key is not None:
+            self.shapes[key] = shapes
+        if self.probes is None:
+            outputs = [mx.zeros(shape, dtype) for _, shape, dtype in shapes]
+            self.probe_shapes += [(a.shape, a.dtype) for a in [*floating(inputs), *outputs]]
+        else:
+            outputs = self._stand_in(shapes, inputs)
+        self.sites.append(Site(body, backward, inputs, outputs, key))
+        return tree_unflatten([(s[0], a) for s, a in zip(shapes, outputs, strict=True)])
+
+    def _stand_in(self, shapes: list[Shape], inputs: list[mx.array]) -> list[mx.array]:
+        assert self.probes is not None
+        total = mx.array(0.0)
+        for array in floating(inputs):
+            # A sine, so that the gradient of each input is an operation of its own.
+            total = total + mx.mean(mx.sin(array + next(self.probes)))
+        return [
+            mx.broadcast_to(total, shape).astype(dtype) + next(self.probes)
+            for _, shape, dtype in shapes
+        ]
+
+
+def floating(arrays: Sequence[mx.array]) -> list[mx.array]:
+    """Those that have a gradient."""
+    return [array for array in arrays if mx.issubdtype(array.dtype, mx.floating)]
+
+
+def _shapes_of(body: Body, inputs: list[mx.array]) -> list[Shape]:
+    """What a call returns, learned from fresh inputs outside of any trace."""
+    fresh = [mx.zeros(array.shape, array.dtype) for array in inputs]
+    with recording(None):
+        return [(path, array.shape, array.dtype) for path, array in body(fresh)]
+
+
+_active: Recorder | None = None
+
+
+@contextmanager
+def recording(recorder: Recorder | None) -> Iterator[None]:
+    """Calls made inside go to `recorder`; None: they are made for real."""
+    global _active
+    before, _active = _active, recorder
+    try:
+        yield
+    finally:
+        _active = before
+
+
+def use_probes(probes: Sequence[mx.array]) -> None:
+    """Inside a gradient: stand-ins add these arrays, by which it is taken."""
+    if _active is not None and _active.probes is not None:
+        _active.probes = iter(probes)
+
+
+class _Function:
+    """What `mx.custom_function` gives while calls are recorded."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.own_gradient: Callable[..., Any] | None = None
+
+    def vjp(self, gradient: Callable[..., Any]) -> Callable[..., Any]:
+        self.own_gradient = gradient
+        return gradient
+
+    def __call__(self, *inputs: mx.array) -> Any:
+        if _active is None:
+            return self.function(*inputs)
+        made = _active.call(self._body, self._backward, list(inputs))
+        return made if isinstance(made, mx.array) else tuple(made)
+
+    def _body(self, inputs: list[mx.array]) -> Named:
+        return tree_flatten(self.function(*inputs))
+
+    def _backward(
+        self, inputs: list[mx.array], cotangents: list[mx.array], outputs: list[mx.array]
+    ) -> list[mx.array]:
+        assert self.own_gradient is not None
+        # MLX hands over a single array bare.
+        given = [a[0] if len(a) == 1 else tuple(a) for a in (inputs, cotangents, outputs)]
+        found = self.own_gradient(*given)
+        return [found] if isinstance(found, mx.array) else list(found)
+
+
+@contextmanager
+def recorded_functions(modules: Sequence[Any] = ()) -> Iterator[None]:
+    """Custom functions made inside can be recorded; `modules` forget those that they keep."""
+    real = mx.custom_function
+    mx.custom_function = _Function
+    _forget(modules)
+    try:
+        yield
+    finally:
+        mx.custom_function = real
+        _forget(modules)
+
+
+def _forget(modules: Sequence[Any]) -> None:
+    for module in modules:
+        for value in list(vars(module).values()):
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+
+
+@contextmanager
+def recorded_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Calls of `layers` go to the active recorder."""
+    before = [type(layer) for layer in layers]
+    for layer in layers:
+        layer.__class__ = _recorded(type(layer))
+    try:
+        yield
+    finally:
+        for layer, own in zip(layers, before, strict=True):
+            layer.__class__ = own
+
+
+def _recorded(own: type) -> type:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _active is None:
+            return own.__call__(self, *args, **kwargs)
+        weights = tree_flatten(self.trainable_parameters())
+        given = [list(args), kwargs]
+        flat = tree_flatten(given)
+        arguments = [value for _, value in flat if isinstance(value, mx.array)]
+
+        def body(arrays: list[mx.array]) -> Named:
+            array = iter(arrays)
+            filled, named = tree_map(lambda a: next(array) if isinstance(a, mx.array) else a, given)
+            changed = zip([name for name, _ in weights], array, strict=True)
+            self.update(tree_unflatten(list(changed)))
+            try:
+                return tree_flatten(own.__call__(self, *filled, **named))
+            finally:
+                self.update(tree_unflatten(weights))
+
+        inputs = [*arguments, *(array for _, array in weights)]
+        return _active.call(body, None, inputs, _key(self, flat))
+
+    return type(own.__name__, (own,), {"__call__": call})
+
+
+def _key(layer: nn.Module, flat: list[tuple[str, Any]]) -> str:
+    """Equal for layers and arguments that make the same graph, whatever the numbers in them."""
+    modules = [
+        (path, type(module).__qualname__, sorted(_plain_attributes(module)))
+        for path, module in layer.named_modules()
+    ]
+    weights = [(path, _form(value)) for path, value in tree_flatten(layer.parameters())]
+    trained = [path for path, _ in tree_flatten(layer.trainable_parameters())]
+    return repr((modules, weights, trained, [(path, _form(value)) for path, value in flat]))
+
+
+def _form(value: Any) -> str:
+    return f"{value.shape} {value.dtype}" if isinstance(value, mx.array) else repr(value)
+
+
+def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """What may change a module's graph beside shapes."""
+    for name, value in vars(module).items():
+        if isinstance(value, str | int | float | bool | None):
+            yield name, repr(value)

@@ -1,0 +1,115 @@
+"""Which layers the operations of a step belong to, and which hold the buffers of a peak."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.nn as nn
+
+from mlxstacks.guard.live import Peak
+from mlxstacks.guard.step import StepGraph, decoder_layers
+
+WEIGHTS, STATE, REST = "weights", "adapter and optimizer", "embedding, head and loss"
+# Kinds that do not grow with the rows.
+FIXED = (WEIGHTS, STATE)
+
+
+Phase = tuple[bool, int, str]
+"""Forward or not, the layer (-1: none), and the name of the operations."""
+
+
+@dataclass(frozen=True)
+class Layering:
+    """To which layer the operations of a step belong, and its phases.
+
+    of_operation: layer of each operation, -1 for none; of_leaf: of each array that is no weight and
+    is there before the run. phases: all there are; phase_of: the place in it of each operation.
+    """
+
+    of_operation: list[int]
+    of_leaf: dict[int, int]
+    phases: list[Phase]
+    phase_of: list[int]
+
+
+def layering(graph: StepGraph) -> Layering:
+    """Assign operations to layers.
+
+    A forward operation belongs to the highest layer whose weights it depends on, a backward one to
+    the lowest whose values it reads. That is off by one for some, the same ones at every length.
+    """
+    forward = _above(graph, graph.results[-1])
+    of_operation, of_leaf = _layers(graph, forward)
+    number: dict[Phase, int] = {}
+    phase_of = [
+        number.setdefault(phase, len(number))
+        for phase in zip(forward, of_operation, graph.graph.labels, strict=True)
+    ]
+    return Layering(of_operation, of_leaf, list(number), phase_of)
+
+
+def buffers_by_kind(
+    model: nn.Module, graph: StepGraph, layers: Layering, peak: Peak
+) -> dict[str, int]:
+    """Buffers alive at the peak by the kind of layer that they come from."""
+    kinds = [layer_kind(layer) for layer in decoder_layers(model)]
+    held, existing = set(graph.held), set(graph.existing)
+    found: Counter[str] = Counter()
+    for maker in peak.makers:
+        if maker < 0 and -1 - maker in held:
+            found[WEIGHTS] += 1
+        elif maker < 0 and -1 - maker in existing:
+            found[STATE] += 1
+        else:
+            made = layers.of_operation[maker] if maker >= 0 else layers.of_leaf.get(-1 - maker, -1)
+            found[kinds[made] if made >= 0 else REST] += 1
+    return dict(found.most_common())
+
+
+def layer_kind(layer: nn.Module) -> str:
+    """What a layer is called by what mixes its tokens: `linear_attn`, `self_attn`, or its class."""
+    names = [str(name) for name in layer.children()]
+    mixers = [name for name in names if name.endswith(("attn", "attention", "mixer"))]
+    return mixers[0] if mixers else type(layer).__name__
+
+
+def _layers(graph: StepGraph, forward: Sequence[bool]) -> tuple[list[int], dict[int, int]]:
+    """Layer of each operation (-1: none), and of each leaf that is no weight."""
+    inputs, outputs = graph.graph.inputs, graph.graph.outputs
+    of_array = [-1] * graph.graph.arrays
+    for array, layer in graph.layers.items():
+        of_array[array] = layer
+    of_operation = [-1] * len(inputs)
+    for operation in graph.order:
+        known = [layer for array in inputs[operation] if (layer := of_array[array]) >= 0]
+        # What a checkpoint computes again starts with a Depends; its weights will tell the layer.
+        if not known or graph.graph.labels[operation] == "Depends":
+            continue
+        layer = max(known) if forward[operation] else min(known)
+        of_operation[operation] = layer
+        for array in outputs[operation]:
+            of_array[array] = layer
+    # Constants, and what is made of nothing else, belong to those that use them.
+    of_leaf: dict[int, int] = {}
+    for operation in reversed(graph.order):
+        layer = of_operation[operation]
+        if layer < 0:
+            layer = max(of_array[array] for array in outputs[operation])
+            of_operation[operation] = layer
+        for array in inputs[operation]:
+            if of_array[array] < 0:
+                of_array[array] = of_leaf[array] = layer
+    return of_operation, of_leaf
+
+
+def _above(graph: StepGraph, array: int) -> Sequence[bool]:
+    """Whether each operation is needed for `array` (the loss): the forward pass."""
+    producer, inputs = graph.graph.producer, graph.graph.inputs
+    needed = [False] * len(inputs)
+    waiting = [array]
+    while waiting:
+        operation = producer[waiting.pop()]
+        if operation >= 0 and not needed[operation]:
+            needed[operation] = True
+            waiting += inputs[operation]
+    return needed

@@ -1,0 +1,248 @@
+"""`guard`: predict a run, compare it with the limits, look for the cheapest change that fits."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from mlxstacks import memory
+from mlxstacks.guard.build import lazy_model, read_config, recurrence, training_step
+from mlxstacks.guard.decode import DecodePrediction, predict_decode
+from mlxstacks.guard.predict import Prediction, predict
+from mlxstacks.guard.report import (
+    Change,
+    DecodeReport,
+    GuardReport,
+    Limit,
+    StepBytes,
+    outcome_of,
+    share_of,
+    verdict_of,
+)
+from mlxstacks.guard.settings import REFUSE_SHARE, GuardSettings
+from mlxstacks.guard.step import Step, decoder_layers
+
+# Row lengths to simulate. Lines through these meet the simulated counts of long rows exactly, on
+# tiny models and on Qwen3.5-35B-A3B; through shorter ones not always.
+_LENGTHS = {"none": (32, 48), "layers": (32, 48), "mlx": (48, 64)}
+# In chunks a graph is small enough to be simulated as it is up to here.
+_CHUNKED_LENGTHS, _CHUNKED_DIRECT = (1024, 2048), 2048
+# A segment of the chunked recurrence: from there on more tokens are more operations.
+_SEGMENT = 512
+
+Say = Callable[[float, float, str], None]
+
+
+def guard(settings: GuardSettings, progress: Say | None = None) -> GuardReport:
+    """Predict the run of `settings`.
+
+    Raises:
+        CheckpointError: no config, or none that mlx-lm knows.
+        InputError: layers, names or rank that do not fit the model.
+    """
+    started = time.perf_counter()
+    say = progress or (lambda done, total, what: None)
+    config, where = read_config(settings.model or "")
+    say(0, 3, "training step")
+    step = training_step(config, settings, 1)
+    recurrent = any(_is_recurrent(layer) for layer in decoder_layers(step.model))
+    found = predict_training(config, settings)
+    say(1, 3, "generating")
+    limit = _limit(settings)
+    decode = _decode(config, settings, limit)
+    nbytes = _bytes(step, found.nbytes)
+    say(2, 3, "changes")
+    share = _share(limit, found)
+    if decode is not None:
+        share = max(share, decode.buffers / limit.buffers)
+    outcome = outcome_of(share)
+    change = (
+        None if outcome == "fits" else _cheapest_change(config, settings, limit, found, recurrent)
+    )
+    verdict = verdict_of(limit, found.buffers, found.nbytes)
+    if decode is not None and decode.buffers > found.buffers:
+        verdict = verdict_of(limit, decode.buffers, None) + f" after {decode.tokens:,} tokens"
+    return GuardReport(
+        settings=settings.model_dump(mode="json"),
+        config=where,
+        limit=limit,
+        buffers=found.buffers,
+        buffers_per_token=round(found.buffers_per_token, 2),
+        simulated_tokens=tuple(point.tokens for point in found.points),
+        kinds=found.kinds,
+        nbytes=nbytes,
+        decode=decode,
+        longest=_longest(limit, found),
+        outcome=outcome,
+        verdict=verdict,
+        change=change,
+        notes=tuple(_notes(settings, limit, found)),
+        seconds=round(time.perf_counter() - started, 2),
+    )
+
+
+def predict_training(
+    config: dict[str, Any], settings: GuardSettings, with_bytes: bool = True
+) -> Prediction:
+    """The peak of a training step with these settings."""
+
+    def step_at(tokens: int) -> Step:
+        return training_step(config, settings, tokens)
+
+    lengths = _LENGTHS[settings.checkpointing]
+    direct = max(lengths)
+    if settings.recurrence == "chunked" or not _recurrent_layers(config):
+        lengths, direct = _CHUNKED_LENGTHS, _CHUNKED_DIRECT
+    with recurrence(settings):
+        return predict(step_at, settings.max_seq_length, lengths, direct, with_bytes)
+
+
+def _recurrent_layers(config: dict[str, Any]) -> int:
+    """How many layers run a recurrence over the tokens."""
+    return sum(1 for layer in decoder_layers(lazy_model(config)) if _is_recurrent(layer))
+
+
+def _is_recurrent(layer: nn.Module) -> bool:
+    return any(hasattr(module, "A_log") for module in layer.modules())
+
+
+def _limit(settings: GuardSettings) -> Limit:
+    device = memory.device()
+    return Limit(
+        buffers=settings.resource_limit or device.resource_limit,
+        known=settings.resource_limit is not None or device.resource_limit_known,
+        nbytes=settings.working_set_bytes or device.working_set_bytes,
+    )
+
+
+def _bytes(step: Step, peak: int | None) -> StepBytes:
+    adapter = sum(a.nbytes for _, a in tree_flatten(step.model.trainable_parameters()))
+    weights = sum(a.nbytes for _, a in tree_flatten(step.model.parameters())) - adapter
+    optimizer = sum(a.nbytes for _, a in tree_flatten(step.optimizer.state))
+    rest = None if peak is None else max(0, peak - weights - adapter - optimizer)
+    return StepBytes(weights, adapter, optimizer, rest)
+
+
+def _decode(config: dict[str, Any], settings: GuardSettings, limit: Limit) -> DecodeReport | None:
+    if not settings.decode_tokens:
+        return None
+    batched = settings.decode_with == "batched"
+    found: DecodePrediction = predict_decode(
+        lazy_model(config), settings.decode_tokens, settings.decode_batch, batched
+    )
+    until = found.tokens_until(limit.buffers)
+    return DecodeReport(found.tokens, found.buffers, found.leaked_per_token, until)
+
+
+def _longest(limit: Limit, found: Prediction) -> int:
+    """Tokens of the longest row that is not refused, by bisection."""
+
+    def passes(tokens: int) -> bool:
+        buffers, nbytes = found.buffers_at(tokens), found.bytes_at(tokens)
+        return share_of(limit, buffers, nbytes) < REFUSE_SHARE
+
+    if not found.extrapolated:
+        return found.tokens if passes(found.tokens) else 0
+    low, high = 0, 1
+    while passes(high) and high < 1 << 24:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if passes(middle) else (low, middle)
+    return low
+
+
+def _changes(settings: GuardSettings, recurrent: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What could be changed, the cheapest first."""
+    chunked = {"recurrence": "chunked"}
+    layers = {"checkpointing": "layers"}
+    loop = recurrent and settings.recurrence == "loop"
+    if loop:
+        yield "train the recurrence in chunks (same mathematics, faster)", chunked
+    if settings.checkpointing != "layers":
+        cost = "one more forward pass a step"
+        if loop:
+            yield f"recurrence in chunks and checkpointed layers ({cost})", chunked | layers
+        else:
+            yield f"checkpoint the layers ({cost})", layers
+
+
+def _cheapest_change(
+    config: dict[str, Any],
+    settings: GuardSettings,
+    limit: Limit,
+    found: Prediction,
+    recurrent: bool,
+) -> Change | None:
+    """The first change with which the run fits, else one with which it just passes, else shorter
+    rows with what helps most.
+    """
+    tried: list[tuple[str, dict[str, Any], Prediction]] = [("", {}, found)]
+    for words, change in _changes(settings, recurrent):
+        changed = settings.model_copy(update=change)
+        bound = _bound(config, changed, limit)
+        if bound is not None:
+            return Change(words, change, bound, None)
+        with_bytes = limit.nbytes is not None
+        tried.append((words, change, predict_training(config, changed, with_bytes)))
+        if outcome_of(_share(limit, tried[-1][2])) == "fits":
+            break
+    for wanted in ("fits", "tight"):
+        for words, change, made in tried[1:]:
+            if outcome_of(_share(limit, made)) == wanted and _share(limit, made) < _share(
+                limit, found
+            ):
+                return Change(words, change, made.buffers, made.nbytes)
+    words, change, made = min(tried, key=lambda one: _share(limit, one[2]))
+    longest = _longest(limit, made)
+    if longest < 1 or outcome_of(_share(limit, found)) != "refused":
+        return None
+    shorter = f"rows of at most {longest:,} tokens"
+    return Change(
+        f"{words}, and {shorter}" if words else shorter,
+        change | {"max_seq_length": longest},
+        made.buffers_at(longest),
+        made.bytes_at(longest),
+    )
+
+
+def _share(limit: Limit, found: Prediction) -> float:
+    return share_of(limit, found.buffers, found.nbytes)
+
+
+def _bound(config: dict[str, Any], settings: GuardSettings, limit: Limit) -> int | None:
+    """Buffers of shorter rows, scaled up, where that is enough to say that a run fits.
+
+    More than there will be, because not all of them grow with the rows; and found in less time.
+    """
+    if settings.recurrence != "chunked" or settings.max_seq_length <= _SEGMENT or limit.nbytes:
+        return None
+    cut = settings.model_copy(update={"max_seq_length": _SEGMENT})
+    found = predict_training(config, cut, with_bytes=False)
+    scaled = -(-found.buffers * settings.max_seq_length // _SEGMENT)
+    return scaled if outcome_of(scaled / limit.buffers) == "fits" else None
+
+
+def _notes(settings: GuardSettings, limit: Limit, found: Prediction) -> Iterator[str]:
+    if not limit.known:
+        yield (
+            f"The limit is the usual {limit.buffers:,}: this device names none. "
+            "--resource-limit sets another."
+        )
+    if limit.nbytes is None:
+        yield (
+            "Bytes are compared with nothing: no Metal device here. "
+            "--working-set-bytes names what the machine should stay within."
+        )
+    if memory.device().kind != "metal":
+        yield "Built from MLX's CPU graph; on Metal single kernels replace parts of it."
+    if found.extrapolated:
+        shown = ", ".join(str(point.tokens) for point in found.points)
+        yield f"Simulated at {shown} tokens and continued on a line for each phase of the step."
+    if settings.compile and settings.recurrence == "loop" and found.extrapolated:
+        # Equal zeros become one array there, which cannot be donated.
+        yield "Bytes are a lower bound: in a compiled loop they grow faster than the rows."
+    if found.note:
+        yield found.note

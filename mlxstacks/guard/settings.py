@@ -1,0 +1,89 @@
+"""Settings of `guard`. Imports neither mlx nor numpy."""
+
+import re
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+OptimizerName = Literal["adam", "adamw", "lion", "sgd"]
+CheckpointingName = Literal["none", "layers", "mlx"]
+RecurrenceName = Literal["loop", "chunked"]
+DecodeName = Literal["stream", "batched"]
+
+# Shares of a limit from which a run is warned of, and refused.
+WARN_SHARE, REFUSE_SHARE = 0.5, 0.9
+
+
+class GuardSettings(BaseModel):
+    """A run to predict: a model by its config, and how it would be trained."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str | None = Field(
+        None,
+        description="Model directory, config.json or Hugging Face id; weights are not needed. "
+        "Default: the built-in nano model.",
+    )
+    max_seq_length: int = Field(2048, ge=1, description="Tokens of the longest row.")
+    batch_size: int = Field(1, ge=1, description="Rows a step.")
+    rank: int = Field(8, ge=1, description="Rank of the adapter.")
+    layers: str = Field(
+        "all",
+        description="Layers that get an adapter: all, or numbers and ranges as in 8,14,20-24.",
+    )
+    keys: tuple[str, ...] = Field(
+        (),
+        description="Projections that get an adapter, by the end of their path (down_proj, or "
+        "switch_mlp.down_proj). Repeatable. Default: the usual ones.",
+    )
+    optimizer: OptimizerName = Field("adam", description="What holds optimizer state.")
+    checkpointing: CheckpointingName = Field(
+        "none",
+        description="none; layers: each decoder layer is computed again in the backward pass; "
+        "mlx: mlx-lm's --grad-checkpoint.",
+    )
+    compile: bool = Field(False, description="The whole step goes through mx.compile.")
+    recurrence: RecurrenceName = Field(
+        "loop",
+        description="Linear attention in training: loop, over tokens, is mlx-lm's; chunked is "
+        "mlxstacks'.",
+    )
+    decode_tokens: int = Field(0, ge=0, description="Also predict generating so many tokens.")
+    decode_batch: int = Field(1, ge=1, description="Sequences generated at once.")
+    decode_with: DecodeName = Field(
+        "stream", description="stream: mlx-lm's stream_generate; batched: its BatchGenerator."
+    )
+    resource_limit: int | None = Field(
+        None, ge=1, description="Buffers a process may hold. Default: what the device says."
+    )
+    working_set_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="Memory to stay within, in bytes. Default: what a Metal device recommends.",
+    )
+    apply: bool = Field(False, description="Print the settings that fit, and nothing else.")
+    force: bool = Field(False, description="Exit with 0 also where the run would be refused.")
+
+    @field_validator("layers")
+    @classmethod
+    def _layers_are_numbers(cls, text: str) -> str:
+        parse_layers(text)
+        return text
+
+
+def parse_layers(text: str) -> tuple[int, ...] | None:
+    """`8,14,20-22` is (8, 14, 20, 21, 22); `all` is None. Raises: ValueError."""
+    if text.strip() == "all":
+        return None
+    numbers: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        if not found:
+            raise ValueError("layers takes all, or numbers and ranges as in 8,14,20-24")
+        first = int(found[1])
+        last = int(found[2] or first)
+        # A typo in a range must not become a list of a billion numbers.
+        if last < first or last - first > 10_000:
+            raise ValueError(f"{part.strip()} is no range of layers")
+        numbers += range(first, last + 1)
+    return tuple(dict.fromkeys(numbers))

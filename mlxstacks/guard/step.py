@@ -1,0 +1,231 @@
+"""One training step, built and never run: the true graph, and a trace of it with sizes."""
+
+import gc
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlxstacks.guard.align import Sizes, sizes_of
+from mlxstacks.guard.calls import recorded_functions, recorded_layers, use_probes
+from mlxstacks.guard.graph import Graph, export_graph
+from mlxstacks.guard.live import Peak, simulate
+from mlxstacks.guard.order import evaluation_order
+from mlxstacks.guard.pieces import Piece, trace
+
+Loss = Callable[..., Any]
+"""(model, *batch) -> a scalar loss, or a tuple that begins with it."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a training step does. Nothing in it needs real weights.
+
+    batch: the arrays that the loss takes after the model; only shapes and dtypes count.
+    compiled: the whole step goes through `mx.compile`, as in mlx-lm's trainer.
+    checkpointed: entered around each build, replaces layers by checkpointed ones.
+    recorded: modules of this package that keep custom functions of their own.
+    """
+
+    model: nn.Module
+    optimizer: optim.Optimizer
+    loss: Loss
+    batch: tuple[mx.array, ...]
+    compiled: bool = False
+    checkpointed: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
+    recorded: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepGraph:
+    """The graph of a step.
+
+    held: arrays that stay (frozen weights, batch); existing: the old adapter and optimizer state;
+    results: what the step leaves behind. known: bytes of held and existing arrays.
+    layers: for a frozen or old array, the layer that it belongs to.
+    """
+
+    graph: Graph
+    held: list[int]
+    existing: list[int]
+    results: list[int]
+    known: dict[int, tuple[int, int]]
+    layers: dict[int, int]
+    order: list[int]
+
+
+def mlx_lm_loss(model: nn.Module, tokens: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
+    """The loss of mlx-lm's trainer: tokens (B, T + 1) int32, lengths (B, 2) int32."""
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    steps = mx.arange(1, targets.shape[1] + 1)
+    mask = mx.logical_and(steps >= lengths[:, 0:1], steps <= lengths[:, 1:])
+    losses = nn.losses.cross_entropy(model(inputs), targets) * mask
+    count = mask.sum()
+    return losses.astype(mx.float32).sum() / count, count
+
+
+def batch_for(batch_size: int, tokens: int) -> tuple[mx.array, mx.array]:
+    """A batch for `mlx_lm_loss` in which the model sees (batch_size, tokens)."""
+    rows = mx.zeros((batch_size, tokens + 1), mx.int32)
+    return rows, mx.broadcast_to(mx.array([0, tokens]), (batch_size, 2))
+
+
+def training_state(step: Step) -> list[mx.array]:
+    """Adapter weights and optimizer state, in the order in which they are evaluated."""
+    weights = [a for _, a in tree_flatten(step.model.trainable_parameters())]
+    return weights + [a for _, a in tree_flatten(step.optimizer.state)]
+
+
+def run_step(step: Step) -> list[mx.array]:
+    """Build one step; the arrays that it leaves behind. Model and optimizer hold the new state."""
+
+    def once(*batch: mx.array) -> list[mx.array]:
+        value, gradients = nn.value_and_grad(step.model, step.loss)(step.model, *batch)
+        step.optimizer.update(step.model, gradients)
+        return [value[0] if isinstance(value, tuple) else value]
+
+    if step.compiled:
+        state = [step.model.state, step.optimizer.state, mx.random.state]
+        once = mx.compile(once, inputs=state, outputs=state)
+    loss = once(*step.batch)
+    return training_state(step) + loss
+
+
+@contextmanager
+def unchanged(step: Step) -> Iterator[None]:
+    """Put model weights and optimizer state back afterwards."""
+    weights = tree_flatten(step.model.trainable_parameters())
+    state = tree_flatten(step.optimizer.state)
+    try:
+        yield
+    finally:
+        step.model.update(tree_unflatten(weights))
+        step.optimizer.state = tree_unflatten(state)
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No garbage collection inside: graphs are millions of small lists, none of them garbage."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def step_graph(step: Step) -> StepGraph:
+    """The graph that one step evaluates, in the order in which it does."""
+    layer_of = _layer_numbers(step.model)
+    with unchanged(step):
+        old = training_state(step)
+        ours = {id(array) for array in old}
+        named = [(n, a) for n, a in tree_flatten(step.model.parameters()) if id(a) not in ours]
+        kept = [a for _, a in named] + list(step.batch)
+        with step.checkpointed(step.model):
+            results = run_step(step)
+        sizes = [(a.nbytes, a.itemsize) for a in kept + old]
+        graph, numbers = export_graph([*kept, *old, *results])
+    held, rest = numbers[: len(kept)], numbers[len(kept) :]
+    existing, made = rest[: len(old)], rest[len(old) :]
+    graph.cut_at([*held, *existing])
+    known = dict(zip([*held, *existing], sizes, strict=True))
+    layers = {array: layer_of(name) for array, (name, _) in zip(held, named, strict=False)}
+    order = evaluation_order(graph, made)
+    if step.compiled:
+        # The compiled function keeps its constants for the next step.
+        held = [*held, *_constants(graph, order, known)]
+    return StepGraph(graph, held, existing, made, known, layers, order)
+
+
+def _constants(graph: Graph, order: Sequence[int], known: Container[int]) -> list[int]:
+    """Leaves that are neither weights nor batch: numbers written in the code."""
+    read = (array for operation in order for array in graph.inputs[operation])
+    return [a for a in dict.fromkeys(read) if graph.producer[a] < 0 and a not in known]
+
+
+def _layer_numbers(model: nn.Module) -> Callable[[str], int]:
+    """Name of a weight -> number of its layer, -1 for those outside of layers."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    prefixes = {
+        paths[id(layer)] + ".": i
+        for i, layer in enumerate(decoder_layers(model))
+        if id(layer) in paths
+    }
+    depth = {prefix.count(".") for prefix in prefixes}
+
+    def number(name: str) -> int:
+        parts = name.split(".")
+        return max((prefixes.get(".".join(parts[:d]) + ".", -1) for d in depth), default=-1)
+
+    return number
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of an mlx-lm model; empty where it has none by that name."""
+    return list(getattr(model, "layers", []))
+
+
+def step_sizes(step: Step, graph: StepGraph) -> Sizes:
+    """Bytes of all arrays of a step's graph."""
+    with unchanged(step):
+        traced = _trace_step(step)
+    return sizes_of(graph.graph, graph.order, graph.results, traced, graph.known)
+
+
+def _trace_step(step: Step) -> Piece:
+    """A trace of the step without checkpointing or fusing, layers and custom functions apart."""
+    weights = tree_flatten(step.model.trainable_parameters())
+    state = tree_flatten(step.optimizer.state)
+    names = [name for name, _ in weights]
+
+    def function(
+        given: list[mx.array], probes: list[mx.array]
+    ) -> tuple[list[mx.array], list[mx.array]]:
+        values, batch = given[: len(weights)], given[len(weights) + len(state) :]
+        stored = given[len(weights) : len(weights) + len(state)]
+        step.optimizer.state = tree_unflatten(
+            [(name, a) for (name, _), a in zip(state, stored, strict=True)]
+        )
+
+        def value(values: list[mx.array], probes: list[mx.array]) -> mx.array:
+            use_probes(probes)
+            step.model.update(tree_unflatten(list(zip(names, values, strict=True))))
+            made = step.loss(step.model, *batch)
+            return made[0] if isinstance(made, tuple) else made
+
+        loss, (gradients, of_probes) = mx.value_and_grad(value, argnums=(0, 1))(values, probes)
+        step.model.update(tree_unflatten(list(zip(names, values, strict=True))))
+        step.optimizer.update(step.model, tree_unflatten(list(zip(names, gradients, strict=True))))
+        return [*training_state(step), loss], of_probes
+
+    arguments = [*(a for _, a in weights), *(a for _, a in state), *step.batch]
+    arguments = [mx.zeros(a.shape, a.dtype) for a in arguments]
+    with recorded_functions(step.recorded), recorded_layers(decoder_layers(step.model)):
+        return trace(function, arguments)
+
+
+def simulate_step(
+    graph: StepGraph,
+    sizes: Sizes | None = None,
+    phase_of: Sequence[int] | None = None,
+) -> Peak:
+    """The fullest moments of a step."""
+    nbytes = None if sizes is None else sizes.nbytes
+    itemsize = None if sizes is None else sizes.itemsize
+    return simulate(
+        graph.graph,
+        graph.order,
+        graph.held,
+        graph.existing,
+        graph.results,
+        nbytes,
+        itemsize,
+        phase_of=phase_of,
+    )

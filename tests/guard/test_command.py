@@ -1,0 +1,386 @@
+"""`mlxstacks guard`: what it predicts, how it decides, what it refuses.
+
+Run: pytest tests/guard/test_command.py
+"""
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mlxstacks.cli import run
+from mlxstacks.cli.guard import render
+from mlxstacks.errors import CheckpointError, InputError
+from mlxstacks.guard.build import adapted_model, lazy_model, read_config
+from mlxstacks.guard.predict import Point, Prediction, predict
+from mlxstacks.guard.report import GuardReport, Limit, outcome_of, share_of
+from mlxstacks.guard.run import guard, predict_training
+from mlxstacks.guard.settings import GuardSettings, parse_layers
+from tests.guard.cases import Case
+from tests.tiny_models import llama_config
+
+Run = Callable[..., tuple[int, str, str]]
+TINY = Case(96, layers=4, interval=4)
+# The public architecture of Qwen3.5-35B-A3B.
+LARGE: dict[str, Any] = {
+    "vocab_size": 248320, "hidden_size": 2048, "num_hidden_layers": 40, "head_dim": 256,
+    "full_attention_interval": 4, "num_attention_heads": 16, "num_key_value_heads": 2,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "num_experts": 256, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str], work_dir: Path) -> Run:
+    """`command("--json")` is (exit code, stdout, stderr) of `mlxstacks guard --json`."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = run(["guard", *arguments])
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY.config()))
+    return str(path)
+
+
+def large_config() -> dict[str, Any]:
+    config = TINY.config()
+    config["text_config"] |= LARGE
+    return config | {
+        "dtype": "bfloat16",
+        "quantization": {"group_size": 64, "bits": 3, "mode": "affine"},
+    }
+
+
+# --- the published figures ----------------------------------------------------------------------
+
+
+def test_published_count_of_the_large_model_comes_out() -> None:
+    """158,073 live buffers at T=512, LoRA on {8,14,20}, in the loop over tokens."""
+    settings = GuardSettings(
+        max_seq_length=512, rank=2, layers="8,14,20", keys=("switch_mlp.down_proj",)
+    )
+    found = predict_training(large_config(), settings, with_bytes=False)
+    assert found.buffers == pytest.approx(158_073, rel=0.002)
+    assert found.buffers_per_token == pytest.approx(301, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "published"),
+    [pytest.param("mlx", 89_914, marks=pytest.mark.slow), ("layers", 66_974)],
+    ids=["mlx", "layers"],
+)
+def test_published_counts_with_checkpointing_come_out(checkpointing: str, published: int) -> None:
+    settings = GuardSettings(
+        max_seq_length=512, rank=2, layers="8,14,20", keys=("switch_mlp.down_proj",),
+        checkpointing=checkpointing,
+    )  # fmt: skip
+    found = predict_training(large_config(), settings, with_bytes=False)
+    assert found.buffers == pytest.approx(published, rel=0.01)
+
+
+def test_chunks_need_a_fraction_on_the_large_model() -> None:
+    settings = GuardSettings(
+        max_seq_length=512, rank=2, layers="8,14,20", keys=("switch_mlp.down_proj",),
+        recurrence="chunked",
+    )  # fmt: skip
+    found = predict_training(large_config(), settings, with_bytes=False)
+    assert found.buffers < 0.06 * 158_073
+
+
+# --- lines through short rows ---------------------------------------------------------------------
+
+
+def test_a_line_goes_through_its_points() -> None:
+    points = tuple(Point(t, 100 + 7 * t, 1000 + 3 * t, {}, {}) for t in (16, 48))
+    found = Prediction(1000, points)
+    assert (found.buffers, found.nbytes) == (7100, 4000)
+    assert found.buffers_per_token == 7
+    assert found.extrapolated
+
+
+def test_the_phase_that_is_highest_in_the_end_counts() -> None:
+    """It need not be the highest of the short rows."""
+    early, late = (True, 0, "Add"), (False, 3, "Sum")
+    points = tuple(
+        Point(t, 1000 + t, 10_000 + t, {}, {early: (1000 + t, 10_000 + t), late: (5 * t, 70 * t)})
+        for t in (16, 32)
+    )
+    found = Prediction(2000, points)
+    assert (found.buffers, found.nbytes, found.buffers_per_token) == (10_000, 140_000, 5)
+    assert found.buffers_at(100) == 1100
+
+
+def test_a_phase_of_one_length_only_has_no_line() -> None:
+    phase = (False, 1, "Sum")
+    points = (Point(16, 100, None, {}, {}), Point(32, 132, None, {}, {phase: (132, 0)}))
+    assert Prediction(64, points).buffers == 196
+
+
+def test_a_single_length_is_never_below_itself() -> None:
+    found = Prediction(64, (Point(64, 640, 6400, {}, {}),))
+    assert [found.buffers_at(t) for t in (16, 64, 128)] == [640, 640, 1280]
+
+
+def test_kinds_add_up_and_weights_do_not_grow() -> None:
+    kinds = {"linear_attn": 300, "weights": 50, "adapter and optimizer": 10}
+    points = (Point(32, 200, None, {}, {}), Point(64, 360, None, kinds, {}))
+    found = Prediction(640, points)
+    assert found.kinds["weights"] == 50
+    assert sum(found.kinds.values()) == pytest.approx(found.buffers, abs=2)
+
+
+def test_longer_rows_are_on_the_line_of_shorter_ones() -> None:
+    """Law: buffers from two lengths to a third, within a percent of its own simulation."""
+    settings = TINY.settings()
+
+    def step_at(tokens: int) -> Any:
+        from mlxstacks.guard.build import training_step
+
+        return training_step(TINY.config(), settings, tokens)
+
+    line = predict(step_at, 300, (32, 48), 0)
+    direct = predict(step_at, 300, (32, 48), 300)
+    assert (line.extrapolated, direct.extrapolated) == (True, False)
+    assert line.buffers == pytest.approx(direct.buffers, rel=0.01)
+    # Rows this short are not yet where bytes grow evenly.
+    assert line.nbytes == pytest.approx(direct.nbytes, rel=0.1)
+
+
+# --- decisions ------------------------------------------------------------------------------------
+
+
+def limited(config: str, **more: Any) -> GuardReport:
+    return guard(GuardSettings(model=config, max_seq_length=96, **more))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> GuardReport:
+    path = tmp_path_factory.mktemp("plain") / "config.json"
+    path.write_text(json.dumps(TINY.config()))
+    return limited(str(path))
+
+
+@pytest.mark.parametrize(
+    ("share", "outcome"),
+    [(0.0, "fits"), (0.499, "fits"), (0.5, "tight"), (0.899, "tight"), (0.9, "refused")],
+)
+def test_warned_from_half_and_refused_from_nine_tenths(share: float, outcome: str) -> None:
+    assert outcome_of(share) == outcome
+
+
+def test_the_nearer_limit_decides() -> None:
+    limit = Limit(1000, True, 4000)
+    assert share_of(limit, 100, 3600) == 0.9
+    assert share_of(limit, 950, 100) == 0.95
+    assert share_of(replace(limit, nbytes=None), 100, 10**12) == 0.1
+
+
+def test_report_counts_bytes_kinds_and_headroom(plain: GuardReport) -> None:
+    document = json.loads(json.dumps(plain.as_json()))
+    assert document["status"] == "fits"
+    assert document["headroom_buffers"] == document["limit"]["buffers"] - document["buffers"]
+    parts = document["bytes"]
+    whole = sum(parts[f"{n}_bytes"] for n in ("weights", "adapter", "optimizer", "activations"))
+    assert parts["total_bytes"] == whole
+    assert parts["optimizer_bytes"] >= 2 * parts["adapter_bytes"] > 0
+    assert next(iter(plain.kinds)) == "linear_attn"
+    assert sum(plain.kinds.values()) == plain.buffers
+    assert plain.simulated_tokens[-1] < 96
+
+
+def test_the_cheapest_change_is_tried_first_and_fits(plain: GuardReport, config: str) -> None:
+    found = limited(config, resource_limit=plain.buffers)
+    assert found.outcome == "refused"
+    assert found.failed_gate
+    assert found.change is not None
+    assert found.change.settings == {"recurrence": "chunked"}
+    assert found.change.buffers < 0.5 * plain.buffers
+    again = limited(config, resource_limit=plain.buffers, **found.change.settings)
+    assert again.outcome == "fits"
+    # What --apply prints is the whole run, changed.
+    assert found.apply["recurrence"] == "chunked"
+    assert found.apply["max_seq_length"] == 96
+    GuardSettings(**found.apply)
+
+
+def test_shorter_rows_where_nothing_else_helps(plain: GuardReport, config: str) -> None:
+    found = limited(config, resource_limit=plain.buffers, recurrence="chunked",
+                    checkpointing="layers", working_set_bytes=plain.nbytes.weights)  # fmt: skip
+    assert found.outcome == "refused"
+    assert found.change is None  # the weights alone are more than that
+
+
+def test_bytes_count_when_there_is_a_working_set(plain: GuardReport, config: str) -> None:
+    total = plain.nbytes.total
+    assert total is not None
+    found = limited(config, working_set_bytes=int(total / 0.7))
+    assert found.outcome == "tight"
+    assert "70%" in found.verdict
+    assert found.change is not None
+    assert found.change.nbytes is not None
+    assert found.change.nbytes < 0.7 * total
+
+
+def test_generating_is_predicted_too(config: str) -> None:
+    found = limited(config, decode_tokens=1000, decode_batch=2, decode_with="batched")
+    assert found.decode is not None
+    # Three of four layers count padding; only the first of them is read.
+    assert found.decode.leaked_per_token == 2
+    assert found.decode.tokens_until_limit is not None
+    assert found.decode.buffers > 2000
+    still = limited(config, decode_tokens=1000)
+    assert still.decode is not None
+    assert still.decode.leaked_per_token == 0
+    assert still.decode.tokens_until_limit is None
+
+
+def test_a_long_generation_is_refused_by_itself(config: str) -> None:
+    found = limited(config, decode_tokens=300_000, decode_with="batched")
+    assert found.outcome == "refused"
+    assert "after 300,000 tokens" in found.verdict
+
+
+def test_dense_models_have_no_recurrence_to_change(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(llama_config(64)))
+    found = limited(str(path), resource_limit=400)
+    assert found.outcome == "refused"
+    assert "self_attn" in found.kinds
+    assert found.change is None or "recurrence" not in found.change.settings
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def test_bare_run_takes_nano(command: Run) -> None:
+    code, out, err = command("--max-seq-length", "64")
+    assert code == 0
+    assert "nano" in err
+    assert "Verdict: fits" in out
+
+
+def test_json_is_one_document(command: Run, config: str) -> None:
+    code, out, _ = command("--model", config, "--max-seq-length", "40", "--json")
+    document = json.loads(out)
+    assert (code, document["status"]) == (0, "fits")
+    assert document["settings"]["max_seq_length"] == 40
+
+
+def test_over_the_limit_exits_with_3_unless_forced(command: Run, config: str) -> None:
+    arguments = ["--model", config, "--max-seq-length", "64", "--resource-limit", "2600"]
+    code, out, err = command(*arguments)
+    assert code == 3
+    assert "Gate not met: does not fit" in err
+    assert "Cheapest change" in out
+    assert command(*arguments, "--force")[0] == 0
+
+
+def test_apply_prints_settings_that_a_recipe_can_hold(command: Run, config: str) -> None:
+    arguments = ["--model", config, "--max-seq-length", "64", "--resource-limit", "2600"]
+    _, out, _ = command(*arguments, "--apply")
+    recipe = Path("fits.yaml")
+    recipe.write_text("command: guard\n" + out)
+    assert 'recurrence: "chunked"\n' in out
+    code, out, _ = command("--recipe", str(recipe), "--json")
+    assert (code, json.loads(out)["status"]) == (0, "fits")
+
+
+def test_tables_fit_80_columns(plain: GuardReport) -> None:
+    stream = io.StringIO()
+    render(Console(file=stream, width=80), plain)
+    assert max(map(len, stream.getvalue().splitlines())) <= 80
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "2,40"], "layer 40: the model has layers 0 to 3"),
+        (["--layers", "some"], "numbers and ranges as in 8,14,20-24"),
+        (["--keys", "dwn_proj"], "close: down_proj"),
+        (["--keys", "mlp.gate"], "router"),
+        (["--rank", "65"], "rank"),
+        (["--rank", "0"], "greater than or equal to 1"),
+        (["--max-seq-length", "0"], "greater than or equal to 1"),
+        (["--recurrence", "chunky"], "did you mean 'chunked'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_settings_exit_with_2(
+    command: Run, config: str, arguments: list[str], message: str
+) -> None:
+    code, _, err = command("--model", config, *arguments)
+    assert (code, message in err) == (2, True), err
+    assert "Traceback" not in err
+
+
+def broken(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    config = TINY.config()
+    change(config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (broken(lambda c: c.pop("model_type")), "no model_type"),
+        (broken(lambda c: c.update(model_type="qwen9")), "'qwen9' is not known to mlx-lm"),
+        (broken(lambda c: c["text_config"].update(hidden_size="wide")), "does not describe"),
+        (broken(lambda c: c["text_config"].update(num_attention_heads=0)), "does not describe"),
+        (broken(lambda c: c.update(quantization={"bits": 4})), "does not describe"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_refused(made: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        lazy_model(made)
+
+
+def test_a_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        read_config(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid"):
+        read_config(str(tmp_path))
+    with pytest.raises(CheckpointError, match="no such directory or file"):
+        read_config("nobody/has-such-a-model")
+
+
+def test_overrides_in_the_config_are_followed() -> None:
+    """A module that the config names has bits of its own, or none."""
+    config = replace(TINY, bits=4).config()
+    one, two = (f"language_model.model.layers.0.mlp.switch_mlp.{n}_proj" for n in ("up", "down"))
+    config["quantization"] |= {one: {"group_size": 64, "bits": 8}, two: False}
+    modules = dict(lazy_model(config).named_modules())
+    assert modules[one].bits == 8
+    assert not hasattr(modules[two], "bits")
+    assert modules[one.replace("layers.0", "layers.1")].bits == 4
+
+
+def test_errors_of_targets_are_input_errors() -> None:
+    with pytest.raises(InputError, match="cannot choose"):
+        adapted_model(TINY.config(), GuardSettings(keys=("nothing",)))
+
+
+def test_layers_are_numbers_and_ranges() -> None:
+    assert parse_layers("all") is None
+    assert parse_layers("8, 14,20-22,8") == (8, 14, 20, 21, 22)
+    for wrong in ("", "3-1", "1,,2", "-1", "0-9999999999"):
+        with pytest.raises(ValueError, match="layers"):
+            parse_layers(wrong)
