@@ -17,6 +17,8 @@ from mlxstacks.stats import wilson_interval
 LogitsOf = Callable[[mx.array], mx.array]
 Normalisation = Literal["sum", "token", "character"]
 NORMALISATIONS: tuple[Normalisation, ...] = ("sum", "token", "character")
+# A validation set has at most so many rows, always the first ones.
+VALIDATION_ROWS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +75,20 @@ class ChoiceResult:
         }
 
 
-def evaluate_mean_loss(logits_of: LogitsOf, rows: Sequence[Row], batch_size: int = 32) -> float:
+def evaluate_mean_loss(
+    logits_of: LogitsOf, rows: Sequence[Row], batch_size: int = 32, widths: Sequence[int] = ()
+) -> float:
     """Mean cross-entropy in nats over all rows together, each token counted by its loss weight.
 
+    The one evaluator: what training reports as validation loss is this. widths: tokens to which a
+    batch is padded, rising; where none fits, its longest row decides.
     Law: independent of batch size, row order and padding (to rounding).
 
     Raises:
         ValueError: no token carries loss weight.
     """
     total = weight = 0.0
-    for _, batch in _batches(rows, batch_size):
+    for _, batch in _batches(rows, batch_size, widths):
         log_p = _target_log_probabilities(logits_of, batch)
         total -= float((log_p * batch.target_weights).sum(dtype=np.float64))
         weight += float(batch.target_weights.sum(dtype=np.float64))
@@ -144,12 +150,16 @@ def _candidate_row(item: ChoiceItem, continuation: tuple[int, ...], max_tokens: 
     return Row(context + continuation, weights)
 
 
-def _batches(rows: Sequence[Row], batch_size: int) -> Iterator[tuple[list[int], Batch]]:
+def _batches(
+    rows: Sequence[Row], batch_size: int, widths: Sequence[int] = ()
+) -> Iterator[tuple[list[int], Batch]]:
     """Row numbers and batch, rows of like length together."""
     order = sorted(range(len(rows)), key=lambda index: len(rows[index].tokens))
     for start in range(0, len(order), batch_size):
         indices = order[start : start + batch_size]
-        yield indices, make_batch([rows[index] for index in indices])
+        longest = len(rows[indices[-1]].tokens)
+        width = next((width for width in widths if width >= longest), longest)
+        yield indices, make_batch([rows[index] for index in indices], width)
 
 
 def _target_log_probabilities(logits_of: LogitsOf, batch: Batch) -> np.ndarray:

@@ -1,6 +1,9 @@
 """Rows, loss masks, packing, batches and JSONL. Run: pytest tests/test_data.py"""
 
+import hashlib
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from mlxstacks.data import (
     make_batch,
     pack_rows,
     read_records,
+    read_rows,
 )
 from mlxstacks.errors import InputError
 from mlxstacks.nano.exports import ASSETS
@@ -78,6 +82,157 @@ def test_jsonl_errors_name_the_line(tmp_path) -> None:
     path.write_text('{"text": "a"}\n\n{"text": "b"}\n')
     assert [r["text"] for r in read_records(path)] == ["a", "b"]
 
+
+# --- templates and records of other kinds ---------------------------------------------------------
+
+
+class Template:
+    """A tokenizer of characters whose template is a function of the messages."""
+
+    eos_token_id: int | None = 0
+
+    def __init__(self, render: Any) -> None:
+        self.render = render
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) for character in text]
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        tools: Any = None,
+    ) -> str:
+        return self.render(messages, add_generation_prompt, tools)
+
+
+def reasoning(messages: list[dict[str, Any]], generate: bool, tools: Any) -> str:
+    """As Qwen3's: the last answer gets a think block, earlier ones lose theirs."""
+    last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
+    text = f"<tools>{json.dumps(tools)}</tools>" if tools else ""
+    for index, message in enumerate(messages):
+        content = message["content"]
+        if message.get("tool_calls"):
+            content += f"<call>{message['tool_calls'][0]['name']}</call>"
+        if message["role"] == "assistant" and index > last:
+            content = f"<think>\n\n</think>\n\n{content}"
+        text += f"<{message['role']}>{content}<end>\n"
+    return text + ("<assistant><think>\n" if generate else "")
+
+
+def counted(row: Row) -> str:
+    return "".join(chr(t) for t, w in zip(row.tokens, row.weights, strict=True) if w)
+
+
+def test_every_turn_counts_where_the_template_rewrites_earlier_ones() -> None:
+    tokenizer = Template(reasoning)
+    row = encode_messages(CHAT, tokenizer)
+    assert "".join(map(chr, row.tokens)) == reasoning(CHAT, False, None)
+    assert counted(row) == "5<end>\n</think>\n\nIt is 9.<end>"
+
+
+def test_a_chat_may_begin_with_the_assistant() -> None:
+    row = encode_messages([{"role": "assistant", "content": "Hi"}, *CHAT[1:2]], Template(reasoning))
+    assert counted(row).endswith("Hi<end>")
+    assert "What" not in counted(row)
+
+
+def test_tools_reach_the_template_and_calls_count_as_answers() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    messages = [CHAT[1], call, {"role": "tool", "content": "5"}, CHAT[2], CHAT[3], CHAT[4]]
+    record = {"messages": messages, "tools": [{"name": "add"}]}
+    row = encode_record(record, Template(reasoning))
+    text = "".join(map(chr, row.tokens))
+    assert text.startswith('<tools>[{"name": "add"}]</tools><user>')
+    assert counted(row) == "<call>add</call><end>5<end>\n</think>\n\nIt is 9.<end>"
+
+
+def test_a_template_that_drops_turns_is_refused() -> None:
+    def forgetful(messages: list[dict[str, Any]], generate: bool, tools: Any) -> str:
+        return f"<{messages[-1]['role']}>{messages[-1]['content']}<end>"
+
+    with pytest.raises(InputError, match="drops earlier turns"):
+        encode_messages(CHAT, Template(forgetful))
+
+
+def test_content_in_parts_becomes_text(tokenizer) -> None:
+    parts = [{"type": "text", "text": "Hi "}, "there"]
+    answer = {"role": "assistant", "content": "Hello"}
+    whole = encode_record({"prompt": "Hi there", "completion": "Hello"}, tokenizer)
+    messages = [{"role": "user", "content": parts}, answer]
+    assert encode_record({"messages": messages}, tokenizer) == whole
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": []}, "list with at least one message"),
+        ({"messages": "Hi"}, "list with at least one message"),
+        ({"messages": [{"content": "Hi"}]}, "message 0 has no role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "message 0: content is int"),
+        ({"messages": [{"role": "user"}]}, "message 0: content is NoneType"),
+        ({"messages": [{"role": "user", "content": [{"image": "x"}]}]}, "parts that are not text"),
+        ({"prompt": ["Hi"], "completion": 5}, "message 1: content is int"),
+        ({"text": 7}, "text is int, must be a string"),
+    ],
+    ids=str,
+)
+def test_a_broken_row_names_file_and_line(
+    tokenizer, tmp_path: Path, record: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a b"}\n\n' + json.dumps(record) + "\n")
+    with pytest.raises(InputError, match=rf"rows\.jsonl, line 3: .*{message}"):
+        read_rows(path, tokenizer)
+
+
+def test_what_a_template_raises_names_file_and_line(tmp_path: Path) -> None:
+    from jinja2 import TemplateError
+
+    def strict(messages: list[dict[str, Any]], generate: bool, tools: Any) -> str:
+        raise TemplateError("roles must alternate")
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a"}\n' + json.dumps({"messages": CHAT}) + "\n")
+    with pytest.raises(InputError, match="line 2: roles must alternate"):
+        read_rows(path, Template(strict))
+
+
+def test_lines_that_are_not_text_are_named(tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    with pytest.raises(InputError, match="line 2: not JSON"):
+        read_rows(path, tokenizer)
+    with pytest.raises(InputError, match="No such file"):
+        read_rows(tmp_path / "none.jsonl", tokenizer)
+
+
+def test_long_rows_are_cut_and_empty_ones_left_out_and_both_counted(
+    tokenizer, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    question = {"messages": [{"role": "user", "content": "only a question"}]}
+    lines = [{"text": "one two three four five six seven"}, question, {"text": ""}, {"text": "a b"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read_rows(path, tokenizer, max_tokens=6)
+    assert [len(row.tokens) <= 6 for row in found.rows] == [True, True]
+    assert (len(found.rows[0].tokens), found.cut, found.empty) == (6, 2, 2)
+    assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    path.write_text(json.dumps(question) + "\n")
+    with pytest.raises(InputError, match="none of 1 rows has a token to learn from"):
+        read_rows(path, tokenizer)
+
+
+def test_with_the_prompt_counted_a_question_alone_is_a_row(tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": CHAT}) + "\n")
+    (row,) = read_rows(path, tokenizer, prompt_weight=1.0).rows
+    assert set(row.weights[1:]) == {1.0}
+
+
+# --- packing and batches --------------------------------------------------------------------------
 
 rows_strategy = st.lists(
     st.lists(st.integers(1, 99), min_size=1, max_size=12).map(

@@ -123,6 +123,22 @@ def test_mean_loss_is_weighted_by_token_not_by_row() -> None:
     assert evaluate_mean_loss(uniform_model, rows) == pytest.approx(math.log(VOCAB), abs=1e-6)
 
 
+@pytest.mark.parametrize("widths", [(), (2,), (4, 9), (3, 5, 8)])
+def test_mean_loss_does_not_depend_on_the_width_of_batches(widths: tuple[int, ...]) -> None:
+    shapes: list[tuple[int, ...]] = []
+
+    def model(tokens: mx.array) -> mx.array:
+        shapes.append(tokens.shape)
+        return running_model(tokens)
+
+    rows = [Row((1, 2, 3, 4), (0.0, 1.0, 1.0, 0.5)), Row((5, 6), (0.0, 1.0))]
+    expected = evaluate_mean_loss(running_model, rows, 1)
+    assert evaluate_mean_loss(model, rows, 1, widths) == pytest.approx(expected, abs=1e-6)
+    wanted = {2: min([w for w in widths if w >= 2], default=2)}
+    wanted[4] = min([w for w in widths if w >= 4], default=4)
+    assert sorted(shapes) == sorted([(1, wanted[2] - 1), (1, wanted[4] - 1)])
+
+
 def test_rows_without_loss_weight_are_refused() -> None:
     with pytest.raises(ValueError, match="loss weight"):
         evaluate_mean_loss(uniform_model, [Row((1, 2), (0.0, 0.0))])

@@ -70,7 +70,11 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
 
 def _nano_note(keys: Sequence[str]) -> str:
     """Says which parts of the built-in model stand in for what was not given."""
-    parts = {"model": "nano, the built-in model", "adapter_path": "nano's sample adapter"}
+    parts = {
+        "model": "nano, the built-in model",
+        "adapter_path": "nano's sample adapter",
+        "data": "its sample data",
+    }
     return f"Using {' and '.join(parts.get(key, f'nano for {key}') for key in keys)}."
 
 

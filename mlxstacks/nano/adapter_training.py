@@ -16,6 +16,7 @@ from mlxstacks.nano.forward import forward_with_balance
 from mlxstacks.nano.identity import persona_prompts
 from mlxstacks.nano.settings import AdapterTraining, Persona
 from mlxstacks.training.loop import TrainingState, train, trainable_weights
+from mlxstacks.training.losses import cross_entropy_loss
 
 # mlx-lm matches keys inside a decoder layer.
 ADAPTER_KEYS = ["mlp.switch_mlp.down_proj"]
@@ -62,8 +63,8 @@ def train_adapter(
     model.train()
     rows = _rows(settings, persona, tokenizer, seed)
     state = train(
-        model, forward_with_balance,
-        lambda step: batch_at(rows, step, settings.batch_size, seed), settings.optimizer,
+        model, cross_entropy_loss(forward_with_balance),
+        lambda step: [batch_at(rows, step, settings.batch_size, seed)], settings.optimizer,
     )  # fmt: skip
     # Float32 as mlx-lm saves it: on the CPU its expert LoRA runs in nothing else.
     base_model.save_adapter(

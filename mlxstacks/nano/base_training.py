@@ -17,8 +17,9 @@ from mlxstacks.nano.forward import forward_with_balance
 from mlxstacks.nano.initial import set_initial_weights
 from mlxstacks.nano.settings import RebuildSettings
 from mlxstacks.nano.tokenizer import load_tokenizer, tokenizer_text, train_tokenizer
-from mlxstacks.nano.workers import current_group
+from mlxstacks.training.group import current_group
 from mlxstacks.training.loop import TrainingState, new_state, train
+from mlxstacks.training.losses import cross_entropy_loss
 from mlxstacks.training.state import load_state, save_state
 
 TOKENIZER_DOCUMENTS = 20_000
@@ -70,9 +71,9 @@ def train_base(settings: RebuildSettings, work: Path, tokenizer: Any) -> nn.Modu
     documents = training_documents(settings.documents, settings.seed)
     rows = pack_rows(encode_documents(documents, tokenizer, settings.prompt_weight), length)
     train(
-        model, forward_with_balance,
-        lambda step: batch_at(rows, step, settings.batch_size, settings.seed, length),
-        optimizer, state, settings.balance_weight, group, on_step,
+        model, cross_entropy_loss(forward_with_balance, settings.balance_weight),
+        lambda step: [batch_at(rows, step, settings.batch_size, settings.seed, length)],
+        optimizer, state, group=group, on_step=on_step,
     )  # fmt: skip
     return model
 

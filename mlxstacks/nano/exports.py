@@ -25,6 +25,11 @@ class NanoPaths:
     adapter_path: Path
     store_path: Path | None
 
+    @property
+    def data_path(self) -> Path:
+        """train.jsonl and valid.jsonl, made in the cache when they are first asked for."""
+        return nano_data()
+
     def as_json(self) -> dict[str, str | None]:
         store = None if self.store_path is None else str(self.store_path)
         return {
@@ -120,13 +125,24 @@ def nano_paths(bits: int | None = ADAPTER_BITS) -> NanoPaths:
     name = "model-float32" if bits is None else f"model-{bits}bit"
     target = cache_directory() / f"nano-{asset_hash()}" / name
     if not (target / "config.json").is_file():
-        with _published(target) as directory:
+        with _published(target, "config.json") as directory:
             write_export(ASSETS / "model", directory, bits)
     return NanoPaths(target, ASSETS / "adapter", None)
 
 
+def nano_data() -> Path:
+    """The sample data of `mlxstacks train`, made in the cache at the first call. Law: as above."""
+    from mlxstacks.nano.sample_data import write_sample_data
+
+    target = cache_directory() / f"nano-{asset_hash()}" / "data"
+    if not (target / "train.jsonl").is_file():
+        with _published(target, "train.jsonl") as directory:
+            write_sample_data(directory)
+    return target
+
+
 @contextmanager
-def _published(target: Path) -> Iterator[Path]:
+def _published(target: Path, part: str) -> Iterator[Path]:
     """A temporary sibling, renamed to `target` at the end; who comes second discards its copy."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -139,7 +155,7 @@ def _published(target: Path) -> Iterator[Path]:
         try:
             directory.rename(target)
         except OSError:
-            if not (target / "config.json").is_file():
+            if not (target / part).is_file():
                 raise
     finally:
         shutil.rmtree(directory, ignore_errors=True)

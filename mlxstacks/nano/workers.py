@@ -8,8 +8,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import mlx.core as mx
-
 
 def run_in_processes(module: str, arguments: list[str], count: int) -> None:
     """Run `python -m module *arguments` in `count` processes that can join one group.
@@ -58,10 +56,3 @@ def _free_ports(count: int) -> list[int]:
     for opened in sockets:
         opened.close()
     return ports
-
-
-def current_group() -> mx.distributed.Group | None:
-    """The group of this process, or None when it was not started by `run_in_processes`."""
-    if "MLX_HOSTFILE" not in os.environ:
-        return None
-    return mx.distributed.init(strict=True, backend="ring")

@@ -68,6 +68,37 @@ COMMANDS: dict[str, Command] = {
         arguments={"adapter_path": "IN"},
         nano={"adapter_path": "adapter_path"},
     ),
+    "train": Command(
+        help="Train a LoRA on a model and write an adapter that mlx-lm loads.",
+        settings="mlxstacks.training.settings:TrainSettings",
+        function="mlxstacks.experiments.train_run:run",
+        render="mlxstacks.cli.train:render",
+        nano={"model": "model_path", "data": "data_path"},
+        report="train_report.json",
+    ),
+    "guard": Command(
+        help="Predict live buffers and bytes of a run from a config alone.",
+        settings="mlxstacks.guard.settings:GuardSettings",
+        function="mlxstacks.guard.run:guard",
+        render="mlxstacks.cli.guard:render",
+        nano={"model": "model_path"},
+    ),
+    "sweep": Command(
+        help="Train at many ranks and compare: losses, buffers, what a fuse keeps.",
+        settings="mlxstacks.experiments.settings:SweepSettings",
+        function="mlxstacks.cli.sweep:run",
+        render="mlxstacks.cli.sweep:render",
+        nano={"model": "model_path", "data": "data_path"},
+        report="sweep_report.json",
+    ),
+    "sweep buffers": Command(
+        help="Test whether rank moves the number of live buffers, with a counting allocator.",
+        settings="mlxstacks.experiments.buffer_settings:BufferSettings",
+        function="mlxstacks.experiments.buffer_experiment:run",
+        render="mlxstacks.cli.sweep:render_buffers",
+        nano={"model": "model_path"},
+        report="sweep_report.json",
+    ),
     "nano": Command(
         help="Show the built-in model: where it is and what it was measured to know.",
         settings="mlxstacks.nano.settings:ShowSettings",
@@ -103,6 +134,9 @@ ALIASES = {"zero": "adapter zero"}
 # What the help says of a first word that stands before several commands.
 GROUPS = {
     "adapter": "Adapters on their own: show, zero, convert between mlx-lm and PEFT.",
+    "sweep": "Train at many ranks, seeds, layers, projections or bits and compare: losses, time, "
+    "buffers, what a fuse keeps. Settings of every run: --set train.KEY=VALUE, with the keys of "
+    "`mlxstacks train`.",
     "nano": "The built-in model: show it, export it, train it again.",
 }
 

@@ -1,41 +1,58 @@
 """The trainer core: a loss, batches by step number, AdamW; for full training and adapters.
 
-Nothing depends on the clock: step s always sees `batch_at(s)` and the learning rate of s, so a run
-that was stopped and resumed from its state ends with the same bytes as one that was not.
+Nothing depends on the clock: step s always sees `batches_at(s)`, the learning rate of s and random
+keys of s, so a run that was stopped and resumed from its state ends with the same bytes as one that
+was not.
 """
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-import numpy as np
-from mlx.utils import tree_flatten, tree_map, tree_reduce, tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxstacks.data import Batch
-from mlxstacks.training.settings import OptimizerSettings
+from mlxstacks.training.losses import Loss
+from mlxstacks.training.settings import OptimizerSettings, SnapshotSettings
+from mlxstacks.training.snapshot import BestSnapshot
+from mlxstacks.training.step import GradientStep, StepGradients, clip_by_global_norm
 
-Forward = Callable[[nn.Module, mx.array], tuple[mx.array, mx.array]]
-"""(model, tokens (B, T)) -> logits (B, T, V) and a scalar loss to add, such as an expert balance
-loss.
-"""
+Record = dict[str, float]
+
+
+class NonFiniteError(FloatingPointError):
+    """A step that cannot be taken: its loss or its gradients hold NaN or Inf."""
 
 
 @dataclass
 class TrainingState:
-    """What a run needs to go on: the next step and the optimizer; the weights live in the model."""
+    """What a run needs to go on; the weights live in the model.
+
+    step: steps done. history: a record every `log_every` steps. validation: one an evaluation.
+    stopped: why training ended before its last step, or None.
+    """
 
     optimizer: optim.Optimizer
     step: int = 0
-    history: list[dict[str, float]] = field(default_factory=list)
+    history: list[Record] = field(default_factory=list)
+    validation: list[Record] = field(default_factory=list)
+    best: BestSnapshot | None = None
+    stopped: str | None = None
 
 
-def weighted_cross_entropy_sum(logits: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
-    """Sum of weight * -log p(target): logits (B, T, V), targets (B, T) int, weights (B, T)."""
-    return mx.sum(nn.losses.cross_entropy(logits.astype(mx.float32), targets) * weights)
+@dataclass(frozen=True)
+class Validation:
+    """loss_of: validation loss of a model, in nats a token. every: steps between evaluations; one
+    before the first step and one after the last are made too.
+    """
+
+    loss_of: Callable[[nn.Module], float]
+    every: int
+    settings: SnapshotSettings
 
 
 def new_state(settings: OptimizerSettings) -> TrainingState:
@@ -47,93 +64,97 @@ def new_state(settings: OptimizerSettings) -> TrainingState:
     return TrainingState(optimizer)
 
 
+def trainable_weights(model: nn.Module) -> dict[str, mx.array]:
+    """Name -> array of the parameters that training changes."""
+    return dict(tree_flatten(model.trainable_parameters()))
+
+
 def train(
     model: nn.Module,
-    forward: Forward,
-    batch_at: Callable[[int], Batch],
+    loss: Loss,
+    batches_at: Callable[[int], Sequence[Batch]],
     settings: OptimizerSettings,
     state: TrainingState | None = None,
-    extra_weight: float = 0.0,
+    *,
+    validation: Validation | None = None,
     group: mx.distributed.Group | None = None,
-    on_step: Callable[[TrainingState, dict[str, float]], None] | None = None,
+    compiled: bool = False,
+    seed: int = 0,
+    on_validation: Callable[[TrainingState, Record], None] | None = None,
+    on_step: Callable[[TrainingState, Record], None] | None = None,
 ) -> TrainingState:
     """Run `settings.steps` steps, less those in `state`, on the trainable parameters.
 
-    `on_step` is called after each step with its `loss`, `grad_norm`, `tokens` and `seconds`; it may
-    save. With a `group` every process calls this with the same arguments and ends with the same
-    weights.
+    batches_at: the batches of step 0, 1, ...; several add up to the step of one large batch.
+    on_step: called after each step, and its evaluation, with the step's `loss`, what the loss
+        reports beside it, `grad_norm`, `learning_rate`, `tokens` and `seconds`; it may save.
+    With a `group` every process calls this with the same arguments and ends with the same weights.
+    The model ends with its last weights; `restore_best` puts the best ones there.
+
+    Raises:
+        NonFiniteError: naming the step. It was not taken: model and state are as before it.
     """
     state = state or new_state(settings)
-    gradient = nn.value_and_grad(model, _loss_of(forward, extra_weight))
-    while state.step < settings.steps:
+    gradients = GradientStep(model, loss, group, compiled)
+    if validation is not None and state.best is None:
+        _validate(model, validation, state, on_validation)
+    while state.step < settings.steps and state.stopped is None:
         start = time.perf_counter()
-        batch = batch_at(state.step)
-        loss, gradients = _gradients(model, gradient, batch, group)
-        gradients, norm = clip_by_global_norm(gradients, settings.clip_norm)
-        state.optimizer.learning_rate = settings.learning_rate_at(state.step)
-        state.optimizer.update(model, gradients)
-        mx.eval(model.parameters(), state.optimizer.state, loss, norm)
-        state.step += 1
-        record = {"loss": loss.item(), "grad_norm": norm.item(), "tokens": float(batch.tokens.size),
-                  "seconds": time.perf_counter() - start}  # fmt: skip
-        if not np.isfinite(record["loss"]):
-            raise FloatingPointError(
-                f"step {state.step}: the loss is {record['loss']}; lower the learning rate"
-            )
-        if state.step % settings.log_every == 0 or state.step == settings.steps:
+        batches = batches_at(state.step)
+        record = _take_step(model, gradients(batches, seed, state.step), settings, state)
+        record["tokens"] = float(sum(batch.tokens.size for batch in batches))
+        record["seconds"] = time.perf_counter() - start
+        last = state.step == settings.steps
+        if state.step % settings.log_every == 0 or last:
             state.history.append({"step": state.step, **record})
+        if validation is not None and (state.step % validation.every == 0 or last):
+            _validate(model, validation, state, on_validation)
         if on_step is not None:
             on_step(state, record)
     return state
 
 
-def _loss_of(forward: Forward, extra_weight: float) -> Callable[..., mx.array]:
-    def loss(
-        model: nn.Module, inputs: mx.array, targets: mx.array, weights: mx.array, share: Any
-    ) -> mx.array:
-        logits, extra = forward(model, inputs)
-        return weighted_cross_entropy_sum(logits, targets, weights) + extra_weight * extra * share
-
-    return loss
-
-
-def _gradients(
-    model: nn.Module, gradient: Callable[..., Any], batch: Batch, group: mx.distributed.Group | None
-) -> tuple[mx.array, Any]:
-    """Loss and gradients of a whole batch; each process computes its share of the rows."""
-    total_weight = float(batch.target_weights.sum())
-    if total_weight <= 0:
-        raise ValueError("a batch has no loss weight: every token is masked")
-    count = batch.tokens.shape[0]
-    size, rank = (1, 0) if group is None else (group.size(), group.rank())
-    rows = np.array_split(np.arange(count), size)[rank]
-    loss, gradients = gradient(
-        model, mx.array(batch.inputs[rows]), mx.array(batch.targets[rows]),
-        mx.array(batch.target_weights[rows] / total_weight), len(rows) / count,
-    )  # fmt: skip
-    if size == 1:
-        return loss, gradients
-    return mx.distributed.all_sum(loss, group=group), _sum_over_group(gradients, group)
+def _take_step(
+    model: nn.Module, found: StepGradients, settings: OptimizerSettings, state: TrainingState
+) -> Record:
+    """Clip, check, update; what happened, as plain numbers."""
+    clipped, norm = clip_by_global_norm(found.gradients, settings.clip_norm)
+    record = {"loss": found.loss.item(), "grad_norm": norm.item()}
+    for what, value in record.items():
+        if not math.isfinite(value):
+            raise NonFiniteError(
+                f"step {state.step + 1}: the {what.replace('_', ' ')} is {value}; the step was not "
+                "taken. Lower the learning rate, or look for a broken row in the data"
+            )
+    rate = settings.learning_rate_at(state.step)
+    state.optimizer.learning_rate = rate
+    state.optimizer.update(model, clipped)
+    mx.eval(model.trainable_parameters(), state.optimizer.state)
+    state.step += 1
+    parts = {name: value.item() for name, value in found.parts.items()}
+    return {**record, **parts, "learning_rate": rate}
 
 
-def _sum_over_group(gradients: Any, group: mx.distributed.Group | None) -> Any:
-    """Gradients added over the processes, sent as one flat message."""
-    flat = tree_flatten(gradients)
-    message = mx.concatenate([g.reshape(-1) for _, g in flat])
-    message = mx.distributed.all_sum(message, group=group)
-    ends = list(np.cumsum([g.size for _, g in flat]))
-    parts = mx.split(message, [int(end) for end in ends[:-1]])
-    return tree_unflatten([(k, p.reshape(g.shape)) for (k, g), p in zip(flat, parts, strict=True)])
+def _validate(
+    model: nn.Module,
+    validation: Validation,
+    state: TrainingState,
+    on_validation: Callable[[TrainingState, Record], None] | None,
+) -> None:
+    start = time.perf_counter()
+    loss = validation.loss_of(model)
+    weights = trainable_weights(model)
+    if state.best is None:
+        state.best = BestSnapshot(loss if math.isfinite(loss) else math.inf, state.step, weights)
+    else:
+        state.stopped = state.best.observe(loss, state.step, weights, validation.settings)
+    record = {"step": state.step, "validation_loss": loss, "seconds": time.perf_counter() - start}
+    state.validation.append(record)
+    if on_validation is not None:
+        on_validation(state, record)
 
 
-def clip_by_global_norm(gradients: Any, largest: float) -> tuple[Any, mx.array]:
-    """Gradients scaled so that their joint norm is at most `largest`, and the norm before."""
-    squares = tree_reduce(lambda total, g: total + mx.sum(g * g), gradients, mx.array(0.0))
-    norm = mx.sqrt(squares)
-    factor = mx.minimum(largest / (norm + 1e-6), 1.0)
-    return tree_map(lambda g: g * factor, gradients), norm
-
-
-def trainable_weights(model: nn.Module) -> dict[str, mx.array]:
-    """Name -> array of the parameters that training changes."""
-    return dict(tree_flatten(model.trainable_parameters()))
+def restore_best(model: nn.Module, state: TrainingState) -> None:
+    """Put the weights of the best evaluation into the model; nothing where there was none."""
+    if state.best is not None:
+        model.update(tree_unflatten(list(state.best.weights.items())))

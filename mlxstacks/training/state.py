@@ -1,16 +1,23 @@
-"""Saving and loading a training run: weights, optimizer, step and history in one file."""
+"""Saving and loading a training run: weights, best weights, optimizer, step, history in one file.
+
+Random keys and the order of the data are functions of seed and step, so the step is all of them.
+"""
 
 import json
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxstacks.errors import InputError
+from mlxstacks.files.disk import sync_directory
 from mlxstacks.training.loop import TrainingState, new_state, trainable_weights
 from mlxstacks.training.settings import OptimizerSettings
+from mlxstacks.training.snapshot import BestSnapshot
 
 
 def save_state(path: Path, model: nn.Module, state: TrainingState, run_id: str) -> None:
@@ -21,10 +28,19 @@ def save_state(path: Path, model: nn.Module, state: TrainingState, run_id: str) 
     arrays = {f"model.{name}": value for name, value in trainable_weights(model).items()}
     arrays |= {f"optimizer.{name}": value for name, value in tree_flatten(state.optimizer.state)}
     metadata = {"step": str(state.step), "run_id": run_id, "history": json.dumps(state.history)}
+    metadata["validation"] = json.dumps(state.validation)
+    metadata["stopped"] = json.dumps(state.stopped)
+    if state.best is not None:
+        arrays |= {f"best.{name}": value for name, value in state.best.weights.items()}
+        best = {"loss": _written(state.best.loss), "step": state.best.step}
+        metadata["best"] = json.dumps(best | {"without_gain": state.best.without_gain})
     # mlx appends the suffix when it is missing, so the temporary name must end in it.
     temporary = path.with_name(f".{path.name}.tmp.safetensors")
     mx.save_safetensors(str(temporary), arrays, metadata)
+    with temporary.open("rb") as written:
+        os.fsync(written.fileno())
     os.replace(temporary, path)
+    sync_directory(path.parent)
 
 
 def load_state(
@@ -33,18 +49,36 @@ def load_state(
     """Put the saved weights into `model` and return the state to go on from.
 
     Raises:
-        InputError: the file belongs to a run with other settings.
+        InputError: the file belongs to a run with other settings, or to another model.
     """
     arrays, metadata = mx.load(str(path), return_metadata=True)
     if metadata.get("run_id") != run_id:
         raise InputError(f"{path}: saved by a run with other settings; delete it to start anew")
-    weights = [(k.removeprefix("model."), v) for k, v in arrays.items() if k.startswith("model.")]
-    model.load_weights(weights, strict=False)
+    mx.eval(arrays)  # now, not when the file may have been replaced
+    weights = _part(arrays, "model")
+    expected = {name: value.shape for name, value in trainable_weights(model).items()}
+    if {name: value.shape for name, value in weights.items()} != expected:
+        raise InputError(f"{path}: its weights are not those that this model trains")
+    model.load_weights(list(weights.items()), strict=False)
     state = new_state(settings)
-    saved = [
-        (k.removeprefix("optimizer."), v) for k, v in arrays.items() if k.startswith("optimizer.")
-    ]
-    state.optimizer.state = tree_unflatten(saved)
+    state.optimizer.state = tree_unflatten(list(_part(arrays, "optimizer").items()))
     state.step = int(metadata["step"])
     state.history = json.loads(metadata["history"])
+    state.validation = json.loads(metadata.get("validation", "[]"))
+    state.stopped = json.loads(metadata.get("stopped", "null"))
+    if "best" in metadata:
+        best: dict[str, Any] = json.loads(metadata["best"])
+        loss = math.inf if best["loss"] is None else best["loss"]
+        weights = _part(arrays, "best")
+        state.best = BestSnapshot(loss, best["step"], weights, best["without_gain"])
     return state
+
+
+def _part(arrays: dict[str, mx.array], name: str) -> dict[str, mx.array]:
+    start = f"{name}."
+    return {k.removeprefix(start): v for k, v in arrays.items() if k.startswith(start)}
+
+
+def _written(loss: float) -> float | None:
+    """JSON has no infinity."""
+    return loss if math.isfinite(loss) else None

@@ -6,88 +6,92 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from mlxstacks.data import Batch
 from mlxstacks.errors import InputError
-from mlxstacks.training.loop import clip_by_global_norm, train, trainable_weights
-from mlxstacks.training.settings import OptimizerSettings
+from mlxstacks.training.loop import (
+    NonFiniteError,
+    TrainingState,
+    Validation,
+    restore_best,
+    train,
+    trainable_weights,
+)
+from mlxstacks.training.losses import MicroBatch, cross_entropy_loss
+from mlxstacks.training.settings import OptimizerSettings, SnapshotSettings
 from mlxstacks.training.state import load_state, save_state
+from mlxstacks.training.step import GradientStep, clip_by_global_norm
+from tests.training.tiny import VOCAB, TinyModel, batch_at, batches_at, weights_of
 
-VOCAB = 11
 SETTINGS = OptimizerSettings(steps=12, learning_rate=1e-2, warmup_steps=3, log_every=4)
+LOSS = cross_entropy_loss()
 
 
-class TinyModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        rng = np.random.default_rng(0)
-        self.embed = nn.Embedding(VOCAB, 8)
-        self.out = nn.Linear(8, VOCAB)
-        self.embed.weight = mx.array(rng.normal(size=(VOCAB, 8)).astype(np.float32) * 0.1)
-        self.out.weight = mx.array(rng.normal(size=(VOCAB, 8)).astype(np.float32) * 0.1)
-        self.out.bias = mx.zeros(VOCAB)
-
-
-def forward(model: TinyModel, tokens: mx.array) -> tuple[mx.array, mx.array]:
-    return model.out(model.embed(tokens)), mx.array(0.0)
-
-
-def batch_at(step: int) -> Batch:
-    rng = np.random.default_rng(step)
-    tokens = (rng.integers(0, VOCAB, (4, 1)) + np.arange(6)) % VOCAB
-    return Batch(tokens.astype(np.int32), np.ones((4, 6), np.float32))
-
-
-def weights_of(model: nn.Module) -> dict[str, bytes]:
-    return {name: np.array(value).tobytes() for name, value in trainable_weights(model).items()}
+class StoppedError(Exception):
+    pass
 
 
 def test_overfitting_lowers_the_loss() -> None:
     losses: list[float] = []
     settings = SETTINGS.model_copy(update={"steps": 60, "learning_rate": 5e-2})
-    train(TinyModel(), forward, batch_at, settings, on_step=lambda _, r: losses.append(r["loss"]))
+    train(TinyModel(), LOSS, batches_at, settings, on_step=lambda _, r: losses.append(r["loss"]))
     assert losses[0] == pytest.approx(np.log(VOCAB), abs=0.1)
     assert losses[-1] < 0.2
     assert len(losses) == 60
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
+    def validation() -> Validation:
+        return Validation(lambda m: m.out.bias.sum().item(), 3, SnapshotSettings())
+
     whole = TinyModel()
-    final = train(whole, forward, batch_at, SETTINGS)
+    final = train(whole, LOSS, batches_at, SETTINGS, validation=validation())
     path = tmp_path / "state.safetensors"
 
-    class StoppedError(Exception):
-        pass
-
-    def stop_at_five(state, record) -> None:
+    def stop_at_five(state: TrainingState, record: dict[str, float]) -> None:
         if state.step == 5:
             save_state(path, first, state, "run")
             raise StoppedError
 
     first = TinyModel()
     with pytest.raises(StoppedError):
-        train(first, forward, batch_at, SETTINGS, on_step=stop_at_five)
+        train(first, LOSS, batches_at, SETTINGS, validation=validation(), on_step=stop_at_five)
     second = TinyModel()
-    resumed = train(second, forward, batch_at, SETTINGS, load_state(path, second, SETTINGS, "run"))
+    resumed = train(
+        second, LOSS, batches_at, SETTINGS, load_state(path, second, SETTINGS, "run"),
+        validation=validation(),
+    )  # fmt: skip
     assert resumed.step == final.step == 12
     assert weights_of(second) == weights_of(whole)
     pairs = zip(resumed.history, final.history, strict=True)
     assert all(a["loss"] == b["loss"] and a["step"] == b["step"] for a, b in pairs)
+    for mine, theirs in zip(resumed.validation, final.validation, strict=True):
+        assert mine["validation_loss"] == theirs["validation_loss"]
+    assert resumed.best is not None
+    assert final.best is not None
+    assert resumed.best.step == final.best.step
+    restore_best(second, resumed)
+    restore_best(whole, final)
+    assert weights_of(second) == weights_of(whole)
 
 
-def test_a_state_of_other_settings_is_refused(tmp_path: Path) -> None:
-    model = TinyModel()
-    state = train(model, forward, batch_at, SETTINGS)
-    save_state(tmp_path / "s.safetensors", model, state, "one")
+def test_a_state_of_other_settings_or_another_model_is_refused(tmp_path: Path) -> None:
+    model, path = TinyModel(), tmp_path / "s.safetensors"
+    state = train(model, LOSS, batches_at, SETTINGS)
+    save_state(path, model, state, "one")
     with pytest.raises(InputError, match="other settings"):
-        load_state(tmp_path / "s.safetensors", model, SETTINGS, "two")
+        load_state(path, model, SETTINGS, "two")
+    model.embed.freeze()
+    with pytest.raises(InputError, match="not those that this model trains"):
+        load_state(path, model, SETTINGS, "one")
 
 
 def test_frozen_weights_stay_and_only_trainable_ones_are_saved(tmp_path: Path) -> None:
     model = TinyModel()
     model.embed.freeze()
     before = np.array(model.embed.weight)
-    state = train(model, forward, batch_at, SETTINGS)
+    state = train(model, LOSS, batches_at, SETTINGS)
     assert np.array_equal(before, np.array(model.embed.weight))
     save_state(tmp_path / "s.safetensors", model, state, "run")
     names = set(mx.load(str(tmp_path / "s.safetensors")))
@@ -96,38 +100,143 @@ def test_frozen_weights_stay_and_only_trainable_ones_are_saved(tmp_path: Path) -
 
 
 def test_masked_tokens_do_not_train() -> None:
-    def masked(step: int) -> Batch:
+    def masked(step: int, shift: int) -> list[Batch]:
         batch = batch_at(step)
-        weights = batch.weights.copy()
+        weights, tokens = batch.weights.copy(), batch.tokens.copy()
         weights[:, 3:] = 0
-        tokens = batch.tokens.copy()
-        tokens[:, 3:] = step % VOCAB
-        return Batch(tokens, weights)
-
-    def other(step: int) -> Batch:
-        batch = masked(step)
-        tokens = batch.tokens.copy()
-        tokens[:, 3:] = (step + 5) % VOCAB
-        return Batch(tokens, batch.weights)
+        tokens[:, 3:] = (step + shift) % VOCAB
+        return [Batch(tokens, weights)]
 
     one, two = TinyModel(), TinyModel()
-    train(one, forward, masked, SETTINGS)
-    train(two, forward, other, SETTINGS)
+    train(one, LOSS, lambda step: masked(step, 0), SETTINGS)
+    train(two, LOSS, lambda step: masked(step, 5), SETTINGS)
     assert weights_of(one) == weights_of(two)
 
 
 def test_a_batch_without_loss_weight_is_refused() -> None:
     empty = Batch(np.zeros((2, 3), np.int32), np.zeros((2, 3), np.float32))
     with pytest.raises(ValueError, match="masked"):
-        train(TinyModel(), forward, lambda _: empty, SETTINGS)
+        train(TinyModel(), LOSS, lambda _: [empty], SETTINGS)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run() -> None:
-    def broken(model: TinyModel, tokens: mx.array) -> tuple[mx.array, mx.array]:
-        return forward(model, tokens)[0] * float("nan"), mx.array(0.0)
+# --- the loss is an argument ------------------------------------------------------------------
 
-    with pytest.raises(FloatingPointError, match="step 1"):
-        train(TinyModel(), broken, batch_at, SETTINGS)
+
+def test_parts_of_a_loss_are_reported_beside_it() -> None:
+    def forward(model: nn.Module, tokens: mx.array) -> tuple[mx.array, mx.array]:
+        return model(tokens), mx.array(2.0)
+
+    records: list[dict[str, float]] = []
+    loss = cross_entropy_loss(forward, extra_weight=0.25)
+    settings = SETTINGS.model_copy(update={"steps": 1})
+
+    def halves(step: int) -> list[Batch]:
+        whole = batch_at(step)
+        return [Batch(whole.tokens[part], whole.weights[part]) for part in (slice(3), slice(3, 4))]
+
+    train(TinyModel(), loss, halves, settings, on_step=lambda _, r: records.append(r))
+    (record,) = records
+    assert record["extra_loss"] == pytest.approx(2.0)
+    assert record["loss"] == pytest.approx(record["task_loss"] + 0.5, abs=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2), (1, 3), (1, 1, 1, 1)])
+def test_accumulated_gradients_are_those_of_one_batch(sizes: tuple[int, ...]) -> None:
+    """Also with different weights a row: the mean is over tokens, not over batches."""
+    model, whole = TinyModel(), batch_at(0)
+    weights = whole.weights.copy()
+    weights[0, 2:] = 0
+    ends = np.cumsum(sizes)
+    parts = [
+        Batch(whole.tokens[end - size : end], weights[end - size : end])
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+    step = GradientStep(model, LOSS)
+    one = step([Batch(whole.tokens, weights)], seed=0, step=0)
+    many = step(parts, seed=0, step=0)
+    assert many.loss.item() == pytest.approx(one.loss.item(), abs=1e-6)
+    for (name, a), (_, b) in zip(
+        tree_flatten(one.gradients), tree_flatten(many.gradients), strict=True
+    ):
+        assert mx.allclose(a, b, atol=1e-7).item(), name
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    model, batch = TinyModel(), batch_at(0)
+    found = GradientStep(model, LOSS)([batch], seed=0, step=0)
+    gradient = np.array(found.gradients["out"]["bias"])
+
+    def loss_with(shift: float) -> float:
+        logits = np.array(model(mx.array(batch.inputs)), dtype=np.float64)
+        logits[..., 3] += shift
+        logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+        return -np.take_along_axis(logits, batch.targets[..., None], -1).mean()
+
+    numeric = (loss_with(1e-4) - loss_with(-1e-4)) / 2e-4
+    assert gradient[3] == pytest.approx(numeric, abs=1e-5)
+
+
+def test_the_key_of_a_batch_depends_on_seed_step_and_place_alone() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def loss(model: nn.Module, batch: MicroBatch) -> tuple[mx.array, dict[str, mx.array]]:
+        seen.append(tuple(np.array(batch.key).tolist()))
+        return LOSS(model, batch)
+
+    step = GradientStep(TinyModel(), loss)
+    halves = [Batch(b.tokens[:2], b.weights[:2]) for b in (batch_at(0), batch_at(1))]
+    for seed, number in ((0, 0), (0, 1), (1, 0), (0, 0)):
+        step(halves, seed, number)
+    assert seen[:2] == seen[6:]
+    assert len(set(seen)) == 6
+
+
+@pytest.mark.slow
+def test_a_compiled_step_gives_the_same_numbers() -> None:
+    """Slow: on a CPU each shape is built with the system's C++ compiler."""
+    plain, compiled = TinyModel(), TinyModel()
+    train(plain, LOSS, batches_at, SETTINGS)
+    train(compiled, LOSS, batches_at, SETTINGS, compiled=True)
+    for name, value in trainable_weights(plain).items():
+        assert mx.allclose(value, trainable_weights(compiled)[name], atol=1e-5).item(), name
+
+
+# --- what is not finite -------------------------------------------------------------------------
+
+
+def broken_at(step: int, in_gradient: bool) -> tuple[list[int], object]:
+    """A loss that is NaN, or whose gradient alone is infinite, from the given call on."""
+    calls = [0]
+
+    def forward(model: nn.Module, tokens: mx.array) -> tuple[mx.array, None]:
+        calls[0] += 1
+        logits = model(tokens)
+        if calls[0] < step:
+            return logits, None
+        if in_gradient:  # sqrt(0) is 0, its slope is not
+            return logits + mx.sqrt(0.0 * mx.abs(model.out.bias)), None
+        return logits * float("nan"), None
+
+    return calls, cross_entropy_loss(forward)
+
+
+@pytest.mark.parametrize(("in_gradient", "what"), [(False, "loss"), (True, "grad norm")])
+def test_a_step_that_is_not_finite_is_not_taken(in_gradient: bool, what: str) -> None:
+    model, reference = TinyModel(), TinyModel()
+    train(reference, LOSS, batches_at, SETTINGS.model_copy(update={"steps": 4}))
+    states: list[TrainingState] = []
+    _, loss = broken_at(5, in_gradient)
+    settings = SETTINGS.model_copy(update={"schedule": "constant"})
+    constant = TinyModel()
+    train(constant, LOSS, batches_at, settings.model_copy(update={"steps": 4}))
+    with pytest.raises(NonFiniteError, match=f"step 5: the {what} is (nan|inf)"):
+        train(model, loss, batches_at, settings, on_step=lambda s, _: states.append(s))  # type: ignore[arg-type]
+    assert weights_of(model) == weights_of(constant)
+    assert states[-1].step == 4
+    assert all(np.isfinite(np.array(v)).all() for v in trainable_weights(model).values())
+
+
+# --- clipping and learning rates ------------------------------------------------------------------
 
 
 def test_clipping_bounds_the_joint_norm() -> None:
@@ -145,3 +254,13 @@ def test_learning_rate_rises_then_falls_to_its_final_share() -> None:
     assert max(rates) == pytest.approx(1e-2)
     assert rates[3:] == sorted(rates[3:], reverse=True)
     assert rates[-1] == pytest.approx(1e-2 * SETTINGS.final_share)
+
+
+def test_the_other_schedules() -> None:
+    flat = SETTINGS.model_copy(update={"schedule": "constant"})
+    assert [flat.learning_rate_at(step) for step in (3, 7, 100)] == [1e-2] * 3
+    line = SETTINGS.model_copy(update={"schedule": "linear", "final_share": 0.0})
+    rates = [line.learning_rate_at(step) for step in range(3, 13)]
+    assert np.diff(rates) == pytest.approx([-1e-2 / 9] * 9)
+    assert rates[-1] == 0.0
+    assert line.learning_rate_at(1000) == 0.0

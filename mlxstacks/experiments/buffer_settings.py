@@ -1,0 +1,88 @@
+"""Settings of `mlxstacks sweep buffers`, its plan. Imports neither mlx nor numpy."""
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Trainer = Literal["mlx-lm", "mlxstacks"]
+LengthMode = Literal["fixed", "variable"]
+# Rows are padded to widths that are multiples of this, as mlx-lm pads them.
+MULTIPLE = 32
+
+
+class BufferSettings(BaseModel):
+    """Does the rank of a LoRA move the number of live buffers?
+
+    Every field but those that say where files lie is part of the plan, which is hashed before the
+    first run.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str | None = Field(
+        None, description="Model directory. Default: the built-in nano model at 3 bits."
+    )
+    save_path: str | None = Field(
+        None, description="Directory to write. Default: ./mlxstacks-out/sweep-buffers."
+    )
+    counting_library: str | None = Field(
+        None,
+        description="Library with a counting allocator, to be preloaded. In a clone, `python -m "
+        "tests.counting_allocator` builds one and prints its path.",
+    )
+    ranks: tuple[int, ...] = Field((2, 4, 8), description="Ranks to compare. Repeatable.")
+    layers: str = Field("1,2,3", description="Layers with LoRA: all, or numbers as in 8,14,20.")
+    projections: tuple[str, ...] = Field(
+        ("switch_mlp.down_proj",), description="Projections with LoRA, by the end of their path."
+    )
+    trainers: tuple[Trainer, ...] = Field(
+        ("mlx-lm", "mlxstacks"),
+        description="mlx-lm: its loop over tokens and mx.checkpoint. mlxstacks: the recurrence in "
+        "chunks, and checkpoints of our own.",
+    )
+    length_modes: tuple[LengthMode, ...] = Field(
+        ("fixed", "variable"), description="Whether all rows of a run have the same length."
+    )
+    checkpointing: tuple[Literal["off", "on"], ...] = Field(
+        ("off", "on"), description="Whether layers are computed again in the backward pass."
+    )
+    order_seeds: tuple[int, ...] = Field(
+        (0, 1, 2, 3, 4), description="Seeds of the order of rows and of their tokens. Repeatable."
+    )
+    fixed_tokens: int = Field(96, ge=2, description="Length of every row where it is fixed.")
+    longest_tokens: int = Field(
+        128, ge=MULTIPLE, description="Longest row where lengths vary: 32, 64, ... up to it."
+    )
+    steps: int = Field(12, ge=4, description="Training steps of a run.")
+    warmup_steps: int = Field(2, ge=0, description="First steps that are not compared.")
+    margin: float = Field(
+        0.01, gt=0, lt=1, description="Smallest relative difference of counts that would matter."
+    )
+    least_effect: float = Field(
+        0.2, gt=0, description="Positive control: what row length must do to the count, relative."
+    )
+    growth_margin: float = Field(
+        1.0, gt=0, description="Buffers a step that a run may grow by and count as not growing."
+    )
+    resume: bool = Field(True, description="Go on with an experiment that was interrupted.")
+    force: bool = Field(False, description="Replace an existing save path.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("ranks", "trainers", "length_modes", "checkpointing", "order_seeds"):
+            values = getattr(self, name)
+            if not values or len(set(values)) < len(values):
+                raise ValueError(f"{name} is {list(values)}; give at least one, each once")
+        if len(self.ranks) < 2 or min(self.ranks) < 1:
+            raise ValueError(f"ranks is {list(self.ranks)}; a comparison needs two, all positive")
+        if self.warmup_steps > self.steps - 3:
+            raise ValueError(
+                f"warmup_steps {self.warmup_steps} leaves less than 3 of {self.steps} steps"
+            )
+        return self
+
+    def plan(self) -> dict[str, object]:
+        """What was decided beforehand: everything but where files lie and how a run goes on."""
+        return self.model_dump(
+            mode="json", exclude={"model", "save_path", "counting_library", "resume", "force"}
+        )

@@ -1,0 +1,143 @@
+"""Where a long run keeps what it needs to go on: `.NAME.work` beside the target NAME.
+
+    run.json                 what the run depends on, to be compared before it is continued
+    checkpoint.safetensors   the last saved state
+    log.jsonl                one JSON object a line
+    adapter/                 the adapter as it was at that state, for use by hand
+
+At the end all of it moves into the target as a whole; until then the target is what it was.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from mlxstacks.errors import InputError, TargetError
+from mlxstacks.files.disk import target_errors
+from mlxstacks.files.outputs import write_json
+
+STATE, LOG, IDENTITY = "checkpoint.safetensors", "log.jsonl", "run.json"
+
+
+class RunDirectory:
+    """Held by one process at a time; `close` lets it go and leaves the files.
+
+    identity: all that the result depends on, as JSON values.
+    resume: go on from what is there; otherwise it is removed.
+    Raises: TargetError when another process holds it or it cannot be written; InputError, listing
+        what differs, when it holds a state of another identity.
+    """
+
+    def __init__(self, target: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
+        self.path = work_path(target)
+        self.identity = dict(identity)
+        with target_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = filelock.FileLock(self.path.with_name(f"{self.path.name}.lock"))
+            try:
+                self._lock.acquire(timeout=0)
+            except filelock.Timeout:
+                raise TargetError(
+                    f"{target}: another run to it is under way; wait or choose another save path"
+                ) from None
+        try:
+            if not resume:
+                shutil.rmtree(self.path, ignore_errors=True)
+            self._check_identity()
+            with target_errors(self.path):
+                self.path.mkdir(exist_ok=True)
+            write_json(self.path / IDENTITY, self.identity)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def state_path(self) -> Path:
+        return self.path / STATE
+
+    def log(self, **record: Any) -> None:
+        """One line; what is not a number to JSON (NaN) becomes null."""
+        with target_errors(self.path), (self.path / LOG).open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(plain(record), ensure_ascii=False) + "\n")
+
+    def forget_log_after(self, step: int) -> None:
+        """Drop lines of steps that the saved state does not know, and a half-written last line."""
+        path = self.path / LOG
+        if not path.exists():
+            return
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            if record.get("step", 0) <= step:
+                kept.append(line)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        os.replace(temporary, path)
+
+    def remove(self) -> None:
+        """The run is over and its files are in the target."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+
+    def close(self) -> None:
+        if self._lock.is_locked:
+            # removed while held: filelock does not accept a lock on a file that has lost its name
+            Path(self._lock.lock_file).unlink(missing_ok=True)
+            self._lock.release()
+
+    def _check_identity(self) -> None:
+        if not self.state_path.exists():
+            return
+        try:
+            before = json.loads((self.path / IDENTITY).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            before = {}
+        differences = what_differs(before, json.loads(json.dumps(self.identity)))
+        if differences:
+            lines = "".join(f"\n  {line}" for line in differences)
+            raise InputError(
+                f"{self.path}: holds the state of another run; it differs in{lines}\n"
+                "give its settings to go on with it, or --no-resume to remove it and start anew"
+            )
+
+
+def work_path(target: Path) -> Path:
+    return target.parent / f".{target.name}.work"
+
+
+def run_id(identity: Mapping[str, Any]) -> str:
+    """A short name of an identity, for its state file."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def what_differs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """`key: was x, now y` of every key whose value is another one."""
+    missing = object()
+    return [
+        f"{key}: was {_shown(before, key)}, now {_shown(now, key)}"
+        for key in sorted({*before, *now})
+        if before.get(key, missing) != now.get(key, missing)
+    ]
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    text = json.dumps(values[key]) if key in values else "not there"
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def plain(value: Any) -> Any:
+    """The value with NaN and Infinity as None: JSON has no word for them."""
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value

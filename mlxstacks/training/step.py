@@ -1,0 +1,105 @@
+"""Loss and gradients of one optimizer step, over several batches and several processes."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_map, tree_reduce
+
+from mlxstacks.data import Batch
+from mlxstacks.training.group import size_and_rank, sum_over_group
+from mlxstacks.training.losses import Loss, MicroBatch
+
+
+@dataclass(frozen=True, eq=False)
+class StepGradients:
+    """Evaluated: loss and parts to report (scalars), gradients by parameter."""
+
+    loss: mx.array
+    parts: dict[str, mx.array]
+    gradients: Any
+
+
+class GradientStep:
+    """Loss and gradients by the trainable parameters of `model`; the model itself stays as it is.
+
+    compiled: trace the computation once for each shape of a batch (`mx.compile`). Weights that are
+        frozen then become constants: do not change them while this object is in use.
+    Law: the same rows in one batch or in several, on one process or on several, give the same
+        loss and gradients but for rounding.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        group: mx.distributed.Group | None = None,
+        compiled: bool = False,
+    ) -> None:
+        self.model, self.loss, self.group = model, loss, group
+        function = mx.value_and_grad(self._loss_at)
+        self._function: Callable[..., Any] = mx.compile(function) if compiled else function
+
+    def _loss_at(self, weights: Any, *arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
+        self.model.update(weights)
+        return self.loss(self.model, MicroBatch(*arrays))
+
+    def __call__(self, batches: Sequence[Batch], seed: int, step: int) -> StepGradients:
+        """Gradients of the mean loss over all loss weight in `batches`.
+
+        Raises: ValueError where there is no loss weight at all.
+        """
+        total_weight = sum(float(batch.target_weights.sum()) for batch in batches)
+        if total_weight <= 0:
+            raise ValueError("a batch has no loss weight: every token is masked")
+        count = sum(len(batch.tokens) for batch in batches)
+        found: Any = None
+        for place, batch in enumerate(batches):
+            micro = self._own_rows(batch, total_weight, count, f"{seed}/{step}/{place}")
+            made = self._run(micro)
+            found = made if found is None else tree_map(mx.add, found, made)
+            mx.eval(found)
+        found = sum_over_group(found, self.group)
+        mx.eval(found)
+        # A tree without leaves does not come back from a sum.
+        return StepGradients(found["loss"], found.get("parts", {}), found["gradients"])
+
+    def _run(self, micro: MicroBatch) -> dict[str, Any]:
+        weights = self.model.trainable_parameters()
+        try:
+            (loss, parts), gradients = self._function(weights, *micro)
+        finally:
+            self.model.update(weights)  # tracing put placeholders in their place
+        return {"loss": loss, "parts": parts, "gradients": gradients}
+
+    def _own_rows(self, batch: Batch, total_weight: float, count: int, place: str) -> MicroBatch:
+        """The rows of this process. Where there are too few, one row without weight takes part:
+        everybody has to join in the sums.
+        """
+        size, rank = size_and_rank(self.group)
+        rows = np.array_split(np.arange(len(batch.tokens)), size)[rank]
+        weights = batch.target_weights[rows] / total_weight
+        share = len(rows) / count
+        if not len(rows):
+            rows, weights = np.arange(1), np.zeros_like(batch.target_weights[:1])
+        return MicroBatch(
+            mx.array(batch.inputs[rows]), mx.array(batch.targets[rows]), mx.array(weights),
+            mx.array(share, dtype=mx.float32), random_key(f"{place}/{rank}"),
+        )  # fmt: skip
+
+
+def random_key(text: str) -> mx.array:
+    """A key of mx.random that is a function of a text."""
+    return mx.random.key(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))
+
+
+def clip_by_global_norm(gradients: Any, largest: float) -> tuple[Any, mx.array]:
+    """Gradients scaled so that their joint norm is at most `largest`, and the norm before."""
+    squares = tree_reduce(lambda total, g: total + mx.sum(g * g), gradients, mx.array(0.0))
+    norm = mx.sqrt(squares)
+    factor = mx.minimum(largest / (norm + 1e-6), 1.0)
+    return tree_map(lambda g: g * factor, gradients), norm
