@@ -12,8 +12,8 @@ step.
 Results are compared first, at equal weights and for both steps: loss and gradients of the loop and
 of the trainer core, before and after a step that the loop's gradients make. The losses of the timed
 second steps are printed, not compared: each way took its own first step, and the loss after a step
-of Adam is sensitive to rounding here. With every weight moved by one float32 ulp, eight draws of
-mlx-lm's own loop were off by 3e-6 to 2e-4, one by 4e-3, and the trainer core's by the same.
+of Adam is sensitive to rounding here. Of eight draws that move every weight by one float32 ulp,
+mlx-lm's own loop was off by 3e-6 to 2e-4 in seven and by 4e-3 in one, and so was the trainer core.
 """
 
 import argparse
