@@ -64,8 +64,8 @@ def test_predictions_beside_counts() -> None:
     for (layers, prompts), result in zip(runs, results, strict=True):
         batched = prompts is not None
         found = predict_decode(model_of(layers), TOKENS, 2, batched)
-        # Counted while one step ends and the next begins: some 25 buffers more or less, which is why
-        # there are many tokens.
+        # Counted while one step ends and the next begins, some 25 buffers more or less: hence the
+        # many tokens.
         assert found.leaked_per_token == pytest.approx(result["left"], abs=0.8), (layers, result)
         expected = found.first_buffers + found.leaked_per_token * TOKENS
         assert expected == pytest.approx(result["peak"], rel=0.1), (layers, result)
