@@ -18,4 +18,4 @@ class TargetError(InputError):
 
 
 class ResourceLimitError(InputError):
-    """A batch would need more buffers than the device lets a process hold; it was not launched."""
+    """A run or batch is predicted to pass a limit of the device; it was not begun (exit code 3)."""

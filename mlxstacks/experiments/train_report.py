@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from mlxstacks import memory
 from mlxstacks.experiments.train_setup import TrainSetup
+from mlxstacks.guard.report import GuardReport
 from mlxstacks.training.loop import Record, TrainingState
 from mlxstacks.training.settings import TrainSettings
 
@@ -67,7 +69,13 @@ class TrainReport:
         }
 
     def after(
-        self, state: TrainingState, *, seconds: float, resumed_from: int, processes: int
+        self,
+        state: TrainingState,
+        *,
+        seconds: float,
+        resumed_from: int,
+        processes: int,
+        resources: dict[str, Any] | None,
     ) -> "TrainReport":
         """The plan with what came of it."""
         best = state.best
@@ -76,6 +84,7 @@ class TrainReport:
             "seconds": round(seconds, 3),
             "resumed_from_step": resumed_from,
             "processes": processes,
+            "resources": resources,
             "peak_bytes": memory.counters().peak_bytes,
             "device": f"{device.name} ({device.kind})",
             "versions": {name: version(name) for name in ("mlxstacks", "mlx", "mlx-lm", "numpy")},
@@ -94,8 +103,10 @@ class TrainReport:
         )
 
 
-def planned(settings: TrainSettings, setup: TrainSetup, target: Path) -> TrainReport:
-    """What a run with this setup would do."""
+def planned(
+    settings: TrainSettings, setup: TrainSetup, target: Path, guard: dict[str, Any] | None = None
+) -> TrainReport:
+    """What a run with this setup would do. guard: its word (`guard_json`), where it was asked."""
     plan = setup.plan
     each = settings.grad_accumulation_steps
     trained_bytes = 4 * setup.parameters
@@ -118,10 +129,25 @@ def planned(settings: TrainSettings, setup: TrainSetup, target: Path) -> TrainRe
         "batches_per_epoch": plan.batches_per_epoch,
         "iters": setup.optimizer.steps * each,
         "steps": setup.optimizer.steps,
+        "guard": guard,
         "writes": [str(target)],
     }
     shown = settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
     return TrainReport("planned", str(target), shown, details, setup.notes)
+
+
+def guard_json(report: GuardReport, change: Mapping[str, Any]) -> dict[str, Any]:
+    """What a report keeps of the guard's. change: the settings that it made other ones."""
+    return {
+        "outcome": report.outcome,
+        "verdict": report.verdict,
+        "buffers": report.buffers,
+        "bytes": report.nbytes.total,
+        "limit_buffers": report.limit.buffers,
+        "limit_known": report.limit.known,
+        "advice": report.change.words if report.change else None,
+        "change": dict(change),
+    }
 
 
 def write_recipe(directory: Path, settings: TrainSettings) -> None:

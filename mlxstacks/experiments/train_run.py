@@ -18,6 +18,7 @@ from mlxstacks import base_model, memory
 from mlxstacks.data import Batch, make_batch
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import evaluate_mean_loss
+from mlxstacks.experiments.guarded import GuardedRun, compiles, guarded
 from mlxstacks.experiments.run_directory import (
     LOG,
     STATE,
@@ -27,12 +28,13 @@ from mlxstacks.experiments.run_directory import (
     work_path,
 )
 from mlxstacks.experiments.train_report import TrainReport, planned, write_recipe
-from mlxstacks.experiments.train_setup import TrainSetup, set_up, steps_of
+from mlxstacks.experiments.train_setup import set_up, steps_of
 from mlxstacks.files.adapter_file import CONFIG
 from mlxstacks.files.adapters import WEIGHTS, LoraModule, mlx_config
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
 from mlxstacks.layers.attach import lora_tensors
+from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.training.checkpointing import checkpoint_layers
 from mlxstacks.training.group import current_group, size_and_rank, wait_for_all
 from mlxstacks.training.loop import (
@@ -66,6 +68,7 @@ def run(
     Raises:
         InputError: model, data, projections or target cannot be used, or the work directory holds
             a run of another recipe.
+        ResourceLimitError: the guard predicts that it does not fit.
         NonFiniteError: NaN or Inf in a step; the state before it is saved.
     """
     if settings.save_path is None:
@@ -73,25 +76,28 @@ def run(
     target = user_path(settings.save_path)
     inputs = [user_path(path) for path in (settings.model, settings.data) if path]
     check_target(target, force=settings.force, inputs=inputs)
-    setup = set_up(settings)
+    processes = size_and_rank(current_group())[0]
+    found = guarded(settings, set_up(settings), processes, plan_only=dry_run)
+    plan = planned(settings, found.setup, target, found.as_json())
     if dry_run:
-        return planned(settings, setup, target)
+        return plan
     with ExitStack() as stack:
         stack.callback(base_model.install_gated_delta())
-        return _TrainRun(settings, setup, target, progress, stack).run()
+        return _TrainRun(found, plan, target, progress, stack).run()
 
 
 class _TrainRun:
     def __init__(
         self,
-        settings: TrainSettings,
-        setup: TrainSetup,
+        found: GuardedRun,
+        plan: TrainReport,
         target: Path,
         progress: Progress | None,
         stack: ExitStack,
     ) -> None:
-        self.settings, self.setup, self.target = settings, setup, target
-        self.model = setup.model
+        settings, setup = found.settings, found.setup
+        self.settings, self.setup, self.target, self.plan = settings, setup, target, plan
+        self.model, self.guard = setup.model, found.watch()
         self.group = current_group()
         self.is_main = size_and_rank(self.group)[1] == 0
         self.progress = progress if self.is_main else None
@@ -99,6 +105,8 @@ class _TrainRun:
             _silence_stdout()
         set_wired_limit(setup.notes)
         mx.eval(self.model.parameters())
+        self.head, note = find_output_head(self.model)
+        setup.notes.extend([note] if note else [])
         lowest = set_training_modes(self.model)
         if settings.grad_checkpoint:
             trained = range(lowest, len(self.model.layers))
@@ -151,8 +159,9 @@ class _TrainRun:
             every = steps_of(settings.steps_per_eval, settings.grad_accumulation_steps)
             validation = Validation(self._validation_loss, every, keep)
         try:
+            loss = cross_entropy_loss(head=self.head)
             return train(
-                self.model, cross_entropy_loss(), self._batches_at, setup.optimizer, state,
+                self.model, loss, self._batches_at, setup.optimizer, state,
                 validation=validation, group=self.group, compiled=compiles(settings),
                 seed=settings.seed, on_validation=self._on_validation, on_step=self._on_step,
             )  # fmt: skip
@@ -168,14 +177,17 @@ class _TrainRun:
         batches = []
         for number in range(step * each, (step + 1) * each):
             rows, width = plan.batch(number)
+            if self.guard is not None:
+                self.guard.check(width - 1)
             batches.append(make_batch([self.setup.train.rows[row] for row in rows], width))
         return batches
 
     def _validation_loss(self, model: Any) -> float:
         with evaluating(model):
             return evaluate_mean_loss(
-                model, self.setup.validation_rows, self.settings.batch_size, self.setup.plan.widths
-            )
+                model, self.setup.validation_rows, self.settings.batch_size,
+                self.setup.plan.widths, head=self.head,
+            )  # fmt: skip
 
     def _on_step(self, state: TrainingState, record: Record) -> None:
         last = state.step == self.setup.optimizer.steps or state.stopped is not None
@@ -241,11 +253,12 @@ class _TrainRun:
             write_json(directory / REPORT, plain(report.as_json()))
 
     def _report(self, state: TrainingState) -> TrainReport:
-        return planned(self.settings, self.setup, self.target).after(
+        return self.plan.after(
             state,
             seconds=time.monotonic() - self.started,
             resumed_from=self.resumed_from,
             processes=size_and_rank(self.group)[0],
+            resources=self.guard.report() if self.guard else None,
         )
 
 
@@ -254,15 +267,6 @@ def _silence_stdout() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.close(nowhere)
-
-
-def compiles(settings: TrainSettings) -> bool:
-    """Whether the step is compiled. On a CPU that gains 4% (benchmarks/bench_train.py) and each
-    shape has to be built first, by the system's C++ compiler.
-    """
-    if settings.compile_step == "auto":
-        return memory.device().kind != "cpu"
-    return settings.compile_step == "on"
 
 
 def set_wired_limit(notes: list[str]) -> None:

@@ -16,7 +16,7 @@ from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.layers.attach import attach_lora
-from mlxstacks.layers.settings import LoRASettings, TargetSettings
+from mlxstacks.layers.settings import LoRASettings, TargetSettings, parse_layers
 from mlxstacks.layers.targets import Target, find_targets
 from mlxstacks.training.batches import BatchPlan, choose_widths
 from mlxstacks.training.settings import OptimizerSettings, TrainSettings
@@ -59,10 +59,10 @@ class TrainSetup:
     def identity(self, settings: TrainSettings) -> dict[str, Any]:
         """All that the trained weights depend on."""
         about_files = {"save_path", "force", "resume", "model", "data"}
+        about_limits = {"guard", "resource_limit", "working_set_bytes"}
+        about_time = {"save_every", "steps_per_report"}
         return {
-            **settings.model_dump(
-                mode="json", exclude=about_files | {"save_every", "steps_per_report"}
-            ),
+            **settings.model_dump(mode="json", exclude=about_files | about_limits | about_time),
             "iters": self.optimizer.steps * settings.grad_accumulation_steps,
             "base_fingerprint": self.base_fingerprint,
             "base_in_float32": self.float32_base,
@@ -118,7 +118,7 @@ def _prepare_base(model: nn.Module, settings: TrainSettings, notes: list[str]) -
 
 
 def _target_settings(model: nn.Module, settings: TrainSettings) -> TargetSettings:
-    layers: tuple[int, ...] | None = settings.layers or None
+    layers = parse_layers(settings.layers)
     wanted, there = settings.num_layers, len(model.layers)
     if wanted is not None and wanted > there:
         raise InputError(f"num_layers {wanted}: the model has {there} layers")

@@ -15,9 +15,10 @@ from mlxstacks import base_model
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.checkpoint import read_json_object
 from mlxstacks.files.disk import user_path
-from mlxstacks.guard.settings import GuardSettings, parse_layers
-from mlxstacks.guard.step import Step, batch_for, mlx_lm_loss
-from mlxstacks.layers.settings import TargetSettings
+from mlxstacks.guard.settings import GuardSettings
+from mlxstacks.guard.step import Loss, Step, batch_for, loss_in_pieces, mlx_lm_loss
+from mlxstacks.layers.output_head import find_output_head
+from mlxstacks.layers.settings import TargetSettings, parse_layers
 from mlxstacks.layers.targets import check_targets, find_targets
 from mlxstacks.ops import gated_delta
 from mlxstacks.training.checkpointing import checkpoint_layers
@@ -148,19 +149,27 @@ def adapted_model(config: dict[str, Any], settings: GuardSettings) -> nn.Module:
 
 
 def training_step(config: dict[str, Any], settings: GuardSettings, tokens: int) -> Step:
-    """The step of mlx-lm's trainer on rows of `tokens` tokens, with the settings' choices."""
+    """A training step on rows of `tokens` tokens: mlx-lm's trainer with the settings' choices."""
     model = adapted_model(copy.deepcopy(config), settings)
     optimizer = OPTIMIZERS[settings.optimizer]()
     optimizer.init(model.trainable_parameters())
     return Step(
         model,
         optimizer,
-        mlx_lm_loss,
+        _loss(model, settings),
         batch_for(settings.batch_size, tokens),
         compiled=settings.compile,
         checkpointed=_CHECKPOINTING[settings.checkpointing],
         recorded=(gated_delta,),
     )
+
+
+def _loss(model: nn.Module, settings: GuardSettings) -> Loss:
+    """In pieces where the settings say so and the model's head allows it, as in training."""
+    head = None
+    if settings.loss == "pieces":
+        head, _ = find_output_head(model, prove=False)
+    return mlx_lm_loss if head is None else loss_in_pieces(head)
 
 
 def recurrence(settings: GuardSettings) -> AbstractContextManager[Any]:

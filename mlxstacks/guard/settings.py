@@ -1,9 +1,10 @@
 """Settings of `guard`. Imports neither mlx nor numpy."""
 
-import re
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
+
+from mlxstacks.layers.settings import LayersText
 
 OptimizerName = Literal["adam", "adamw", "lion", "sgd"]
 CheckpointingName = Literal["none", "layers", "mlx"]
@@ -27,7 +28,7 @@ class GuardSettings(BaseModel):
     max_seq_length: int = Field(2048, ge=1, description="Tokens of the longest row.")
     batch_size: int = Field(1, ge=1, description="Rows a step.")
     rank: int = Field(8, ge=1, description="Rank of the adapter.")
-    layers: str = Field(
+    layers: LayersText = Field(
         "all",
         description="Layers that get an adapter: all, or numbers and ranges as in 8,14,20-24.",
     )
@@ -48,6 +49,11 @@ class GuardSettings(BaseModel):
         description="Linear attention in training: loop, over tokens, is mlx-lm's; chunked is "
         "mlxstacks'.",
     )
+    loss: Literal["whole", "pieces"] = Field(
+        "whole",
+        description="whole: mlx-lm's, the logits of all tokens at once; pieces: mlxstacks', a few "
+        "tokens at a time, where the model's head allows it.",
+    )
     decode_tokens: int = Field(0, ge=0, description="Also predict generating so many tokens.")
     decode_batch: int = Field(1, ge=1, description="Sequences generated at once.")
     decode_with: DecodeName = Field(
@@ -63,27 +69,3 @@ class GuardSettings(BaseModel):
     )
     apply: bool = Field(False, description="Print the settings that fit, and nothing else.")
     force: bool = Field(False, description="Exit with 0 also where the run would be refused.")
-
-    @field_validator("layers")
-    @classmethod
-    def _layers_are_numbers(cls, text: str) -> str:
-        parse_layers(text)
-        return text
-
-
-def parse_layers(text: str) -> tuple[int, ...] | None:
-    """`8,14,20-22` is (8, 14, 20, 21, 22); `all` is None. Raises: ValueError."""
-    if text.strip() == "all":
-        return None
-    numbers: list[int] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
-        if not found:
-            raise ValueError("layers takes all, or numbers and ranges as in 8,14,20-24")
-        first = int(found[1])
-        last = int(found[2] or first)
-        # A typo in a range must not become a list of a billion numbers.
-        if last < first or last - first > 10_000:
-            raise ValueError(f"{part.strip()} is no range of layers")
-        numbers += range(first, last + 1)
-    return tuple(dict.fromkeys(numbers))

@@ -17,6 +17,7 @@ from mlxstacks.guard.graph import Graph, export_graph
 from mlxstacks.guard.live import Peak, simulate
 from mlxstacks.guard.order import evaluation_order
 from mlxstacks.guard.pieces import Piece, trace
+from mlxstacks.layers.output_head import OutputHead
 
 Loss = Callable[..., Any]
 """(model, *batch) -> a scalar loss, or a tuple that begins with it."""
@@ -62,11 +63,28 @@ class StepGraph:
 def mlx_lm_loss(model: nn.Module, tokens: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
     """The loss of mlx-lm's trainer: tokens (B, T + 1) int32, lengths (B, 2) int32."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    mask, count = _scored_tokens(targets, lengths)
+    losses = nn.losses.cross_entropy(model(inputs), targets) * mask
+    return losses.astype(mx.float32).sum() / count, count
+
+
+def loss_in_pieces(head: OutputHead) -> Loss:
+    """The loss of this package's trainer, as a function of what `mlx_lm_loss` takes."""
+
+    def loss(model: nn.Module, tokens: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        mask, count = _scored_tokens(targets, lengths)
+        hidden = head.hidden_states(model, inputs)
+        return head.cross_entropy_sum(hidden, targets, mask / count), count
+
+    return loss
+
+
+def _scored_tokens(targets: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
+    """True where a target is inside of its row's two limits, and how many are."""
     steps = mx.arange(1, targets.shape[1] + 1)
     mask = mx.logical_and(steps >= lengths[:, 0:1], steps <= lengths[:, 1:])
-    losses = nn.losses.cross_entropy(model(inputs), targets) * mask
-    count = mask.sum()
-    return losses.astype(mx.float32).sum() / count, count
+    return mask, mask.sum()
 
 
 def batch_for(batch_size: int, tokens: int) -> tuple[mx.array, mx.array]:

@@ -1,8 +1,16 @@
 """Settings of adapter layers. Imports neither mlx nor numpy."""
 
-from typing import Literal, Self
+import re
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 ScaleRule = Literal["rslora", "lora"]
 SwitchForm = Literal["shared", "per_expert"]
@@ -16,6 +24,40 @@ def lora_scale(alpha: float, rank: int, rule: ScaleRule) -> float:
     mlx-lm's adapters store this number as `scale`, not alpha.
     """
     return alpha / (rank**0.5 if rule == "rslora" else rank)
+
+
+def parse_layers(text: str) -> tuple[int, ...] | None:
+    """`8,14,20-22` is (8, 14, 20, 21, 22); `all` is None. Raises: ValueError."""
+    if text.strip() == "all":
+        return None
+    numbers: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        if not found:
+            raise ValueError("layers takes all, or numbers and ranges as in 8,14,20-24")
+        first = int(found[1])
+        last = int(found[2] or first)
+        # A typo in a range must not become a list of a billion numbers.
+        if last < first or last - first > 10_000:
+            raise ValueError(f"{part.strip()} is no range of layers")
+        numbers += range(first, last + 1)
+    return tuple(dict.fromkeys(numbers))
+
+
+def _layers_text(value: Any) -> Any:
+    """A recipe may have a number, or a list of numbers, where the command line has text."""
+    if isinstance(value, list | tuple) and value and all(type(part) is int for part in value):
+        return ",".join(map(str, value))
+    return str(value) if type(value) is int else value
+
+
+def _checked_layers(text: str) -> str:
+    parse_layers(text)
+    return text
+
+
+LayersText = Annotated[str, BeforeValidator(_layers_text), AfterValidator(_checked_layers)]
+"""A set of layers as settings hold it: `all`, or numbers and ranges; see `parse_layers`."""
 
 
 class TargetSettings(BaseModel):

@@ -6,12 +6,15 @@ accumulated and all processes.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks.layers.adapted import begin_step
+from mlxstacks.layers.output_head import OutputHead
+from mlxstacks.ops.token_loss import weighted_cross_entropy_sum
 
 Forward = Callable[[nn.Module, mx.array], tuple[mx.array, mx.array | None]]
 """(model, tokens (B, T)) -> logits (B, T, V) and a scalar loss to add, such as an expert balance
@@ -24,7 +27,8 @@ class MicroBatch(NamedTuple):
 
     inputs, targets: (B, T) int32. weights: (B, T) float32, of each target, as a share of the whole
     step's. share: scalar, the rows here as a share of the step's. key: for what is random in this
-    batch; a function of seed, step and place, so a resumed run draws the same.
+    batch; a function of seed, step and place, so a resumed run draws the same. counted: (N,) int32,
+    places among the B * T targets, all those with weight among them; None: not asked for, or all.
     """
 
     inputs: mx.array
@@ -32,6 +36,7 @@ class MicroBatch(NamedTuple):
     weights: mx.array
     share: mx.array
     key: mx.array
+    counted: mx.array | None = None
 
 
 Loss = Callable[[nn.Module, MicroBatch], tuple[mx.array, dict[str, mx.array]]]
@@ -40,29 +45,43 @@ added up over the batches and processes of a step.
 """
 
 
-def weighted_cross_entropy_sum(logits: mx.array, targets: mx.array, weights: mx.array) -> mx.array:
-    """Sum of weight * -log p(target): logits (B, T, V), targets (B, T) int, weights (B, T)."""
-    return mx.sum(nn.losses.cross_entropy(logits.astype(mx.float32), targets) * weights)
-
-
 def call_model(model: nn.Module, tokens: mx.array) -> tuple[mx.array, None]:
     """The model's own forward pass, with nothing added."""
     return model(tokens), None
 
 
-def cross_entropy_loss(forward: Forward = call_model, extra_weight: float = 0.0) -> Loss:
+@dataclass(frozen=True, eq=False)
+class CrossEntropyLoss:
+    """What `cross_entropy_loss` makes. head: None for all logits at once."""
+
+    forward: Forward
+    extra_weight: float
+    head: OutputHead | None
+
+    def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[mx.array, dict[str, mx.array]]:
+        begin_step(model, batch.key)
+        task, extra = self._task(model, batch)
+        if extra is None:
+            return task, {}
+        total = task + self.extra_weight * extra * batch.share
+        return total, {"task_loss": task, "extra_loss": extra * batch.share}
+
+    def _task(self, model: nn.Module, batch: MicroBatch) -> tuple[mx.array, mx.array | None]:
+        if self.head is None:
+            logits, extra = self.forward(model, batch.inputs)
+            return weighted_cross_entropy_sum(logits, batch.targets, batch.weights), extra
+        hidden, extra = self.head.hidden_states(self.forward, model, batch.inputs)
+        scored = self.head.cross_entropy_sum(hidden, batch.targets, batch.weights, batch.counted)
+        return scored, extra
+
+
+def cross_entropy_loss(
+    forward: Forward = call_model, extra_weight: float = 0.0, head: OutputHead | None = None
+) -> Loss:
     """Token-weighted cross-entropy in nats, plus `extra_weight` times what `forward` adds.
 
     Where it adds something, both parts are reported: `task_loss` and `extra_loss`.
+    head: the model's (`layers.output_head.find_output_head`); its logits are then made for a few
+        tokens at a time, and only for tokens that have weight. Same numbers but for rounding.
     """
-
-    def loss(model: nn.Module, batch: MicroBatch) -> tuple[mx.array, dict[str, mx.array]]:
-        begin_step(model, batch.key)
-        logits, extra = forward(model, batch.inputs)
-        task = weighted_cross_entropy_sum(logits, batch.targets, batch.weights)
-        if extra is None:
-            return task, {}
-        total = task + extra_weight * extra * batch.share
-        return total, {"task_loss": task, "extra_loss": extra * batch.share}
-
-    return loss
+    return CrossEntropyLoss(forward, extra_weight, head)

@@ -13,6 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from mlxstacks.layers.output_head import eval_mode
+
 
 def lowest_trained_layer(model: nn.Module) -> int:
     """Number of the first decoder layer whose gradient is needed: 0 when embeddings train too."""
@@ -39,15 +41,9 @@ def set_training_modes(model: nn.Module) -> int:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Eval mode inside the block: no dropout, no noise; afterwards every mode is as it was."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    _use_chunks(model)
-    try:
+    with eval_mode(model):
+        _use_chunks(model)
         yield
-    finally:
-        model.eval()
-        for module in training:
-            module._set_training_mode(True)
 
 
 def _use_chunks(module: nn.Module) -> None:

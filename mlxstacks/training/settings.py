@@ -5,6 +5,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from mlxstacks.layers.settings import LayersText
+
 Schedule = Literal["cosine", "linear", "constant"]
 
 
@@ -72,8 +74,10 @@ class TrainSettings(BaseModel):
     num_layers: int | None = Field(
         None, ge=-1, description="How many of the last layers get LoRA; -1 or nothing: all."
     )
-    layers: tuple[int, ...] = Field(
-        (), description="Layers that get LoRA, by number, instead of num_layers. Repeatable."
+    layers: LayersText = Field(
+        "all",
+        description="Layers that get LoRA, instead of num_layers: all, or numbers and ranges as in "
+        "8,14,20-24.",
     )
     keys: tuple[str, ...] = Field(
         (),
@@ -130,12 +134,25 @@ class TrainSettings(BaseModel):
         "times faster on a CPU; auto: that, on a CPU with the memory for it.",
     )
     resume: bool = Field(True, description="Go on from the last saved state of this recipe.")
-    force: bool = Field(False, description="Replace an existing save path.")
+    guard: Literal["refuse", "reshape", "warn", "off"] = Field(
+        "refuse",
+        description="A run that is predicted not to fit: refuse it, reshape it with the cheapest "
+        "change that fits, or warn and run it as it is.",
+    )
+    resource_limit: int | None = Field(
+        None, ge=1, description="Buffers a process may hold. Default: what the device says."
+    )
+    working_set_bytes: int | None = Field(
+        None, ge=1, description="Memory to stay within. Default: what a Metal device recommends."
+    )
+    force: bool = Field(
+        False, description="Replace an existing save path; run although the guard refuses."
+    )
     seed: int = Field(0, ge=0, description="Seed of first weights, dropout and order of the data.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.layers and self.num_layers is not None:
+        if self.layers != "all" and self.num_layers is not None:
             raise ValueError("give layers or num_layers, not both")
         if self.val_batches == 0:
             raise ValueError(

@@ -12,7 +12,7 @@ from mlx.utils import tree_map, tree_reduce
 
 from mlxstacks.data import Batch
 from mlxstacks.training.group import size_and_rank, sum_over_group
-from mlxstacks.training.losses import Loss, MicroBatch
+from mlxstacks.training.losses import CrossEntropyLoss, Loss, MicroBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +41,7 @@ class GradientStep:
         compiled: bool = False,
     ) -> None:
         self.model, self.loss, self.group = model, loss, group
+        self._asks_counted = isinstance(loss, CrossEntropyLoss) and loss.head is not None
         function = mx.value_and_grad(self._loss_at)
         self._function: Callable[..., Any] = mx.compile(function) if compiled else function
 
@@ -71,7 +72,8 @@ class GradientStep:
     def _run(self, micro: MicroBatch) -> dict[str, Any]:
         weights = self.model.trainable_parameters()
         try:
-            (loss, parts), gradients = self._function(weights, *micro)
+            given = [array for array in micro if array is not None]
+            (loss, parts), gradients = self._function(weights, *given)
         finally:
             self.model.update(weights)  # tracing put placeholders in their place
         return {"loss": loss, "parts": parts, "gradients": gradients}
@@ -86,10 +88,25 @@ class GradientStep:
         share = len(rows) / count
         if not len(rows):
             rows, weights = np.arange(1), np.zeros_like(batch.target_weights[:1])
+        places = counted_places(weights) if self._asks_counted else None
+        some = places is not None and len(places) < weights.size
+        counted = mx.array(places) if some else None
         return MicroBatch(
             mx.array(batch.inputs[rows]), mx.array(batch.targets[rows]), mx.array(weights),
-            mx.array(share, dtype=mx.float32), random_key(f"{place}/{rank}"),
+            mx.array(share, dtype=mx.float32), random_key(f"{place}/{rank}"), counted,
         )  # fmt: skip
+
+
+def counted_places(weights: np.ndarray) -> np.ndarray:
+    """Places, rising, of all non-zero weights in (B, T), flattened; int32.
+
+    Filled up with other places to a multiple of an eighth of them all: a compiled step is traced
+    for each shape, so it meets at most eight for one shape of a batch.
+    """
+    flat = weights.reshape(-1)
+    eighth = -(-flat.size // 8)
+    most = max(1, -(-int(np.count_nonzero(flat)) // eighth)) * eighth
+    return np.sort(np.argsort(flat == 0, kind="stable")[:most]).astype(np.int32)
 
 
 def random_key(text: str) -> mx.array:

@@ -143,7 +143,7 @@ def test_patience_stops_the_run_and_the_report_says_so(
 
 
 def test_layers_and_keys_choose_the_projections(places: tuple[Path, Path], tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"layers": (1,), "keys": ("switch_mlp.down_proj", "q_proj")}
+    changes: dict[str, Any] = {"layers": "1", "keys": ("switch_mlp.down_proj", "q_proj")}
     settings = settings_for(*places, tmp_path / "out", iters=2, **changes)
     train_run.run(settings)
     names = {path.split("layers.")[1] for path in read_adapter(tmp_path / "out").modules}
@@ -290,12 +290,12 @@ def test_two_runs_to_one_target_do_not_mix(places: tuple[Path, Path], tmp_path: 
     ("changes", "message"),
     [
         ({"rank": 65}, r"rank 65; allowed is 1 to"),
-        ({"layers": (0, 7)}, "layer 7: the model has layers 0 to 1"),
+        ({"layers": "0,7"}, "layer 7: the model has layers 0 to 1"),
         ({"num_layers": 3}, "num_layers 3: the model has 2 layers"),
         ({"num_layers": 0}, "num_layers is 0"),
         ({"keys": ("donw_proj",)}, "'donw_proj' matches no projection; close: down_proj"),
         ({"keys": ("mlp.gate",)}, "router of a mixture of experts is never adapted"),
-        ({"layers": (0,), "keys": ("q_proj",)}, "'q_proj': only in layers 1"),
+        ({"layers": "0", "keys": ("q_proj",)}, "'q_proj': only in layers 1"),
         ({"data": "/nowhere"}, "neither a directory nor a file"),
         ({"model": "/nowhere"}, "no such directory"),
     ],
@@ -312,7 +312,7 @@ def test_bad_input_is_told_before_anything_is_written(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers": (0,), "num_layers": 1}, "not both"),
+        ({"layers": "0", "num_layers": 1}, "not both"),
         ({"val_batches": 0}, "val_batches is 0"),
         ({"iters": 2, "grad_accumulation_steps": 3}, "not one optimizer step"),
         ({"rank": 0}, "greater than or equal to 1"),

@@ -20,7 +20,8 @@ from mlxstacks.guard.build import adapted_model, lazy_model, read_config
 from mlxstacks.guard.predict import Point, Prediction, predict
 from mlxstacks.guard.report import GuardReport, Limit, outcome_of, share_of
 from mlxstacks.guard.run import guard, predict_training
-from mlxstacks.guard.settings import GuardSettings, parse_layers
+from mlxstacks.guard.settings import GuardSettings
+from mlxstacks.layers.settings import parse_layers
 from tests.guard.cases import Case
 from tests.tiny_models import llama_config
 
