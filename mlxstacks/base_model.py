@@ -16,15 +16,34 @@ from mlx.utils import tree_map_with_path, tree_unflatten
 from mlxstacks.errors import CheckpointError
 from mlxstacks.ops import gated_delta
 
+# The deepest public models have some 130 layers. A billion would fill the memory before anything
+# can be said of them.
+_MOST_LAYERS = 1000
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+
+
+def check_layer_count(config: dict[str, Any]) -> None:
+    """Raises: CheckpointError where the config, or its text part, wants more layers than can be."""
+    for part in (config, config.get("text_config")):
+        if not isinstance(part, dict):
+            continue
+        for name in _LAYER_COUNTS:
+            count = part.get(name)
+            if isinstance(count, int | float) and count > _MOST_LAYERS:
+                raise CheckpointError(
+                    f"{name} is {count:,} in the config; at most {_MOST_LAYERS:,} layers are built"
+                )
+
 
 def build_model(config: dict[str, Any]) -> nn.Module:
     """A model of `config` with mlx-lm's classes and unset (random) weights.
 
     Raises:
-        CheckpointError: mlx-lm has no class for `model_type`.
+        CheckpointError: mlx-lm has no class for `model_type`, or there are too many layers.
     """
     from mlx_lm.utils import _get_classes
 
+    check_layer_count(config)
     try:
         model_class, args_class = _get_classes(config)
     except ValueError as error:

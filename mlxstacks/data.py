@@ -95,15 +95,14 @@ def read_rows(
     Raises:
         InputError: a line is broken (file and line are named), or no row is left.
     """
-    # What a chat template raises for messages that it does not take.
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError  # of a chat template; where there is none, ValueError
 
     rows: list[Row] = []
     cut = empty = 0
     for number, record in numbered_records(path):
         try:
             row = encode_record(record, tokenizer, prompt_weight)
-        except (InputError, TemplateError, TypeError, KeyError) as error:
+        except (ValueError, TemplateError, TypeError, KeyError) as error:
             raise InputError(f"{path}, line {number}: {error}") from error
         if max_tokens is not None and len(row.tokens) > max_tokens:
             row = Row(row.tokens[:max_tokens], row.weights[:max_tokens])
@@ -276,15 +275,15 @@ def _shared(one: str, other: str) -> int:
 def encode_record(
     record: Mapping[str, Any], tokenizer: ChatTokenizer, prompt_weight: float = 0.0
 ) -> Row:
-    """One JSONL record as a row: chat rows count answers (and, by `prompt_weight`, the rest), text
-    rows everything.
+    """One JSONL record as a row. Chat rows count answers and, by `prompt_weight`, the rest; text
+    rows everything, after what the tokenizer puts before a text (`<bos>`), to an end mark.
     """
     messages = as_messages(record)
     if messages is not None:
         return encode_messages(messages, tokenizer, prompt_weight, record.get("tools"))
-    tokens = tokenizer.encode(record["text"], add_special_tokens=False)
-    if tokenizer.eos_token_id is not None:
-        tokens = [*tokens, tokenizer.eos_token_id]
+    tokens, end = tokenizer.encode(record["text"], add_special_tokens=True), tokenizer.eos_token_id
+    if end is not None and tokens[-1:] != [end]:
+        tokens = [*tokens, end]
     return _row(tokens, [1.0] * len(tokens))
 
 

@@ -94,3 +94,7 @@ def counted(module: str, cases: list[Any]) -> list[Any]:
     results = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(results) == len(cases), done.stderr
     return results
+
+
+if __name__ == "__main__":
+    print(library() or "no counting allocator here: it needs Linux and a C++ compiler")

@@ -68,6 +68,29 @@ def test_the_three_kinds_of_record(tokenizer) -> None:
         encode_record({"question": "?"}, tokenizer)
 
 
+def test_a_text_keeps_its_opening_mark_and_ends_once() -> None:
+    """As in mlx-lm: models with <bos> are lost without it; an end mark that is there is enough."""
+
+    class Marking:
+        eos_token_id = 9
+
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            return [1] * add_special_tokens + [int(word) for word in text.split()]
+
+    assert encode_record({"text": "5 6"}, Marking()).tokens == (1, 5, 6, 9)
+    assert encode_record({"text": "5 9"}, Marking()).tokens == (1, 5, 9)
+
+
+def test_a_model_without_a_chat_template_is_told_at_the_row(tmp_path: Path) -> None:
+    def missing(messages: list[dict[str, Any]], generate: bool, tools: Any) -> str:
+        raise ValueError("tokenizer.chat_template is not set")  # as transformers raises
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"messages": CHAT}) + "\n")
+    with pytest.raises(InputError, match=r"line 1: tokenizer\.chat_template is not"):
+        read_rows(path, Template(missing))
+
+
 def test_jsonl_errors_name_the_line(tmp_path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"text": "a"}) + "\n\n[1]\n")

@@ -26,6 +26,9 @@ _FIGURES = (
     "validation", "history",
 )  # fmt: skip
 
+# `[metal::malloc]` and its kind, what Metal says of a command buffer, what CUDA says.
+_NO_MEMORY = ("malloc", "insufficient memory", "out of memory")
+
 
 def work(specification: Message, send: Callable[[Message], None]) -> Message:
     """Train and measure: the result, or why there is none."""
@@ -41,7 +44,7 @@ def work(specification: Message, send: Callable[[Message], None]) -> Message:
         return {"status": "failed", "reason": str(error)}
     except RuntimeError as error:
         # MLX has no type of its own for memory or buffers that are not to be had.
-        if "malloc" not in str(error):
+        if not any(words in str(error).lower() for words in _NO_MEMORY):
             raise
         return {"status": "failed", "reason": str(error)}
     report = json.loads((target / REPORT).read_text(encoding="utf-8"))

@@ -23,12 +23,14 @@ def verdict(
     longest_row_tokens: int,
     in_float32: bool,
     *,
+    validates: bool,
     layers: str | None = None,
     processes: int = 1,
 ) -> GuardReport:
     """What the guard says of a run with these rows, for each of its processes.
 
-    in_float32: the base computes so, whatever its config says. layers: those that train, where
+    in_float32: the base computes so, whatever its config says. validates: the best weights so far
+    are kept beside the present ones. layers: those that train, where
     the settings only tell how many.
     """
     asked = GuardSettings(
@@ -44,6 +46,7 @@ def verdict(
         compile=compiles(settings),
         recurrence="chunked",
         loss="pieces",
+        adapter_copies=validates + (settings.grad_accumulation_steps > 1),
         resource_limit=settings.resource_limit,
         working_set_bytes=settings.working_set_bytes,
         force=settings.force or settings.guard == "warn",
@@ -136,15 +139,21 @@ def guarded(
 
 
 def _only_warns(settings: TrainSettings, report: GuardReport) -> bool:
-    """Told to run all the same; or the only limit is Metal's usual one and this is no Metal."""
-    no_limit = not (report.limit.known or report.limit.nbytes)
-    return settings.force or settings.guard == "warn" or no_limit
+    return settings.force or settings.guard == "warn" or limit_is_assumed(report)
+
+
+def limit_is_assumed(report: GuardReport) -> bool:
+    """The only limit is Metal's usual one, and this is no Metal: no reason to refuse a run."""
+    return not (report.limit.known or report.limit.nbytes)
 
 
 def _verdict_of(settings: TrainSettings, setup: TrainSetup, processes: int) -> GuardReport:
     layers = ",".join(map(str, sorted({target.layer for target in setup.targets})))
     longest = max(setup.plan.widths)
-    return verdict(settings, longest, setup.float32_base, layers=layers, processes=processes)
+    return verdict(
+        settings, longest, setup.float32_base, validates=setup.validation is not None,
+        layers=layers, processes=processes,
+    )  # fmt: skip
 
 
 def _refusal(report: GuardReport) -> str:

@@ -36,6 +36,7 @@ class CellPlan:
     tokens: int
     active_weights: int
     base_in_float32: bool
+    validates: bool
     notes: tuple[str, ...]
 
 
@@ -62,7 +63,8 @@ class Planner:
         )
         return CellPlan(
             cell, train, setup.identity(train), setup.parameters, max(setup.plan.widths), tokens,
-            _active_weights(setup.model), setup.float32_base, tuple(setup.notes),
+            _active_weights(setup.model), setup.float32_base, setup.validation is not None,
+            tuple(setup.notes),
         )  # fmt: skip
 
     def plan_all(self, cells: list[Cell]) -> dict[Cell, CellPlan]:
@@ -95,7 +97,9 @@ class Planner:
             "guard": self.settings.guard,
         }
         train = plan.train.model_copy(update=limits)
-        return verdict(train, plan.longest_row_tokens, plan.base_in_float32)
+        return verdict(
+            train, plan.longest_row_tokens, plan.base_in_float32, validates=plan.validates
+        )
 
 
 def _active_weights(model: nn.Module) -> int:

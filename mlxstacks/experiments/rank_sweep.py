@@ -28,7 +28,7 @@ from mlxstacks.experiments.cells import (
 from mlxstacks.experiments.children import Message, how_it_ended, run_child
 from mlxstacks.experiments.counting import preload
 from mlxstacks.experiments.forecast import Forecast
-from mlxstacks.experiments.guarded import train_change
+from mlxstacks.experiments.guarded import limit_is_assumed, train_change
 from mlxstacks.experiments.planning import BaseAt, CellPlan, Planner
 from mlxstacks.experiments.plots import write_plots
 from mlxstacks.experiments.run_directory import LOG, RunDirectory, what_differs, work_path
@@ -181,7 +181,8 @@ class _Sweep:
                 plan = self.planner.plan(cell, change)
                 report = self._guard(plan)
         result = CellResult(cell, "started", plan.identity, guard_json(report, change))
-        if report.outcome == "refused" and self.settings.guard != "warn":
+        may_run = self.settings.guard == "warn" or limit_is_assumed(report)
+        if report.outcome == "refused" and not may_run:
             return replace(result, status="refused", reason=report.verdict)
         write_result(self.directory, result)
         return self._train(plan, result, place)

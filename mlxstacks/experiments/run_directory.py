@@ -67,18 +67,19 @@ class RunDirectory:
             lines.write(json.dumps(plain(record), ensure_ascii=False) + "\n")
 
     def forget_log_after(self, step: int) -> None:
-        """Drop lines of steps that the saved state does not know, and a half-written last line."""
+        """Drop lines of steps that the saved state does not know, and what is no line of a log, as
+        the half-written last one.
+        """
         path = self.path / LOG
         if not path.exists():
             return
         kept = []
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except (ValueError, TypeError, KeyError, RecursionError):
                 continue
-            if record.get("step", 0) <= step:
-                kept.append(line)
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         os.replace(temporary, path)
@@ -99,8 +100,13 @@ class RunDirectory:
             return
         try:
             before = json.loads((self.path / IDENTITY).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            before = {}
+        except (OSError, ValueError, RecursionError):
+            before = None
+        if not isinstance(before, dict):
+            raise InputError(
+                f"{self.path / IDENTITY}: damaged or missing, so nobody knows which run the state "
+                "beside it belongs to; --no-resume removes both and starts anew"
+            )
         differences = what_differs(before, json.loads(json.dumps(self.identity)))
         if differences:
             lines = "".join(f"\n  {line}" for line in differences)

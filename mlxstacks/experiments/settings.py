@@ -40,7 +40,7 @@ class SweepSettings(BaseModel):
     ranks: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         (2, 4, 8), description="Ranks. Repeatable."
     )
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+    seeds: tuple[Annotated[int, Field(ge=0, lt=2**64)], ...] = Field(
         (0,),
         description="Seeds of first weights and order of the data; from two on differences have "
         "intervals. Repeatable.",

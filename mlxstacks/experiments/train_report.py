@@ -87,7 +87,7 @@ class TrainReport:
             "resources": resources,
             "peak_bytes": memory.counters().peak_bytes,
             "device": f"{device.name} ({device.kind})",
-            "versions": {name: version(name) for name in ("mlxstacks", "mlx", "mlx-lm", "numpy")},
+            "versions": versions(),
         }
         use_best = self.settings["keep"] == "best" and best is not None
         return replace(
@@ -101,6 +101,11 @@ class TrainReport:
             history=state.history,
             figures=figures,
         )
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers come from."""
+    return {name: version(name) for name in ("mlxstacks", "mlx", "mlx-lm", "numpy")}
 
 
 def planned(

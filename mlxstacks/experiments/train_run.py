@@ -4,6 +4,7 @@ The run lives in `.NAME.work` beside its target until it is done; stopped at any
 killed, the same command goes on from the last saved state and ends with the same bytes.
 """
 
+import json
 import os
 import time
 from collections.abc import Callable
@@ -27,16 +28,16 @@ from mlxstacks.experiments.run_directory import (
     run_id,
     work_path,
 )
-from mlxstacks.experiments.train_report import TrainReport, planned, write_recipe
+from mlxstacks.experiments.train_report import TrainReport, planned, versions, write_recipe
 from mlxstacks.experiments.train_setup import set_up, steps_of
 from mlxstacks.files.adapter_file import CONFIG
 from mlxstacks.files.adapters import WEIGHTS, LoraModule, mlx_config
-from mlxstacks.files.disk import user_path
-from mlxstacks.files.outputs import check_target, staged_directory, write_json
+from mlxstacks.files.disk import mlx_write_errors, user_path
+from mlxstacks.files.outputs import check_target, clone_or_link, staged_directory, write_json
 from mlxstacks.layers.attach import lora_tensors
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.training.checkpointing import checkpoint_layers
-from mlxstacks.training.group import current_group, size_and_rank, wait_for_all
+from mlxstacks.training.group import current_group, gathered, size_and_rank, wait_for_all
 from mlxstacks.training.loop import (
     NonFiniteError,
     Record,
@@ -105,6 +106,7 @@ class _TrainRun:
             _silence_stdout()
         set_wired_limit(setup.notes)
         mx.eval(self.model.parameters())
+        mx.reset_peak_memory()  # of training, not of widening the base
         self.head, note = find_output_head(self.model)
         setup.notes.extend([note] if note else [])
         lowest = set_training_modes(self.model)
@@ -137,16 +139,27 @@ class _TrainRun:
     # --- the run ----------------------------------------------------------------------------------
 
     def _state(self) -> TrainingState:
-        """A new state, or the saved one with its weights in the model."""
+        """A new state, or the saved one with its weights in the model.
+
+        Raises: InputError where the processes of a group do not have the same.
+        """
         path, optimizer = self._work_path() / STATE, self.setup.optimizer
         resumed = path.exists()
         state = new_state(optimizer)
         if resumed:
             state = load_state(path, self.model, optimizer, run_id(self.identity))
+        steps = gathered(state.step, self.group)
+        if len(set(steps)) > 1:
+            raise InputError(
+                f"{path}: the processes would go on from steps {steps}; only some of them see this "
+                "file. Put it where each of them reads it, or start anew with --no-resume"
+            )
         self.resumed_from = state.step
         if self.work is not None:
             self.work.forget_log_after(state.step if resumed else -1)
-        self._log("resumed" if resumed else "started", state.step)
+        if resumed and self.work is not None:
+            self.setup.notes.extend(_other_versions(self.work.path / LOG))
+        self._log("resumed" if resumed else "started", state.step, versions=versions())
         return state
 
     def _train(self, state: TrainingState) -> TrainingState:
@@ -184,10 +197,12 @@ class _TrainRun:
 
     def _validation_loss(self, model: Any) -> float:
         with evaluating(model):
-            return evaluate_mean_loss(
+            loss = evaluate_mean_loss(
                 model, self.setup.validation_rows, self.settings.batch_size,
                 self.setup.plan.widths, head=self.head,
             )  # fmt: skip
+        # The first process's: hosts may round differently, and all have to stop together.
+        return gathered(loss, self.group)[0]
 
     def _on_step(self, state: TrainingState, record: Record) -> None:
         last = state.step == self.setup.optimizer.steps or state.stopped is not None
@@ -232,12 +247,14 @@ class _TrainRun:
         if tensors.keys() != lora_tensors(self.model).keys():
             raise AssertionError("what trains is not what an adapter holds")
         ordered = dict(sorted(tensors.items()))
-        mx.save_safetensors(str(directory / WEIGHTS), ordered)
-        scale = self.setup.lora.scale
+        with mlx_write_errors(directory / WEIGHTS):
+            mx.save_safetensors(str(directory / WEIGHTS), ordered)
+        # Shapes are all that the config needs; a copy of the numbers can be gigabytes.
+        scale, number = self.setup.lora.scale, np.zeros((), np.float32)
         modules = {
             t.path: LoraModule(
-                t.path, np.array(tensors[f"{t.path}.lora_a"]),
-                np.array(tensors[f"{t.path}.lora_b"]), "F32", scale,
+                t.path, np.broadcast_to(number, tensors[f"{t.path}.lora_a"].shape),
+                np.broadcast_to(number, tensors[f"{t.path}.lora_b"].shape), "F32", scale,
             )
             for t in self.setup.targets
         }  # fmt: skip
@@ -247,8 +264,9 @@ class _TrainRun:
     def _write_target(self, work: RunDirectory, report: TrainReport) -> None:
         with staged_directory(self.target, force=self.settings.force) as directory:
             self._write_adapter(directory, trainable_weights(self.model))
-            for name in (LOG, STATE):
-                (directory / name).write_bytes((work.path / name).read_bytes())
+            # A log can still grow, a state is only ever replaced.
+            clone_or_link(work.path / LOG, directory / LOG, copy=True)
+            clone_or_link(work.path / STATE, directory / STATE)
             write_recipe(directory, self.settings)
             write_json(directory / REPORT, plain(report.as_json()))
 
@@ -260,6 +278,21 @@ class _TrainRun:
             processes=size_and_rank(self.group)[0],
             resources=self.guard.report() if self.guard else None,
         )
+
+
+def _other_versions(log: Path) -> list[str]:
+    """A note when the run began with other versions of what computes."""
+    before: dict[str, str] = {}
+    for line in log.read_text(encoding="utf-8").splitlines():
+        before = json.loads(line).get("versions") or before
+    changed = [
+        f"{name} {before[name]}, now {now}"
+        for name, now in versions().items()
+        if before.get(name, now) != now
+    ]
+    if not changed:
+        return []
+    return [f"The run began with {'; '.join(changed)}: its bytes may be other ones."]
 
 
 def _silence_stdout() -> None:

@@ -1,5 +1,6 @@
 """What `mlxstacks train` works on: base, projections, rows, batches; loaded, checked, not begun."""
 
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -134,12 +135,17 @@ def read_data(
 ) -> tuple[RowFile, RowFile | None]:
     """Rows of train.jsonl and, where it exists, of valid.jsonl; or of one file to train on."""
     path = user_path(settings.data or "")
-    file = path / "train.jsonl" if path.is_dir() else path
-    if not file.is_file():
+    try:
+        file = path / "train.jsonl" if path.is_dir() else path
+        is_there = file.is_file()
+    except OSError as error:
+        raise InputError(f"{str(path)[:200]!a}: cannot be opened: {error.strerror}") from None
+    if not is_there:
         what = "has no train.jsonl" if path.is_dir() else "is neither a directory nor a file"
         raise InputError(
             f"{path}: {what}; --data takes a directory with train.jsonl and valid.jsonl, "
-            "one JSON object a line: messages, prompt and completion, or text"
+            "one JSON object a line: messages, prompt and completion, or text. A data set of the "
+            "hub has to be written as such files first"
         )
     prompt_weight = 0.0 if settings.mask_prompt else 1.0
 
@@ -156,7 +162,9 @@ def read_data(
 
     train = read(file)
     valid = path / "valid.jsonl"
-    if not path.is_dir() or not valid.is_file():
+    # Something of this name that is no file (a dangling link) must not pass for none: a run without
+    # validation keeps other weights. `read` says what is wrong with it.
+    if not path.is_dir() or not os.path.lexists(valid):
         notes.append("No valid.jsonl: the last weights are kept, better or not.")
         return train, None
     found = read(valid)

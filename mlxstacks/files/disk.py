@@ -57,11 +57,26 @@ def _explain(error: OSError, path: Path, needed_bytes: int, only_writes: bool) -
         return f"{path}: not writable ({error.strerror}); choose another target"
     if only_writes:
         return None
-    if error.errno in {errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY}:
+    if error.errno in {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}:
         return f"{error.filename or path}: {error.strerror}; choose another target"
     if error.errno in _UNUSABLE:
         return f"{path}: not a usable target ({error.strerror}); choose another"
     return None
+
+
+@contextmanager
+def mlx_write_errors(path: Path) -> Iterator[None]:
+    """`target_errors` for MLX's own writers, whose RuntimeError has neither errno nor name."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("[write]"):
+            raise
+        raise TargetError(
+            f"{path}: {str(error).removeprefix('[write] ').rstrip('.')}: the disk is full "
+            f"({free_bytes(path)} bytes free) or `ulimit -f` ends the file; make room or choose a "
+            "target on another disk"
+        ) from None
 
 
 def user_path(path: str | Path, kind: type[InputError] = InputError) -> Path:

@@ -8,12 +8,15 @@ merged in the trace, sorted expert products traced unsorted, checkpointing left 
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
 
 from mlxstacks.guard.fused import match_fused
-from mlxstacks.guard.graph import Graph
-from mlxstacks.guard.instances import PASSED_ON, Instance
-from mlxstacks.guard.pieces import Piece
+from mlxstacks.guard.graph import Graph, Ints
+from mlxstacks.guard.instances import Instance
+from mlxstacks.guard.pieces import PASSED_ON, Piece
 
 # Names in the DOT text -> names in a trace; the rest agree in their first word.
 _OTHER_NAMES = {
@@ -38,69 +41,76 @@ class Sizes:
     guessed: labels of operations that were met in no trace, with how often.
     """
 
-    nbytes: list[int]
-    itemsize: list[int]
-    guessed: Counter[str] = field(default_factory=Counter)
+    nbytes: Ints
+    itemsize: Ints
+    guessed: Counter[str]
 
 
 class _Walk:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
+        self.inputs, self.outputs = graph.inputs.tuples, graph.outputs.tuples
+        self.producer = graph.producer.tolist()
         self.found: list[tuple[int, int] | None] = [None] * graph.arrays
-        self.done = [False] * len(graph.labels)
+        self.done = [False] * len(graph.label)
         self.waiting: list[tuple[int, Instance, str]] = []
-        self.passes = [label in PASSED_ON for label in graph.labels]
-        self.fused = [label.startswith("Compiled") for label in graph.labels]
-        names = {label: traced_name(label) for label in set(graph.labels)}
-        self.names = [names[label] for label in graph.labels]
+        names = [traced_name(label) for label in graph.names]
+        self.names = [names[label] for label in graph.label.tolist()]
 
     def run(self) -> None:
-        waiting, done, found, producer = self.waiting, self.done, self.found, self.graph.producer
+        waiting, done, found, producer = self.waiting, self.done, self.found, self.producer
         while waiting:
             array, at, letter = waiting.pop()
             operation = producer[array]
-            if done[operation] if operation >= 0 else found[array] is not None:
-                continue
-            if operation >= 0 and self.passes[operation]:
-                self.pair_dependencies(array, *at.jump(letter))
-                array = passed_through(self.graph, array)
-                operation = producer[array]
-            at, letter = at.resolve(letter)
+            if operation >= 0:
+                if done[operation]:
+                    continue
+                if self.names[operation] in PASSED_ON:
+                    self.pair_dependencies(array, *at.jump(letter))
+                    array = self.passed_through(array)
+                    operation = producer[array]
+            if letter in at.indirect:
+                at, letter = at.resolve(letter)
             if found[array] is None:
                 found[array] = at.graph.sizes.get(letter)
             if operation >= 0 and not done[operation]:
                 self.step(operation, array, at, letter)
 
+    def pair(self, operation: int, at: Instance, given: Sequence[str]) -> None:
+        """The inputs of an operation are these of the trace; what is settled need not wait."""
+        self.done[operation] = True
+        for array, letter in zip(self.inputs[operation], given, strict=True):
+            maker = self.producer[array]
+            if not self.done[maker] if maker >= 0 else self.found[array] is None:
+                self.waiting.append((array, at, letter))
+
     def pair_dependencies(self, array: int, at: Instance, letter: str) -> None:
         """What a `Depends` waits for is part of the run, although it passes on something else."""
-        operation = self.graph.producer[array]
+        operation = self.producer[array]
         traced = at.graph.producer.get(letter, -1)
-        if operation < 0 or self.done[operation] or traced < 0:
+        if self.done[operation] or traced < 0:
             return
-        mine, given = self.graph.inputs[operation], at.graph.inputs[traced]
-        both = self.graph.labels[operation] == at.graph.names[traced] == "Depends"
-        if both and len(mine) == len(given):
-            self.done[operation] = True
-            self.waiting += [(a, at, other) for a, other in zip(mine, given, strict=True)]
+        given = at.graph.inputs[traced]
+        both = self.names[operation] == at.graph.names[traced] == "Depends"
+        if both and len(self.inputs[operation]) == len(given):
+            self.pair(operation, at, given)
 
     def step(self, operation: int, array: int, at: Instance, letter: str) -> None:
         """Pair the inputs of an operation with those of the traced one."""
-        inputs, outputs = self.graph.inputs[operation], self.graph.outputs[operation]
-        if self.fused[operation]:
+        inputs, own_name = self.inputs[operation], self.names[operation]
+        if own_name.startswith("Compiled"):
             pairs = match_fused(self.graph.labels[operation], inputs, at, letter)
-            if pairs:
-                self.done[operation] = True
-                self.waiting += pairs
+            self.done[operation] = bool(pairs)
+            self.waiting += pairs
             return
         traced = at.graph.producer.get(letter, -1)
         if traced < 0:
             return
         name, given = at.graph.names[traced], at.graph.inputs[traced]
-        if name == self.names[operation] and len(given) == len(inputs):
-            self.done[operation] = True
-            for made, other in zip(outputs, at.graph.outputs[traced], strict=False):
+        if name == own_name and len(given) == len(inputs):
+            for made, other in zip(self.outputs[operation], at.graph.outputs[traced], strict=False):
                 self.found[made] = at.graph.sizes[other]
-            self.waiting += [(a, at, other) for a, other in zip(inputs, given, strict=True)]
+            self.pair(operation, at, given)
         elif name == "Scatter":
             self.sorted_product(operation, array, at, given[-1])
 
@@ -115,16 +125,30 @@ class _Walk:
         traced = at.graph.producer.get(product, -1)
         if traced < 0 or at.graph.names[traced] != "GatherMM":
             return
-        label = self.graph.labels[operation]
+        label = self.names[operation]
         if label == "GatherMM":
             self.waiting.append((array, at, product))
         elif label == "SegmentedMM":
             self.done[operation] = True
             views = ("Transpose", "Flatten", "Reshape")
             for index in (0, 1):
-                mine = self.graph.inputs[operation][index]
-                mine = passed_through(self.graph, mine, views)
+                mine = self.passed_through(self.inputs[operation][index], views)
                 self.waiting.append((mine, *_skip(at, at.graph.inputs[traced][index], views)))
+
+    def passed_through(self, array: int, also: Sequence[str] = ()) -> int:
+        """The array that an array is, below what only passes it on (and views in `also`)."""
+        while (operation := self.producer[array]) >= 0:
+            name, inputs = self.names[operation], self.inputs[operation]
+            if name in PASSED_ON:
+                index = self.outputs[operation].index(array)
+                if name == "CustomTransforms":
+                    index += len(inputs) - len(self.outputs[operation])
+                array = inputs[index]
+            elif name in also:
+                array = inputs[0]
+            else:
+                break
+        return array
 
 
 def _skip(at: Instance, letter: str, names: Sequence[str]) -> tuple[Instance, str]:
@@ -134,22 +158,6 @@ def _skip(at: Instance, letter: str, names: Sequence[str]) -> tuple[Instance, st
             break
         at, letter = at.resolve(at.graph.inputs[operation][0])
     return at, letter
-
-
-def passed_through(graph: Graph, array: int, also: Sequence[str] = ()) -> int:
-    """The array that an array is, below operations that only pass it on (and views in `also`)."""
-    while (operation := graph.producer[array]) >= 0:
-        label = graph.labels[operation]
-        inputs, outputs = graph.inputs[operation], graph.outputs[operation]
-        if label == "CustomTransforms":
-            array = inputs[len(inputs) - len(outputs) + outputs.index(array)]
-        elif label in PASSED_ON:
-            array = inputs[outputs.index(array)]
-        elif label in also:
-            array = inputs[0]
-        else:
-            break
-    return array
 
 
 def sizes_of(
@@ -171,33 +179,28 @@ def sizes_of(
     found = walk.found
     for array, size in known.items():
         found[array] = size
-    sizes = Sizes([4] * graph.arrays, [4] * graph.arrays)
+    guessed: Counter[str] = Counter()
+    unmet = {walk.producer[array] for array, size in enumerate(found) if size is None}
     for operation in order:
-        for index, array in enumerate(graph.outputs[operation]):
+        if operation not in unmet:
+            continue
+        for index, array in enumerate(walk.outputs[operation]):
             if found[array] is None:
-                found[array] = _guess(graph, operation, index, found, sizes.guessed)
-    for array, met in enumerate(found):
-        if met is not None:
-            sizes.nbytes[array], sizes.itemsize[array] = met
-    return sizes
+                found[array] = _guess(walk, operation, index, guessed)
+    flat = np.fromiter(chain.from_iterable(size or (4, 4) for size in found), np.int64)
+    return Sizes(flat[::2], flat[1::2], guessed)
 
 
-def _guess(
-    graph: Graph,
-    operation: int,
-    index: int,
-    found: Sequence[tuple[int, int] | None],
-    guessed: Counter[str],
-) -> tuple[int, int]:
+def _guess(walk: _Walk, operation: int, index: int, guessed: Counter[str]) -> tuple[int, int]:
     """The size of an array that was not met: of what it passes on, or of the largest input made.
 
     Weights do not count: what is looked up in one is far smaller.
     """
-    label, inputs = graph.labels[operation], graph.inputs[operation]
+    label, inputs = walk.graph.labels[operation], walk.inputs[operation]
     if label == "CustomTransforms":
-        inputs = inputs[len(inputs) - len(graph.outputs[operation]) :]
+        inputs = inputs[len(inputs) - len(walk.outputs[operation]) :]
     if label in PASSED_ON:
-        return found[inputs[index]] or (4, 4)
+        return walk.found[inputs[index]] or (4, 4)
     guessed[label] += 1
-    made = [size for a in inputs if graph.producer[a] >= 0 and (size := found[a]) is not None]
+    made = [size for a in inputs if walk.producer[a] >= 0 and (size := walk.found[a]) is not None]
     return max(made, default=(4, 4))

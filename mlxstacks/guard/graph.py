@@ -1,4 +1,4 @@
-"""A lazily built MLX graph as lists of integers.
+"""A lazily built MLX graph as rows of integers.
 
 MLX shows its graph in one way only, the DOT text of `mx.export_to_dot`. All arrays that matter are
 made inputs of one `mx.depends` node, so that the edges into that node list them in order.
@@ -6,37 +6,89 @@ made inputs of one `mx.depends` node, so that the edges into that node list them
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
-# One operation, its inputs and outputs, and leaves, in the order in which MLX prints them. The
-# number of an operation may repeat (it is an address): what belongs together is told by position.
-_TOKEN = re.compile(r'label ="([^"]+)"|\n"([A-Z]+)" ->|-> "([A-Z]+)"')
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
-_SLICE = 4_000_000
+_LABEL = re.compile(r'label ="([^"]+)"')
+_QUOTE, _NEWLINE, _EQUALS, _BEFORE_A = b'"\n=@'
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
+class Rows:
+    """Rows of numbers, one after the other in `values`; row i is values[cuts[i]:cuts[i + 1]]."""
+
+    values: Ints
+    cuts: Ints
+
+    @classmethod
+    def of_lengths(cls, values: Ints, lengths: Ints) -> "Rows":
+        return cls(values, np.concatenate([[0], lengths.cumsum()]))
+
+    @cached_property
+    def tuples(self) -> list[tuple[int, ...]]:
+        """The rows, for loops."""
+        flat = tuple(self.values.tolist())
+        return [flat[start:end] for start, end in pairwise(self.cuts.tolist())]
+
+    def __getitem__(self, row: int) -> tuple[int, ...]:
+        return self.tuples[row]
+
+    def __len__(self) -> int:
+        return len(self.cuts) - 1
+
+    @property
+    def lengths(self) -> Ints:
+        return np.diff(self.cuts)
+
+    @property
+    def owners(self) -> Ints:
+        """The row that each value is in."""
+        return np.repeat(np.arange(len(self)), self.lengths)
+
+    def without_last(self) -> "Rows":
+        return Rows(self.values[: self.cuts[-2]], self.cuts[:-1])
+
+    def take(self, chosen: Ints) -> "Rows":
+        """These rows in this order."""
+        lengths = self.lengths[chosen]
+        taken = Rows.of_lengths(lengths, lengths)
+        shift = np.repeat(self.cuts[chosen] - taken.cuts[:-1], lengths)
+        return Rows(self.values[np.arange(len(shift)) + shift], taken.cuts)
+
+
+@dataclass(frozen=True)
 class Graph:
     """Operations in an order in which every input is made before it is used.
 
-    labels: MLX's name of each operation.
+    names, label: MLX's names of operations, and the place in them of each operation's.
     inputs, outputs: the arrays of each operation, as numbers below `arrays`.
     producer: the operation that makes an array, -1 for arrays that exist before the evaluation.
     """
 
-    labels: list[str]
-    inputs: list[list[int]]
-    outputs: list[list[int]]
+    names: list[str]
+    label: Ints
+    inputs: Rows
+    outputs: Rows
     arrays: int
-    producer: list[int]
+    producer: Ints
+
+    @cached_property
+    def labels(self) -> list[str]:
+        """The name of each operation."""
+        return [self.names[label] for label in self.label.tolist()]
 
     def cut_at(self, arrays: Sequence[int]) -> None:
         """Treat `arrays` as existing before the evaluation, as if they had been evaluated."""
-        for array in arrays:
-            self.producer[array] = -1
+        self.producer[list(arrays)] = -1
 
 
 def export_graph(arrays: Sequence[mx.array]) -> tuple[Graph, list[int]]:
@@ -46,41 +98,50 @@ def export_graph(arrays: Sequence[mx.array]) -> tuple[Graph, list[int]]:
     text = io.StringIO()
     mx.export_to_dot(text, root)
     graph = parse(text.getvalue())
-    listed = graph.inputs[-1][1:]
     # The root itself is no part of the run.
-    for column in (graph.labels, graph.inputs, graph.outputs):
-        column.pop()
-    return graph, listed
-
-
-def _tokens(text: str) -> Iterator[tuple[str, str, str]]:
-    """Matches of `_TOKEN`, a few megabytes at a time: all at once are larger than the text."""
-    start = 0
-    while start < len(text):
-        end = text.find("\n{", start + _SLICE) + 1 or len(text)
-        yield from _TOKEN.findall(text, max(start - 1, 0), end)
-        start = end
+    listed = graph.inputs.values[graph.inputs.cuts[-2] + 1 :].tolist()
+    inputs, outputs = graph.inputs.without_last(), graph.outputs.without_last()
+    kept = Graph(graph.names, graph.label[:-1], inputs, outputs, graph.arrays, graph.producer)
+    return kept, listed
 
 
 def parse(text: str) -> Graph:
-    """A graph from DOT text."""
-    labels: list[str] = []
-    inputs: list[list[int]] = []
-    outputs: list[list[int]] = []
-    number: dict[str, int] = {}
-    for label, source, made in _tokens(text):
-        if label:
-            labels.append(label)
-            into: list[int] = []
-            out: list[int] = []
-            inputs.append(into)
-            outputs.append(out)
-        elif source:
-            into.append(number.setdefault(source, len(number)))
-        else:
-            out.append(number.setdefault(made, len(number)))
-    producer = [-1] * len(number)
-    for operation, made_arrays in enumerate(outputs):
-        for array in made_arrays:
-            producer[array] = operation
-    return Graph(labels, inputs, outputs, len(number), producer)
+    """A graph from DOT text: of each operation its label, a line an input, and a line an output.
+
+        { 7 [label ="Add", shape=rectangle]; }
+        "A" -> 7
+        "B" -> 7
+        { "C"; }
+        7 -> "C"
+
+    The number of an operation may repeat (it is an address): position tells what belongs together.
+    Every array has a name in letters, counted A to Z, AA to ZZ, and so on.
+    """
+    raw = np.frombuffer(text.encode(), np.uint8)
+    quotes = np.flatnonzero(raw == _QUOTE)
+    starts, ends = quotes[::2] + 1, quotes[1::2]
+    before, after = raw[starts - 2], raw[ends + 1]
+    is_label, is_input, is_output = before == _EQUALS, before == _NEWLINE, after == _NEWLINE
+    labels = _LABEL.findall(text)
+    names = {name: i for i, name in enumerate(dict.fromkeys(labels))}
+    operation = is_label.cumsum() - 1
+
+    def part(chosen: Bools) -> Rows:
+        values = _numbers(raw, starts[chosen], ends[chosen])
+        return Rows.of_lengths(values, np.bincount(operation[chosen], minlength=len(labels)))
+
+    inputs, outputs = part(is_input), part(is_output)
+    arrays = max(inputs.values.max(initial=-1), outputs.values.max(initial=-1)) + 1
+    producer = np.full(arrays, -1)
+    producer[outputs.values] = operation[is_output]
+    label = np.fromiter(map(names.__getitem__, labels), np.int64, len(labels))
+    return Graph(list(names), label, inputs, outputs, int(arrays), producer)
+
+
+def _numbers(raw: NDArray[np.uint8], starts: Ints, ends: Ints) -> Ints:
+    """Numbers of the names at raw[starts:ends]: A is 0, Z is 25, AA is 26."""
+    number = np.zeros(len(starts), np.int64)
+    for place in range((ends - starts).max(initial=0)):
+        inside = starts + place < ends
+        number[inside] = 26 * number[inside] + raw[starts[inside] + place] - _BEFORE_A
+    return number - 1

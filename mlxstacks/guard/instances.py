@@ -2,10 +2,7 @@
 
 from collections.abc import Sequence
 
-from mlxstacks.guard.pieces import Piece
-
-# Operations that give an input on as it is, in a trace and in the true graph.
-PASSED_ON = frozenset(("Copy", "StopGradient", "Depends", "CustomTransforms", "Contiguous"))
+from mlxstacks.guard.pieces import PASSED_ON, Piece
 
 
 class Instance:
@@ -14,11 +11,14 @@ class Instance:
     def __init__(self, piece: Piece, outside: "Instance | None", given: Sequence[str]) -> None:
         self.piece, self.graph = piece, piece.graph
         self.outside, self.given = outside, given
+        self.indirect = piece.indirect
         self._inside: dict[int, Instance] = {}
         self._resolved: dict[str, tuple[Instance, str]] = {}
 
     def resolve(self, letter: str) -> "tuple[Instance, str]":
         """Where an array is really made: inside a call, or outside of this one."""
+        if letter not in self.indirect:
+            return self, letter
         found = self._resolved.get(letter)
         if found is None:
             at, other = self.jump(letter)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.nn as nn
+import numpy as np
 
 from mlxstacks.guard.live import Peak
 from mlxstacks.guard.step import StepGraph, decoder_layers
@@ -40,12 +41,16 @@ def layering(graph: StepGraph) -> Layering:
     """
     forward = _above(graph, graph.results[-1])
     of_operation, of_leaf = _layers(graph, forward)
-    number: dict[Phase, int] = {}
-    phase_of = [
-        number.setdefault(phase, len(number))
-        for phase in zip(forward, of_operation, graph.graph.labels, strict=True)
+    label, names = graph.graph.label, graph.graph.names
+    above = np.array(of_operation) + 1
+    shape = (2, int(above.max(initial=0)) + 1, len(names))
+    key = np.ravel_multi_index((np.array(forward, np.int64), above, label), shape)
+    found, phase_of = np.unique(key, return_inverse=True)
+    phases = [
+        (bool(ahead), layer - 1, names[name])
+        for ahead, layer, name in np.transpose(np.unravel_index(found, shape)).tolist()
     ]
-    return Layering(of_operation, of_leaf, list(number), phase_of)
+    return Layering(of_operation, of_leaf, phases, phase_of.tolist())
 
 
 def buffers_by_kind(
@@ -75,23 +80,37 @@ def layer_kind(layer: nn.Module) -> str:
 
 def _layers(graph: StepGraph, forward: Sequence[bool]) -> tuple[list[int], dict[int, int]]:
     """Layer of each operation (-1: none), and of each leaf that is no weight."""
-    inputs, outputs = graph.graph.inputs, graph.graph.outputs
+    inputs, outputs = graph.graph.inputs.tuples, graph.graph.outputs.tuples
+    # What a checkpoint computes again starts with a Depends; its weights will tell the layer.
+    skipped = [label == "Depends" for label in graph.graph.labels]
     of_array = [-1] * graph.graph.arrays
     for array, layer in graph.layers.items():
         of_array[array] = layer
     of_operation = [-1] * len(inputs)
     for operation in graph.order:
-        known = [layer for array in inputs[operation] if (layer := of_array[array]) >= 0]
-        # What a checkpoint computes again starts with a Depends; its weights will tell the layer.
-        if not known or graph.graph.labels[operation] == "Depends":
+        layer = -1
+        for array in inputs[operation]:
+            known = of_array[array]
+            if known > layer if forward[operation] else 0 <= known < layer or layer < 0:
+                layer = known
+        if layer < 0 or skipped[operation]:
             continue
-        layer = max(known) if forward[operation] else min(known)
         of_operation[operation] = layer
         for array in outputs[operation]:
             of_array[array] = layer
-    # Constants, and what is made of nothing else, belong to those that use them.
+    return of_operation, _spread_to_makers(graph, of_operation, of_array)
+
+
+def _spread_to_makers(
+    graph: StepGraph, of_operation: list[int], of_array: list[int]
+) -> dict[int, int]:
+    """Give constants, and what is made of nothing else, to those that use them; the leaves."""
     of_leaf: dict[int, int] = {}
-    for operation in reversed(graph.order):
+    inputs, outputs = graph.graph.inputs, graph.graph.outputs
+    unknown = np.array(of_operation) < 0
+    unknown[inputs.owners[np.array(of_array)[inputs.values] < 0]] = True
+    order = np.array(graph.order, np.int64)
+    for operation in order[unknown[order]][::-1].tolist():
         layer = of_operation[operation]
         if layer < 0:
             layer = max(of_array[array] for array in outputs[operation])
@@ -99,17 +118,18 @@ def _layers(graph: StepGraph, forward: Sequence[bool]) -> tuple[list[int], dict[
         for array in inputs[operation]:
             if of_array[array] < 0:
                 of_array[array] = of_leaf[array] = layer
-    return of_operation, of_leaf
+    return of_leaf
 
 
 def _above(graph: StepGraph, array: int) -> Sequence[bool]:
     """Whether each operation is needed for `array` (the loss): the forward pass."""
-    producer, inputs = graph.graph.producer, graph.graph.inputs
+    producer, inputs = graph.graph.producer.tolist(), graph.graph.inputs.tuples
     needed = [False] * len(inputs)
-    waiting = [array]
+    waiting = [(array,)]
     while waiting:
-        operation = producer[waiting.pop()]
-        if operation >= 0 and not needed[operation]:
-            needed[operation] = True
-            waiting += inputs[operation]
+        for array in waiting.pop():
+            operation = producer[array]
+            if operation >= 0 and not needed[operation]:
+                needed[operation] = True
+                waiting.append(inputs[operation])
     return needed

@@ -7,11 +7,12 @@ result with a counting allocator). On Metal single kernels replace groups of ope
 is then built there and differs, the rules stay.
 """
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlxstacks.guard.graph import Graph
+import numpy as np
+
+from mlxstacks.guard.graph import Bools, Graph, Ints
 
 # Operations that the CPU backend lets be in flight: the buffers they read stay alive meanwhile.
 LAG = 60
@@ -45,7 +46,7 @@ _RULES: dict[str, int] = {
     **dict.fromkeys(_BINARY, ANY),
 }
 # Views after which a reshape has to copy, and which cannot be donated.
-_SCATTERED = frozenset(("Broadcast", "Transpose", "Split", "AsStrided"))
+SCATTERED = frozenset(("Broadcast", "Transpose", "Split", "AsStrided"))
 
 
 def rule_of(label: str) -> int:
@@ -60,69 +61,27 @@ class Peak:
     """The fullest moments of a run.
 
     buffers, nbytes: the most buffers and the most bytes alive at once, at two moments.
-    at, bytes_at: the operations (places in the order) at which that was.
-    makers: for each buffer alive at `at`, the operation that made it, or -1 - array for one that
-        was there before.
+    makers: for each buffer alive at the first of them, the operation that made it, or -1 - array
+        for one that was there before.
     left: buffers alive once the run is over.
     phases: the most buffers and the most bytes while each phase ran, by phase.
     """
 
     buffers: int
     nbytes: int
-    at: int
-    bytes_at: int
     makers: list[int]
     left: int
     phases: dict[int, tuple[int, int]]
 
 
-class Buffers:
-    """Buffers by number, with the count of who holds each."""
-
-    def __init__(self, arrays: int) -> None:
-        self.of_array = [-1] * arrays
-        self.holders: list[int] = []
-        self.nbytes: list[int] = []
-        self.maker: list[int] = []
-        self.born: list[int] = []
-        self.died: list[int] = []
-        self.live = self.live_bytes = 0
-
-    def allocate(self, array: int, nbytes: int, maker: int, now: int) -> None:
-        self.of_array[array] = len(self.holders)
-        self.holders.append(1)
-        self.nbytes.append(nbytes)
-        self.maker.append(maker)
-        self.born.append(now)
-        self.died.append(-1)
-        self.live += 1
-        self.live_bytes += nbytes
-
-    def share(self, array: int, source: int) -> None:
-        buffer = self.of_array[array] = self.of_array[source]
-        self.holders[buffer] += 1
-
-    def release(self, buffer: int, now: int) -> None:
-        self.holders[buffer] -= 1
-        if self.holders[buffer] == 0:
-            self.died[buffer] = now
-            self.live -= 1
-            self.live_bytes -= self.nbytes[buffer]
-
-    def makers_at(self, moment: int) -> list[int]:
-        """Makers of the buffers alive while operation number `moment` runs."""
-        lives = zip(self.maker, self.born, self.died, strict=True)
-        return [made for made, born, died in lives if born <= moment and not 0 <= died < moment]
-
-
 def simulate(
     graph: Graph,
     order: Sequence[int],
-    held: Iterable[int],
-    existing: Iterable[int],
-    outputs: Iterable[int],
-    nbytes: Sequence[int] | None = None,
-    itemsize: Sequence[int] | None = None,
+    held: Sequence[int],
+    existing: Sequence[int],
+    outputs: Sequence[int],
+    nbytes: Sequence[int] | Ints | None = None,
+    itemsize: Sequence[int] | Ints | None = None,
     lag: int = LAG,
     measured_from: int = 0,
     phase_of: Sequence[int] | None = None,
@@ -135,133 +94,188 @@ def simulate(
     nbytes, itemsize: of each array; without them only buffers are counted.
     lag: operations in flight. measured_from: the place in the order where the peak may begin.
     phase_of: the phase that each operation belongs to.
+
+    Law: the same as going through the order one operation at a time (`tests/guard/one_by_one.py`).
     """
-    run = _Run(graph, order, nbytes, itemsize)
-    run.begin(held, existing, outputs)
-    flight: deque[list[int]] = deque()
-    buffers = run.buffers
-    most = most_bytes = at = bytes_at = 0
-    phases: dict[int, tuple[int, int]] = {}
-    for now, operation in enumerate(order):
-        run.make_outputs(operation, now)
-        if buffers.live > most and now >= measured_from:
-            most, at = buffers.live, now
-        if buffers.live_bytes > most_bytes and now >= measured_from:
-            most_bytes, bytes_at = buffers.live_bytes, now
-        if phase_of is not None:
-            before = phases.get(phase_of[operation], (0, 0))
-            if buffers.live > before[0] or buffers.live_bytes > before[1]:
-                both = max(buffers.live, before[0]), max(buffers.live_bytes, before[1])
-                phases[phase_of[operation]] = both
-        flight.append(run.hold_in_flight(operation))
-        if len(flight) > lag:
-            for buffer in flight.popleft():
-                buffers.release(buffer, now)
-        run.let_go(operation, now)
-    left = buffers.live
-    return Peak(most, most_bytes, at, bytes_at, buffers.makers_at(at), left, phases)
+    sizes = np.zeros(graph.arrays, np.int64) if nbytes is None else np.array(nbytes)
+    widths = np.full(graph.arrays, 4) if itemsize is None else np.array(itemsize)
+    run = _Run(graph, order, held, existing, outputs)
+    root, dense = _views(run)
+    donors = _donors(run, root, dense, sizes, widths, lag)
+    buffer = _owners(donors, root, sizes)
+    born, died = _lives(run, buffer, lag)
+    return _peak(run, born, died, sizes, measured_from, phase_of)
 
 
 class _Run:
-    """References to arrays, contiguity, and buffers of one simulated run."""
+    """When each array is made and last used. A time is a place in the order; `end` is never.
+
+    read, read_at: every input of every operation and its time; made, made_at: every output.
+    first_in, first_out: where in `read` and `made` an operation's own begin; ins, outs: how many.
+    birth: -1 for what is there before the run, `end` for what the run does not touch.
+    """
 
     def __init__(
         self,
         graph: Graph,
         order: Sequence[int],
-        nbytes: Sequence[int] | None,
-        itemsize: Sequence[int] | None,
+        held: Sequence[int],
+        existing: Sequence[int],
+        results: Sequence[int],
     ) -> None:
-        self.graph, self.order = graph, order
-        self.nbytes = nbytes or [0] * graph.arrays
-        self.itemsize = itemsize or [4] * graph.arrays
-        self.references = [0] * graph.arrays
-        self.dense = [True] * graph.arrays
-        self.buffers = Buffers(graph.arrays)
-        rules = {label: rule_of(label) for label in set(graph.labels)}
-        self.rules = [rules[label] for label in graph.labels]
+        self.order, self.end = np.array(order, np.int64), len(order)
+        inputs, outputs = graph.inputs.take(self.order), graph.outputs.take(self.order)
+        self.read, self.read_at = inputs.values, inputs.owners
+        self.made, self.made_at = outputs.values, outputs.owners
+        self.ins, self.outs = inputs.lengths, outputs.lengths
+        self.first_in, self.first_out = inputs.cuts[:-1], outputs.cuts[:-1]
+        label = graph.label[self.order]
+        self.rule = np.array([rule_of(name) for name in graph.names], np.int64)[label]
+        self.scatters = np.array([name in SCATTERED for name in graph.names], np.bool_)[label]
+        self.birth = np.full(graph.arrays, self.end)
+        self.birth[self.read] = -1
+        self.birth[self.made] = self.made_at
+        self.birth[[*held, *existing]] = -1
+        self.death = np.full(graph.arrays, self.end)
+        # An array that nobody asks for dies as it is made. Of several reads the last one counts.
+        self.death[self.made] = self.made_at
+        self.death[self.read] = self.read_at
+        self.death[[*held, *results]] = self.end
 
-    def begin(self, held: Iterable[int], existing: Iterable[int], outputs: Iterable[int]) -> None:
-        """Count who asks for each array; allocate what is there before the run."""
-        graph, references = self.graph, self.references
-        before = dict.fromkeys([*held, *existing])
-        for operation in self.order:
-            # MLX keeps one list of inputs an output, so siblings count each input several times.
-            outs = len(graph.outputs[operation])
-            for array in graph.inputs[operation]:
-                references[array] += outs
-                if graph.producer[array] < 0:
-                    before[array] = None
-        for array in [*held, *outputs]:
-            references[array] += 1
-        for array in before:
-            self.buffers.allocate(array, self.nbytes[array], -1 - array, 0)
 
-    def make_outputs(self, operation: int, now: int) -> None:
-        graph, buffers = self.graph, self.buffers
-        outputs, inputs = graph.outputs[operation], graph.inputs[operation]
-        rule = self.rules[operation]
-        if rule <= EACH:
-            self._view(operation, rule)
-            return
-        source = self._donor(rule, inputs, outputs)
-        if source >= 0:
-            buffers.share(outputs[0], source)
-            return
-        for array in outputs:
-            buffers.allocate(array, self.nbytes[array], operation, now)
+def _views(run: _Run) -> tuple[Ints, Bools]:
+    """For each array the one whose buffer it shows, and whether that is row-contiguous."""
+    arrays = len(run.birth)
+    source = np.arange(arrays)
+    scattered = np.zeros(arrays, np.bool_)
+    at = run.made_at
+    place = np.arange(len(at)) - run.first_out[at]
+    rule = run.rule[at]
+    # Depends passes on its first inputs in their order, CustomTransforms its last ones.
+    place += np.where(rule == LAST, run.ins[at] - run.outs[at], 0)
+    place[rule == SHARE] = 0
+    views = (rule <= EACH) & (run.birth[run.made] >= 0)
+    source[run.made[views]] = run.read[(run.first_in[at] + place)[views]]
+    scattered[run.made[views]] = run.scatters[at[views]]
+    above, further = source, source[source]
+    scattered |= scattered[above]
+    while (above != further).any():
+        above, further = further, further[further]
+        scattered |= scattered[above]
+    reshaped = np.flatnonzero((run.rule == RESHAPE) & (run.outs == 1))
+    reshaped = reshaped[~scattered[run.read[run.first_in[reshaped]]]]
+    source[run.made[run.first_out[reshaped]]] = run.read[run.first_in[reshaped]]
+    while (source != source[source]).any():
+        source = source[source]
+    return source, ~scattered
 
-    def _view(self, operation: int, rule: int) -> None:
-        outputs, inputs = self.graph.outputs[operation], self.graph.inputs[operation]
-        scattered = self.graph.labels[operation] in _SCATTERED
-        if rule == EACH:
-            sources = inputs[: len(outputs)]
-        elif rule == LAST:
-            sources = inputs[len(inputs) - len(outputs) :]
-        else:
-            sources = [inputs[0]] * len(outputs)
-        for array, source in zip(outputs, sources, strict=True):
-            self.buffers.share(array, source)
-            self.dense[array] = self.dense[source] and not scattered
 
-    def _donor(self, rule: int, inputs: list[int], outputs: list[int]) -> int:
-        """The input whose buffer becomes the output's, or -1."""
-        if rule == FRESH or len(outputs) != 1:
-            return -1
-        if rule == RESHAPE:
-            return inputs[0] if self.dense[inputs[0]] else -1
-        size = self.nbytes[outputs[0]]
-        item = self.itemsize[outputs[0]]
-        for array in inputs[:1] if rule == FIRST else inputs:
-            buffer = self.buffers.of_array[array]
-            if (
-                self.references[array] == 1
-                and self.buffers.holders[buffer] == 1
-                and self.dense[array]
-                and self.itemsize[array] == item
-                and size <= self.nbytes[array]
-                and self.buffers.nbytes[buffer] <= size + DONATION_SLACK_BYTES
-            ):
-                return array
-        return -1
+def _holds(run: _Run, buffer: Ints) -> tuple[Ints, Ints]:
+    """Buffers and the times of operations that hold them while in flight.
 
-    def hold_in_flight(self, operation: int) -> list[int]:
-        """Buffers that the operation reads, and those of its siblings, held until it has run."""
-        outputs, of_array = self.graph.outputs[operation], self.buffers.of_array
-        used = {of_array[array] for array in self.graph.inputs[operation]}
-        used.update(of_array[array] for array in outputs[1:])
-        used.discard(of_array[outputs[0]])
-        for buffer in used:
-            self.buffers.holders[buffer] += 1
-        return list(used)
+    Those that an operation reads, and those of its results but the first; not the first's own.
+    """
+    own = buffer[run.made[run.first_out]]
+    later = np.flatnonzero(run.made_at[1:] == run.made_at[:-1]) + 1
+    held = np.concatenate([buffer[run.read], buffer[run.made[later]]])
+    times = np.concatenate([run.read_at, run.made_at[later]])
+    apart = held != own[times]
+    return held[apart], times[apart]
 
-    def let_go(self, operation: int, now: int) -> None:
-        """Drop the operation's own references, and outputs that nobody asks for."""
-        outputs, references, buffers = self.graph.outputs[operation], self.references, self.buffers
-        for array in self.graph.inputs[operation]:
-            references[array] -= len(outputs)
-            if references[array] == 0:
-                buffers.release(buffers.of_array[array], now)
-        for array in outputs:
-            if references[array] == 0:
-                buffers.release(buffers.of_array[array], now)
+
+def _donors(
+    run: _Run,
+    root: Ints,
+    dense: Bools,
+    sizes: Ints,
+    widths: Ints,
+    lag: int,
+) -> list[tuple[int, int]]:
+    """(result, input whose buffer it may take over), in the order in which they are tried.
+
+    Nobody else may need the input, nor a view of it; and no operation that read one is in flight.
+    """
+    array, at = run.read, run.read_at
+    made = run.made[run.first_out[at]]
+    first = np.arange(len(array)) == run.first_in[at]
+    fits = (run.outs[at] == 1) & ((run.rule[at] == ANY) | (run.rule[at] == FIRST) & first)
+    fits &= dense[array] & (widths[array] == widths[made]) & (sizes[made] <= sizes[array])
+    # It is read for the last time, and once.
+    last_reads = run.death[array] == at
+    fits &= last_reads & (np.bincount(array[last_reads], minlength=len(root))[array] == 1)
+    # All that share its buffer are dead.
+    alive = np.flatnonzero(run.birth < run.end)
+    gone = np.full(len(root), -1)
+    np.maximum.at(gone, root[alive], run.death[alive])
+    latest = alive[run.death[alive] == gone[root[alive]]]
+    alone = np.bincount(root[latest], minlength=len(root)) == 1
+    fits &= (gone[root[array]] == at) & alone[root[array]]
+    held, times = _holds(run, root)
+    before = times < gone[held]
+    busy = np.full(len(root), -lag - 2)
+    np.maximum.at(busy, held[before], times[before])
+    fits &= busy[root[array]] + lag < at
+    return list(zip(made[fits].tolist(), root[array[fits]].tolist(), strict=True))
+
+
+def _owners(donors: list[tuple[int, int]], root: Ints, sizes: Ints) -> Ints:
+    """For each array the one that its buffer was allocated for."""
+    owner = list(range(len(root)))
+    for made, donor in donors:
+        before = owner[donor]
+        # The first input that fits is taken.
+        if owner[made] == made and sizes[before] <= sizes[made] + DONATION_SLACK_BYTES:
+            owner[made] = before
+    return np.array(owner)[root]
+
+
+def _lives(run: _Run, buffer: Ints, lag: int) -> tuple[Ints, Ints]:
+    """When the buffer that was allocated for an array is there; `end` where there is none."""
+    there = np.flatnonzero(run.birth < run.end)
+    died = np.full(len(buffer), -1)
+    np.maximum.at(died, buffer[there], run.death[there])
+    held, times = _holds(run, buffer)
+    np.maximum.at(died, held, np.minimum(times + lag, run.end))
+    own = buffer == np.arange(len(buffer))
+    return np.where(own, run.birth, run.end), died
+
+
+def _peak(
+    run: _Run,
+    born: Ints,
+    died: Ints,
+    sizes: Ints,
+    measured_from: int,
+    phase_of: Sequence[int] | None,
+) -> Peak:
+    """Buffers are counted once an operation has its results and before it lets go of anything."""
+    buffers = np.flatnonzero(born < run.end)
+    born, died, sizes = born[buffers], died[buffers], sizes[buffers]
+    live = _alive(born, died, np.ones_like(sizes), run.end)
+    live_bytes = _alive(born, died, sizes, run.end)
+    at = measured_from + int(live[measured_from:-1].argmax()) if run.end > measured_from else 0
+    moment = (born <= at) & (died >= at)
+    operation = np.append(run.order, -1)[born]
+    makers = np.where(born < 0, -1 - buffers, operation)[moment]
+    phases: dict[int, tuple[int, int]] = {}
+    if phase_of is not None:
+        phase = np.array(phase_of, np.int64)[run.order]
+        most = np.zeros((2, phase.max(initial=0) + 1), np.int64)
+        np.maximum.at(most[0], phase, live[:-1])
+        np.maximum.at(most[1], phase, live_bytes[:-1])
+        phases = {p: (int(most[0, p]), int(most[1, p])) for p in np.unique(phase).tolist()}
+    return Peak(
+        int(live[measured_from:-1].max(initial=0)),
+        int(live_bytes[measured_from:-1].max(initial=0)),
+        makers.tolist(),
+        int(live[-1]),
+        phases,
+    )
+
+
+def _alive(born: Ints, died: Ints, weights: Ints, end: int) -> Ints:
+    """Sum of the weights of what is alive at each time, and at last of what is left."""
+    change = np.zeros(end + 3, np.int64)
+    np.add.at(change, born + 1, weights)
+    np.subtract.at(change, died + 2, weights)
+    return change.cumsum()[1 : end + 2]

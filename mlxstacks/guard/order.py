@@ -7,9 +7,12 @@ that list backwards.
 """
 
 import os
+from collections import deque
 from collections.abc import Sequence
 
-from mlxstacks.guard.graph import Graph
+import numpy as np
+
+from mlxstacks.guard.graph import Graph, Ints, Rows
 
 USUAL_WIDTH = 20
 
@@ -25,57 +28,47 @@ def evaluation_order(graph: Graph, outputs: Sequence[int], width: int | None = N
     Law: every operation comes after those that make its inputs, and only those that the outputs
     need are listed.
     """
-    asked = _times_asked_for(graph, outputs)
-    listed = _breadth_first(graph, outputs, asked, bfs_width() if width is None else width)
-    listed.reverse()
-    return listed
+    first = graph.producer[list(outputs)]
+    first = first[first >= 0]
+    makers, asked = _makers(graph, np.bincount(first, minlength=len(graph.label)))
+    width = bfs_width() if width is None else width
+    return _breadth_first(makers.tuples, tuple(first.tolist()), asked, width)[::-1]
 
 
-def _times_asked_for(graph: Graph, outputs: Sequence[int]) -> list[int]:
-    """For each operation, how many inputs (and outputs of the run) it provides."""
-    producer, inputs = graph.producer, graph.inputs
-    asked = [0] * len(inputs)
-    waiting = []
-    for array in outputs:
-        operation = producer[array]
-        if operation >= 0:
-            asked[operation] += 1
-            if asked[operation] == 1:
-                waiting.append(operation)
-    while waiting:
-        for array in inputs[waiting.pop()]:
-            operation = producer[array]
-            if operation >= 0:
-                asked[operation] += 1
-                if asked[operation] == 1:
-                    waiting.append(operation)
-    return asked
+def _makers(graph: Graph, asked_outside: Ints) -> tuple[Rows, list[int]]:
+    """For each operation, those that make its inputs, and how often it is itself asked for."""
+    maker, reader = graph.producer[graph.inputs.values], graph.inputs.owners
+    made = maker >= 0
+    maker, reader = maker[made], reader[made]
+    makers = Rows.of_lengths(maker, np.bincount(reader, minlength=len(graph.label)))
+    # Who is not asked for asks for nothing; what only such operations ask for is found next.
+    while True:
+        asked = asked_outside + np.bincount(maker, minlength=len(graph.label))
+        needed = asked[reader] > 0
+        if needed.all():
+            return makers, asked.tolist()
+        maker, reader = maker[needed], reader[needed]
 
 
-def _breadth_first(graph: Graph, outputs: Sequence[int], asked: list[int], width: int) -> list[int]:
+def _breadth_first(
+    makers: list[tuple[int, ...]], first: tuple[int, ...], asked: list[int], width: int
+) -> list[int]:
     """Operations from the outputs downwards; what does not fit the width waits on a stack."""
-    producer, inputs = graph.producer, graph.inputs
-    remaining = sum(1 for count in asked if count)
     listed: list[int] = []
-    position = 0
-    waiting: list[tuple[Sequence[int], int]] = [(outputs, 0)]
-    needs: Sequence[int]
-    while remaining and (position < len(listed) or waiting):
-        if position < len(listed):
-            needs = inputs[listed[position]]
-            start = 0
-            position += 1
+    ahead: deque[int] = deque()
+    waiting = [first]
+    while ahead or waiting:
+        if ahead:
+            operation = ahead.popleft()
+            listed.append(operation)
+            needs = makers[operation]
         else:
-            needs, start = waiting.pop()
-        for index in range(start, len(needs)):
-            operation = producer[needs[index]]
-            if operation < 0:
-                continue
-            if len(listed) - position >= width:
-                waiting.append((needs, index))
+            needs = waiting.pop()
+        for place, operation in enumerate(needs):
+            if len(ahead) >= width:
+                waiting.append(needs[place:])
                 break
             asked[operation] -= 1
-            if asked[operation] == 0:
-                listed.append(operation)
-                remaining -= 1
+            if not asked[operation]:
+                ahead.append(operation)
     return listed

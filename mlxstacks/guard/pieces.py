@@ -6,17 +6,21 @@ Inputs, outputs, cotangents and gradients of a call are made results of the trac
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import mlx.core as mx
 
 from mlxstacks.guard.calls import Recorder, Site, recording, use_probes
 from mlxstacks.guard.sizes import SizedGraph, export_sized
 
+# Operations that give an input on as it is, in a trace and in the true graph.
+PASSED_ON = frozenset(("Copy", "StopGradient", "Depends", "CustomTransforms", "Contiguous"))
+
 Function = Callable[[list[mx.array], list[mx.array]], tuple[list[mx.array], list[mx.array]]]
 """(arguments, probes) -> (results, gradients of the probes)."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Piece:
     """A traced function and the calls inside it.
 
@@ -28,6 +32,14 @@ class Piece:
     calls: list["Call"] = field(default_factory=list)
     inputs: dict[str, int] = field(default_factory=dict)
     inner: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @cached_property
+    def indirect(self) -> set[str]:
+        """Letters of arrays that are made elsewhere: what is asked for once the piece is whole."""
+        graph = self.graph
+        made = zip(graph.names, graph.outputs, strict=True)
+        passed = (letter for name, letters in made if name in PASSED_ON for letter in letters)
+        return {*self.inputs, *self.inner, *passed}
 
 
 @dataclass(slots=True)

@@ -7,9 +7,15 @@ and the highest of these lines at the wanted length is the prediction.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mlxstacks.guard.kinds import FIXED, Phase, buffers_by_kind, layering
 from mlxstacks.guard.step import Step, no_collection, simulate_step, step_graph, step_sizes
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -32,11 +38,13 @@ class Prediction:
 
     points: what was simulated: `tokens` itself, or two shorter rows.
     note: why bytes are missing, or empty.
+    held: buffers and bytes that the run keeps beside the step.
     """
 
     tokens: int
     points: tuple[Point, ...]
     note: str = ""
+    held: tuple[int, int] = (0, 0)
 
     @property
     def extrapolated(self) -> bool:
@@ -44,13 +52,13 @@ class Prediction:
 
     def buffers_at(self, tokens: int) -> int:
         """Buffers alive at the peak of a step on rows of `tokens` tokens."""
-        return round(self._highest_line(0, tokens)[0])
+        return round(self._highest_line(0, tokens)[0]) + self.held[0]
 
     def bytes_at(self, tokens: int) -> int | None:
         """Bytes at the peak."""
         if any(point.nbytes is None for point in self.points):
             return None
-        return round(self._highest_line(1, tokens)[0])
+        return round(self._highest_line(1, tokens)[0]) + self.held[1]
 
     @property
     def buffers(self) -> int:
@@ -73,7 +81,7 @@ class Prediction:
         """
         last = self.points[-1]
         fixed = sum(count for name, count in last.kinds.items() if name in FIXED)
-        share = (self.buffers - fixed) / max(last.buffers - fixed, 1)
+        share = (self.buffers - self.held[0] - fixed) / max(last.buffers - fixed, 1)
         found = {
             name: count if name in FIXED else round(share * count)
             for name, count in last.kinds.items()
@@ -82,19 +90,26 @@ class Prediction:
 
     def _highest_line(self, which: int, tokens: int) -> tuple[float, float]:
         """Value and slope at `tokens` of the phase that is highest there."""
-        last = self.points[-1]
-        whole = (last.buffers, last.nbytes or 0)[which]
         if not self.extrapolated:
+            last = self.points[-1]
+            whole = (last.buffers, last.nbytes or 0)[which]
             return whole * max(tokens / last.tokens, 1.0), whole / last.tokens
-        first = self.points[-2]
-        pairs = [(first.phases[phase], both) for phase, both in last.phases.items()
-                 if phase in first.phases]  # fmt: skip
+        ends, slopes = (column[which] for column in self._lines)
+        values = ends + slopes * (tokens - self.points[-1].tokens)
+        highest = values.max()
+        return float(highest), float(slopes[values == highest].max())
+
+    @cached_property
+    def _lines(self) -> tuple[Floats, Floats]:
+        """Of each phase, and of the whole step: where its lines end, and their slopes.
+
+        Both (2, phases + 1): buffers, then bytes.
+        """
+        first, last = self.points[-2:]
+        pairs = [(first.phases[p], both) for p, both in last.phases.items() if p in first.phases]
         pairs.append(((first.buffers, first.nbytes or 0), (last.buffers, last.nbytes or 0)))
-        lines = []
-        for before, after in pairs:
-            slope = (after[which] - before[which]) / (last.tokens - first.tokens)
-            lines.append((after[which] + slope * (tokens - last.tokens), slope))
-        return max(lines)
+        before, after = np.array(pairs, np.float64).transpose(1, 2, 0)
+        return after, (after - before) / (last.tokens - first.tokens)
 
 
 def simulate_at(step: Step, tokens: int, with_bytes: bool = True) -> tuple[Point, str]:

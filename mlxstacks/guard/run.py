@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from mlxstacks import memory
@@ -22,7 +22,7 @@ from mlxstacks.guard.report import (
     verdict_of,
 )
 from mlxstacks.guard.settings import REFUSE_SHARE, GuardSettings
-from mlxstacks.guard.step import Step, decoder_layers
+from mlxstacks.guard.step import Step, batch_for, decoder_layers
 
 # Row lengths to simulate. Lines through these meet the simulated counts of long rows exactly, on
 # tiny models and on Qwen3.5-35B-A3B; through shorter ones not always.
@@ -47,20 +47,17 @@ def guard(settings: GuardSettings, progress: Say | None = None) -> GuardReport:
     config, where = read_config(settings.model or "")
     say(0, 3, "training step")
     step = training_step(config, settings, 1)
-    recurrent = any(_is_recurrent(layer) for layer in decoder_layers(step.model))
-    found = predict_training(config, settings)
+    found = predict_training(config, settings, step=step)
     say(1, 3, "generating")
     limit = _limit(settings)
     decode = _decode(config, settings, limit)
-    nbytes = _bytes(step, found.nbytes)
+    nbytes = _bytes(step, found.nbytes, settings.adapter_copies)
     say(2, 3, "changes")
     share = _share(limit, found)
     if decode is not None:
         share = max(share, decode.buffers / limit.buffers)
     outcome = outcome_of(share)
-    change = (
-        None if outcome == "fits" else _cheapest_change(config, settings, limit, found, recurrent)
-    )
+    change = None if outcome == "fits" else _cheapest_change(config, settings, limit, found, step)
     verdict = verdict_of(limit, found.buffers, found.nbytes)
     if decode is not None and decode.buffers > found.buffers:
         verdict = verdict_of(limit, decode.buffers, None) + f" after {decode.tokens:,} tokens"
@@ -84,28 +81,35 @@ def guard(settings: GuardSettings, progress: Say | None = None) -> GuardReport:
 
 
 def predict_training(
-    config: dict[str, Any], settings: GuardSettings, with_bytes: bool = True
+    config: dict[str, Any],
+    settings: GuardSettings,
+    with_bytes: bool = True,
+    step: Step | None = None,
 ) -> Prediction:
-    """The peak of a training step with these settings."""
+    """The peak of a training step with these settings.
+
+    step: that step, where it is built already; its rows and its recurrence may be others.
+    """
+    built = training_step(config, settings, 1) if step is None else step
 
     def step_at(tokens: int) -> Step:
-        return training_step(config, settings, tokens)
+        return replace(built, batch=batch_for(settings.batch_size, tokens))
 
     lengths = _LENGTHS[settings.checkpointing]
     direct = max(lengths)
-    if settings.recurrence == "chunked" or not _recurrent_layers(config):
+    if settings.recurrence == "chunked" or not _is_recurrent(built):
         lengths, direct = _CHUNKED_LENGTHS, _CHUNKED_DIRECT
     with recurrence(settings):
-        return predict(step_at, settings.max_seq_length, lengths, direct, with_bytes)
+        found = predict(step_at, settings.max_seq_length, lengths, direct, with_bytes)
+    trained = [array for _, array in tree_flatten(built.model.trainable_parameters())]
+    copies = settings.adapter_copies
+    return replace(found, held=(copies * len(trained), copies * sum(a.nbytes for a in trained)))
 
 
-def _recurrent_layers(config: dict[str, Any]) -> int:
-    """How many layers run a recurrence over the tokens."""
-    return sum(1 for layer in decoder_layers(lazy_model(config)) if _is_recurrent(layer))
-
-
-def _is_recurrent(layer: nn.Module) -> bool:
-    return any(hasattr(module, "A_log") for module in layer.modules())
+def _is_recurrent(step: Step) -> bool:
+    """Whether layers run a recurrence over the tokens."""
+    modules = (module for layer in decoder_layers(step.model) for module in layer.modules())
+    return any(hasattr(module, "A_log") for module in modules)
 
 
 def _limit(settings: GuardSettings) -> Limit:
@@ -117,9 +121,10 @@ def _limit(settings: GuardSettings) -> Limit:
     )
 
 
-def _bytes(step: Step, peak: int | None) -> StepBytes:
+def _bytes(step: Step, peak: int | None, copies: int) -> StepBytes:
     adapter = sum(a.nbytes for _, a in tree_flatten(step.model.trainable_parameters()))
     weights = sum(a.nbytes for _, a in tree_flatten(step.model.parameters())) - adapter
+    adapter *= 1 + copies
     optimizer = sum(a.nbytes for _, a in tree_flatten(step.optimizer.state))
     rest = None if peak is None else max(0, peak - weights - adapter - optimizer)
     return StepBytes(weights, adapter, optimizer, rest)
@@ -174,19 +179,20 @@ def _cheapest_change(
     settings: GuardSettings,
     limit: Limit,
     found: Prediction,
-    recurrent: bool,
+    step: Step,
 ) -> Change | None:
     """The first change with which the run fits, else one with which it just passes, else shorter
     rows with what helps most.
     """
     tried: list[tuple[str, dict[str, Any], Prediction]] = [("", {}, found)]
-    for words, change in _changes(settings, recurrent):
+    for words, change in _changes(settings, _is_recurrent(step)):
         changed = settings.model_copy(update=change)
-        bound = _bound(config, changed, limit)
+        changed_step = step if "checkpointing" not in change else None
+        bound = _bound(config, changed, limit, changed_step)
         if bound is not None:
             return Change(words, change, bound, None)
         with_bytes = limit.nbytes is not None
-        tried.append((words, change, predict_training(config, changed, with_bytes)))
+        tried.append((words, change, predict_training(config, changed, with_bytes, changed_step)))
         if outcome_of(_share(limit, tried[-1][2])) == "fits":
             break
     for wanted in ("fits", "tight"):
@@ -212,7 +218,9 @@ def _share(limit: Limit, found: Prediction) -> float:
     return share_of(limit, found.buffers, found.nbytes)
 
 
-def _bound(config: dict[str, Any], settings: GuardSettings, limit: Limit) -> int | None:
+def _bound(
+    config: dict[str, Any], settings: GuardSettings, limit: Limit, step: Step | None
+) -> int | None:
     """Buffers of shorter rows, scaled up, where that is enough to say that a run fits.
 
     More than there will be, because not all of them grow with the rows; and found in less time.
@@ -220,7 +228,7 @@ def _bound(config: dict[str, Any], settings: GuardSettings, limit: Limit) -> int
     if settings.recurrence != "chunked" or settings.max_seq_length <= _SEGMENT or limit.nbytes:
         return None
     cut = settings.model_copy(update={"max_seq_length": _SEGMENT})
-    found = predict_training(config, cut, with_bytes=False)
+    found = predict_training(config, cut, False, step)
     scaled = -(-found.buffers * settings.max_seq_length // _SEGMENT)
     return scaled if outcome_of(scaled / limit.buffers) == "fits" else None
 

@@ -54,6 +54,12 @@ class GuardSettings(BaseModel):
         description="whole: mlx-lm's, the logits of all tokens at once; pieces: mlxstacks', a few "
         "tokens at a time, where the model's head allows it.",
     )
+    adapter_copies: int = Field(
+        0,
+        ge=0,
+        description="Further copies of the adapter that the run holds: one for the best weights so "
+        "far, one for gradients that are accumulated.",
+    )
     decode_tokens: int = Field(0, ge=0, description="Also predict generating so many tokens.")
     decode_batch: int = Field(1, ge=1, description="Sequences generated at once.")
     decode_with: DecodeName = Field(

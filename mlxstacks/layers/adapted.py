@@ -7,11 +7,13 @@ tree of parameters or compiled state sees:
     loss = task_loss(model, batch) + weight * take_balance(model).total
 
 A layer draws with its key, so recomputation under a checkpoint draws the same again; MLX's global
-random state would not. Inside a checkpointed function return `take_balance(layer).total` beside the
-output, and add it outside.
+random state would not. A checkpointed function has to return what its layers left: an array that
+goes around it would hold the activations of the layer. `training.checkpointing` does that by
+`pop_balances` and `put_balances`; a checkpoint by hand returns `take_balance(layer).total` beside
+the output, and adds it outside.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -138,13 +140,27 @@ def take_balance(module: nn.Module) -> Balance:
 
     Recomputation in a backward pass leaves new ones; `begin_step` drops those.
     """
-    losses = []
-    for _, layer in adapted_layers(module):
-        if layer._step.balance is not None:
-            losses.append(layer._step.balance)
-            layer._step.balance = None
+    losses = list(pop_balances(module).values())
     total = mx.sum(mx.stack(losses)) if losses else mx.array(0.0)
     return Balance(total, len(losses))
+
+
+def pop_balances(module: nn.Module) -> dict[str, mx.array]:
+    """The balance losses in `module` by path, forgotten there."""
+    found = {}
+    for path, layer in adapted_layers(module):
+        if layer._step.balance is not None:
+            found[path] = layer._step.balance
+            layer._step.balance = None
+    return found
+
+
+def put_balances(module: nn.Module, balances: Mapping[str, mx.array]) -> None:
+    """The inverse of `pop_balances`."""
+    if balances:
+        layers = dict(adapted_layers(module))
+        for path, balance in balances.items():
+            layers[path]._step.balance = balance
 
 
 def keyed_dropout(x: mx.array, probability: float, key: mx.array | None) -> mx.array:

@@ -5,6 +5,9 @@ run it during the forward pass and hold the results until the backward pass: lit
 it is tied to the cotangents, which exist only once the gradient has come down to the layer
 (`mx.depends`), and the gradient of the input is tied to those of the weights, so that a layer is
 done before the one below begins. Same operations on same numbers: gradients are equal to the bit.
+
+Balance losses that adapters leave beside a layer's call go through its checkpoint as outputs: read
+from inside, they would keep what the layer computed alive, and nothing would be saved.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +18,8 @@ from typing import Any, Self
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from mlxstacks.layers.adapted import pop_balances, put_balances
 
 # Functions of mx.random that draw from MLX's global state unless they are given a key.
 _DRAWS = (
@@ -175,7 +180,12 @@ def _checkpointed(own: type) -> type:
         inputs = self.trainable_parameters() or any(map(_is_differentiable, args))
         if not self.training or not inputs or not _is_plain([args, kwargs]):
             return own.__call__(self, *args, **kwargs)
-        return checkpoint(own.__call__, self, *args, **kwargs)
+        made, balances = checkpoint(with_balances, self, *args, **kwargs)
+        put_balances(self, balances)
+        return made
+
+    def with_balances(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return own.__call__(module, *args, **kwargs), pop_balances(module)
 
     members = {"__call__": call, "__module__": own.__module__, "_is_checkpointed": True}
     return type(own.__name__, (own,), members)

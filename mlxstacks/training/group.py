@@ -1,11 +1,13 @@
 """Data parallelism: the processes of `mlx.launch`, and sums over them."""
 
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
+
+Number = TypeVar("Number", int, float)
 
 
 def current_group() -> mx.distributed.Group | None:
@@ -36,6 +38,14 @@ def sum_over_group(tree: Any, group: mx.distributed.Group | None) -> Any:
     parts = mx.split(message, [int(end) for end in ends[:-1]])
     shaped = [p.reshape(a.shape).astype(a.dtype) for (_, a), p in zip(flat, parts, strict=True)]
     return tree_unflatten([(name, p) for (name, _), p in zip(flat, shaped, strict=True)])
+
+
+def gathered(number: Number, group: mx.distributed.Group | None) -> list[Number]:
+    """The numbers of all processes, by rank; a float comes back as a float32."""
+    if group is None:
+        return [number]
+    found: list[Number] = mx.distributed.all_gather(mx.array([number]), group=group).tolist()
+    return found
 
 
 def wait_for_all(group: mx.distributed.Group | None) -> None:

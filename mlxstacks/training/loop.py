@@ -130,6 +130,9 @@ def _take_step(
     state.optimizer.learning_rate = rate
     state.optimizer.update(model, clipped)
     mx.eval(model.trainable_parameters(), state.optimizer.state)
+    if mx.default_device().type == mx.DeviceType.gpu:
+        # Cached buffers count against Metal's limit too. mlx-lm's trainer does the same.
+        mx.clear_cache()
     state.step += 1
     parts = {name: value.item() for name, value in found.parts.items()}
     return {**record, **parts, "learning_rate": rate}

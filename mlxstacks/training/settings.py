@@ -58,7 +58,7 @@ class SnapshotSettings(BaseModel):
 class TrainSettings(BaseModel):
     """`mlxstacks train`: one LoRA, named as mlx-lm names its options."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str | None = Field(
         None, description="Model directory or Hugging Face id. Default: the built-in nano model."
@@ -148,7 +148,10 @@ class TrainSettings(BaseModel):
     force: bool = Field(
         False, description="Replace an existing save path; run although the guard refuses."
     )
-    seed: int = Field(0, ge=0, description="Seed of first weights, dropout and order of the data.")
+    # MLX's keys are made of 64 bits.
+    seed: int = Field(
+        0, ge=0, lt=2**64, description="Seed of first weights, dropout and order of the data."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

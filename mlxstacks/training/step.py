@@ -41,7 +41,9 @@ class GradientStep:
         compiled: bool = False,
     ) -> None:
         self.model, self.loss, self.group = model, loss, group
-        self._asks_counted = isinstance(loss, CrossEntropyLoss) and loss.head is not None
+        # A compiled step is traced, and kept, for each shape that it meets: it takes all places.
+        in_pieces = isinstance(loss, CrossEntropyLoss) and loss.head is not None
+        self._asks_counted = in_pieces and not compiled
         function = mx.value_and_grad(self._loss_at)
         self._function: Callable[..., Any] = mx.compile(function) if compiled else function
 
@@ -100,8 +102,8 @@ class GradientStep:
 def counted_places(weights: np.ndarray) -> np.ndarray:
     """Places, rising, of all non-zero weights in (B, T), flattened; int32.
 
-    Filled up with other places to a multiple of an eighth of them all: a compiled step is traced
-    for each shape, so it meets at most eight for one shape of a batch.
+    Filled up with other places to a multiple of an eighth of them all: buffers of few sizes are
+    used again, those of many sizes pile up in the cache.
     """
     flat = weights.reshape(-1)
     eighth = -(-flat.size // 8)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxstacks.experiments import rank_sweep
+from mlxstacks.experiments import cell_worker, rank_sweep
 from mlxstacks.experiments.cells import cells_of
 from mlxstacks.experiments.children import run_child
 from mlxstacks.experiments.rank_sweep import run
@@ -214,7 +214,7 @@ def test_counted_buffers_are_near_the_predicted_and_are_kept(
     counted = run(settings).results[0].figure("measured_buffers")
     predicted = run(settings.model_copy(update={"force": True}), dry_run=True).planned[0]
     assert counted is not None
-    # The guard predicts mlx-lm's loss and one evaluation a step; ours makes two.
+    # The guard predicts a step without clipping that is evaluated once; ours is evaluated twice.
     assert counted == pytest.approx(predicted.predicted_buffers, rel=0.15)
     more = settings.model_copy(
         update={"force": True, "policies": ("keep", "refit"), "counting_library": None}
@@ -250,6 +250,23 @@ def test_a_cell_that_diverges_is_a_result(inputs: tuple[Path, Path], tmp_path: P
     assert "step" in result.reason
     assert "1 failed" in report.verdict
     assert any("failed" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "[metal::malloc] Resource limit (499000) exceeded.",
+        "[METAL] Command buffer execution failed: Insufficient Memory (00000008)",
+    ],
+)
+def test_a_cell_without_memory_is_a_result(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: Any) -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(cell_worker, "_train", no_memory)
+    specification = {"train": {"save_path": "/nowhere/out"}, "policies": []}
+    found = cell_worker.work(specification, lambda message: None)
+    assert found == {"status": "failed", "reason": words}
 
 
 def test_cells_that_the_guard_refuses_are_recorded_not_run(

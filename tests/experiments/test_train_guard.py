@@ -14,8 +14,8 @@ from mlxstacks.cli import run as run_cli
 from mlxstacks.errors import ResourceLimitError
 from mlxstacks.experiments import train_run
 from mlxstacks.experiments.guarded import GuardedRun, guarded, train_change, verdict
-from mlxstacks.experiments.train_setup import set_up
-from mlxstacks.guard.report import Change
+from mlxstacks.experiments.train_setup import TrainSetup, set_up
+from mlxstacks.guard.report import Change, GuardReport
 from mlxstacks.training.settings import TrainSettings
 from tests.experiments.train_cases import settings_for, write_data, write_rows, write_tiny_model
 
@@ -26,15 +26,16 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_tiny_model(directory / "model"), write_data(directory / "data")
 
 
-def buffers_of(settings: TrainSettings) -> int:
-    setup = set_up(settings)
-    return verdict(settings, max(setup.plan.widths), setup.float32_base).buffers
+def predicted(settings: TrainSettings, setup: TrainSetup) -> GuardReport:
+    longest, validates = max(setup.plan.widths), setup.validation is not None
+    return verdict(settings, longest, setup.float32_base, validates=validates)
 
 
 @pytest.fixture(scope="module")
 def needed(places: tuple[Path, Path]) -> int:
     """Predicted buffers of the run."""
-    return buffers_of(settings_for(*places, Path("unused")))
+    settings = settings_for(*places, Path("unused"))
+    return predicted(settings, set_up(settings)).buffers
 
 
 def limited(places: tuple[Path, Path], target: Path, limit: int, **changes: Any) -> TrainSettings:
@@ -95,7 +96,7 @@ def test_reshape_makes_the_cheapest_change(places: tuple[Path, Path], tmp_path: 
     def needs(**changes: Any) -> int:
         settings = settings_for(model, data, Path("unused"), **changes)
         setup = set_up(settings)
-        total = verdict(settings, max(setup.plan.widths), setup.float32_base).nbytes.total
+        total = predicted(settings, setup).nbytes.total
         assert total is not None
         return total
 
@@ -120,12 +121,27 @@ def test_a_run_that_no_change_can_save_is_refused_under_reshape_too(
         train_run.run(limited(places, tmp_path / "out", 10, guard="reshape"))
 
 
+def test_what_a_run_keeps_beside_its_step_is_counted(places: tuple[Path, Path]) -> None:
+    settings = settings_for(*places, Path("unused"))
+    setup = set_up(settings)
+    adapter = 4 * setup.parameters
+    longest = max(setup.plan.widths)
+    bare = verdict(settings, longest, setup.float32_base, validates=False)
+    best = verdict(settings, longest, setup.float32_base, validates=True)
+    several = settings.model_copy(update={"grad_accumulation_steps": 2})
+    both = verdict(several, longest, setup.float32_base, validates=True)
+    totals = [report.nbytes.total or 0 for report in (bare, best, both)]
+    assert totals == [totals[0], totals[0] + adapter, totals[0] + 2 * adapter]
+    assert best.buffers == bare.buffers + 2 * len(setup.targets)
+    assert bare.nbytes.adapter == adapter
+
+
 def test_a_limit_that_no_device_named_is_no_reason_to_refuse(
     places: tuple[Path, Path], needed: int
 ) -> None:
     settings = settings_for(*places, Path("unused"))
     setup = set_up(settings)
-    report = verdict(settings, max(setup.plan.widths), setup.float32_base)
+    report = predicted(settings, setup)
     unknown = replace(report.limit, known=False, nbytes=None, buffers=1)
     watch = GuardedRun(settings, setup, replace(report, limit=unknown)).watch()
     assert watch is not None
@@ -151,7 +167,7 @@ def test_the_change_of_rows_counts_the_token_that_is_only_a_target(
 ) -> None:
     settings = settings_for(*places, Path("unused"))
     setup = set_up(settings)
-    report = verdict(settings, max(setup.plan.widths), setup.float32_base)
+    report = predicted(settings, setup)
     shorter = Change("shorter rows", {"max_seq_length": 40}, needed, None)
     assert train_change(replace(report, change=shorter)) == {"max_seq_length": 41}
 

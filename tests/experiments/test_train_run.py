@@ -239,6 +239,21 @@ def test_a_resumed_run_ends_with_the_same_bytes(
     ]
 
 
+def test_processes_that_do_not_see_the_same_state_are_refused(
+    places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On several machines without a common disk only the first would go on, the rest begin."""
+    settings = settings_for(*places, tmp_path / "out")
+    interrupted(settings, 8, monkeypatch)
+    state = work_path(tmp_path / "out") / "checkpoint.safetensors"
+    before = state.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(train_run, "gathered", lambda step, group: [step, 0])
+        with pytest.raises(InputError, match=r"from steps \[5, 0\]; only some of them see"):
+            train_run.run(settings)
+    assert state.read_bytes() == before
+
+
 def test_a_state_of_another_recipe_is_refused_with_what_differs(
     places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,6 +312,7 @@ def test_two_runs_to_one_target_do_not_mix(places: tuple[Path, Path], tmp_path: 
         ({"keys": ("mlp.gate",)}, "router of a mixture of experts is never adapted"),
         ({"layers": "0", "keys": ("q_proj",)}, "'q_proj': only in layers 1"),
         ({"data": "/nowhere"}, "neither a directory nor a file"),
+        ({"data": "x" * 5000}, "cannot be opened: File name too long"),
         ({"model": "/nowhere"}, "no such directory"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "",
@@ -316,6 +332,10 @@ def test_bad_input_is_told_before_anything_is_written(
         ({"val_batches": 0}, "val_batches is 0"),
         ({"iters": 2, "grad_accumulation_steps": 3}, "not one optimizer step"),
         ({"rank": 0}, "greater than or equal to 1"),
+        ({"learning_rate": float("inf")}, "finite number"),
+        ({"scale": float("inf")}, "finite number"),
+        ({"clip_norm": float("nan")}, "finite number"),
+        ({"seed": 2**64}, "less than"),
     ],
 )
 def test_settings_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
@@ -347,6 +367,63 @@ def test_broken_cut_and_empty_rows(places: tuple[Path, Path], tmp_path: Path) ->
         lines.write("{oops\n")
     with pytest.raises(InputError, match=r"train\.jsonl, line 3: not JSON"):
         set_up(settings_for(places[0], data, tmp_path / "out"))
+
+
+@pytest.mark.parametrize("kind", ["dangling", "directory"])
+def test_validation_data_that_cannot_be_read_do_not_pass_for_none(
+    places: tuple[Path, Path], tmp_path: Path, kind: str
+) -> None:
+    """Without them other weights are kept, so a broken link has to be told."""
+    data = write_data(tmp_path / "data", valid=0)
+    if kind == "dangling":
+        (data / "valid.jsonl").symlink_to("elsewhere")
+    else:
+        (data / "valid.jsonl").mkdir()
+    with pytest.raises(InputError, match=r"valid\.jsonl: (No such file|Is a directory)"):
+        set_up(settings_for(places[0], data, tmp_path / "out"))
+
+
+def test_a_damaged_run_directory_is_named_and_loses_nothing(
+    trained: Any, places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(*places, tmp_path / "out")
+    interrupted(settings, 8, monkeypatch)
+    work = work_path(tmp_path / "out")
+    (work / "log.jsonl").write_bytes(b'\xff\xfe\n[1]\n3\n{"step": "x"}\n{}\n')
+    identity = (work / "run.json").read_bytes()
+    state = (work / "checkpoint.safetensors").read_bytes()
+    for content in (b"[]", b"3", b"", b"\xff", b"{"):
+        (work / "run.json").write_bytes(content)
+        with pytest.raises(InputError, match=r"run\.json: damaged or missing.*--no-resume"):
+            train_run.run(settings)
+    (work / "run.json").write_bytes(identity)
+    (work / "checkpoint.safetensors").write_bytes(state[:-1])
+    with pytest.raises(InputError, match=r"checkpoint\.safetensors: damaged .*--no-resume"):
+        train_run.run(settings)
+    (work / "checkpoint.safetensors").write_bytes(state)
+    assert train_run.run(settings).figures["resumed_from_step"] == 5
+    name = "adapters.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (trained[1] / name).read_bytes()
+    assert log_of(tmp_path / "out")[0]["event"] == "resumed"
+
+
+def test_a_full_disk_is_told_and_the_state_before_it_stays(
+    places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLX's own writer says "[write] Unable to write", which names neither file nor remedy."""
+    settings = settings_for(*places, tmp_path / "out")
+    plain, count = mx.save_safetensors, itertools.count()
+
+    def full(path: str, *rest: Any) -> None:
+        if next(count) >= 2:  # the second save: first a state, then an adapter
+            raise RuntimeError("[write] Unable to write 593 bytes to file.")
+        plain(path, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx, "save_safetensors", full)
+        with pytest.raises(TargetError, match=r"checkpoint\.safetensors: .* 593 bytes.*make room"):
+            train_run.run(settings)
+    assert train_run.run(settings).figures["resumed_from_step"] == 5
 
 
 def test_a_loss_that_is_not_finite_loses_nothing(

@@ -353,6 +353,14 @@ def test_a_config_that_makes_no_model_is_refused(made: dict[str, Any], message: 
         lazy_model(made)
 
 
+@pytest.mark.parametrize("name", ["num_hidden_layers", "n_layers"])
+def test_a_billion_layers_are_refused_before_they_are_built(name: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{name} is 1,000,000,000 .* at most 1,000 layers"):
+        lazy_model(llama_config(64) | {name: 10**9})
+    with pytest.raises(CheckpointError, match="at most 1,000 layers"):
+        lazy_model(broken(lambda c: c["text_config"].update(num_hidden_layers=1001)))
+
+
 def test_a_missing_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         read_config(str(tmp_path))

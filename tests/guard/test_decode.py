@@ -15,13 +15,14 @@ from mlxstacks.guard.decode import DecodePrediction, predict_decode
 from tests.counting_allocator import Counter, counted, library
 from tests.tiny_models import llama_config, qwen_moe_config
 
-LAYERS = (4, 8)
+# No layers of qwen3_5_moe: a Llama, whose caches this package makes itself.
+LAYERS = (0, 4, 8)
 TOKENS, SKIPPED = 160, 8
 
 
 def model_of(layers: int) -> Any:
     if layers == 0:
-        return base_model.build_model(llama_config(64))
+        return base_model.build_model(llama_config(64) | {"num_hidden_layers": 6})
     config = qwen_moe_config(64, 8)
     config["text_config"] |= {"num_hidden_layers": layers, "full_attention_interval": 4}
     return base_model.build_model(config)
@@ -33,6 +34,7 @@ def main() -> None:
 
     counter = Counter()
     for layers, prompts in json.load(sys.stdin):
+        before = counter.live
         model = model_of(layers)
         model.eval()
         mx.eval(model.parameters())
@@ -51,7 +53,7 @@ def main() -> None:
             next(steps)
         mx.synchronize()
         left = (counter.live - start) / (TOKENS - SKIPPED - 1)
-        print(json.dumps({"peak": counter.peak, "left": left}), flush=True)
+        print(json.dumps({"peak": counter.peak - before, "left": left}), flush=True)
         del steps, model
 
 
@@ -67,8 +69,7 @@ def test_predictions_beside_counts() -> None:
         # Counted while one step ends and the next begins, some 25 buffers more or less: hence the
         # many tokens.
         assert found.leaked_per_token == pytest.approx(result["left"], abs=0.8), (layers, result)
-        expected = found.first_buffers + found.leaked_per_token * TOKENS
-        assert expected == pytest.approx(result["peak"], rel=0.1), (layers, result)
+        assert found.buffers == pytest.approx(result["peak"], rel=0.05), (layers, result)
 
 
 def test_the_model_is_in_training_mode_again() -> None:

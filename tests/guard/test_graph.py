@@ -4,25 +4,36 @@ follow by hand.
 Run: pytest tests/guard/test_graph.py
 """
 
+import random
+from dataclasses import replace
+
 import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.guard.graph import Graph, export_graph, parse
+from mlxstacks.guard.graph import Graph, Rows, export_graph, parse
 from mlxstacks.guard.live import ANY, FIRST, FRESH, SHARE, rule_of, simulate
 from mlxstacks.guard.order import evaluation_order
+from tests.guard import one_by_one
 
 
 def hand_made(operations: list[tuple[str, list[int], list[int]]]) -> Graph:
     """(label, inputs, outputs) -> a graph."""
     labels, inputs, outputs = (list(column) for column in zip(*operations, strict=True))
     arrays = 1 + max(a for column in (*inputs, *outputs) for a in column)
-    producer = [-1] * arrays
+    producer = np.full(arrays, -1)
     for operation, made in enumerate(outputs):
-        for array in made:
-            producer[array] = operation
-    return Graph(labels, inputs, outputs, arrays, producer)
+        producer[made] = operation
+    names = sorted(set(labels))
+    label = np.array([names.index(name) for name in labels])
+    return Graph(names, label, rows(inputs), rows(outputs), arrays, producer)
+
+
+def rows(lists: list[list[int]]) -> Rows:
+    values = np.array([value for one in lists for value in one], np.int64)
+    return Rows.of_lengths(values, np.array([len(one) for one in lists]))
 
 
 def peak_of(graph: Graph, results: list[int], held: tuple[int, ...] = ()) -> int:
@@ -61,13 +72,27 @@ def test_many_arrays_can_be_asked_for() -> None:
     assert len(set(numbers)) == 3000
 
 
-def test_long_text_is_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = mx.ones((4,))
-    for i in range(40):
-        x = mx.sin(x) * (i + 1.5)
-    whole, numbers = export_graph([x])
-    monkeypatch.setattr("mlxstacks.guard.graph._SLICE", 64)
-    assert export_graph([x]) == (whole, numbers)
+def test_names_are_counted_in_letters() -> None:
+    """A to Z, then AA: twenty-eight arrays end at AB."""
+    x = mx.ones((2,))
+    mx.eval(x)
+    for _ in range(27):
+        x = mx.sin(x)
+    graph, (number,) = export_graph([x])
+    assert graph.arrays >= 28
+    chain = []
+    while (operation := graph.producer[number]) >= 0:
+        (number,) = graph.inputs[operation]
+        chain.append(number)
+    assert len(set(chain)) == 27
+
+
+def test_rows_are_taken_in_any_order() -> None:
+    three = rows([[5, 6], [], [7]])
+    taken = three.take(np.array([2, 0, 1, 2]))
+    assert taken.tuples == [(7,), (5, 6), (), (7,)]
+    assert taken.owners.tolist() == [0, 1, 1, 3]
+    assert three.without_last().tuples == [(5, 6), ()]
 
 
 def test_operations_at_one_address_are_told_apart() -> None:
@@ -78,10 +103,15 @@ def test_operations_at_one_address_are_told_apart() -> None:
         '{ 7 [label ="Log", shape=rectangle]; }\n"B" -> 7\n{ rank=sink; "C"; }\n7 -> "C"\n}\n'
     )
     graph = parse(text)
-    assert (graph.labels, graph.inputs, graph.outputs) == (["Exp", "Log"], [[0], [1]], [[1], [2]])
+    assert graph.labels == ["Exp", "Log"]
+    assert (graph.inputs.tuples, graph.outputs.tuples) == ([(0,), (1,)], [(1,), (2,)])
 
 
 # --- order --------------------------------------------------------------------------------------
+
+
+LABELS = ["Exp", "Add", "Matmul", "Transpose", "Reshape", "Split", "Slice", "Depends",
+          "CustomTransforms", "SliceUpdate", "CompiledMultiplyAdd"]  # fmt: skip
 
 
 @st.composite
@@ -90,9 +120,13 @@ def graphs(draw: st.DrawFn) -> tuple[Graph, list[int]]:
     arrays = [0, 1]
     operations: list[tuple[str, list[int], list[int]]] = []
     for _ in range(draw(st.integers(1, 60))):
-        inputs = draw(st.lists(st.sampled_from(arrays), min_size=1, max_size=3))
-        outputs = [len(arrays) + i for i in range(draw(st.integers(1, 2)))]
-        label = draw(st.sampled_from(["Exp", "Add", "Matmul", "Transpose", "Reshape", "Split"]))
+        # Chains of donations need inputs that are new.
+        near = arrays[-draw(st.sampled_from([1, 3, 1000])) :]
+        inputs = draw(st.lists(st.sampled_from(near), min_size=1, max_size=3))
+        label = draw(st.sampled_from(LABELS))
+        passes_on = label in ("Depends", "CustomTransforms")
+        count = draw(st.integers(1, min(2, len(inputs)) if passes_on else 2))
+        outputs = [len(arrays) + i for i in range(count)]
         operations.append((label, inputs, outputs))
         arrays += outputs
     made = sorted({a for _, _, outputs in operations for a in outputs})
@@ -120,6 +154,25 @@ def test_what_no_result_needs_is_left_out() -> None:
 
 
 # --- buffers ------------------------------------------------------------------------------------
+
+
+@given(graphs(), st.integers(0, 8), st.randoms(use_true_random=False))
+def test_all_at_once_is_one_by_one(
+    case: tuple[Graph, list[int]], lag: int, rng: random.Random
+) -> None:
+    """Law: the buffers, bytes, phases and makers of the plain simulation."""
+    graph, results = case
+    order = evaluation_order(graph, results)
+    nbytes = [rng.choice((100, 200, 200, 40_000)) for _ in range(graph.arrays)]
+    itemsize = [rng.choice((2, 4, 4, 4)) for _ in range(graph.arrays)]
+    phase_of = [rng.randrange(3) for _ in graph.labels]
+    held, existing = rng.choice((([0], [1]), ([], [1, 0]), ([1], []), ([], [])))
+    measured_from = rng.randrange(len(order))
+    sized = (nbytes, itemsize, lag, measured_from, phase_of)
+    peak = simulate(graph, order, held, existing, results, *sized)
+    assert replace(peak, makers=sorted(peak.makers)) == one_by_one.simulate(
+        graph, order, held, existing, results, *sized
+    )
 
 
 @given(graphs(), st.integers(0, 80))

@@ -13,7 +13,7 @@ import pytest
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from mlxstacks import base_model
-from mlxstacks.layers.adapted import begin_step
+from mlxstacks.layers.adapted import begin_step, take_balance
 from mlxstacks.layers.attach import add_active, attach_stacks
 from mlxstacks.layers.settings import StackSettings, TargetSettings
 from mlxstacks.layers.targets import find_targets
@@ -100,13 +100,19 @@ def test_dropout_is_really_drawn() -> None:
     assert one.item() != other.item()
 
 
-def test_router_noise_of_a_stack_is_the_same_again() -> None:
+def stacked(layers: int) -> Any:
     """MoE-LoRA in training: its noise comes from a key that the step gives."""
-    model = base_model.build_model(qwen_moe_config(64))
-    wanted = TargetSettings(projections=("down_proj", "q_proj"))
-    attach_stacks(model, find_targets(model, wanted))
+    config = qwen_moe_config(64)
+    config["text_config"]["num_hidden_layers"] = layers
+    model = base_model.build_model(config)
+    attach_stacks(model, find_targets(model, TargetSettings(projections=("down_proj", "q_proj"))))
     add_active(model, StackSettings(rank=2), mx.random.key(0))
     model.train()
+    return model
+
+
+def test_router_noise_of_a_stack_is_the_same_again() -> None:
+    model = stacked(layers=2)
     begin_step(model, mx.random.key(5))
     plain, expected = loss_and_gradients(model)
     begin_step(model, mx.random.key(5))
@@ -325,3 +331,27 @@ def test_at_most_six_tenths_of_the_bytes_of_mx_checkpoint() -> None:
     with checkpoint_layers(model):
         ours = peak_bytes()
     assert ours <= 0.6 * theirs, f"{ours:,} of {theirs:,} bytes: {ours / theirs:.2f}"
+
+
+def test_balance_losses_keep_no_layer_alive() -> None:
+    """Same gradients with them in the loss, to the bit, and less than half of the bytes."""
+    model = stacked(layers=8)
+
+    def with_balance(model: nn.Module, tokens: mx.array) -> mx.array:
+        return loss(model, tokens) + 0.01 * take_balance(model).total
+
+    def found() -> tuple[dict[str, mx.array], int]:
+        begin_step(model, mx.random.key(5))
+        mx.synchronize()
+        mx.reset_peak_memory()
+        _, gradients = nn.value_and_grad(model, with_balance)(model, mx.zeros((1, 257), mx.int32))
+        mx.eval(gradients)
+        return dict(tree_flatten(gradients)), mx.get_peak_memory()
+
+    with base_model.gated_delta_installed():
+        plain, most = found()
+        with checkpoint_layers(model):
+            checkpointed, less = found()
+    assert any(mx.any(plain[name]).item() for name in plain if name.endswith("router"))
+    assert same(checkpointed, plain)
+    assert less < 0.5 * most, f"{less:,} of {most:,} bytes"

@@ -41,6 +41,9 @@ def test_two_launched_processes_train_like_one(tmp_path: Path) -> None:
         "import sys\n"
         "from mlxstacks.experiments.train_run import run\n"
         "from mlxstacks.training.settings import TrainSettings\n"
+        "from mlxstacks.training.group import current_group, gathered, size_and_rank\n"
+        "size, rank = size_and_rank(current_group())\n"
+        "assert gathered(rank + 5, current_group()) == list(range(5, 5 + size))\n"
         "run(TrainSettings.model_validate_json(sys.argv[1]))\n"
     )
     root = Path(__file__).resolve().parent.parent.parent

@@ -87,6 +87,24 @@ def test_a_state_of_other_settings_or_another_model_is_refused(tmp_path: Path) -
         load_state(path, model, SETTINGS, "one")
 
 
+def test_a_damaged_state_is_refused_wherever_a_bit_is_wrong(tmp_path: Path) -> None:
+    """Cut off, or one bit flipped: in the length, in the header, in a tensor."""
+    model, path = TinyModel(), tmp_path / "s.safetensors"
+    save_state(path, model, train(model, LOSS, batches_at, SETTINGS), "one")
+    whole = path.read_bytes()
+    before = weights_of(model)
+    load_state(path, model, SETTINGS, "one")
+    header = 8 + int.from_bytes(whole[:8], "little")
+    places = [*range(8), *range(8, header, 7), *range(header, len(whole), 97), len(whole) - 1]
+    damaged = [whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :] for place in places]
+    damaged += [whole[:length] for length in (0, 1, 8, 100, header, len(whole) - 1)]
+    for data in damaged:
+        path.write_bytes(data)
+        with pytest.raises(InputError, match=r"s\.safetensors: .*to start anew"):
+            load_state(path, model, SETTINGS, "one")
+    assert weights_of(model) == before
+
+
 def test_frozen_weights_stay_and_only_trainable_ones_are_saved(tmp_path: Path) -> None:
     model = TinyModel()
     model.embed.freeze()
