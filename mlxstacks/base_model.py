@@ -21,6 +21,13 @@ from mlxstacks.ops import gated_delta
 _MOST_LAYERS = 1000
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 
+_VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab*", "merges.txt", "tekken.json")
+# What transformers and mlx-lm raise for files that are damaged or do not go together.
+_NOT_A_MODEL = (
+    ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError, OSError,
+    RuntimeError,
+)  # fmt: skip
+
 
 def check_layer_count(config: dict[str, Any]) -> None:
     """Raises: CheckpointError where the config, or its text part, wants more layers than can be."""
@@ -59,13 +66,32 @@ def load(
     """A local model as mlx-lm loads it, adapter layers attached: (model, tokenizer, config).
 
     lazy: read no weight before it is used.
+    Raises:
+        CheckpointError: files are missing, or config, weights and tokenizer do not go together.
     """
     from mlx_lm import load as load_with_tokenizer
 
-    if not (Path(model_path) / "config.json").is_file():
-        raise CheckpointError(f"{model_path}: no config.json; give a directory with an mlx model")
+    path = Path(model_path)
+    if not (path / "config.json").is_file():
+        raise CheckpointError(f"{path}: no config.json; give a directory with an mlx model")
+    # From its config alone transformers makes a tokenizer without a vocabulary, and says nothing.
+    if not any(next(path.glob(pattern), None) for pattern in _VOCABULARIES):
+        raise CheckpointError(f"{path}: no tokenizer.json or other vocabulary; download it too")
     adapter = None if adapter_path is None else str(adapter_path)
-    return load_with_tokenizer(str(model_path), adapter_path=adapter, return_config=True, lazy=lazy)
+    try:
+        check_layer_count(json.loads((path / "config.json").read_text(encoding="utf-8")))
+        return load_with_tokenizer(str(path), adapter_path=adapter, return_config=True, lazy=lazy)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    except _NOT_A_MODEL as error:
+        if "malloc" in str(error):  # of memory, not of the files
+            raise
+        lines = str(error).splitlines()
+        shown = " ".join(line.strip() for line in lines[:4]) + (" ..." if len(lines) > 4 else "")
+        raise CheckpointError(
+            f"{path}: mlx-lm cannot load it: {type(error).__name__}: {shown}; its config, weights "
+            "and tokenizer have to be of one model"
+        ) from error
 
 
 def quantize(

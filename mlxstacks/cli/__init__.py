@@ -53,6 +53,8 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(arguments, str(error), GATE, type(error).__name__)
     except InputError as error:
         return _fail(arguments, str(error), BAD_INPUT, type(error).__name__)
+    except FloatingPointError as error:  # NaN in training: it says what to do
+        return _fail(arguments, str(error), FAILED, type(error).__name__)
     except Exception as error:
         kind = type(error).__name__
         message = f"{kind}: {error}\nThis was not expected; -v shows where it happened."

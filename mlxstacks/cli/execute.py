@@ -53,7 +53,7 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
     """
     _log_to_stderr(common.verbosity)
     row = command_named(name)
-    recipe = load_recipe(common.recipe) if common.recipe else None
+    recipe = load_recipe(common.recipe) if common.recipe is not None else None
     with output.quiet_stdout(common.as_json):
         resolved = resolve(name, options, recipe, common.sets)
     if resolved.from_nano and not common.as_json:

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.settings import USUAL, SweepSettings, scale_of
 from mlxstacks.files.outputs import write_json
@@ -118,10 +120,14 @@ def read_result(path: Path) -> CellResult:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         document.pop("name")
-        return CellResult(**document | {"cell": Cell(**document["cell"])})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        result = TypeAdapter(CellResult).validate_json(json.dumps(document), strict=True)
+        if result.cell.name != path.stem:
+            raise ValueError(f"it is of {result.cell.name}")
+        return result
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        words = " ".join(str(error).split())[:300]
         raise InputError(
-            f"{path}: not a result of a sweep ({type(error).__name__}: {error}); move it away"
+            f"{path}: not a result of a sweep ({type(error).__name__}: {words}); move it away"
         ) from None
 
 

@@ -155,8 +155,9 @@ class _Sweep:
 
     def _is_final(self, result: CellResult) -> bool:
         """Whether a result stands. What was refused is asked again: limits may be other ones."""
-        if result.status == "trained":
-            return set(self.settings.policies) <= set(result.survival)
+        if result.status == "trained":  # and not removed by hand since
+            is_there = (self.directory / result.cell.name).is_dir()
+            return is_there and set(self.settings.policies) <= set(result.survival)
         return result.status in ("failed", "crashed") and not self.settings.retry
 
     # --- one cell ---------------------------------------------------------------------------------
@@ -170,7 +171,9 @@ class _Sweep:
         return self.guards[key]
 
     def _run_cell(self, cell: Cell, place: int, before: CellResult | None) -> CellResult:
-        if before is not None and before.status == "trained":  # only a policy is missing
+        if (
+            before is not None and before.status == "trained"
+        ):  # a policy is missing, or the files are
             return self._train(self.plans[cell], before, place)
         self._tell(place, 0.0, cell, "guard")
         plan, change = self.plans[cell], {}

@@ -23,7 +23,7 @@ from typing import Any
 
 import filelock
 
-from mlxstacks.errors import TargetError
+from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.carry import clone_or_link, copy_side_files
 from mlxstacks.files.disk import (
     c_function,
@@ -75,7 +75,11 @@ def _resolved(target: Path) -> Path:
 
 def _check_place(resolved: Path, force: bool, inputs: Sequence[Path]) -> None:
     for path in [*map(Path, inputs), Path.cwd(), Path.home()]:
-        if path.resolve().is_relative_to(resolved):
+        try:
+            source = path.resolve()
+        except (RuntimeError, ValueError) as error:  # YAML can write a NUL, or half a character
+            raise InputError(f"{str(path)!a}: not a usable path: {error}") from None
+        if source.is_relative_to(resolved):
             raise TargetError(
                 f"{resolved}: is or holds {path}, which must not be replaced; choose another target"
             )

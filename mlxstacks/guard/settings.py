@@ -26,7 +26,8 @@ class GuardSettings(BaseModel):
         "Default: the built-in nano model.",
     )
     max_seq_length: int = Field(2048, ge=1, description="Tokens of the longest row.")
-    batch_size: int = Field(1, ge=1, description="Rows a step.")
+    # Above that MLX's shapes, of 32 bits, overflow.
+    batch_size: int = Field(1, ge=1, le=1_000_000, description="Rows a step.")
     rank: int = Field(8, ge=1, description="Rank of the adapter.")
     layers: LayersText = Field(
         "all",
@@ -61,7 +62,7 @@ class GuardSettings(BaseModel):
         "far, one for gradients that are accumulated.",
     )
     decode_tokens: int = Field(0, ge=0, description="Also predict generating so many tokens.")
-    decode_batch: int = Field(1, ge=1, description="Sequences generated at once.")
+    decode_batch: int = Field(1, ge=1, le=1_000_000, description="Sequences generated at once.")
     decode_with: DecodeName = Field(
         "stream", description="stream: mlx-lm's stream_generate; batched: its BatchGenerator."
     )

@@ -201,7 +201,8 @@ def _with_nano(
 
     Raises: InputError when a model of the user's own needs something that only nano has.
     """
-    empty = tuple(key for key in row.nano if not getattr(settings, key))
+    # An empty text is no omission but an unset variable of a shell: it must not become nano.
+    empty = tuple(key for key in row.nano if getattr(settings, key) in (None, ()))
     if not empty:
         return settings, ()
     if "model" in row.nano and "model" not in empty:

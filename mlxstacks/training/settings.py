@@ -92,7 +92,7 @@ class TrainSettings(BaseModel):
         ge=1,
         description="Batches to train on. Default: the data once, but at most 1,000.",
     )
-    batch_size: int = Field(4, ge=1, description="Rows in a batch.")
+    batch_size: int = Field(4, ge=1, le=1_000_000, description="Rows in a batch.")
     grad_accumulation_steps: int = Field(
         1, ge=1, description="Batches whose gradients make one optimizer step."
     )

@@ -43,6 +43,8 @@ def test_result_is_a_table_or_one_document(toy: Path, command: Run) -> None:
         (["toi"], 2, "no command 'toi'; did you mean 'toy'?"),
         (["toybox", "reed"], 2, "no command 'reed'; did you mean 'read'?"),
         (["toybox", "read", "--model", "m"], 2, "a model of your own needs --adapter-path too"),
+        (["toybox", "read", "--model", ""], 2, "a model of your own needs --adapter-path too"),
+        (["toy", "--recipe", ""], 2, "recipe '': no such file"),
         (["run", "toi"], 2, "recipe 'toi': no such file"),
         (["run"], 2, "Missing argument 'RECIPE'"),
     ],

@@ -172,6 +172,19 @@ def test_finished_cells_are_not_run_again(
     assert all(r.figure("seconds") == old[r.cell] for r in report.results if r.cell in old)
 
 
+def test_a_cell_whose_files_are_gone_is_trained_again(
+    swept: tuple[Path, SweepReport], inputs: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Its result alone would end as `trained` in a sweep without its adapter."""
+    target = tmp_path / "out"
+    cells = work_path(target) / "cells"
+    shutil.copytree(swept[0] / "cells", cells)
+    shutil.rmtree(cells / NAME.format(2, 1))
+    report = run(sweep_settings(*inputs, target, seeds=(0, 1)))
+    assert [result.status for result in report.results] == ["trained"] * 4
+    assert adapters(target) == adapters(swept[0])
+
+
 def test_another_policy_is_measured_without_training(
     swept: tuple[Path, SweepReport],
     inputs: tuple[Path, Path],

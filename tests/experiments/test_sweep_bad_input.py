@@ -139,9 +139,15 @@ def test_a_damaged_result_is_an_error_that_names_it(
     inputs: tuple[Path, Path], interrupted: Path
 ) -> None:
     [path] = (work_path(interrupted) / "cells").glob("*.json")
-    path.write_text(json.dumps({"status": "trained"}))
-    with pytest.raises(InputError, match=f"{path.name}: not a result of a sweep"):
-        run(sweep_settings(*inputs, interrupted))
+    whole = json.loads(path.read_text())
+    changed = [
+        {"figures": "x"}, {"survival": []}, {"identity": 3}, {"status": "done"},
+        {"cell": whole["cell"] | {"rank": [2]}}, {"cell": whole["cell"] | {"rank": 4}},
+    ]  # fmt: skip
+    for document in ({"status": "trained"}, [], *(whole | change for change in changed)):
+        path.write_text(json.dumps(document))
+        with pytest.raises(InputError, match=f"{path.name}: not a result of a sweep"):
+            run(sweep_settings(*inputs, interrupted))
 
 
 def test_no_resume_starts_anew(inputs: tuple[Path, Path], interrupted: Path) -> None:

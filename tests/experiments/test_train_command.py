@@ -71,6 +71,14 @@ def test_mistakes_are_bad_input(typed: Typed, arguments: list[str], message: str
     assert message is None or message in err
 
 
+def test_a_run_that_diverges_says_so_and_is_no_surprise(typed: Typed) -> None:
+    arguments = ["--scale", "1e30", "--iters", "1", "--keys", "o_proj", "--val-batches", "1"]
+    code, _, err = typed("--save-path", "out", "--rank", "2", *arguments)
+    assert code == 1, err
+    assert "step 1: the" in err
+    assert "not expected" not in err
+
+
 def test_a_broken_line_is_named(typed: Typed, work_dir: Path) -> None:
     data = write_data(work_dir / "data")
     with (data / "valid.jsonl").open("a") as lines:

@@ -5,6 +5,7 @@ Run: pytest tests/experiments/test_train_run.py
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +313,8 @@ def test_two_runs_to_one_target_do_not_mix(places: tuple[Path, Path], tmp_path: 
         ({"keys": ("mlp.gate",)}, "router of a mixture of experts is never adapted"),
         ({"layers": "0", "keys": ("q_proj",)}, "'q_proj': only in layers 1"),
         ({"data": "/nowhere"}, "neither a directory nor a file"),
+        ({"data": "a\0b"}, "not a usable path: embedded null"),
+        ({"data": "\ud800"}, "not a usable path"),
         ({"data": "x" * 5000}, "cannot be opened: File name too long"),
         ({"model": "/nowhere"}, "no such directory"),
     ],
@@ -341,6 +344,39 @@ def test_bad_input_is_told_before_anything_is_written(
 def test_settings_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings_for(Path("m"), Path("d"), Path("o"), **changes)
+
+
+def without_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+
+
+def with_config(**changes: Any) -> Any:
+    def change(model: Path) -> None:
+        config = json.loads((model / "config.json").read_text())
+        config.get("text_config", config).update(changes)
+        (model / "config.json").write_text(json.dumps(config))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_tokenizer, r"model: no tokenizer\.json"),
+        (with_config(num_hidden_layers=3), "model: mlx-lm cannot load it: .*Missing"),
+        (with_config(num_hidden_layers=1), "model: mlx-lm cannot load it: .*not in model"),
+        (with_config(num_hidden_layers=10**9), "model: num_hidden_layers is 1,000,000,000"),
+        (with_config(hidden_size="64"), "model: mlx-lm cannot load it: TypeError"),
+    ],
+)
+def test_a_model_whose_files_do_not_go_together_is_bad_input(
+    places: tuple[Path, Path], tmp_path: Path, change: Any, message: str
+) -> None:
+    model = Path(shutil.copytree(places[0], tmp_path / "model"))
+    change(model)
+    with pytest.raises(InputError, match=message):
+        train_run.run(settings_for(model, places[1], tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_existing_target_is_refused_before_the_model_is_loaded(

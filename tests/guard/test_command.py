@@ -320,6 +320,8 @@ def test_tables_fit_80_columns(plain: GuardReport) -> None:
         (["--rank", "65"], "rank"),
         (["--rank", "0"], "greater than or equal to 1"),
         (["--max-seq-length", "0"], "greater than or equal to 1"),
+        (["--batch-size", "9" * 20], "less than or equal to 1000000"),
+        (["--decode-batch", "9" * 20], "less than or equal to 1000000"),
         (["--recurrence", "chunky"], "did you mean 'chunked'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
