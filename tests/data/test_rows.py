@@ -1,4 +1,4 @@
-"""Rows, loss masks, packing, batches and JSONL. Run: pytest tests/test_data.py"""
+"""Rows, loss masks, packing, batches and JSONL. Run: pytest tests/data/test_rows.py"""
 
 import hashlib
 import json
@@ -72,6 +72,7 @@ def test_a_text_keeps_its_opening_mark_and_ends_once() -> None:
     """As in mlx-lm: models with <bos> are lost without it; an end mark that is there is enough."""
 
     class Marking:
+        bos_token_id = 1
         eos_token_id = 9
 
         def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -1,0 +1,139 @@
+"""Settings of training data: sources, what is dropped, how rows are split. Imports no NumPy."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+# One name a reader (mlxstacks/data/formats.py), some readers under several.
+FormatName = Literal[
+    "auto",
+    "text",
+    "prompt_completion",
+    "chat",
+    "alpaca",
+    "gsm8k",
+    "messages",
+    "nemotron_v2",
+    "openassistant",
+    "openthoughts",
+    "sky_t1",
+    "ultrafeedback_sft",
+    "opencodereasoning",
+    "openmath_cot",
+    "openmath_tool",
+    "numina_cot",
+    "medqa",
+    "medical_reasoning",
+    "pubmedqa",
+    "fallback",
+]
+Template = Literal["chat", "alpaca"]
+Decontaminate = Literal["off", "words", "substrings"]
+
+
+class SourceSettings(BaseModel):
+    """One source of rows: a file or directory here, or a Hugging Face data set in the cache."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    path: str | None = Field(
+        None,
+        description="JSONL file, JSON array, parquet file, directory of parquet files, or "
+        "directory written by datasets' save_to_disk",
+    )
+    dataset: str | None = Field(
+        None, description="Hugging Face data set by id; read from the cache, never downloaded"
+    )
+    name: str | None = Field(None, description="configuration of the Hugging Face data set")
+    split: str = Field("train", description="split of a data set that has several")
+    format: FormatName = Field("auto", description="what the keys of a row mean; auto: by the keys")
+    filter: Literal["code"] | None = Field(
+        None, description="code: keep the rows in which a mark of program code occurs"
+    )
+    cap: int | None = Field(
+        None, ge=1, description="at most so many rows, drawn from the first 2 x cap rows"
+    )
+    seed: int | None = Field(
+        None, ge=0, description="of the draw under a cap; default: the domain's seed"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if bool(self.path) == bool(self.dataset):
+            raise ValueError("give path (a file or directory) or dataset (a Hugging Face id)")
+        if self.path and self.name:
+            raise ValueError("name goes with dataset: a path has no configurations")
+        return self
+
+    @property
+    def label(self) -> str:
+        """How messages and reports name the source: as it was written in the settings."""
+        return self.path or "/".join(filter(None, (self.dataset, self.name)))
+
+
+def _from_path(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str | dict | SourceSettings) else value
+
+
+# A plain path stands for a source with all else at its default.
+Source = Annotated[SourceSettings, BeforeValidator(_from_path)]
+
+
+class DomainDataSettings(BaseModel):
+    """The data of one domain."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    sources: Annotated[tuple[Source, ...], BeforeValidator(_as_list)] = Field(
+        min_length=1, description="where the rows come from; a plain path is a source too"
+    )
+    validation_fraction: float = Field(
+        0.02, gt=0, lt=1, description="share of the rows kept for validation, by content hash"
+    )
+    validation_rows: int | None = Field(
+        None, ge=1, description="so many validation rows instead of a share"
+    )
+    split_by: Literal["prompt", "row"] = Field(
+        "prompt",
+        description="what may not be on both sides of the split: a prompt, whatever its answer, "
+        "or only a whole row",
+    )
+    seed: int = Field(42, ge=0, description="of the split, and of draws under a cap")
+    strip_markers: bool = Field(
+        True, description="remove chat markers and special tokens that are written in the rows"
+    )
+    minimum_characters: int = Field(
+        10,
+        ge=0,
+        description="rows of a published format with a shorter prompt or answer are dropped; in "
+        "the forms text, prompt_completion and chat nothing but emptiness is",
+    )
+    answer_characters: int = Field(
+        2000, ge=1, description="longer answers lose their end (not: text and chat rows)"
+    )
+    template: Template = Field(
+        "chat", description="chat: the tokenizer's own; alpaca: instruction, input, response"
+    )
+    mask_prompt: bool | None = Field(
+        None,
+        description="true: the loss counts answers only; false: every token. Default: answers "
+        "only. Rows of plain text always count whole.",
+    )
+    decontaminate: Decontaminate = Field(
+        "off",
+        description="move rows that read like another trained domain (code, medical, math) to "
+        "it, by keywords as whole words or as substrings",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.template == "alpaca" and any(s.format == "chat" for s in self.sources):
+            raise ValueError(
+                "template alpaca holds one question and answer, format chat a whole conversation; "
+                "use format messages (the first pair) or template chat"
+            )
+        return self

@@ -1,0 +1,157 @@
+"""Where rows come from: files and directories here, and Hugging Face data sets in the cache.
+
+Rows stream: of a source that is capped, no more is read than the cap needs. Nothing is downloaded,
+and no code of a data set runs.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from mlxstacks.data import arrow_sets
+from mlxstacks.data.json_array import array_records, begins_array
+from mlxstacks.data.json_lines import numbered_records
+from mlxstacks.data.settings import SourceSettings
+from mlxstacks.errors import InputError
+
+# (where it stands, as messages say it, and the row)
+Rows = Iterator[tuple[str, dict[str, Any]]]
+SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+KNOWN_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSource:
+    """rows: read once, in order. files: by name in reports (no path of this machine)."""
+
+    rows: Rows
+    files: dict[str, Path]
+
+    def sha256(self) -> dict[str, str]:
+        """Of each file, by its name; reads them in pieces."""
+        found = {}
+        for name, path in sorted(self.files.items()):
+            with path.open("rb") as file:
+                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return found
+
+
+def open_source(source: SourceSettings, root: Path) -> OpenSource:
+    """Find what a source names; a relative path is taken from `root`.
+
+    Raises:
+        InputError: it is not there, holds no file of a known kind, or the package `datasets` is
+            needed and missing. Broken rows raise it later, while rows are read.
+    """
+    if source.dataset:
+        return _cached(source, source.dataset)
+    try:
+        path = root / Path(source.path or "").expanduser()
+    except RuntimeError as error:  # ~name of an unknown user
+        raise InputError(f"{source.label!a}: not a usable path: {error}") from None
+    if path.is_dir():
+        return _directory(source, path)
+    if not path.is_file():
+        raise InputError(
+            f"{path}: no such file or directory; put the data there, or change the source"
+        )
+    return OpenSource(_file_rows(path), {source.label: path})
+
+
+def _directory(source: SourceSettings, path: Path) -> OpenSource:
+    if arrow_sets.is_saved_set(path):
+        rows, files = arrow_sets.saved_set(path, source.split)
+    else:
+        files = data_files(path, source.split, source.label)
+        rows = chain.from_iterable(_file_rows(file) for file in files)
+    return OpenSource(rows, {f"{source.label}/{_inside(path, file)}": file for file in files})
+
+
+def _cached(source: SourceSettings, dataset: str) -> OpenSource:
+    """A data set that `datasets` prepared once, else one whose files are in the hub cache."""
+    if not re.fullmatch(r"[\w][\w.-]*(/[\w][\w.-]*)?", dataset, re.ASCII):
+        raise InputError(f"{dataset!a}: not a Hugging Face id; give files and directories as path")
+    prepared = arrow_sets.cached_set(dataset, source.name, source.split)
+    if prepared is not None:
+        rows, files = prepared
+        return OpenSource(rows, {f"{source.label}/{file.name}": file for file in files})
+    snapshot = arrow_sets.hub_snapshot(dataset)
+    if snapshot is None:
+        raise InputError(
+            f"{dataset}: not in the cache of Hugging Face data sets, and nothing is downloaded "
+            f"here; get it with `hf download --repo-type dataset {dataset}`, or with "
+            "datasets.load_dataset, or give a local path"
+        )
+    files = data_files(snapshot, source.split, dataset, source.name)
+    rows = chain.from_iterable(_file_rows(file) for file in files)
+    return OpenSource(rows, {f"{dataset}/{_inside(snapshot, file)}": file for file in files})
+
+
+def _file_rows(path: Path) -> Rows:
+    """Rows of one file, by its kind."""
+    if path.suffix == ".parquet":
+        return arrow_sets.parquet_rows(path)
+    if path.suffix == ".arrow":
+        return arrow_sets.arrow_rows([path])
+    return _json_rows(path)
+
+
+def _json_rows(path: Path) -> Rows:
+    records: Iterable[tuple[int, dict[str, Any]]]
+    try:
+        # A line of a .jsonl file that holds a list is a mistake, not an array of rows.
+        is_array = path.suffix != ".jsonl" and begins_array(path)
+        records = array_records(path) if is_array else numbered_records(path)
+        for line, record in records:
+            yield f"{path}, line {line}", record
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def data_files(directory: Path, split: str, label: str, name: str | None = None) -> list[Path]:
+    """Files of a split in a directory, in the order of their names.
+
+    A file belongs to a split whose name is a part of its own (train-00000-of-00002.parquet,
+    data/train.jsonl); where no file names any split, all of them are `train`.
+
+    Raises:
+        InputError: no file of a known kind, none of this split, or several configurations.
+    """
+    every = sorted(file for file in directory.rglob("*") if file.suffix in SUFFIXES)
+    files = [f for f in every if f.is_file() and _is_data(f.relative_to(directory))]
+    if name is not None:
+        files = [file for file in files if name in file.relative_to(directory).parts[:-1]]
+    if not files:
+        where = f"{label}/{name}" if name else label
+        raise InputError(f"{where}: no {', '.join(SUFFIXES)} file in {directory}")
+    named = [file for file in files if _names(file, directory, (split,))]
+    if not named and split == "train" and not any(_names(f, directory) for f in files):
+        named = files
+    if not named:
+        shown = ", ".join(_inside(directory, file) for file in files[:8])
+        raise InputError(f"{label}: no file of split {split!r}; {directory} has {shown}")
+    folders = sorted({_inside(directory, file.parent) for file in named})
+    if len(folders) > 1 and name is None:
+        raise InputError(
+            f"{label}: split {split!r} is in several folders ({', '.join(folders[:8])}); "
+            "choose one: give its path, or of a hub data set its name"
+        )
+    return named
+
+
+def _is_data(inside: Path) -> bool:
+    hidden = any(part.startswith(".") for part in inside.parts)
+    return not hidden and inside.name not in ("dataset_info.json", "dataset_infos.json")
+
+
+def _names(file: Path, directory: Path, splits: Iterable[str] = KNOWN_SPLITS) -> bool:
+    words = re.split(r"[/_.\-]", _inside(directory, file).lower())
+    return any(split.lower() in words for split in splits)
+
+
+def _inside(directory: Path, file: Path) -> str:
+    return file.relative_to(directory).as_posix()

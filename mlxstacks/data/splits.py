@@ -1,0 +1,102 @@
+"""Which rows are for validation: by a hash of content, so that nothing else decides it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from mlxstacks.data.examples import Example
+from mlxstacks.data.read_source import keyed_hash
+from mlxstacks.data.settings import DomainDataSettings
+from mlxstacks.errors import InputError
+
+SplitIds = Mapping[str, Sequence[str]]
+PARTS = ("train", "validation")
+
+
+def split_examples(
+    examples: Iterable[Example], settings: DomainDataSettings, name: str
+) -> tuple[list[Example], list[Example]]:
+    """(train, validation), each in the order of row ids.
+
+    Laws: independent of the order of `examples`; with validation_fraction a row's side does not
+    depend on the other rows, so a new source moves none (validation_rows counts rows, so it can);
+    with split_by=prompt rows with one prompt are on one side.
+
+    Raises:
+        InputError: a side would be empty.
+    """
+    rows = sorted(examples, key=lambda example: example.row_id)
+    groups: dict[str, list[Example]] = {}
+    for row in rows:
+        groups.setdefault(split_key(row, settings), []).append(row)
+    chosen = _validation_keys(groups, settings)
+    train = [row for row in rows if split_key(row, settings) not in chosen]
+    validation = [row for row in rows if split_key(row, settings) in chosen]
+    if not train or not validation:
+        empty = "validation" if train else "training"
+        wanted = (
+            f"validation_rows {settings.validation_rows}"
+            if settings.validation_rows
+            else f"validation_fraction {settings.validation_fraction}"
+        )
+        raise InputError(
+            f"domain {name}: {wanted} leaves no {empty} row of {len(rows)} ({len(groups)} "
+            f"different {settings.split_by}s); set validation_rows to a number below that, or "
+            "another validation_fraction"
+        )
+    return train, validation
+
+
+def split_key(example: Example, settings: DomainDataSettings) -> str:
+    """What decides a row's side, and may not be on both: its prompt, or all of it."""
+    return example.prompt_id if settings.split_by == "prompt" else example.row_id
+
+
+def _validation_keys(groups: Mapping[str, list[Example]], settings: DomainDataSettings) -> set[str]:
+    def place(key: str) -> int:
+        return keyed_hash(settings.seed, "split", key)
+
+    if settings.validation_rows is None:
+        bound = settings.validation_fraction * 2**64
+        return {key for key in groups if place(key) < bound}
+    chosen: set[str] = set()
+    left = settings.validation_rows
+    for key in sorted(groups, key=place):
+        if len(groups[key]) <= left:
+            chosen.add(key)
+            left -= len(groups[key])
+    return chosen
+
+
+def apply_split(
+    examples: Iterable[Example], ids: SplitIds, name: str = ""
+) -> tuple[list[Example], list[Example]]:
+    """(train, validation) of a stored split, in its order. Rows that it does not know are left out.
+
+    Raises:
+        InputError: rows of the split are not there any more (how many is said), or `ids` is not a
+            split.
+    """
+    which = f"domain {name}: " if name else ""
+    check_split(ids, name)
+    found = {example.row_id: example for example in examples}
+    gone = {part: sum(row_id not in found for row_id in ids[part]) for part in PARTS}
+    if any(gone.values()):
+        raise InputError(
+            f"{which}{gone['train']} of {len(ids['train'])} training rows and "
+            f"{gone['validation']} of {len(ids['validation'])} validation rows of the stored split "
+            "are gone: a source, its cap or a setting of the data has changed since; bring it "
+            "back, or remove the domain and train it again"
+        )
+    train, validation = ([found[row_id] for row_id in ids[part]] for part in PARTS)
+    return train, validation
+
+
+def check_split(ids: Any, name: str = "") -> None:
+    """Raises InputError: not two lists of row ids with no id in both."""
+    which = f"domain {name}: " if name else ""
+    for part in PARTS:
+        value = ids.get(part) if isinstance(ids, Mapping) else None
+        if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+            raise InputError(f"{which}a stored split needs {part} as a list of row ids")
+    if set(ids["train"]) & set(ids["validation"]):
+        raise InputError(f"{which}the stored split has rows on both sides")

@@ -1,0 +1,150 @@
+"""Parquet, saved and cached data sets. What needs the package `datasets` is skipped without it.
+
+Run: pytest tests/data/test_arrow_sets.py
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxstacks.data import arrow_sets
+from mlxstacks.data.settings import SourceSettings
+from mlxstacks.data.sources import open_source
+from mlxstacks.errors import InputError
+
+ROWS = [{"question": f"q{i}", "answer": f"a{i}", "empty": None} for i in range(1000)]
+SNAPSHOT = "0" * 40
+
+
+def read(root: Path = Path(), **source: Any) -> list[tuple[str, dict[str, Any]]]:
+    return list(open_source(SourceSettings(**source), root).rows)
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The snapshot directory of data set org/set in an empty hub cache."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repo = tmp_path / "hub" / "datasets--org--set"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(SNAPSHOT)
+    snapshot = repo / "snapshots" / SNAPSHOT
+    snapshot.mkdir(parents=True)
+    return snapshot
+
+
+def test_a_data_set_in_the_hub_cache_is_read_without_the_package(
+    hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrow_sets, "_missing", lambda package: True)
+    (hub_cache / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (hub_cache / "test.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    (hub_cache / "set.py").write_text("raise SystemExit('code of a data set ran')\n")
+    assert [row for _, row in read(dataset="org/set")] == ROWS
+    opened = open_source(SourceSettings(dataset="org/set", split="test"), Path())
+    assert list(opened.sha256()) == ["org/set/test.jsonl"]
+
+
+def test_a_data_set_that_is_not_cached_says_how_to_get_it(
+    hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrow_sets, "_missing", lambda package: True)
+    with pytest.raises(InputError, match=r"org/other: not in the cache.*nothing is downloaded.*hf"):
+        read(dataset="org/other")
+
+
+@pytest.mark.parametrize("name", ["../escape", "/etc/passwd", "a/b/c", "", ".hidden", "a b"])
+def test_only_ids_are_data_sets(name: str) -> None:
+    with pytest.raises(ValueError, match=r"not a Hugging Face id|give path"):
+        read(dataset=name)
+
+
+def test_without_the_package_the_message_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrow_sets, "_missing", lambda package: True)
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    with pytest.raises(InputError, match=r"pyarrow: pip install 'mlxstacks\[data\]'"):
+        read(tmp_path, path="rows.parquet")
+    (tmp_path / "saved").mkdir()
+    for name in ("state.json", "dataset_info.json"):
+        (tmp_path / "saved" / name).write_text("{}")
+    with pytest.raises(InputError, match=r"datasets: pip install 'mlxstacks\[data\]'"):
+        read(tmp_path, path="saved")
+
+
+def test_reading_lines_imports_none_of_it(tmp_path: Path) -> None:
+    before = {"datasets", "pyarrow"} & set(sys.modules)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
+    assert read(tmp_path, path="rows.jsonl")
+    assert {"datasets", "pyarrow"} & set(sys.modules) == before
+
+
+# --- with the package -----------------------------------------------------------------------------
+
+
+def test_parquet_rows_stream(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    for name, rows in (("a", ROWS[:600]), ("b", ROWS[600:])):
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"train-{name}.parquet")
+    assert [row for _, row in read(tmp_path, path=".")] == ROWS
+    found = read(tmp_path, path="train-b.parquet")
+    assert found[1][0] == f"{tmp_path / 'train-b.parquet'}, row 2"
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(InputError, match=r"bad\.parquet: cannot be read as parquet"):
+        read(tmp_path, path="bad.parquet")
+
+
+def test_saved_sets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    one = datasets.Dataset.from_list(ROWS)
+    one.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": one, "test": one.select(range(3))}).save_to_disk(
+        tmp_path / "two"
+    )
+    assert [row for _, row in read(tmp_path, path="one")] == ROWS
+    assert [row for _, row in read(tmp_path, path="two", split="test")] == ROWS[:3]
+    with pytest.raises(InputError, match="no split 'dev'; it has test, train"):
+        read(tmp_path, path="two", split="dev")
+    opened = open_source(SourceSettings(path="two"), tmp_path)
+    assert list(opened.sha256()) == ["two/train/data-00000-of-00001.arrow"]
+    (tmp_path / "one" / "state.json").write_text("{")
+    with pytest.raises(InputError, match="cannot be read as a saved data set"):
+        read(tmp_path, path="one")
+
+
+def test_a_cached_set_is_read_without_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `load_dataset` prepares for an id lies in the cache as its files say here."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("socket.socket.connect", _no_network)
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    prepared = datasets.load_dataset(
+        "json", data_files=str(tmp_path / "train.jsonl"), cache_dir=str(tmp_path / "made")
+    )["train"]
+    made = Path(prepared.cache_files[0]["filename"]).parent
+    target = tmp_path / "cache" / "org___set" / "default" / "0.0.0" / SNAPSHOT
+    target.parent.mkdir(parents=True)
+    made.rename(target)
+    (target / "json-train.arrow").rename(target / "set-train.arrow")
+    info = json.loads((target / "dataset_info.json").read_text())
+    (target / "dataset_info.json").write_text(json.dumps(info | {"dataset_name": "set"}))
+    assert [row for _, row in read(dataset="org/set")] == ROWS
+    opened = open_source(SourceSettings(dataset="org/set"), Path())
+    assert list(opened.sha256()) == ["org/set/set-train.arrow"]
+    with pytest.raises(InputError, match="org/set: the cached data set cannot be read"):
+        read(dataset="org/set", split="test")
+    with pytest.raises(InputError, match="org/set: the cached data set cannot be read"):
+        read(dataset="org/set", name="other")
+
+
+def _no_network(*arguments: Any) -> None:
+    raise AssertionError("the network was asked")

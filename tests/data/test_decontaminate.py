@@ -1,0 +1,104 @@
+"""Rows that read like another domain are moved and reported; off by default.
+
+Run: pytest tests/data/test_decontaminate.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxstacks.data import DomainDataSettings, read_domains, split_ids
+from mlxstacks.data.decontaminate import KEYWORDS, detect_domain, keywords_in
+
+PLAIN = [f"Tell me about town number {i}, please." for i in range(40)]
+CODE = [f"Write a python function that prints {i}." for i in range(10)]
+MEDICAL = [f"The patient {i} has a chronic cough, why?" for i in range(5)]
+
+
+def test_the_lists_have_the_published_lengths() -> None:
+    assert {name: len(set(words)) for name, words in KEYWORDS.items()} == {
+        "code": 29,
+        "medical": 31,
+        "math": 26,
+    }
+    assert all(word == word.lower() for words in KEYWORDS.values() for word in words)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "expected"),
+    [
+        ("A Python FUNCTION", "words", ["function", "python"]),
+        ("python, python, python", "words", ["python"]),
+        ("C++ and SQL", "words", ["c++", "sql"]),
+        ("decode the stringent defence", "words", []),
+        ("decode the stringent defence", "substrings", ["code", "def", "string"]),
+    ],
+)
+def test_keywords(text: str, mode: Any, expected: list[str]) -> None:
+    assert sorted(keywords_in(text, "code", mode)) == expected
+
+
+def test_two_distinct_keywords_make_a_domain() -> None:
+    assert detect_domain("one function", "words") == (None, [])
+    assert detect_domain("a function and a function", "words") == (None, [])
+    assert detect_domain("solve the equation", "words") == ("math", ["equation", "solve"])
+    assert detect_domain("a patient with cancer and a python function", "words")[0] == "code"
+    assert detect_domain("a symptom, symptoms", "words")[0] == "medical"
+
+
+def write(root: Path, name: str, prompts: list[str]) -> None:
+    rows = [{"instruction": prompt, "output": "Here is a long answer."} for prompt in prompts]
+    (root / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    write(tmp_path, "chat", PLAIN + CODE + MEDICAL)
+    write(tmp_path, "code", [f"Print {i} with bash in a loop." for i in range(40)] + CODE[:2])
+    return tmp_path
+
+
+def about(name: str, **more: Any) -> DomainDataSettings:
+    return DomainDataSettings.model_validate(
+        {"sources": f"{name}.jsonl", "validation_fraction": 0.3, **more}
+    )
+
+
+def test_nothing_moves_by_default(root: Path) -> None:
+    read = read_domains({"chat": about("chat"), "code": about("code")}, root)
+    assert "moved_to" not in read["chat"].report
+    assert sum(map(len, (read["chat"].train, read["chat"].validation))) <= 55
+
+
+def test_rows_of_a_trained_domain_move_and_are_reported(root: Path) -> None:
+    domains = {"chat": about("chat", decontaminate="words"), "code": about("code")}
+    read = read_domains(domains, root)
+    chat, code = read["chat"], read["code"]
+    assert chat.report["moved_to"] == {"code": 10}
+    assert code.report["moved_from"] == {"chat": 10}
+    # Medical rows stay: no such domain is trained.
+    assert len(chat.train) + len(chat.validation) == 45
+    # Two of the ten were in the code set already.
+    assert len(code.train) + len(code.validation) == 50
+    shown = chat.report["moved_rows"]
+    assert [row["row_id"] for row in shown] == sorted(row["row_id"] for row in shown)
+    assert shown[0]["to"] == "code"
+    assert shown[0]["keywords"] == ["function", "python"]
+    only_chat = read_domains(domains, root, trained=["chat"])
+    assert "moved_to" not in only_chat["chat"].report
+
+
+def test_rows_of_a_stored_split_stay_where_they_were_trained(root: Path) -> None:
+    alone = {"chat": about("chat", decontaminate="words")}
+    stored = {"chat": split_ids(read_domains(alone, root)["chat"])}
+    later = read_domains(alone | {"code": about("code")}, root, stored=stored)
+    assert split_ids(later["chat"]) == stored["chat"]
+    assert "moved_to" not in later["chat"].report
+    # And rows that moved before a split was stored, move again.
+    both = alone | {"code": about("code")}
+    first = read_domains(both, root)
+    stored = {name: split_ids(data) for name, data in first.items()}
+    again = read_domains(both, root, stored=stored)
+    assert {name: split_ids(data) for name, data in again.items()} == stored
