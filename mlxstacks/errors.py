@@ -19,3 +19,7 @@ class TargetError(InputError):
 
 class ResourceLimitError(InputError):
     """A run or batch is predicted to pass a limit of the device; it was not begun (exit code 3)."""
+
+
+class StoreError(Exception):
+    """A store of stacks is damaged, in use by another writer, or of another base (exit code 1)."""

@@ -16,7 +16,7 @@ from mlxstacks import __version__
 from mlxstacks.cli.execute import BAD_INPUT, FAILED, GATE, INTERRUPTED
 from mlxstacks.cli.group import TableGroup
 from mlxstacks.cli.recipes import list_command, run_command
-from mlxstacks.errors import InputError, ResourceLimitError
+from mlxstacks.errors import InputError, ResourceLimitError, StoreError
 
 HELP = """Stack LoRA adapters on quantized mixture-of-experts models, on MLX.
 
@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(arguments, str(error), GATE, type(error).__name__)
     except InputError as error:
         return _fail(arguments, str(error), BAD_INPUT, type(error).__name__)
-    except FloatingPointError as error:  # NaN in training: it says what to do
+    except (StoreError, FloatingPointError) as error:  # NaN in training; both say what to do
         return _fail(arguments, str(error), FAILED, type(error).__name__)
     except Exception as error:
         kind = type(error).__name__

@@ -39,7 +39,9 @@ from mlxstacks.files.disk import (
 __all__ = ["check_target", "clone_or_link", "copy_side_files", "staged_directory", "write_json"]
 
 # One of these lies in every directory that --force may replace.
-_REPORTS = {"fuse_report.json", "sweep_report.json"}
+_REPORTS = {
+    "fuse_report.json", "sweep_report.json", "compare_report.json", "analysis_report.json",
+}  # fmt: skip
 _OWN_FILES = {"config.json", "adapter_config.json", "manifest.json", *_REPORTS}
 _AT_FDCWD = -100
 _EXCHANGE = 2  # Linux RENAME_EXCHANGE and macOS RENAME_SWAP

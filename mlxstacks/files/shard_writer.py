@@ -68,7 +68,14 @@ class ShardWriter:
                 self._descriptor = os.open(self.path, flags, 0o666)
             except FileExistsError:
                 raise TargetError(f"{self.path}: exists; shards are new files") from None
-            write_all(self._descriptor, memoryview(header), 0)
+            done = False
+            try:
+                write_all(self._descriptor, memoryview(header), 0)
+                done = True
+            finally:
+                if not done:  # nobody gets the object that would close it
+                    self._release()
+                    self.path.unlink()
 
     def write(self, name: str, chunk: Chunk) -> None:
         """Append the bytes of a C-contiguous buffer to one tensor."""

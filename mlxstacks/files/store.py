@@ -1,0 +1,349 @@
+"""A store: a directory of frozen stacks with one manifest, changed in steps that happen or do not.
+
+    manifest.json    what is there, with hashes and a checksum of itself
+    stacks/ splits/ shared/    content files, never changed
+    log.jsonl        when what was done; the only place with times
+    .lock            held by the one writer
+
+Readers take no lock. They read the manifest once and find every file it names, whatever a writer
+does meanwhile: a change writes new files beside the old ones and replaces the manifest last; a file
+that nothing names any more stays until `gc`. Whatever else lies in the directory (`run/`, reports)
+belongs to somebody else and is left alone.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import filelock
+import mlx.core as mx
+
+from mlxstacks import __version__
+from mlxstacks.errors import CheckpointError, InputError, StoreError
+from mlxstacks.files.disk import target_errors, user_path
+from mlxstacks.files.manifest import (
+    DomainRecord,
+    FileRecord,
+    Manifest,
+    StackRecord,
+    check_name,
+    parse_manifest,
+)
+from mlxstacks.files.outputs import staged_directory, write_json
+from mlxstacks.files.shard_header import open_regular
+from mlxstacks.files.stack_file import (
+    StackFile,
+    StackHeader,
+    read_arrays,
+    read_stack,
+    read_stack_header,
+    write_arrays,
+    write_stack,
+)
+from mlxstacks.files.store_files import (
+    LOCK,
+    LOG,
+    MANIFEST,
+    add_content,
+    append_line,
+    file_of,
+    read_checked,
+    write_new,
+)
+from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
+
+__all__ = ["Change", "Store"]
+
+# What a file takes beside its numbers: header, manifest, log.
+_MARGIN_BYTES = 1 << 20
+
+
+class Store:
+    """An opened store. `manifest` is the state it had when it was opened or last changed here."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+
+    @classmethod
+    def create(
+        cls, path: str | Path, base_model: str, base_fingerprint: str, *, force: bool = False
+    ) -> "Store":
+        """A new store without stacks.
+
+        base_model: hub id or name of the base, without paths of this machine.
+        force: replace an existing store or output directory.
+        Raises: TargetError: something is there, is being written, or the place is not writable.
+        """
+        manifest = Manifest(base_model, base_fingerprint, code_version=__version__)
+        target = user_path(path)
+        with staged_directory(target, force=force, needed_bytes=_MARGIN_BYTES) as staged:
+            write_json(staged / MANIFEST, manifest.document(), sort_keys=True)
+        return cls(target.resolve(), manifest)
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Store":
+        """An existing store. Takes no lock; reads no stack.
+
+        Raises: InputError: no store is there. StoreError: its manifest is missing or damaged.
+        """
+        root = user_path(path)
+        try:
+            there = root.is_dir()
+        except (OSError, ValueError) as error:
+            raise InputError(f"{str(path)[:200]!a}: not a usable path: {error}") from None
+        if not there:
+            found = "a file" if root.exists() else "not there"
+            raise InputError(
+                f"{root}: {found}; give a store's directory (`mlxstacks stack` makes one)"
+            )
+        root = root.resolve()
+        return cls(root, _read_manifest(root))
+
+    def refresh(self) -> Manifest:
+        """Read the manifest again; returns it. Raises: as `open`."""
+        self.manifest = _read_manifest(self.path)
+        return self.manifest
+
+    def enabled_stacks(self) -> list[StackRecord]:
+        """The stacks that are served, in the order of training."""
+        return self.manifest.enabled_stacks()
+
+    def stack_named(self, name: str) -> StackRecord:
+        """Raises: InputError listing the stacks there are."""
+        for stack in self.manifest.stacks:
+            if stack.name == name:
+                return stack
+        known = ", ".join(stack.name for stack in self.manifest.stacks) or "none"
+        raise InputError(f"{self.path}: no stack {name[:100]!a} (there are: {known})")
+
+    def domain_named(self, name: str) -> DomainRecord:
+        """Raises: InputError listing the domains there are."""
+        found = self.manifest.domain_named(name)
+        if found is not None:
+            return found
+        owner = next((s.domain for s in self.manifest.stacks if s.name == name), None)
+        if owner is not None:
+            raise InputError(f"{name} is a stack; its domain is {owner}: name that")
+        known = ", ".join(domain.name for domain in self.manifest.domains) or "none"
+        raise InputError(f"{self.path}: no domain {name[:100]!a} (there are: {known})")
+
+    def check_base(self, fingerprint: str) -> None:
+        """Raises: StoreError where a model of another fingerprint is to be used with the store."""
+        if fingerprint != self.manifest.base_fingerprint:
+            raise StoreError(
+                f"{self.path}: its stacks were trained on {self.manifest.base_model} with "
+                f"fingerprint {self.manifest.base_fingerprint[:12]}, this model has "
+                f"{fingerprint[:12]}; use that base, or train a store of its own for this one"
+            )
+
+    def read_stack(self, record: StackRecord, *, verified: bool = False) -> StackFile:
+        """The stack behind a record, checked against it: size, hash, header, base, numbers.
+
+        verified: this process read it before; only size and header are checked again.
+        Raises: StoreError naming the file and what is wrong with it.
+        """
+        path = file_of(self.path, record.file)
+        stack = read_stack(path, record.file.sha256, verified=verified)
+        if problems := header_problems(stack.header, record, self.manifest):
+            raise StoreError(f"{path}: {'; '.join(problems)}")
+        return stack
+
+    def read_header(self, record: StackRecord) -> StackHeader:
+        """The header alone; neither hash nor numbers are checked. Raises: StoreError."""
+        return read_stack_header(file_of(self.path, record.file))
+
+    def read_json(self, record: FileRecord) -> dict[str, Any]:
+        """A JSON file of the store (a split). Raises: StoreError naming the file."""
+        try:
+            return read_object(read_checked(self.path, record))
+        except ValueError as error:
+            raise StoreError(f"{self.path / record.file}: {error}") from None
+
+    def read_shared(self, record: FileRecord) -> dict[str, mx.array]:
+        """Arrays that several stacks read (latent projections). Raises: StoreError."""
+        return read_arrays(file_of(self.path, record), record.sha256)
+
+    @contextmanager
+    def change(self, event: str = "change", **details: Any) -> Iterator["Change"]:
+        """Hold the writers' lock, and replace the manifest with `change.manifest` at the end.
+
+        event, details: what log.jsonl says of the change; details are JSON values.
+        Law: whenever the process dies, the store is as before or as after. On an exception in the
+        block nothing changes, and files added in it are removed.
+
+        Raises: StoreError: another process is changing the store, or the new manifest is not
+            valid (ValueError). TargetError: full disk, read-only.
+        """
+        with _writers_lock(self.path):
+            change = Change(self.path, self.refresh())
+            try:
+                yield change
+                if change.manifest != self.manifest:
+                    change.commit(event, details)
+            finally:
+                change.drop_unnamed()
+            self.manifest = change.manifest
+
+    def log(self, event: str, **details: Any) -> None:
+        """Add a line to log.jsonl. details: JSON values. Raises: TargetError."""
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        append_line(self.path / LOG, json.dumps({"time": now, "event": event, **details}))
+
+
+class Change:
+    """A change in the making: new files, and the manifest that will name them."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._before = manifest
+        self._added: list[FileRecord] = []
+
+    def add_stack(
+        self,
+        tensors: Mapping[str, mx.array],
+        header: StackHeader,
+        loss_before: float | None = None,
+        loss_after: float | None = None,
+    ) -> StackRecord:
+        """Write a stack's file; the record is yours to put into a domain of `manifest`.
+
+        Raises: StoreError for a stack of another base. ValueError and TargetError as `write_stack`.
+        """
+        if header.base_fingerprint != self.manifest.base_fingerprint:
+            raise StoreError(
+                f"{self.path}: stack {header.name} is of a base with fingerprint "
+                f"{header.base_fingerprint[:12]}, the store's has "
+                f"{self.manifest.base_fingerprint[:12]}; a store holds stacks of one base"
+            )
+        check_name(header.domain)
+        nbytes = sum(array.nbytes for array in tensors.values()) + _MARGIN_BYTES
+        stem = f"{header.domain}-r{header.round}"
+        file = add_content(
+            self.path, "stacks", stem, "safetensors", nbytes,
+            lambda path: write_stack(path, tensors, header),
+        )  # fmt: skip
+        self._added.append(file)
+        parameters = sum(array.size for array in tensors.values())
+        return StackRecord(
+            header.name, header.domain, header.round, file, parameters, loss_before, loss_after,
+            header.shared_sha256,
+        )  # fmt: skip
+
+    def add_json(self, folder: str, stem: str, value: Mapping[str, Any]) -> FileRecord:
+        """Write a JSON file, keys sorted. folder: "splits" or "shared".
+
+        Raises: ValueError for NaN or a stem that is no name; TargetError.
+        """
+        check_name(stem, "file")
+        data = json.dumps(value, sort_keys=True, indent=1, allow_nan=False).encode() + b"\n"
+        if len(data) > MAX_JSON_BYTES:
+            raise ValueError(f"{stem}: {len(data)} bytes of JSON, allowed: {MAX_JSON_BYTES}")
+        file = add_content(
+            self.path, folder, stem, "json", len(data), lambda path: write_new(path, data)
+        )
+        self._added.append(file)
+        return file
+
+    def add_shared(self, stem: str, arrays: Mapping[str, mx.array]) -> FileRecord:
+        """Write float32 arrays that several stacks read, and name the file in `manifest.shared`.
+
+        Raises: ValueError for another dtype, NaN or Inf, a stem that is no name; TargetError.
+        """
+        check_name(stem, "file")
+        nbytes = sum(array.nbytes for array in arrays.values()) + _MARGIN_BYTES
+        file = add_content(
+            self.path, "shared", stem, "safetensors", nbytes,
+            lambda path: write_arrays(path, arrays),
+        )  # fmt: skip
+        self._added.append(file)
+        if file not in self.manifest.shared:
+            self.manifest = replace(self.manifest, shared=(*self.manifest.shared, file))
+        return file
+
+    def commit(self, event: str, details: Mapping[str, Any]) -> None:
+        """Replace the manifest; called by `Store.change`."""
+        # the version that wrote last; a resumed run of one version writes equal bytes
+        self.manifest = replace(self.manifest, code_version=__version__)
+        document = self.manifest.document()
+        kept = {record.file for record in self.manifest.files()}
+        for record in self._before.files():
+            # gc counts the age of an unnamed file from here on, for readers of the old manifest
+            if record.file not in kept and (self.path / record.file).is_file():
+                with target_errors(self.path / record.file):
+                    os.utime(self.path / record.file, follow_symlinks=False)
+        # before the manifest: a full disk is met while nothing has changed yet
+        Store(self.path, self._before).log(event, checksum=document["checksum"][:12], **details)
+        write_json(self.path / MANIFEST, document, sort_keys=True)
+
+    def drop_unnamed(self) -> None:
+        """Remove added files that the manifest on disk, old or new, does not name."""
+        if not self._added:
+            return
+        # read again: an interrupt can come after the manifest was replaced
+        named = {record.file for record in _read_manifest(self.path).files()}
+        for record in self._added:
+            if record.file not in named:
+                (self.path / record.file).unlink(missing_ok=True)
+
+
+def header_problems(header: StackHeader, record: StackRecord, manifest: Manifest) -> list[str]:
+    """How a stack's own header contradicts the manifest."""
+    pairs = {
+        "name": (header.name, record.name),
+        "domain": (header.domain, record.domain),
+        "round": (header.round, record.round),
+        "shared file": (header.shared_sha256, record.shared_sha256),
+        "base fingerprint": (header.base_fingerprint, manifest.base_fingerprint),
+    }
+    return [
+        f"its header says {what} {str(mine)[:64]}, the manifest {str(theirs)[:64]}"
+        for what, (mine, theirs) in pairs.items()
+        if mine != theirs
+    ]
+
+
+def _read_manifest(root: Path) -> Manifest:
+    path = root / MANIFEST
+    if not os.path.lexists(path):
+        if (root / "stacks").is_dir():
+            raise StoreError(f"{path}: missing, its stacks are there; restore it from a copy")
+        raise InputError(f"{root}: no store: it has no {MANIFEST} (`mlxstacks stack` makes one)")
+    if path.is_symlink():
+        raise StoreError(f"{path}: is a link; a store holds its own files")
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            return parse_manifest(file.read(MAX_JSON_BYTES + 1))
+    except (CheckpointError, OSError) as error:
+        raise StoreError(f"{path}: cannot be read: {error}") from None
+    except ValueError as error:
+        raise StoreError(f"{path}: damaged: {error}; restore it from a copy") from None
+
+
+@contextmanager
+def _writers_lock(root: Path) -> Iterator[None]:
+    path = root / LOCK
+    if path.is_symlink():
+        raise StoreError(f"{path}: is a link; remove it")
+    lock = filelock.FileLock(path)
+    try:
+        with target_errors(root):
+            lock.acquire(timeout=0)
+    except filelock.Timeout:
+        holder = path.read_text().strip() if path.exists() else ""
+        raise StoreError(
+            f"{root}: process {holder[:20] or 'unknown'} is changing it; wait for it to end"
+        ) from None
+    try:
+        with target_errors(root):
+            path.write_text(f"{os.getpid()}\n")
+        yield
+    finally:
+        # the file stays: a lock on a file that has lost its name would exclude nobody
+        lock.release()

@@ -1,0 +1,156 @@
+"""Files of a store: found without leaving it, written under the name of their content.
+
+A content file is `<folder>/<stem>-<first 12 digits of its sha256>.<suffix>`. It is written under a
+temporary name, synced and renamed, and never changed afterwards, so a reader of an old manifest and
+a reader of the new one both find what theirs names.
+"""
+
+import errno
+import hashlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from mlxstacks.errors import StoreError
+from mlxstacks.files.disk import require_space, sync_directory, target_errors, write_all
+from mlxstacks.files.manifest import FOLDERS, FileRecord
+from mlxstacks.files.stack_file import REPAIR
+
+MANIFEST = "manifest.json"
+LOCK = ".lock"
+LOG = "log.jsonl"
+
+_TEMPORARY = re.compile(r"\..{1,220}\.tmp-\d+-[0-9a-f]{8}")
+_CONTENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*-[0-9a-f]{12}\.[a-z]+")
+
+
+def file_of(root: Path, record: FileRecord) -> Path:
+    """The path of a file that the manifest names; its size is that of the record.
+
+    Raises: StoreError: missing, a link (its target may lie anywhere), no regular file, truncated.
+    """
+    path = root / record.file
+    for part in (path.parent, path):
+        if part.is_symlink():
+            raise StoreError(f"{part}: is a link; a store holds its own files; {REPAIR}")
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        raise StoreError(
+            f"{path}: missing; {REPAIR}; or open the store again if it was changed meanwhile"
+        ) from None
+    except OSError as error:
+        raise StoreError(f"{path}: cannot be opened: {error.strerror}; {REPAIR}") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise StoreError(f"{path}: not a regular file; {REPAIR}")
+    if found.st_size != record.nbytes:
+        what = "truncated" if found.st_size < record.nbytes else "grown"
+        raise StoreError(
+            f"{path}: {what}: {found.st_size} bytes, the manifest says {record.nbytes}; {REPAIR}"
+        )
+    return path
+
+
+def read_checked(root: Path, record: FileRecord) -> bytes:
+    """All bytes of a small file of the store. Raises: StoreError as `file_of`, or changed bytes."""
+    path = file_of(root, record)
+    data = path.read_bytes()
+    if hashlib.sha256(data).hexdigest() != record.sha256:
+        raise StoreError(f"{path}: its bytes changed: not the sha256 of the manifest; {REPAIR}")
+    return data
+
+
+def add_content(
+    root: Path, folder: str, stem: str, suffix: str, needed_bytes: int, write: Callable[[Path], str]
+) -> FileRecord:
+    """A new content file. write: makes the file at the path it is given, returns its sha256.
+
+    Bytes that are there already are written again: a damaged copy is replaced by a whole one.
+    Raises: TargetError: full disk, read-only. Nothing is left then.
+    """
+    assert folder in FOLDERS
+    directory = root / folder
+    with target_errors(directory, needed_bytes):
+        if directory.is_symlink():
+            raise StoreError(f"{directory}: is a link; a store holds its own files")
+        directory.mkdir(exist_ok=True)
+        require_space(directory, needed_bytes)
+    temporary = directory / f".{stem}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        sha256 = write(temporary)
+        name = f"{stem}-{sha256[:12]}.{suffix}"
+        with target_errors(directory / name, needed_bytes):
+            nbytes = temporary.stat().st_size
+            os.replace(temporary, directory / name)
+            sync_directory(directory)
+    finally:
+        with suppress(OSError):  # it is gone in the usual case; an error above must be seen
+            temporary.unlink()
+    return FileRecord(f"{folder}/{name}", sha256, nbytes)
+
+
+def write_new(path: Path, data: bytes) -> str:
+    """Write a new file, synced; returns its SHA-256. Raises: TargetError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with target_errors(path, len(data)):
+        descriptor = os.open(path, flags, 0o666)
+        try:
+            write_all(descriptor, memoryview(data), 0)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return hashlib.sha256(data).hexdigest()
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file, in one write; what a dead writer left of a line stays a line.
+
+    Raises: TargetError; StoreError where it is a link.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+    if path.is_symlink():
+        raise StoreError(f"{path}: is a link; a store holds its own files")
+    with target_errors(path):
+        descriptor = os.open(path, flags, 0o666)
+        try:
+            nbytes = os.fstat(descriptor).st_size
+            broken = nbytes > 0 and os.pread(descriptor, 1, nbytes - 1) != b"\n"
+            data = f"{chr(10) * broken}{line}\n".encode()
+            if os.write(descriptor, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        finally:
+            os.close(descriptor)
+
+
+def temporaries(root: Path) -> list[Path]:
+    """What dead writers left half-written. Only under the writers' lock are all of them dead."""
+    found = [path for place in _places(root) for path in _entries(place)]
+    return sorted(path for path in found if _TEMPORARY.fullmatch(path.name))
+
+
+def unnamed_files(root: Path, named: set[str]) -> tuple[list[Path], list[Path]]:
+    """Content files that no record names, and entries that are not files of a store at all.
+
+    named: paths inside the store, as records have them.
+    """
+    content: list[Path] = []
+    strange: list[Path] = []
+    for folder in FOLDERS:
+        for path in _entries(root / folder):
+            if f"{folder}/{path.name}" in named or _TEMPORARY.fullmatch(path.name):
+                continue
+            regular = not path.is_symlink() and path.is_file()
+            (content if regular and _CONTENT.fullmatch(path.name) else strange).append(path)
+    return sorted(content), sorted(strange)
+
+
+def _places(root: Path) -> list[Path]:
+    return [root, *(root / folder for folder in FOLDERS)]
+
+
+def _entries(place: Path) -> list[Path]:
+    return [] if place.is_symlink() or not place.is_dir() else list(place.iterdir())

@@ -1,0 +1,108 @@
+"""Settings of the `stacks` commands. Imports neither mlx nor numpy, so that `--help` stays fast."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mlxstacks.files.settings import AdapterFormat, PeftLayout, PeftModel
+
+DAY_SECONDS = 86_400
+
+
+class _StoreSettings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    store_path: str | None = Field(None, description="Directory of the store.")
+
+
+class StacksListSettings(_StoreSettings):
+    """What a store holds."""
+
+
+class StacksVerifySettings(_StoreSettings):
+    """Whether everything in a store is what its manifest says."""
+
+    model: str | None = Field(
+        None, description="Base to compare with: its fingerprint, and the shape of each projection."
+    )
+
+
+class StacksRemoveSettings(_StoreSettings):
+    """Take a domain out."""
+
+    domain: str | None = Field(None, description="Domain to remove.")
+    force: bool = Field(
+        False,
+        description="Remove it although later domains were trained on top of it: their stacks stay "
+        "as they are, their losses are no longer the measured ones, and what the matrix says of "
+        "them together goes.",
+    )
+
+
+class StacksSwitchSettings(_StoreSettings):
+    """Enable or disable a domain: all its stacks, whose bytes stay as they are."""
+
+    domain: str | None = Field(None, description="Domain to switch.")
+
+
+class StacksExportSettings(_StoreSettings):
+    """Write a stack of one expert as an adapter."""
+
+    stack: str | None = Field(
+        None, description="Stack to export, by name, or a domain that has just one."
+    )
+    save_path: str | None = Field(
+        None, description="Directory to write. Default: ./mlxstacks-out/stacks-export."
+    )
+    to: AdapterFormat = Field("mlx", description="Format to write: mlx (mlx-lm) or peft.")
+    base_model_name: str | None = Field(
+        None, description="Hub id or path of the base to name in the adapter. Default: the store's."
+    )
+    peft_model: PeftModel = Field(
+        "text", description="Class that a PEFT adapter for Qwen3.5 is written for: text or whole."
+    )
+    force: bool = Field(False, description="Replace an existing target.")
+
+
+class StacksImportSettings(_StoreSettings):
+    """Take an adapter in as a stack of one expert, in a domain of its own."""
+
+    adapter_path: str | None = Field(
+        None, description="Adapter directory to read (mlx-lm or PEFT)."
+    )
+    domain: str | None = Field(
+        None, description="Name of the new domain. Default: the adapter directory's."
+    )
+    model: str | None = Field(
+        None,
+        description="Base to check fingerprint and shapes against. Needed where the store is new, "
+        "and is made then.",
+    )
+    storage: Literal["float16", "bfloat16"] | None = Field(
+        None,
+        description="Dtype to store. Default: the adapter's own where that is half precision, else "
+        "float16.",
+    )
+    peft_layout: PeftLayout | None = Field(
+        None, description="Layout of the experts in a PEFT adapter whose shapes fit both."
+    )
+    allow_base: bool = Field(
+        False, description="Import an adapter of another base all the same, and mark it."
+    )
+
+
+class StacksDiffSettings(_StoreSettings):
+    """What differs between two stores."""
+
+    other_path: str | None = Field(None, description="The store to compare with.")
+
+
+class StacksGcSettings(_StoreSettings):
+    """Remove files that nothing names any more."""
+
+    grace_seconds: int = Field(
+        DAY_SECONDS,
+        ge=0,
+        description="Keep files that were named until less than this ago: a process that opened "
+        "the store before may still read them.",
+    )

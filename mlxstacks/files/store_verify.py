@@ -1,0 +1,224 @@
+"""`mlxstacks stacks verify`: every file of a store against the manifest, and against a model.
+
+A bad file is named and the rest is checked all the same.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from mlxstacks.errors import CheckpointError, StoreError
+from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint, resolve_model
+from mlxstacks.files.manifest import FileRecord, Manifest, StackRecord
+from mlxstacks.files.stack_file import (
+    StackHeader,
+    file_sha256,
+    read_arrays,
+    read_stack,
+)
+from mlxstacks.files.store import Store, header_problems
+from mlxstacks.files.store_commands import open_store
+from mlxstacks.files.store_files import file_of, temporaries, unnamed_files
+from mlxstacks.files.store_settings import StacksVerifySettings
+from mlxstacks.files.stored_weight import stored_weight
+
+Kind = Literal["missing", "size", "bytes", "swapped", "content", "header", "shape", "base"]
+Checked = Literal["not checked", "same", "another"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with one file (or with the store's base, which is no file)."""
+
+    file: str
+    kind: Kind
+    message: str
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The result. notes: what is no damage but worth knowing."""
+
+    store_path: str
+    files: int
+    nbytes: int
+    stacks: int
+    base: Checked
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def failure(self) -> str | None:
+        """Why the command ends with exit code 1, or None."""
+        if not self.problems:
+            return None
+        bad = sorted({problem.file for problem in self.problems})
+        return f"{len(bad)} of the store's files cannot be trusted: {', '.join(bad[:5])}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {"status": "damaged" if self.problems else "whole", **asdict(self)}
+
+
+def verify_store(settings: StacksVerifySettings, progress: Any = None) -> Verified:
+    """Check hashes, sizes, headers, shapes and numbers of every file.
+
+    Raises: StoreError where the manifest itself is damaged: nothing else can be judged then.
+        CheckpointError for a model that cannot be read.
+    """
+    store = open_store(settings.store_path)
+    model = None if settings.model is None else open_checkpoint(resolve_model(settings.model))
+    manifest = store.manifest
+    records = list(manifest.files())
+    problems: list[Problem] = []
+    whole: set[str] = set()
+    for done, record in enumerate(records):
+        if progress is not None:
+            progress(done, len(records), record.file)
+        found = list(_file_problems(store.path, record, records))
+        problems += found
+        if not found:
+            whole.add(record.file)
+    headers = {}
+    for stack in manifest.stacks:
+        if stack.file.file in whole:
+            headers[stack.file.file] = _check_stack(store, stack, problems)
+    for record in records:
+        if record.file in whole and not record.file.startswith("stacks/"):
+            _check_content(store, record, problems)
+    readable = {file: header for file, header in headers.items() if header is not None}
+    problems += _shape_differences(readable)
+    base: Checked = "not checked"
+    if model is not None:
+        base = _check_model(manifest, model, readable, problems)
+    return Verified(
+        store_path=str(store.path),
+        files=len(records),
+        nbytes=sum(record.nbytes for record in records),
+        stacks=len(manifest.stacks),
+        base=base,
+        problems=tuple(problems),
+        notes=tuple(_notes(store, records)),
+    )
+
+
+def _file_problems(root: Path, record: FileRecord, records: list[FileRecord]) -> Iterator[Problem]:
+    """Missing, a link, of another size, of other bytes."""
+    try:
+        path = file_of(root, record)
+        wrong_size = None
+    except StoreError as error:
+        path = root / record.file
+        usable = path.is_file() and not path.is_symlink() and not path.parent.is_symlink()
+        if not usable:
+            yield Problem(record.file, "missing", str(error))
+            return
+        wrong_size = str(error)
+    try:
+        found = file_sha256(path)
+    except StoreError as error:
+        yield Problem(record.file, "bytes", str(error))
+        return
+    if found == record.sha256:
+        return
+    others = [r.file for r in records if r.sha256 == found]
+    if others:
+        yield Problem(record.file, "swapped", f"{path}: holds the bytes of {others[0]}")
+    elif wrong_size:
+        yield Problem(record.file, "size", wrong_size)
+    else:
+        message = f"{path}: bytes changed: sha256 {found[:12]}, expected {record.sha256[:12]}"
+        yield Problem(record.file, "bytes", message)
+
+
+def _check_stack(store: Store, stack: StackRecord, problems: list[Problem]) -> StackHeader | None:
+    """The header of a stack whose bytes are those of its hash; None where it is no stack."""
+    path = store.path / stack.file.file
+    try:
+        # one stack in memory at a time
+        found = read_stack(path)
+    except StoreError as error:
+        problems.append(Problem(stack.file.file, "content", str(error)))
+        return None
+    texts = header_problems(found.header, stack, store.manifest)
+    parameters = sum(array.size for array in found.tensors.values())
+    if parameters != stack.parameters:
+        texts.append(f"holds {parameters} parameters, the manifest says {stack.parameters}")
+    problems += [Problem(stack.file.file, "header", f"{path}: {text}") for text in texts]
+    return found.header
+
+
+def _check_content(store: Store, record: FileRecord, problems: list[Problem]) -> None:
+    try:
+        if record.file.endswith(".safetensors"):
+            read_arrays(store.path / record.file)
+        else:
+            store.read_json(record)
+    except StoreError as error:
+        problems.append(Problem(record.file, "content", str(error)))
+
+
+def _shape_differences(headers: dict[str, StackHeader]) -> Iterator[Problem]:
+    """Stacks of one base have the same dims at the same path."""
+    first: dict[str, tuple[str, tuple[int, int, int | None]]] = {}
+    for file, header in headers.items():
+        for path, p in header.projections.items():
+            dims = (p.input_dims, p.output_dims, p.base_experts)
+            other, known = first.setdefault(path, (file, dims))
+            if known != dims:
+                text = f"{path}: dims {dims}, {other} has {known} there"
+                yield Problem(file, "shape", text)
+
+
+def _check_model(
+    manifest: Manifest,
+    model: Checkpoint,
+    headers: dict[str, StackHeader],
+    problems: list[Problem],
+) -> Checked:
+    found = fingerprint(model)
+    same = found == manifest.base_fingerprint
+    if not same:
+        text = (
+            f"the store's base has fingerprint {manifest.base_fingerprint[:12]}, "
+            f"{model.directory} has {found[:12]}"
+        )
+        problems.append(Problem("manifest.json", "base", text))
+    for file, header in headers.items():
+        texts = model_differences(header, model)
+        problems += [Problem(file, "shape", text) for text in texts]
+    return "same" if same else "another"
+
+
+def model_differences(header: StackHeader, model: Checkpoint) -> list[str]:
+    """Projections of a stack that the model lacks, or has in another shape."""
+    problems = []
+    for path, p in header.projections.items():
+        if f"{path}.weight" not in model.tensors:
+            problems.append(f"{path}: no such module in {model.directory}")
+            continue
+        experts = () if p.base_experts is None else (p.base_experts,)
+        wanted = (*experts, p.output_dims, p.input_dims)
+        try:
+            shape = stored_weight(model, path, {p.input_dims}).shape
+        except CheckpointError as error:
+            problems.append(f"{path}: {error}")
+            continue
+        if shape != wanted:
+            problems.append(
+                f"{path}: the stack is for a weight of {list(wanted)}, the model has {list(shape)}"
+            )
+    return problems
+
+
+def _notes(store: Store, records: list[FileRecord]) -> Iterator[str]:
+    content, strange = unnamed_files(store.path, {record.file for record in records})
+    for path in content:
+        yield f"{path.relative_to(store.path)}: named by nothing; `mlxstacks stacks gc` removes it"
+    for path in temporaries(store.path):
+        yield f"{path.relative_to(store.path)}: left by a writer that died, or is at work"
+    for path in strange:
+        yield f"{path.relative_to(store.path)}: extra, no file of a store; remove it yourself"
+    for path in (store.path / "stacks",):
+        if path.is_symlink():
+            yield f"{path.name}: is a link"

@@ -1,0 +1,79 @@
+"""JSON of our own formats, believed only after every check.
+
+A record is a frozen dataclass whose fields say what is allowed; pydantic reads it in strict mode:
+no text for a number, no unknown key, no NaN. Duplicate keys, deep nesting and huge documents are
+refused before.
+"""
+
+import hashlib
+import json
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
+
+from mlxstacks.files.shard_header import parse_object
+
+# For the `__pydantic_config__` of each record.
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+JsonObject = dict[str, JsonValue]
+
+MAX_JSON_BYTES = 64_000_000
+MAX_DEPTH = 40
+_MAX_LISTED = 8
+
+Record = TypeVar("Record")
+
+
+def compact(value: Any) -> bytes:
+    """JSON without blanks, keys sorted: equal values give equal bytes.
+
+    Raises: ValueError for NaN, Infinity and what JSON has no word for.
+    """
+    try:
+        text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+    return text.encode()
+
+
+def json_sha256(value: Any) -> str:
+    """SHA-256 (hex) of `compact(value)`. Raises: as `compact`."""
+    return hashlib.sha256(compact(value)).hexdigest()
+
+
+def read_object(data: bytes) -> dict[str, Any]:
+    """A JSON object from bytes. Raises: ValueError saying what is wrong with it."""
+    if len(data) > MAX_JSON_BYTES:
+        raise ValueError(f"{len(data)} bytes, allowed: {MAX_JSON_BYTES}")
+    value = parse_object(data.decode("utf-8"))
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        parts = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [child for part in parts for child in part if isinstance(child, dict | list)]
+        if not level:
+            return value
+    raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+
+
+def record_from(adapter: TypeAdapter[Record], value: Any) -> Record:
+    """A record from parsed JSON. Raises: ValueError listing every field that is wrong."""
+    try:
+        return adapter.validate_json(compact(value), strict=True)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_context=False, include_input=False)
+    lines = [f"{'.'.join(map(str, d['loc']))[:200]}: {d['msg']}" for d in details[:_MAX_LISTED]]
+    if len(details) > _MAX_LISTED:
+        lines.append(f"and {len(details) - _MAX_LISTED} more")
+    raise ValueError("; ".join(ascii(line)[1:-1] for line in lines))
+
+
+def record_as_json(adapter: TypeAdapter[Record], record: Record) -> dict[str, Any]:
+    """A record as JSON values. Law: `record_from` of it is the record again.
+
+    Raises: ValueError for values of other types than the fields'.
+    """
+    try:
+        value: dict[str, Any] = adapter.dump_python(record, mode="json", warnings="error")
+    except ValueError as error:  # pydantic's PydanticSerializationError is one
+        raise ValueError(f"{type(record).__name__}: {error}") from None
+    return value
