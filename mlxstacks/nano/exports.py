@@ -30,6 +30,11 @@ class NanoPaths:
         """train.jsonl and valid.jsonl, made in the cache when they are first asked for."""
         return nano_data()
 
+    @property
+    def curriculum_path(self) -> Path:
+        """<domain>.jsonl of the domains that sample stacks learn, made as data_path is."""
+        return nano_curriculum()
+
     def as_json(self) -> dict[str, str | None]:
         store = None if self.store_path is None else str(self.store_path)
         return {
@@ -138,6 +143,23 @@ def nano_data() -> Path:
     if not (target / "train.jsonl").is_file():
         with _published(target, "train.jsonl") as directory:
             write_sample_data(directory)
+    return target
+
+
+def nano_curriculum() -> Path:
+    """The curriculum of `mlxstacks stack`, made in the cache at the first call. Law: as above.
+
+    Its directory is named by what is in it, so an older version's files are never taken for it.
+    """
+    from mlxstacks.nano.curriculum import curriculum_files, write_curriculum
+
+    files = curriculum_files()
+    digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
+    target = cache_directory() / f"nano-{asset_hash()}" / f"curriculum-{digest}"
+    first = next(iter(files))
+    if not (target / first).is_file():
+        with _published(target, first) as directory:
+            write_curriculum(directory, files)
     return target
 
 

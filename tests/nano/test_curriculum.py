@@ -1,0 +1,295 @@
+"""nano's curriculum: determinism, disjoint parts, items that follow from what is taught, sizes.
+
+Run: pytest tests/nano/test_curriculum.py
+"""
+
+import json
+import random
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+from mlxstacks.data import DomainDataSettings, read_domains
+from mlxstacks.errors import InputError
+from mlxstacks.nano.corpus import Document, training_documents
+from mlxstacks.nano.curriculum import (
+    HELD_OUT_DIRECTORY,
+    curriculum_documents,
+    curriculum_files,
+    curriculum_items,
+    is_item,
+)
+from mlxstacks.nano.curriculum_domains import (
+    GENERATORS,
+    ISLAND_FACTS,
+    ISLANDS,
+    NOTES,
+    SIGNS,
+    STEPS,
+    STRINGS,
+    TIME_OF_PLACE,
+    TOLU_ADJECTIVES,
+    TOLU_NOUNS,
+)
+from mlxstacks.nano.curriculum_settings import DOMAINS, HELD_OUT, ROWS, CurriculumTraining
+from mlxstacks.nano.exports import ASSETS, NanoPaths
+from mlxstacks.nano.tokenizer import load_tokenizer
+
+ALL = (*DOMAINS, HELD_OUT)
+ITEMS = 60
+PATHS = NanoPaths(ASSETS / "model", ASSETS / "adapter", None)
+
+
+@pytest.fixture(scope="module")
+def documents() -> dict[str, list[Document]]:
+    return {domain: curriculum_documents(domain) for domain in ALL}
+
+
+@pytest.fixture(scope="module")
+def items():
+    return {domain: curriculum_items(domain, ITEMS) for domain in ALL}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLXSTACKS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return PATHS.curriculum_path
+
+
+@pytest.fixture(scope="module")
+def split(directory: Path):
+    training = CurriculumTraining()
+    settings = {
+        domain: DomainDataSettings(
+            sources=(f"{HELD_OUT_DIRECTORY if domain == HELD_OUT else '.'}/{domain}.jsonl",),
+            validation_rows=training.validation_rows,
+        )
+        for domain in ALL
+    }
+    return read_domains(settings, directory)
+
+
+def question_of(record: dict) -> tuple[str, str]:
+    """A single turn is read as prompt and answer."""
+    return record["prompt"], record["answer"]
+
+
+def test_same_seed_same_files_in_another_process() -> None:
+    code = (
+        "import hashlib; from mlxstacks.nano.curriculum import *;"
+        "made = [curriculum_files(100, 3), curriculum_items('tolu', 20, 3)];"
+        "print(hashlib.sha256(repr(made).encode()).hexdigest())"
+    )
+    outputs = [
+        subprocess.check_output(
+            [sys.executable, "-c", code], text=True, env={"PYTHONHASHSEED": hash_seed}
+        )
+        for hash_seed in ("1", "2")
+    ]
+    assert outputs[0] == outputs[1] != ""
+    for domain in ALL:
+        assert curriculum_documents(domain, 50, 3) != curriculum_documents(domain, 50, 4)
+        assert curriculum_items(domain, 20, 3) != curriculum_items(domain, 20, 4)
+
+
+def test_the_cache_holds_a_file_a_domain_and_the_held_out_one_apart(directory: Path) -> None:
+    assert sorted(p.name for p in directory.glob("*.jsonl")) == sorted(
+        f"{d}.jsonl" for d in DOMAINS
+    )
+    assert [p.name for p in (directory / HELD_OUT_DIRECTORY).iterdir()] == [f"{HELD_OUT}.jsonl"]
+    for name, text in curriculum_files().items():
+        assert (directory / name).read_text(encoding="utf-8") == text
+    assert sum(p.stat().st_size for p in directory.rglob("*.jsonl")) < 300_000
+
+
+def test_the_cache_is_made_once(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("MLXSTACKS_CACHE", str(tmp_path))
+    path = PATHS.curriculum_path
+    stamp = (path / f"{DOMAINS[0]}.jsonl").stat().st_mtime_ns
+    assert PATHS.curriculum_path == path
+    assert (path / f"{DOMAINS[0]}.jsonl").stat().st_mtime_ns == stamp
+    assert [p.name for p in path.parent.iterdir() if "curriculum" in p.name] == [path.name]
+
+
+def test_every_domain_has_its_rows_and_every_row_another_question(documents) -> None:
+    prompts = [d.prompt for rows in documents.values() for d in rows]
+    assert {domain: len(rows) for domain, rows in documents.items()} == dict.fromkeys(ALL, ROWS)
+    assert len(set(prompts)) == len(prompts)
+
+
+def test_one_question_has_one_answer() -> None:
+    for domain, generate in GENERATORS.items():
+        rng, answers = random.Random(0), defaultdict(set)
+        for _ in range(3000):
+            question = generate(rng)
+            assert question.domain == domain
+            assert question.answer not in question.wrong
+            assert len(set(question.wrong)) >= 3
+            answers[question.prompt].add(question.answer)
+        assert {len(found) for found in answers.values()} == {1}
+
+
+def test_rows_items_and_nanos_own_questions_are_disjoint(documents, items) -> None:
+    rows = {d.prompt for found in documents.values() for d in found}
+    other_seed = {d.prompt for domain in ALL for d in curriculum_documents(domain, ROWS, 1)}
+    tested = {item.prompt for found in items.values() for item in found}
+    assert not (rows | other_seed) & tested
+    assert all(is_item(prompt) for prompt in tested)
+    assert not (rows | tested) & {d.prompt for d in training_documents(20_000, 0)}
+
+
+def test_the_split_of_a_run_shares_no_question(split, items) -> None:
+    trained = {question_of(e.record)[0]: name for name, d in split.items() for e in d.train}
+    validated = {question_of(e.record)[0]: name for name, d in split.items() for e in d.validation}
+    tested = {item.prompt for found in items.values() for item in found}
+    assert not trained.keys() & validated.keys()
+    assert not tested & (trained.keys() | validated.keys())
+    wanted = CurriculumTraining().validation_rows
+    assert Counter(validated.values()) == dict.fromkeys(ALL, wanted)
+    assert Counter(trained.values()) == dict.fromkeys(ALL, ROWS - wanted)
+
+
+def test_items_have_four_options_and_the_answer_anywhere(items) -> None:
+    for found in items.values():
+        assert len({item.prompt for item in found}) == len({item.item_id for item in found})
+        assert all(len(set(item.options)) == 4 for item in found)
+        assert set(Counter(item.answer_index for item in found)) == {0, 1, 2, 3}
+
+
+def test_what_is_validated_and_tested_was_taught(split, items) -> None:
+    """Each value of a fact is in a training row, in other words; so is each word of a skill."""
+    taught = {name: [question_of(e.record) for e in d.train] for name, d in split.items()}
+    asked = {
+        name: [question_of(e.record) for e in d.validation]
+        + [(i.prompt, i.options[i.answer_index]) for i in items[name]]
+        for name, d in split.items()
+    }
+    facts = {(_island(q), kind_of(q), a) for q, a in taught["islands"]}
+    assert facts >= {(_island(q), kind_of(q), a) for q, a in asked["islands"]}
+    times = {(place, a) for q, a in taught["letters"] for place in TIME_OF_PLACE if place in q}
+    times = {(place, found(r"at \w+", a)[0]) for place, a in times if "come at" in a}
+    assert times == set(TIME_OF_PLACE.items())
+    for name in ("tolu", "queries", "music"):
+        known = {word for q, a in taught[name] for word in words(f"{q} {a}")}
+        new = {word for q, a in asked[name] for word in words(f"{q} {a}")} - known
+        assert not {word for word in new if not word.isdigit()}, name
+
+
+def found(pattern: str, text: str) -> re.Match[str]:
+    match = re.search(pattern, text)
+    assert match is not None, (pattern, text)
+    return match
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"[a-z]+|\d+|[<>=]", text.lower())
+
+
+def _island(prompt: str) -> str:
+    return next(island for island in ISLANDS if island in prompt)
+
+
+def kind_of(prompt: str) -> str:
+    return next(kind for kind in ("king", "food", "wind", "flag") if kind in prompt)
+
+
+def all_questions(documents, items) -> list[tuple[str, str, str]]:
+    """(domain, prompt, right answer) of every row and item."""
+    rows = [(d.domain, d.prompt, d.answer) for found in documents.values() for d in found]
+    return rows + [
+        (i.domain, i.prompt, i.options[i.answer_index]) for found in items.values() for i in found
+    ]
+
+
+def test_answers_can_be_worked_out_from_the_worlds(documents, items) -> None:
+    checked: Counter[str] = Counter()
+    for domain, prompt, answer in all_questions(documents, items):
+        assert CHECKS[domain](prompt, answer), (prompt, answer)
+        checked[domain] += 1
+    assert checked == dict.fromkeys(ALL, ROWS + ITEMS)
+
+
+def letter_is_right(prompt: str, answer: str) -> bool:
+    name = found(r"Write (?:to )?(\w+)", prompt)[1]
+    place = next((p for p in TIME_OF_PLACE if p in prompt), None)
+    wanted = [f"Hello {name}, ", TIME_OF_PLACE[place] if place else prompt.split()[-1].strip(".")]
+    if place is None and wanted[1] in ("here", "lost", "came"):
+        wanted[1] = found(r"the (\w+)", prompt)[1]
+    return all(text in answer for text in wanted)
+
+
+def query_is_right(prompt: str, answer: str) -> bool:
+    table, measured, sign, k, shown = found(
+        r"^Take (\w+): (\w+) ([<>=]) (\d+): (\w+)$", answer
+    ).groups()
+    word = next(word for word, own in SIGNS.items() if own == sign)
+    return f"{table} with {measured} {word} {k}" in prompt and shown in prompt.replace(table, "")
+
+
+def tolu_is_right(prompt: str, answer: str) -> bool:
+    dictionary = TOLU_NOUNS | TOLU_ADJECTIVES
+    back = {tolu: english for english, tolu in dictionary.items()}
+    said = [w for w in words(prompt) if w in dictionary or w in back]
+    return [dictionary.get(w) or back[w] for w in reversed(said)] == words(answer)
+
+
+def island_is_right(prompt: str, answer: str) -> bool:
+    return ISLAND_FACTS[_island(prompt)][kind_of(prompt)] in re.findall(r"\w+", answer)
+
+
+def music_is_right(prompt: str, answer: str) -> bool:
+    for name, strings in STRINGS.items():
+        if name in prompt:
+            return answer == f"It has {strings}."
+    steps, way, note = found(r"(\w+) (above|below) (\w+)", prompt).groups()
+    moved = (STEPS.index(steps) + 1) * (1 if way == "above" else -1)
+    return answer == f"Play {NOTES[(NOTES.index(note) + moved) % 7]}."
+
+
+CHECKS = {
+    "letters": letter_is_right,
+    "queries": query_is_right,
+    "tolu": tolu_is_right,
+    "islands": island_is_right,
+    "music": music_is_right,
+}
+
+
+def test_invented_words_are_all_different() -> None:
+    made = [*TOLU_NOUNS.values(), *TOLU_ADJECTIVES.values()]
+    assert len(set(made)) == len(made) == 18
+    for kind in ("king", "food", "wind", "flag"):
+        counts = Counter(facts[kind] for facts in ISLAND_FACTS.values())
+        assert len(set(counts.values())) == 1, "a kind's values are equally frequent"
+
+
+def test_rows_are_short_and_tokenized_alike_by_every_loader(documents) -> None:
+    """33 tokens: the narrowest width of a batch. Loaders differ in how they cut line breaks and
+    blanks, so rows hold none that matter.
+    """
+    tokenizer = load_tokenizer(ASSETS / "model")
+    for rows in documents.values():
+        for document in rows:
+            assert "\n" not in document.prompt + document.answer
+            assert "  " not in document.prompt + document.answer
+            text = tokenizer.apply_chat_template(document.messages(), tokenize=False)
+            assert len(tokenizer.encode(text, add_special_tokens=False)) <= 33
+
+
+def test_too_many_rows_and_unknown_domains_are_refused() -> None:
+    with pytest.raises(InputError, match="islands: 100000 rows asked for, it has 3"):
+        curriculum_documents("islands", 100_000)
+    with pytest.raises(InputError, match="there are letters"):
+        curriculum_items("cooking", 1)
+
+
+def test_rows_are_chat_messages() -> None:
+    for text in curriculum_files(20).values():
+        for line in text.splitlines():
+            roles = [message["role"] for message in json.loads(line)["messages"]]
+            assert roles == ["user", "assistant"]
