@@ -65,6 +65,10 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
     with output.quiet_stdout(common.as_json):
         result, render = _call(name, row, resolved, common)
     output.emit(result, common.as_json, render)
+    failure = getattr(result, "failure", None)
+    if failure:  # the result is whole, and what it says is that something is broken
+        output.note(f"Failed: {failure}")
+        return FAILED
     return _gate(getattr(result, "failed_gate", None))
 
 
@@ -83,7 +87,7 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
 
     Raises: TargetError when the target cannot be written, before anything else is done.
     """
-    if resolved.target is not None:
+    if resolved.target is not None and not row.extends:
         from mlxstacks.files.outputs import check_target
 
         # Before hours of work, not after it.
@@ -99,7 +103,7 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
         if common.dry_run:
             extras["dry_run"] = True
         result = function(resolved.settings, **extras)
-    if resolved.bare and resolved.target is not None and not common.dry_run:
+    if resolved.bare and resolved.target is not None and not (common.dry_run or row.extends):
         (resolved.target / BARE_MARKER).touch()
     return result, load(row.render)
 

@@ -9,7 +9,8 @@
     adapter_path: tuple[str,...]  --adapter-path TEXT, repeatable
     optimizer: AnotherModel       no option; --set optimizer.steps=5 or a recipe
 
-`json_schema_extra={"cli_name": "--copy"}` on a field gives its option another name.
+`json_schema_extra={"cli_name": "--copy"}` on a field gives its option another name, and
+`{"cli_type": "text"}` an option of text to a field whose model takes text for its shortest form.
 """
 
 from collections.abc import Mapping, Sequence
@@ -97,6 +98,8 @@ def _option(
     multiple = get_origin(annotation) is tuple
     if multiple:
         annotation, _ = _without_none(get_args(annotation)[0])
+    if extra.get("cli_type") == "text":
+        annotation = str
     if get_origin(annotation) is Literal:
         values = [
             *get_args(annotation),

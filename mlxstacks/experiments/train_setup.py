@@ -82,7 +82,7 @@ def set_up(settings: TrainSettings) -> TrainSetup:
     notes: list[str] = []
     checkpoint = open_checkpoint(resolve_model(settings.model))
     model, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
-    in_float32 = _prepare_base(model, settings, notes)
+    in_float32 = prepare_base(model, settings.base, notes)
     alpha = settings.scale * settings.rank
     lora = LoRASettings(
         rank=settings.rank, alpha=alpha, scale_rule="lora", dropout=settings.dropout
@@ -102,14 +102,12 @@ def set_up(settings: TrainSettings) -> TrainSetup:
     )  # fmt: skip
 
 
-def _prepare_base(model: nn.Module, settings: TrainSettings, notes: list[str]) -> bool:
+def prepare_base(model: nn.Module, base: str, notes: list[str]) -> bool:
     """Widen the base where that is asked for, or worth it: see the setting `base`."""
     device = memory.device()
     needed = 4 * base_model.count_parameters(model)
     fits = device.memory_bytes is not None and needed <= device.memory_bytes // 2
-    wanted = settings.base == "float32" or (
-        settings.base == "auto" and device.kind == "cpu" and fits
-    )
+    wanted = base == "float32" or (base == "auto" and device.kind == "cpu" and fits)
     if wanted:
         base_model.dequantize(model)
         base_model.cast(model, mx.float32)

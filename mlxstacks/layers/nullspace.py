@@ -8,7 +8,6 @@ Letters: n samples, N output dims, k directions. Linear algebra is NumPy in floa
 a domain, and orthogonality is then exact to float32.
 """
 
-import logging
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,11 +18,8 @@ Scope = Literal["aggregate", "cumulative"]
 
 OVERSAMPLING = 8
 POWER_ITERATIONS = 2
-WARN_AT_CAPACITY = 0.5
 # Directions with less than this share of the largest singular value are rounding, not signal.
 NEGLIGIBLE = 1e-6
-
-_log = logging.getLogger("mlxstacks.layers")
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,11 +100,6 @@ def _finished(vectors: np.ndarray, data: np.ndarray) -> NullBasis:
     total = float(np.sum(data * data))
     captured = float(np.sum((data @ vectors) ** 2)) / total if total > 0 else None
     capacity = vectors.shape[1] / vectors.shape[0]
-    if capacity >= WARN_AT_CAPACITY:
-        _log.warning(
-            "%d of %d output directions are protected (%.0f%%): a new stack can write into the "
-            "rest only", vectors.shape[1], vectors.shape[0], 100 * capacity,
-        )  # fmt: skip
     return NullBasis(mx.array(vectors.astype(np.float32)), captured, capacity)
 
 

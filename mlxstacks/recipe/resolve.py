@@ -1,6 +1,8 @@
 """From recipe, `--set` pairs and options to a settings object that is ready to run. Later wins:
 
 defaults of the settings model < recipe < --set key=value < options given on the command line
+
+A command on nano alone may have a recipe of ours between the first two; see `Command.nano_recipe`.
 """
 
 import json
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
-from mlxstacks.recipe.file import Recipe, read_yaml
+from mlxstacks.recipe.file import Recipe, load_recipe, read_yaml
 from mlxstacks.recipe.table import ALIASES, Command, command_named, load, nearest
 
 if TYPE_CHECKING:
@@ -93,6 +95,8 @@ def resolve(
             f"`mlxstacks run {recipe.name}` runs it"
         )
     values = merge(merge(recipe.values if recipe else {}, parse_sets(sets)), options)
+    if recipe is None and row.nano_recipe and not any(values.get(key) for key in row.nano):
+        values = merge(load_recipe(row.nano_recipe).values, values)
     settings_class = load(row.settings)
     writes = "save_path" in settings_class.model_fields
     bare = writes and values.get("save_path") is None
@@ -101,7 +105,7 @@ def resolve(
     settings = validate(settings_class, values)
     target = user_path(settings.save_path) if writes else None  # type: ignore[attr-defined]
     forced = bool(getattr(settings, "force", False))
-    if bare and target is not None and (target / BARE_MARKER).is_file():
+    if bare and target is not None and not row.extends and (target / BARE_MARKER).is_file():
         settings = settings.model_copy(update={"force": True})
     settings, from_nano = _with_nano(name, row, settings)
     # What was made from inputs of somebody's own is theirs: it gets no marker.

@@ -24,6 +24,8 @@ class Command:
     nano: settings that come from the built-in model when they are not given, with the attribute
         of `nano_paths()`. A `model` that is given turns the others off: they belong to nano.
     report: file in the target that holds the `settings` it was made with; makes `run` resumable.
+    extends: the target may be there, and the command goes on with it; it says itself where not.
+    nano_recipe: a recipe of ours whose values are the defaults where nothing of `nano` is given.
     """
 
     help: str
@@ -33,6 +35,8 @@ class Command:
     arguments: Mapping[str, str] = field(default_factory=dict)
     nano: Mapping[str, str] = field(default_factory=dict)
     report: str | None = None
+    extends: bool = False
+    nano_recipe: str | None = None
 
 
 COMMANDS: dict[str, Command] = {
@@ -76,6 +80,24 @@ COMMANDS: dict[str, Command] = {
         nano={"model": "model_path", "data": "data_path"},
         report="train_report.json",
     ),
+    "stack": Command(
+        help="Train frozen stacks, domain after domain, into a store that loses none of them.",
+        settings="mlxstacks.training.stack_settings:StackRunSettings",
+        function="mlxstacks.experiments.stack_run:run",
+        render="mlxstacks.cli.stack:render",
+        nano={"model": "model_path", "data": "curriculum_path"},
+        extends=True,
+        nano_recipe="stack",
+    ),
+    "stack compare": Command(
+        help="Compare settings of `stack` over seeds: equal budgets, differences, a verdict.",
+        settings="mlxstacks.experiments.compare_settings:CompareSettings",
+        function="mlxstacks.experiments.compare:run",
+        render="mlxstacks.cli.compare:render",
+        nano={"model": "model_path", "data": "curriculum_path"},
+        nano_recipe="compare-building-block-nano",
+        report="compare_report.json",
+    ),
     "guard": Command(
         help="Predict live buffers and bytes of a run from a config alone.",
         settings="mlxstacks.guard.settings:GuardSettings",
@@ -98,6 +120,76 @@ COMMANDS: dict[str, Command] = {
         render="mlxstacks.cli.sweep:render_buffers",
         nano={"model": "model_path"},
         report="sweep_report.json",
+    ),
+    "stacks list": Command(
+        help="Show a store: domains, stacks, losses, the forgetting matrix.",
+        settings="mlxstacks.files.store_settings:StacksListSettings",
+        function="mlxstacks.files.store_commands:list_store",
+        render="mlxstacks.cli.stacks:render_list",
+        arguments={"store_path": "STORE"},
+    ),
+    "stacks verify": Command(
+        help="Check every file of a store: hashes, shapes, headers, the base.",
+        settings="mlxstacks.files.store_settings:StacksVerifySettings",
+        function="mlxstacks.files.store_verify:verify_store",
+        render="mlxstacks.cli.stacks:render_verified",
+        arguments={"store_path": "STORE"},
+    ),
+    "stacks remove": Command(
+        help="Take a domain out of a store; its files stay until gc.",
+        settings="mlxstacks.files.store_settings:StacksRemoveSettings",
+        function="mlxstacks.files.store_commands:remove_domain",
+        render="mlxstacks.cli.stacks:render_changed",
+        arguments={"store_path": "STORE", "domain": "DOMAIN"},
+    ),
+    "stacks disable": Command(
+        help="Serve a domain's stacks no longer; enable undoes it.",
+        settings="mlxstacks.files.store_settings:StacksSwitchSettings",
+        function="mlxstacks.files.store_commands:disable_domain",
+        render="mlxstacks.cli.stacks:render_changed",
+        arguments={"store_path": "STORE", "domain": "DOMAIN"},
+    ),
+    "stacks enable": Command(
+        help="Serve a domain's stacks again.",
+        settings="mlxstacks.files.store_settings:StacksSwitchSettings",
+        function="mlxstacks.files.store_commands:enable_domain",
+        render="mlxstacks.cli.stacks:render_changed",
+        arguments={"store_path": "STORE", "domain": "DOMAIN"},
+    ),
+    "stacks export": Command(
+        help="Write a stack of one expert as an adapter, for mlx-lm or PEFT.",
+        settings="mlxstacks.files.store_settings:StacksExportSettings",
+        function="mlxstacks.files.stack_export:export_stack",
+        render="mlxstacks.cli.stacks:render_exported",
+        arguments={"store_path": "STORE", "stack": "STACK", "save_path": "OUT"},
+    ),
+    "stacks import": Command(
+        help="Take an adapter in as a stack of one expert, in a domain of its own.",
+        settings="mlxstacks.files.store_settings:StacksImportSettings",
+        function="mlxstacks.files.stack_import:import_adapter",
+        render="mlxstacks.cli.stacks:render_imported",
+        arguments={"store_path": "STORE", "adapter_path": "ADAPTER"},
+    ),
+    "stacks diff": Command(
+        help="Compare two stores: domains, stacks by hash, losses, matrix values.",
+        settings="mlxstacks.files.store_settings:StacksDiffSettings",
+        function="mlxstacks.files.store_diff:diff_stores",
+        render="mlxstacks.cli.stacks:render_diff",
+        arguments={"store_path": "STORE", "other_path": "OTHER"},
+    ),
+    "stacks gc": Command(
+        help="Remove files of a store that nothing names any more.",
+        settings="mlxstacks.files.store_settings:StacksGcSettings",
+        function="mlxstacks.files.store_commands:collect_garbage",
+        render="mlxstacks.cli.stacks:render_collected",
+        arguments={"store_path": "STORE"},
+    ),
+    "stacks analyse": Command(
+        help="Look at what a store's stacks do: routing, directions, spectra, losses, plots.",
+        settings="mlxstacks.experiments.analysis_settings:StacksAnalyseSettings",
+        function="mlxstacks.cli.stacks_analysis:run",
+        render="mlxstacks.cli.stacks_analysis:render",
+        arguments={"store_path": "STORE"},
     ),
     "nano": Command(
         help="Show the built-in model: where it is and what it was measured to know.",
@@ -133,6 +225,9 @@ ALIASES = {"zero": "adapter zero"}
 
 # What the help says of a first word that stands before several commands.
 GROUPS = {
+    "stack": "Train frozen stacks, domain after domain, into a store that loses none of them. With "
+    "`compare`: arms of an experiment over seeds. Nested settings: --set KEY.KEY=VALUE.",
+    "stacks": "Look after a store: what it holds, whether it is whole, what is served.",
     "adapter": "Adapters on their own: show, zero, convert between mlx-lm and PEFT.",
     "sweep": "Train at many ranks, seeds, layers, projections or bits and compare: losses, time, "
     "buffers, what a fuse keeps. Settings of every run: --set train.KEY=VALUE, with the keys of "

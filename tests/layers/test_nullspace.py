@@ -3,7 +3,6 @@
 Run: pytest tests/layers/test_nullspace.py
 """
 
-import logging
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -160,14 +159,6 @@ def test_cumulative_scope_keeps_the_old_basis_and_adds_to_it() -> None:
     same = null_basis(rng.standard_normal((6, 5)) @ inside.T, 5, scope="cumulative",
                       previous=first)  # fmt: skip
     assert same.vectors.shape == (40, 5)
-
-
-def test_half_of_the_output_protected_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "mlxstacks.layers"):
-        null_basis(low_rank_rows(30, 10, 10, noise=0.1), 4)
-        assert not caplog.records
-        null_basis(low_rank_rows(30, 10, 10, noise=0.1), 5)
-    assert "5 of 10 output directions are protected (50%)" in caplog.text
 
 
 def test_wrong_bases_are_refused() -> None:
