@@ -1,0 +1,199 @@
+"""Where frozen stacks write: spectra of their deltas, and angles between domains.
+
+A stack adds scale * sum_e gate_e * B_e A_e x at a projection. What it can write is taken block by
+block, an expert a block:
+
+    M = scale * [B_1 A_1, B_2 A_2, ...]        (N, blocks * K)
+
+The left singular vectors and values of M are those of the outputs where each expert answers white
+input of its own: no gates have to be assumed, and experts cannot cancel. A LoRA is one block, B A.
+Stacks of one domain lie side by side the same way.
+
+M is never made, nor anything of N x N. With B = Q R and A_e^T = P_e S_e (thin QR), M is
+Q (R diag(S_e^T)) diag(P_e^T): the middle is small and the outer factors are orthonormal.
+
+Letters: N output dims, K input dims, k directions. All of it is NumPy in float64.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from mlxstacks.layers.nullspace import OVERSAMPLING, POWER_ITERATIONS
+from mlxstacks.layers.packed import FrozenStack
+
+# Up to so many ranks in all the small factor is decomposed exactly; beyond (a pair for each of
+# hundreds of base experts) only its leading part is.
+EXACT_RANKS = 1024
+LEADING = 128
+CHANCE_DRAWS = 64
+
+# One expert's (B scaled (N, R), A (R, K)).
+Block = tuple[np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """Singular values (m,) of M, falling; vectors (N, m), its left singular vectors.
+
+    energy: the sum of all squared singular values. complete: whether none is left out.
+    """
+
+    values: np.ndarray
+    vectors: np.ndarray
+    energy: float
+    complete: bool
+
+    def normalised(self) -> np.ndarray:
+        """Values over the largest; empty for a delta of zero."""
+        return self.values / self.values[0] if self.energy > 0 else self.values[:0]
+
+    def effective_rank(self) -> float | None:
+        """exp of the entropy of the values as shares of their sum (Roy and Vetterli, 2007).
+
+        Law: m for m equal values, 1 for a single one. None where it is not known.
+        """
+        if not self.complete or self.energy == 0:
+            return None
+        shares = self.values[self.values > 0] / self.values.sum()
+        return float(np.exp(-np.sum(shares * np.log(shares))))
+
+    def stable_rank(self) -> float | None:
+        """energy / largest value squared: between 1 and the rank."""
+        return self.energy / float(self.values[0]) ** 2 if self.energy > 0 else None
+
+    def energy_share(self, k: int) -> float | None:
+        """Share of the energy in the k leading directions."""
+        return float(np.sum(self.values[:k] ** 2)) / self.energy if self.energy > 0 else None
+
+
+def blocks_of(stack: FrozenStack) -> list[Block]:
+    """The experts of a stack, each with the shared latent projections multiplied in."""
+    shape = stack.shape
+    a, b = (np.array(t.astype(mx.float32)) for t in (stack.lora_a, stack.lora_b))
+    if shape.form == "per_expert":
+        copies, ranks = a.shape[0], (shape.num_experts, shape.rank)
+        a = a.reshape(copies * shape.num_experts, shape.rank, -1)
+        b = b.reshape(copies, b.shape[1], *ranks).swapaxes(1, 2)  # (M, E, N, R)
+        b = b.reshape(copies * shape.num_experts, -1, shape.rank)
+    blocks = [(shape.scale * y.astype(np.float64), x.astype(np.float64))
+              for x, y in zip(a, b, strict=True)]  # fmt: skip
+    if shape.latent is None:
+        return blocks
+    d_in, d_out = (np.array(d, dtype=np.float64) for d in (shape.latent.d_in, shape.latent.d_out))
+    return [(d_out @ left, right @ d_in) for left, right in blocks]
+
+
+def spectrum_of(blocks: Sequence[Block], seed: int = 0) -> Spectrum:
+    """The spectrum of M for these blocks; seed: of the randomized range beyond EXACT_RANKS."""
+    if sum(left.shape[1] for left, _ in blocks) > EXACT_RANKS:
+        return _leading_spectrum(blocks, seed)
+    basis, outer = np.linalg.qr(np.concatenate([left for left, _ in blocks], axis=1))
+    parts, start = [], 0
+    for left, right in blocks:
+        _, inner = np.linalg.qr(right.T)  # (min(K, R), R)
+        parts.append(outer[:, start : start + left.shape[1]] @ inner.T)
+        start += left.shape[1]
+    turned, values, _ = np.linalg.svd(np.concatenate(parts, axis=1), full_matrices=False)
+    return Spectrum(values, basis @ turned, float(np.sum(values**2)), complete=True)
+
+
+def _leading_spectrum(blocks: Sequence[Block], seed: int) -> Spectrum:
+    """LEADING singular values by subspace iteration on M M^T, which is applied, never made."""
+
+    def applied(x: np.ndarray) -> np.ndarray:
+        return sum((b @ (a @ (a.T @ (b.T @ x))) for b, a in blocks), np.zeros_like(x))
+
+    width = blocks[0][0].shape[0]
+    count = min(width, LEADING + OVERSAMPLING)
+    basis = np.random.default_rng(seed).standard_normal((width, count))
+    for _ in range(1 + POWER_ITERATIONS):
+        basis, _ = np.linalg.qr(applied(basis))
+    squares, turned = np.linalg.eigh(basis.T @ applied(basis))
+    order = np.argsort(squares)[::-1][:LEADING]
+    values = np.sqrt(np.maximum(squares[order], 0))
+    energy = sum(float(np.sum((b.T @ b) * (a @ a.T))) for b, a in blocks)
+    return Spectrum(values, basis @ turned[:, order], energy, complete=count == width <= LEADING)
+
+
+def leading(spectrum: Spectrum, k: int) -> np.ndarray:
+    """The k leading output directions (N, k'); fewer where the delta has fewer."""
+    return spectrum.vectors[:, : min(k, int(np.sum(spectrum.normalised() > 1e-6)))]
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Two domains at one projection.
+
+    largest: the largest |cosine| between a direction of one and a direction of the other, as in the
+    published table. subspace: the cosine of the smallest angle between the spans. chance: what
+    `largest` is on average for random directions.
+    """
+
+    path: str
+    domains: tuple[str, str]
+    largest: float
+    subspace: float
+    chance: float
+
+
+def cosines(directions: Mapping[str, Mapping[str, np.ndarray]]) -> list[Cosine]:
+    """Every pair of domains at every path. directions: path -> domain -> (N, k) orthonormal.
+
+    A domain without any direction at a path is left out there.
+    """
+    found = []
+    for path, by_domain in directions.items():
+        there = [name for name, vectors in by_domain.items() if vectors.shape[1]]
+        for index, first in enumerate(there):
+            for second in there[index + 1 :]:
+                a, b = by_domain[first], by_domain[second]
+                between = a.T @ b
+                found.append(Cosine(
+                    path, (first, second), float(np.abs(between).max()),
+                    min(1.0, float(np.linalg.svd(between, compute_uv=False)[0])),
+                    chance_cosine(a.shape[0], a.shape[1], b.shape[1]),
+                ))  # fmt: skip
+    return found
+
+
+@lru_cache(maxsize=256)
+def chance_cosine(width: int, first: int, second: int) -> float:
+    """Mean of the largest |cosine| between random orthonormal frames of `first` and `second`
+    directions in `width` dims.
+
+    One frame may stand still: then the cosines are the first rows of the other.
+    """
+    rng = np.random.default_rng(width * 65537 + first * 257 + second)
+    largest = []
+    for _ in range(CHANCE_DRAWS):
+        frame, _ = np.linalg.qr(rng.standard_normal((width, second)))
+        largest.append(np.abs(frame[:first]).max())
+    return float(np.mean(largest))
+
+
+def projection_name(path: str) -> str:
+    """`model.layers.3.self_attn.q_proj` -> `self_attn.q_proj`: the same in every layer."""
+    found = re.search(r"(?:^|\.)layers\.\d+\.(.+)$", path)
+    return found[1] if found else path
+
+
+def by_name(paths: Iterable[str]) -> dict[str, list[str]]:
+    """Name inside a layer -> its paths, in the order they come."""
+    groups: dict[str, list[str]] = {}
+    for path in paths:
+        groups.setdefault(projection_name(path), []).append(path)
+    return groups
+
+
+def mean_spectrum(spectra: Iterable[Spectrum]) -> list[float]:
+    """Mean of normalised spectra, as far as all of them reach; those of zero deltas left out."""
+    normalised = [s.normalised() for s in spectra if s.energy > 0]
+    if not normalised:
+        return []
+    shortest = min(len(values) for values in normalised)
+    return [float(v) for v in np.mean([values[:shortest] for values in normalised], axis=0)]

@@ -1,0 +1,151 @@
+"""Do points of several classes lie apart? Principal components, silhouette, nearest centroid.
+
+Letters: n points, F features, D classes. Distances are Euclidean, features as they come.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mlxstacks.stats import wilson_interval
+
+FOLDS = 5
+PERMUTATIONS = 100
+
+
+@dataclass(frozen=True, eq=False)
+class Components:
+    """coordinates (n, c) of the points, and the share of all variance along each component."""
+
+    coordinates: np.ndarray
+    explained: tuple[float, ...]
+
+
+def principal_components(features: np.ndarray, count: int = 2) -> Components:
+    """The leading components of features (n, F), centred. Each one's largest part is positive.
+
+    Laws: the variance of a coordinate over the total variance is its `explained`; with all
+    components, distances between points are those of the features.
+    """
+    centred = features - features.mean(axis=0)
+    left, values, right = np.linalg.svd(centred.astype(np.float64), full_matrices=False)
+    largest = np.abs(right).argmax(axis=1)
+    signs = np.sign(right[np.arange(len(right)), largest])
+    total = float(np.sum(values**2))
+    explained = values[:count] ** 2 / total if total > 0 else np.zeros(min(count, len(values)))
+    coordinates = (left * values * np.where(signs == 0, 1, signs))[:, :count]
+    return Components(coordinates, tuple(map(float, explained)))
+
+
+def silhouette(features: np.ndarray, labels: Sequence[str]) -> float:
+    """Mean of (b - a) / max(a, b): a, mean distance to the others of a point's class; b, to those
+    of the nearest other class. 1: far apart, 0: mixed, below 0: nearer to another class.
+
+    A point that is alone in its class counts 0 (Rousseeuw, 1987). Needs two classes.
+    """
+    names, codes = np.unique(np.array(labels), return_inverse=True)
+    squares = np.sum(features**2, axis=1)
+    gram = features @ features.T
+    distances = np.sqrt(np.maximum(squares[:, None] + squares[None] - 2 * gram, 0))
+    np.fill_diagonal(distances, 0)
+    member = np.eye(len(names))[codes]  # (n, D)
+    sizes = member.sum(axis=0)
+    means = (distances @ member) / sizes  # (n, D)
+    points = np.arange(len(codes))
+    own_size = sizes[codes]
+    inside = means[points, codes] * own_size / np.maximum(own_size - 1, 1)
+    means[points, codes] = np.inf
+    outside = means.min(axis=1)
+    scale = np.maximum(inside, outside)
+    scores = np.where(
+        (own_size > 1) & (scale > 0), (outside - inside) / np.where(scale, scale, 1), 0
+    )
+    return float(scores.mean())
+
+
+def folds_of(labels: Sequence[str], folds: int, seed: int) -> np.ndarray:
+    """The fold of each point (n,), every class spread over the folds as evenly as can be."""
+    rng = np.random.default_rng(seed)
+    codes = np.array(labels)
+    assigned = np.zeros(len(codes), dtype=int)
+    for name in sorted(set(labels)):
+        places = np.flatnonzero(codes == name)
+        assigned[rng.permutation(places)] = np.arange(len(places)) % folds
+    return assigned
+
+
+def nearest_centroid_hits(features: np.ndarray, labels: Sequence[str], fold: np.ndarray) -> int:
+    """How many points are nearest to the centroid of their own class, centroids made without the
+    point's fold. A class that the other folds do not have can not be hit; of equally near ones the
+    first by name is taken.
+    """
+    names, codes = np.unique(np.array(labels), return_inverse=True)
+    hits = 0
+    for number in np.unique(fold):
+        inside = fold == number
+        member = np.eye(len(names))[codes[~inside]]
+        sizes = member.sum(axis=0)
+        centroids = member.T @ features[~inside] / np.maximum(sizes, 1)[:, None]  # (D, F)
+        # |x - c|^2 without |x|^2, which is the same for all centroids
+        distances = np.sum(centroids**2, axis=1) - 2 * features[inside] @ centroids.T
+        distances[:, sizes == 0] = np.inf
+        hits += int(np.sum(distances.argmin(axis=1) == codes[inside]))
+    return hits
+
+
+@dataclass(frozen=True)
+class Separation:
+    """How far the classes can be told apart.
+
+    hits of n points by nearest centroid; chance: the share of the largest class; permuted: mean
+    share of hits with labels shuffled, p: share of shuffles (this one counted) that do as well.
+    """
+
+    n: int
+    hits: int
+    folds: int
+    chance: float
+    permuted: float
+    p: float
+    silhouette: float
+
+    @property
+    def accuracy(self) -> float:
+        return self.hits / self.n
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "n": self.n,
+            "accuracy": self.accuracy,
+            "interval": wilson_interval(self.hits, self.n).as_json(),
+            "chance": self.chance,
+            "permuted_accuracy": self.permuted,
+            "p": self.p,
+            "folds": self.folds,
+            "silhouette": self.silhouette,
+        }
+
+
+def separation(features: np.ndarray, labels: Sequence[str], seed: int) -> Separation | None:
+    """Of features (n, F); None unless there are two classes of at least two points each."""
+    counts = Counter(labels)
+    if len(counts) < 2 or min(counts.values()) < 2:
+        return None
+    folds = min(FOLDS, *counts.values())
+    # All components keep every distance, in at most n numbers a point.
+    points = principal_components(features, len(labels)).coordinates
+    hits = nearest_centroid_hits(points, labels, folds_of(labels, folds, seed))
+    rng = np.random.default_rng(seed)
+    shuffled = []
+    for _ in range(PERMUTATIONS):
+        drawn = [str(name) for name in rng.permutation(np.array(labels))]
+        shuffled.append(nearest_centroid_hits(points, drawn, folds_of(drawn, folds, seed)))
+    as_good = sum(count >= hits for count in shuffled)
+    return Separation(
+        len(labels), hits, folds, max(counts.values()) / len(labels),
+        float(np.mean(shuffled)) / len(labels), (1 + as_good) / (1 + PERMUTATIONS),
+        silhouette(points, labels),
+    )  # fmt: skip
