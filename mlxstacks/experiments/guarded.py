@@ -4,7 +4,7 @@ import json
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mlxstacks import memory
 from mlxstacks.errors import ResourceLimitError
@@ -43,7 +43,7 @@ def verdict(
         keys=settings.keys,
         optimizer="adamw",
         checkpointing="layers" if settings.grad_checkpoint else "none",
-        compile=compiles(settings),
+        compile=compiles(settings.compile_step),
         recurrence="chunked",
         loss="pieces",
         adapter_copies=validates + (settings.grad_accumulation_steps > 1),
@@ -51,6 +51,11 @@ def verdict(
         working_set_bytes=settings.working_set_bytes,
         force=settings.force or settings.guard == "warn",
     )
+    return guard_of(asked, in_float32)
+
+
+def guard_of(asked: GuardSettings, in_float32: bool) -> GuardReport:
+    """The guard's report; of the base in float32, where that is what a run computes with."""
     if not in_float32:
         return guard(asked)
     config = open_checkpoint(Path(str(asked.model))).config
@@ -61,13 +66,13 @@ def verdict(
         return guard(asked.model_copy(update={"model": str(path)}))
 
 
-def compiles(settings: TrainSettings) -> bool:
+def compiles(choice: Literal["auto", "on", "off"]) -> bool:
     """Whether the step is compiled. On a CPU that gains 4% (benchmarks/bench_train.py) and each
     shape has to be built first, by the system's C++ compiler.
     """
-    if settings.compile_step == "auto":
+    if choice == "auto":
         return memory.device().kind != "cpu"
-    return settings.compile_step == "on"
+    return choice == "on"
 
 
 def train_change(report: GuardReport) -> dict[str, Any]:

@@ -1,31 +1,20 @@
 """The guard's word on a run of `stack`, before it begins."""
 
-import json
-import tempfile
-from pathlib import Path
-
-from mlxstacks import memory
 from mlxstacks.errors import ResourceLimitError
+from mlxstacks.experiments.guarded import compiles, guard_of, limit_is_assumed
 from mlxstacks.experiments.stack_setup import StackSetup
-from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.guard.report import GuardReport
-from mlxstacks.guard.run import guard
 from mlxstacks.guard.settings import GuardSettings
-from mlxstacks.training.stack_settings import StackRunSettings
 
 
-def compiles(settings: StackRunSettings) -> bool:
-    """Whether the step is compiled; see the setting."""
-    if settings.compile_step == "auto":
-        return memory.device().kind != "cpu"
-    return settings.compile_step == "on"
-
-
-def guarded(setup: StackSetup, processes: int = 1) -> GuardReport | None:
+def guarded(
+    setup: StackSetup, processes: int = 1, *, plan_only: bool = False
+) -> GuardReport | None:
     """What the guard says of the longest batch; None where nothing is trained, or it is off.
 
-    It counts a stack as one LoRA of all its ranks: routers and frozen stacks come on top.
+    It counts a stack as one LoRA of all its ranks (routers, some 3%, come on top), and a frozen
+    stack as half of one. plan_only: a refusal is a note too.
     Raises: ResourceLimitError where it refuses and the settings do not want otherwise.
     """
     settings = setup.settings
@@ -34,14 +23,18 @@ def guarded(setup: StackSetup, processes: int = 1) -> GuardReport | None:
     report = _verdict(setup, processes)
     if report.outcome == "fits":
         return report
-    known = report.limit.known or report.limit.nbytes or settings.resource_limit
-    if report.outcome == "tight" or settings.guard == "warn" or not known:
+    may_run = settings.guard == "warn" or limit_is_assumed(report)
+    if report.outcome == "tight" or may_run:
         setup.notes.append(f"The guard warns: {report.verdict}.")
         return report
     advice = f"\ncheapest change: {report.change.words}" if report.change else ""
-    raise ResourceLimitError(
+    refusal = (
         f"the guard refuses this run: {report.verdict}{advice}\n--guard warn runs all the same"
     )
+    if not plan_only:
+        raise ResourceLimitError(refusal)
+    setup.notes.append(refusal)
+    return report
 
 
 def _verdict(setup: StackSetup, processes: int) -> GuardReport:
@@ -57,17 +50,19 @@ def _verdict(setup: StackSetup, processes: int) -> GuardReport:
         keys=settings.keys,
         optimizer="adamw",
         checkpointing="layers" if settings.grad_checkpoint else "none",
-        compile=compiles(settings),
+        compile=compiles(settings.compile_step),
         recurrence="chunked",
+        loss="pieces",
+        # the best weights so far, accumulated gradients, frozen stacks at half the bytes
+        adapter_copies=1 + (settings.grad_accumulation_steps > 1) + -(-_stacks(setup) // 2),
         resource_limit=settings.resource_limit,
         working_set_bytes=settings.working_set_bytes,
         force=settings.guard == "warn",
     )
-    if not setup.float32_base:
-        return guard(asked)
-    config = open_checkpoint(Path(str(asked.model))).config
-    plain = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "config.json"
-        path.write_text(json.dumps(plain | {"dtype": "float32"}), encoding="utf-8")
-        return guard(asked.model_copy(update={"model": str(path)}))
+    return guard_of(asked, setup.float32_base)
+
+
+def _stacks(setup: StackSetup) -> int:
+    """Frozen stacks at the end: those in the store, and one for each round."""
+    rounds = sum(plan.settings.rounds or setup.settings.rounds for plan in setup.to_train)
+    return rounds + sum(len(served.stacks) for served in setup.served)

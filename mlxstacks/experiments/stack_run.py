@@ -17,8 +17,9 @@ import mlx.nn as nn
 
 from mlxstacks import base_model
 from mlxstacks.errors import InputError, StoreError
+from mlxstacks.experiments.guarded import compiles
 from mlxstacks.experiments.stack_commit import commit_domain, hand_over_log
-from mlxstacks.experiments.stack_guard import compiles, guarded
+from mlxstacks.experiments.stack_guard import guarded
 from mlxstacks.experiments.stack_keeper import RoundKeeper
 from mlxstacks.experiments.stack_place import (
     begins_anew,
@@ -77,7 +78,7 @@ def run(
     store = None if begins_anew(target, settings) else open_store(target)
     setup = set_up(settings, store)
     group = current_group()
-    predicted = guarded(setup, size_and_rank(group)[0])
+    predicted = guarded(setup, size_and_rank(group)[0], plan_only=dry_run)
     report = planned(setup, target, predicted)
     if dry_run:
         return report
@@ -293,7 +294,8 @@ class _StackRun:
             seed=settings.seed,
             bases=bases,
             latent=self.setup.latent,
-            compiled=compiles(settings),
+            compiled=compiles(settings.compile_step),
+            head=self.setup.head,
         )
 
     def _losses(self) -> Mapping[str, Callable[[nn.Module], float]]:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,12 @@ from mlxstacks.experiments.train_setup import prepare_base
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.store import Store
-from mlxstacks.guard.settings import parse_layers
 from mlxstacks.layers.adapted import Dims
 from mlxstacks.layers.attach import check_per_expert
 from mlxstacks.layers.freezing import add_frozen
 from mlxstacks.layers.latent import LatentPair
-from mlxstacks.layers.settings import TargetSettings
+from mlxstacks.layers.output_head import OutputHead, find_output_head
+from mlxstacks.layers.settings import TargetSettings, parse_layers
 from mlxstacks.layers.stack_files import SharedPairs, attach_paths, fixed_pairs, parts_of
 from mlxstacks.layers.targets import (
     StackSize,
@@ -88,13 +89,20 @@ class StackSetup:
         """Name inside a layer -> in how many layers it gets stacks."""
         return dict(sorted(Counter(target.name for target in self.targets).items()))
 
+    @cached_property
+    def head(self) -> OutputHead | None:
+        """The model's, for a loss in pieces; found when it is first asked for."""
+        head, note = find_output_head(self.model)
+        self.notes.extend([note] if note else [])
+        return head
+
     def loss_of(self, name: str) -> Any:
         """(model) -> validation loss of a domain, in nats a token: the one evaluator."""
         rows, size = self.rows[name], self.settings.batch_size
 
         def loss(model: nn.Module) -> float:
             with evaluating(model):
-                return evaluate_mean_loss(model, rows.validation, size, rows.widths)
+                return evaluate_mean_loss(model, rows.validation, size, rows.widths, head=self.head)
 
         return loss
 

@@ -175,7 +175,7 @@ class _TrainRun:
             loss = cross_entropy_loss(head=self.head)
             return train(
                 self.model, loss, self._batches_at, setup.optimizer, state,
-                validation=validation, group=self.group, compiled=compiles(settings),
+                validation=validation, group=self.group, compiled=compiles(settings.compile_step),
                 seed=settings.seed, on_validation=self._on_validation, on_step=self._on_step,
             )  # fmt: skip
         except NonFiniteError as error:

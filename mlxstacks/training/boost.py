@@ -29,6 +29,7 @@ from mlxstacks.layers.delta_rows import protect_active
 from mlxstacks.layers.freezing import freeze_active, remove_frozen
 from mlxstacks.layers.latent import LatentPair
 from mlxstacks.layers.nullspace import NullBasis
+from mlxstacks.layers.output_head import OutputHead
 from mlxstacks.layers.packed import FrozenStack
 from mlxstacks.layers.settings import StackSettings
 from mlxstacks.layers.stacked import stacked_layers
@@ -58,7 +59,7 @@ class DomainJob:
     paths: projections that get a stack. rounds: at most so many. every: steps between evaluations.
     batches_at: (round, step) -> the batches of a step. loss_of: validation loss of the model, in
     evaluation mode. bases: directions to keep out of, by path. latent: shared projections by path,
-    with stack.latent_dim.
+    with stack.latent_dim. head: the model's, for a loss in pieces.
     """
 
     name: str
@@ -77,6 +78,7 @@ class DomainJob:
     bases: Mapping[str, NullBasis] = field(default_factory=dict)
     latent: Mapping[str, LatentPair] = field(default_factory=dict)
     compiled: bool = False
+    head: OutputHead | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def _round(
     state = keeper.load(model, number) or new_state(job.optimizer)
     try:
         train(
-            model, cross_entropy_loss(call_with_balance, job.balance_weight),
+            model, cross_entropy_loss(call_with_balance, job.balance_weight, job.head),
             lambda step: job.batches_at(number, step), job.optimizer, state,
             validation=Validation(job.loss_of, job.every, job.snapshot), group=group,
             compiled=job.compiled, seed=round_seed(job, number),

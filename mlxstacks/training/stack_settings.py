@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from mlxstacks.data.settings import DomainDataSettings
-from mlxstacks.layers.settings import StackSettings
+from mlxstacks.layers.settings import LayersText, StackSettings
 from mlxstacks.training.settings import Schedule
 
 MatrixMode = Literal["ungated", "prefix", "isolated"]
@@ -91,7 +91,9 @@ class StackRunSettings(BaseModel):
         "2% of its rows.",
     )
     rounds: int = Field(2, ge=1, description="Stacks of a domain, at most.")
-    layers: str = Field("all", description="Layers: all, or numbers and ranges as in 8,14,20-24.")
+    layers: LayersText = Field(
+        "all", description="Layers: all, or numbers and ranges as in 8,14,20-24."
+    )
     keys: tuple[str, ...] = Field(
         (),
         description="Projections by the end of their path: down_proj, switch_mlp.down_proj. "

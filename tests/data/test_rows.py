@@ -3,7 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.data import (
+    ChatTokenizer,
     Row,
     batch_at,
     encode_messages,
@@ -78,8 +79,9 @@ def test_a_text_keeps_its_opening_mark_and_ends_once() -> None:
         def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
             return [1] * add_special_tokens + [int(word) for word in text.split()]
 
-    assert encode_record({"text": "5 6"}, Marking()).tokens == (1, 5, 6, 9)
-    assert encode_record({"text": "5 9"}, Marking()).tokens == (1, 5, 9)
+    marking = cast(ChatTokenizer, Marking())
+    assert encode_record({"text": "5 6"}, marking).tokens == (1, 5, 6, 9)
+    assert encode_record({"text": "5 9"}, marking).tokens == (1, 5, 9)
 
 
 def test_a_model_without_a_chat_template_is_told_at_the_row(tmp_path: Path) -> None:

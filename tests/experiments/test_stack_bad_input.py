@@ -39,7 +39,6 @@ def store(places: Places, tmp_path_factory: pytest.TempPathFactory) -> Store:
         ({"data": "/nowhere"}, "/nowhere: no such directory; --data takes one"),
         ({"domains": ("alpha", "delta")}, r"no data for delta.*there: alpha.jsonl"),
         ({"layers": "0,7"}, "layer 7: the model has layers 0 to 1"),
-        ({"layers": "first"}, "layers takes all, or numbers"),
         ({"keys": ("donw_proj",)}, "'donw_proj' matches no projection; close: down_proj"),
         ({"keys": ("mlp.gate",)}, "router of a mixture of experts is never adapted"),
         ({"stack": {"rank": 100}}, r"rank 100; allowed is 1 to 64"),
