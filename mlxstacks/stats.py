@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist, fmean, stdev
 
 
@@ -91,6 +92,7 @@ def mean_interval(values: Sequence[float], confidence: float = 0.95) -> MeanInte
     return MeanInterval(mean, mean - half, mean + half, n, confidence)
 
 
+@lru_cache(maxsize=256)  # some 20 ms each, and a report asks for the same few again and again
 def t_quantile(probability: float, degrees: int) -> float:
     """The value below which Student's t with `degrees` of freedom falls with `probability`.
 

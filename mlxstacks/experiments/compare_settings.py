@@ -1,0 +1,169 @@
+"""Settings of `mlxstacks stack compare`, its plan. Imports neither mlx nor numpy."""
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from mlxstacks.training.stack_settings import StackRunSettings
+
+# What a question can be decided by; see compare_measures.py.
+Primary = Literal["task_loss", "ungated", "ungated_earlier", "isolated"]
+Budget = Literal["parameters", "steps", "rows"]
+BUDGETS: tuple[Budget, ...] = get_args(Budget)
+# What a run gets from the comparison. Data and model are the same for every arm, or the
+# differences would not be of the arms.
+_OF_THE_COMPARISON = ("model", "data", "save_path", "seed", "resume", "force")
+_OF_ALL_ARMS = (*_OF_THE_COMPARISON, "domains", "validation_rows", "modes")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
+
+
+class ArmSettings(BaseModel):
+    """One arm: a name, and what it changes in the settings of every run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    change: dict[str, Any] = Field(
+        default_factory=dict,
+        description="settings of `stack` with other values; nested ones may be given in part",
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_file(cls, name: str) -> str:
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                "an arm's name becomes part of file names: letters, digits, _ . and -, the first "
+                "one a letter or a digit, 40 at most"
+            )
+        return name
+
+
+class CompareSettings(BaseModel):
+    """Runs of `stack` that differ in one thing, over several seeds; the first arm is control."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str | None = Field(
+        None, description="Model directory or Hugging Face id. Default: the built-in nano model."
+    )
+    data: str | None = Field(
+        None, description="Directory with the domains' data, as in `stack`. Default: nano's."
+    )
+    save_path: str | None = Field(
+        None, description="Directory to write. Default: ./mlxstacks-out/stack-compare."
+    )
+    question: str = Field(
+        "Which settings give the lower loss?",
+        description="What the comparison is to answer; part of the plan.",
+    )
+    arms: tuple[ArmSettings, ...] = Field(
+        (),
+        description="What is compared: a name and a change of `run` each, the control first.",
+    )
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (0, 1, 2),
+        description="Seeds of first weights and of the order of the data; arms are compared seed "
+        "by seed. Repeatable.",
+    )
+    run: StackRunSettings = Field(
+        # No round ends early and none is dropped for gaining little: budgets are spent as planned.
+        StackRunSettings(
+            rounds=1,
+            validation_rows=32,
+            patience=100,
+            spike_threshold=10.0,
+            min_loss_delta=0.0,
+            keep_plateau_stack=True,
+        ),
+        description="Settings of every run, by the names of `mlxstacks stack`.",
+    )
+    equal: tuple[Budget, ...] = Field(
+        BUDGETS,
+        description="Budgets that all arms must share: trained parameters, optimizer steps, rows "
+        "seen, all rounds and domains together. Repeatable.",
+    )
+    tolerance: float = Field(
+        0.01, ge=0, lt=1, description="Relative difference of budgets that counts as equal."
+    )
+    primary: Primary = Field(
+        "task_loss",
+        description="The measure that answers the question: validation loss of each domain after "
+        "its training (task_loss), or at the end with every stack on (ungated; ungated_earlier: "
+        "without the last domain) or with its own alone (isolated); means over domains, lower is "
+        "better.",
+    )
+    margin: float = Field(
+        0.02, gt=0, description="Smallest difference of the primary measure that counts, in nats."
+    )
+    confidence: float = Field(
+        0.95, gt=0.5, lt=1, description="Of the intervals; shared out over the arms for verdicts."
+    )
+    retry: bool = Field(False, description="Run cells again that failed or crashed.")
+    resume: bool = Field(True, description="Go on with a comparison that was interrupted.")
+    force: bool = Field(False, description="Replace an existing save path.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = [arm.name.casefold() for arm in self.arms]
+        if len(names) < 2 or len(set(names)) < len(names):
+            raise ValueError(
+                f"arms is {[arm.name for arm in self.arms]}; a comparison needs two or more, each "
+                "with a name of its own (case does not count)"
+            )
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise ValueError(f"seeds is {list(self.seeds)}; give at least one, each once")
+        said = [name for name in _OF_THE_COMPARISON if name in _changed(self.run)]
+        if said:
+            raise ValueError(
+                "; ".join(
+                    f"run.{name} is set by the comparison: give {_ours(name)}" for name in said
+                )
+            )
+        if self.primary in ("ungated", "ungated_earlier", "isolated"):
+            mode = "isolated" if self.primary == "isolated" else "ungated"
+            if mode not in self.run.modes:
+                raise ValueError(f"primary {self.primary} needs {mode} among run.modes")
+        problems = [problem for arm in self.arms for problem in self._problems(arm)]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _problems(self, arm: ArmSettings) -> list[str]:
+        shared = [key for key in arm.change if key in _OF_ALL_ARMS]
+        if shared:
+            return [f"arm {arm.name} changes {', '.join(shared)}, which all arms share"]
+        try:
+            self.settings_of(arm)
+        except ValidationError as error:
+            return [
+                f"arm {arm.name}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}"
+                for detail in error.errors()
+            ]
+        return []
+
+    def settings_of(self, arm: ArmSettings, **given: Any) -> StackRunSettings:
+        """The run of an arm. given: what a cell sets, as seed and save_path."""
+        # What is at its default counts as not said: some checks ask whether it was.
+        values = self.run.model_dump(exclude_defaults=True)
+        return StackRunSettings.model_validate(overlaid(values, arm.change) | given)
+
+
+def _changed(run: StackRunSettings) -> set[str]:
+    return set(run.model_dump(exclude_defaults=True))
+
+
+def _ours(name: str) -> str:
+    return "seeds" if name == "seed" else name
+
+
+def overlaid(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """Both, `high` winning; mappings are merged key by key."""
+    merged = dict(low)
+    for key, value in high.items():
+        old = merged.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = overlaid(old, value) if both else value  # type: ignore[arg-type]
+    return merged
