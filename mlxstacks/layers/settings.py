@@ -131,7 +131,9 @@ class StackSettings(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        asked = "experts_per_token" in self.model_fields_set
+        # The default goes with any number of experts, also when it is read back from a report.
+        default = type(self).model_fields["experts_per_token"].default
+        asked = self.experts_per_token != default
         if asked and self.experts_per_token > self.num_experts:
             raise ValueError(
                 f"experts_per_token is {self.experts_per_token}, num_experts is "
