@@ -155,9 +155,10 @@ def limit_is_assumed(report: GuardReport) -> bool:
 def _verdict_of(settings: TrainSettings, setup: TrainSetup, processes: int) -> GuardReport:
     layers = ",".join(map(str, sorted({target.layer for target in setup.targets})))
     longest = max(setup.plan.widths)
+    rows = min(settings.batch_size, len(setup.train.rows))
     return verdict(
-        settings, longest, setup.float32_base, validates=setup.validation is not None,
-        layers=layers, processes=processes,
+        settings.model_copy(update={"batch_size": rows}), longest, setup.float32_base,
+        validates=setup.validation is not None, layers=layers, processes=processes,
     )  # fmt: skip
 
 

@@ -122,6 +122,8 @@ class _TrainRun:
             resume = self.settings.resume
             self.work = RunDirectory(self.target, self.identity, resume=resume)
         try:
+            if self.work is not None:  # another run to it may have ended since the first look
+                check_target(self.target, force=self.settings.force)
             wait_for_all(self.group)
             state = self._train(self._state())
             if self.settings.keep == "best":

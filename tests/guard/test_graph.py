@@ -111,7 +111,8 @@ def test_operations_at_one_address_are_told_apart() -> None:
 
 
 LABELS = ["Exp", "Add", "Matmul", "Transpose", "Reshape", "Split", "Slice", "Depends",
-          "CustomTransforms", "SliceUpdate", "CompiledMultiplyAdd", "Select", "Multiply"]  # fmt: skip
+          "CustomTransforms", "SliceUpdate", "CompiledMultiplyAdd", "Select",
+          "Multiply"]  # fmt: skip
 
 
 def random_graph(rng: random.Random) -> tuple[Graph, list[int]]:

@@ -3,7 +3,6 @@
 Run: pytest tests/layers/test_nullspace.py
 """
 
-
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
