@@ -14,9 +14,6 @@ from mlxstacks.guard.order import evaluation_order
 # Tokens in the cache when a step is simulated; caches grow in place, so the count is that of any.
 _PROMPT_TOKENS = 4
 _ROOM_TOKENS = 256
-# The highest of many short steps: some meet more operations in flight than one long run does.
-# Fits counts of Llama and qwen3_5_moe models of 2 to 16 layers on the CPU.
-_LAG = 80
 
 
 @dataclass(frozen=True)
@@ -130,7 +127,7 @@ def _one_step(model: nn.Module, batch: int, batched: bool) -> tuple[int, int]:
     order += evaluation_order(graph, second)
     graph.producer[:] = producers
     results = [*first[:2], *second]
-    peak = simulate(graph, order, held, existing, results, lag=_LAG, measured_from=start)
+    peak = simulate(graph, order, held, existing, results, measured_from=start)
     return peak.buffers, sum(1 for cache in caches if hasattr(cache, "advance"))
 
 

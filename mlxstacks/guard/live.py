@@ -14,8 +14,9 @@ import numpy as np
 
 from mlxstacks.guard.graph import Bools, Graph, Ints
 
-# Operations that the CPU backend lets be in flight: the buffers they read stay alive meanwhile.
-LAG = 60
+# Dispatches that MLX's CPU backend lets be in flight: ten tasks of ten, and one under way (MLX
+# 0.32.4, backend/cpu/eval.cpp and encoder.h). The buffers that they read stay alive meanwhile.
+LAG = 110
 # MLX donates a buffer that is at most this much larger than the result.
 DONATION_SLACK_BYTES = 16384
 SHARE, LAST, EACH, RESHAPE, FIRST, ANY, FRESH = range(7)
@@ -92,7 +93,7 @@ def simulate(
     existing: arrays that are there before and die after their last use (old adapter weights).
     outputs: arrays that stay alive once made.
     nbytes, itemsize: of each array; without them only buffers are counted.
-    lag: operations in flight. measured_from: the place in the order where the peak may begin.
+    lag: dispatches in flight. measured_from: the place in the order where the peak may begin.
     phase_of: the phase that each operation belongs to.
 
     Law: the same as going through the order one operation at a time (`tests/guard/one_by_one.py`).
@@ -101,9 +102,10 @@ def simulate(
     widths = np.full(graph.arrays, 4) if itemsize is None else np.array(itemsize)
     run = _Run(graph, order, held, existing, outputs)
     root, dense = _views(run)
-    donors = _donors(run, root, dense, sizes, widths, lag)
+    landed = _landed(run, lag)
+    donors = _donors(run, root, dense, sizes, widths, landed)
     buffer = _owners(donors, root, sizes)
-    born, died = _lives(run, buffer, lag)
+    born, died = _lives(run, buffer, landed)
     return _peak(run, born, died, sizes, measured_from, phase_of)
 
 
@@ -170,6 +172,15 @@ def _views(run: _Run) -> tuple[Ints, Bools]:
     return source, ~scattered
 
 
+def _landed(run: _Run, lag: int) -> Ints:
+    """The time at which each operation of the order lets go of what it reads; `end`: never.
+
+    Each dispatches a task that holds what it read; if it computes, it has dispatched that before.
+    """
+    done = np.cumsum(np.where((run.rule <= EACH) | (run.rule == RESHAPE), 1, 2))
+    return np.searchsorted(done, done + lag)
+
+
 def _holds(run: _Run, buffer: Ints) -> tuple[Ints, Ints]:
     """Buffers and the times of operations that hold them while in flight.
 
@@ -189,7 +200,7 @@ def _donors(
     dense: Bools,
     sizes: Ints,
     widths: Ints,
-    lag: int,
+    landed: Ints,
 ) -> list[tuple[int, int]]:
     """(result, input whose buffer it may take over), in the order in which they are tried.
 
@@ -212,9 +223,9 @@ def _donors(
     fits &= (gone[root[array]] == at) & alone[root[array]]
     held, times = _holds(run, root)
     before = times < gone[held]
-    busy = np.full(len(root), -lag - 2)
-    np.maximum.at(busy, held[before], times[before])
-    fits &= busy[root[array]] + lag < at
+    busy_until = np.full(len(root), -1)
+    np.maximum.at(busy_until, held[before], landed[times[before]])
+    fits &= busy_until[root[array]] < at
     return list(zip(made[fits].tolist(), root[array[fits]].tolist(), strict=True))
 
 
@@ -229,13 +240,13 @@ def _owners(donors: list[tuple[int, int]], root: Ints, sizes: Ints) -> Ints:
     return np.array(owner)[root]
 
 
-def _lives(run: _Run, buffer: Ints, lag: int) -> tuple[Ints, Ints]:
+def _lives(run: _Run, buffer: Ints, landed: Ints) -> tuple[Ints, Ints]:
     """When the buffer that was allocated for an array is there; `end` where there is none."""
     there = np.flatnonzero(run.birth < run.end)
     died = np.full(len(buffer), -1)
     np.maximum.at(died, buffer[there], run.death[there])
     held, times = _holds(run, buffer)
-    np.maximum.at(died, held, np.minimum(times + lag, run.end))
+    np.maximum.at(died, held, landed[times])
     own = buffer == np.arange(len(buffer))
     return np.where(own, run.birth, run.end), died
 

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mlxstacks.guard.kinds import FIXED, Phase, buffers_by_kind, layering
+from mlxstacks.guard.kinds import FIXED, STATE, Phase, buffers_by_kind, layering
 from mlxstacks.guard.step import Step, no_collection, simulate_step, step_graph, step_sizes
 
 Floats = NDArray[np.float64]
@@ -86,6 +86,10 @@ class Prediction:
             name: count if name in FIXED else round(share * count)
             for name, count in last.kinds.items()
         }
+        if self.held[0]:
+            found[STATE] = found.get(STATE, 0) + self.held[0]
+        # What rounding left over belongs to the largest.
+        found[max(found, key=lambda name: found[name])] += self.buffers - sum(found.values())
         return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
     def _highest_line(self, which: int, tokens: int) -> tuple[float, float]:

@@ -74,7 +74,8 @@ def simulate(
     """What `live.simulate` says, which has the meaning of the arguments."""
     run = _Run(graph, order, nbytes, itemsize)
     run.begin(held, existing, outputs)
-    flight: deque[list[int]] = deque()
+    flight: deque[tuple[int, list[int]]] = deque()
+    done = 0
     buffers = run.buffers
     most = most_bytes = at = 0
     phases: dict[int, tuple[int, int]] = {}
@@ -89,9 +90,10 @@ def simulate(
             if buffers.live > before[0] or buffers.live_bytes > before[1]:
                 both = max(buffers.live, before[0]), max(buffers.live_bytes, before[1])
                 phases[phase_of[operation]] = both
-        flight.append(run.hold_in_flight(operation))
-        if len(flight) > lag:
-            for buffer in flight.popleft():
+        done += 1 if run.rules[operation] in (*range(EACH + 1), RESHAPE) else 2
+        flight.append((done, run.hold_in_flight(operation)))
+        while flight and flight[0][0] + lag <= done:
+            for buffer in flight.popleft()[1]:
                 buffers.release(buffer, now)
         run.let_go(operation, now)
     left = buffers.live
