@@ -1,12 +1,13 @@
 """Plots of a comparison, where matplotlib is installed (the extra `plots`)."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlxstacks.experiments.compare_measures import SUMMARY
 from mlxstacks.experiments.compare_report import CompareReport
+from mlxstacks.experiments.figures import write_figures
 
-FORMATS = ("png", "svg")
 _NOT_LOSSES = ("parameters", "steps", "seconds", "balance_loss")
 
 
@@ -14,23 +15,11 @@ def write_plots(directory: Path, report: CompareReport) -> tuple[list[str], list
     """curves and differences, each as PNG and SVG; (names of the files, notes)."""
     if not any(cell.status == "trained" for cell in report.cells):
         return [], ["No plots: no cell was trained."]
-    try:
-        import matplotlib as library
-    except ImportError:
-        return [], ["No plots: matplotlib is not installed; pip install 'mlxstacks[plots]'."]
-    # No window, and the same bytes for the same numbers: no date, fixed ids in the SVG.
-    with library.rc_context({"backend": "Agg", "svg.hashsalt": "mlxstacks"}):
-        from matplotlib.figure import Figure
-
-        names = []
-        for name, draw in (("curves", _draw_curves), ("differences", _draw_differences)):
-            figure = Figure(layout="constrained")
-            draw(figure, report)
-            for suffix in FORMATS:
-                options = {"metadata": {"Date": None}} if suffix == "svg" else {"dpi": 150}
-                figure.savefig(directory / f"{name}.{suffix}", **options)
-                names.append(f"{name}.{suffix}")
-    return names, []
+    drawings = [
+        ("curves", partial(_draw_curves, report=report)),
+        ("differences", partial(_draw_differences, report=report)),
+    ]
+    return write_figures(directory, drawings)
 
 
 def _draw_curves(figure: Any, report: CompareReport) -> None:

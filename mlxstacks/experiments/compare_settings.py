@@ -44,7 +44,7 @@ class ArmSettings(BaseModel):
 class CompareSettings(BaseModel):
     """Runs of `stack` that differ in one thing, over several seeds; the first arm is control."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str | None = Field(
         None, description="Model directory or Hugging Face id. Default: the built-in nano model."

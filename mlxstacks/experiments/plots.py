@@ -1,14 +1,15 @@
 """Plots of a sweep, where matplotlib is installed (the extra `plots`)."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlxstacks.experiments.cells import CellResult
+from mlxstacks.experiments.figures import write_figures
 from mlxstacks.experiments.sweep_report import SweepReport
 from mlxstacks.experiments.sweep_summary import MatrixRow, Point, point_name
 from mlxstacks.stats import MeanInterval
 
-FORMATS = ("png", "svg")
 _BRIGHT = 0.6
 
 
@@ -16,23 +17,11 @@ def write_plots(directory: Path, report: SweepReport) -> tuple[list[str], list[s
     """survival and losses, each as PNG and SVG; (names of the files, notes)."""
     if not any(row.mean("peak_bytes") is not None for row in report.rows):
         return [], ["No plots: no cell was trained."]
-    try:
-        import matplotlib as library
-    except ImportError:
-        return [], ["No plots: matplotlib is not installed; pip install 'mlxstacks[plots]'."]
-    # No window, and the same bytes for the same numbers: no date, fixed ids in the SVG.
-    with library.rc_context({"backend": "Agg", "svg.hashsalt": "mlxstacks"}):
-        from matplotlib.figure import Figure
-
-        names = []
-        for name, draw in (("survival", _draw_survival), ("losses", _draw_losses)):
-            figure = Figure(layout="constrained")
-            draw(figure, report)
-            for suffix in FORMATS:
-                options = {"metadata": {"Date": None}} if suffix == "svg" else {"dpi": 150}
-                figure.savefig(directory / f"{name}.{suffix}", **options)
-                names.append(f"{name}.{suffix}")
-    return names, []
+    drawings = [
+        ("survival", partial(_draw_survival, report=report)),
+        ("losses", partial(_draw_losses, report=report)),
+    ]
+    return write_figures(directory, drawings)
 
 
 def _points(report: SweepReport) -> list[Point]:

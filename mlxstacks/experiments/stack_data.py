@@ -33,10 +33,10 @@ DATA_SETTINGS = "settings"
 class DomainRows:
     """A domain's rows as the model sees them.
 
-    train: empty for a domain that is not trained now. validation: what the loss is measured on, at
-    most VALIDATION_ROWS before packing; samples: the same rows, not packed. widths: of validation.
-    cut, empty: training and validation rows that were cut to max_seq_length, or left out because no
-    token of them counts.
+    train: empty for a domain that is not trained now. validation: what the loss is measured on: at
+    most VALIDATION_ROWS rows (`evaluated`), packed where that is asked for. samples: all validation
+    rows, not packed. widths: of validation. cut, empty: training and validation rows that were cut
+    to max_seq_length, or left out because no token of them counts.
     """
 
     name: str
@@ -48,6 +48,11 @@ class DomainRows:
     widths: tuple[int, ...]
     cut: int
     empty: int
+
+    @property
+    def evaluated(self) -> int:
+        """Rows that the loss is measured on."""
+        return len(self.samples[:VALIDATION_ROWS])
 
     def identity(self) -> dict[str, Any]:
         """What the rows are, wherever they were read from."""
@@ -66,7 +71,7 @@ class DomainRows:
             **self.data.report,
             "rows_cut": self.cut,
             "rows_empty": self.empty,
-            "validation_rows_evaluated": len(self.samples),
+            "validation_rows_evaluated": self.evaluated,
             DATA_SETTINGS: self.settings.model_dump(mode="json"),
         }
 
@@ -211,14 +216,14 @@ def _encoded(
     held = encode_examples(data.validation, tokenizer, about, longest)
     nothing = EncodedRows([], [], 0, 0)
     train = nothing if is_stored else encode_examples(data.train, tokenizer, about, longest)
-    samples = held.rows[:VALIDATION_ROWS]
+    validation = held.rows[:VALIDATION_ROWS]
     cut, empty = held.cut + train.cut, held.empty + train.empty
     if cut:
         notes.append(f"{data.name}: {cut} rows were cut to max_seq_length {longest}.")
     if empty:
         notes.append(f"{data.name}: {empty} rows have nothing to learn from; left out.")
-    validation, rows = samples, train.rows
+    rows = train.rows
     if settings.packing:
-        validation, rows = pack_rows(samples, longest), pack_rows(rows, longest)
+        validation, rows = pack_rows(validation, longest), pack_rows(rows, longest)
     widths = choose_widths([len(row.tokens) for row in validation], longest)
-    return DomainRows(data.name, data, about, rows, validation, samples, widths, cut, empty)
+    return DomainRows(data.name, data, about, rows, validation, held.rows, widths, cut, empty)

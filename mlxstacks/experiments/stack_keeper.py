@@ -9,7 +9,9 @@ from mlxstacks import memory
 from mlxstacks.errors import TargetError
 from mlxstacks.experiments.stack_plan import DomainPlan
 from mlxstacks.experiments.stack_setup import StackSetup
-from mlxstacks.experiments.stack_work import StackWork
+from mlxstacks.experiments.stack_work import LOG, StackWork
+from mlxstacks.experiments.train_report import versions
+from mlxstacks.experiments.train_run import other_versions
 from mlxstacks.experiments.train_setup import steps_of
 from mlxstacks.files.disk import target_errors
 from mlxstacks.layers.freezing import add_frozen, stack_tensors
@@ -57,7 +59,12 @@ class RoundKeeper:
             self.resumed_from = (self.resumed_from or 0) + state.step
         if self.is_main:
             self.work.forget_log_after(number, state.step if state else -1)
-        self._log("resumed" if state else "round", number, state.step if state else 0)
+        log = self.work.path / LOG
+        if self.is_main and log.exists():
+            notes, changed = self.setup.notes, other_versions(log)
+            notes.extend(f"{self.plan.name}: {note}" for note in changed)
+        event = "resumed" if state else "round"
+        self._log(event, number, state.step if state else 0, versions=versions())
         return state
 
     def save(self, model: nn.Module, number: int, state: TrainingState) -> None:

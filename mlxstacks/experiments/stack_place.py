@@ -18,7 +18,12 @@ def check_store_place(target: Path, settings: StackRunSettings) -> None:
     """Raises: TargetError where no store can be: a file, other people's files, not writable."""
     inputs = [user_path(path) for path in (settings.model, settings.data) if path]
     inputs = [path for path in inputs if path.exists()]
-    there = target.is_dir() and any(target.iterdir())
+    try:
+        there = target.is_dir() and any(target.iterdir())
+    except (OSError, ValueError) as error:  # too long; not ours to read; a NUL in the name
+        raise TargetError(
+            f"{str(target)[:200]!a}: not a usable target: {error.args[-1]}; choose another path"
+        ) from None
     if there and not _is_store(target):
         names = ", ".join(sorted(path.name for path in target.iterdir())[:3])
         raise TargetError(

@@ -5,10 +5,12 @@ own, and heat maps carry their numbers, so that a grey print says the same.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from mlxstacks.experiments.figures import Drawing, write_figures
 
 Document = Mapping[str, Any]
 
@@ -33,26 +35,10 @@ def write_plots(directory: Path, document: Document, suffix: str) -> tuple[list[
 
     Law: equal documents give equal bytes (of one version of matplotlib).
     """
-    try:
-        import matplotlib as library
-    except ImportError:
-        return [], ["No plots: matplotlib is not installed; pip install 'mlxstacks[plots]'."]
-    # No window, no date, fixed ids in the SVG.
-    settings: dict[Any, Any] = {"backend": "Agg", "svg.hashsalt": "mlxstacks", **_STYLE}
-    names = []
-    with library.rc_context(settings):
-        from matplotlib.figure import Figure
-
-        for name, draw in _plots(document):
-            figure = Figure(layout="constrained")
-            draw(figure)
-            options = {"metadata": {"Date": None}} if suffix == "svg" else {"dpi": _DPI}
-            figure.savefig(directory / f"{name}.{suffix}", **options)
-            names.append(f"{name}.{suffix}")
-    return names, []
+    return write_figures(directory, _plots(document), [suffix], dpi=_DPI, style=_STYLE)
 
 
-def _plots(document: Document) -> Iterator[tuple[str, Callable[[Any], None]]]:
+def _plots(document: Document) -> Iterator[Drawing]:
     """(name, what draws it) of the plots that there are numbers for."""
     domains = document["domains"]
     if any(domain["curve"] or domain["losses"] for domain in domains):

@@ -187,7 +187,7 @@ def _planned_domain(plan: DomainPlan) -> dict[str, Any]:
         "iters": plan.settings.iters,
         "train_rows": len(rows.data.train),
         "validation_rows": len(rows.data.validation),
-        "validation_rows_evaluated": len(rows.samples),
+        "validation_rows_evaluated": rows.evaluated,
         "widths_tokens": list(plan.widths),
         "padding_percent": round(100 * order.padding_share(), 1),
         "data": rows.report(),

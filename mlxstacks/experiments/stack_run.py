@@ -5,7 +5,6 @@ takes its stacks, its split and its row of the forgetting matrix in one change. 
 moment, even killed, the same command goes on and ends with the same manifest, hashes and losses.
 """
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -34,12 +33,17 @@ from mlxstacks.experiments.stack_report import (
     planned,
     round_details,
 )
-from mlxstacks.experiments.stack_setup import StackSetup, set_up, with_trained
+from mlxstacks.experiments.stack_setup import (
+    StackSetup,
+    set_up,
+    stored_prefix,
+    with_other_company,
+    with_trained,
+)
 from mlxstacks.experiments.stack_work import StackWork
-from mlxstacks.experiments.train_run import set_wired_limit
+from mlxstacks.experiments.train_run import set_wired_limit, silence_stdout
 from mlxstacks.experiments.train_setup import steps_of
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.manifest import Manifest
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.store import Store
 from mlxstacks.layers.selection import ungated
@@ -47,7 +51,7 @@ from mlxstacks.layers.stacked import set_mode
 from mlxstacks.training.boost import DomainJob
 from mlxstacks.training.checkpointing import checkpoint_layers
 from mlxstacks.training.continual import DomainResult, arrival_problems, stages, train_domain
-from mlxstacks.training.group import current_group, size_and_rank, wait_for_all
+from mlxstacks.training.group import current_group, gathered, size_and_rank, wait_for_all
 from mlxstacks.training.loop import NonFiniteError
 from mlxstacks.training.matrix import Row, measure_row
 from mlxstacks.training.protect import Bases, capacity_warning, full_projections, protected_bases
@@ -103,9 +107,11 @@ class _StackRun:
         self.is_main = size_and_rank(group)[1] == 0
         self.progress = progress if self.is_main else None
         if not self.is_main:
-            _silence_stdout()
+            silence_stdout()
         set_wired_limit(setup.notes)
-        mx.eval(self.model.parameters())
+        if setup.to_train:
+            mx.eval(self.model.parameters())
+        mx.reset_peak_memory()  # of training, not of widening the base
         set_mode(self.model, ungated(), setup.served_dtype)
         if self.settings.grad_checkpoint:
             stack.enter_context(checkpoint_layers(self.model))
@@ -118,12 +124,13 @@ class _StackRun:
             if self.is_main:
                 self._tidy(work)
             wait_for_all(self.group)
+            self._check_shared(work)
             self._recall(work)
             expected = self._arrive() if self.setup.to_train else {}
             while self.setup.to_train:
                 plan = self.setup.to_train[0]
                 result = self._domain(work, plan, expected)
-                expected[plan.name] = result.losses[-1]
+                expected[plan.name] = result.prefix_loss
                 wait_for_all(self.group)
             report = self.report.after(
                 self.setup, time.monotonic() - self.started, size_and_rank(self.group)[0]
@@ -156,6 +163,16 @@ class _StackRun:
                 hand_over_log(work, self.setup.store)
                 work.clear()
 
+    def _check_shared(self, work: StackWork) -> None:
+        """Every process has to see the work of the first one, and later its store."""
+        seen = gathered(int(work.path.is_dir()), self.group)
+        if not all(seen):
+            blind = ", ".join(str(rank) for rank, there in enumerate(seen) if not there)
+            raise InputError(
+                f"{work.path}: processes {blind} do not see it; put save_path where every process "
+                "reads and the first one writes"
+            )
+
     def _recall(self, work: StackWork) -> None:
         """What the training of stored domains said, from this run before it was stopped, or from
         the report of an earlier one.
@@ -179,8 +196,8 @@ class _StackRun:
             self.model, served, self._losses(), ["prefix"], self.setup.served_dtype,
             lambda mode, domain, loss: self._say(0, f"measuring {domain} as it is"),
         )["prefix"]  # fmt: skip
-        wrong, rounding = arrival_problems(_stored_prefix(store.manifest), measured)
-        changed = _with_other_company(store.manifest)
+        wrong, rounding = arrival_problems(stored_prefix(store.manifest), measured)
+        changed = with_other_company(store.manifest)
         for name in sorted(changed):
             self.setup.notes.append(
                 f"{name} was trained on stacks that are not there now; its loss with what is left "
@@ -284,7 +301,7 @@ class _StackRun:
             optimizer=plan.optimizer,
             every=steps_of(settings.steps_per_eval, settings.grad_accumulation_steps),
             batches_at=plan.batches_at,
-            loss_of=self.setup.loss_of(plan.name),
+            loss_of=self._loss_of(plan.name),
             snapshot=SnapshotSettings(
                 spike_threshold=settings.spike_threshold, patience=settings.patience
             ),
@@ -299,7 +316,14 @@ class _StackRun:
         )
 
     def _losses(self) -> Mapping[str, Callable[[nn.Module], float]]:
-        return {name: self.setup.loss_of(name) for name in self.setup.rows}
+        return {name: self._loss_of(name) for name in self.setup.rows}
+
+    def _loss_of(self, name: str) -> Callable[[nn.Module], float]:
+        """The first process's: hosts may round differently, and all have to stop, keep and judge
+        alike.
+        """
+        measure = self.setup.loss_of(name)
+        return lambda model: gathered(measure(model), self.group)[0]
 
     # --- progress ---------------------------------------------------------------------------------
 
@@ -309,37 +333,6 @@ class _StackRun:
             self.progress(self.domains_done + min(share, 0.999), self.domains_all, what)
 
 
-def _stored_prefix(manifest: Manifest) -> Row:
-    """The latest prefix loss of each domain: its column is constant, so any row would do."""
-    rows = manifest.matrix.get("prefix", {})
-    found: Row = {}
-    for domain in manifest.domains:
-        found |= rows.get(domain.name, {})
-    return found
-
-
-def _with_other_company(manifest: Manifest) -> set[str]:
-    """Trained domains whose earlier stacks are not those that they were trained on: one was
-    removed, disabled, or enabled again since.
-    """
-    found: set[str] = set()
-    before: list[str] = []
-    for domain in manifest.domains:
-        if not domain.enabled:
-            continue
-        if domain.origin == "trained" and tuple(before) != domain.trained_on:
-            found.add(domain.name)
-        before += [stack.name for stack in domain.stacks]
-    return found
-
-
 def _same_losses(details: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
     kept = [one["loss_after"] for one in details.get("rounds", []) if one.get("kept")]
     return kept == stored["losses"][1:]
-
-
-def _silence_stdout() -> None:
-    """For the rest of this process: one of a group speaks for all of them."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)

@@ -29,6 +29,7 @@ from mlxstacks.experiments.stack_plan import (
 from mlxstacks.experiments.train_setup import prepare_base
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.manifest import Manifest
 from mlxstacks.files.store import Store
 from mlxstacks.layers.adapted import Dims
 from mlxstacks.layers.attach import check_per_expert
@@ -44,7 +45,7 @@ from mlxstacks.layers.targets import (
     find_targets,
     stack_size,
 )
-from mlxstacks.training.matrix import Served
+from mlxstacks.training.matrix import Row, Served
 from mlxstacks.training.modes import evaluating
 from mlxstacks.training.stack_settings import DomainSettings, StackRunSettings
 
@@ -207,3 +208,29 @@ def with_trained(setup: StackSetup, store: Store, served: Served) -> StackSetup:
     """The setup after a domain was trained and stored."""
     rest = [plan for plan in setup.to_train if plan.name != served.domain]
     return replace(setup, store=store, to_train=rest, served=[*setup.served, served])
+
+
+def stored_prefix(manifest: Manifest) -> Row:
+    """The latest prefix loss of each domain: its column is constant, so any row would do. What it
+    ended with is the same, for a matrix that does not show this mode.
+    """
+    rows = manifest.matrix.get("prefix", {})
+    found: Row = {d.name: d.final_loss for d in manifest.domains if d.final_loss is not None}
+    for domain in manifest.domains:
+        found |= rows.get(domain.name, {})
+    return found
+
+
+def with_other_company(manifest: Manifest) -> set[str]:
+    """Trained domains whose earlier stacks are not those that they were trained on: one was
+    removed, disabled, or enabled again since.
+    """
+    found: set[str] = set()
+    before: list[str] = []
+    for domain in manifest.domains:
+        if not domain.enabled:
+            continue
+        if domain.origin == "trained" and tuple(before) != domain.trained_on:
+            found.add(domain.name)
+        before += [stack.name for stack in domain.stacks]
+    return found

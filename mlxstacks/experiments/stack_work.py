@@ -26,7 +26,13 @@ from mlxstacks.errors import InputError, StoreError, TargetError
 from mlxstacks.experiments.run_directory import plain, what_differs, work_path
 from mlxstacks.files.disk import target_errors
 from mlxstacks.files.outputs import write_json
-from mlxstacks.files.stack_file import StackFile, read_stack, write_arrays, write_stack
+from mlxstacks.files.stack_file import (
+    StackFile,
+    read_arrays,
+    read_stack,
+    write_arrays,
+    write_stack,
+)
 from mlxstacks.files.stack_header import StackHeader
 from mlxstacks.layers.nullspace import NullBasis
 from mlxstacks.training.boost import RoundRecord
@@ -76,9 +82,10 @@ class StackWork:
 
     def clear(self) -> None:
         """Forget the domain under way."""
-        for name in sorted(path.name for path in self.path.iterdir()) if self.path.is_dir() else ():
-            if name not in (ANEW, DETAILS):
-                path = self.path / name
+        found = list(self.path.iterdir()) if self.path.is_dir() else []
+        # run.json last: what a killed process left of the rest still has an owner
+        for path in sorted(found, key=lambda path: (path.name == RUN, path.name)):
+            if path.name not in (ANEW, DETAILS):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     # --- which domain -----------------------------------------------------------------------------
@@ -91,9 +98,16 @@ class StackWork:
     def begin(self, identity: Mapping[str, Any]) -> None:
         """Go on with the domain that is here, or begin this one.
 
-        Raises: InputError listing what differs, where another one is here.
+        Raises: InputError listing what differs, where another one is here; or where nobody knows
+            what is here.
         """
         before, now = self.identity, json.loads(json.dumps(identity))
+        if before is None and any((self.path / name).exists() for name in (RUN, ROUNDS, LOG)):
+            raise InputError(
+                f"{self.path / RUN}: damaged or missing, so nobody knows which domain the work "
+                "beside it belongs to; --no-resume removes that and begins the domain anew "
+                "(domains that are in the store stay)"
+            )
         if before is not None and (differences := what_differs(flat(before), flat(now))):
             lines = "".join(f"\n  {line}" for line in differences)
             raise InputError(
@@ -169,13 +183,19 @@ class StackWork:
     # --- protected directions ---------------------------------------------------------------------
 
     def bases(self) -> dict[str, NullBasis] | None:
-        """The bases that were found when the domain began; None where it did not come so far."""
+        """The bases that were found when the domain began; None where it did not come so far, or
+        where they are damaged: the same ones are found again.
+        """
         path = self.path / BASES
-        about = _read(path.with_suffix(".json"))
-        if about is None:
+        found = _read(path.with_suffix(".json"))
+        if found is None or "projections" not in found:
             return None
-        arrays = mx.load(str(path)) if path.is_file() else {}
-        assert isinstance(arrays, dict)
+        about, arrays = found["projections"], {}
+        if found["sha256"] is not None:
+            try:
+                arrays = read_arrays(path, found["sha256"])
+            except StoreError:
+                return None
         return {
             name: NullBasis(
                 arrays.get(f"{name}.{_VECTORS}", mx.zeros((one["width"], 0))),
@@ -189,8 +209,7 @@ class StackWork:
         path = self.path / BASES
         path.unlink(missing_ok=True)
         arrays = {f"{n}.{_VECTORS}": b.vectors for n, b in bases.items() if b.vectors.shape[1]}
-        if arrays:
-            write_arrays(path, arrays)
+        sha256 = write_arrays(path, arrays) if arrays else None
         about = {
             name: {
                 "width": int(np.shape(basis.vectors)[0]),
@@ -199,7 +218,7 @@ class StackWork:
             }
             for name, basis in bases.items()
         }
-        write_json(path.with_suffix(".json"), about)
+        write_json(path.with_suffix(".json"), {"sha256": sha256, "projections": about})
 
     # --- log --------------------------------------------------------------------------------------
 

@@ -103,7 +103,7 @@ class _TrainRun:
         self.is_main = size_and_rank(self.group)[1] == 0
         self.progress = progress if self.is_main else None
         if not self.is_main:
-            _silence_stdout()
+            silence_stdout()
         set_wired_limit(setup.notes)
         mx.eval(self.model.parameters())
         mx.reset_peak_memory()  # of training, not of widening the base
@@ -160,7 +160,7 @@ class _TrainRun:
         if self.work is not None:
             self.work.forget_log_after(state.step if resumed else -1)
         if resumed and self.work is not None:
-            self.setup.notes.extend(_other_versions(self.work.path / LOG))
+            self.setup.notes.extend(other_versions(self.work.path / LOG))
         self._log("resumed" if resumed else "started", state.step, versions=versions())
         return state
 
@@ -282,7 +282,7 @@ class _TrainRun:
         )
 
 
-def _other_versions(log: Path) -> list[str]:
+def other_versions(log: Path) -> list[str]:
     """A note when the run began with other versions of what computes."""
     before: dict[str, str] = {}
     for line in log.read_text(encoding="utf-8").splitlines():
@@ -297,7 +297,7 @@ def _other_versions(log: Path) -> list[str]:
     return [f"The run began with {'; '.join(changed)}: its bytes may be other ones."]
 
 
-def _silence_stdout() -> None:
+def silence_stdout() -> None:
     """For the rest of this process: one of a group speaks for all of them."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)

@@ -21,7 +21,8 @@ def collect_delta_rows(
 
     samples: token ids (T,) each, without padding: a row is the mean over all rows that the
         projection saw of one sample.
-    forward: (model, tokens (1, T)) -> arrays that need every layer; default `model(tokens)`.
+    forward: (model, tokens (1, T)) -> anything; default `model(tokens)`. What it returns is not
+        evaluated: no logits are made, and no layer above the last one with stacks.
     Runs in evaluation mode, all frozen stacks at weight 1, no active one; afterwards each
     projection has its mode and training flag back.
     """
@@ -38,7 +39,8 @@ def collect_delta_rows(
     try:
         for tokens in samples:
             latest.clear()
-            mx.eval(run(model, tokens[None]), latest)
+            run(model, tokens[None])
+            mx.eval(latest)
             for path, row in latest.items():
                 rows.setdefault(path, []).append(np.array(row))
     finally:
@@ -47,7 +49,8 @@ def collect_delta_rows(
             layer.select(*before[path])
         for module in training:
             module._set_training_mode(True)
-    return {path: np.stack(found) for path, found in rows.items()}
+    # one by one: all lists and all matrices together are gigabytes for a large base
+    return {path: np.stack(rows.pop(path)) for path in list(rows)}
 
 
 def _keep_mean(latest: dict[str, mx.array], path: str, delta: mx.array) -> None:

@@ -81,7 +81,7 @@ class TargetSettings(BaseModel):
 class LoRASettings(BaseModel):
     """One low-rank pair a projection, as mlx-lm trains it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rank: int = Field(8, ge=1)
     alpha: float = Field(16.0, gt=0)
@@ -99,7 +99,7 @@ class StackSettings(BaseModel):
     With num_experts=1 there is no router: a plain LoRA that can be frozen and stacked.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rank: int = Field(16, ge=1, description="rank of each expert")
     alpha: float = Field(16.0, gt=0)

@@ -128,15 +128,20 @@ class Keeper(Protocol):
 
 
 def boost_domain(
-    model: nn.Module, job: DomainJob, keeper: Keeper, group: mx.distributed.Group | None = None
+    model: nn.Module,
+    job: DomainJob,
+    keeper: Keeper,
+    group: mx.distributed.Group | None = None,
+    done: Sequence[RoundRecord] | None = None,
 ) -> list[RoundRecord]:
     """Train the stacks of one domain; afterwards the kept ones are frozen in the model.
 
+    done: what `keeper.rounds()` gave, where the caller has asked already.
     Raises:
         NonFiniteError: NaN or Inf in a step. The state before it is saved, its best weights in it.
         InputError: a trained stack does not fit the storage dtype; its state is saved.
     """
-    records = keeper.rounds()
+    records = keeper.rounds() if done is None else list(done)
     while len(records) < job.rounds and not (records and records[-1].last):
         records.append(_round(model, job, len(records) + 1, keeper, group))
     return records

@@ -17,6 +17,7 @@ from mlxstacks.data import Row
 from mlxstacks.layers.delta_rows import collect_delta_rows
 from mlxstacks.layers.nullspace import NullBasis, null_basis
 from mlxstacks.layers.stacked import stacked_layers
+from mlxstacks.training.modes import evaluating
 from mlxstacks.training.stack_settings import NullSpaceSettings
 
 # From this share of the output on, what is left for new stacks is little.
@@ -58,7 +59,7 @@ def protected_bases(
     bases: Bases = {}
     for stage in stages if settings.scope == "cumulative" else stages[-1:]:
         with _only(model, stage.stacks):
-            rows = collect_delta_rows(model, stage.samples)
+            rows = collect_delta_rows(model, stage.samples, _forward)
         for path, deltas in rows.items():
             bases[path] = null_basis(
                 deltas, settings.directions, scope=settings.scope, previous=bases.get(path),
@@ -67,11 +68,22 @@ def protected_bases(
     return bases
 
 
+def _forward(model: nn.Module, tokens: mx.array) -> mx.array:
+    with evaluating(model):
+        logits: mx.array = model(tokens)
+    return logits
+
+
 @contextmanager
 def _only(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Frozen stacks of other names taken out for the length of a block."""
-    before = {path: layer.stacks.stacks() for path, layer in stacked_layers(model)}
     layers = dict(stacked_layers(model))
+    # Where all of them stay nothing is packed again: that would hold every stack twice.
+    before = {
+        path: layer.stacks.stacks()
+        for path, layer in layers.items()
+        if any(stack_id.name not in names for stack_id in layer.stacks.ids)
+    }
     for path, stacks in before.items():
         layers[path].set_stacks([stack for stack in stacks if stack.id.name in names])
     try:

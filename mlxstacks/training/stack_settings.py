@@ -19,7 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 class DomainSettings(BaseModel):
     """One domain; what is not said here is as the run says. A name alone stands for all of it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
     data: DomainDataSettings | None = Field(
@@ -65,7 +65,7 @@ class NullSpaceSettings(BaseModel):
 class StackRunSettings(BaseModel):
     """`mlxstacks stack`: frozen stacks, domain after domain, in a store."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str | None = Field(
         None, description="Model directory or Hugging Face id. Default: the built-in nano model."

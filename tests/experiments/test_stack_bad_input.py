@@ -4,6 +4,7 @@ Run: pytest tests/experiments/test_stack_bad_input.py
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,29 @@ def test_a_target_that_is_no_store(places: Places, tmp_path: Path) -> None:
         stack_run.run(settings_for(*places, target, **ONE))
     with pytest.raises(TargetError, match="holds data, model, but no store"):
         stack_run.run(settings_for(*places, places[1].parent, **ONE))
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"], ids=["too long", "a NUL"])
+def test_a_target_that_cannot_be_a_path(places: Places, tmp_path: Path, name: str) -> None:
+    with pytest.raises(TargetError, match="not a usable target") as refused:
+        stack_run.run(settings_for(*places, tmp_path / name, **ONE))
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"learning_rate": math.inf},
+        {"clip_norm": math.inf},
+        {"domains": ({"name": "alpha", "learning_rate": math.inf},)},
+        {"stack": {"rank": 2, "alpha": math.inf}},
+    ],
+    ids=str,
+)
+def test_infinite_settings(places: Places, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """JSON has no word for them, and the manifest keeps the settings."""
+    with pytest.raises(ValueError, match="finite number"):
+        settings_for(*places, tmp_path / "store", **(ONE | changes))
 
 
 def test_an_empty_directory_becomes_a_store(places: Places, tmp_path: Path) -> None:

@@ -5,20 +5,33 @@ Run: pytest tests/training/test_continual.py
 
 import logging
 import math
+from collections.abc import Sequence
+from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxstacks import base_model
 from mlxstacks.data import Row
+from mlxstacks.layers.attach import add_active, attach_stacks
+from mlxstacks.layers.delta_rows import collect_delta_rows
+from mlxstacks.layers.freezing import freeze_active
 from mlxstacks.layers.nullspace import null_basis
+from mlxstacks.layers.packed import FrozenStack
+from mlxstacks.layers.settings import StackSettings, TargetSettings
+from mlxstacks.layers.stacked import StackedLayer, stacked_layers
+from mlxstacks.layers.targets import find_targets
 from mlxstacks.training.continual import arrival_problems, stages
 from mlxstacks.training.matrix import DriftError, Served, check_prefix, rises, stacks_for
 from mlxstacks.training.protect import (
+    Stage,
     capacity_warning,
     full_projections,
+    protected_bases,
     protection_report,
     sample_rows,
 )
@@ -27,6 +40,8 @@ from mlxstacks.training.stack_settings import (
     NullSpaceSettings,
     StackRunSettings,
 )
+from tests.layers.build import fill_active
+from tests.tiny_models import llama_config
 
 SERVED = [Served("a", ("a-r1", "a-r2")), Served("b", ()), Served("c", ("c-r1",))]
 
@@ -149,3 +164,60 @@ def test_a_name_alone_stands_for_a_domain() -> None:
     settings = StackRunSettings.model_validate({"domains": ["math", {"name": "code"}]})
     assert [domain.name for domain in settings.domains] == ["math", "code"]
     assert settings.domains[0] == DomainSettings(name="math")
+
+
+# --- the search for directions --------------------------------------------------------------------
+
+
+def frozen_model() -> nn.Module:
+    """A tiny dense model with the stacks a-r1 and b-r1."""
+    mx.random.seed(0)
+    model = base_model.build_model(llama_config())
+    attach_stacks(model, find_targets(model, TargetSettings(projections=("q_proj",))))
+    for index, domain in enumerate("ab"):
+        add_active(model, StackSettings(rank=2), mx.random.key(index))
+        for place, (_, layer) in enumerate(stacked_layers(model)):
+            fill_active(layer, 10 * index + place)
+        freeze_active(model, f"{domain}-r1", domain, mx.float32)
+    return model
+
+
+def test_only_a_stage_that_leaves_stacks_out_packs_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packed anew, every frozen stack is in memory twice."""
+    model, settings = frozen_model(), NullSpaceSettings(directions=2, scope="cumulative")
+    layers = len(list(stacked_layers(model)))
+    packed: list[int] = []
+    plain = StackedLayer.set_stacks
+
+    def counted(self: StackedLayer, stacks: Sequence[FrozenStack]) -> None:
+        packed.append(len(stacks))
+        plain(self, stacks)
+
+    monkeypatch.setattr(StackedLayer, "set_stacks", counted)
+    samples = [mx.array([1, 2, 3]), mx.array([4, 5])]
+    both, first = Stage(("a-r1", "b-r1"), samples), Stage(("a-r1",), samples)
+    aggregate = protected_bases(model, [first, both], NullSpaceSettings(directions=2), 0)
+    assert packed == []
+    assert len(aggregate) == layers
+    cumulative = protected_bases(model, [first, both], settings, 0)
+    assert packed == [1] * layers + [2] * layers
+    assert all(basis.vectors.shape[1] == 4 for basis in cumulative.values())
+    assert all(len(layer.stacks.ids) == 2 for _, layer in stacked_layers(model))
+
+
+def test_logits_are_not_made_for_directions(tmp_path: Path) -> None:
+    """An output that cannot be evaluated: its file is gone by then."""
+    path = tmp_path / "logits.npy"
+    np.save(path, np.zeros(1 << 16, np.float32))
+    asked = mx.load(str(path))
+    assert isinstance(asked, mx.array)
+    path.write_bytes(b"")
+    with pytest.raises(RuntimeError):
+        mx.eval(asked + 1)
+    model = frozen_model()
+
+    def forward(model: nn.Module, tokens: mx.array) -> mx.array:
+        return mx.sum(model(tokens)) + asked
+
+    rows = collect_delta_rows(model, [mx.array([1, 2, 3])], forward)
+    assert {len(found) for found in rows.values()} == {1}
