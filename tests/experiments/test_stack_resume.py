@@ -154,7 +154,7 @@ def test_processes_that_do_not_see_the_work_are_refused(
 
 def test_a_store_without_prefix_rows_is_compared_too(places: Places, tmp_path: Path) -> None:
     """A matrix that shows another mode alone; what the domain ended with is in its record."""
-    modes = {"modes": ("ungated",)}
+    modes: dict[str, Any] = {"modes": ("ungated",)}
     store = train_store(places, tmp_path / "store", **ALPHA, **modes)
     assert "prefix" not in store.manifest.matrix
     record = domain_of(store, "alpha")
@@ -162,7 +162,7 @@ def test_a_store_without_prefix_rows_is_compared_too(places: Places, tmp_path: P
         moved = replace(record, final_loss=record.final_loss + 0.1)
         change.manifest = change.manifest.with_domain(moved)
     with pytest.raises(StoreError, match="do not have the loss that they were stored with"):
-        stack_run.run(settings_for(*places, tmp_path / "store", **TWO, **modes))
+        stack_run.run(settings_for(*places, tmp_path / "store", **(TWO | modes)))
 
 
 def test_directions_are_made_from_more_rows_than_the_loss(places: Places, tmp_path: Path) -> None:
