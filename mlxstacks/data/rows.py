@@ -26,7 +26,13 @@ class Row:
 
 def row_of(tokens: Sequence[int], weights: Sequence[float]) -> Row:
     """A row of these tokens; the first loses its weight."""
-    return Row(tuple(tokens), (0.0, *weights[1:]) if tokens else ())
+    # One object for each number: hundreds of thousands of rows are held at once, and an int of its
+    # own for every token would take three times the bytes.
+    ids = tuple(_IDS.setdefault(token, token) for token in tokens)
+    return Row(ids, (0.0, *weights[1:]) if tokens else ())
+
+
+_IDS: dict[int, int] = {}
 
 
 def pack_rows(rows: Iterable[Row], length: int) -> list[Row]:

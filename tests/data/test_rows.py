@@ -21,6 +21,7 @@ from mlxstacks.data import (
     read_records,
     read_rows,
 )
+from mlxstacks.data.rows import row_of
 from mlxstacks.errors import InputError
 from mlxstacks.nano.exports import ASSETS
 from mlxstacks.nano.tokenizer import load_tokenizer
@@ -92,6 +93,13 @@ def test_a_model_without_a_chat_template_is_told_at_the_row(tmp_path: Path) -> N
     path.write_text(json.dumps({"messages": CHAT}) + "\n")
     with pytest.raises(InputError, match=r"line 1: tokenizer\.chat_template is not"):
         read_rows(path, Template(missing))
+
+
+def test_rows_share_the_numbers_of_their_tokens() -> None:
+    """Python makes a new object for each int above 256: 28 bytes a token, for millions of them."""
+    one, other = (row_of([int("5000"), int("7000")], [1.0, 1.0]) for _ in range(2))
+    assert one == other
+    assert all(a is b for a, b in zip(one.tokens, other.tokens, strict=True))
 
 
 def test_jsonl_errors_name_the_line(tmp_path) -> None:
