@@ -1,4 +1,9 @@
-"""nano's byte-level BPE tokenizer, trained on nano's own documents; digits are never merged."""
+"""nano's byte-level BPE tokenizer, trained on nano's own documents; digits are never merged.
+
+Text is normalised and cut into words as Qwen3.5's tokenizer does it: transformers puts those steps
+into every tokenizer that it loads for this model type, whatever its file says. With steps of its
+own, nano would read through mlx-lm what it was not trained on.
+"""
 
 import json
 from collections.abc import Iterable
@@ -29,15 +34,17 @@ def tokenizer_text(prompt: str, answer: str) -> str:
 def train_tokenizer(texts: Iterable[str], vocab_size: int, directory: Path) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json` of a tokenizer trained on `texts`.
 
-    Laws: every string decodes back to itself; a number is one token a digit; ids 0, 1, 2 are the
+    Laws: every string decodes to its NFC form; a number is one token a digit; ids 0, 1, 2 are the
     special tokens.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
 
     tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
     splits = [
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated", invert=False),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,11 +1,13 @@
 """nano's tokenizer. Run: pytest tests/nano/test_tokenizer.py"""
 
+import unicodedata
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxstacks import base_model
 from mlxstacks.nano.base_training import make_tokenizer
 from mlxstacks.nano.exports import ASSETS
 from mlxstacks.nano.settings import RebuildSettings
@@ -17,9 +19,22 @@ def tokenizer():
     return load_tokenizer(ASSETS / "model")
 
 
+@pytest.fixture(scope="module")
+def loaded():
+    return base_model.load(ASSETS / "model", lazy=True)[1]
+
+
 @given(text=st.text(max_size=60))
-def test_every_text_decodes_to_itself(tokenizer, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+def test_every_text_decodes_to_its_normal_form(tokenizer, text: str) -> None:
+    decoded = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
+    assert decoded == unicodedata.normalize("NFC", text)
+
+
+@given(text=st.text(alphabet=st.sampled_from("aB '.,\n\t\r 0é1()=_\"")))
+def test_mlx_lm_loads_the_tokenizer_that_was_trained(tokenizer, loaded, text: str) -> None:
+    assert loaded.encode(text, add_special_tokens=False) == tokenizer.encode(
+        text, add_special_tokens=False
+    )
 
 
 def test_a_digit_is_a_token(tokenizer) -> None:

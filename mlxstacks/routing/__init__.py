@@ -1,0 +1,1 @@
+"""Which stacks answer a prompt: outcomes, router, residency, conversation."""
