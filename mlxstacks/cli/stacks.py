@@ -28,6 +28,10 @@ def render_list(console: "Console", listing: "StoreListing") -> None:
         "stacks": len(manifest.stacks),
         "size": output.bytes_text(listing.stack_bytes),
     }
+    if manifest.router is not None:
+        header = listing.router
+        knows = "bad file" if header is None else f"for {', '.join(header.domains)}"
+        facts["router"] = f"{knows} ({output.bytes_text(manifest.router.nbytes)})"
     console.print(output.details(facts))
     rows: list[list[output.Cell]] = [
         [

@@ -22,7 +22,7 @@ from mlxstacks.files.strict_json import (
 )
 
 FORMAT_VERSION: Literal[1] = 1
-FOLDERS = ("stacks", "splits", "shared")
+FOLDERS = ("stacks", "splits", "shared", "routers")
 
 MatrixMode = Literal["ungated", "prefix", "isolated"]
 Matrix = dict[MatrixMode, dict[str, dict[str, float]]]
@@ -98,7 +98,8 @@ class DomainRecord:
 @dataclass(frozen=True)
 class Manifest:
     """All of a store. domains: in the order of training. matrix: mode -> domain trained last ->
-    domain measured -> loss. shared: files that several stacks read (latent projections).
+    domain measured -> loss. shared: files that several stacks read (latent projections). router:
+    the meta-router, None without one; it goes by the names of domains.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -110,6 +111,7 @@ class Manifest:
     shared: tuple[FileRecord, ...] = ()
     code_version: Annotated[str, Field(max_length=100)] = ""
     format_version: Literal[1] = FORMAT_VERSION
+    router: FileRecord | None = None
 
     @property
     def stacks(self) -> tuple[StackRecord, ...]:
@@ -142,14 +144,22 @@ class Manifest:
     def files(self) -> Iterator[FileRecord]:
         """Every file that the manifest names."""
         yield from self.shared
+        if self.router is not None:
+            yield self.router
         for domain in self.domains:
             if domain.split is not None:
                 yield domain.split
             yield from (stack.file for stack in domain.stacks)
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values. Raises: ValueError for a field of another type than its own."""
-        return record_as_json(_ADAPTER, self)
+        """JSON values. Raises: ValueError for a field of another type than its own.
+
+        A store without a router has no such key: its bytes are those of versions that knew none.
+        """
+        value = record_as_json(_ADAPTER, self)
+        if value["router"] is None:
+            del value["router"]
+        return value
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Manifest":
@@ -241,6 +251,8 @@ def _contradictions(manifest: Manifest) -> Iterator[str]:
     for record in manifest.shared:
         if not record.file.startswith("shared/"):
             yield f"{record.file}: files of `shared` lie in shared/"
+    if manifest.router is not None and not manifest.router.file.startswith("routers/"):
+        yield f"{manifest.router.file}: the router's file lies in routers/"
 
 
 def _domain_contradictions(domain: DomainRecord) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """A store: a directory of frozen stacks with one manifest, changed in steps that happen or do not.
 
     manifest.json    what is there, with hashes and a checksum of itself
-    stacks/ splits/ shared/    content files, never changed
+    stacks/ splits/ shared/ routers/    content files, never changed
     log.jsonl        when what was done; the only place with times
     .lock            held by the one writer
 
@@ -20,11 +20,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import filelock
 import mlx.core as mx
 
 from mlxstacks import __version__
-from mlxstacks.errors import CheckpointError, InputError, StoreError
+from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import target_errors, user_path
 from mlxstacks.files.manifest import (
     DomainRecord,
@@ -32,10 +31,15 @@ from mlxstacks.files.manifest import (
     Manifest,
     StackRecord,
     check_name,
-    parse_manifest,
 )
 from mlxstacks.files.outputs import staged_directory, write_json
-from mlxstacks.files.shard_header import open_regular
+from mlxstacks.files.router_file import (
+    RouterFile,
+    RouterHeader,
+    check_router,
+    read_router,
+    write_router,
+)
 from mlxstacks.files.stack_file import (
     StackFile,
     StackHeader,
@@ -46,14 +50,15 @@ from mlxstacks.files.stack_file import (
     write_stack,
 )
 from mlxstacks.files.store_files import (
-    LOCK,
     LOG,
     MANIFEST,
     add_content,
     append_line,
     file_of,
     read_checked,
+    read_manifest,
     write_new,
+    writers_lock,
 )
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
 
@@ -103,11 +108,11 @@ class Store:
                 f"{root}: {found}; give a store's directory (`mlxstacks stack` makes one)"
             )
         root = root.resolve()
-        return cls(root, _read_manifest(root))
+        return cls(root, read_manifest(root))
 
     def refresh(self) -> Manifest:
         """Read the manifest again; returns it. Raises: as `open`."""
-        self.manifest = _read_manifest(self.path)
+        self.manifest = read_manifest(self.path)
         return self.manifest
 
     def enabled_stacks(self) -> list[StackRecord]:
@@ -169,6 +174,19 @@ class Store:
         """Arrays that several stacks read (latent projections). Raises: StoreError."""
         return read_arrays(file_of(self.path, record), record.sha256)
 
+    def read_router(self, record: FileRecord | None = None) -> RouterFile:
+        """The router behind a record, by default the manifest's; `check_router` says whether it
+        fits the store's present stacks.
+
+        Raises: InputError: the store has no router. StoreError naming the file and what is wrong.
+        """
+        record = record or self.manifest.router
+        if record is None:
+            raise InputError(
+                f"{self.path}: the store has no router; `mlxstacks route train` trains one"
+            )
+        return read_router(file_of(self.path, record), record.sha256)
+
     @contextmanager
     def change(self, event: str = "change", **details: Any) -> Iterator["Change"]:
         """Hold the writers' lock, and replace the manifest with `change.manifest` at the end.
@@ -180,7 +198,7 @@ class Store:
         Raises: StoreError: another process is changing the store, or the new manifest is not
             valid (ValueError). TargetError: full disk, read-only.
         """
-        with _writers_lock(self.path):
+        with writers_lock(self.path):
             change = Change(self.path, self.refresh())
             try:
                 yield change
@@ -267,6 +285,21 @@ class Change:
             self.manifest = replace(self.manifest, shared=(*self.manifest.shared, file))
         return file
 
+    def set_router(self, tensors: Mapping[str, mx.array], header: RouterHeader) -> FileRecord:
+        """Write a router's file, and name it in `manifest` in place of the one before.
+
+        Raises: StoreError as `check_router`. ValueError and TargetError as `write_router`.
+        """
+        check_router(header, self)
+        nbytes = sum(array.nbytes for array in tensors.values()) + _MARGIN_BYTES
+        file = add_content(
+            self.path, "routers", "router", "safetensors", nbytes,
+            lambda path: write_router(path, tensors, header),
+        )  # fmt: skip
+        self._added.append(file)
+        self.manifest = replace(self.manifest, router=file)
+        return file
+
     def commit(self, event: str, details: Mapping[str, Any]) -> None:
         """Replace the manifest; called by `Store.change`."""
         # the version that wrote last; a resumed run of one version writes equal bytes
@@ -287,7 +320,7 @@ class Change:
         if not self._added:
             return
         # read again: an interrupt can come after the manifest was replaced
-        named = {record.file for record in _read_manifest(self.path).files()}
+        named = {record.file for record in read_manifest(self.path).files()}
         for record in self._added:
             if record.file not in named:
                 (self.path / record.file).unlink(missing_ok=True)
@@ -307,43 +340,3 @@ def header_problems(header: StackHeader, record: StackRecord, manifest: Manifest
         for what, (mine, theirs) in pairs.items()
         if mine != theirs
     ]
-
-
-def _read_manifest(root: Path) -> Manifest:
-    path = root / MANIFEST
-    if not os.path.lexists(path):
-        if (root / "stacks").is_dir():
-            raise StoreError(f"{path}: missing, its stacks are there; restore it from a copy")
-        raise InputError(f"{root}: no store: it has no {MANIFEST} (`mlxstacks stack` makes one)")
-    if path.is_symlink():
-        raise StoreError(f"{path}: is a link; a store holds its own files")
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            return parse_manifest(file.read(MAX_JSON_BYTES + 1))
-    except (CheckpointError, OSError) as error:
-        raise StoreError(f"{path}: cannot be read: {error}") from None
-    except ValueError as error:
-        raise StoreError(f"{path}: damaged: {error}; restore it from a copy") from None
-
-
-@contextmanager
-def _writers_lock(root: Path) -> Iterator[None]:
-    path = root / LOCK
-    if path.is_symlink():
-        raise StoreError(f"{path}: is a link; remove it")
-    lock = filelock.FileLock(path)
-    try:
-        with target_errors(root):
-            lock.acquire(timeout=0)
-    except filelock.Timeout:
-        holder = path.read_text().strip() if path.exists() else ""
-        raise StoreError(
-            f"{root}: process {holder[:20] or 'unknown'} is changing it; wait for it to end"
-        ) from None
-    try:
-        with target_errors(root):
-            path.write_text(f"{os.getpid()}\n")
-        yield
-    finally:
-        # the file stays: a lock on a file that has lost its name would exclude nobody
-        lock.release()

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import target_errors
 from mlxstacks.files.manifest import DomainRecord, Manifest, Matrix, MatrixMode
+from mlxstacks.files.router_file import RouterHeader, check_router
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_files import temporaries, unnamed_files
 from mlxstacks.files.store_settings import (
@@ -24,11 +25,14 @@ Status = Literal["done", "planned", "nothing to do"]
 
 @dataclass(frozen=True)
 class StoreListing:
-    """What `stacks list` shows: the manifest, and what to know about it."""
+    """What `stacks list` shows: the manifest, and what to know about it. router: what the store's
+    router knows and how it decides; None without one, or where its file is bad (a note says so).
+    """
 
     store_path: str
     manifest: Manifest
     notes: tuple[str, ...]
+    router: RouterHeader | None = None
 
     @property
     def stack_bytes(self) -> int:
@@ -40,6 +44,7 @@ class StoreListing:
             **self.manifest.as_json(),
             "stack_bytes": self.stack_bytes,
             "enabled_stacks": [stack.name for stack in self.manifest.enabled_stacks()],
+            "router_header": None if self.router is None else self.router.as_json(),
             "notes": list(self.notes),
         }
 
@@ -89,9 +94,10 @@ def open_store(path: str | None) -> Store:
 
 
 def list_store(settings: StacksListSettings) -> StoreListing:
-    """Domains, stacks, losses, and domains that miss what they were trained on."""
+    """Domains, stacks, losses, router, and domains that miss what they were trained on."""
     store = open_store(settings.store_path)
-    return StoreListing(str(store.path), store.manifest, tuple(_standing_notes(store.manifest)))
+    notes = [*_standing_notes(store.manifest), *router_notes(store)]
+    return StoreListing(str(store.path), store.manifest, tuple(notes), _router_header(store))
 
 
 def remove_domain(settings: StacksRemoveSettings, dry_run: bool = False) -> StoreChanged:
@@ -239,6 +245,7 @@ def _change_domain(
                 domain = store.domain_named(name)
                 after, notes = edit(change.manifest, domain)
             change.manifest = after
+    notes = [*notes, *router_notes(Store(store.path, after))]
     return StoreChanged(
         status=status,
         action=action,
@@ -271,6 +278,25 @@ def _standing_notes(manifest: Manifest) -> list[str]:
                 "losses are not the measured ones"
             )
     return notes
+
+
+def router_notes(store: Store) -> list[str]:
+    """What to know about a store's router, in a store that may have changed since its training."""
+    if store.manifest.router is None:
+        return []
+    try:
+        return check_router(store.read_router().header, store)
+    except StoreError as error:
+        return [f"routed inference will not start: {error}"]
+
+
+def _router_header(store: Store) -> RouterHeader | None:
+    if store.manifest.router is None:
+        return None
+    try:
+        return store.read_router().header
+    except StoreError:
+        return None  # `router_notes` names it
 
 
 def _inside(store: Store, path: Path) -> str:

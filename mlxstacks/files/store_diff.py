@@ -12,8 +12,8 @@ from mlxstacks.files.store_settings import StacksDiffSettings
 
 @dataclass(frozen=True)
 class Difference:
-    """One fact on which the stores differ. what: domain, stack, matrix, base or order; None stands
-    for what a store does not have.
+    """One fact on which the stores differ. what: domain, stack, matrix, router, base or order; None
+    stands for what a store does not have.
     """
 
     what: str
@@ -41,7 +41,7 @@ class StoreDiff:
 
 
 def diff_stores(settings: StacksDiffSettings) -> StoreDiff:
-    """Compare two stores: base, domains and their settings, stacks by hash, matrix values.
+    """Compare two stores: base, domains and their settings, stacks, router, matrix.
 
     Raises: as `open_store`.
     """
@@ -55,7 +55,7 @@ def diff_stores(settings: StacksDiffSettings) -> StoreDiff:
         other_path=str(second.path),
         equal_stacks=tuple(s.name for s in a.stacks if theirs.get(s.name) == s.file.sha256),
         differences=(
-            *_base(a, b), *_domains(a, b), *_stacks(a, b), *_matrix(a, b)
+            *_base(a, b), *_domains(a, b), *_stacks(a, b), *_matrix(a, b), *_router(a, b)
         ),
     )  # fmt: skip
 
@@ -103,6 +103,11 @@ def _stacks(a: Manifest, b: Manifest) -> Iterator[Difference]:
         yield from _unequal("stack", name, "sha256", mine.file.sha256, other.file.sha256)
         for field in ("domain", "round", "parameters", "loss_before", "loss_after"):
             yield from _unequal("stack", name, field, getattr(mine, field), getattr(other, field))
+
+
+def _router(a: Manifest, b: Manifest) -> Iterator[Difference]:
+    hashes = [None if m.router is None else m.router.sha256 for m in (a, b)]
+    yield from _unequal("router", "", "sha256", *hashes)
 
 
 def _matrix(a: Manifest, b: Manifest) -> Iterator[Difference]:

@@ -1,4 +1,5 @@
-"""Files of a store: found without leaving it, written under the name of their content.
+"""Files of a store: found without leaving it, written under the name of their content; its manifest
+and its lock.
 
 A content file is `<folder>/<stem>-<first 12 digits of its sha256>.<suffix>`. It is written under a
 temporary name, synced and renamed, and never changed afterwards, so a reader of an old manifest and
@@ -11,18 +12,25 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mlxstacks.errors import StoreError
+import filelock
+
+from mlxstacks.errors import CheckpointError, InputError, StoreError, TargetError
 from mlxstacks.files.disk import require_space, sync_directory, target_errors, write_all
-from mlxstacks.files.manifest import FOLDERS, FileRecord
-from mlxstacks.files.stack_file import REPAIR
+from mlxstacks.files.manifest import FOLDERS, FileRecord, Manifest, parse_manifest
+from mlxstacks.files.router_file import REPAIR as ROUTER_REPAIR
+from mlxstacks.files.shard_header import open_regular
+from mlxstacks.files.stack_file import REPAIR as STACK_REPAIR
+from mlxstacks.files.strict_json import MAX_JSON_BYTES
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 LOG = "log.jsonl"
+# What comes with the package: the store in it belongs to nano's own files.
+_PACKAGED = Path(__file__).resolve().parent.parent / "assets" / "nano"
 
 _TEMPORARY = re.compile(r"\..{1,220}\.tmp-\d+-[0-9a-f]{8}")
 _CONTENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*-[0-9a-f]{12}\.[a-z]+")
@@ -33,24 +41,24 @@ def file_of(root: Path, record: FileRecord) -> Path:
 
     Raises: StoreError: missing, a link (its target may lie anywhere), no regular file, truncated.
     """
-    path = root / record.file
+    path, repair = root / record.file, _repair(record)
     for part in (path.parent, path):
         if part.is_symlink():
-            raise StoreError(f"{part}: is a link; a store holds its own files; {REPAIR}")
+            raise StoreError(f"{part}: is a link; a store holds its own files; {repair}")
     try:
         found = path.stat()
     except FileNotFoundError:
         raise StoreError(
-            f"{path}: missing; {REPAIR}; or open the store again if it was changed meanwhile"
+            f"{path}: missing; {repair}; or open the store again if it was changed meanwhile"
         ) from None
     except OSError as error:
-        raise StoreError(f"{path}: cannot be opened: {error.strerror}; {REPAIR}") from None
+        raise StoreError(f"{path}: cannot be opened: {error.strerror}; {repair}") from None
     if not stat.S_ISREG(found.st_mode):
-        raise StoreError(f"{path}: not a regular file; {REPAIR}")
+        raise StoreError(f"{path}: not a regular file; {repair}")
     if found.st_size != record.nbytes:
         what = "truncated" if found.st_size < record.nbytes else "grown"
         raise StoreError(
-            f"{path}: {what}: {found.st_size} bytes, the manifest says {record.nbytes}; {REPAIR}"
+            f"{path}: {what}: {found.st_size} bytes, the manifest says {record.nbytes}; {repair}"
         )
     return path
 
@@ -60,8 +68,15 @@ def read_checked(root: Path, record: FileRecord) -> bytes:
     path = file_of(root, record)
     data = path.read_bytes()
     if hashlib.sha256(data).hexdigest() != record.sha256:
-        raise StoreError(f"{path}: its bytes changed: not the sha256 of the manifest; {REPAIR}")
+        raise StoreError(
+            f"{path}: its bytes changed: not the sha256 of the manifest; {_repair(record)}"
+        )
     return data
+
+
+def _repair(record: FileRecord) -> str:
+    """What to do about a bad file."""
+    return ROUTER_REPAIR if record.file.startswith("routers/") else STACK_REPAIR
 
 
 def add_content(
@@ -154,3 +169,55 @@ def _places(root: Path) -> list[Path]:
 
 def _entries(place: Path) -> list[Path]:
     return [] if place.is_symlink() or not place.is_dir() else list(place.iterdir())
+
+
+def read_manifest(root: Path) -> Manifest:
+    """Raises: InputError: no store is there. StoreError: the manifest is missing or damaged."""
+    path = root / MANIFEST
+    if not os.path.lexists(path):
+        if (root / "stacks").is_dir():
+            raise StoreError(f"{path}: missing, its stacks are there; restore it from a copy")
+        raise InputError(f"{root}: no store: it has no {MANIFEST} (`mlxstacks stack` makes one)")
+    if path.is_symlink():
+        raise StoreError(f"{path}: is a link; a store holds its own files")
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            return parse_manifest(file.read(MAX_JSON_BYTES + 1))
+    except (CheckpointError, OSError) as error:
+        raise StoreError(f"{path}: cannot be read: {error}") from None
+    except ValueError as error:
+        raise StoreError(f"{path}: damaged: {error}; restore it from a copy") from None
+
+
+def refuse_packaged(root: Path) -> None:
+    """Raises: TargetError where the store is the one that comes with the package."""
+    if Path(os.path.realpath(root)).is_relative_to(_PACKAGED):
+        raise TargetError(
+            f"{root}: nano's sample store comes with mlxstacks and is only read; copy its "
+            "directory and change the copy"
+        )
+
+
+@contextmanager
+def writers_lock(root: Path) -> Iterator[None]:
+    """Be the one writer of a store. Raises: StoreError naming the process that is; TargetError."""
+    refuse_packaged(root)
+    path = root / LOCK
+    if path.is_symlink():
+        raise StoreError(f"{path}: is a link; remove it")
+    lock = filelock.FileLock(path)
+    try:
+        with target_errors(root):
+            lock.acquire(timeout=0)
+    except filelock.Timeout:
+        holder = path.read_text().strip() if path.exists() else ""
+        raise StoreError(
+            f"{root}: process {holder[:20] or 'unknown'} is changing it; wait for it to end"
+        ) from None
+    try:
+        with target_errors(root):
+            path.write_text(f"{os.getpid()}\n")
+        yield
+    finally:
+        # the file stays: a lock on a file that has lost its name would exclude nobody
+        lock.release()

@@ -18,7 +18,7 @@ from mlxstacks.files.stack_file import (
     read_stack,
 )
 from mlxstacks.files.store import Store, header_problems
-from mlxstacks.files.store_commands import open_store
+from mlxstacks.files.store_commands import open_store, router_notes
 from mlxstacks.files.store_files import file_of, temporaries, unnamed_files
 from mlxstacks.files.store_settings import StacksVerifySettings
 from mlxstacks.files.stored_weight import stored_weight
@@ -86,6 +86,9 @@ def verify_store(settings: StacksVerifySettings, progress: Any = None) -> Verifi
     for record in records:
         if record.file in whole and not record.file.startswith("stacks/"):
             _check_content(store, record, problems)
+    notes = list(_notes(store, records))
+    if manifest.router is not None and manifest.router.file in whole:
+        _check_router(store, manifest.router, problems, notes)
     readable = {file: header for file, header in headers.items() if header is not None}
     problems += _shape_differences(readable)
     base: Checked = "not checked"
@@ -98,7 +101,7 @@ def verify_store(settings: StacksVerifySettings, progress: Any = None) -> Verifi
         stacks=len(manifest.stacks),
         base=base,
         problems=tuple(problems),
-        notes=tuple(_notes(store, records)),
+        notes=tuple(notes),
     )
 
 
@@ -150,12 +153,30 @@ def _check_stack(store: Store, stack: StackRecord, problems: list[Problem]) -> S
 
 def _check_content(store: Store, record: FileRecord, problems: list[Problem]) -> None:
     try:
-        if record.file.endswith(".safetensors"):
+        if record.file.startswith("routers/"):
+            store.read_router(record)
+        elif record.file.endswith(".safetensors"):
             read_arrays(store.path / record.file)
         else:
             store.read_json(record)
     except StoreError as error:
         problems.append(Problem(record.file, "content", str(error)))
+
+
+def _check_router(
+    store: Store, record: FileRecord, problems: list[Problem], notes: list[str]
+) -> None:
+    """A router of another base is a problem; one for other stacks is whole, and no longer used."""
+    try:
+        header = store.read_router(record).header
+    except StoreError:
+        return  # named already, as content
+    if header.base_fingerprint != store.manifest.base_fingerprint:
+        text = f"its header says base fingerprint {header.base_fingerprint[:12]}, the manifest "
+        text += store.manifest.base_fingerprint[:12]
+        problems.append(Problem(record.file, "header", f"{store.path / record.file}: {text}"))
+        return
+    notes += router_notes(store)
 
 
 def _shape_differences(headers: dict[str, StackHeader]) -> Iterator[Problem]:

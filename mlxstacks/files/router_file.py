@@ -1,0 +1,221 @@
+"""A meta-router in one safetensors file: float32 tensors and a JSON header.
+
+The header is the safetensors metadata `mlxstacks-router`: JSON with sorted keys, no times. Tensors
+by name (letters: D width of the base, h hidden dims, n domains; `router_shapes`):
+
+    token.weight (h, D)           domain_queries (n, h)       hidden_out.weight (h, h)
+    global_query (h)              hidden_in.weight (h, 2h)    logit.weight (1, h)
+    token_norm, global_norm, domain_norm, hidden_norm: weight and bias (h)
+    biases (h), of logit (1); temperature (1)
+
+Row d of domain_queries and column d of its logits belong to `domains[d]`; everything outside the
+network goes by the domain's name.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Protocol
+
+import mlx.core as mx
+from pydantic import ConfigDict, Field, TypeAdapter
+
+from mlxstacks.errors import StoreError
+from mlxstacks.files.manifest import DomainName, Manifest, Sha256
+from mlxstacks.files.stack_header import Dim, Text
+from mlxstacks.files.strict_json import STRICT, JsonObject, compact, record_as_json, record_from
+from mlxstacks.files.tensor_file import (
+    check_hash,
+    differences,
+    hash_file,
+    load_tensors,
+    non_finite,
+    plan_in,
+    plan_of,
+    read_metadata,
+    write_tensors,
+)
+
+FORMAT_VERSION: Literal[1] = 1
+METADATA_KEY = "mlxstacks-router"
+REPAIR = "restore this file from a copy, or train a router again with `mlxstacks route train`"
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+@dataclass(frozen=True)
+class RouterHeader:
+    """What a router is for.
+
+    domains: in the order of its logits. stacks: domain -> SHA-256 of the files of its stacks, in
+    order, as they were when it was trained. max_tokens, mid_weight, last_weight,
+    normalise_features: how prompts become features. chat_domain: the domain that never falls below
+    chat_floor, None for none. training: settings, metrics, hashes of data, split; JSON.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    domains: Annotated[tuple[DomainName, ...], Field(min_length=1, max_length=1024)]
+    stacks: dict[DomainName, tuple[Sha256, ...]]
+    base_model: Text
+    base_fingerprint: Sha256
+    input_dims: Dim
+    hidden_dims: Dim = 512
+    max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 256
+    mid_weight: float = 0.45
+    last_weight: float = 0.55
+    normalise_features: bool = False
+    chat_domain: DomainName | None = None
+    chat_floor: Share = 0.20
+    threshold: Share = 0.12
+    training: JsonObject = field(default_factory=dict)
+    code_version: Annotated[str, Field(max_length=100)] = ""
+    format_version: Literal[1] = FORMAT_VERSION
+
+    def as_json(self) -> dict[str, Any]:
+        return record_as_json(_ADAPTER, self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "RouterHeader":
+        """The inverse of `as_json`. Raises: ValueError listing every field that is wrong."""
+        version = value.get("format_version")
+        if isinstance(version, int) and version != FORMAT_VERSION:
+            raise ValueError(
+                f"format_version is {str(version)[:20]}, this version reads {FORMAT_VERSION}; "
+                "use the mlxstacks that wrote the router"
+            )
+        header = record_from(_ADAPTER, value)
+        if problems := list(_contradictions(header)):
+            raise ValueError("; ".join(problems[:8]))
+        return header
+
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Tensor name -> (safetensors dtype, shape), in the order of the file."""
+        shapes = router_shapes(self.input_dims, len(self.domains), self.hidden_dims)
+        return {name: ("F32", shape) for name, shape in sorted(shapes.items())}
+
+
+_ADAPTER = TypeAdapter(RouterHeader)
+
+
+def _contradictions(header: RouterHeader) -> Iterator[str]:
+    names = [name.casefold() for name in header.domains]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    yield from (f"domains: {name} is named twice" for name in twice)
+    for name in sorted({*header.domains} ^ {*header.stacks}):
+        yield f"stacks and domains differ in {name}; both name every domain"
+    if header.chat_domain is not None and header.chat_domain not in header.domains:
+        yield f"chat_domain {header.chat_domain} is none of the domains"
+
+
+@dataclass(frozen=True, eq=False)
+class RouterFile:
+    """A router that was read. tensors: name -> float32 array, shapes in the module docstring."""
+
+    header: RouterHeader
+    tensors: dict[str, mx.array]
+
+
+def router_shapes(
+    input_dims: int, num_domains: int, hidden_dims: int = 512
+) -> dict[str, tuple[int, ...]]:
+    """Tensor name -> shape of a router's network.
+
+    Law: `h D + h n + 3 h^2 + 13 h + 2` numbers in all (spec: 512 D + 512 n + 793,090 for h=512).
+    """
+    D, n, h = input_dims, num_domains, hidden_dims
+    linears = {"token": (h, D), "hidden_in": (h, 2 * h), "hidden_out": (h, h), "logit": (1, h)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "global_query": (h,), "domain_queries": (n, h), "temperature": (1,)
+    }  # fmt: skip
+    for name, shape in linears.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    for name in ("token_norm", "global_norm", "domain_norm", "hidden_norm"):
+        shapes |= {f"{name}.weight": (h,), f"{name}.bias": (h,)}
+    return shapes
+
+
+def write_router(path: str | Path, tensors: Mapping[str, mx.array], header: RouterHeader) -> str:
+    """Write a new file, synced to disk; returns its SHA-256 (hex).
+
+    Law: `read_router` gives the same header and arrays, bit for bit; equal calls write equal bytes.
+
+    Raises: ValueError listing what the header contradicts in itself, and tensors that are missing,
+        unexpected, not float32, of another shape, or not finite. TargetError: the file exists, the
+        disk is full or read-only. Nothing is left then.
+    """
+    path = Path(path)
+    RouterHeader.from_json(header.as_json())
+    wanted = header.tensors()
+    problems = differences(wanted, plan_of(tensors)) or non_finite(tensors)
+    if problems:
+        raise ValueError("\n  ".join(["the router cannot be written:", *problems[:20]]))
+    write_tensors(path, wanted, tensors, {METADATA_KEY: compact(header.as_json()).decode()})
+    return hash_file(path, REPAIR)
+
+
+def read_router(path: str | Path, expected_sha256: str | None = None) -> RouterFile:
+    """A router with its arrays in memory.
+
+    expected_sha256: what the file's bytes must hash to, where known.
+    Raises: StoreError naming the file: missing, truncated, changed, no router, NaN or Inf.
+    """
+    path = Path(path)
+    check_hash(path, expected_sha256, REPAIR)
+    value, shard = read_metadata(path, METADATA_KEY, "router", REPAIR)
+    try:
+        header = RouterHeader.from_json(value)
+    except ValueError as error:
+        raise StoreError(f"{path}: header: {error}; {REPAIR}") from None
+    if problems := differences(header.tensors(), plan_in(shard)):
+        raise StoreError(f"{path}: {'; '.join(problems[:8])}; {REPAIR}")
+    return RouterFile(header, load_tensors(shard, REPAIR, check_numbers=True))
+
+
+class HasManifest(Protocol):
+    """A store, as far as `check_router` looks at it."""
+
+    path: Path
+    manifest: Manifest
+
+
+def check_router(header: RouterHeader, store: HasManifest) -> list[str]:
+    """Whether a router may route to a store's domains; returns what is worth knowing about it.
+
+    Notes: domains that the router knows and the store does not serve; domains that the store serves
+    and the router does not know.
+    Raises: StoreError: a router of another base, or trained for other stacks of a domain that is
+        served, which would be weighted for what it is not.
+    """
+    manifest = store.manifest
+    if header.base_fingerprint != manifest.base_fingerprint:
+        raise StoreError(
+            f"{store.path}: the router was trained on {header.base_model} with fingerprint "
+            f"{header.base_fingerprint[:12]}, the store's base has "
+            f"{manifest.base_fingerprint[:12]}; `mlxstacks route train` trains one for this store"
+        )
+    served = {d.name: d for d in manifest.domains if d.enabled and d.stacks}
+    changed = [
+        name
+        for name in header.domains
+        if name in served
+        and header.stacks[name] != tuple(stack.file.sha256 for stack in served[name].stacks)
+    ]
+    if changed:
+        raise StoreError(
+            f"{store.path}: the router was trained for other stacks of {', '.join(changed)}; "
+            "`mlxstacks route train` trains one for these"
+        )
+    notes = []
+    known = {domain.name for domain in manifest.domains}
+    for name in header.domains:
+        if name not in served:
+            why = "is disabled or has no stacks" if name in known else "is not in the store"
+            notes.append(f"the router knows {name}, which {why}: nothing is routed to it")
+    unknown = [name for name in served if name not in header.domains]
+    if unknown:
+        notes.append(
+            f"the router does not know {', '.join(unknown)}: nothing is routed there before "
+            "`mlxstacks route train`"
+        )
+    return notes

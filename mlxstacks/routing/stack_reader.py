@@ -1,0 +1,150 @@
+"""Stacks of a store by domain, read for a model that is served meanwhile.
+
+A file is hashed when this process reads it for the first time. Hashing costs more than reading, and
+the files of a store are never changed, so a file of the same path, inode, size and time of change
+is not hashed again.
+"""
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlxstacks.errors import InputError, StoreError
+from mlxstacks.files.manifest import DomainRecord, StackRecord
+from mlxstacks.files.stack_header import StackHeader
+from mlxstacks.files.store import Store
+from mlxstacks.layers.adapted import Dims
+from mlxstacks.layers.packed import FrozenStack
+from mlxstacks.layers.stack_files import SharedPairs, parts_of
+from mlxstacks.routing.resident_stats import ResidentStats
+
+# Module path -> the stacks of one domain there, in order.
+DomainParts = dict[str, list[FrozenStack]]
+FileMark = tuple[str, int, int, int, str]
+
+# Of this process, not of one reader: several models may share a store.
+_HASHED: set[FileMark] = set()
+
+
+class StackReader:
+    """Reads whole domains of a store, as its manifest was when the reader was made.
+
+    Nothing is kept but headers and the latent pairs that stacks share.
+    """
+
+    def __init__(self, store: Store, stats: ResidentStats) -> None:
+        # a store of its own: the caller may refresh theirs
+        self._store = Store(store.path, store.manifest)
+        self._manifest = store.manifest
+        self._stats = stats
+        self._pairs = SharedPairs(self._store)
+        self._headers: dict[str, StackHeader] = {}
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """Enabled domains with stacks, in the store's order."""
+        return tuple(d.name for d in self._manifest.domains if d.enabled and d.stacks)
+
+    def records(self, domain: str) -> tuple[StackRecord, ...]:
+        found = self._manifest.domain_named(domain)
+        assert found is not None
+        return found.stacks
+
+    def headers(self, domain: str) -> list[StackHeader]:
+        """The headers of a domain's stacks. Raises: StoreError naming a file that is bad."""
+        for record in self.records(domain):
+            if record.name not in self._headers:
+                self._headers[record.name] = self._store.read_header(record)
+        return [self._headers[record.name] for record in self.records(domain)]
+
+    def nbytes(self, domain: str, dtype: mx.Dtype | None) -> int:
+        """What a domain's stacks take in memory, widened to `dtype`. Raises: as `headers`."""
+        sizes = {"F16": 2, "BF16": 2, "F32": 4}
+        total = 0
+        for header in self.headers(domain):
+            for kind, shape in header.tensors().values():
+                count = 1
+                for dimension in shape:
+                    count *= dimension
+                total += count * (sizes[kind] if dtype is None else dtype.size)
+        return total
+
+    def shared_bytes(self, domains: Iterable[str]) -> int:
+        """What the latent pairs of these domains take. Raises: as `headers`."""
+        wanted = {header.shared_sha256 for name in domains for header in self.headers(name)}
+        return sum(record.nbytes for record in self._manifest.shared if record.sha256 in wanted)
+
+    def read(self, domain: str) -> tuple[DomainParts, int]:
+        """A domain's stacks in memory, and the bytes of their files.
+
+        Raises: StoreError saying which file is bad and how, or that the domain was removed from the
+            store meanwhile.
+        """
+        started = time.perf_counter()
+        parts: DomainParts = {}
+        nbytes = 0
+        try:
+            for record in self.records(domain):
+                for path, part in self._read_stack(record).items():
+                    parts.setdefault(path, []).append(part)
+                nbytes += record.file.nbytes
+                self._stats.bytes_read += record.file.nbytes
+        except (StoreError, OSError) as error:
+            raise StoreError(self._reason(domain, error)) from error
+        finally:
+            self._stats.read_seconds += time.perf_counter() - started
+        return parts, nbytes
+
+    def _read_stack(self, record: StackRecord) -> dict[str, FrozenStack]:
+        path = self._store.path / record.file.file
+        mark = _mark(path, record.file.sha256)
+        known = mark is not None and mark in _HASHED
+        file = self._store.read_stack(record, verified=known)
+        if not known:
+            self._stats.bytes_hashed += record.file.nbytes
+            # a file that changed while it was read is hashed again the next time
+            if mark is not None and mark == _mark(path, record.file.sha256):
+                _HASHED.add(mark)
+        return parts_of(file, self._pairs.of(file.header))
+
+    def _reason(self, domain: str, error: Exception) -> str:
+        """The error in words; what another process did to the store says more than a lost file."""
+        try:
+            now = Store.open(self._store.path).manifest.domain_named(domain)
+        except (InputError, StoreError):
+            return str(error)
+        then = self._manifest.domain_named(domain)
+        if now is None:
+            return f"{self._store.path}: {domain} was removed from the store while it was open"
+        if _files(now) != _files(then):
+            return (
+                f"{self._store.path}: {domain} was trained again while the store was open; "
+                "open it again to use the new stacks"
+            )
+        return str(error)
+
+    def check_dims(self, domain: str, places: dict[str, Dims]) -> None:
+        """Raises: StoreError where a stack is of other dims than the model's projections."""
+        for header in self.headers(domain):
+            for path, p in header.projections.items():
+                stack = Dims(p.input_dims, p.output_dims, p.base_experts)
+                if path in places and places[path] != stack:
+                    raise StoreError(
+                        f"{self._store.path}: stack {header.name} is for {path} of {stack}, the "
+                        f"model has {places[path]}; use the store's base"
+                    )
+
+
+def _files(domain: DomainRecord | None) -> list[str]:
+    return [] if domain is None else [stack.file.sha256 for stack in domain.stacks]
+
+
+def _mark(path: Path, sha256: str) -> FileMark | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return str(path), found.st_size, found.st_mtime_ns, found.st_ino, sha256
