@@ -1,0 +1,138 @@
+"""Runs `mlxstacks route train`, on nano where the store is nano's, and prints what came of it."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlxstacks.cli import output
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mlxstacks.experiments.route_train import RouteTrainReport
+    from mlxstacks.routing.router_settings import RouterTrainSettings
+
+
+def run(
+    settings: "RouterTrainSettings",
+    *,
+    dry_run: bool = False,
+    progress: Callable[..., None] | None = None,
+) -> "RouteTrainReport":
+    """The training. nano stands in for a base that is nano; its own store, which lies in the
+    package, is read and not changed.
+    """
+    from mlxstacks.experiments import route_train
+
+    notes: list[str] = []
+    if settings.store_path:
+        changes = {} if settings.model else _nano_model(settings.store_path)
+        if settings.install and _in_package(settings.store_path):
+            changes["install"] = False
+            notes.append("nano's own store is not changed; the router is in the save path alone.")
+        settings = settings.model_copy(update=changes)
+    report = route_train.run(settings, dry_run=dry_run, progress=progress)
+    report.notes[:0] = notes
+    return report
+
+
+def _nano_model(store_path: str) -> dict[str, Any]:
+    """nano's model, for a store whose base is nano."""
+    from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+    from mlxstacks.files.store import Store
+    from mlxstacks.nano.exports import nano_paths
+
+    model_path = nano_paths().model_path
+    wanted = Store.open(store_path).manifest.base_fingerprint
+    same = fingerprint(open_checkpoint(model_path)) == wanted
+    return {"model": str(model_path)} if same else {}
+
+
+def _in_package(store_path: str) -> bool:
+    from mlxstacks.files.disk import user_path
+    from mlxstacks.nano.exports import ASSETS
+
+    return Path(user_path(store_path)).resolve().is_relative_to(ASSETS.resolve())
+
+
+def render(console: "Console", report: "RouteTrainReport") -> None:
+    """Examples and domains; epochs; per-domain numbers; calibration; the verdict."""
+    console.print(output.details(_facts(report)))
+    if report.status == "planned":
+        for note in report.notes:
+            console.print(note, markup=False, style="dim")
+        console.print(f"Planned only: would write {report.save_path}.", markup=False)
+        return
+    console.print(_epochs(report.history, report.best_epoch))
+    console.print(_domains(report.metrics["domains"]))
+    console.print(_calibration(report.metrics["calibration"]))
+    for note in report.notes:
+        console.print(note, markup=False, style="dim")
+    store = f"; the store {report.store_path} has it too" if report.installed else ""
+    console.print(f"Wrote {report.save_path}: router.safetensors{store}.", markup=False)
+    console.print(f"Verdict: {report.verdict}", markup=False, style="bold")
+
+
+def _facts(report: "RouteTrainReport") -> dict[str, output.Cell]:
+    examples = report.examples
+    facts: dict[str, output.Cell] = {
+        "store": report.store_path,
+        "domains": ", ".join(report.domains),
+        "examples": f"{examples['all']:,}, of {examples['discovered']:,} the outcome is known",
+    }
+    if report.parameters is not None:
+        facts["router"] = f"{report.parameters:,} parameters on {report.input_dims} dims"
+        split = report.split
+        facts["split"] = f"{split['training']:,} to train, {split['validation']:,} held out"
+    return facts
+
+
+def _epochs(history: list[dict[str, Any]], best: int | None) -> object:
+    rows: list[list[output.Cell]] = [
+        [
+            f"{one['epoch']}{' *' if one['epoch'] == best else ''}",
+            one["train_loss"],
+            _percent(one["single_top1"]),
+            _percent(one["mixed_set"]),
+            one["val_bce"],
+            one["checkpoint_score"],
+        ]
+        for one in history
+    ]
+    columns = ["epoch (* kept)", "loss", "single", "mixed", "validation BCE", "score"]
+    return output.table(columns, rows, title="epochs, on held-out prompts but for the loss")
+
+
+def _domains(domains: Mapping[str, Mapping[str, Any]]) -> object:
+    rows: list[list[output.Cell]] = [
+        [
+            name,
+            one["true"],
+            one["chosen"],
+            _rate(one["precision"]),
+            _rate(one["recall"]),
+            one["expected_calibration_error"],
+        ]
+        for name, one in domains.items()
+    ]
+    columns = ["domain", "wanted", "chosen", "precision", "recall", "calibration error"]
+    return output.table(columns, rows, title="domains")
+
+
+def _calibration(found: Mapping[str, Any]) -> object:
+    rows: list[list[output.Cell]] = [
+        [f"{bin_['low']:.1f} to {bin_['high']:.1f}", bin_["count"], bin_["mean_score"],
+         bin_["mean_target"]]
+        for bin_ in found["bins"]
+    ]  # fmt: skip
+    return output.table(["score", "pairs", "mean score", "mean target"], rows, title="calibration")
+
+
+def _percent(value: float | None) -> str | None:
+    return None if value is None else f"{100 * value:.1f}%"
+
+
+def _rate(found: Mapping[str, float] | None) -> str | None:
+    if found is None:
+        return None
+    return f"{100 * found['rate']:.0f}% ({100 * found['low']:.0f} to {100 * found['high']:.0f})"

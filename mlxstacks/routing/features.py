@@ -1,0 +1,177 @@
+"""What the router sees of a prompt: hidden states of the base model, all stacks off.
+
+    feature = mid_weight * H[(L + 1) // 2] + last_weight * H[L]
+
+H[0] are the embeddings, H[i] the residuals behind decoder layer i, and H[L] what the output head is
+given, after the final norm (spec/router.md, section 2). One forward pass without logits; the
+middle residuals are noted on the way.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxstacks import base_model
+from mlxstacks.errors import InputError
+from mlxstacks.layers.output_head import find_output_head
+from mlxstacks.layers.stacked import StackedLayer, stacked_layers
+from mlxstacks.training.modes import evaluating
+
+MID_WEIGHT, LAST_WEIGHT = 0.45, 0.55
+_EPS = 1e-6
+
+
+class PromptFeatures:
+    """Features of prompts: raw text, no chat template, no special tokens, cut at the right.
+
+    normalise: divide both hidden states by their root mean square, token by token, before they are
+    weighted; the middle one is a residual stream of any scale.
+    Build it when the model is as it will run: widening replaces modules.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        max_tokens: int = 256,
+        mid_weight: float = MID_WEIGHT,
+        last_weight: float = LAST_WEIGHT,
+        normalise: bool = False,
+    ) -> None:
+        with _frozen(model):  # a head that trains is no head of a loss in pieces, and one here
+            head, reason = find_output_head(model, prove=False)
+        if head is None:
+            raise InputError(
+                "the router needs the hidden states behind the model's last layer, which are not "
+                f"found. {reason}"
+            )
+        self._model, self._tokenizer, self._head = model, tokenizer, head
+        self.max_tokens = max_tokens
+        self.mid_weight, self.last_weight, self.normalise = mid_weight, last_weight, normalise
+
+    def tokens(self, text: str) -> list[int]:
+        """At most `max_tokens` ids. Raises: InputError for an empty prompt."""
+        found: list[int] = []
+        if text.strip():
+            found = list(self._tokenizer.encode(text, add_special_tokens=False))
+        if not found:
+            raise InputError("the prompt is empty; there is nothing to route by")
+        return found[: self.max_tokens]
+
+    def of(self, texts: Sequence[str], batch_size: int = 16) -> list[np.ndarray]:
+        """Features (S, D) float32 of each text. Raises: InputError for an empty one."""
+        return self.of_tokens([self.tokens(text) for text in texts], batch_size)
+
+    def of_tokens(self, prompts: Sequence[Sequence[int]], batch_size: int = 16) -> list[np.ndarray]:
+        """The same of token ids. Prompts of like length share a batch."""
+        found: list[np.ndarray] = [np.empty(0, np.float32)] * len(prompts)
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            made, _ = self.batch([prompts[i] for i in chosen])
+            rows = np.array(made)
+            for row, i in zip(rows, chosen, strict=True):
+                found[i] = row[: len(prompts[i])].copy()
+        return found
+
+    def batch(self, prompts: Sequence[Sequence[int]]) -> tuple[mx.array, mx.array]:
+        """Token ids -> features (B, S, D) float32, right-padded and evaluated; mask (B, S) bool.
+
+        Every layer is causal, so what stands behind a prompt changes nothing in it.
+        """
+        width = max(map(len, prompts))
+        ids = np.zeros((len(prompts), width), np.int32)
+        mask = np.zeros(ids.shape, bool)
+        for row, tokens in enumerate(prompts):
+            ids[row, : len(tokens)] = tokens
+            mask[row, : len(tokens)] = True
+        with (
+            evaluating(self._model),
+            base_model.gated_delta_installed(),
+            without_stacks(self._model),
+            self._middle() as noted,
+        ):
+            last = self._head.hidden_states(self._model, mx.array(ids))
+            # A model of one layer: its middle is its end.
+            features = self._mixed(noted[0] if noted else last, last)
+            noted.clear()  # the class that noted them lives until Python looks for circles
+            mx.eval(features)
+        return features, mx.array(mask)
+
+    @staticmethod
+    def pooled(features: np.ndarray) -> np.ndarray:
+        """(S, D) -> (D,) float32: the mean over tokens."""
+        return features.mean(axis=0, dtype=np.float32)
+
+    def _mixed(self, mid: mx.array, last: mx.array) -> mx.array:
+        mid, last = mid.astype(mx.float32), last.astype(mx.float32)
+        if self.normalise:
+            mid, last = mx.fast.rms_norm(mid, None, _EPS), mx.fast.rms_norm(last, None, _EPS)
+        return self.mid_weight * mid + self.last_weight * last
+
+    @contextmanager
+    def _middle(self) -> Iterator[list[mx.array]]:
+        """The decoder layer behind which the middle is notes what it makes."""
+        noted: list[mx.array] = []
+        count = len(self._model.layers)
+        middle = (count + 1) // 2
+        if middle == count:
+            yield noted
+            return
+        layer = self._model.layers[middle - 1]
+        own = type(layer)
+
+        def noting(module: nn.Module, *args: Any, **options: Any) -> Any:
+            made = own.__call__(module, *args, **options)
+            noted.append(made[0] if isinstance(made, tuple) else made)
+            return made
+
+        layer.__class__ = type(own.__name__, (own,), {"__call__": noting})
+        try:
+            yield noted
+        finally:
+            layer.__class__ = own
+
+
+class _BaseAlone(StackedLayer):
+    """A projection that answers without its stacks."""
+
+    def __call__(
+        self, x: mx.array, indices: mx.array | None = None, sorted_indices: bool = False
+    ) -> mx.array:
+        if self._dims.base_experts is None:
+            return self.linear(x)
+        return self.linear(x, indices, sorted_indices=sorted_indices)
+
+
+@contextmanager
+def without_stacks(model: nn.Module) -> Iterator[None]:
+    """No stack answers inside the block, whatever is loaded, packed and selected: none of that is
+    touched, so a running stream goes on afterwards as it was.
+    """
+    layers = [layer for _, layer in stacked_layers(model)]
+    own = [type(layer) for layer in layers]
+    for layer in layers:
+        layer.__class__ = _BaseAlone
+    try:
+        yield
+    finally:
+        for layer, kind in zip(layers, own, strict=True):
+            layer.__class__ = kind
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Nothing of the model counts as trained inside the block."""
+    before = [(module, set(module._no_grad)) for module in model.modules()]
+    model.freeze()
+    try:
+        yield
+    finally:
+        for module, names in before:
+            module._no_grad = names

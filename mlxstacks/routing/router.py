@@ -1,0 +1,253 @@
+"""The meta-router: from a prompt's features to one independent sigmoid score per domain.
+
+Architecture of spec/router.md, section 3. Letters: B prompts, S tokens, D width of the base, h
+hidden dims, n domains.
+
+    x       = LayerNorm(W f + b)                                 (B, S, h)
+    global  = LayerNorm(attention of one query over x)           (B, h)
+    domain  = LayerNorm(attention of the domain's query over x)  (B, h), for each domain
+    logit   = w . MLP([domain, global]) / clamp(exp(t), 0.3, 3)
+
+Each domain is read by itself, in calls of its own: its logit has the same bits however many other
+domains there are. So a domain can be added without a trace in the others.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from mlxstacks.errors import InputError, StoreError
+from mlxstacks.files.disk import user_path
+from mlxstacks.files.router_file import RouterFile, RouterHeader, check_router, read_router
+from mlxstacks.files.store import Store
+from mlxstacks.routing.features import PromptFeatures
+from mlxstacks.routing.route import Route, decide
+
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.3, 3.0
+ROUTER_FILE = "router.safetensors"
+_QUERY_STD = 0.02
+_MASKED = -1e9
+
+
+class MetaRouter(nn.Module):
+    """Parameters are named as in files/router_file.py, all float32.
+
+    dropout acts where a call gets a key, as in training. key: of the first weights.
+    """
+
+    def __init__(
+        self,
+        input_dims: int,
+        num_domains: int,
+        hidden_dims: int = 512,
+        dropout: float = 0.1,
+        key: mx.array | None = None,
+    ) -> None:
+        super().__init__()
+        h = hidden_dims
+        keys = mx.random.split(mx.random.key(0) if key is None else key, 6)
+        self.dropout = dropout
+        self.token = _linear(input_dims, h, keys[0])
+        self.token_norm = nn.LayerNorm(h)
+        self.global_query = _QUERY_STD * mx.random.normal((h,), key=keys[1])
+        self.global_norm = nn.LayerNorm(h)
+        self.domain_queries = first_queries(num_domains, h, keys[2])
+        self.domain_norm = nn.LayerNorm(h)
+        self.hidden_in = _linear(2 * h, h, keys[3])
+        self.hidden_norm = nn.LayerNorm(h)
+        self.hidden_out = _linear(h, h, keys[4])
+        self.logit = _linear(h, 1, keys[5])
+        self.temperature = mx.zeros((1,))
+
+    @property
+    def num_domains(self) -> int:
+        return int(self.domain_queries.shape[0])
+
+    def __call__(self, x: mx.array, mask: mx.array, key: mx.array | None = None) -> mx.array:
+        """Features x (B, S, D) float32, mask (B, S) bool -> logits (B, n) float32.
+
+        key: dropout draws with it; none without.
+        Law: what x holds where the mask is False changes no bit.
+        """
+        x = self.token_norm(self.token(x.astype(mx.float32)))  # (B, S, h)
+        whole = self.global_norm(_attended(x, mask, self.global_query))  # (B, h)
+        count = self.num_domains
+        keys = [None] * count if key is None else list(mx.random.split(key, count))
+        logits = [
+            self._logit(self.domain_norm(_attended(x, mask, query)), whole, own)
+            for query, own in zip(self.domain_queries, keys, strict=True)
+        ]
+        return mx.concatenate(logits, axis=-1) / self._clamped_temperature()  # (B, n)
+
+    def _logit(self, domain: mx.array, whole: mx.array, key: mx.array | None) -> mx.array:
+        """(B, h), (B, h) -> (B, 1)."""
+        first, second = (None, None) if key is None else mx.random.split(key)
+        hidden = nn.gelu(self.hidden_in(mx.concatenate([domain, whole], axis=-1)))
+        hidden = self.hidden_norm(_dropped(hidden, self.dropout, first))
+        hidden = _dropped(nn.gelu(self.hidden_out(hidden)), self.dropout, second)
+        return self.logit(hidden)
+
+    def _clamped_temperature(self) -> mx.array:
+        """Outside the clamp its parameter has no gradient."""
+        return mx.clip(mx.exp(self.temperature), LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE)
+
+
+def parameter_count(input_dims: int, num_domains: int, hidden_dims: int = 512) -> int:
+    """Numbers in a router: h D + h n + 3 h^2 + 13 h + 2."""
+    h = hidden_dims
+    return h * input_dims + h * num_domains + 3 * h * h + 13 * h + 2
+
+
+def first_queries(num_domains: int, hidden_dims: int, key: mx.array) -> mx.array:
+    """Untrained domain queries (n, h) float32."""
+    return _QUERY_STD * mx.random.normal((num_domains, hidden_dims), key=key)
+
+
+def router_tensors(network: MetaRouter) -> dict[str, mx.array]:
+    """Its parameters by name, as they are stored."""
+    return dict(tree_flatten(network.parameters()))
+
+
+def network_of(file: RouterFile, dropout: float = 0.1) -> MetaRouter:
+    """The network that a file holds. Law: `router_tensors` of it are the file's, bit for bit."""
+    header = file.header
+    network = MetaRouter(header.input_dims, len(header.domains), header.hidden_dims, dropout)
+    network.load_weights(list(file.tensors.items()))
+    mx.eval(network.parameters())
+    return network
+
+
+class PromptRouter:
+    """A router with its features: text in, scores by domain out.
+
+    notes: what is worth saying about this router and this store.
+    """
+
+    def __init__(
+        self,
+        network: MetaRouter,
+        header: RouterHeader,
+        features: PromptFeatures,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.network, self.header, self.features = network, header, features
+        self.notes = tuple(notes)
+
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """In the order of the logits."""
+        return self.header.domains
+
+    def scores(self, texts: Sequence[str], batch_size: int = 16) -> list[dict[str, float]]:
+        """Scores of each text by domain. Raises: InputError for an empty text."""
+        prompts = [self.features.tokens(text) for text in texts]
+        found: list[dict[str, float]] = []
+        for start in range(0, len(prompts), batch_size):
+            found += self._scored(prompts[start : start + batch_size])[0]
+        return found
+
+    def score(self, text: str) -> dict[str, float]:
+        """Domain -> score of one text. Raises: InputError for an empty text."""
+        return self.score_with_feature(text)[0]
+
+    def score_with_feature(self, text: str) -> tuple[dict[str, float], np.ndarray]:
+        """The scores, and the mean (D,) float32 of the features over the prompt's tokens."""
+        scores, features = self._scored([self.features.tokens(text)])
+        return scores[0], self.features.pooled(np.array(features[0]))
+
+    def decide(
+        self,
+        scores: Mapping[str, float],
+        *,
+        hard: bool = False,
+        routable: Collection[str] | None = None,
+    ) -> Route:
+        """`route.decide` with the floor and the threshold that this router was trained for."""
+        return decide(
+            scores, chat_domain=self.header.chat_domain, chat_floor=self.header.chat_floor,
+            threshold=self.header.threshold, hard=hard, routable=routable,
+        )  # fmt: skip
+
+    def _scored(self, prompts: Sequence[Sequence[int]]) -> tuple[list[dict[str, float]], mx.array]:
+        features, mask = self.features.batch(prompts)
+        if features.shape[-1] != self.header.input_dims:
+            raise StoreError(
+                f"the router was trained on hidden states of {self.header.input_dims} dims, this "
+                f"model has {features.shape[-1]}; it is of another base"
+            )
+        found = mx.sigmoid(self.network(features, mask))  # (B, n)
+        rows: Any = found.tolist()
+        return [dict(zip(self.domains, row, strict=True)) for row in rows], features
+
+
+def load_prompt_router(
+    store: Store, model: nn.Module, tokenizer: Any, router_path: str | Path | None = None
+) -> PromptRouter:
+    """The store's router, or one beside it, ready for prompts.
+
+    router_path: a router's file, or the directory that `route train` wrote.
+    Raises:
+        InputError: the store has no router, or there is none at router_path.
+        StoreError: it is damaged, of another base, or was trained for other stacks.
+    """
+    if router_path is None:
+        if store.manifest.router is None:
+            raise InputError(
+                f"{store.path}: the store has no router; `mlxstacks route train {store.path}` "
+                "trains one (after `mlxstacks route discover`)"
+            )
+        file = store.read_router()
+    else:
+        file = read_router(router_file_at(router_path))
+    notes = check_router(file.header, store)
+    return PromptRouter(network_of(file), file.header, features_for(file.header, model, tokenizer),
+                        notes)  # fmt: skip
+
+
+def router_file_at(path: str | Path) -> Path:
+    """A router's file, named itself or by its directory. Raises: InputError: there is none."""
+    found = user_path(path)
+    if found.is_dir():
+        found = found / ROUTER_FILE
+    if not found.is_file():
+        raise InputError(f"{found}: no router there; `mlxstacks route train` writes {ROUTER_FILE}")
+    return found
+
+
+def features_for(header: RouterHeader, model: nn.Module, tokenizer: Any) -> PromptFeatures:
+    """Features as the router was trained on them."""
+    return PromptFeatures(
+        model, tokenizer, max_tokens=header.max_tokens, mid_weight=header.mid_weight,
+        last_weight=header.last_weight, normalise=header.normalise_features,
+    )  # fmt: skip
+
+
+def _attended(x: mx.array, mask: mx.array, query: mx.array) -> mx.array:
+    """x (B, S, h), mask (B, S), query (h,) -> (B, h): the mean of x that the query asks for.
+
+    No 1/sqrt(h) on the scores, as published.
+    """
+    scores = mx.where(mask, x @ query, _MASKED)  # (B, S)
+    weights = mx.softmax(scores, axis=-1)
+    return (weights[:, None, :] @ x).squeeze(1)
+
+
+def _linear(input_dims: int, output_dims: int, key: mx.array) -> nn.Linear:
+    """A linear with nn.Linear's (and PyTorch's) first weights, from a key."""
+    layer = nn.Linear(input_dims, output_dims)
+    bound = input_dims**-0.5
+    for_weight, for_bias = mx.random.split(key)
+    layer.weight = mx.random.uniform(-bound, bound, (output_dims, input_dims), key=for_weight)
+    layer.bias = mx.random.uniform(-bound, bound, (output_dims,), key=for_bias)
+    return layer
+
+
+def _dropped(x: mx.array, share: float, key: mx.array | None) -> mx.array:
+    if key is None or share == 0:
+        return x
+    return x * mx.random.bernoulli(1 - share, x.shape, key=key) / (1 - share)

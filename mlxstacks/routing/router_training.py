@@ -1,0 +1,377 @@
+"""Training of the meta-router: AdamW, a cosine by epoch, the best epoch by the checkpoint score.
+
+    L = BCE(logits, targets) + margin_weight * mean(relu(0.3 - |sigmoid(logits) - 0.5|))
+
+The margin pushes scores out of 0.2 to 0.8, against soft targets too (spec/router.md, section 6), so
+a calibration table comes with the metrics.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+
+from mlxstacks import __version__
+from mlxstacks.errors import InputError
+from mlxstacks.files.router_file import RouterFile, RouterHeader
+from mlxstacks.files.strict_json import json_sha256
+from mlxstacks.routing.feature_table import FeatureTable
+from mlxstacks.routing.features import PromptFeatures
+from mlxstacks.routing.outcome_files import RouterExample, Targets
+from mlxstacks.routing.route import CHAT_DOMAIN, CHAT_FLOOR
+from mlxstacks.routing.router import MetaRouter, first_queries, network_of
+from mlxstacks.routing.router_examples import RouterRows, rows_of, split_places
+from mlxstacks.routing.router_metrics import (
+    EpochMetrics,
+    calibration,
+    confusion,
+    domain_metrics,
+    epoch_metrics,
+    gap_rates,
+    sigmoid,
+)
+from mlxstacks.routing.router_settings import RouterTrainSettings
+from mlxstacks.training.loop import NonFiniteError
+from mlxstacks.training.step import clip_by_global_norm, random_key
+
+MARGIN = 0.3
+
+Progress = Callable[[float, float, str], None]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedRouter:
+    """The best epoch of a run.
+
+    domains: in the order of the logits. history: one record an epoch. metrics: of the best epoch on
+    the held-out prompts. split: counts, and the row ids that were held out. about: what the header
+    says of the features and of inference.
+    """
+
+    network: MetaRouter
+    domains: tuple[str, ...]
+    input_dims: int
+    history: list[dict[str, Any]]
+    best_epoch: int
+    metrics: dict[str, Any]
+    split: dict[str, Any]
+    about: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def header(
+        self,
+        base_model: str,
+        base_fingerprint: str,
+        stacks: Mapping[str, tuple[str, ...]],
+        training: Mapping[str, Any] | None = None,
+    ) -> RouterHeader:
+        """The header of its file. stacks: domain -> SHA-256 of its stacks, in order."""
+        ids = self.split["validation_row_ids"]
+        split = {k: v for k, v in self.split.items() if k != "validation_row_ids"}
+        return RouterHeader(
+            domains=self.domains,
+            stacks={name: tuple(stacks[name]) for name in self.domains},
+            base_model=base_model,
+            base_fingerprint=base_fingerprint,
+            input_dims=self.input_dims,
+            hidden_dims=int(self.network.global_query.shape[0]),
+            training={
+                "best_epoch": self.best_epoch,
+                "epoch": self.history[self.best_epoch - 1],
+                "split": {**split, "validation_sha256": json_sha256(ids)},
+                **(training or {}),
+            },
+            code_version=__version__,
+            **self.about,
+        )
+
+
+def router_loss(
+    logits: mx.array,
+    targets: mx.array,
+    weights: mx.array | None = None,
+    margin_weight: float = 0.05,
+) -> mx.array:
+    """logits, targets (B, n), weights (B,) or None for equal ones -> a scalar, in nats."""
+    bce = nn.losses.binary_cross_entropy(logits, targets, with_logits=True, reduction="none")
+    margin = nn.relu(MARGIN - mx.abs(mx.sigmoid(logits) - 0.5))
+    each = mx.mean(bce + margin_weight * margin, axis=-1)  # (B,)
+    return mx.mean(each) if weights is None else mx.sum(each * weights) / mx.sum(weights)
+
+
+def train_router(
+    examples: Sequence[RouterExample],
+    targets: Mapping[str, Targets],
+    features: PromptFeatures | FeatureTable,
+    settings: RouterTrainSettings,
+    *,
+    domains: Sequence[str],
+    start: RouterFile | None = None,
+    directory: Path | None = None,
+    progress: Progress | None = None,
+) -> TrainedRouter:
+    """Train a router for `domains` on examples and discovered targets (row id -> domain -> target).
+
+    features: a table serves several runs over the same examples. start: the router to extend, where
+    `settings.extend` is set; its domains come first, in its order. directory: for features that are
+    too large for memory. progress: (done, all, what).
+
+    Law: equal arguments give equal bits. With extend "new" every old parameter keeps its bits, and
+    so does every logit of an old domain.
+
+    Raises: InputError: examples that do not fit, too few of them, a start of another kind.
+        NonFiniteError: NaN or Inf in a step.
+    """
+    notes: list[str] = []
+    start = start if settings.extend else None
+    ordered = _ordered(domains, start, settings)
+    chat_domain, chat_floor = _chat(settings, ordered)
+    rows = rows_of(
+        examples, targets, ordered, chat_domain=chat_domain, chat_floor=chat_floor,
+        oracle_only=settings.oracle_only,
+    )  # fmt: skip
+    _note_missing(rows, ordered, notes)
+    training, validation = split_places(
+        rows.prompts, settings.seed, settings.validation_share, settings.validation_groups
+    )
+    table = features
+    if isinstance(table, PromptFeatures):
+        table = FeatureTable(
+            table, rows.prompts, directory=directory,
+            progress=lambda done, all_: _say(progress, settings, done / all_, "hidden states"),
+        )  # fmt: skip
+    network, kept = _first_network(ordered, table.input_dims, start, settings)
+    run = _Run(network, kept, table, rows.chosen(training), rows.chosen(validation), settings)
+    history, best = run.train(lambda done: _say(progress, settings, 1 + done, "training"))
+    about = {
+        "max_tokens": table.features.max_tokens,
+        "mid_weight": table.features.mid_weight,
+        "last_weight": table.features.last_weight,
+        "normalise_features": table.features.normalise,
+        "chat_domain": chat_domain,
+        "chat_floor": chat_floor,
+        "threshold": settings.threshold,
+    }
+    split = {
+        "training": len(training),
+        "validation": len(validation),
+        "discovered": int(rows.discovered.sum()),
+        "seed": settings.seed,
+        "validation_row_ids": sorted(run.validation.row_ids),
+    }
+    return TrainedRouter(
+        network, tuple(ordered), table.input_dims, history, best,
+        final_metrics(run.logits(run.validation), run.validation, ordered, settings),
+        split, about, notes,
+    )  # fmt: skip
+
+
+def final_metrics(
+    logits: np.ndarray, rows: RouterRows, domains: Sequence[str], settings: RouterTrainSettings
+) -> dict[str, Any]:
+    """All that is reported of a router on held-out prompts. logits (N, n)."""
+    scores = sigmoid(logits)
+    single, mixed, other = rows.of_kind("single"), rows.of_kind("mixed"), rows.of_kind("other")
+    found = epoch_metrics(logits, rows.targets, single, mixed, settings.batch_size)
+    return {
+        **found.as_json(),
+        "examples": {
+            "single": int(single.sum()), "mixed": int(mixed.sum()), "other": int(other.sum()),
+        },
+        "calibration": calibration(scores, rows.targets),
+        "domains": domain_metrics(scores, rows.targets, domains, settings.threshold),
+        "confusion": confusion(scores[single], rows.targets[single], domains),
+        "gaps": gap_rates(scores, settings.threshold, {"known": single | mixed, "other": other}),
+    }  # fmt: skip
+
+
+class _Run:
+    """One training run. kept: rows of the domain queries that stay as they are; None: all train."""
+
+    def __init__(
+        self,
+        network: MetaRouter,
+        kept: int | None,
+        table: FeatureTable,
+        training: RouterRows,
+        validation: RouterRows,
+        settings: RouterTrainSettings,
+    ) -> None:
+        self.network, self.table, self.settings = network, table, settings
+        self.training, self.validation = training, validation
+        self._old = None if kept is None else network.domain_queries[:kept]
+        self._weights = np.where(training.discovered, settings.discovered_weight, 1.0)
+        self._step = mx.value_and_grad(self._loss_at)
+        self._optimizer = optim.AdamW(
+            settings.learning_rate, weight_decay=settings.weight_decay, bias_correction=True
+        )
+
+    def train(self, say: Callable[[int], None]) -> tuple[list[dict[str, Any]], int]:
+        """(a record an epoch, the best epoch from 1); the network then has its weights."""
+        history: list[dict[str, Any]] = []
+        best, best_score, best_weights = 0, -math.inf, self._trained()
+        for epoch in range(self.settings.epochs):
+            rate = epoch_learning_rate(self.settings, epoch)
+            loss = self._epoch(epoch, rate)
+            found = self._measured()
+            history.append({
+                "epoch": epoch + 1, "learning_rate": rate, "train_loss": loss, **found.as_json()
+            })  # fmt: skip
+            if found.checkpoint_score > best_score:
+                best, best_score = epoch + 1, found.checkpoint_score
+                best_weights = self._trained()
+            say(epoch + 1)
+        self._put(best_weights)
+        mx.eval(self.network.parameters())
+        return history, best
+
+    def logits(self, rows: RouterRows) -> np.ndarray:
+        """(N, n) float32, without dropout."""
+        size = self.settings.batch_size
+        found = []
+        for at in range(0, len(rows), size):
+            x, mask = self.table.padded(rows.prompts[at : at + size])
+            found.append(np.array(self.network(mx.array(x), mx.array(mask))))
+        return np.concatenate(found)
+
+    def _measured(self) -> EpochMetrics:
+        rows = self.validation
+        return epoch_metrics(
+            self.logits(rows), rows.targets, rows.of_kind("single"), rows.of_kind("mixed"),
+            self.settings.batch_size,
+        )  # fmt: skip
+
+    def _epoch(self, epoch: int, rate: float) -> float:
+        """The mean loss of its batches."""
+        self._optimizer.learning_rate = rate
+        size, rows = self.settings.batch_size, self.training
+        order = np.random.default_rng([self.settings.seed, epoch]).permutation(len(rows))
+        losses = []
+        for at in range(0, len(order), size):
+            places = order[at : at + size]
+            batch = rows.chosen(places.tolist())
+            x, mask = self.table.padded(batch.prompts)
+            losses.append(self._take_step(
+                mx.array(x), mx.array(mask), mx.array(batch.targets),
+                mx.array(self._weights[places].astype(np.float32)),
+                random_key(f"{self.settings.seed}/{epoch}/{at}"),
+            ))  # fmt: skip
+        return float(np.mean(losses))
+
+    def _take_step(self, *arrays: mx.array) -> float:
+        weights = self._trained()
+        try:
+            loss, gradients = self._step(weights, *arrays)
+        finally:
+            self._put(weights)  # tracing left placeholders there
+        gradients, norm = clip_by_global_norm(gradients, self.settings.clip_norm)
+        self._put(self._optimizer.apply_gradients(gradients, weights))
+        mx.eval(self.network.parameters(), self._optimizer.state, loss, norm)
+        if not math.isfinite(loss.item()) or not math.isfinite(norm.item()):
+            raise NonFiniteError(
+                f"the router's loss is {loss.item()}, its gradient's norm {norm.item()}; lower "
+                "learning_rate, or set normalise_features"
+            )
+        return float(loss.item())
+
+    def _loss_at(
+        self,
+        weights: Any,
+        x: mx.array,
+        mask: mx.array,
+        targets: mx.array,
+        counts: mx.array,
+        key: mx.array,
+    ) -> mx.array:
+        self._put(weights)
+        logits = self.network(x, mask, key)
+        return router_loss(logits, targets, counts, self.settings.margin_weight)
+
+    def _trained(self) -> dict[str, Any]:
+        """The parameters that are trained."""
+        if self._old is None:
+            return dict(self.network.trainable_parameters())
+        return {"new_queries": self.network.domain_queries[len(self._old) :]}
+
+    def _put(self, weights: dict[str, Any]) -> None:
+        if self._old is None:
+            self.network.update(weights)
+        else:
+            self.network.domain_queries = mx.concatenate([self._old, weights["new_queries"]])
+
+
+def epoch_learning_rate(settings: RouterTrainSettings, epoch: int) -> float:
+    """Of epoch 0, 1, ...: a cosine from the first rate towards zero, one step an epoch."""
+    return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * epoch / settings.epochs))
+
+
+def _ordered(
+    domains: Sequence[str], start: RouterFile | None, settings: RouterTrainSettings
+) -> list[str]:
+    """Domains as the router has them: those of the start first, in its order."""
+    if not domains:
+        raise InputError("no domain to route to: the store serves no stacks")
+    if settings.extend and start is None:
+        raise InputError(f"extend {settings.extend} needs a router to go on from; there is none")
+    if start is None:
+        return list(domains)
+    old = [name for name in start.header.domains if name in domains]
+    new = [name for name in domains if name not in old]
+    if settings.extend == "new" and not new:
+        raise InputError(
+            f"the router knows {', '.join(old)}, all that the store serves: extend new has nothing "
+            "to train; extend all trains everything from there"
+        )
+    return [*old, *new]
+
+
+def _first_network(
+    domains: Sequence[str], dims: int, start: RouterFile | None, settings: RouterTrainSettings
+) -> tuple[MetaRouter, int | None]:
+    """The network before training, and how many rows of its queries are to stay."""
+    key = random_key(f"router/{settings.seed}")
+    if start is None:
+        return MetaRouter(dims, len(domains), settings.hidden_dims, settings.dropout, key), None
+    header = start.header
+    if header.input_dims != dims:
+        raise InputError(
+            f"the router to extend reads {header.input_dims} dims, this base has {dims}; it is of "
+            "another base"
+        )
+    network = network_of(start, settings.dropout)
+    kept = [header.domains.index(name) for name in domains if name in header.domains]
+    queries = [network.domain_queries[place][None] for place in kept]
+    if count := len(domains) - len(kept):
+        queries.append(first_queries(count, header.hidden_dims, key))
+    network.domain_queries = mx.concatenate(queries)
+    mx.eval(network.parameters())
+    return network, len(kept) if settings.extend == "new" else None
+
+
+def _chat(settings: RouterTrainSettings, domains: Sequence[str]) -> tuple[str | None, float]:
+    """The domain with a floor, if there is one, and its floor."""
+    name = settings.chat_domain
+    if name is not None and name not in domains:
+        raise InputError(f"chat_domain {name}: not among the domains {', '.join(domains)}")
+    if name is None and CHAT_DOMAIN in domains:
+        name = CHAT_DOMAIN
+    return name, CHAT_FLOOR if settings.chat_floor is None else settings.chat_floor
+
+
+def _note_missing(rows: RouterRows, domains: Sequence[str], notes: list[str]) -> None:
+    never = [name for d, name in enumerate(domains) if not (rows.targets[:, d] > 0.5).any()]
+    if never:
+        notes.append(f"No example wants {', '.join(never)}: the router will never choose it.")
+    if not rows.of_kind("mixed").any():
+        notes.append("There are no mixed prompts: mixed_set is not measured.")
+
+
+def _say(progress: Progress | None, settings: RouterTrainSettings, done: float, what: str) -> None:
+    if progress:
+        progress(done, 1 + settings.epochs, what)
