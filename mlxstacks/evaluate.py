@@ -107,6 +107,27 @@ def evaluate_mean_loss(
     return total / weight
 
 
+def evaluate_row_losses(
+    logits_of: LogitsOf, batch: Batch, head: OutputHead | None = None
+) -> np.ndarray:
+    """Mean cross-entropy in nats of each row of a batch, (B,) float64; see `evaluate_mean_loss`.
+
+    Law: a row's loss is that of `evaluate_mean_loss` on it alone (to rounding).
+
+    Raises:
+        ValueError: a row without a token that carries loss weight.
+    """
+    weights = batch.target_weights.astype(np.float64)
+    if not (weights.sum(axis=1) > 0).all():
+        raise ValueError("a row has no token with loss weight")
+    if head is None:
+        log_p = _target_log_probabilities(logits_of, batch)
+    else:
+        log_p = _log_probabilities_in_pieces(head, logits_of, batch)
+    losses: np.ndarray = -(log_p * weights).sum(axis=1) / weights.sum(axis=1)
+    return losses
+
+
 def score_continuations(
     logits_of: LogitsOf,
     items: Sequence[ChoiceItem],

@@ -1,0 +1,202 @@
+"""Losses of (pair, weights) candidates, in batches across prompts and across weights.
+
+Candidates of equal weights share batches first: stacks that are off cost nothing there. What is
+left over of each, less than a batch, is put together in mixed batches, where every sequence has its
+own weights. Batches are of like length and of at most `batch_tokens` tokens.
+
+Which candidates share a batch depends on what is asked for alone, never on what the cache knows:
+a killed run that is started again makes the same batches, so the same bits.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxstacks import memory
+from mlxstacks.data import Row, make_batch
+from mlxstacks.errors import InputError
+from mlxstacks.evaluate import evaluate_row_losses
+from mlxstacks.layers.output_head import OutputHead
+from mlxstacks.layers.selection import base, routed
+from mlxstacks.layers.stacked import set_mode
+from mlxstacks.routing.outcome_cache import LossCache, config_key, pair_key
+from mlxstacks.training.modes import evaluating
+
+# Tokens of a batch. A CPU is busy with so few, and its caches prefer fewer; a GPU wants more.
+CPU_TOKENS, GPU_TOKENS = 2048, 8192
+# What a token takes in a forward pass: some 60 arrays of the model's width in float32 at once
+# (projections of a layer, of all chosen experts, their gates), and the share of memory for all.
+ARRAYS_OF_WIDTH, SHARE_OF_MEMORY = 60, 8
+LEAST_TOKENS = 512
+
+# Domain -> weight, only those that count; equal ones as equal tuples, in the order of the store.
+Weights = tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """pair: its number. weights: () for the base."""
+
+    pair: int
+    weights: Weights
+
+
+def candidate(pair: int, weights: Mapping[str, float]) -> Candidate:
+    return Candidate(pair, tuple((domain, weight) for domain, weight in weights.items() if weight))
+
+
+def choose_batch_tokens(width: int) -> int:
+    """Tokens of a batch for a model of this hidden width, on this device."""
+    device = memory.device()
+    most = CPU_TOKENS if device.kind == "cpu" else GPU_TOKENS
+    if device.memory_bytes is None:
+        return most
+    fits = device.memory_bytes // SHARE_OF_MEMORY // (4 * ARRAYS_OF_WIDTH * max(width, 1))
+    return max(LEAST_TOKENS, min(most, fits))
+
+
+def plan_batches(
+    candidates: Sequence[Candidate], lengths: Sequence[int], batch_tokens: int
+) -> list[list[int]]:
+    """Positions in `candidates`, batch by batch, each once.
+
+    lengths: tokens of each pair. A batch holds rows x longest row <= batch_tokens tokens, or one
+    row. Batches of one set of weights follow each other.
+    """
+    groups: dict[Weights, list[int]] = {}
+    for position, one in enumerate(candidates):
+        groups.setdefault(one.weights, []).append(position)
+    batches: list[list[int]] = []
+    rest: list[int] = []
+    for group in groups.values():
+        *full, last = _cut(group, candidates, lengths, batch_tokens)
+        batches += full
+        rest += last
+    if rest:
+        batches += _cut(rest, candidates, lengths, batch_tokens)
+    return batches
+
+
+def _cut(
+    positions: Iterable[int],
+    candidates: Sequence[Candidate],
+    lengths: Sequence[int],
+    batch_tokens: int,
+) -> list[list[int]]:
+    """Rising by length, cut where the next row would be too much."""
+    batches: list[list[int]] = [[]]
+    for position in sorted(positions, key=lambda p: (lengths[candidates[p].pair], p)):
+        length = lengths[candidates[position].pair]
+        if batches[-1] and (len(batches[-1]) + 1) * length > batch_tokens:
+            batches.append([])
+        batches[-1].append(position)
+    return batches
+
+
+class CandidateLosses:
+    """Losses of candidates on a model that has the stacks, from the cache where it knows them.
+
+    rows: the pairs as tokens; every row has an answer token. stacks: domain -> hashes of its
+    stacks. context: names base and numbers. dtype: as in `set_mode`. on_batch: called with the
+    number of losses made, after each batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: Sequence[Row],
+        stacks: Mapping[str, Sequence[str]],
+        context: str,
+        cache: LossCache,
+        *,
+        batch_tokens: int,
+        dtype: mx.Dtype | None = None,
+        head: OutputHead | None = None,
+        on_batch: Callable[[int], None] | None = None,
+    ) -> None:
+        self._model, self._rows, self._stacks, self._cache = model, rows, stacks, cache
+        self.batch_tokens, self._dtype, self._head = batch_tokens, dtype, head
+        self._on_batch = on_batch
+        self._keys = [pair_key(context, row) for row in rows]
+        self._lengths = [len(row.tokens) for row in rows]
+        self._config_keys: dict[Weights, str] = {}
+        self._mode: Weights | None = None
+        self.made = self.recalled = self.tokens = 0
+
+    def __call__(self, candidates: Sequence[Candidate]) -> list[float]:
+        """Loss of each: mean cross-entropy of the answer's tokens, in nats.
+
+        The model is left in the mode `base`.
+        Raises: InputError naming the domains at which a loss is NaN or Inf.
+        """
+        found = [self._known(one) for one in candidates]
+        self.recalled += sum(loss is not None for loss in found)
+        self._mode = None  # others may have set one since
+        try:
+            with evaluating(self._model):
+                for batch in plan_batches(candidates, self._lengths, self.batch_tokens):
+                    missing = [position for position in batch if found[position] is None]
+                    if not missing:
+                        continue
+                    made = self._measure([candidates[position] for position in missing])
+                    for position, loss in zip(missing, made, strict=True):
+                        found[position] = loss
+                    if self._on_batch:
+                        self._on_batch(len(missing))
+        finally:
+            # weights of so many sequences fit no other batch
+            set_mode(self._model, base())
+        return [loss for loss in found if loss is not None]
+
+    def _known(self, one: Candidate) -> float | None:
+        return self._cache.get(self._keys[one.pair], self._config(one.weights))
+
+    def _config(self, weights: Weights) -> str:
+        if weights not in self._config_keys:
+            self._config_keys[weights] = config_key(dict(weights), self._stacks)
+        return self._config_keys[weights]
+
+    def _measure(self, batch: Sequence[Candidate]) -> list[float]:
+        self._set_weights(batch)
+        rows = make_batch([self._rows[one.pair] for one in batch])
+        losses = evaluate_row_losses(self._model, rows, self._head).tolist()
+        for one, loss in zip(batch, losses, strict=True):
+            if not np.isfinite(loss):
+                on = " + ".join(domain for domain, _ in one.weights) or "no stacks"
+                raise InputError(
+                    f"the loss with {on} is {loss}: look at the stacks with `mlxstacks stacks "
+                    "verify`, or try base: float32 (half floats overflow)"
+                )
+        self._cache.add(
+            [
+                (self._keys[one.pair], self._config(one.weights), loss)
+                for one, loss in zip(batch, losses, strict=True)
+            ]
+        )
+        self.made += len(batch)
+        self.tokens += rows.inputs.size
+        return [float(loss) for loss in losses]
+
+    def _set_weights(self, batch: Sequence[Candidate]) -> None:
+        """The model's mode for a batch: equal weights as (D,), others as (B, D)."""
+        distinct = {one.weights for one in batch}
+        if len(distinct) == 1:
+            (weights,) = distinct
+            if weights != self._mode:
+                self._serve([weights])
+            self._mode = weights
+        else:
+            self._serve([one.weights for one in batch])
+            self._mode = None
+
+    def _serve(self, rows: Sequence[Weights]) -> None:
+        names = list(dict.fromkeys(domain for weights in rows for domain, _ in weights))
+        if not names:
+            set_mode(self._model, base(), self._dtype)
+            return
+        table = np.array([[dict(row).get(name, 0.0) for name in names] for row in rows], np.float32)
+        weights = table[0] if len(rows) == 1 else table
+        set_mode(self._model, routed(names, weights), self._dtype)
