@@ -1,0 +1,83 @@
+"""Settings of `mlxstacks route evaluate`. Imports neither mlx nor numpy."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from mlxstacks.data.settings import SourceSettings, Template
+from mlxstacks.routing.outcome_settings import LabelledSource
+
+
+def _from_path(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+# A plain path stands for a source with all else at its default.
+UnseenSource = Annotated[SourceSettings, BeforeValidator(_from_path)]
+
+
+class RouteEvaluateSettings(BaseModel):
+    """Whether routing pays: losses in every mode on held-out rows, the router's metrics, gaps."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    store_path: str | None = Field(
+        None, description="Directory of the store. Default: nano's sample store."
+    )
+    model: str | None = Field(
+        None,
+        description="Model directory or Hugging Face id of the base. Default: what the store "
+        "names.",
+    )
+    data: str | None = Field(
+        None,
+        description="Directory with NAME.jsonl, NAME a domain, domain+domain for mixed prompts, "
+        "or others for prompts that no domain should help with. Default: the validation rows of "
+        "the store's domains.",
+    )
+    sources: tuple[LabelledSource, ...] = Field(
+        (), description="Data by label, in place of files by name; relative paths start in `data`."
+    )
+    unseen: tuple[UnseenSource, ...] = Field(
+        (),
+        description="Data of domains that neither stacks nor router were trained on, to measure "
+        "how many gaps are detected. Repeatable.",
+        json_schema_extra={"cli_type": "text"},
+    )
+    save_path: str | None = Field(
+        None, description="Directory to write. Default: ./mlxstacks-out/route-evaluate."
+    )
+    routers: tuple[str, ...] = Field(
+        (),
+        description="Routers to compare, as of several seeds: files or directories; the first one "
+        "makes the matrix. Default: the store's own. Repeatable.",
+    )
+    rows_per_group: int = Field(
+        100, ge=1, description="Held-out rows of a domain, of mixed prompts and so on, at most."
+    )
+    include_trained: bool = Field(
+        False, description="Also measure on rows that a router or a stack was trained on."
+    )
+    gap_rows: int = Field(
+        50, ge=0, description="Rows of a group on which the loss test for gaps is made; 0: none."
+    )
+    threshold: float = Field(
+        0.01, ge=0, description="Nats by which a domain must lower the loss, in that test."
+    )
+    random_control: bool = Field(
+        True, description="Also measure random stacks of equal norm in place of the right ones."
+    )
+    sample_prompts: int = Field(
+        2, ge=0, description="Prompts of a domain that are answered in the three panels."
+    )
+    sample_tokens: int = Field(48, ge=1, description="Tokens of such an answer, at most.")
+    template: Template | None = Field(
+        None, description="chat or alpaca. Default: what the store's domains were trained with."
+    )
+    max_tokens: int = Field(256, ge=2, description="Prompt and answer are cut to so many tokens.")
+    draws: int = Field(2000, ge=100, description="Bootstrap draws of an interval.")
+    base: Literal["auto", "stored", "float32"] = Field(
+        "auto", description="Numbers the base computes with; as in `mlxstacks stack`."
+    )
+    seed: int = Field(0, ge=0, description="Of draws of rows, of the bootstrap, of random stacks.")
+    force: bool = Field(False, description="Replace an existing save path.")

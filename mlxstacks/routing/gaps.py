@@ -1,0 +1,242 @@
+"""Gap events: prompts that no domain fits, kept with the vector by which like ones are found.
+
+One event is one line of JSON in a log that only grows at its end:
+
+    time      UTC, ISO 8601
+    text      the prompt, cut to MOST_CHARACTERS; null where it is not to be kept
+    scores    domain -> raw score, before any floor
+    feature   the prompt's feature (D,), mean over its tokens, float16 little endian in base64
+    store     SHA-256 of the store's manifest; router: of the router's file
+
+Prompts are private: the file is for its owner alone (mode 0600). Its size is bounded: at half of
+`max_bytes` it becomes LOG.1, in place of the LOG.1 before, and a new one begins.
+"""
+
+import base64
+import binascii
+import errno
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mlxstacks.errors import CheckpointError, InputError, TargetError
+from mlxstacks.files.disk import target_errors, user_path
+from mlxstacks.files.shard_header import open_regular
+
+MOST_CHARACTERS = 500
+MAX_BYTES = 32_000_000
+# A line that is longer was not written here: 500 characters and 100,000 numbers are shorter.
+_MOST_LINE_BYTES = 1_000_000
+_FLOAT16_MOST = float(np.finfo(np.float16).max)
+
+
+@dataclass(frozen=True, eq=False)
+class GapEvent:
+    """One prompt. feature: (D,) float32, not normalised; None where none was kept."""
+
+    time: str
+    text: str | None
+    scores: Mapping[str, float]
+    feature: np.ndarray | None
+    store_sha256: str | None
+    router_sha256: str | None
+
+
+@dataclass(frozen=True)
+class GapEvents:
+    """events: in the order of the log. damaged: lines that are none, as the torn last one."""
+
+    events: tuple[GapEvent, ...]
+    damaged: int
+    files: tuple[str, ...]
+
+
+class GapLog:
+    """Appends gap events to a file. Several processes may write to one log.
+
+    keep_text: False leaves the prompts out; what is kept cannot be read back.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        keep_text: bool = True,
+        max_bytes: int = MAX_BYTES,
+        store_sha256: str | None = None,
+        router_sha256: str | None = None,
+    ) -> None:
+        self.path = user_path(path)
+        self.keep_text = keep_text
+        self.max_bytes = max_bytes
+        self._made_with = {"store": store_sha256, "router": router_sha256}
+
+    def add(self, text: str, scores: Mapping[str, float], feature: np.ndarray | None) -> None:
+        """Write one event, in one write: a reader sees the whole line or a torn last one.
+
+        feature: (D,) floating.
+        Raises: TargetError: the disk is full, the place is not writable, the log is a link.
+            ValueError: a score or a number of the feature is not finite.
+        """
+        line = self._line(text, scores, feature)
+        with target_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(self.path) as descriptor:
+                nbytes = os.fstat(descriptor).st_size
+                if nbytes and nbytes + len(line) > self.max_bytes // 2:
+                    os.replace(self.path, older(self.path))
+                    with _locked(self.path) as fresh:
+                        _append(fresh, line, self.path)
+                else:
+                    _append(descriptor, line, self.path)
+
+    def _line(self, text: str, scores: Mapping[str, float], feature: np.ndarray | None) -> bytes:
+        if not all(math.isfinite(score) for score in scores.values()):
+            raise ValueError(f"scores {dict(scores)}: not all are finite")
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        event = {
+            "time": now,
+            "text": text[:MOST_CHARACTERS] if self.keep_text else None,
+            "scores": {name: round(float(score), 6) for name, score in scores.items()},
+            "feature": None if feature is None else _packed(feature),
+            **self._made_with,
+        }
+        return (json.dumps(event, allow_nan=False) + "\n").encode("ascii")
+
+
+def older(path: Path) -> Path:
+    """Where the older half of a log is."""
+    return path.with_name(f"{path.name}.1")
+
+
+def read_gaps(path: str | Path) -> GapEvents:
+    """All events of a log, the older half first. Lines that are no events are counted and left out.
+
+    Raises: InputError: there is no log, or it is no file.
+    """
+    log = user_path(path)
+    events: list[GapEvent] = []
+    files: list[str] = []
+    damaged = 0
+    for file in (older(log), log):
+        if file == older(log) and not os.path.lexists(file):
+            continue
+        if file == log and files and not os.path.lexists(file):
+            continue  # the moment between two halves
+        try:
+            descriptor = open_regular(file)
+        except CheckpointError as error:
+            if not os.path.lexists(file):
+                raise InputError(
+                    f"{file}: no log of gaps; chat and generate with --routed write one when no "
+                    "domain fits a prompt (see their --gap-log)"
+                ) from None
+            raise InputError(str(error)) from None
+        files.append(str(file))
+        with os.fdopen(descriptor, "rb") as lines:
+            for line in iter(lambda: lines.readline(_MOST_LINE_BYTES), b""):
+                event = _event(line)
+                events += [event] if event else []
+                damaged += event is None and bool(line.strip())
+    return GapEvents(tuple(events), damaged, tuple(files))
+
+
+def is_loss_gap(base_loss: float, best_loss: float, threshold: float = 0.01) -> bool:
+    """Whether no combination of domains lowers the loss of an answer, in nats a token, by
+    `threshold`: the test where an answer is known (`route.decide` has the one on scores).
+    best_loss: of the best combination.
+    """
+    return base_loss - best_loss < threshold
+
+
+def _packed(feature: np.ndarray) -> str:
+    values = np.asarray(feature, dtype=np.float32)
+    if values.ndim != 1 or not np.isfinite(values).all():
+        raise ValueError(f"feature {values.shape}: need (D,), all finite")
+    # only directions are compared: a vector that float16 cannot hold is scaled down
+    largest = float(np.abs(values).max(initial=0.0))
+    if largest > _FLOAT16_MOST:
+        values = values * (_FLOAT16_MOST / largest)
+    return base64.b64encode(values.astype("<f2").tobytes()).decode("ascii")
+
+
+def _event(line: bytes) -> GapEvent | None:
+    """The event of a line, or None where it is none."""
+    try:
+        value = json.loads(line)
+        feature = value["feature"]
+        event = GapEvent(
+            _text(value["time"]),
+            None if value["text"] is None else _text(value["text"]),
+            {_text(name): float(score) for name, score in value["scores"].items()},
+            None if feature is None else _unpacked(feature),
+            None if value.get("store") is None else _text(value["store"]),
+            None if value.get("router") is None else _text(value["router"]),
+        )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        return None
+    return event if all(math.isfinite(score) for score in event.scores.values()) else None
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__}, need text")
+    # half a character of a pair cannot be printed
+    return value.encode("utf-8", "replace").decode("utf-8")
+
+
+def _unpacked(text: Any) -> np.ndarray:
+    try:
+        data = base64.b64decode(text, validate=True)
+    except binascii.Error as error:
+        raise ValueError(str(error)) from None
+    if not data or len(data) % 2:
+        raise ValueError(f"{len(data)} bytes of a feature")
+    values = np.frombuffer(data, dtype="<f2").astype(np.float32)
+    if not np.isfinite(values).all():
+        raise ValueError("a feature is not finite")
+    return values
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
+    """The log, open at its end and held by this process alone; made where it is not there."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    if path.is_symlink():
+        raise TargetError(f"{path}: is a link; the log of gaps is a file of its own")
+    while True:
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # another process may have put it away while this one waited
+            if _is_still(descriptor, path):
+                os.fchmod(descriptor, 0o600)
+                yield descriptor
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _is_still(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _append(descriptor: int, line: bytes, path: Path) -> None:
+    """Add a line; what a dead writer left of one stays a line of its own."""
+    nbytes = os.fstat(descriptor).st_size
+    torn = nbytes > 0 and os.pread(descriptor, 1, nbytes - 1) != b"\n"
+    data = b"\n" * torn + line
+    if os.write(descriptor, data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
