@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything about the kernels on a machine with an NVIDIA GPU: install MLX's CUDA back-end, run the
-# kernel tests on the device, run the benchmark, record what it ran on. Needs no network.
+# kernel tests on the device, run the benchmarks (kernels; decoding with stacks beside without),
+# record what it ran on. Needs no network.
 #
 #   bash benchmarks/gpu_run.sh WHEELS        results in $OUT (default ./mlxstacks-out/gpu)
 #
@@ -11,15 +12,15 @@
 #     --platform manylinux_2_35_x86_64 --platform manylinux_2_27_x86_64 \
 #     --platform manylinux2014_x86_64 -d WHEELS mlx==0.32.4 mlx-cuda-13==0.32.4
 #
-# Add what the machine lacks: numpy, rich, pytest, hypothesis; and nvidia-cuda-runtime where it has
+# Add what the machine lacks: numpy, rich, pytest, hypothesis, pydantic; for `decode` also mlx-lm and
+# what it imports, else that step says "not measured"; and nvidia-cuda-runtime where it has
 # neither /usr/local/cuda nor that package, since MLX compiles kernels as it runs. For CUDA 12 take
 # mlx-cuda-12 and the packages its metadata names. The wheels go to a folder of their own and change
 # nothing else on the machine.
 #
-# Settings: PYTHON (python3.12, else python3), OUT, STEPS (default "install tests benchmark"), TESTS
-# (default tests/ops), SITE (where the wheels go: a new folder, or one of an earlier run, which is
-# replaced). REHEARSE=1 goes through the same steps on the CPU,
-# at tiny shapes.
+# Settings: PYTHON (python3.12, else python3), OUT, STEPS (default "install tests benchmark
+# decode"), TESTS (default tests/ops), SITE (where the wheels go: a new folder, or one of an earlier
+# run, which is replaced). REHEARSE=1 goes through the same steps on the CPU, at tiny shapes.
 set -euo pipefail
 
 wheels=${1:-}
@@ -31,7 +32,7 @@ mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
 PYTHON=${PYTHON:-$(command -v python3.12 || command -v python3 || echo python3)}
 SITE=${SITE:-${TMPDIR:-/tmp}/mlxstacks-gpu-site}
-STEPS=${STEPS:-install tests benchmark}
+STEPS=${STEPS:-install tests benchmark decode}
 TESTS=${TESTS:-tests/ops}
 REHEARSE=${REHEARSE:-}
 # In every folder that this script makes for wheels: it removes no other.
@@ -141,6 +142,23 @@ if has benchmark; then
     tee "$OUT/bench.txt" || { failed=1; tail -n 20 "$OUT/bench.err" >&2; }
   tail -n 1 "$OUT/bench.txt" >"$OUT/bench.json"
   "$PYTHON" -m json.tool "$OUT/bench.json" >/dev/null || failed=1
+fi
+
+if has decode; then
+  say "decoding with stacks, share of the base's speed"
+  if "$PYTHON" -c 'import mlx_lm, pydantic' 2>/dev/null; then
+    sizes="--preset gpu"
+    if [ -n "$REHEARSE" ]; then
+      sizes="--layers 2 --hidden 128 --intermediate 256 --vocab 256 --rounds 2 --tokens 4"
+    fi
+    # shellcheck disable=SC2086
+    "$PYTHON" -m benchmarks.bench_decode $sizes \
+      2>"$OUT/decode.err" | tee "$OUT/decode.txt" || { failed=1; tail -n 20 "$OUT/decode.err" >&2; }
+    tail -n 1 "$OUT/decode.txt" >"$OUT/decode.json"
+    "$PYTHON" -m json.tool "$OUT/decode.json" >/dev/null || failed=1
+  else
+    echo "not measured: mlx-lm and pydantic are not here" | tee "$OUT/decode.txt"
+  fi
 fi
 
 say "results in $OUT"

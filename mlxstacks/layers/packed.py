@@ -7,6 +7,9 @@ products (and a thin one for the routers) for any number of stacks:
     linear, shared   (S*E*R, K)      (N, S*E*R)      (S*E, K)     order (stack, expert, rank)
     per_expert       (M, S*E*R, K)   (M, N, S*E*R)   (S*E, K)
 
+Where routers have the dtype of a_all, as they do once widened for a CPU, they are its last rows in
+memory, and few rows go through their chosen experts alone; see packed_rows.py.
+
 Letters: S stacks, E experts, R ranks, K input dims, N output dims, M base experts; l replaces K and
 N of latent stacks. There are no noise weights here: a frozen stack draws nothing, whatever the
 model's training flag. Gradients pass through to x, by way of the routers too.
@@ -14,7 +17,7 @@ model's training flag. Gradients pass through to x, by way of the routers too.
 These are plain objects, not modules: no cast, unfreeze or optimizer step of a model reaches them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -22,6 +25,7 @@ import mlx.core as mx
 from mlxstacks.layers.gates import router_logits, top_k_softmax
 from mlxstacks.layers.latent import LatentPair
 from mlxstacks.layers.moe_lora import Form, Rows, packed_b
+from mlxstacks.layers.packed_rows import FEW_ROWS, RowViews, add_few, many_delta, row_views
 from mlxstacks.layers.selection import Selection, StackId
 from mlxstacks.ops.expert_delta import expert_delta
 from mlxstacks.ops.stack_sum import stack_sum
@@ -64,8 +68,12 @@ class FrozenStack:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Stacks of one shape side by side; ids[j] names the j-th, weights (S,) or (B, S) or None for
-    ones. Shapes in the module docstring.
+    """Stacks of one shape side by side; ids[j] names the j-th. Shapes in the module docstring.
+
+    weights: (S,) or (B, S) float32, or None for ones. factor, column: the same for all rows, as
+    few operations use it: factor times column (S, 1), from the last stack to the first, or times
+        nothing where it is None.
+    views: what packed_rows.py needs, where it applies. All these are set by `pack` and `_weigh`.
     """
 
     shape: StackShape
@@ -74,6 +82,9 @@ class Segment:
     b_all: mx.array
     routers: mx.array | None
     weights: mx.array | None = None
+    factor: float = 1.0
+    column: mx.array | None = None
+    views: RowViews | None = None
 
     @property
     def nbytes(self) -> int:
@@ -90,23 +101,85 @@ class Segment:
             a, b = self.a_all[:, ranks], self.b_all[:, :, ranks]
         else:
             a = self.a_all[ranks].reshape(shape.num_experts, shape.rank, -1)
-            b = self.b_all[:, ranks].reshape(-1, shape.num_experts, shape.rank).swapaxes(0, 1)
+            b = mx.unflatten(self.b_all[:, ranks], -1, (shape.num_experts, shape.rank))
+            b = b.swapaxes(0, 1)  # (E, N, R)
         return FrozenStack(self.ids[index], shape, a, b, router)
 
 
-def pack(stacks: Sequence[FrozenStack], weights: mx.array | None = None) -> Segment:
-    """One segment of stacks of one shape."""
-    if stacks[0].shape.form == "per_expert":
-        a_all = mx.concatenate([s.lora_a for s in stacks], axis=1)
-        b_all = mx.concatenate([s.lora_b for s in stacks], axis=2)
+def pack(
+    stacks: Sequence[FrozenStack],
+    weights: mx.array | None = None,
+    dtype: mx.Dtype | None = None,
+) -> Segment:
+    """One segment of stacks of one shape, evaluated. dtype: widen them; exact."""
+    shape, ids = stacks[0].shape, tuple(stack.id for stack in stacks)
+    per_expert = shape.form == "per_expert"
+    a = [_as(s.lora_a if per_expert else s.lora_a.flatten(0, 1), dtype) for s in stacks]
+    routers = [_as(s.router, dtype) for s in stacks if s.router is not None]
+    packed, views = None, None
+    if mx.default_device().type == mx.DeviceType.gpu:
+        b = [_as(s.lora_b if per_expert else packed_b(s.lora_b), dtype) for s in stacks]
+        b_all = mx.concatenate(b, axis=-1)
     else:
-        a_all = mx.concatenate([s.lora_a.flatten(0, 1) for s in stacks])
-        b_all = mx.concatenate([packed_b(s.lora_b) for s in stacks], axis=1)
-    routers = [s.router for s in stacks if s.router is not None]
-    packed = mx.concatenate(routers) if routers else None
-    ids = tuple(stack.id for stack in stacks)
+        # There a row is multiplied faster by (R, N), and the ranks of an expert are one block.
+        b = [_as(s.lora_b.swapaxes(-1, -2), dtype) for s in stacks]
+        up = mx.concatenate(b if per_expert else [one.flatten(0, 1) for one in b], axis=-2)
+        b_all = up.swapaxes(-1, -2)
+        if routers and not per_expert and {x.dtype for x in (*a, *b, *routers)} == {mx.float32}:
+            down = mx.concatenate([*a, *routers])
+            a_all, packed = mx.split(down, [up.shape[0]])
+            views = row_views(down, up, len(ids), shape.num_experts)
+    if views is None:
+        a_all = mx.concatenate(a, axis=-2)
+        packed = mx.concatenate(routers) if routers else None
     mx.eval(a_all, b_all, packed)
-    return Segment(stacks[0].shape, ids, a_all, b_all, packed, weights)
+    return _weigh(Segment(shape, ids, a_all, b_all, packed, views=views), weights)
+
+
+def _as(array: mx.array, dtype: mx.Dtype | None) -> mx.array:
+    return array if dtype is None else array.astype(dtype)
+
+
+def _weigh(segment: Segment, weights: mx.array | None) -> Segment:
+    """Lay weights on a segment; arrays are shared."""
+    factor, column = 1.0, None
+    if weights is not None and (weights.ndim == 1 or weights.shape[0] == 1):
+        values = weights.reshape(-1).tolist()
+        if len(set(values)) == 1:
+            factor = values[0]
+        else:
+            column = mx.contiguous(weights.reshape(-1, 1)[::-1])
+            mx.eval(column)
+    return replace(segment, weights=weights, factor=factor, column=column)
+
+
+def pack_all(stacks: Sequence[FrozenStack], dtype: mx.Dtype | None = None) -> tuple[Segment, ...]:
+    """Stacks of one projection, in order, as a segment for each shape; evaluated.
+
+    dtype: widen them, where products of mixed dtypes are slow; exact.
+    Raises: ValueError for two stacks of one name.
+    """
+    names = [stack.id.name for stack in stacks]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"two stacks named {', '.join(twice)}; names must differ")
+    by_shape: dict[StackShape, list[FrozenStack]] = {}
+    for stack in stacks:
+        by_shape.setdefault(stack.shape, []).append(stack)
+    return tuple(pack(same, dtype=dtype) for same in by_shape.values())
+
+
+def weighted(segment: Segment, weights: Mapping[str, float]) -> Segment:
+    """The same arrays, each stack multiplied by its weight (stack name -> number) for all rows.
+
+    Law: where all weights are 1 there is no weights array, and nothing is multiplied.
+    Raises: ValueError for a stack without a weight.
+    """
+    missing = [stack_id.name for stack_id in segment.ids if stack_id.name not in weights]
+    if missing:
+        raise ValueError(f"no weight for stack {', '.join(missing)}; give one for each stack")
+    values = [float(weights[stack_id.name]) for stack_id in segment.ids]
+    return _weigh(segment, None if set(values) == {1.0} else mx.array(values, mx.float32))
 
 
 class PackedStacks:
@@ -134,14 +207,7 @@ class PackedStacks:
 
         Raises: ValueError for two stacks of one name.
         """
-        names = [stack.id.name for stack in stacks]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"two stacks named {', '.join(twice)}; names must differ")
-        by_shape: dict[StackShape, list[FrozenStack]] = {}
-        for stack in stacks:
-            by_shape.setdefault(stack.shape, []).append(stack)
-        self._segments = [pack(same) for same in by_shape.values()]
+        self._segments = list(pack_all(stacks))
         self.serve(Selection())
 
     def serve(self, selection: Selection, dtype: mx.Dtype | None = None) -> None:
@@ -150,41 +216,79 @@ class PackedStacks:
 
         dtype: widen the served copy, where products of mixed dtypes are slow; exact.
         """
-        served = (_serve(segment, selection) for segment in self._segments)
-        self._served = [_cast(s, dtype) for s in served if s is not None]
+        served = (_serve(segment, selection, dtype) for segment in self._segments)
+        self._served = [segment for segment in served if segment is not None]
+
+    def install(self, segments: Sequence[Segment]) -> None:
+        """Serve exactly these from now on, until the next `serve`, `install` or `replace_all`.
+
+        Nothing is copied: whoever packed them owns them. The stacks here stay as they are.
+        """
+        self._served = list(segments)
 
     def __call__(self, x: mx.array, rows: Rows) -> mx.array | None:
         """The summed delta (..., N) in the dtype of x (..., K); None when no stack is served."""
         total = None
         for segment in self._served:
-            delta = _segment_delta(segment, x, rows)
+            delta = _delta(segment, x, rows)
             total = delta if total is None else total + delta
         return total
 
+    def add_to(self, y: mx.array, x: mx.array, rows: Rows) -> mx.array:
+        """y (..., N) plus the summed delta for x (..., K); cheaper than making that first."""
+        for segment in self._served:
+            views = segment.views
+            if views is not None and y.dtype == mx.float32 and _takes_few(segment, x, y):
+                top_k = segment.shape.top_k
+                y = add_few(y, x, views, top_k, *_factor_and_weights(segment, x, rows))
+            else:
+                y = y + _delta(segment, x, rows).astype(y.dtype)
+        return y
 
-def _serve(segment: Segment, selection: Selection) -> Segment | None:
+
+def _serve(segment: Segment, selection: Selection, dtype: mx.Dtype | None) -> Segment | None:
     kept, weights = selection.of(segment.ids)
     if not kept:
         return None
-    if len(kept) < len(segment.ids):
-        return pack([segment.stack(index) for index in kept], weights)
-    return replace(segment, weights=weights)
+    same_dtype = dtype is None or segment.a_all.dtype == segment.b_all.dtype == dtype
+    if same_dtype and len(kept) == len(segment.ids):
+        return _weigh(segment, weights)
+    return pack([segment.stack(index) for index in kept], weights, dtype)
 
 
-def _cast(segment: Segment, dtype: mx.Dtype | None) -> Segment:
-    if dtype is None:
-        return segment
-    a_all, b_all = segment.a_all.astype(dtype), segment.b_all.astype(dtype)
-    routers = None if segment.routers is None else segment.routers.astype(dtype)
-    mx.eval(a_all, b_all, routers)
-    return replace(segment, a_all=a_all, b_all=b_all, routers=routers)
+def _takes_few(segment: Segment, x: mx.array, y: mx.array) -> bool:
+    """Whether y can be added to row by row: few rows, and a row of y for each of x."""
+    few = 0 < x.size <= FEW_ROWS * x.shape[-1] and x.dtype == mx.float32
+    return few and segment.shape.latent is None and x.shape[:-1] == y.shape[:-1]
 
 
-def _segment_delta(segment: Segment, x: mx.array, rows: Rows) -> mx.array:
+def _factor_and_weights(segment: Segment, x: mx.array, rows: Rows) -> tuple[float, mx.array | None]:
+    """The scale with what all rows share of the weights, and the rest of them: None, (S, 1), or
+    (X, S, 1) for the X rows of x; from the last stack to the first.
+    """
+    scale = segment.shape.scale * segment.factor
+    if segment.weights is None or segment.weights.ndim == 1 or segment.weights.shape[0] == 1:
+        return scale, segment.column
+    own = row_weights(segment.weights, x, rows)
+    own = mx.broadcast_to(own, (*x.shape[:-1], own.shape[-1]))
+    return scale, own.reshape(-1, own.shape[-1], 1)[:, ::-1]
+
+
+def _delta(segment: Segment, x: mx.array, rows: Rows) -> mx.array:
     shape, dtype = segment.shape, x.dtype
     weights = None if segment.weights is None else row_weights(segment.weights, x, rows)
     if shape.latent is not None:
         x = x.astype(mx.float32) @ shape.latent.d_in.T  # (..., l)
+    if segment.views is not None and x.dtype == mx.float32:
+        column = None if weights is None else weights[..., None]
+        delta = many_delta(x, segment.views, shape.top_k, shape.scale, column)
+    else:
+        delta = _gated_delta(segment, x, weights, rows)
+    return delta if shape.latent is None else (delta @ shape.latent.d_out.T).astype(dtype)
+
+
+def _gated_delta(segment: Segment, x: mx.array, weights: mx.array | None, rows: Rows) -> mx.array:
+    shape = segment.shape
     gates = _gates(segment, x, weights)  # (..., S, E)
     if shape.form == "per_expert":
         assert rows.indices is not None
@@ -192,8 +296,7 @@ def _segment_delta(segment: Segment, x: mx.array, rows: Rows) -> mx.array:
             x, segment.a_all, segment.b_all, rows.indices, gates.flatten(-2), shape.scale,
             rows.sorted_indices,
         )  # fmt: skip
-    delta = stack_sum(x, segment.a_all, segment.b_all, gates, shape.scale)
-    return delta if shape.latent is None else (delta @ shape.latent.d_out.T).astype(dtype)
+    return stack_sum(x, segment.a_all, segment.b_all, gates, shape.scale)
 
 
 def _gates(segment: Segment, x: mx.array, weights: mx.array | None) -> mx.array:

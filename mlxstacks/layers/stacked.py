@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlxstacks.layers.adapted import AdaptedLayer, adapted_layers
 from mlxstacks.layers.latent import LatentPair
 from mlxstacks.layers.moe_lora import MoELoRADelta, Rows
-from mlxstacks.layers.packed import FrozenStack, PackedStacks
+from mlxstacks.layers.packed import FrozenStack, PackedStacks, Segment
 from mlxstacks.layers.selection import Selection, check_names, ungated
 from mlxstacks.layers.settings import StackSettings
 
@@ -47,11 +47,13 @@ class StackedLayer(AdaptedLayer):
         else:
             y = self.linear(x, indices, sorted_indices=sorted_indices)
         rows = Rows(indices, sorted_indices, self._sequence)
-        frozen = self.stacks(x, rows)
-        if self._recorder is not None and frozen is not None:
-            self._recorder(frozen)
-        if frozen is not None:
-            y = y + frozen.astype(y.dtype)
+        if self._recorder is None:
+            y = self.stacks.add_to(y, x, rows)
+        else:
+            frozen = self.stacks(x, rows)
+            if frozen is not None:
+                self._recorder(frozen)
+                y = y + frozen.astype(y.dtype)
         if self.active is None or not self._selection.active:
             return y
         delta, balance = self.active(x, rows, self._step.key)
@@ -86,6 +88,13 @@ class StackedLayer(AdaptedLayer):
         """Take a mode; see selection.py, and `PackedStacks.serve` for dtype."""
         self._selection, self._dtype = selection, dtype
         self.stacks.serve(selection, dtype)
+
+    def install(self, segments: Sequence[Segment]) -> None:
+        """Serve exactly these packed stacks, none for an empty list; see `PackedStacks.install`.
+
+        `select` (and so `set_mode`) goes back to the stacks of the layer itself.
+        """
+        self.stacks.install(segments)
 
     def tell_sequences(self, sequence: mx.array | None) -> None:
         """Of rows sorted by expert: the sequence (n,) each belongs to, for the calls that follow.

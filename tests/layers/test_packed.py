@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlxstacks.layers.moe_lora import Rows
-from mlxstacks.layers.packed import FrozenStack, PackedStacks
+from mlxstacks.layers.packed import FrozenStack, PackedStacks, pack_all, weighted
 from mlxstacks.layers.selection import Selection, StackId, base, routed, subset, ungated
 from mlxstacks.layers.sequence_rows import sorted_sequences
 from mlxstacks.layers.stacked import StackedLayer, set_mode
@@ -129,6 +129,58 @@ def test_half_precision_stacks_answer_in_the_dtype_of_x() -> None:
 def test_two_stacks_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="two stacks named chat/1"):
         packed([random_stack(seed=1), random_stack(seed=1)])
+
+
+def test_installed_stacks_answer_until_a_mode_is_set() -> None:
+    """Packed elsewhere and handed over: the same numbers as serving them from the layer itself."""
+    names = {"chat/0": 1.0, "code/1": 0.5, "code/2": 0.5}
+    stacks = [
+        random_stack("linear", 0, domain="chat"),
+        random_stack("linear", 1, domain="code"),
+        random_stack("linear", 2, domain="code", rank=5),
+    ]
+    x = normal(1, 2, 5, K)
+    own, guest = stacked("linear", stacks), stacked("linear", [])
+    for layer in (own, guest):
+        layer.eval()
+    set_mode(own, routed(["chat", "code"], [1.0, 0.5]))
+    segments = [weighted(segment, names) for segment in pack_all(stacks)]
+    assert [len(segment.ids) for segment in segments] == [2, 1]
+    guest.install(segments)
+    assert mx.array_equal(guest(x), own(x))
+    assert guest.stacks.ids == []
+    set_mode(guest, base())
+    assert mx.array_equal(guest(x), guest.linear(x))
+    own.install([])
+    assert mx.array_equal(own(x), own.linear(x))
+    set_mode(own, routed(["chat", "code"], [1.0, 0.5]))
+    guest.install(segments)
+    assert mx.array_equal(guest(x), own(x))
+
+
+def test_weights_of_one_are_no_array() -> None:
+    (segment,) = pack_all([random_stack(seed=1), random_stack(seed=2)])
+    same = weighted(segment, {"chat/1": 1.0, "chat/2": 1.0, "other": 3.0})
+    assert same.weights is None
+    half = weighted(segment, {"chat/1": 1.0, "chat/2": 0.5})
+    assert half.weights is not None
+    assert half.weights.tolist() == [1.0, 0.5]
+    assert weighted(half, {"chat/1": 1.0, "chat/2": 1.0}).weights is None
+    with pytest.raises(ValueError, match="no weight for stack chat/2"):
+        weighted(segment, {"chat/1": 1.0})
+
+
+def test_packing_widens_and_refuses_two_of_one_name() -> None:
+    stack = random_stack("linear")
+    pair = (stack.lora_a.astype(mx.float16), stack.lora_b.astype(mx.float16))
+    half = FrozenStack(stack.id, stack.shape, *pair, stack.router)
+    (narrow,), (wide,) = pack_all([half]), pack_all([half], mx.float32)
+    assert (narrow.stack(0).lora_a.dtype, wide.stack(0).lora_a.dtype) == (mx.float16, mx.float32)
+    assert mx.array_equal(wide.stack(0).lora_b, half.lora_b.astype(mx.float32))
+    assert wide.nbytes > narrow.nbytes > 0
+    assert pack_all([]) == ()
+    with pytest.raises(ValueError, match="two stacks named chat/1"):
+        pack_all([random_stack(seed=1), random_stack(seed=1)])
 
 
 def test_modes() -> None:
