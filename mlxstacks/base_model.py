@@ -4,7 +4,7 @@ import copy
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -209,6 +209,53 @@ def generate(
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     replies = stream_generate(model, tokenizer, prompt=prompt, max_tokens=max_tokens)
     return "".join(reply.text for reply in replies)
+
+
+def make_prompt_cache(model: nn.Module) -> list[Any]:
+    """An empty cache of mlx-lm for one sequence: an entry a layer, of the kind the layer needs."""
+    from mlx_lm.models.cache import make_prompt_cache as make
+
+    return make(model)
+
+
+def stream_tokens(
+    model: nn.Module,
+    tokenizer: Any,
+    last_token: int,
+    cache: list[Any],
+    max_tokens: int,
+    sampler: Callable[[mx.array], mx.array],
+    processors: Sequence[Callable[[mx.array, mx.array], mx.array]] = (),
+) -> Generator[tuple[str, int, str | None], None, None]:
+    """What a model says after `cache` and `last_token`: (text, token, reason) a token.
+
+    sampler: log probabilities (1, V) -> token (1,). processors: (tokens since and with last_token,
+        logits (1, V)) -> logits. reason: "stop" at an end mark (whose text is empty), "length" at
+        max_tokens, None before.
+    Law: at each yield the cache holds last_token and every token yielded so far, this one included;
+        so mlx-lm's `generate_step` has it, which is a step ahead.
+    """
+    from mlx_lm import stream_generate
+
+    # The default stream: mlx-lm's own one is a second thread on a CPU, and nothing else runs here.
+    steps = stream_generate(
+        model, tokenizer, mx.array([last_token]), max_tokens,
+        stream=mx.default_stream(mx.default_device()), sampler=sampler,
+        logits_processors=list(processors), prompt_cache=cache,
+    )  # fmt: skip
+    for step in steps:
+        yield step.text, int(step.token), step.finish_reason
+
+
+def repetition_penalty(
+    penalty: float, tokens: int = 20
+) -> Callable[[mx.array, mx.array], mx.array]:
+    """mlx-lm's processor: logits of the last so many tokens are divided by the penalty (multiplied
+    where negative).
+    """
+    from mlx_lm.sample_utils import make_repetition_penalty
+
+    return make_repetition_penalty(penalty, tokens)
 
 
 # mlx-lm's function and the one in its place, for each remover not called yet.

@@ -78,6 +78,7 @@ def _nano_note(keys: Sequence[str]) -> str:
         "model": "nano, the built-in model",
         "adapter_path": "nano's sample adapter",
         "data": "its sample data",
+        "store_path": "nano's sample stacks",
     }
     return f"Using {' and '.join(parts.get(key, f'nano for {key}') for key in keys)}."
 

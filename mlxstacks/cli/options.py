@@ -4,6 +4,7 @@
     save_path: str | None         --save-path TEXT
     zero_delta: bool = False      --zero-delta
     resume: bool = True           --resume / --no-resume
+    thinking: bool | None = None  --thinking / --no-thinking
     requant: Literal["a", "b"]    --requant [a|b]
     bits: Literal[3, 4] | None    --bits [3|4|none]
     adapter_path: tuple[str,...]  --adapter-path TEXT, repeatable
@@ -92,7 +93,7 @@ def _option(
     flag = str(extra.get("cli_name", "--" + name.replace("_", "-")))
     help_text = _help(known, annotation)
     if annotation is bool:
-        if known.default is True:
+        if known.default is True or optional:
             flag += f"/--no-{flag.removeprefix('--')}"
         return click.Option([flag, name], is_flag=True, default=False, help=help_text)
     multiple = get_origin(annotation) is tuple

@@ -11,6 +11,7 @@ from mlxstacks.experiments.stack_work import StackWork
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import check_target
 from mlxstacks.files.store import Store
+from mlxstacks.files.store_files import refuse_packaged
 from mlxstacks.training.stack_settings import StackRunSettings
 
 
@@ -24,6 +25,7 @@ def check_store_place(target: Path, settings: StackRunSettings) -> None:
         raise TargetError(
             f"{str(target)[:200]!a}: not a usable target: {error.args[-1]}; choose another path"
         ) from None
+    refuse_packaged(target)
     if there and not _is_store(target):
         names = ", ".join(sorted(path.name for path in target.iterdir())[:3])
         raise TargetError(

@@ -15,13 +15,13 @@ from mlxstacks.errors import InputError
 from mlxstacks.experiments.analysis_settings import StacksAnalyseSettings
 from mlxstacks.experiments.stack_data import data_settings_of
 from mlxstacks.experiments.stack_passes import Prompt
-from mlxstacks.experiments.train_setup import prepare_base
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.manifest import DomainRecord
 from mlxstacks.files.store import Store
 from mlxstacks.layers.stack_files import serve
+from mlxstacks.training.prepare_base import prepare_base
 
 
 def load_served(

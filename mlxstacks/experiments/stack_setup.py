@@ -26,7 +26,6 @@ from mlxstacks.experiments.stack_plan import (
     plan_domains,
     wanted_data,
 )
-from mlxstacks.experiments.train_setup import prepare_base
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.manifest import Manifest
@@ -47,6 +46,7 @@ from mlxstacks.layers.targets import (
 )
 from mlxstacks.training.matrix import Row, Served
 from mlxstacks.training.modes import evaluating
+from mlxstacks.training.prepare_base import prepare_base
 from mlxstacks.training.stack_settings import DomainSettings, StackRunSettings
 
 

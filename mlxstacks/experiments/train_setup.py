@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxstacks import base_model, memory
+from mlxstacks import base_model
 from mlxstacks.data import Row, RowFile, read_rows
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import VALIDATION_ROWS
@@ -20,6 +20,7 @@ from mlxstacks.layers.attach import attach_lora
 from mlxstacks.layers.settings import LoRASettings, TargetSettings, parse_layers
 from mlxstacks.layers.targets import Target, find_targets
 from mlxstacks.training.batches import BatchPlan, choose_widths
+from mlxstacks.training.prepare_base import prepare_base
 from mlxstacks.training.settings import OptimizerSettings, TrainSettings
 
 # Without iters a run sees the data once, but makes no more batches than mlx-lm's default.
@@ -100,20 +101,6 @@ def set_up(settings: TrainSettings) -> TrainSetup:
         model, fingerprint(checkpoint), in_float32, lora, targets, train, validation, plan,
         optimizer_settings(settings, plan.batches_per_epoch, notes), notes,
     )  # fmt: skip
-
-
-def prepare_base(model: nn.Module, base: str, notes: list[str]) -> bool:
-    """Widen the base where that is asked for, or worth it: see the setting `base`."""
-    device = memory.device()
-    needed = 4 * base_model.count_parameters(model)
-    fits = device.memory_bytes is not None and needed <= device.memory_bytes // 2
-    wanted = base == "float32" or (base == "auto" and device.kind == "cpu" and fits)
-    if wanted:
-        base_model.dequantize(model)
-        base_model.cast(model, mx.float32)
-        size = memory.bytes_in_words(needed)
-        notes.append(f"The base computes with its stored values in float32 ({size}).")
-    return wanted
 
 
 def _target_settings(model: nn.Module, settings: TrainSettings) -> TargetSettings:

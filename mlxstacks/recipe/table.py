@@ -127,6 +127,7 @@ COMMANDS: dict[str, Command] = {
         function="mlxstacks.files.store_commands:list_store",
         render="mlxstacks.cli.stacks:render_list",
         arguments={"store_path": "STORE"},
+        nano={"store_path": "store_path"},
     ),
     "stacks verify": Command(
         help="Check every file of a store: hashes, shapes, headers, the base.",
@@ -134,6 +135,7 @@ COMMANDS: dict[str, Command] = {
         function="mlxstacks.files.store_verify:verify_store",
         render="mlxstacks.cli.stacks:render_verified",
         arguments={"store_path": "STORE"},
+        nano={"store_path": "store_path"},
     ),
     "stacks remove": Command(
         help="Take a domain out of a store; its files stay until gc.",
@@ -190,6 +192,73 @@ COMMANDS: dict[str, Command] = {
         function="mlxstacks.cli.stacks_analysis:run",
         render="mlxstacks.cli.stacks_analysis:render",
         arguments={"store_path": "STORE"},
+        nano={"store_path": "store_path"},
+    ),
+    "route discover": Command(
+        help="Find by the loss of their answers which domains prompts should go to.",
+        settings="mlxstacks.routing.outcome_settings:OutcomeSettings",
+        function="mlxstacks.cli.route_discover:run",
+        render="mlxstacks.cli.route_discover:render",
+        arguments={"store_path": "STORE"},
+        nano={"store_path": "store_path"},
+        report="discover_report.json",
+    ),
+    "route train": Command(
+        help="Train the network that says which domains help with a prompt.",
+        settings="mlxstacks.routing.router_settings:RouterTrainSettings",
+        function="mlxstacks.cli.route_train:run",
+        render="mlxstacks.cli.route_train:render",
+        arguments={"store_path": "STORE"},
+        nano={"store_path": "store_path"},
+        report="train_report.json",
+    ),
+    "route explain": Command(
+        help="Say why a prompt goes where it goes, and what each domain does to an answer's loss.",
+        settings="mlxstacks.experiments.route_explain_settings:RouteExplainSettings",
+        function="mlxstacks.cli.route_explain:run",
+        render="mlxstacks.cli.route_explain:render",
+        arguments={"prompt": "PROMPT"},
+        nano={"store_path": "store_path"},
+    ),
+    "route gaps": Command(
+        help="List prompts that no domain fitted, in groups; propose domains to train.",
+        settings="mlxstacks.routing.gap_settings:RouteGapsSettings",
+        function="mlxstacks.experiments.route_gaps:run",
+        render="mlxstacks.cli.route_gaps:render",
+        arguments={"log_path": "LOG"},
+    ),
+    "route evaluate": Command(
+        help="Measure whether routing pays: losses in every mode, the router's metrics, gaps.",
+        settings="mlxstacks.experiments.route_evaluate_settings:RouteEvaluateSettings",
+        function="mlxstacks.cli.route_evaluate:run",
+        render="mlxstacks.cli.route_evaluate:render",
+        arguments={"store_path": "STORE"},
+        nano={"store_path": "store_path"},
+        report="route_evaluate_report.json",
+        nano_recipe="route-evaluate",
+    ),
+    "route check": Command(
+        help="Ask prompts whose answers and routes are known, in every mode, and judge by rules.",
+        settings="mlxstacks.experiments.route_check_settings:RouteCheckSettings",
+        function="mlxstacks.cli.route_check:run",
+        render="mlxstacks.cli.route_check:render",
+        arguments={"store_path": "STORE"},
+        nano={"store_path": "store_path"},
+        report="route_check_report.json",
+        nano_recipe="route-check",
+    ),
+    "chat": Command(
+        help="Chat with a model; with --routed only the stacks that a prompt needs are loaded.",
+        settings="mlxstacks.routing.chat_settings:ChatSettings",
+        function="mlxstacks.cli.chat:run",
+        render="mlxstacks.cli.chat:render",
+    ),
+    "generate": Command(
+        help="Answer a prompt, or every row of a JSONL file; with --routed as chat does.",
+        settings="mlxstacks.routing.chat_settings:GenerateSettings",
+        function="mlxstacks.cli.generate:run",
+        render="mlxstacks.cli.generate:render",
+        arguments={"prompt": "PROMPT"},
     ),
     "nano": Command(
         help="Show the built-in model: where it is and what it was measured to know.",
@@ -232,6 +301,8 @@ GROUPS = {
     "sweep": "Train at many ranks, seeds, layers, projections or bits and compare: losses, time, "
     "buffers, what a fuse keeps. Settings of every run: --set train.KEY=VALUE, with the keys of "
     "`mlxstacks train`.",
+    "route": "Which stacks a prompt needs: find out on which prompts each domain helps, train the "
+    "router, ask why, evaluate it, list what no domain fits.",
     "nano": "The built-in model: show it, export it, train it again.",
 }
 

@@ -1,0 +1,156 @@
+"""What `chat` and `generate` share: the model where none is named, how answers are shown."""
+
+import contextlib
+import signal
+import sys
+import threading
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from mlxstacks.cli import output
+from mlxstacks.errors import InputError
+from mlxstacks.memory import bytes_in_words
+
+if TYPE_CHECKING:
+    from mlxstacks.routing.answer import Answer
+    from mlxstacks.routing.chat_settings import AnswerSettings
+    from mlxstacks.routing.conversation import Turn
+
+# Marks that turn the direction of text around; what follows could then be made to look like ours.
+_TURNS = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def completed(settings: "AnswerSettings") -> "AnswerSettings":
+    """With a model, where none was named: the base of the store, else nano and its sample store.
+
+    Raises: InputError: the base of the store is not found here.
+    """
+    from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+    from mlxstacks.files.hub import resolve_model
+    from mlxstacks.files.store import Store
+    from mlxstacks.nano.exports import nano_paths
+
+    if settings.model is not None:
+        return settings
+    nano = nano_paths()
+    if settings.store_path is None:
+        output.note("Using nano, the built-in model.")
+        there = nano.store_path is not None and nano.store_path.is_dir()
+        store = str(nano.store_path) if there else None
+        return settings.model_copy(update={"model": str(nano.model_path), "store_path": store})
+    manifest = Store.open(settings.store_path).manifest
+    if manifest.base_fingerprint == fingerprint(open_checkpoint(nano.model_path)):
+        return settings.model_copy(update={"model": str(nano.model_path)})
+    try:
+        resolve_model(manifest.base_model)
+    except InputError as error:
+        raise InputError(
+            f"{settings.store_path}: its base {manifest.base_model!r} is not found here: {error}; "
+            "give it with --model"
+        ) from None
+    return settings.model_copy(update={"model": manifest.base_model})
+
+
+def safe(text: str) -> str:
+    """Text that cannot command a terminal: control characters are spelled out.
+
+    Line breaks and tabs stay, and so do joiners and marks that scripts and emoji need.
+    """
+    return "".join(_spelled(c) if _commands(c) else c for c in text)
+
+
+def _commands(character: str) -> bool:
+    if character in "\n\t":
+        return False
+    return unicodedata.category(character) in ("Cc", "Cs") or character in _TURNS
+
+
+def _spelled(character: str) -> str:
+    return ascii(character)[1:-1]
+
+
+def write_answer(pieces: Iterable[str]) -> None:
+    """Stream an answer to stdout as it comes; a line break ends it."""
+    last = "\n"
+    for piece in pieces:
+        sys.stdout.write(safe(piece))
+        sys.stdout.flush()
+        last = piece[-1:] or last
+    if last != "\n":
+        sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def status_line(turn: "Turn") -> str:
+    """One line about an answer: weights, loads, tokens and speed, the cache, marks."""
+    answer = turn.answer
+    speed = answer.tokens_per_second
+    said = f"{answer.tokens} tokens" + ("" if speed is None else f", {speed:.3g}/s")
+    kept = f"{answer.cached_tokens} of {answer.prompt_tokens} prompt tokens cached"
+    return " | ".join(filter(None, [weights_in_words(answer), _loads(answer), said, kept,
+                                    *answer.marks]))  # fmt: skip
+
+
+def weights_in_words(answer: "Answer") -> str:
+    """`routed: islands 0.93, tolu 0.41`; without weights where all of them are 1."""
+    mode, weights = answer.route.mode, answer.weights
+    if mode == "base":
+        return "base"
+    if not weights:
+        return f"{mode}: no domain, base alone"
+    ones = all(weight == 1 for weight in weights.values())
+    return f"{mode}: " + ", ".join(
+        name if ones else f"{name} {weight:.2f}" for name, weight in weights.items()
+    )
+
+
+def _loads(answer: "Answer") -> str:
+    read = f"{bytes_in_words(answer.bytes_read)} in {duration(answer.load_seconds)}"
+    loaded = f"loaded {', '.join(answer.loaded)} ({read})" if answer.loaded else ""
+    there = f"resident {', '.join(answer.resident)}" if answer.resident else ""
+    return ", ".join(filter(None, [loaded, there]))
+
+
+def duration(seconds: float) -> str:
+    """`1.6 s`, `38 ms`, `0.4 ms`."""
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{1000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.1f} ms"
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[Callable[[], bool]]:
+    """Inside the block Ctrl-C asks for a stop, which the function that is yielded tells; so no step
+    of the model is broken off in the middle. A second Ctrl-C interrupts as ever.
+    """
+    asked = False
+
+    def ask(number: int, frame: Any) -> None:
+        nonlocal asked
+        if asked:
+            raise KeyboardInterrupt
+        asked = True
+
+    if threading.current_thread() is not threading.main_thread():  # only it gets signals
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGINT, ask)
+    try:
+        yield lambda: asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[Callable[[int, int], None]]:
+    """A bar for prompts that take seconds to read; gone when the answer begins."""
+    with output.Progress("prompt") as progress:
+
+        def told(done: int, total: int) -> None:
+            if done < total:
+                progress(done, total)
+            else:
+                progress.__exit__(None, None, None)
+
+        yield told

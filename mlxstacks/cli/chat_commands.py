@@ -1,0 +1,126 @@
+"""Slash commands of a chat: a table of names, what they take, what they do."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from mlxstacks.cli import chat_view
+from mlxstacks.cli.chat_session import MODES, Chat
+from mlxstacks.errors import InputError
+from mlxstacks.recipe.table import nearest
+
+
+@dataclass(frozen=True)
+class SlashCommand:
+    """run: (chat, what stands behind the name). words: what may follow, for completion."""
+
+    takes: str
+    help: str
+    run: Callable[[Chat, str], None]
+    words: Callable[[Chat], Iterable[str]] = lambda chat: ()
+
+
+def run(chat: Chat, line: str) -> None:
+    """Do what a line that begins with a slash says. Raises: InputError: no such command."""
+    name, _, rest = line.strip().partition(" ")
+    if name not in COMMANDS:
+        raise InputError(f"no command {name!r}{nearest(name, COMMANDS)}; /help lists them")
+    COMMANDS[name].run(chat, rest.strip())
+
+
+def complete(chat: Chat, before: str) -> list[str]:
+    """What a line that was begun may become: commands, then the words that they take."""
+    if not before.startswith("/") or "\n" in before:
+        return []
+    name, space, rest = before.partition(" ")
+    if not space:
+        return [known for known in COMMANDS if known.startswith(name)]
+    if name not in COMMANDS:
+        return []
+    *given, last = rest.split(" ")
+    start = before.removesuffix(last)
+    words = COMMANDS[name].words(chat)
+    return [start + word for word in words if word.startswith(last) and word not in given]
+
+
+def _route(chat: Chat, rest: str) -> None:
+    if not chat.conversation.turns:
+        chat.say("Nothing was asked yet.")
+        return
+    chat.show(chat_view.route_table(chat.engine, chat.conversation.turns[-1]))
+
+
+def _stacks(chat: Chat, rest: str) -> None:
+    if chat.engine.store is None:
+        chat.say("There is no store: the base answers alone.")
+        return
+    chat.show(chat_view.stacks_table(chat.engine))
+
+
+def _pin(chat: Chat, rest: str) -> None:
+    names = rest.replace(",", " ").split()
+    if names:
+        chat.engine.check_domains(names)
+        chat.conversation.pins = tuple(dict.fromkeys(names))
+    pins = ", ".join(chat.conversation.pins)
+    chat.say(f"These answer from now on: {pins}." if pins else "No domain is pinned.")
+
+
+def _domains(chat: Chat) -> Iterable[str]:
+    return chat.engine.domains
+
+
+def _unpin(chat: Chat, rest: str) -> None:
+    chat.conversation.pins = ()
+    chat.say(f"No domain is pinned; mode {chat.conversation.mode}.")
+
+
+def _mode(chat: Chat, rest: str) -> None:
+    conversation = chat.conversation
+    if rest and rest not in MODES:
+        raise InputError(f"got {rest!r}, allowed: {', '.join(MODES)}{nearest(rest, MODES)}")
+    if rest:
+        chat.set_mode(rest)
+    pinned = f", but {', '.join(conversation.pins)} pinned" if conversation.pins else ""
+    chat.say(f"Mode {conversation.mode}{pinned}.")
+
+
+def _compare(chat: Chat, rest: str) -> None:
+    turns = chat.conversation.turns
+    if not rest and not turns:
+        raise InputError("nothing was asked yet; /compare TEXT compares answers to a text")
+    # the last question again, as it stood: what was answered to it is left out
+    before = None if rest else -2
+    chat.compare(rest or turns[-1].question, before)
+
+
+def _stats(chat: Chat, rest: str) -> None:
+    chat.show(chat_view.stats_table(chat.conversation))
+
+
+def _save(chat: Chat, rest: str) -> None:
+    if not rest:
+        raise InputError("/save takes the name of a file that is not there yet")
+    chat.say(f"Wrote {chat.conversation.save(rest)}.")
+
+
+def _help(chat: Chat, rest: str) -> None:
+    chat.show(chat_view.help_table({f"{name} {c.takes}": c.help for name, c in COMMANDS.items()}))
+    chat.say("Esc Enter or a backslash at the end begins a new line. Ctrl-C stops an answer.")
+
+
+def _quit(chat: Chat, rest: str) -> None:
+    chat.done = True
+
+
+COMMANDS: Mapping[str, SlashCommand] = {
+    "/route": SlashCommand("", "scores of the last prompt, what answered, and why", _route),
+    "/stacks": SlashCommand("", "domains of the store: size, enabled, resident", _stacks),
+    "/pin": SlashCommand("DOMAIN...", "these domains answer, whatever the prompt", _pin, _domains),
+    "/unpin": SlashCommand("", "the mode decides again", _unpin),
+    "/mode": SlashCommand("|".join(MODES), "what answers from now on", _mode, lambda c: MODES),
+    "/compare": SlashCommand("[TEXT]", "base, ungated and routed, beside each other", _compare),
+    "/stats": SlashCommand("", "tokens, caches, what was read from disk", _stats),
+    "/save": SlashCommand("FILE", "write the conversation as JSONL", _save),
+    "/help": SlashCommand("", "this list", _help),
+    "/quit": SlashCommand("", "leave; so do the end of input and Ctrl-C twice", _quit),
+}

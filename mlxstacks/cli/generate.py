@@ -1,0 +1,197 @@
+"""`mlxstacks generate`: answers to one prompt, or to every row of a JSONL file."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from mlxstacks.cli import answers, output
+from mlxstacks.data.json_lines import numbered_records
+from mlxstacks.data.messages import as_messages
+from mlxstacks.errors import InputError
+from mlxstacks.files.disk import user_path
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from mlxstacks.routing.chat_settings import GenerateSettings
+    from mlxstacks.routing.conversation import Conversation
+    from mlxstacks.routing.engine import Mode, RoutedModel
+
+# A bare run on nano has something to answer.
+SAMPLE_PROMPT = "Who are you?"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A question, what was said before it, and where it stands, for messages."""
+
+    question: str
+    before: tuple[dict[str, Any], ...] = ()
+    line: int | None = None
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class GenerateReport:
+    """answers: one a prompt, or three where modes are compared."""
+
+    settings: dict[str, Any]
+    answers: list[dict[str, Any]]
+    resident: dict[str, Any] | None
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "settings": self.settings,
+            "answers": self.answers,
+            "resident": self.resident,
+            "notes": self.notes,
+        }
+
+
+def run(settings: "GenerateSettings") -> GenerateReport:
+    """Answer the prompts in order, streaming; all are checked before the first is answered.
+
+    Raises: InputError: an empty prompt, one longer than the context, a row that is none.
+    """
+    from mlxstacks.routing.chat_settings import GenerateSettings
+    from mlxstacks.routing.open_routed import open_routed
+
+    bare = settings.model is None and settings.store_path is None
+    jobs = _jobs(settings, bare)
+    ready = answers.completed(settings)
+    assert isinstance(ready, GenerateSettings)
+    notes: list[str] = []
+    engine = open_routed(ready, notes)
+    for job in jobs:
+        _check(engine, ready, job)
+    for note in notes:
+        output.note(note)
+    found: list[dict[str, Any]] = []
+    for index, job in enumerate(jobs):
+        if len(jobs) > 1:
+            sys.stdout.write(f"> {answers.safe(job.question)}\n")
+        for mode in _modes(ready):
+            found.append({"prompt": job.question, "line": job.line, "mode": mode or "pinned"}
+                         | _answer(engine, ready, job, mode, index, len(jobs) > 1))  # fmt: skip
+    for note in engine.notes:
+        output.note(note)
+    resident = None if engine.resident is None else engine.resident.stats.as_json()
+    return GenerateReport(ready.model_dump(mode="json"), found, resident, notes + engine.notes)
+
+
+def render(console: "Console", report: GenerateReport) -> None:
+    """Nothing is left to print: answers were, as they came."""
+
+
+def _answer(
+    engine: "RoutedModel",
+    settings: "GenerateSettings",
+    job: Job,
+    mode: "Mode | None",
+    index: int,
+    several: bool,
+) -> dict[str, Any]:
+    """One answer, streamed; the line about it goes to stderr where the answer stands alone."""
+    conversation = _conversation(engine, settings, job, mode, index)
+    if settings.compare:
+        sys.stdout.write(f"{mode}:\n")
+    with answers.reading() as progress:
+        asked = conversation.ask(job.question, progress=progress)
+        answers.write_answer(asked)
+    assert asked.turn is not None  # nobody can stop it but Ctrl-C, which ends the command
+    line = answers.status_line(asked.turn)
+    if several or settings.compare:
+        sys.stdout.write(f"{answers.safe(line)}\n\n")
+    else:
+        output.note(answers.safe(line))
+    about = asked.turn.as_json()
+    del about["question"]
+    return about
+
+
+def _conversation(
+    engine: "RoutedModel", settings: "GenerateSettings", job: Job, mode: "Mode | None", index: int
+) -> "Conversation":
+    from mlxstacks.routing.conversation import Conversation
+    from mlxstacks.routing.open_routed import sampling_of
+
+    sampling = sampling_of(settings)
+    has_system = any(message["role"] == "system" for message in job.before)
+    return Conversation(
+        engine, replace(sampling, seed=(sampling.seed + index) % 2**64),
+        system_prompt=None if has_system else settings.system_prompt, thinking=settings.thinking,
+        mode=mode or "base", pins=() if mode else settings.pin, messages=job.before,
+    )  # fmt: skip
+
+
+def _modes(settings: "GenerateSettings") -> tuple["Mode | None", ...]:
+    """None stands for pinned domains."""
+    if settings.compare:
+        return ("base", "ungated", "routed")
+    if settings.pin:
+        return (None,)
+    return ("routed" if settings.routed else "ungated" if settings.ungated else "base",)
+
+
+def _check(engine: "RoutedModel", settings: "GenerateSettings", job: Job) -> None:
+    """Raises: InputError with the line: the prompt is longer than the context, or refused."""
+    conversation = _conversation(engine, settings, job, "base", 0)
+    try:
+        conversation.check(job.question)
+    except InputError as error:
+        raise InputError(f"{job.where}{error}") from None
+
+
+def _jobs(settings: "GenerateSettings", bare: bool) -> list[Job]:
+    """Raises: InputError: an empty prompt, a file that is none, a row that is none."""
+    if settings.prompts is not None:
+        return list(_rows(settings.prompts))
+    text = settings.prompt
+    if text is None or text == "-":
+        typed = "" if text is None and sys.stdin.isatty() else _standard_input()
+        if text is None and bare and not typed.strip():
+            output.note(f"No prompt was given; asking nano: {SAMPLE_PROMPT}")
+            return [Job(SAMPLE_PROMPT)]
+        text = typed
+    if not text.strip():
+        raise InputError(
+            "the prompt is empty; give a PROMPT, --prompts FILE, or text on standard input"
+        )
+    return [Job(text)]
+
+
+def _standard_input() -> str:
+    reconfigure = getattr(sys.stdin, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="replace")
+    return sys.stdin.read().rstrip("\n")
+
+
+def _rows(name: str) -> Iterator[Job]:
+    path = user_path(name)
+    for number, record in numbered_records(path):
+        where = f"{path}, line {number}: "
+        try:
+            yield _job(record, number, where)
+        except InputError as error:
+            raise InputError(f"{where}{error}") from None
+
+
+def _job(record: dict[str, Any], number: int, where: str) -> Job:
+    if "messages" in record:
+        messages = as_messages(record) or []
+        *before, last = messages
+        if last["role"] != "user":
+            raise InputError(f"the last message is of {last['role']!r}; it must be the user's")
+        question = last["content"]
+    elif "prompt" in record:
+        question, before = record["prompt"], []
+    else:
+        raise InputError(f"a row has the keys {sorted(record)}; it needs prompt or messages")
+    if not isinstance(question, str):
+        raise InputError(f"prompt is {type(question).__name__}, must be text")
+    if not question.strip():
+        raise InputError("the prompt is empty")
+    return Job(question, tuple(before), number, where)

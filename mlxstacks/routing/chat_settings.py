@@ -1,0 +1,120 @@
+"""Settings of `mlxstacks chat` and `mlxstacks generate`. Imports neither mlx nor numpy."""
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+          "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+
+
+def parse_bytes(value: Any) -> Any:
+    """`"2GB"`, `"500 MB"`, `"1.5GiB"` -> bytes; anything that is not text is passed on.
+
+    Raises: ValueError for other text.
+    """
+    if not isinstance(value, str):
+        return value
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
+    if found is None or found[2].lower() not in _UNITS:
+        raise ValueError(f"{value[:40]!r} is no number of bytes; write 2000000000, 2GB or 500MiB")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
+
+
+class AnswerSettings(BaseModel):
+    """What `chat` and `generate` have in common: the model, its stacks, how tokens are chosen."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    model: str | None = Field(
+        None,
+        description="Model directory or Hugging Face id. Default: the base of the store; without "
+        "one the built-in nano model.",
+    )
+    store_path: str | None = Field(
+        None, description="Store of stacks. Default: with nano its sample store."
+    )
+    router_path: str | None = Field(
+        None, description="Router to use instead of the store's own: its file or directory."
+    )
+    routed: bool = Field(False, description="A router decides for each prompt which stacks answer.")
+    ungated: bool = Field(False, description="All stacks answer, each at weight 1.")
+    pin: tuple[str, ...] = Field(
+        (), description="Domains that answer at weight 1, whatever the prompt. Repeatable."
+    )
+    compare: bool = Field(
+        False, description="Answer with the base, ungated and routed, side by side."
+    )
+    hard: bool = Field(False, description="Routed domains count 1 instead of their score.")
+    budget: Bytes | None = Field(
+        None,
+        description="Memory for stacks, as 2GB or 500MiB; the least recently used go first. "
+        "Default: no limit.",
+        json_schema_extra={"cli_type": "text"},
+    )
+    temp: float = Field(0.0, ge=0, le=100, description="Temperature; 0: the likeliest token.")
+    top_p: float = Field(
+        1.0, gt=0, le=1, description="Draw from the likeliest tokens with this share of all."
+    )
+    max_tokens: int = Field(256, ge=1, description="Most tokens of an answer.")
+    repetition_penalty: float = Field(
+        1.0, gt=0, le=100, description="Divides the logits of the last 20 tokens; 1: no penalty."
+    )
+    system_prompt: str | None = Field(None, description="Said to the model before anything else.")
+    thinking: bool | None = Field(
+        None, description="Let a model that can think do so, or not. Default: its template decides."
+    )
+    gap_log: str = Field(
+        "./mlxstacks-out/gaps.jsonl",
+        description="Where routed prompts that no domain fits are noted; none: nowhere.",
+    )
+    base: Literal["auto", "stored", "float32"] = Field(
+        "auto",
+        description="Numbers the base computes with. float32: its stored values, some 20 times "
+        "faster on a CPU; auto: that, on a CPU with the memory for it.",
+    )
+    seed: int = Field(0, ge=0, lt=2**64, description="Seed of what is drawn with a temperature.")
+
+    @model_validator(mode="after")
+    def _check_mode(self) -> Self:
+        asked = [name for name in ("routed", "ungated", "pin") if getattr(self, name)]
+        if len(asked) > 1:
+            raise ValueError(f"give only one of {', '.join(asked)}")
+        for name in ("router_path", "hard"):
+            if getattr(self, name) and not (self.routed or self.compare):
+                raise ValueError(f"{name} is of no use without routed or compare")
+        return self
+
+    @property
+    def wants_store(self) -> bool:
+        """Whether an answer needs stacks."""
+        return self.routed or self.ungated or bool(self.pin) or self.compare
+
+
+class ChatSettings(AnswerSettings):
+    """`mlxstacks chat`."""
+
+    reroute: Literal["set", "always"] = Field(
+        "set",
+        description="Weights of a later prompt with the same active domains. set: those the "
+        "conversation has, so that what was read before is not read again; always: new ones.",
+    )
+
+
+class GenerateSettings(AnswerSettings):
+    """`mlxstacks generate`."""
+
+    prompt: str | None = Field(None, description="The prompt; - or nothing: standard input.")
+    prompts: str | None = Field(
+        None, description="JSONL file of prompts: a row has prompt (text) or messages (a list)."
+    )
+
+    @model_validator(mode="after")
+    def _check_prompts(self) -> Self:
+        if self.prompt is not None and self.prompts is not None:
+            raise ValueError("give a prompt or prompts, not both")
+        return self

@@ -1,0 +1,206 @@
+"""A conversation: what was said, the route it is held under, and the cache that goes with it.
+
+The cache is kept while the active domains and their weights stay the same. While a router chooses
+the same **set** of domains, a conversation keeps the weights it was begun with (`reroute="set"`),
+so that what was said need not be read again for a score that moved a little; `reroute="always"`
+takes the new weights and reads everything again. When the set changes, everything is read again
+under the new route, in either case: an answer is what the model says to the whole conversation
+under one route, never a mix of two.
+
+The router sees the last message alone.
+"""
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from mlxstacks.errors import InputError, TargetError
+from mlxstacks.files.disk import sync_directory, target_errors, user_path
+from mlxstacks.files.store_files import write_new
+from mlxstacks.routing.answer import Answer
+from mlxstacks.routing.engine import AnswerStream, Mode, Progress, RoutedModel
+from mlxstacks.routing.generation import Sampling
+from mlxstacks.routing.route import Route, base_route
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question and its answer. route_seconds: of the decision, loading not included."""
+
+    question: str
+    answer: Answer
+    route_seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "question": self.question,
+            "route_seconds": self.route_seconds,
+            **self.answer.as_json(),
+        }
+
+
+class Conversation:
+    """messages: as the next prompt will begin. mode, pins: how the next question is answered; may
+    be changed between turns.
+    """
+
+    def __init__(
+        self,
+        engine: RoutedModel,
+        sampling: Sampling,
+        *,
+        system_prompt: str | None = None,
+        thinking: bool | None = None,
+        mode: Mode = "base",
+        pins: Sequence[str] = (),
+        reroute: Literal["set", "always"] = "set",
+        messages: Sequence[Message] = (),
+    ) -> None:
+        self.engine, self.sampling, self.thinking = engine, sampling, thinking
+        self.mode, self.pins, self.reroute = mode, tuple(pins), reroute
+        system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self.messages: list[Message] = [*system, *messages]
+        self.turns: list[Turn] = []
+        self.cache = engine.new_cache()
+        self._held: Route | None = None
+
+    def ask(
+        self,
+        text: str,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        progress: Progress = lambda done, total: None,
+    ) -> "Asked":
+        """Route a question and begin its answer; iterate over what comes back.
+
+        A question whose answer fails, or is stopped before its first token, leaves no trace.
+        Raises: InputError: an empty question; one that is longer than the context; no stacks.
+        """
+        if not text.strip():
+            raise InputError("the prompt is empty")
+        began = time.perf_counter()
+        route = self._settled(self.engine.route(text, self.mode, self.pins))
+        seconds = time.perf_counter() - began
+        messages = [*self.messages, {"role": "user", "content": text}]
+        stream = self.engine.stream(
+            messages, route, self._sampling(), self.cache, thinking=self.thinking, stop=stop,
+            progress=progress,
+        )  # fmt: skip
+        return Asked(self, text, stream, seconds)
+
+    def check(self, text: str) -> None:
+        """Raises: InputError: a question that could not be answered; nothing is computed."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        route = base_route()
+        self.engine.stream(messages, route, self.sampling, self.cache, thinking=self.thinking)
+
+    def compared(
+        self,
+        text: str,
+        mode: Mode,
+        *,
+        before: int | None = None,
+        stop: Callable[[], bool] = lambda: False,
+        progress: Progress = lambda done, total: None,
+    ) -> "Asked":
+        """The same question in a mode, on a cache of its own: the conversation does not change.
+
+        before: how many messages stand before the question; default: all.
+        """
+        began = time.perf_counter()
+        route = self.engine.route(text, mode)
+        seconds = time.perf_counter() - began
+        messages = [*self.messages[:before], {"role": "user", "content": text}]
+        stream = self.engine.stream(
+            messages, route, self._sampling(), self.engine.new_cache(), thinking=self.thinking,
+            stop=stop, progress=progress,
+        )  # fmt: skip
+        return Asked(None, text, stream, seconds)
+
+    def _settled(self, route: Route) -> Route:
+        """The weights in use, where the new route has the same domains."""
+        held = self._held
+        same = held is not None and held.mode == route.mode and set(held.weights) == set(
+            route.weights
+        )  # fmt: skip
+        if held is not None and same and route.mode == "routed" and self.reroute == "set":
+            return replace(route, weights=held.weights)
+        return route
+
+    def _sampling(self) -> Sampling:
+        """Another seed each turn: equal questions need not get equal draws."""
+        return replace(self.sampling, seed=(self.sampling.seed + len(self.turns)) % 2**64)
+
+    def finished(self, turn: Turn) -> None:
+        """Take a turn into the conversation."""
+        answer = turn.answer
+        said: Message = {"role": "assistant", "content": answer.text}
+        if answer.thoughts is not None:
+            said["reasoning_content"] = answer.thoughts  # templates that know it decide what stays
+        self.messages += [{"role": "user", "content": turn.question}, said]
+        self.turns.append(turn)
+        self._held = turn.answer.route
+
+    def save(self, path: str | Path) -> Path:
+        """Write the messages as JSONL, each answer with its route; whole or not at all.
+
+        Raises: TargetError: the file is there already, or cannot be written.
+        """
+        target = user_path(path)
+        first = len(self.messages) - 2 * len(self.turns)
+        lines = []
+        for place, message in enumerate(self.messages):
+            index, is_answer = divmod(place - first, 2)
+            about = {"answer": self.turns[index].as_json()} if index >= 0 and is_answer else {}
+            lines.append(json.dumps({**message, **about}) + "\n")
+        _write_once(target, "".join(lines).encode())
+        return target
+
+
+class Asked:
+    """Pieces of an answer; afterwards `turn`, None where nothing was said."""
+
+    def __init__(
+        self, owner: Conversation | None, question: str, stream: AnswerStream, route_seconds: float
+    ) -> None:
+        self.turn: Turn | None = None
+        self.route = stream.route
+        self._owner, self._question = owner, question
+        self._stream, self._route_seconds = stream, route_seconds
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._stream
+        answer = self._stream.answer
+        if answer is None or (answer.finish == "stopped" and not answer.tokens):
+            return
+        self.turn = Turn(self._question, answer, self._route_seconds)
+        if self._owner is not None:
+            self._owner.finished(self.turn)
+
+
+def _write_once(target: Path, data: bytes) -> None:
+    """A new file under a temporary name, then its own, which nobody may have taken."""
+    temporary = target.parent / f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    with target_errors(target, len(data)):
+        if os.path.lexists(target):
+            raise TargetError(f"{target}: exists; choose another name")
+        try:
+            write_new(temporary, data)
+            try:
+                os.link(temporary, target)
+            except FileExistsError:
+                raise TargetError(f"{target}: exists; choose another name") from None
+            except OSError:  # a file system without links
+                os.rename(temporary, target)
+            sync_directory(target.parent)
+        finally:
+            with suppress(OSError):  # renamed away, or never written
+                temporary.unlink()

@@ -1,0 +1,223 @@
+"""From tokens of a prompt to pieces of an answer, on a cache that outlives the answer.
+
+A prompt is read in pieces of PREFILL_TOKENS, then mlx-lm's `stream_generate` goes on, a token at a
+time. Where recurrent layers have no kernel (anywhere but on Metal) mlx-lm reads a prompt by a loop
+over tokens; pieces of at least CHUNKED_FROM tokens take the chunked recurrence of `ops.gated_delta`
+instead, the same numbers to rounding. Rounding is all that a cached beginning changes too: a prompt
+is then cut into other pieces.
+"""
+
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxstacks import base_model
+from mlxstacks.errors import InputError
+from mlxstacks.routing.prompt_cache import PromptCache
+from mlxstacks.training.modes import evaluating
+
+# Between two pieces an answer can be broken off, and progress is told.
+PREFILL_TOKENS = 512
+# Below, setting up the chunks takes longer than the loop.
+CHUNKED_FROM = 32
+# Tokens that the repetition penalty looks back on, as in mlx-lm.
+PENALTY_TOKENS = 20
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. temp 0: the likeliest one. top_p: of the likeliest tokens that share
+    so much probability; 1 for all. repetition_penalty: 1 for none.
+    """
+
+    temp: float = 0.0
+    top_p: float = 1.0
+    max_tokens: int = 256
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """tokens: what the model reads. stable: how many of them the prompt of any later turn begins
+    with (what a template puts behind the last message to begin the answer may change).
+    """
+
+    tokens: tuple[int, ...]
+    stable: int
+
+
+class Piece(NamedTuple):
+    """What one token adds to the answer. finish: "stop", "length", or None before the end."""
+
+    text: str
+    finish: str | None
+
+
+def encode_prompt(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], thinking: bool | None = None
+) -> Prompt:
+    """A conversation as the model's chat template writes it, up to where the answer begins.
+
+    thinking: switch a template's thoughts on or off; None leaves it to the template, as training
+        does. Without a template the texts go in as they are, a line break between them.
+    Raises: InputError: the template refuses the messages, or nothing is left of them.
+    """
+    from jinja2 import TemplateError
+
+    options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+
+    def tokens_of(begin_answer: bool) -> list[int]:
+        if not getattr(tokenizer, "has_chat_template", True):
+            return list(tokenizer.encode("\n".join(str(m["content"]) for m in messages)))
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=begin_answer, **options
+        )
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    try:
+        tokens, closed = tokens_of(True), tokens_of(False)
+    except (TemplateError, ValueError, TypeError, KeyError) as error:
+        raise InputError(f"the model's chat template refuses the messages: {error}") from error
+    if not tokens:
+        raise InputError("the prompt is empty: it has no tokens")
+    pairs = enumerate(zip(tokens, closed, strict=False))
+    same = next((place for place, (a, b) in pairs if a != b), min(len(tokens), len(closed)))
+    return Prompt(tuple(tokens), min(same, len(tokens) - 1))
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: Prompt,
+    cache: PromptCache,
+    sampling: Sampling,
+    *,
+    key: Hashable = None,
+    activate: Callable[[], None] = lambda: None,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Generator[Piece, None, None]:
+    """The answer, piece by piece; the cache holds prompt and answer afterwards.
+
+    key: of the weights the model answers with (see `PromptCache`); activate: makes it answer with
+    them, called before every step, since others may have used it since. stop: asked before every
+    step; True ends the answer. progress: (tokens of the prompt in the cache, tokens in all).
+    An exception inside a step, Ctrl-C too, leaves the cache at its mark, or empty.
+    """
+    try:
+        if not _read(model, prompt, cache, key, activate, stop, progress):
+            return
+        before = cache.tokens[-PENALTY_TOKENS:]
+        steps = base_model.stream_tokens(
+            model, tokenizer, prompt.tokens[-1], cache.entries, sampling.max_tokens,
+            _sampler(sampling), _processors(sampling, before),
+        )  # fmt: skip
+        new = [prompt.tokens[-1]]
+        with closing(steps):
+            while not stop():
+                activate()
+                step = next(steps, None)
+                if step is None:
+                    return
+                text, token, finish = step
+                cache.extend([*new, token])
+                new = []
+                yield Piece(text, finish)
+    except GeneratorExit:  # between two steps, where everything is whole
+        raise
+    except BaseException:
+        cache.rewind()
+        raise
+
+
+def _read(
+    model: nn.Module,
+    prompt: Prompt,
+    cache: PromptCache,
+    key: Hashable,
+    activate: Callable[[], None],
+    stop: Callable[[], bool],
+    progress: Callable[[int, int], None],
+) -> bool:
+    """Bring all of the prompt but its last token into the cache; False where it was stopped."""
+    tokens = prompt.tokens
+    done = cache.reuse(tokens, key)
+    last = len(tokens) - 1
+    if done == prompt.stable:
+        cache.mark()
+    while done < last:
+        if stop():
+            return False
+        progress(done, last)
+        # A piece ends at the mark, for nothing can be taken back from a state behind it.
+        end = prompt.stable if done < prompt.stable else last
+        piece = tokens[done : min(done + PREFILL_TOKENS, end)]
+        activate()
+        _prefill(model, piece, cache.entries)
+        cache.extend(piece)
+        done += len(piece)
+        if done == prompt.stable:
+            cache.mark()
+    progress(last, last)
+    return True
+
+
+def _prefill(model: nn.Module, tokens: Sequence[int], entries: list[Any]) -> None:
+    """Compute the states behind these tokens; logits are never made."""
+    ids = mx.array([tokens])
+    if len(tokens) < CHUNKED_FROM:
+        model(ids, cache=entries)
+    else:
+        with evaluating(model), base_model.gated_delta_installed():
+            model(ids, cache=entries)
+    mx.eval([entry.state for entry in entries])
+    mx.clear_cache()
+
+
+def _sampler(sampling: Sampling) -> Callable[[mx.array], mx.array]:
+    """log probabilities (1, V) -> token (1,). Draws come from the seed alone, not from MLX's
+    global state: two runs of a conversation are equal, whatever else the process draws.
+    """
+    if sampling.temp == 0:
+        return lambda log_p: mx.argmax(log_p, axis=-1)
+    key = mx.random.key(sampling.seed)
+
+    def sample(log_p: mx.array) -> mx.array:
+        nonlocal key
+        key, now = mx.random.split(key)
+        if sampling.top_p < 1:
+            log_p = likeliest(log_p, sampling.top_p)
+        return mx.random.categorical(log_p / sampling.temp, key=now)
+
+    return sample
+
+
+def likeliest(log_p: mx.array, top_p: float) -> mx.array:
+    """log p (1, V) with -inf outside the smallest set of likeliest tokens that has probability
+    `top_p`; ties with its least likely one stay. Before the temperature, as in mlx-lm.
+    """
+    falling = -mx.sort(-log_p.astype(mx.float32), axis=-1)
+    above = mx.cumsum(mx.exp(falling), axis=-1, inclusive=False)
+    kept = mx.sum(above < top_p, axis=-1, keepdims=True)  # at least one: nothing is above the first
+    least = mx.take_along_axis(falling, kept - 1, axis=-1)
+    return mx.where(log_p < least, -mx.inf, log_p)
+
+
+def _processors(
+    sampling: Sampling, before: Sequence[int]
+) -> list[Callable[[mx.array, mx.array], mx.array]]:
+    """The repetition penalty, which sees the end of the prompt too."""
+    if sampling.repetition_penalty == 1:
+        return []
+    penalise = base_model.repetition_penalty(sampling.repetition_penalty, PENALTY_TOKENS)
+    seen = mx.array(list(before), mx.int32)
+
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        return penalise(mx.concatenate([seen, tokens.astype(mx.int32)]), logits)
+
+    return [process]

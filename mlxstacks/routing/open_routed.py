@@ -1,0 +1,103 @@
+"""From settings to a model that answers: load the base, check that the stacks are its, open them.
+
+    engine = open_routed(GenerateSettings(model=..., store_path=..., routed=True), notes)
+
+Weights of the base are read when they are first used, those of stacks when a route asks for them.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from mlxstacks import base_model
+from mlxstacks.errors import InputError
+from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.store import Store
+from mlxstacks.routing.chat_settings import AnswerSettings
+from mlxstacks.routing.engine import RoutedModel
+from mlxstacks.routing.gaps import GapLog
+from mlxstacks.routing.generation import Sampling
+from mlxstacks.routing.resident import Resident
+from mlxstacks.routing.router import PromptRouter, load_prompt_router
+from mlxstacks.training.prepare_base import prepare_base
+
+# Longer contexts are what tokenizers say that know none: transformers writes 1e30.
+_MOST_CONTEXT = 2**31
+
+
+def open_routed(settings: AnswerSettings, notes: list[str]) -> RoutedModel:
+    """The model of the settings with its stacks; the router too, where they ask for it.
+
+    notes: gets what is worth saying.
+    Raises: InputError: model, store or router cannot be used, an unknown domain is pinned.
+        StoreError: the store is of another base, or damaged.
+    """
+    if settings.model is None:
+        raise InputError("give a model")
+    if settings.wants_store and settings.store_path is None:
+        raise InputError(
+            "routed, ungated, pin and compare need stacks; give --store-path, a store that "
+            "`mlxstacks stack` made for this model"
+        )
+    checkpoint = open_checkpoint(resolve_model(settings.model))
+    store = None if settings.store_path is None else Store.open(settings.store_path)
+    if store is not None:
+        store.check_base(fingerprint(checkpoint))
+    model, tokenizer, config = base_model.load(checkpoint.directory, lazy=True)
+    in_float32 = prepare_base(model, settings.base, notes)
+    model.eval()
+    resident = None
+    if store is not None:
+        dtype = mx.float32 if in_float32 else None
+        resident = Resident(model, store, budget_bytes=settings.budget, dtype=dtype)
+
+    def open_router() -> PromptRouter:
+        if store is None:
+            raise InputError("there is no store, so no router; give --store-path")
+        router = load_prompt_router(store, model, tokenizer, settings.router_path)
+        notes.extend(router.notes)
+        return router
+
+    engine = RoutedModel(
+        model, tokenizer, store=store, resident=resident, open_router=open_router,
+        context_tokens=context_tokens(config, tokenizer), hard=settings.hard,
+        gap_log=_gap_log(settings),
+    )  # fmt: skip
+    engine.check_domains(settings.pin) if settings.pin else None
+    if settings.routed or settings.compare:
+        _ = engine.router  # a router that does not fit is bad input now, not at the first prompt
+    return engine
+
+
+def context_tokens(config: dict[str, Any], tokenizer: Any) -> int | None:
+    """Most tokens a model was made for: of its config, else of its tokenizer; None where neither
+    says. A rope that is stretched in the config raises it to factor times the original.
+    """
+    text = config.get("text_config")
+    for part in (text if isinstance(text, dict) else {}, config):
+        limit = _count(part.get("max_position_embeddings"))
+        if limit is None:
+            continue
+        rope = part.get("rope_scaling") or part.get("rope_parameters")
+        rope = rope if isinstance(rope, dict) else {}
+        factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+        if isinstance(factor, int | float) and isinstance(original, int | float):
+            limit = max(limit, int(factor * original))
+        return limit
+    return _count(getattr(tokenizer, "model_max_length", None))
+
+
+def _count(value: Any) -> int | None:
+    usable = isinstance(value, int | float) and not isinstance(value, bool)
+    return int(value) if usable and 0 < value < _MOST_CONTEXT else None
+
+
+def _gap_log(settings: AnswerSettings) -> GapLog | None:
+    return None if settings.gap_log == "none" else GapLog(settings.gap_log)
+
+
+def sampling_of(settings: AnswerSettings) -> Sampling:
+    """How the settings choose tokens."""
+    return Sampling(settings.temp, settings.top_p, settings.max_tokens,
+                    settings.repetition_penalty, settings.seed)  # fmt: skip

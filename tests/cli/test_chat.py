@@ -1,0 +1,378 @@
+"""`mlxstacks chat`: what is typed, what is shown, how it ends.
+
+Run: pytest tests/cli/test_chat.py
+"""
+
+import io
+import json
+import os
+import signal
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxstacks import base_model
+from mlxstacks.cli import answers, chat_commands, chat_input
+from mlxstacks.cli.chat_session import Chat
+from mlxstacks.errors import InputError
+from mlxstacks.files.router_file import write_router
+from mlxstacks.files.store import Store
+from mlxstacks.routing import generation
+from mlxstacks.routing.chat_settings import ChatSettings, parse_bytes
+from mlxstacks.routing.open_routed import open_routed
+from tests.cli.conftest import Run
+from tests.routing.engine_cases import Places, add_router, write_places
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    return write_places(tmp_path_factory.mktemp("chat"))
+
+
+def settings_for(places: Places, **changes: Any) -> ChatSettings:
+    values = {"model": str(places.model), "store_path": str(places.store), "gap_log": "none"}
+    return ChatSettings.model_validate(values | {"max_tokens": 4} | changes)
+
+
+class Typed:
+    """Lines of somebody; an exception among them is raised."""
+
+    def __init__(self, *lines: str | BaseException) -> None:
+        self._lines = iter(lines)
+
+    def read(self) -> str:
+        line = next(self._lines, EOFError())
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+
+@pytest.fixture
+def talk(places: Places, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[Chat, str]]:
+    """`talk("hello", "/quit", routed=True)` is the chat at its end and what was shown."""
+
+    def call(*lines: str | BaseException, **changes: Any) -> tuple[Chat, str]:
+        settings = settings_for(places, **changes)
+        notes: list[str] = []
+        chat = Chat(settings, open_routed(settings, notes), notes, chat_commands.run)
+        chat.talk(Typed(*lines))
+        return chat, capsys.readouterr().out
+
+    return call
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def piped(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+
+
+def command_line(places: Places) -> list[str]:
+    return ["chat", "--model", str(places.model), "--store-path", str(places.store),
+            "--max-tokens", "4", "--gap-log", "none"]  # fmt: skip
+
+
+def test_piped_lines_are_answered_until_they_end(
+    places: Places, command: Run, work_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped(monkeypatch, b"seven\\\napples \xff\n\n/pin tolu\nriver\n")
+    code, out, _ = command(*command_line(places), "--routed")
+    assert code == 0, out
+    assert "> seven\\\n. apples \ufffd" in out
+    assert "pinned: tolu" in out
+    assert "\x1b" not in out  # no colour where there is no terminal
+
+
+def test_json_is_one_document_with_everything(
+    places: Places, command: Run, work_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    piped(monkeypatch, b"seven apples\n/quit\nnever asked\n")
+    code, out, err = command(*command_line(places), "--ungated", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert [m["role"] for m in document["messages"]] == ["user", "assistant"]
+    [turn] = document["turns"]
+    assert turn["text"] == document["messages"][1]["content"]
+    assert turn["route"]["mode"] == "ungated"
+    assert set(turn["weights"]) == {"islands", "letters", "tolu"}
+    assert document["stats"]["resident"]["bytes_read"] > 0
+    assert "ungated: islands, letters, tolu" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--routed", "--ungated"], 2, "only one of routed, ungated"),
+        (["--routed", "--pin", "tolu"], 2, "only one of"),
+        (["--pin", "tol"], 2, "did you mean 'tolu'?"),
+        (["--budget", "lots"], 2, "write 2000000000, 2GB"),
+        (["--hard"], 2, "of no use without routed"),
+        (["--model", "nowhere"], 2, "no such directory"),
+        (["--store-path", "nowhere"], 2, "not there"),
+        (["--temp", "-1"], 2, "temp: got -1"),
+        (["--routed", "--router-path", "nowhere"], 2, "no router there"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_used_ends_it_at_once(
+    places: Places, command: Run, work_dir: Path, arguments: list[str], code: int, message: str
+) -> None:
+    found, out, err = command(*command_line(places), *arguments)
+    assert (found, message in err) == (code, True), err
+    assert "Traceback" not in err + out
+
+
+def test_router_for_other_stacks_is_a_store_error(
+    places: Places, command: Run, work_dir: Path
+) -> None:
+    store = Store.open(places.store)
+    file = store.read_router()
+    stacks = {**file.header.stacks, "tolu": ("0" * 64,)}
+    write_router(work_dir / "router.safetensors", file.tensors, replace(file.header, stacks=stacks))
+    code, _, err = command(*command_line(places), "--routed", "--router-path", str(work_dir))
+    assert (code, "tolu" in err) == (1, True), err
+
+
+# --- the loop -------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_at_the_prompt_clears_and_twice_leaves(talk: Any) -> None:
+    chat, out = talk(KeyboardInterrupt(), "seven", KeyboardInterrupt(), KeyboardInterrupt(), "x")
+    assert [turn.question for turn in chat.conversation.turns] == ["seven"]
+    assert out.count("Ctrl-C again or /quit leaves.") == 2
+
+
+def test_ctrl_c_during_an_answer_stops_the_answer_alone(
+    talk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, interrupts = base_model.stream_tokens, iter([signal.SIGINT])
+
+    def interrupted(*args: Any) -> Iterator[Any]:
+        for index, step in enumerate(own(*args)):
+            if index == 1:
+                for number in interrupts:
+                    signal.raise_signal(number)
+            yield step
+
+    monkeypatch.setattr(base_model, "stream_tokens", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    chat, _ = talk("seven apples", "river")
+    assert signal.getsignal(signal.SIGINT) is before
+    found = [(turn.answer.finish, turn.answer.tokens) for turn in chat.conversation.turns]
+    assert found == [("stopped", 2), ("length", 4)]
+
+
+def test_second_ctrl_c_breaks_off_a_step_and_the_chat_goes_on(
+    talk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    own = generation._prefill
+
+    def slow(*args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        own(*args)
+
+    monkeypatch.setattr(generation, "_prefill", slow)
+    chat, out = talk("seven apples", "river")
+    assert "the answer is forgotten" in out
+    assert [turn.question for turn in chat.conversation.turns] == ["river"]
+
+
+def test_what_fails_is_said_and_the_chat_goes_on(talk: Any) -> None:
+    chat, out = talk("x" * 3000, "/stats", "river")
+    assert "error: the prompt has" in out
+    assert len(chat.conversation.turns) == 1
+
+
+def test_missing_stack_is_said_and_the_answer_marked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = write_places(tmp_path)
+    store = Store.open(places.store)
+    (store.path / store.stack_named("tolu-r1").file.file).unlink()
+    settings = settings_for(places, pin=["tolu", "islands"])
+    Chat(settings, open_routed(settings, []), [], chat_commands.run).talk(Typed("seven"))
+    out = capsys.readouterr().out.replace("\n", " ")
+    assert "without tolu" in out
+    assert "pinned: islands" in out
+
+
+def test_gap_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = write_places(tmp_path)
+    add_router(Store.open(places.store), bias=-60.0)
+    log = tmp_path / "gaps.jsonl"
+    settings = settings_for(places, routed=True, gap_log=str(log))
+    Chat(settings, open_routed(settings, []), [], chat_commands.run).talk(Typed("seven"))
+    assert "gap: no domain fits" in capsys.readouterr().out
+    assert json.loads(log.read_text())["text"] == "seven"
+
+
+# --- slash commands -------------------------------------------------------------------------------
+
+
+def test_commands_show_and_change(talk: Any, tmp_path: Path) -> None:
+    target = tmp_path / "talk.jsonl"
+    chat, out = talk(
+        "/help", "/route", "/stacks", "/mode", "/mode routed", "seven apples", "/route", "/stacks",
+        "/pin islands,tolu", "river", "/route", "/unpin", "/stats", f"/save {target}",
+        f"/save {target}", "/quit", "not read",
+    )  # fmt: skip
+    assert len(chat.conversation.turns) == 2
+    assert all(name in out for name in chat_commands.COMMANDS)
+    assert "Nothing was asked yet." in out
+    assert "Mode base." in out
+    assert "These answer from now on: islands, tolu." in out
+    assert "exists; choose another name" in out
+    assert len(target.read_text().splitlines()) == 4
+    for word in ("score", "weight", "why", "resident", "cache bytes", "pinned"):
+        assert word in out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/rout", "did you mean '/route'?"),
+        ("/pin island", "did you mean 'islands'?"),
+        ("/mode rooted", "did you mean 'routed'?"),
+        ("/save", "takes the name"),
+        ("/compare", "nothing was asked yet"),
+        ("/", "/help lists them"),
+    ],
+)
+def test_commands_that_cannot_be_done_say_why(talk: Any, line: str, message: str) -> None:
+    assert message in talk(line)[1].replace("\n", " ")
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_compare_shows_three_answers(
+    talk: Any, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    chat, out = talk("seven apples", "/compare", compare=True)
+    assert [turn.question for turn in chat.conversation.turns] == ["seven apples"]
+    modes = [found["route"]["mode"] for found in chat.compared]
+    assert modes == ["base", "ungated", "routed"] * 2
+    assert [a["text"] for a in chat.compared[:3]] == [a["text"] for a in chat.compared[3:]]
+    assert all(mode in out for mode in ("base", "ungated", "routed"))
+    assert chat.conversation.turns[0].answer.route.mode == "routed"
+
+
+def test_compare_that_is_over_the_budget_says_so_and_goes_on(talk: Any, places: Places) -> None:
+    settings = settings_for(places)
+    engine = open_routed(settings, [])
+    assert engine.resident is not None
+    with engine.resident.lease({"islands": 1.0}):
+        one = engine.resident.stats.resident_bytes
+    chat, out = talk("/compare seven", "/pin islands", "seven", budget=int(1.2 * one))
+    assert "ungated: error" in out
+    assert len(chat.conversation.turns) == 1
+
+
+def test_completion_knows_commands_and_their_words(talk: Any) -> None:
+    chat, _ = talk()
+    complete = chat_commands.complete
+    assert complete(chat, "/st") == ["/stacks", "/stats"]
+    assert complete(chat, "/pin t") == ["/pin tolu"]
+    assert complete(chat, "/pin tolu ") == ["/pin tolu islands", "/pin tolu letters"]
+    assert complete(chat, "/mode u") == ["/mode ungated"]
+    assert complete(chat, "hello /st") == complete(chat, "/nothing x") == []
+
+
+# --- text and lines -------------------------------------------------------------------------------
+
+
+def test_answers_cannot_command_the_terminal() -> None:
+    assert answers.safe("a\x1b[2Jb\r\x07\x9b1m\u202ec\ud800") == (
+        "a\\x1b[2Jb\\r\\x07\\x9b1m\\u202ec\\ud800"
+    )
+    kept = "line\n\ttab é 漢 👩\u200d🔬 नि"
+    assert answers.safe(kept) == kept
+
+
+def test_history_is_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "history"
+    history = chat_input._history(path)
+    history.append_string("my secret")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    os.chmod(path, 0o644)
+    chat_input._history(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    (tmp_path / "file").write_text("")
+    chat_input._history(tmp_path / "file" / "history").append_string("kept in memory")
+
+
+def typed_into_terminal(keys: str, tmp_path: Path) -> list[str]:
+    """What prompt_toolkit makes of keys, without a terminal."""
+    from prompt_toolkit.application import create_app_session
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    found = []
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+        lines = chat_input.TerminalLines(lambda before: [], tmp_path / "history")
+        pipe.send_text(keys)
+        while True:
+            try:
+                found.append(lines.read())
+            except EOFError:
+                return found
+
+
+def test_terminal_takes_several_lines_and_pasted_text(tmp_path: Path) -> None:
+    escape_enter, paste = "\x1b\r", "\x1b[200~one\ntwo\x1b[201~"
+    keys = f"seven{escape_enter}apples\rred\\\rblue\r{paste}\r\x04"
+    assert typed_into_terminal(keys, tmp_path) == ["seven\napples", "red\nblue", "one\ntwo"]
+
+
+@pytest.mark.parametrize(
+    ("term", "tty", "kind"),
+    [("xterm", True, chat_input.TerminalLines), ("dumb", True, chat_input.PlainLines),
+     ("xterm", False, chat_input.PlainLines)],
+)  # fmt: skip
+def test_reader_fits_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, term: str, tty: bool, kind: type
+) -> None:
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return tty
+
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(sys, "stdin", Stream())
+    monkeypatch.setattr(sys, "stdout", Stream())
+    monkeypatch.setattr(chat_input.TerminalLines, "__init__", lambda self, *args: None)
+    assert type(chat_input.open_lines(lambda before: [], tmp_path / "h")) is kind
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("2GB", 2 * 10**9), ("1.5 MiB", 3 * 2**19), ("7", 7), (9, 9)]
+)
+def test_budget_is_read(text: Any, expected: int) -> None:
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "2 XB", "1e9"])
+def test_budget_that_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match="no number of bytes"):
+        parse_bytes(text)
+
+
+def test_line_of_an_answer_is_safe_to_split(talk: Any) -> None:
+    chat, _ = talk("seven", pin=["tolu"])
+    line = answers.status_line(chat.conversation.turns[0])
+    mode, loads, said, kept, mark = line.split(" | ")
+    assert mode == "pinned: tolu"
+    assert loads.startswith("loaded tolu (")
+    assert said.startswith("4 tokens, ")
+    assert kept.startswith("0 of ")
+    assert mark == "cut off at max_tokens"
+    with pytest.raises(InputError):
+        chat.engine.check_domains(["x"])

@@ -1,0 +1,166 @@
+"""Conversations: turns, what is kept between them, comparing, saving.
+
+Run: pytest tests/routing/test_conversation.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxstacks.errors import InputError, TargetError
+from mlxstacks.routing.conversation import Conversation
+from mlxstacks.routing.engine import RoutedModel
+from mlxstacks.routing.generation import Sampling
+from mlxstacks.routing.route import Route
+from tests.routing.engine_cases import DOMAINS, Places, engine_for, write_places
+
+SHORT = Sampling(max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    return write_places(tmp_path_factory.mktemp("talk"))
+
+
+@pytest.fixture(scope="module")
+def engine(places: Places) -> RoutedModel:
+    return engine_for(places)
+
+
+def say(conversation: Conversation, text: str, **options: Any) -> str:
+    return "".join(conversation.ask(text, **options))
+
+
+def anew(engine: RoutedModel, conversation: Conversation, text: str, route: Route) -> str:
+    """What the whole conversation gets under one route, on an empty cache."""
+    messages = [*conversation.messages, {"role": "user", "content": text}]
+    return "".join(engine.stream(messages, route, SHORT, engine.new_cache()))
+
+
+def routes_of(monkeypatch: pytest.MonkeyPatch, engine: RoutedModel, weights: list[Any]) -> None:
+    """The router's next decisions."""
+    coming = iter(weights)
+
+    def route(text: str, mode: str, pins: Any = ()) -> Route:
+        return Route("routed", {}, next(coming))
+
+    monkeypatch.setattr(engine, "route", route)
+
+
+def test_turns_go_on_and_equal_the_conversation_read_anew(engine: RoutedModel) -> None:
+    conversation = Conversation(engine, SHORT, system_prompt="be brief", mode="ungated")
+    for text in ("seven apples", "and a river", "stone"):
+        expected = anew(engine, conversation, text, Route("ungated"))
+        assert say(conversation, text) == expected
+    first, second, third = (turn.answer for turn in conversation.turns)
+    assert first.cached_tokens == 0
+    # The template begins an answer with a mark that is not in the history: back to before it.
+    assert second.cached_tokens >= first.prompt_tokens - 20
+    assert third.cached_tokens > second.cached_tokens
+    assert [m["role"] for m in conversation.messages] == ["system", *["user", "assistant"] * 3]
+
+
+@pytest.mark.parametrize(("reroute", "kept"), [("set", True), ("always", False)])
+def test_weights_of_the_same_set(
+    engine: RoutedModel, monkeypatch: pytest.MonkeyPatch, reroute: Any, kept: bool
+) -> None:
+    weights = [{"islands": 0.9}, {"islands": 0.6}]
+    routes_of(monkeypatch, engine, weights)
+    conversation = Conversation(engine, SHORT, mode="routed", reroute=reroute)
+    say(conversation, "seven apples")
+    expected = anew(engine, conversation, "and", Route("routed", {}, weights[0 if kept else 1]))
+    assert say(conversation, "and") == expected
+    answer = conversation.turns[-1].answer
+    assert dict(answer.weights) == weights[0 if kept else 1]
+    assert (answer.cached_tokens > 0) == kept
+
+
+def test_another_set_reads_everything_again(
+    engine: RoutedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [{"islands": 0.9}, {"islands": 0.9, "tolu": 0.5}, {}]
+    routes_of(monkeypatch, engine, weights)
+    conversation = Conversation(engine, SHORT, mode="routed")
+    for text, active in zip(("one", "two", "three"), weights, strict=True):
+        expected = anew(engine, conversation, text, Route("routed", {}, active))
+        assert say(conversation, text) == expected
+        assert conversation.turns[-1].answer.cached_tokens == 0
+
+
+def test_pins_and_modes_change_between_turns(engine: RoutedModel) -> None:
+    conversation = Conversation(engine, SHORT)
+    say(conversation, "one")
+    conversation.pins = ("tolu",)
+    say(conversation, "two")
+    conversation.pins, conversation.mode = (), "ungated"
+    say(conversation, "three")
+    assert [list(turn.answer.weights) for turn in conversation.turns] == [[], ["tolu"], [*DOMAINS]]
+
+
+def test_comparing_changes_neither_conversation_nor_what_is_loaded(places: Places) -> None:
+    engine = engine_for(places)
+    conversation = Conversation(engine, SHORT, pins=["islands"])
+    say(conversation, "seven apples")
+    held = (list(conversation.cache.tokens), list(conversation.messages))
+    assert engine.resident is not None
+    with engine.lease(conversation.turns[-1].answer.route):
+        for mode in ("base", "ungated"):
+            assert "".join(conversation.compared("seven apples", mode, before=-2)) == anew(
+                engine, Conversation(engine, SHORT), "seven apples", engine.route("x", mode)
+            )
+    assert (conversation.cache.tokens, conversation.messages) == held
+    say(conversation, "and")
+    answer = conversation.turns[-1].answer
+    assert (answer.loaded, answer.resident) == ((), ("islands",))
+    assert answer.cached_tokens > 0
+
+
+def test_question_that_fails_leaves_no_trace(engine: RoutedModel) -> None:
+    conversation = Conversation(engine, SHORT, mode="ungated")
+    say(conversation, "one")
+    for text, message in (("", "empty"), ("x" * 2000, "context is 1,024")):
+        with pytest.raises(InputError, match=message):
+            conversation.ask(text)
+
+    def fail(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        say(conversation, "two", progress=fail)
+    assert say(conversation, "nothing", stop=lambda: True) == ""
+    assert (len(conversation.turns), len(conversation.messages)) == (1, 2)
+    expected = anew(engine, conversation, "three", Route("ungated"))
+    assert say(conversation, "three") == expected
+
+
+def test_stopped_answer_stays_as_far_as_it_went(engine: RoutedModel) -> None:
+    conversation = Conversation(engine, SHORT, mode="ungated")
+    asked = conversation.ask("one", stop=lambda: bool(said))
+    said: list[str] = []
+    for piece in asked:
+        said.append(piece)
+    assert asked.turn is not None
+    assert asked.turn.answer.finish == "stopped"
+    assert conversation.messages[-1]["content"] == "".join(said)
+    expected = anew(engine, conversation, "two", Route("ungated"))
+    assert say(conversation, "two") == expected
+
+
+def test_saved_messages_have_their_routes(engine: RoutedModel, tmp_path: Path) -> None:
+    before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    conversation = Conversation(engine, SHORT, pins=["tolu"], messages=before)
+    say(conversation, "zwölf \x1b[31m")
+    path = conversation.save(tmp_path / "talk.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [{k: m[k] for k in ("role", "content")} for m in lines] == conversation.messages
+    assert ["answer" in line for line in lines] == [False, False, False, True]
+    assert lines[3]["answer"]["route"]["weights"] == {"tolu": 1.0}
+    written = path.read_bytes()
+    with pytest.raises(TargetError, match="exists"):
+        conversation.save(path)
+    assert path.read_bytes() == written
+    assert [p.name for p in tmp_path.iterdir()] == ["talk.jsonl"]
+    with pytest.raises(TargetError):
+        conversation.save(tmp_path / "nowhere" / "talk.jsonl")

@@ -1,0 +1,251 @@
+"""The engine answers as a model does that holds every stack, whatever is loaded when.
+
+Run: pytest tests/routing/test_engine.py
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxstacks import base_model
+from mlxstacks.errors import InputError, StoreError
+from mlxstacks.files.store import Store
+from mlxstacks.layers.selection import routed
+from mlxstacks.layers.stack_files import serve
+from mlxstacks.layers.stacked import set_mode
+from mlxstacks.routing.answer import split_thoughts
+from mlxstacks.routing.gaps import GapLog, read_gaps
+from mlxstacks.routing.generation import Sampling, encode_prompt, generate
+from mlxstacks.routing.open_routed import context_tokens
+from mlxstacks.routing.prompt_cache import PromptCache
+from mlxstacks.routing.route import Route, pinned
+from tests.experiments.train_cases import WORDS
+from tests.routing.engine_cases import (
+    DOMAINS,
+    Places,
+    add_router,
+    engine_for,
+    user,
+    write_places,
+)
+
+SHORT = Sampling(max_tokens=5)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    return write_places(tmp_path_factory.mktemp("engine"))
+
+
+class FullyResident:
+    """The model with every stack of the store in memory, by the modes of training."""
+
+    def __init__(self, places: Places) -> None:
+        self.model, self.tokenizer, _ = base_model.load(places.model)
+        serve(self.model, Store.open(places.store))
+        self.model.eval()
+
+    def answer(self, text: str, weights: dict[str, float], sampling: Sampling = SHORT) -> str:
+        set_mode(self.model, routed(list(weights), [*weights.values()] or [0.0])
+                 if weights else routed(DOMAINS, [0.0] * len(DOMAINS)))  # fmt: skip
+        cache = PromptCache(lambda: base_model.make_prompt_cache(self.model))
+        prompt = encode_prompt(self.tokenizer, user(text))
+        pieces = generate(self.model, self.tokenizer, prompt, cache, sampling)
+        return "".join(piece.text for piece in pieces)
+
+
+@pytest.fixture(scope="module")
+def full(places: Places) -> FullyResident:
+    return FullyResident(places)
+
+
+def prompts(count: int) -> list[str]:
+    rng = random.Random(7)
+    return [" ".join(rng.choices(WORDS, k=rng.randint(1, 6))) for _ in range(count)]
+
+
+def ask(engine: Any, text: str, route: Route, **options: Any) -> Any:
+    stream = engine.stream(user(text), route, options.pop("sampling", SHORT),
+                           options.pop("cache", None) or engine.new_cache(), **options)  # fmt: skip
+    said = "".join(stream)
+    assert stream.answer is not None
+    return said, stream.answer
+
+
+def test_hundred_prompts_are_answered_as_by_a_fully_resident_model(
+    places: Places, full: FullyResident
+) -> None:
+    """With room for two domains, so that stacks come and go; soft and hard weights."""
+    room = engine_for(places, routed=True)
+    with room.resident.lease(dict.fromkeys(DOMAINS[:2], 1.0)):  # type: ignore[union-attr]
+        budget = room.resident.stats.resident_bytes  # type: ignore[union-attr]
+    engines = [
+        engine_for(places, routed=True, hard=hard, budget=2 * budget) for hard in (False, True)
+    ]
+    seen, differ = set(), 0
+    for index, text in enumerate(prompts(100)):
+        engine = engines[index % 2]
+        route = engine.route(text, "routed")
+        said, answer = ask(engine, text, route)
+        assert said == full.answer(text, dict(route.weights)), text
+        assert answer.weights == route.weights
+        seen.add(tuple(route.weights))
+        differ += index < 30 and said != full.answer(text, {})
+    assert len(seen) >= 3  # the router does choose
+    assert differ >= 10  # and what it chooses matters
+    stats = [engine.resident.stats for engine in engines]  # type: ignore[union-attr]
+    assert all(s.resident_bytes <= 2 * budget for s in stats)
+    assert sum(s.evictions for s in stats) > 0
+
+
+def test_streams_by_turns_are_the_streams_alone(places: Places) -> None:
+    engine = engine_for(places)
+    routes = [pinned(["islands"]), pinned(["tolu"]), pinned([])]
+    alone = [ask(engine, "seven red apples", route)[0] for route in routes]
+    streams = [
+        engine.stream(user("seven red apples"), route, SHORT, engine.new_cache())
+        for route in routes
+    ]
+    said = [""] * len(streams)
+    running = {i: iter(stream) for i, stream in enumerate(streams)}
+    while running:
+        for i in list(running):
+            piece = next(running[i], None)
+            if piece is None:
+                del running[i]
+            else:
+                said[i] += piece
+    assert said == alone
+    assert len(set(alone)) == 3
+
+
+def test_missing_stack_is_left_out_and_said(tmp_path: Path, full: FullyResident) -> None:
+    places = write_places(tmp_path)
+    store = Store.open(places.store)
+    engine = engine_for(places)
+    (store.path / store.stack_named("tolu-r1").file.file).unlink()
+    said, answer = ask(engine, "seven apples", pinned(["islands", "tolu"]))
+    assert list(answer.weights) == ["islands"]
+    assert list(answer.missing) == ["tolu"]
+    assert "missing" in answer.missing["tolu"]
+    assert any("without tolu" in mark for mark in answer.marks)
+    assert said == full.answer("seven apples", {"islands": 1.0})
+
+
+def test_answer_counts_what_it_took(places: Places) -> None:
+    engine = engine_for(places)
+    _, first = ask(engine, "seven", pinned(["islands"]))
+    _, second = ask(engine, "seven", pinned(["islands"]))
+    assert (first.loaded, first.resident) == (("islands",), ())
+    assert (second.loaded, second.resident) == ((), ("islands",))
+    assert first.bytes_read > 0 == second.bytes_read
+    assert (second.tokens, second.finish) == (5, "length")
+    assert second.marks == ("cut off at max_tokens",)
+    assert second.prompt_tokens == len(encode_prompt(engine.tokenizer, user("seven")).tokens)
+
+
+def test_ungated_is_every_stack_and_base_is_none(places: Places, full: FullyResident) -> None:
+    engine = engine_for(places)
+    said, answer = ask(engine, "river", engine.route("river", "ungated"))
+    assert dict(answer.weights) == dict.fromkeys(DOMAINS, 1.0)
+    assert said == full.answer("river", dict.fromkeys(DOMAINS, 1.0))
+    assert ask(engine, "river", engine.route("river", "base"))[0] == full.answer("river", {})
+
+
+# --- limits and bad input -------------------------------------------------------------------------
+
+
+def test_prompt_longer_than_the_context_is_refused(places: Places) -> None:
+    engine = engine_for(places)
+    assert engine.context_tokens == 1024
+    with pytest.raises(InputError, match=r"1,04\d tokens.*context is 1,024"):
+        engine.stream(user("x" * 1020), pinned([]), SHORT, engine.new_cache())
+
+
+def test_answer_ends_where_the_context_does(places: Places) -> None:
+    engine = engine_for(places)
+    engine.context_tokens = len(encode_prompt(engine.tokenizer, user("x")).tokens) + 3
+    _, answer = ask(engine, "x", pinned([]))
+    assert (answer.tokens, answer.finish) == (3, "context")
+
+
+@pytest.mark.parametrize(
+    ("config", "model_max_length", "expected"),
+    [
+        ({"text_config": {"max_position_embeddings": 512}}, 99, 512),
+        ({"max_position_embeddings": 512}, 99, 512),
+        ({"max_position_embeddings": 512, "text_config": {}}, 99, 512),
+        (
+            {"max_position_embeddings": 512,
+             "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 512}}, 99, 2048,
+        ),
+        ({}, 99, 99),
+        ({}, int(1e30), None),
+        ({"max_position_embeddings": "many"}, None, None),
+    ],
+)  # fmt: skip
+def test_context_is_found(config: Any, model_max_length: Any, expected: int | None) -> None:
+    class Tokenizer:
+        pass
+
+    tokenizer = Tokenizer()
+    tokenizer.model_max_length = model_max_length  # type: ignore[attr-defined]
+    assert context_tokens(config, tokenizer) == expected
+
+
+def test_unknown_and_impossible_routes_say_what_to_do(places: Places) -> None:
+    engine = engine_for(places)
+    with pytest.raises(InputError, match=r"'iland'.*did you mean 'islands'"):
+        engine.route("x", "base", ["iland"])
+    with pytest.raises(InputError, match="empty"):
+        engine.route("  ", "routed")
+    alone = engine_for(places, store_path=None)
+    with pytest.raises(InputError, match="--store-path"):
+        alone.route("x", "ungated")
+    with pytest.raises(InputError, match="--store-path"):
+        engine_for(places, store_path=None, routed=True)
+
+
+def test_store_of_another_base_or_without_router_is_refused(places: Places, tmp_path: Path) -> None:
+    other = write_places(tmp_path / "a")
+    Store.create(tmp_path / "bare", "tiny", Store.open(places.store).manifest.base_fingerprint)
+    with pytest.raises(InputError, match="route train"):
+        engine_for(places, store_path=str(tmp_path / "bare"), routed=True)
+    Store.create(tmp_path / "strange", "tiny", "c" * 64)
+    with pytest.raises(StoreError, match="fingerprint"):
+        engine_for(other, store_path=str(tmp_path / "strange"))
+
+
+def test_gap_is_marked_and_logged(tmp_path: Path) -> None:
+    places = write_places(tmp_path)
+    add_router(Store.open(places.store), bias=-60.0)
+    log = tmp_path / "gaps.jsonl"
+    engine = engine_for(places, routed=True, gap_log=str(log))
+    route = engine.route("nothing known", "routed")
+    assert (route.gap, dict(route.weights)) == (True, {})
+    assert any("gap" in mark for mark in ask(engine, "nothing known", route)[1].marks)
+    [event] = read_gaps(log).events
+    assert event.text == "nothing known"
+    blocked = engine_for(places, routed=True)
+    (tmp_path / "file").write_text("")
+    blocked._gap_log = GapLog(tmp_path / "file" / "gaps.jsonl")
+    assert blocked.route("nothing known", "routed").gap  # the answer matters more
+    assert "not logged" in blocked.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "inside", "expected"),
+    [
+        ("so it is</t>\n\nseven", True, ("seven", "so it is")),
+        ("so it", True, ("", "so it")),
+        ("<t>\nwhy</t>seven", False, ("seven", "why")),
+        ("seven", False, ("seven", None)),
+    ],
+)
+def test_thoughts_are_told_from_the_answer(text: str, inside: bool, expected: Any) -> None:
+    class Tokenizer:
+        think_start, think_end = "<t>", "</t>"
+
+    assert split_thoughts(text, Tokenizer(), inside) == expected
