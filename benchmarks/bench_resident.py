@@ -5,8 +5,8 @@
 Reads, of one stack's file (llama of 4 layers, hidden 1024; E=4, rank 16 at every projection):
 
     plain            like dd: one read after another into one buffer of 4 MB
-    load             `Store.read_stack(verified=True)`: headers checked, arrays in memory
-    first load       the same with hash and numbers checked, as once a process
+    load             as `Resident` reads a file again: arrays in memory
+    first load       the same with hash, header and numbers checked, as once a process
 
 cold: the file's pages dropped before (posix_fadvise DONTNEED; Linux). warm: in the page cache.
 Arms take turns; a round's ratio is taken within the round. Bar: load >= 0.8 of plain's bandwidth.
@@ -127,10 +127,11 @@ def measure(
 def measure_reads(store: Store, record: StackRecord, rounds: int) -> dict[str, object]:
     path = store.path / record.file.file
     buffer = bytearray(CHUNK)
+    known = store.read_index(record)
     arms = {
         "plain": lambda: read_plainly(path, buffer),
         "plain, new memory": lambda: read_plainly(path, None),
-        "load": lambda: store.read_stack(record, verified=True),
+        "load": lambda: store.read_stack(record, known=known),
         "first load": lambda: store.read_stack(record),
     }
     result: dict[str, object] = {"file_bytes": record.file.nbytes}

@@ -33,18 +33,28 @@ __all__ = [
     "ProjectionShape",
     "StackFile",
     "StackHeader",
+    "StackIndex",
     "StorageDtype",
     "file_sha256",
     "raw_numbers",
     "read_arrays",
     "read_stack",
     "read_stack_header",
+    "read_stack_index",
     "write_arrays",
     "write_stack",
 ]
 
 METADATA_KEY = "mlxstacks"
 REPAIR = "restore this file from a copy, or remove its domain with `mlxstacks stacks remove`"
+
+
+@dataclass(frozen=True, eq=False)
+class StackIndex:
+    """A stack's header, checked against what its file holds (`shard`)."""
+
+    header: StackHeader
+    shard: ShardHeader
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,24 +106,39 @@ def read_stack_header(path: str | Path) -> StackHeader:
 
     Raises: StoreError naming the file and what is wrong.
     """
-    return _checked(Path(path))[0]
+    return read_stack_index(path).header
+
+
+def read_stack_index(path: str | Path) -> StackIndex:
+    """As `read_stack_header`, with the file's own header."""
+    path = Path(path)
+    value, shard = read_metadata(path, METADATA_KEY, "stack", REPAIR)
+    try:
+        header = StackHeader.from_json(value)
+    except ValueError as error:
+        raise StoreError(f"{path}: header: {error}; {REPAIR}") from None
+    if problems := differences(header.tensors(), plan_in(shard)):
+        raise StoreError(f"{path}: {'; '.join(problems[:8])}; {REPAIR}")
+    return StackIndex(header, shard)
 
 
 def read_stack(
-    path: str | Path, expected_sha256: str | None = None, *, verified: bool = False
+    path: str | Path, expected_sha256: str | None = None, *, known: StackIndex | None = None
 ) -> StackFile:
     """A stack with its arrays in memory.
 
     expected_sha256: what the file's bytes must hash to, where known.
-    verified: this file was read before, and nothing but its header is checked again.
+    known: of this very file, where it was hashed before and has not changed since; what it holds
+        is not checked again then.
 
     Raises: StoreError naming the file: missing, truncated, changed, not a stack, NaN or Inf.
     """
     path = Path(path)
-    if not verified:
-        check_hash(path, expected_sha256, REPAIR)
-    header, shard = _checked(path)
-    return StackFile(header, load_tensors(shard, REPAIR, check_numbers=not verified))
+    if known is not None:
+        return StackFile(known.header, load_tensors(known.shard, REPAIR, check_numbers=False))
+    check_hash(path, expected_sha256, REPAIR)
+    index = read_stack_index(path)
+    return StackFile(index.header, load_tensors(index.shard, REPAIR, check_numbers=True))
 
 
 def read_arrays(path: str | Path, expected_sha256: str | None = None) -> dict[str, mx.array]:
@@ -130,14 +155,3 @@ def read_arrays(path: str | Path, expected_sha256: str | None = None) -> dict[st
 def file_sha256(path: Path) -> str:
     """SHA-256 (hex) of a regular file. Raises: StoreError naming a file that cannot be read."""
     return hash_file(path, REPAIR)
-
-
-def _checked(path: Path) -> tuple[StackHeader, ShardHeader]:
-    value, shard = read_metadata(path, METADATA_KEY, "stack", REPAIR)
-    try:
-        header = StackHeader.from_json(value)
-    except ValueError as error:
-        raise StoreError(f"{path}: header: {error}; {REPAIR}") from None
-    if problems := differences(header.tensors(), plan_in(shard)):
-        raise StoreError(f"{path}: {'; '.join(problems[:8])}; {REPAIR}")
-    return header, shard

@@ -43,9 +43,10 @@ from mlxstacks.files.router_file import (
 from mlxstacks.files.stack_file import (
     StackFile,
     StackHeader,
+    StackIndex,
     read_arrays,
     read_stack,
-    read_stack_header,
+    read_stack_index,
     write_arrays,
     write_stack,
 )
@@ -147,21 +148,25 @@ class Store:
                 f"{fingerprint[:12]}; use that base, or train a store of its own for this one"
             )
 
-    def read_stack(self, record: StackRecord, *, verified: bool = False) -> StackFile:
+    def read_stack(self, record: StackRecord, *, known: StackIndex | None = None) -> StackFile:
         """The stack behind a record, checked against it: size, hash, header, base, numbers.
 
-        verified: this process read it before; only size and header are checked again.
+        known: see `stack_file.read_stack`; of its file only the size is checked again.
         Raises: StoreError naming the file and what is wrong with it.
         """
         path = file_of(self.path, record.file)
-        stack = read_stack(path, record.file.sha256, verified=verified)
+        stack = read_stack(path, record.file.sha256, known=known)
         if problems := header_problems(stack.header, record, self.manifest):
             raise StoreError(f"{path}: {'; '.join(problems)}")
         return stack
 
     def read_header(self, record: StackRecord) -> StackHeader:
         """The header alone; neither hash nor numbers are checked. Raises: StoreError."""
-        return read_stack_header(file_of(self.path, record.file))
+        return self.read_index(record).header
+
+    def read_index(self, record: StackRecord) -> StackIndex:
+        """As `read_header`, to read the stack with later, without checking it again."""
+        return read_stack_index(file_of(self.path, record.file))
 
     def read_json(self, record: FileRecord) -> dict[str, Any]:
         """A JSON file of the store (a split). Raises: StoreError naming the file."""

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from mlxstacks.errors import CheckpointError, StoreError
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint, resolve_model
-from mlxstacks.files.manifest import FileRecord, Manifest, StackRecord
+from mlxstacks.files.manifest import FOLDERS, FileRecord, Manifest, StackRecord
 from mlxstacks.files.stack_file import (
     StackHeader,
     file_sha256,
@@ -240,6 +240,6 @@ def _notes(store: Store, records: list[FileRecord]) -> Iterator[str]:
         yield f"{path.relative_to(store.path)}: left by a writer that died, or is at work"
     for path in strange:
         yield f"{path.relative_to(store.path)}: extra, no file of a store; remove it yourself"
-    for path in (store.path / "stacks",):
-        if path.is_symlink():
-            yield f"{path.name}: is a link"
+    for folder in FOLDERS:
+        if (store.path / folder).is_symlink():
+            yield f"{folder}: is a link"

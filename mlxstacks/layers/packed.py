@@ -119,7 +119,9 @@ def pack(
     packed, views = None, None
     if mx.default_device().type == mx.DeviceType.gpu:
         b = [_as(s.lora_b if per_expert else packed_b(s.lora_b), dtype) for s in stacks]
-        b_all = mx.concatenate(b, axis=-1)
+        # one stack alone can be a view of many; a kernel would copy what has gaps at every call
+        a = [mx.contiguous(one) for one in a]
+        b_all = mx.contiguous(mx.concatenate(b, axis=-1))
     else:
         # There a row is multiplied faster by (R, N), and the ranks of an expert are one block.
         b = [_as(s.lora_b.swapaxes(-1, -2), dtype) for s in stacks]

@@ -82,22 +82,26 @@ class PackedSets:
         return self._sets[key]
 
     def holding(self, domain: str) -> PackedSet | None:
-        """The most recently used set with a domain."""
-        return next((found for found in self if domain in found.domains), None)
+        """A set with a domain: one that is leased, so that it stays, else the most recently used
+        one, which `make_room` drops last.
+        """
+        found = [one for one in self if domain in one.domains]
+        return next((one for one in found if one.leases), found[0] if found else None)
 
     def add(self, packed: PackedSet) -> None:
         self._sets[packed.domains] = packed
 
-    def make_room(self, needed_bytes: int, what: str) -> None:
-        """Drop sets that nobody holds until `needed_bytes` more fit.
+    def make_room(self, needed_bytes: int, reserved_bytes: int, what: str) -> None:
+        """Drop sets that nobody holds until `needed_bytes` more fit beside `reserved_bytes`.
 
         Raises: InputError where they can never fit, or cannot while other leases are open; nothing
             is dropped then.
         """
         if self.budget_bytes is None:
+            self.reserved_bytes = reserved_bytes
             return
         held = sum(s.nbytes for s in self._sets.values() if s.leases)
-        least = self.reserved_bytes + needed_bytes
+        least = reserved_bytes + needed_bytes
         if least > self.budget_bytes:
             raise InputError(
                 f"{what} takes {least} bytes packed, the budget is {self.budget_bytes}; raise the "
@@ -108,6 +112,7 @@ class PackedSets:
                 f"{what} takes {needed_bytes} bytes packed and {held} are in use by other answers, "
                 f"the budget is {self.budget_bytes}; end one of those first, or raise the budget"
             )
+        self.reserved_bytes = reserved_bytes
         for key in [key for key, packed in self._sets.items() if not packed.leases]:
             if self.nbytes + needed_bytes <= self.budget_bytes:
                 break
@@ -139,6 +144,14 @@ def pack_domains(
         stacks = [stack for name in domains for stack in found[name].pop(path, [])]
         packed.segments[path] = pack_all(_own_copies(stacks), dtype)
     return packed
+
+
+def let_go(parts: DomainParts) -> None:
+    """Copy parts out of the pack that they are views of, projection by projection: it may have been
+    dropped, and would stay in memory whole until the last of them is packed.
+    """
+    for path, stacks in parts.items():
+        parts[path] = [_own_copy(stack) for stack in stacks]
 
 
 def _own_copies(stacks: Sequence[FrozenStack]) -> list[FrozenStack]:

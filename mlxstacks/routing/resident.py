@@ -14,8 +14,10 @@ stacks out of the packs that hold them, bit for bit. So `{code}` beside `{code, 
 twice, which the budget counts; a budget of little more than one set makes memory least. Latent
 pairs, which stacks share, are held once, are counted, and never dropped.
 
-Memory stays within the budget, but for one domain's file while it is read. A set that a lease holds
-is never dropped; after `close` it stays until its room is needed.
+Memory stays within the budget, but for one projection of a set while it is packed. A set that a
+lease holds is never dropped; after `close` it stays until its room is needed.
+
+Not for several threads: a model answers with one lease at a time, and nothing here is locked.
 """
 
 import time
@@ -31,7 +33,14 @@ from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.store import Store
 from mlxstacks.layers.packed import Segment, weighted
 from mlxstacks.layers.stack_files import attach_paths, places
-from mlxstacks.routing.packed_sets import Key, PackedSet, PackedSets, pack_domains, release_memory
+from mlxstacks.routing.packed_sets import (
+    Key,
+    PackedSet,
+    PackedSets,
+    let_go,
+    pack_domains,
+    release_memory,
+)
 from mlxstacks.routing.resident_stats import ResidentStats
 from mlxstacks.routing.stack_reader import DomainParts, StackReader
 
@@ -139,10 +148,15 @@ class Resident:
         packed = self._sets.get(readable) if readable else PackedSet(())
         if packed is None:
             nbytes = sum(self._reader.nbytes(name, self._dtype) for name in readable)
-            self._paired |= {*readable}
-            self._sets.reserved_bytes = self._reader.shared_bytes(self._paired)
+            paired = self._paired | {*readable}
+            reserved_bytes = self._reader.shared_bytes(paired)
             taken = {n: self._taken(n) for n in readable if n in there}
-            self._sets.make_room(nbytes, f"the set {', '.join(readable)}")
+            self._sets.make_room(nbytes, reserved_bytes, f"the set {', '.join(readable)}")
+            self._paired = paired
+            if len(taken) < len(readable):
+                # more is read before anything is packed
+                for name in taken.keys() - self._sets.domains:
+                    let_go(taken[name])
             fresh = {n: parts for n in readable if n not in there for parts in self._read(n, lease)}
             readable = tuple(n for n in readable if n in taken or n in fresh)
             # less may have been read than was asked for
@@ -233,6 +247,8 @@ class Resident:
             lease.close()
         self._activate_base()
         self._sets = PackedSets(self._stats.budget_bytes, self._stats)
+        self._paired = set()
+        self._reader.forget_pairs()
         release_memory()
 
 

@@ -1,7 +1,7 @@
 """Children of the process tests of the store. Run as `python store_worker.py ROLE STORE ...`.
 
-loop    forks writers on request that add and remove domains for ever; a line on stdin starts
-        one, its pid is the answer; the test kills it
+loop    forks writers on request that add and remove domains and set routers for ever; a line on
+        stdin starts one, its pid is the answer; the test kills it
 hold    takes the writers' lock, says `ready`, waits for a line
 read    opens the store again and again, reads every stack it names, until a line comes; prints
         how many states it saw
@@ -16,17 +16,21 @@ from pathlib import Path
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_commands import collect_garbage, remove_domain
 from mlxstacks.files.store_settings import StacksGcSettings, StacksRemoveSettings
+from tests.files.router_cases import set_router
 from tests.files.store_cases import ONE_EXPERT, add_domain
 
 NAMES = ("chat", "code", "math")
 
 
 def one_change(path: Path, chance: random.Random) -> None:
-    """Add the next domain, or remove the last one, or collect garbage."""
+    """Add the next domain, or remove the last one, train a router, or collect garbage."""
     store = Store.open(path)
     known = [domain.name for domain in store.manifest.domains]
-    if chance.random() < 0.1:
+    what = chance.random()
+    if what < 0.1:
         collect_garbage(StacksGcSettings(store_path=str(path), grace_seconds=3600))
+    elif what < 0.3 and known:
+        set_router(store)
     elif len(known) < len(NAMES) and (not known or chance.random() < 0.6):
         name = NAMES[len(known)]
         add_domain(store, name, seed=10 * len(known), projections=ONE_EXPERT)

@@ -27,6 +27,7 @@ from mlxstacks.files.stack_file import (
     read_arrays,
     read_stack,
     read_stack_header,
+    read_stack_index,
     write_arrays,
     write_stack,
 )
@@ -240,7 +241,21 @@ def test_nan_in_a_file_is_named(good: Path) -> None:
     good.write_bytes(data)
     with pytest.raises(StoreError, match=r"q_proj.lora_a: NaN or Inf at index \[0, 0, 1\]"):
         read_stack(good)
-    assert read_stack(good, verified=True).header == header()
+    assert read_stack(good, known=read_stack_index(good)).header == header()
+
+
+def test_a_file_that_is_another_than_its_index_says_is_refused(good: Path, tmp_path: Path) -> None:
+    """Replaced between the check and the reading: by a stack of other shapes, or by nothing."""
+    index = read_stack_index(good)
+    shape = next(iter(header().projections.values()))
+    head = header(projections={"model.layers.0.self_attn.q_proj": replace(shape, rank=5)})
+    write_stack(tmp_path / "other", tensors(head), head)
+    (tmp_path / "other").replace(good)
+    with pytest.raises(StoreError, match="changed while it was read"):
+        read_stack(good, known=index)
+    good.unlink()
+    with pytest.raises(StoreError, match="cannot be read"):
+        read_stack(good, known=index)
 
 
 def test_no_damage_passes_the_hash(good: Path, campaign: Callable[[int], range]) -> None:

@@ -17,10 +17,15 @@ import pytest
 
 from mlxstacks.errors import StoreError
 from mlxstacks.files.store import Store
-from mlxstacks.files.store_commands import collect_garbage
-from mlxstacks.files.store_settings import StacksGcSettings, StacksVerifySettings
+from mlxstacks.files.store_commands import collect_garbage, remove_domain
+from mlxstacks.files.store_settings import (
+    StacksGcSettings,
+    StacksRemoveSettings,
+    StacksVerifySettings,
+)
 from mlxstacks.files.store_verify import verify_store
 from tests.files import store_worker
+from tests.files.router_cases import set_router
 from tests.files.store_cases import BASE, ONE_EXPERT, add_domain, tree
 
 ROOT = Path(__file__).parents[2]
@@ -52,13 +57,29 @@ def answer(process: "subprocess.Popen[str]") -> str:
 
 
 def every_state(path: Path) -> list[dict[str, bytes]]:
-    """The store after no, one, two and three domains, byte for byte."""
-    store = Store.create(path, "tiny", BASE)
-    states = [tree(path)]
-    for index, name in enumerate(store_worker.NAMES):
-        add_domain(store, name, seed=10 * index, projections=ONE_EXPERT)
-        states.append(tree(path))
+    """The store with up to three domains and no router or one of up to three, byte for byte."""
+    states = []
+    for trained in range(4):
+        store = Store.create(path / str(trained), "tiny", BASE)
+        add_up_to(store, trained)
+        if trained:
+            set_router(store)
+        for name in reversed(store_worker.NAMES[:trained]):
+            states.append(tree(store.path))
+            remove_domain(StacksRemoveSettings(store_path=str(store.path), domain=name))
+            collect_garbage(StacksGcSettings(store_path=str(store.path), grace_seconds=0))
+            store.refresh()
+        for count in range(4):
+            add_up_to(store, count)
+            states.append(tree(store.path))
     return states
+
+
+def add_up_to(store: Store, count: int) -> None:
+    """The first domains, as many as `count`, where they are not there yet."""
+    for index in range(len(store.manifest.domains), count):
+        name = store_worker.NAMES[index]
+        add_domain(store, name, seed=10 * index, projections=ONE_EXPERT)
 
 
 def test_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
@@ -147,6 +168,7 @@ def test_killed_at_any_moment_the_store_is_a_whole_one(
                 assert tree(path) in known
     # the kills met writers at work: the store changed, and half-done work lay about
     assert len(set(manifests)) > 1
+    assert any(b'"router"' in manifest for manifest in manifests)
     assert left_over > 0
     collect_garbage(StacksGcSettings(store_path=str(path), grace_seconds=0))
     assert tree(path) in known

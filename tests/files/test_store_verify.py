@@ -148,6 +148,13 @@ def test_extra_files_are_notes_not_damage(store: Store) -> None:
     ]
 
 
+def test_a_folder_that_is_a_link_is_noted(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for folder in ("routers", "shared"):
+        (store.path / folder).symlink_to(tmp_path / "elsewhere")
+    assert verify(store).notes == ("shared: is a link", "routers: is a link")
+
+
 def test_a_header_against_its_record_is_named(store: Store) -> None:
     """A manifest with right hashes that says something else of a stack than the stack does."""
     with store.change() as change:

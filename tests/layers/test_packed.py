@@ -3,6 +3,7 @@
 Run: pytest tests/layers/test_packed.py
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -110,6 +111,24 @@ def test_taking_stacks_out_of_a_pack_gives_their_bytes() -> None:
             assert (after.id, after.shape) == (before.id, before.shape)
             for name, array in before.tensors().items():
                 assert mx.array_equal(after.tensors()[name], array), (form, name)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kept", [["d1"], ["d0", "d2"]])
+def test_packs_for_a_gpu_have_no_gaps(
+    form: str, kept: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A custom kernel copies an input whose rows do not follow each other, at every call."""
+    stacks = [random_stack(form, seed, domain=f"d{seed}") for seed in range(3)]
+    on_cpu = packed(stacks, subset(kept))
+    gpu = SimpleNamespace(type=mx.DeviceType.gpu)
+    monkeypatch.setattr(mx, "default_device", lambda: gpu)  # the layout alone follows it
+    on_gpu = packed(stacks, subset(kept))
+    (mine,), (other,) = on_gpu._served, on_cpu._served
+    assert mine.views is None
+    for array, same in ((mine.a_all, other.a_all), (mine.b_all, other.b_all)):
+        assert mx.array_equal(array, same)
+        assert np.array(array, copy=False).flags.c_contiguous
 
 
 def test_half_precision_stacks_answer_in_the_dtype_of_x() -> None:

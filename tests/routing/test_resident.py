@@ -6,6 +6,7 @@ pytest tests/routing/test_resident.py
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,6 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError, StoreError
+from mlxstacks.files import stack_file
+from mlxstacks.files.manifest import DomainRecord
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_commands import collect_garbage, disable_domain, remove_domain
 from mlxstacks.files.store_settings import (
@@ -22,9 +25,14 @@ from mlxstacks.files.store_settings import (
     StacksRemoveSettings,
     StacksSwitchSettings,
 )
+from mlxstacks.layers.adapted import Dims
 from mlxstacks.layers.selection import base
+from mlxstacks.layers.stack_files import fixed_pairs, pair_tensors
 from mlxstacks.layers.stacked import set_mode
+from mlxstacks.routing.packed_sets import PackedSets
 from mlxstacks.routing.resident import Resident
+from mlxstacks.routing.resident_stats import ResidentStats
+from tests.files.store_cases import header, tensors
 from tests.layers.build import assert_close
 from tests.routing.resident_cases import (
     FullyResident,
@@ -342,6 +350,47 @@ def test_damage_after_the_first_read_is_found(store: Store) -> None:
     assert "its bytes changed" in third.lease({"a": 1.0}).missing["a"]
 
 
+def test_damage_under_an_old_time_is_found(store: Store) -> None:
+    """Who sets the time of the contents back does not set back when that was done."""
+    path = file_of_domain(store, "a")
+    Resident(small_model(), store).lease({"a": 1.0}).close()
+    before = path.stat()
+    flip(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    resident = Resident(small_model(), store)
+    assert "its bytes changed" in resident.lease({"a": 1.0}).missing["a"]
+
+
+def test_a_known_file_is_not_checked_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read, dropped, and read again: the same answer, without a hash and without its header."""
+    model = small_model()
+    resident = Resident(model, store, budget_bytes=one_set(store, "a"))
+    with resident.lease({"a": 1.0}):
+        wanted = answer(model)
+    resident.close()
+    for name in ("check_hash", "read_stack_index"):
+        monkeypatch.setattr(stack_file, name, None)
+    with resident.lease({"a": 1.0}) as lease:
+        assert lease.loaded == ("a",)
+        assert mx.array_equal(answer(model), wanted)
+
+
+def test_a_header_that_was_another_when_the_store_was_opened(store: Store) -> None:
+    """Places are made by the header that was there then: the true file may not fit them."""
+    path = file_of_domain(store, "a")
+    whole = path.read_bytes()
+    forged = whole.replace(b'\\"scale\\":2.0', b'\\"scale\\":4.0')
+    assert forged != whole
+    path.write_bytes(forged)
+    model = small_model()
+    resident = Resident(model, store)
+    path.write_bytes(whole)
+    lease = resident.lease({"a": 1.0})
+    assert "another one than when the store was opened; open it again" in lease.missing["a"]
+    with Resident(small_model(), store).lease({"a": 1.0}) as lease:
+        assert lease.missing == {}
+
+
 def test_a_store_changed_by_another_process_while_serving(store: Store) -> None:
     """Loaded domains stay; a removed one that must be read is named, in words that say why."""
     model = small_model()
@@ -398,3 +447,73 @@ def test_a_small_set_out_of_a_large_one_keeps_nothing_of_it(tmp_path: Path) -> N
         assert held == pytest.approx(resident.stats.resident_bytes, rel=0.1)
         assert held < 0.4 * whole
         assert np.isfinite(np.array(answer(model))).all()
+
+
+def test_memory_while_a_set_is_changed_for_another(tmp_path: Path) -> None:
+    """One domain is kept of four, three are read: what is dropped goes before these come."""
+    model = small_model()
+    paths = [p for p, m in model.named_modules() if "layers" in p and p.endswith("_proj")]
+    shapes = shapes_of(model, paths, rank=16, experts=64)
+    store = Store.create(tmp_path / "store", "tiny", "b" * 64)
+    for index, name in enumerate("abcdefg"):
+        add_domain(store, name, shapes, seed=index)
+    for name in "abcdefg":  # hashes and numbers are checked now, not below
+        Resident(model, store).lease({name: 1.0}).close()
+    room = one_set(store, *"abcd")
+    resident = Resident(model, store, budget_bytes=room)
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    resident.lease(dict.fromkeys("abcd", 1.0)).close()
+    mx.reset_peak_memory()
+    with resident.lease(dict.fromkeys("aefg", 1.0)) as lease:
+        assert (lease.hits, lease.loaded) == (("a",), ("e", "f", "g"))
+    # one projection in two forms; with the dropped set it would be 1.75
+    assert mx.get_peak_memory() - before < 1.25 * room
+
+
+def test_a_set_is_taken_from_where_it_stays(store: Store) -> None:
+    """A domain in a leased set and in one that is dropped: the latter is not kept for it."""
+    resident = Resident(small_model(), store)
+    held = resident.lease({"a": 1.0})
+    resident.lease({"a": 1.0, "b": 1.0}).close()
+    found = resident._sets.holding("a")
+    assert found is not None
+    assert found.domains == ("a",)
+    held.close()
+    found = resident._sets.holding("a")
+    assert found is not None
+    assert found.domains == ("a", "b")
+
+
+@pytest.mark.parametrize("budget", [100, None])
+def test_what_is_refused_reserves_nothing(budget: int | None) -> None:
+    sets = PackedSets(budget, ResidentStats())
+    if budget is not None:
+        with pytest.raises(InputError, match="takes 110 bytes packed, the budget is 100"):
+            sets.make_room(90, 20, "the set a")
+        assert sets.nbytes == 0
+    sets.make_room(50, 20, "the set a")
+    assert sets.nbytes == 20
+
+
+def test_latent_pairs_are_counted_until_all_is_closed(tmp_path: Path) -> None:
+    model = small_model()
+    path = "model.layers.0.mlp.up_proj"
+    shape = replace(shapes_of(model, [path])[path], latent_dim=4)
+    pairs = pair_tensors(fixed_pairs({path: Dims(32, 48, None)}, 4, "b" * 64))
+    store = Store.create(tmp_path / "store", "tiny", "b" * 64)
+    with store.change() as change:
+        shared = change.add_shared("pairs", pairs)
+        head = header("a", 1, projections={path: shape}, shared_sha256=shared.sha256)
+        record = change.add_stack(tensors(head), head)
+        change.manifest = change.manifest.with_domain(DomainRecord("a", True, (record,)))
+    resident = Resident(model, store)
+    with resident.lease({"a": 1.0}):
+        wanted = answer(model)
+    assert resident.stats.resident_bytes == 2 * record.parameters + shared.nbytes + 2 * 2 * 4
+    resident.close()
+    assert resident.stats.resident_bytes == 0
+    assert resident._reader._pairs._read == {}
+    with resident.lease({"a": 1.0}) as lease:
+        assert lease.loaded == ("a",)
+        assert mx.array_equal(answer(model), wanted)
