@@ -25,7 +25,7 @@ def render_show(console: "Console", info: "NanoInfo") -> None:
 
 def render_rebuild(console: "Console", result: "RebuildResult") -> None:
     """Where the new model is, how long it took, and what it knows."""
-    seconds = sum(result.manifest["seconds"].values())
+    seconds = result.manifest["total_seconds"]
     console.print(f"Wrote {result.save_path} in {seconds / 60:.1f} minutes.", markup=False)
     _print_measured(console, result.manifest)
     console.print(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import output
+from mlxstacks.cli.route_explain import nano_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,17 +33,14 @@ def run(
 
 def nano_parts(settings: "OutcomeSettings") -> dict[str, str]:
     """nano's model and data, for a store whose base is nano."""
-    from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-    from mlxstacks.files.store import Store
     from mlxstacks.nano.exports import nano_paths
 
-    paths = nano_paths()
-    wanted = Store.open(str(settings.store_path)).manifest.base_fingerprint
-    if fingerprint(open_checkpoint(paths.model_path)) != wanted:
+    model = nano_model(settings.store_path)
+    if model is None:
         return {}
-    parts = {"model": str(paths.model_path)}
+    parts = {"model": str(model)}
     if not settings.data and not settings.sources:
-        parts["data"] = str(getattr(paths, "routing_path", paths.curriculum_path))
+        parts["data"] = str(nano_paths().routing_path)
     return parts
 
 

@@ -107,7 +107,9 @@ def render(console: "Console", report: "RouteEvaluateReport") -> None:
 
 
 def _compared(to: str) -> tuple[str, ...]:
-    return ("ungated", "routed") if to == "base" else ("routed", "routed_hard")
+    """The modes whose difference to this one is shown; the page has all."""
+    shown = {"base": ("ungated", "routed"), "random_stack": ("oracle_domain", "routed")}
+    return shown.get(to, ("routed", "routed_hard"))
 
 
 def _digits(value: float) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import output
+from mlxstacks.cli.route_explain import nano_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,7 +27,9 @@ def run(
 
     notes: list[str] = []
     if settings.store_path:
-        changes = {} if settings.model else _nano_model(settings.store_path)
+        changes: dict[str, Any] = {}
+        if not settings.model and (model := nano_model(settings.store_path)):
+            changes["model"] = str(model)
         if settings.install and _in_package(settings.store_path):
             changes["install"] = False
             notes.append("nano's own store is not changed; the router is in the save path alone.")
@@ -34,18 +37,6 @@ def run(
     report = route_train.run(settings, dry_run=dry_run, progress=progress)
     report.notes[:0] = notes
     return report
-
-
-def _nano_model(store_path: str) -> dict[str, Any]:
-    """nano's model, for a store whose base is nano."""
-    from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-    from mlxstacks.files.store import Store
-    from mlxstacks.nano.exports import nano_paths
-
-    model_path = nano_paths().model_path
-    wanted = Store.open(store_path).manifest.base_fingerprint
-    same = fingerprint(open_checkpoint(model_path)) == wanted
-    return {"model": str(model_path)} if same else {}
 
 
 def _in_package(store_path: str) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.route_check_rules import Judged, judge, missing_domains
 from mlxstacks.experiments.route_check_settings import CheckMode, CheckPrompt, RouteCheckSettings
+from mlxstacks.experiments.route_data import routed_domains
 from mlxstacks.experiments.route_evaluate_served import Served, open_served, selection_of
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
@@ -151,7 +152,7 @@ def run(
 
 
 def _check_domains(settings: RouteCheckSettings, store: Store) -> None:
-    known = [d.name for d in store.manifest.domains if d.enabled and d.stacks]
+    known = routed_domains(store)
     strange = {
         f"{check.name}: {name}"
         for check in settings.prompts

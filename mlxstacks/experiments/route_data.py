@@ -5,7 +5,7 @@ both) or `others` (prompts of no domain). Rows are in any format that training d
 conversation its first question and answer count, of a text the whole as a prompt without an answer.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,13 @@ _SHOWN = 8
 def routed_domains(store: Store) -> tuple[str, ...]:
     """Domains that can be routed to: enabled, with stacks, in the order of the store."""
     return tuple(d.name for d in store.manifest.domains if d.enabled and d.stacks)
+
+
+def stack_hashes(store: Store, domains: Sequence[str]) -> dict[str, list[str]]:
+    """Domain -> sha256 of its stacks, in order."""
+    return {
+        name: [stack.file.sha256 for stack in store.domain_named(name).stacks] for name in domains
+    }
 
 
 def read_examples(
@@ -180,9 +187,8 @@ def _from_store(store: Store, domains: tuple[str, ...], tokenizer: Any, notes: l
 def _data_of(record: DomainRecord) -> DomainDataSettings:
     """Raises: InputError: the store does not say, or a file is not there."""
     if record.origin == "imported":
-        found = DomainDataSettings(sources=(SourceSettings(path=f"{record.name}.jsonl"),))
-    else:
-        found = data_settings_of(record)
+        raise InputError("it was imported, so the store does not know its data; give --data")
+    found = data_settings_of(record)
     paths = [user_path(source.path) for source in found.sources if source.path is not None]
     gone = [str(path) for path in paths if not path.exists()]
     if gone:

@@ -15,14 +15,14 @@ from typing import Any
 
 from mlxstacks import base_model, memory
 from mlxstacks.errors import InputError
-from mlxstacks.experiments.route_data import read_examples, routed_domains, template_of
-from mlxstacks.experiments.route_discover_control import add_control
-from mlxstacks.experiments.route_discover_plan import (
-    Samples,
-    choose_samples,
-    rules_of,
+from mlxstacks.experiments.route_data import (
+    read_examples,
+    routed_domains,
     stack_hashes,
+    template_of,
 )
+from mlxstacks.experiments.route_discover_control import add_control
+from mlxstacks.experiments.route_discover_plan import Samples, choose_samples, rules_of
 from mlxstacks.experiments.route_discover_tables import (
     control_table,
     counts_of,
@@ -30,6 +30,7 @@ from mlxstacks.experiments.route_discover_tables import (
     oracle_table,
     verdict,
 )
+from mlxstacks.experiments.route_evaluate_losses import with_controls
 from mlxstacks.experiments.route_evaluate_served import Served, open_served
 from mlxstacks.experiments.run_directory import RunDirectory, plain
 from mlxstacks.files.disk import user_path
@@ -52,7 +53,6 @@ from mlxstacks.routing.outcome_files import (
 )
 from mlxstacks.routing.outcome_settings import OutcomeSettings
 from mlxstacks.routing.outcomes import Found, Rules, blended, search_all, targets_of
-from mlxstacks.routing.random_stack import add_random_stacks, random_hash, random_name
 
 Progress = Callable[..., None]
 # Of a model whose head, and so whose width, is not found.
@@ -221,12 +221,7 @@ class _Discovery:
         settings, store, model = self.settings, self.served.store, self.served.model
         stacks = dict(self.report.stacks)
         if settings.random_control:
-            hashes = {stack.name: stack.file.sha256 for stack in store.enabled_stacks()}
-            add_random_stacks(model, hashes, self.rules.domains, settings.seed)
-            stacks |= {
-                random_name(name): [random_hash(sha256, settings.seed) for sha256 in of_domain]
-                for name, of_domain in self.report.stacks.items()
-            }
+            stacks = with_controls(self.served, stacks, settings.seed)
         head, note = find_output_head(model)
         if note:
             self.report.notes.append(note)

@@ -1,4 +1,4 @@
-"""What a discovery is about: its rules, the stacks it asks about, the examples it searches."""
+"""What a discovery is about: its rules, the examples it searches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,6 @@ from mlxstacks.data import Row
 from mlxstacks.data.settings import Template
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.route_evaluate_losses import encode_pair
-from mlxstacks.files.store import Store
 from mlxstacks.routing.outcome_files import RouterExample
 from mlxstacks.routing.outcome_settings import MOST_EXHAUSTIVE, OutcomeSettings
 from mlxstacks.routing.outcomes import Rules
@@ -47,13 +46,6 @@ def rules_of(settings: OutcomeSettings, domains: tuple[str, ...], notes: list[st
         label_share=settings.label_share,
         search=settings.search,
     )
-
-
-def stack_hashes(store: Store, domains: Sequence[str]) -> dict[str, list[str]]:
-    """Domain -> sha256 of its stacks, in order."""
-    return {
-        name: [stack.file.sha256 for stack in store.domain_named(name).stacks] for name in domains
-    }
 
 
 def choose_samples(

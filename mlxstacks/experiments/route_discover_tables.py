@@ -67,7 +67,8 @@ def oracle_table(rules: Rules, outcomes: Sequence[Outcome]) -> list[dict[str, An
     """For each label: which sets were best how often, which domains were in them, what they gained.
 
     own: the best set is the label itself. nothing: no set beats the base. own_gain: base loss minus
-    the loss with the label's domains alone, where that was measured.
+    the loss with the label's domains alone; None where the search did not ask for it in every pair,
+    as greedy for mixed prompts: it asks where the way there looked good.
     """
     rows = []
     for label in dict.fromkeys(outcome.label for outcome in outcomes):
@@ -87,7 +88,7 @@ def oracle_table(rules: Rules, outcomes: Sequence[Outcome]) -> list[dict[str, An
             "base_loss": sum(o.base_loss for o in of_label) / n,
             "best_loss": sum(o.best_loss for o in of_label) / n,
             "gain": mean_interval([o.gain for o in of_label]).as_json(),
-            "own_gain": mean_interval(alone).as_json() if label and alone else None,
+            "own_gain": mean_interval(alone).as_json() if label and len(alone) == n else None,
         })  # fmt: skip
     return rows
 
@@ -188,6 +189,11 @@ def verdict(
             f"Of random stacks of equal norm one would be chosen in {_percent(control['chosen'])}; "
             f"their mean gain is {_nats(control['gain'])}."
         )
+        if control["floor_gain"]:
+            said.append(
+                "Chat at its floor, which is on beside every stack, real or random, gains "
+                f"{_nats(control['floor_gain'])} alone."
+            )
     if counts["samples_trained_on"]:
         said.append(f"A stack was trained on {counts['samples_trained_on']:,} of the rows.")
     return " ".join(said)

@@ -8,7 +8,7 @@ between modes, on the same rows each.
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from mlxstacks.experiments.route_evaluate_losses import RowLosses
 from mlxstacks.experiments.route_evaluate_matrix import Estimate, loss_differences, loss_matrix
 from mlxstacks.experiments.route_evaluate_metrics import over_routers, router_metrics
 from mlxstacks.experiments.route_evaluate_modes import (
+    AGAINST,
     COMPARED,
     MODES,
     ROUTED,
@@ -47,7 +48,7 @@ from mlxstacks.experiments.route_evaluate_rows import (
 )
 from mlxstacks.experiments.route_evaluate_served import Served, open_served
 from mlxstacks.experiments.route_evaluate_settings import RouteEvaluateSettings
-from mlxstacks.experiments.route_evaluate_split import trained_ids
+from mlxstacks.experiments.route_evaluate_split import RouterSplit, split_of
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
 from mlxstacks.files.store import Store
@@ -56,6 +57,7 @@ from mlxstacks.routing.outcome_settings import OutcomeSettings
 from mlxstacks.routing.outcomes import Rules
 from mlxstacks.routing.route import Route
 from mlxstacks.routing.router import PromptRouter, load_prompt_router
+from mlxstacks.routing.router_examples import group_key
 
 Progress = Callable[..., None]
 _NOT_OF_THE_RESULT = {"force", "save_path"}
@@ -134,18 +136,41 @@ def _cases(
         router = load_prompt_router(served.store, served.model, served.tokenizer, path)
         notes += router.notes
         name = path or STORES_OWN
-        trained = trained_ids(router, path, examples)
-        if trained is None:
-            notes.append(
-                f"Which rows {name} was trained on is not known here; it may know those it is "
-                "judged by."
-            )
+        split = split_of(router, path, examples, settings.targets)
         rows = held_out_rows(
-            settings, examples, unseen, trained or (), served.tokenizer, template, notes
-        )
+            settings, examples, unseen, split.training if split else (), served.tokenizer,
+            template, notes,
+        )  # fmt: skip
+        notes += _split_notes(name, split, rows)
+        there = {row.group for row in rows if row.row is not None}
+        if absent := [domain for domain in served.domains if domain not in there]:
+            notes.append(
+                f"{name}: no held-out row of {', '.join(absent)} has an answer; the mean over "
+                "domains is of the others."
+            )
         modes = COMPARED if cases else _modes(settings)
         cases.append(_case(settings, served, name, router, rows, modes, tell))
     return cases
+
+
+def _split_notes(name: str, split: RouterSplit | None, rows: list[EvaluatedRow]) -> Iterator[str]:
+    """What the rows have to do with the router's training."""
+    if split is None:
+        yield (
+            f"Which prompts {name} was trained on is not known here; it may know those it is "
+            "judged by (--targets, the directory that `route discover` wrote for it, tells)."
+        )
+        return
+    if split.extended:
+        yield (
+            f"{name} was extended; which prompts the router before it was trained on is not known "
+            "here: it may know those it is judged by."
+        )
+    if chose := sum(group_key(row.example.prompt) in split.validation for row in rows):
+        yield (
+            f"{chose} of {len(rows)} rows are held out from the training of {name}, but chose its "
+            "best epoch: its figures may be a little too good."
+        )
 
 
 def _modes(settings: RouteEvaluateSettings) -> tuple[str, ...]:
@@ -162,8 +187,12 @@ def _case(
     tell: Callable[[str], None],
 ) -> _Case:
     answered = [row for row in rows if row.row is not None]
-    if not answered:
-        raise InputError("no row has an answer to measure; give --data with answers")
+    if not domain_groups(row.group for row in answered):
+        raise InputError(
+            f"{name}: no held-out row of a single domain has an answer to measure "
+            f"(groups here: {', '.join(by_group(rows))}); give --data with answers in NAME.jsonl "
+            f"for {', '.join(served.domains)}"
+        )
     scores = router.scores([row.example.prompt for row in rows])
     routes = [router.decide(one, routable=served.domains) for one in scores]
     tell("routes")
@@ -180,7 +209,7 @@ def _case(
     return _Case(
         name, router, rows, scores, routes, losses, table,
         loss_matrix(groups, modes, *drawn),
-        {to: loss_differences(groups, modes, to, *drawn) for to in ("base", "ungated")},
+        {to: loss_differences(groups, modes, to, *drawn) for to in AGAINST if to in modes},
     )  # fmt: skip
 
 

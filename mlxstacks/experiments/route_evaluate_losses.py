@@ -11,6 +11,7 @@ from mlxstacks.data import DomainDataSettings, Row, SourceSettings, encode_examp
 from mlxstacks.data.examples import make_example
 from mlxstacks.data.settings import Template
 from mlxstacks.errors import InputError
+from mlxstacks.experiments.route_data import stack_hashes
 from mlxstacks.experiments.route_evaluate_served import Served
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.routing.candidate_losses import (
@@ -41,6 +42,20 @@ def encode_pair(
         raise
 
 
+def with_controls(
+    served: Served, stacks: Mapping[str, list[str]], seed: int
+) -> dict[str, list[str]]:
+    """Put a random stack of equal norm into the model for each of these domains' stacks; returns
+    `stacks` (domain -> hashes) with what stands for the hashes of the random ones.
+    """
+    by_name = {stack.name: stack.file.sha256 for stack in served.store.enabled_stacks()}
+    add_random_stacks(served.model, by_name, stacks, seed)
+    return {
+        **stacks,
+        **{random_name(d): [random_hash(h, seed) for h in of_d] for d, of_d in stacks.items()},
+    }
+
+
 class RowLosses:
     """Losses of rows on a model that serves a store.
 
@@ -52,18 +67,9 @@ class RowLosses:
         self, served: Served, rows: Sequence[Row], width: int, control_seed: int | None = None
     ) -> None:
         self.rows = rows
-        stacks = {
-            record.name: tuple(stack.file.sha256 for stack in record.stacks)
-            for record in served.store.manifest.domains
-            if record.name in served.domains
-        }
+        stacks = stack_hashes(served.store, served.domains)
         if control_seed is not None:
-            hashes = {s.name: s.file.sha256 for s in served.store.enabled_stacks()}
-            add_random_stacks(served.model, hashes, served.domains, control_seed)
-            stacks |= {
-                random_name(name): tuple(random_hash(h, control_seed) for h in of_domain)
-                for name, of_domain in stacks.items()
-            }
+            stacks = with_controls(served, stacks, control_seed)
         self._losses = CandidateLosses(
             served.model,
             rows,

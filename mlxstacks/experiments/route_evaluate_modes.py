@@ -5,7 +5,8 @@ ungated         all at 1
 routed          those above the threshold, by their score (chat at its floor at least)
 routed_hard     the same at 1
 oracle_domain   those of the row's label at 1; for a row without a label the base
-random_stack    random stacks of equal norm in the place of oracle_domain's
+random_stack    random stacks of equal norm in the place of oracle_domain's; one draw of them, so
+                intervals are over rows, not over such stacks
 prefix          the first domain at 1, as it is after one domain was trained
 """
 
@@ -21,6 +22,8 @@ from mlxstacks.routing.route import Route
 
 ROUTED = ("routed", "routed_hard")
 MODES = ("base", "ungated", *ROUTED, "oracle_domain", "random_stack", "prefix")
+# What the others are compared with, row by row.
+AGAINST = ("base", "ungated", "random_stack")
 # Enough to compare routers by.
 COMPARED = ("base", "ungated", *ROUTED)
 

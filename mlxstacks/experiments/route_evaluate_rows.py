@@ -17,6 +17,7 @@ from mlxstacks.experiments.route_evaluate_settings import RouteEvaluateSettings
 from mlxstacks.files.store import Store
 from mlxstacks.routing.outcome_files import RouterExample
 from mlxstacks.routing.outcome_settings import LabelledSource, OutcomeSettings
+from mlxstacks.routing.router_examples import group_key
 
 # No domain can be called so: names hold no blank.
 MIXED, OTHER, UNSEEN = "mixed prompts", "other prompts", "unseen "
@@ -47,33 +48,35 @@ def held_out_rows(
     settings: RouteEvaluateSettings,
     examples: Sequence[RouterExample],
     unseen: Sequence[tuple[str, RouterExample]],
-    trained_ids: Collection[str],
+    trained: Collection[str],
     tokenizer: Any,
     template: Template,
     notes: list[str],
 ) -> list[EvaluatedRow]:
     """At most `rows_per_group` rows of each group, groups in the order of the store.
 
-    trained_ids: row ids that a router was trained on; left out, as rows that a stack was trained
-    on are, unless `include_trained`.
+    trained: groups of like prompts (`group_key`) that a router was trained on; their rows are left
+    out, as rows that a stack was trained on are, unless `include_trained`. So are unseen ones.
     Raises: InputError: nothing is left.
     """
-    kept = [
-        one
-        for one in examples
-        if settings.include_trained or not (one.trained_on or one.row_id in trained_ids)
-    ]
-    if len(kept) < len(examples):
+    named = [*((group_of(one), one) for one in examples), *unseen]
+    if not settings.include_trained:
+        named = [
+            (group, one)
+            for group, one in named
+            if not (one.trained_on or group_key(one.prompt) in trained)
+        ]
+    everything = len(examples) + len(unseen)
+    if len(named) < everything:
         notes.append(
-            f"{len(examples) - len(kept)} of {len(examples)} rows are left out: a stack or the "
+            f"{everything - len(named)} of {everything} rows are left out: a stack or the "
             "router was trained on them."
         )
-    if not kept:
+    if all(group.startswith(UNSEEN) for group, _ in named):
         raise InputError(
             "no held-out row is left: stacks or router were trained on all of them; give --data "
             "with other rows, or --include-trained to measure on these"
         )
-    named = [*((group_of(one), one) for one in kept), *unseen]
     return list(_encoded(settings, _first(named, settings), tokenizer, template, notes))
 
 

@@ -12,6 +12,7 @@ import mlx.nn as nn
 
 from mlxstacks import base_model
 from mlxstacks.errors import InputError
+from mlxstacks.experiments.route_data import routed_domains
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.store import Store
@@ -39,7 +40,7 @@ class Served:
     @property
     def domains(self) -> tuple[str, ...]:
         """Enabled ones with stacks, in the store's order."""
-        return tuple(d.name for d in self.store.manifest.domains if d.enabled and d.stacks)
+        return routed_domains(self.store)
 
     def answer(
         self, prompt: str, selection: Selection, max_tokens: int, thinking: bool | None = None

@@ -52,6 +52,12 @@ class RouteEvaluateSettings(BaseModel):
         description="Routers to compare, as of several seeds: files or directories; the first one "
         "makes the matrix. Default: the store's own. Repeatable.",
     )
+    targets: str | None = Field(
+        None,
+        description="Directory that `route discover` wrote for these routers: prompts that they "
+        "were trained on are left out. Needed where the data here is other data. Default: what "
+        "the report beside a router names, else mlxstacks-out/route-discover.",
+    )
     rows_per_group: int = Field(
         100, ge=1, description="Held-out rows of a domain, of mixed prompts and so on, at most."
     )
@@ -79,5 +85,5 @@ class RouteEvaluateSettings(BaseModel):
     base: Literal["auto", "stored", "float32"] = Field(
         "auto", description="Numbers the base computes with; as in `mlxstacks stack`."
     )
-    seed: int = Field(0, ge=0, description="Of draws of rows, of the bootstrap, of random stacks.")
+    seed: int = Field(0, ge=0, description="Of the bootstrap and of random stacks.")
     force: bool = Field(False, description="Replace an existing save path.")

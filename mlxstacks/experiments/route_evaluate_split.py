@@ -1,73 +1,117 @@
-"""Which rows a router was trained on, so that it is judged on others.
+"""Which prompts a router was trained on, so that it is judged on others.
 
-A router's file has the seed of its split and a hash of the row ids it was validated with. Where the
-split, made again from the data at hand, gives this hash, it is that split. Else the report of
-`route train` beside the router has the ids, and the directory of its targets the examples.
+A router's file has the seed of its split and a hash of the row ids that were held out from it.
+Where the split, made again from examples that are at hand, gives this hash, it is that split: of
+the data that is measured on, or of a directory that `route discover` wrote (the one that is named;
+else the one that the report of `route train` beside the router names, or the usual one).
 """
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+from pydantic import ValidationError
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.strict_json import json_sha256
-from mlxstacks.routing.outcome_files import RouterExample, read_discovered_examples
+from mlxstacks.routing.outcome_files import RouterExample, read_outcomes
 from mlxstacks.routing.router import PromptRouter
-from mlxstacks.routing.router_examples import split_places
+from mlxstacks.routing.router_examples import group_key, split_places
 from mlxstacks.routing.router_settings import RouterTrainSettings
 
 TRAIN_REPORT = "train_report.json"
+_OF_THE_SPLIT = ("validation_share", "validation_groups", "oracle_only", "extend")
 
 
-def trained_ids(
-    router: PromptRouter, path: str | None, examples: Sequence[RouterExample]
-) -> set[str] | None:
-    """Row ids that a router was trained on; None where that cannot be found out.
+@dataclass(frozen=True)
+class RouterSplit:
+    """Groups of like prompts (`group_key`), of which either side has whole ones. The validation
+    groups took no step of the training, but the best epoch was chosen by them. extended: from a
+    router with a split of its own, which may have been trained on them.
+    """
+
+    training: frozenset[str]
+    validation: frozenset[str]
+    extended: bool = False
+
+
+def split_of(
+    router: PromptRouter, path: str | None, examples: Sequence[RouterExample], targets: str | None
+) -> RouterSplit | None:
+    """How the prompts of a router's training were split; None where that cannot be found out.
 
     path: of the router, None for the store's own. examples: of the data at hand, all of them.
+    targets: directory that `route discover` wrote.
+    Raises: InputError: `targets` is given and is no such directory.
     """
-    found = _made_again(router, examples)
-    return found if found is not None or path is None else _reported(path)
-
-
-def _made_again(router: PromptRouter, examples: Sequence[RouterExample]) -> set[str] | None:
-    training: dict[str, Any] = dict(router.header.training)
-    split = training.get("split")
-    if not isinstance(split, dict):
+    about = _header_split(router)
+    if about is None:
         return None
-    given = training.get("settings")
-    defaults = RouterTrainSettings()
-    settings = defaults.model_copy(
-        update={
-            key: value
-            for key, value in (given.items() if isinstance(given, dict) else ())
-            if key in ("validation_share", "validation_groups")
-        }
-    )
+    settings, wanted = about
+    if not settings.oracle_only and (found := _made_again(examples, settings, wanted)):
+        return found
+    directory = targets or _named_beside(path) or settings.targets
     try:
-        _, validation = split_places(
+        there, discovered = read_outcomes(directory)
+    except (InputError, OSError):
+        if targets is not None:
+            raise
+        return None
+    if settings.oracle_only:
+        there = [one for one in there if one.row_id in discovered]
+    return _made_again(there, settings, wanted)
+
+
+def _header_split(router: PromptRouter) -> tuple[RouterTrainSettings, str] | None:
+    """(settings of the split, hash of what was held out), where the header has them."""
+    training: dict[str, Any] = dict(router.header.training)
+    split, given = training.get("split"), training.get("settings")
+    if not isinstance(split, dict) or not isinstance(split.get("validation_sha256"), str):
+        return None
+    known = given if isinstance(given, dict) else {}
+    values = {key: known[key] for key in _OF_THE_SPLIT if key in known}
+    if "seed" in split:
+        values["seed"] = split["seed"]
+    try:
+        return RouterTrainSettings.model_validate(values), split["validation_sha256"]
+    except ValidationError:
+        return None
+
+
+def _made_again(
+    examples: Sequence[RouterExample], settings: RouterTrainSettings, wanted: str
+) -> RouterSplit | None:
+    try:
+        training, validation = split_places(
             [one.prompt for one in examples],
-            int(split.get("seed", defaults.seed)),
+            settings.seed,
             settings.validation_share,
             settings.validation_groups,
         )
     except InputError:  # too few prompts to split: not those it was trained on
         return None
-    held_out = sorted(examples[place].row_id for place in validation)
-    if json_sha256(held_out) != split.get("validation_sha256"):
+    if json_sha256(sorted(examples[place].row_id for place in validation)) != wanted:
         return None
-    return {one.row_id for one in examples} - set(held_out)
+    return RouterSplit(
+        _groups(examples, training), _groups(examples, validation), settings.extend is not None
+    )
 
 
-def _reported(path: str) -> set[str] | None:
+def _groups(examples: Sequence[RouterExample], places: Iterable[int]) -> frozenset[str]:
+    return frozenset(group_key(examples[place].prompt) for place in places)
+
+
+def _named_beside(path: str | None) -> str | None:
+    """The targets that `route train` says, beside the router, that it used."""
+    if path is None:
+        return None
     place = user_path(path)
     directory = place if place.is_dir() else place.parent
     try:
         report: Any = json.loads((directory / TRAIN_REPORT).read_text(encoding="utf-8"))
-        held_out = set(report["split"]["validation_row_ids"])
-        targets = Path(report["settings"]["targets"])
-        return {one.row_id for one in read_discovered_examples(targets)} - held_out
-    except (OSError, ValueError, KeyError, TypeError):  # InputError is a ValueError
+        targets = report["settings"]["targets"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+    return targets if isinstance(targets, str) else None

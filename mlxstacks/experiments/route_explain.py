@@ -40,7 +40,9 @@ class ConfigLoss:
 
 @dataclass(frozen=True)
 class Explanation:
-    """losses: None without an answer; base, every domain alone, routed, all, oracle."""
+    """losses: None without an answer; base, every domain alone, routed, all, oracle, in this order
+    (a domain may have one of these names too).
+    """
 
     prompt: str
     answer: str | None
@@ -62,8 +64,7 @@ class Explanation:
         if self.route.gap:
             said += f" A gap: every score is below {self.threshold}."
         if self.losses is not None:
-            by_name = {one.name: one for one in self.losses}
-            routed, best = by_name["routed"], by_name["oracle"]
+            routed, best = self.losses[-3], self.losses[-1]
             said += f" That changes the loss of the answer by {routed.difference_to_base:+.3f} nats"
             if self.loss_gap:
                 said += "; no set of domains lowers it by as much as the search asks for."
@@ -144,15 +145,15 @@ def _losses(
     rules = Rules(served.domains, settings.threshold, chat, header.chat_floor)
     (found,) = losses.search(rules, [0])
     oracle = rules.ordered(found.best)
-    configs: dict[str, dict[str, float]] = {
-        "base": {},
-        **{name: rules.weights(frozenset([name])) for name in served.domains},
-        "routed": dict(route.weights),
-        "all": dict.fromkeys(served.domains, 1.0),
-        "oracle": rules.weights(found.best),
-    }
-    values = losses.of([(0, weights) for weights in configs.values()])
-    rows = zip(configs.items(), values, strict=True)
+    configs: list[tuple[str, dict[str, float]]] = [
+        ("base", {}),
+        *((name, rules.weights(frozenset([name]))) for name in served.domains),
+        ("routed", dict(route.weights)),
+        ("all", dict.fromkeys(served.domains, 1.0)),
+        ("oracle", rules.weights(found.best)),
+    ]
+    values = losses.of([(0, weights) for _, weights in configs])
+    rows = zip(configs, values, strict=True)
     return [
         ConfigLoss(name, weights, loss, loss - values[0]) for (name, weights), loss in rows
     ], oracle

@@ -13,8 +13,7 @@ from typing import Any
 
 from mlxstacks import base_model, memory
 from mlxstacks.errors import InputError
-from mlxstacks.experiments.route_data import routed_domains
-from mlxstacks.experiments.route_discover import stack_hashes
+from mlxstacks.experiments.route_data import routed_domains, stack_hashes
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model

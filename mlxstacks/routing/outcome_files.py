@@ -10,9 +10,10 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from mlxstacks.data import numbered_records
 from mlxstacks.errors import InputError
@@ -22,8 +23,9 @@ EXAMPLES, OUTCOMES, LOSSES = "examples.jsonl", "outcomes.jsonl", "losses.jsonl"
 REPORT = "discover_report.json"
 
 Kind = Literal["single", "mixed", "other"]
-# Domain -> target in 0 to 1, in the order of the store.
-Targets = dict[str, float]
+Share = Annotated[float, Field(ge=0, le=1)]
+# Domain -> target, in the order of the store.
+Targets = dict[str, Share]
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
@@ -78,7 +80,17 @@ class Outcome:
         return self.base_loss - self.best_loss
 
 
+class _ReportParts(TypedDict):
+    """What others read of a report, tables aside."""
+
+    base_fingerprint: str
+    stacks: dict[str, list[str]]
+    chat_domain: str | None
+    chat_floor: Share
+
+
 _EXAMPLE, _OUTCOME = TypeAdapter(RouterExample), TypeAdapter(Outcome)
+_REPORT_PARTS = TypeAdapter(_ReportParts)
 
 
 def write_lines(path: Path, records: Iterable[RouterExample] | Iterable[Outcome]) -> None:
@@ -125,6 +137,11 @@ def read_discover_report(directory: Path | str) -> dict[str, Any]:
         report = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(report, dict):
             raise ValueError("not a JSON object")
+        _REPORT_PARTS.validate_python(report)
+    except ValidationError as error:
+        raise InputError(
+            f"{path}: {_first_problem(error)}; run `mlxstacks route discover` again"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"{path}: no report of `mlxstacks route discover`: {error}; run it again"
@@ -141,10 +158,13 @@ def _read(directory: Path | str, name: str, adapter: TypeAdapter[Any]) -> list[A
         try:
             found.append(adapter.validate_python(record))
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise InputError(f"{path}, line {number}: {where}: {first['msg']}") from None
+            raise InputError(f"{path}, line {number}: {_first_problem(error)}") from None
     return found
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def _there(directory: Path | str, name: str) -> Path:
@@ -162,17 +182,13 @@ def config_text(domains: Iterable[str]) -> str:
 
 
 def targets_or_label(
-    example: RouterExample,
-    discovered: Mapping[str, Targets],
-    domains: Iterable[str],
-    chat_domain: str | None = None,
-    chat_floor: float = 0.0,
+    example: RouterExample, discovered: Mapping[str, Targets], domains: Iterable[str]
 ) -> Targets:
-    """The target of an example for each of `domains`: the discovered one, else its label, chat at
-    least at the floor. A domain that the discovery did not know gets 0, or 1 by label.
+    """The target of an example for each of `domains`: the discovered one, else its plain label.
+    A domain that the discovery did not know gets 0, or 1 by label.
+
+    The floor of chat is no part of a label: a router that learned it for prompts that no domain
+    fits would give none of them a gap.
     """
     found = discovered.get(example.row_id, {})
-    targets = {d: float(found.get(d, d in example.label)) for d in domains}
-    if not found and chat_domain in targets:
-        targets[chat_domain] = max(targets[chat_domain], chat_floor)
-    return targets
+    return {d: float(found.get(d, d in example.label)) for d in domains}

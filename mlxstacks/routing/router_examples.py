@@ -51,13 +51,11 @@ def rows_of(
     discovered: Mapping[str, Targets],
     domains: Sequence[str],
     *,
-    chat_domain: str | None = None,
-    chat_floor: float = 0.0,
     oracle_only: bool = False,
 ) -> RouterRows:
-    """Targets of all examples: the discovered one, else the label, with the floor of chat.
+    """Targets of all examples: the discovered one, else the label.
 
-    An example without a label has zeros (but for the floor): nothing should help with it.
+    An example without a label has zeros: nothing should help with it.
 
     Raises: InputError: an example is of a domain that is not among `domains`, or nothing is left.
     """
@@ -71,7 +69,7 @@ def rows_of(
     if not kept:
         why = "none has a discovered outcome, and oracle_only leaves out the rest"
         raise InputError(f"no examples to train the router on: {why if examples else 'none came'}")
-    rows = [targets_or_label(one, discovered, domains, chat_domain, chat_floor) for one in kept]
+    rows = [targets_or_label(one, discovered, domains) for one in kept]
     return RouterRows(
         [one.prompt for one in kept],
         [one.kind for one in kept],

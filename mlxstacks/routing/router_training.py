@@ -50,8 +50,8 @@ class TrainedRouter:
     """The best epoch of a run.
 
     domains: in the order of the logits. history: one record an epoch. metrics: of the best epoch on
-    the held-out prompts. split: counts, and the row ids that were held out. about: what the header
-    says of the features and of inference.
+    the held-out prompts, which it was chosen by too. split: counts, and the row ids that were held
+    out. about: what the header says of the features and of inference.
     """
 
     network: MetaRouter
@@ -132,11 +132,13 @@ def train_router(
     start = start if settings.extend else None
     ordered = _ordered(domains, start, settings)
     chat_domain, chat_floor = _chat(settings, ordered)
-    rows = rows_of(
-        examples, targets, ordered, chat_domain=chat_domain, chat_floor=chat_floor,
-        oracle_only=settings.oracle_only,
-    )  # fmt: skip
+    rows = rows_of(examples, targets, ordered, oracle_only=settings.oracle_only)
     _note_missing(rows, ordered, notes)
+    if start is not None:
+        notes.append(
+            "The router before was trained with a split of its own: it may know held-out prompts, "
+            "so the figures of its domains may be too good."
+        )
     training, validation = split_places(
         rows.prompts, settings.seed, settings.validation_share, settings.validation_groups
     )
@@ -242,8 +244,14 @@ class _Run:
 
     def _measured(self) -> EpochMetrics:
         rows = self.validation
+        logits = self.logits(rows)
+        if not np.isfinite(logits).all():
+            raise NonFiniteError(
+                "the router's logits of held-out prompts are NaN or Inf; lower learning_rate, or "
+                "set normalise_features"
+            )
         return epoch_metrics(
-            self.logits(rows), rows.targets, rows.of_kind("single"), rows.of_kind("mixed"),
+            logits, rows.targets, rows.of_kind("single"), rows.of_kind("mixed"),
             self.settings.batch_size,
         )  # fmt: skip
 

@@ -45,10 +45,12 @@ def write_places(directory: Path, **header: Any) -> Places:
     return Places(model, directory / "store", data, unseen)
 
 
-def write_routers(places: Places, directory: Path, seeds: Sequence[int]) -> list[Path]:
+def write_routers(
+    places: Places, directory: Path, seeds: Sequence[int], **header: Any
+) -> list[Path]:
     """Routers of the store beside it."""
     store, paths = Store.open(places.store), []
-    head = router_header(store, input_dims=WIDTH)
+    head = router_header(store, input_dims=WIDTH, **header)
     directory.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
         paths.append(directory / f"{seed}.safetensors")

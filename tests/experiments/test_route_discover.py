@@ -201,8 +201,14 @@ def test_what_is_written_is_what_the_router_reads(
     assert report.counts["discovered_share"] == 12 / 25
     searched = {outcome.row_id for outcome in outcomes}
     rest = next(e for e in examples if e.row_id not in searched and e.label == ("alpha",))
-    wanted = {"alpha": 1.0, "beta": 0.0, "chat": 0.2}
-    assert targets_or_label(rest, targets, DOMAINS, "chat", 0.2) == wanted
+    wanted = {"alpha": 1.0, "beta": 0.0, "chat": 0.0}
+    assert targets_or_label(rest, targets, DOMAINS) == wanted
+    by_label = {one["label"]: one for one in report.oracle}
+    assert by_label["alpha"]["own_gain"]["n"] == 3
+    asked = sum("alpha+beta" in o.losses for o in outcomes if o.kind == "mixed")
+    own_gain = by_label["alpha+beta"]["own_gain"]
+    assert (own_gain is None) == (asked < 2)
+    assert "Chat at its floor" in report.verdict
 
 
 def test_exhaustive_reports_the_gap_of_greedy(
@@ -371,6 +377,55 @@ def test_examples_of_a_discovery_are_read_back(
         read_outcomes(tmp_path / "out")
     with pytest.raises(InputError, match="route discover"):
         read_outcomes(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stacks": {"alpha": 3}}, "stacks.alpha"),
+        ({"chat_floor": "high"}, "chat_floor"),
+        ({"chat_floor": 2.0}, "chat_floor"),
+        ({"chat_domain": ["chat"]}, "chat_domain"),
+    ],
+)
+def test_a_changed_report_is_refused_by_its_key(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    report = {"base_fingerprint": "0", "stacks": {"alpha": ["1"]}, "chat_domain": None,
+              "chat_floor": 0.0}  # fmt: skip
+    path = tmp_path / "discover_report.json"
+    path.write_text(json.dumps(report))
+    assert read_discover_report(tmp_path) == report
+    path.write_text(json.dumps(report | changes))
+    with pytest.raises(InputError, match=message) as error:
+        read_discover_report(tmp_path)
+    assert str(path) in str(error.value)
+
+
+def test_a_target_outside_of_0_to_1_is_refused_with_its_line(
+    places: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    run(settings_for(places, tmp_path / "out", samples_per_domain=1))
+    path = tmp_path / "out" / "outcomes.jsonl"
+    first, second, *rest = path.read_text().splitlines()
+    wrong = json.loads(second)
+    wrong["final"]["alpha"] = 1.5
+    path.write_text("\n".join([first, json.dumps(wrong), *rest]))
+    with pytest.raises(InputError, match=r"outcomes.jsonl, line 2: final.alpha"):
+        read_outcomes(tmp_path / "out")
+
+
+def test_an_imported_domain_takes_no_file_that_happens_to_be_here(
+    places: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(places[2])  # where alpha.jsonl lies
+    store = Store.open(places[1])
+    one = replace(store.manifest.domains[0], origin="imported")
+    store.manifest = replace(store.manifest, domains=(one,))
+    notes: list[str] = []
+    with pytest.raises(InputError, match="data of its domains is not here"):
+        read_examples(settings_for(places, tmp_path, data=None), store, None, notes)
+    assert any("imported" in note for note in notes)
 
 
 def test_progress_moves_forward_and_stays_below_its_end(

@@ -5,6 +5,7 @@ Run: pytest tests/experiments/test_route_evaluate.py
 
 import json
 from pathlib import Path
+from shutil import copy, copytree
 from typing import Any
 
 import numpy as np
@@ -19,16 +20,19 @@ from mlxstacks.experiments.route_check_settings import RouteCheckSettings
 from mlxstacks.experiments.route_data import read_examples
 from mlxstacks.experiments.route_evaluate_served import open_served, weighted
 from mlxstacks.experiments.route_evaluate_settings import RouteEvaluateSettings
-from mlxstacks.experiments.route_evaluate_split import trained_ids
+from mlxstacks.experiments.route_evaluate_split import split_of
 from mlxstacks.experiments.route_explain_settings import RouteExplainSettings
 from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.stacked import set_mode
+from mlxstacks.routing.outcome_files import RouterExample, write_lines
 from mlxstacks.routing.outcome_settings import OutcomeSettings
 from mlxstacks.routing.router import load_prompt_router
-from mlxstacks.routing.router_examples import split_places
+from mlxstacks.routing.router_examples import group_key, split_places
 from mlxstacks.training.modes import evaluating
 from tests.experiments.route_evaluate_cases import Places, write_places, write_routers
+from tests.experiments.stack_analysis_cases import write_store
+from tests.experiments.train_cases import write_rows, write_tiny_model
 from tests.files.router_cases import set_router
 
 
@@ -92,6 +96,9 @@ def test_a_whole_evaluation(places: Places, tmp_path: Path) -> None:
     assert "| random_stack |" in page
     with pytest.raises(InputError, match="exists"):
         evaluate(places, tmp_path / "out")
+    again = evaluate(places, tmp_path / "again")
+    assert {**again, "save_path": 0, "seconds": 0} == {**found, "save_path": 0, "seconds": 0}
+    assert (tmp_path / "again" / "rows.jsonl").read_text().splitlines() == lines
 
 
 def test_a_rows_losses_are_those_of_the_one_evaluator(places: Places, tmp_path: Path) -> None:
@@ -132,35 +139,128 @@ def test_rows_that_the_router_was_trained_on_are_left_out(places: Places, tmp_pa
     ids = sorted(examples[place].row_id for place in held_out)
     training = {
         "split": {"seed": 3, "validation_sha256": json_sha256(ids)},
-        "settings": {"validation_share": 0.1, "validation_groups": 9},
+        "settings": {"validation_share": 0.1, "validation_groups": 9, "extend": "new"},
     }
     set_router(store, input_dims=64, training=training)
     served = open_served(store, str(own.model), "auto")
     router = load_prompt_router(store, served.model, served.tokenizer)
-    assert trained_ids(router, None, examples) == {e.row_id for e in examples} - set(ids)
-    assert trained_ids(router, None, examples[1:]) is None
-    evaluate(own, tmp_path / "out", rows_per_group=99, sample_prompts=0, gap_rows=0, unseen=[],
-             random_control=False)  # fmt: skip
+    found = split_of(router, None, examples, None)
+    assert found is not None
+    assert found.validation == {group_key(e.prompt) for e in examples if e.row_id in ids}
+    assert found.training == {group_key(e.prompt) for e in examples} - found.validation
+    assert split_of(router, None, examples[1:], None) is None
+    report = evaluate(own, tmp_path / "out", rows_per_group=99, sample_prompts=0, gap_rows=0,
+                      unseen=[], random_control=False)  # fmt: skip
     lines = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["row_id"] for line in lines) == ids
+    assert any(f"{len(ids)} of {len(ids)} rows" in n and "epoch" in n for n in report["notes"])
+    assert any("was extended" in note for note in report["notes"])
 
 
-def test_what_route_train_says_beside_a_router_is_used(places: Places, tmp_path: Path) -> None:
-    (path,) = write_routers(places, tmp_path / "router", [1])
+def write_targets(directory: Path, examples: list[RouterExample]) -> Path:
+    directory.mkdir()
+    write_lines(directory / "examples.jsonl", examples)
+    write_lines(directory / "outcomes.jsonl", [])
+    return directory
+
+
+def test_the_targets_of_a_router_say_what_it_was_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On other data than the router's: another answer to a known prompt, an unseen set that the
+    router saw. Neither counts, whether the targets are given or named beside the router.
+    """
+    own = write_places(tmp_path / "own")
+    store = Store.open(own.store)
+    there = [
+        RouterExample(f"{d} {i}: red", "blue", (d,), "single", f"{d}{i}")
+        for d in ("alpha", "beta")
+        for i in range(20)
+    ]
+    seen = [json.loads(line)["prompt"] for line in own.unseen.read_text().splitlines()]
+    there += [RouterExample(text, None, (), "other", text) for text in seen[:2]]
+    training, held_out = split_places([one.prompt for one in there], 3, 0.1, 9)
+    ids = sorted(there[place].row_id for place in held_out)
+    about = {"split": {"seed": 3, "validation_sha256": json_sha256(ids)},
+             "settings": {"validation_share": 0.1, "validation_groups": 9}}  # fmt: skip
+    set_router(store, input_dims=64, training=about)
+    (path,) = write_routers(own, tmp_path / "router", [1], training=about)
+    targets = write_targets(tmp_path / "targets", there)
+    said = {"settings": {"targets": str(targets)}}
+    (path.parent / "train_report.json").write_text(json.dumps(said))
+    known = next(there[place].prompt for place in training if there[place].kind == "single")
+    data = tmp_path / "data"
+    write_rows(data / "alpha.jsonl", [{"prompt": known.upper(), "completion": "another"},
+                                      {"prompt": "fresh", "completion": "red"}])  # fmt: skip
+    measured = {"data": str(data), "sample_prompts": 0, "gap_rows": 0, "rows_per_group": 9,
+                "unseen": [str(own.unseen)], "random_control": False}  # fmt: skip
+    trained = {there[place].prompt for place in training}
+    wanted = ["fresh", *(text for text in seen if text not in trained)]
+    examples = read_examples(OutcomeSettings(data=str(data)), store)
+    usual = tmp_path / "work" / "mlxstacks-out"
+    usual.mkdir(parents=True)
+    copytree(targets, usual / "route-discover")
+    for name, changes in {
+        "given": {"targets": str(targets)}, "beside": {"routers": [str(path)]}, "usual": {}
+    }.items():  # fmt: skip
+        monkeypatch.chdir(usual.parent if name == "usual" else tmp_path)
+        evaluate(own, tmp_path / name, **measured, **changes)
+        lines = (tmp_path / name / "rows.jsonl").read_text().splitlines()
+        assert len(lines) == len(wanted), name
+        groups = [json.loads(line)["group"] for line in lines]
+        assert groups.count("alpha") == 1
+    monkeypatch.chdir(tmp_path)
+    served = open_served(store, str(own.model), "auto")
+    router = load_prompt_router(store, served.model, served.tokenizer, path)
+    # a report that names the targets of another router is not believed
+    said["settings"]["targets"] = str(write_targets(tmp_path / "others", there[1:]))
+    (path.parent / "train_report.json").write_text(json.dumps(said))
+    assert split_of(router, str(path), examples, None) is None
+    (path.parent / "train_report.json").write_text("{")
+    assert split_of(router, str(path), examples, None) is None
+    with pytest.raises(InputError, match="route discover"):
+        split_of(router, str(path), examples, str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"split": {"seed": "x", "validation_sha256": "a"}},
+        {"split": {"seed": None, "validation_sha256": "a"}},
+        {"split": {"seed": -1, "validation_sha256": "a"}},
+        {"split": {"seed": 3, "validation_sha256": 4}},
+        {"split": {"seed": 3, "validation_sha256": "a"}, "settings": {"validation_share": "y"}},
+        {"split": {"seed": 3, "validation_sha256": "a"}, "settings": ["validation_share"]},
+    ],
+)
+def test_a_header_that_says_nonsense_of_its_split_says_nothing(
+    places: Places, tmp_path: Path, training: dict[str, Any]
+) -> None:
+    (path,) = write_routers(places, tmp_path / "router", [1], training=training)
     served = open_served(Store.open(places.store), str(places.model), "auto")
     router = load_prompt_router(served.store, served.model, served.tokenizer, path)
-    line = {"prompt": "p", "answer": None, "label": ["alpha"], "kind": "single", "source": "",
-            "trained_on": False}  # fmt: skip
-    targets = tmp_path / "targets"
-    targets.mkdir()
-    (targets / "examples.jsonl").write_text(
-        "".join(json.dumps({**line, "row_id": name}) + "\n" for name in ("x", "y"))
-    )
-    report = {"split": {"validation_row_ids": ["y"]}, "settings": {"targets": str(targets)}}
-    (path.parent / "train_report.json").write_text(json.dumps(report))
-    assert trained_ids(router, str(path), []) == {"x"}
-    (path.parent / "train_report.json").write_text("{")
-    assert trained_ids(router, str(path), []) is None
+    examples = read_examples(OutcomeSettings(data=str(places.data)), served.store)
+    assert split_of(router, str(path), examples, None) is None
+
+
+def test_rows_of_no_single_domain_are_refused(places: Places, tmp_path: Path) -> None:
+    data = tmp_path / "mixed"
+    data.mkdir()
+    copy(places.data / "alpha+beta.jsonl", data)
+    with pytest.raises(InputError, match=r"single domain .*mixed prompts.*alpha, beta"):
+        evaluate(places, tmp_path / "out", data=str(data))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_domain_without_rows_is_named(places: Places, tmp_path: Path) -> None:
+    data = tmp_path / "one"
+    data.mkdir()
+    copy(places.data / "beta.jsonl", data)
+    found = evaluate(places, tmp_path / "out", data=str(data), sample_prompts=0, gap_rows=0)
+    assert any("no held-out row of alpha" in note for note in found["notes"])
+    right = found["differences"]["random_stack"]["oracle_domain"]["all domains"]["value"]
+    values = {m: found["matrix"][m]["beta"]["value"] for m in ("oracle_domain", "random_stack")}
+    assert right == pytest.approx(values["oracle_domain"] - values["random_stack"])
 
 
 @pytest.mark.parametrize(
@@ -214,6 +314,20 @@ def test_explain_shows_the_floor_of_the_chat_domain(tmp_path: Path) -> None:
     assert found["active"]["beta"] == max(0.2, found["scores"]["beta"])
     by_name = {one["name"]: one["weights"] for one in found["losses"]}
     assert by_name["alpha"] == {"alpha": 1.0, "beta": 0.2}
+
+
+def test_a_domain_may_be_called_as_a_set_of_explain_is(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    store = write_store(tmp_path / "store", model, tmp_path / "trained", {"base": 1, "oracle": 1})
+    set_router(store, input_dims=64)
+    own = Places(model, tmp_path / "store", tmp_path, tmp_path)
+    found = explain(own, prompt="red", answer="blue")
+    names = [one["name"] for one in found["losses"]]
+    assert names == ["base", "base", "oracle", "routed", "all", "oracle"]
+    assert [one["weights"] for one in found["losses"][:3]] == [{}, {"base": 1.0}, {"oracle": 1.0}]
+    base = loss_alone(own, "red", "blue", {})
+    assert found["losses"][0]["loss"] == pytest.approx(base, abs=1e-4)
+    assert f"{found['losses'][3]['difference_to_base']:+.3f} nats" in found["verdict"]
 
 
 @pytest.mark.parametrize(

@@ -34,8 +34,10 @@ def test_a_loss_is_the_mean_over_tokens_not_over_rows() -> None:
     one = DomainLosses(np.array([1.0, 3.0]), {"base": np.array([4.0, 3.0])})
     found = loss_matrix({"a": one}, ["base"], ["a"], 200, 0)["base"]
     assert found["a"].value == one.loss("base") == 7 / 4
-    assert found["a"].low is not None
-    assert (found["a"].low, found["a"].high) == (1.0, 4.0)
+    # percentiles are 1 and 4; two rows tell so little that their distances grow 9.2 times
+    wider = 2**0.5 * 12.7062 / 1.95996
+    bounds = (found["a"].low, found["a"].high)
+    assert bounds == pytest.approx((7 / 4 - 0.75 * wider, 7 / 4 + 2.25 * wider), rel=1e-5)
 
 
 def test_the_mean_over_domains_counts_each_alike_and_leaves_the_others_out() -> None:
@@ -62,17 +64,20 @@ def test_differences_are_of_pairs(seed: int, n: int, gain: float) -> None:
     assert (zero.value, zero.low, zero.high, zero.sign) == (0, 0, 0, 0)
 
 
-def test_intervals_cover_what_they_should() -> None:
-    """Of 200 samples some 95% of the intervals hold the true mean, 0; seeds are fixed."""
+@pytest.mark.parametrize(("n", "least"), [(3, 370), (5, 370), (60, 370)])
+def test_intervals_cover_what_they_should(n: int, least: int) -> None:
+    """Of 400 samples some 95% of the intervals hold the true mean, 0, few rows or many; seeds are
+    fixed. Plain percentiles hold it in some 75% of samples of three rows.
+    """
     held = 0
-    for seed in range(200):
+    for seed in range(400):
         rng = np.random.default_rng(1000 + seed)
-        one = DomainLosses(np.ones(60), {"base": rng.normal(0, 1, 60)})
+        one = DomainLosses(np.ones(n), {"base": rng.normal(0, 1, n)})
         e = loss_matrix({"a": one}, ["base"], ["a"], 400, seed)["base"]["a"]
         assert e.low is not None
         assert e.high is not None
         held += e.low <= 0 <= e.high
-    assert 180 <= held <= 198
+    assert least <= held <= 396
 
 
 def test_one_row_has_no_interval_and_tells_nothing_apart() -> None:

@@ -13,7 +13,7 @@ import pytest
 from mlxstacks import base_model
 from mlxstacks.cli import route_train as command
 from mlxstacks.errors import InputError, StoreError, TargetError
-from mlxstacks.experiments.route_discover import stack_hashes
+from mlxstacks.experiments.route_data import stack_hashes
 from mlxstacks.experiments.route_train import REPORT, RouteTrainReport, run
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.manifest import DomainRecord

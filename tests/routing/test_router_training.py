@@ -177,14 +177,13 @@ def test_split_depends_on_seed_and_not_on_order() -> None:
 # --- targets --------------------------------------------------------------------------------------
 
 
-def test_targets_are_discovered_ones_else_labels_with_the_floor_of_chat() -> None:
+def test_targets_are_discovered_ones_else_plain_labels() -> None:
+    """Without the floor of chat: prompts of no domain have no score above the gap's threshold."""
     examples = [example("a", "code"), example("b", "chat", "math"), example("c"), example("d")]
-    rows = rows_of(
-        examples, {"id a": {"chat": 0.36, "code": 0.2, "math": 0.8}}, ["chat", "code", "math"],
-        chat_domain="chat", chat_floor=0.2,
-    )  # fmt: skip
+    discovered = {"id a": {"chat": 0.36, "code": 0.2, "math": 0.8}}
+    rows = rows_of(examples, discovered, ["chat", "code", "math"])
     np.testing.assert_allclose(
-        rows.targets, np.array([[0.36, 0.2, 0.8], [1, 0, 1], [0.2, 0, 0], [0.2, 0, 0]]), rtol=1e-6
+        rows.targets, np.array([[0.36, 0.2, 0.8], [1, 0, 1], [0, 0, 0], [0, 0, 0]]), rtol=1e-6
     )
     assert rows.discovered.tolist() == [True, False, False, False]
     assert not rows_of(examples[2:], {}, ["code"]).targets.any()
@@ -258,6 +257,17 @@ def test_numbers_that_are_not_finite_end_the_run() -> None:
         train(["code", "math"], SETTINGS.model_copy(update={"learning_rate": 1e38}))
 
 
+def test_a_validation_that_is_not_finite_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step may make weights of which the training sees no loss any more."""
+
+    def broken(self: Any, rows: Any) -> np.ndarray:
+        return np.full((len(rows), 2), np.nan)
+
+    monkeypatch.setattr("mlxstacks.routing.router_training._Run.logits", broken)
+    with pytest.raises(NonFiniteError, match="held-out"):
+        train(["code", "math"], SETTINGS.model_copy(update={"epochs": 1}))
+
+
 def test_too_few_examples_and_no_domains_are_refused() -> None:
     with pytest.raises(InputError, match="groups"):
         train(["code"], examples=[example("a", "code"), example("A!", "code")])
@@ -298,6 +308,8 @@ def test_extend_new_keeps_every_old_parameter_and_logit_to_the_bit(two: TrainedR
 
 def test_extend_all_starts_from_the_old_router_and_moves_it(two: TrainedRouter) -> None:
     found = extended(two, "all")
+    assert any("may know held-out prompts" in note for note in found.notes)
+    assert not any("may know" in note for note in two.notes)
     assert found.domains == ("code", "math", "law")
     old, new = router_tensors(two.network), router_tensors(found.network)
     assert not mx.array_equal(old["token.weight"], new["token.weight"])
