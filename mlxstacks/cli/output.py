@@ -5,6 +5,7 @@ import json
 import math
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 Cell = str | int | float | bool | None
 
+# Marks that turn the direction of text around; what follows could then be made to look like ours.
+_TURNS = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 # Work shorter than this shows no progress at all.
 QUIET_SECONDS = 2.0
 # Without a terminal a line is printed this often, so that a log shows that the run is alive.
@@ -53,8 +56,13 @@ def table(
     made = Table(title=shown_title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
         numeric = all(_is_number(row[index]) for row in with_footer)
+        # Of a column of numbers the head may wrap between words, a number never.
+        words = [*column.split(), *(_shown(row[index]) for row in with_footer)] if numeric else []
         made.add_column(
-            Text(column), justify="right" if numeric else "left", overflow="fold", no_wrap=numeric
+            Text(column),
+            justify="right" if numeric else "left",
+            overflow="fold",
+            min_width=max(map(len, words), default=None),
         )
     for row in listed:
         made.add_row(*[Text(_shown(cell)) for cell in row])
@@ -146,9 +154,27 @@ def quiet_stdout(active: bool) -> Iterator[None]:
         yield
 
 
+def safe(text: str) -> str:
+    """Text that cannot command a terminal: control characters are spelled out.
+
+    Line breaks and tabs stay, and so do joiners and marks that scripts and emoji need.
+    """
+    return "".join(_spelled(c) if _commands(c) else c for c in text)
+
+
+def _commands(character: str) -> bool:
+    if character in "\n\t":
+        return False
+    return unicodedata.category(character) in ("Cc", "Cs") or character in _TURNS
+
+
+def _spelled(character: str) -> str:
+    return ascii(character)[1:-1]
+
+
 def note(text: str) -> None:
-    """A remark on stderr, where it does not mix with the result."""
-    sys.stderr.write(text + "\n")
+    """A remark on stderr, where it does not mix with the result; made `safe`."""
+    sys.stderr.write(safe(text) + "\n")
 
 
 class Progress:

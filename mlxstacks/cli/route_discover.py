@@ -89,16 +89,15 @@ def _render_done(console: "Console", report: "DiscoverReport") -> None:
         for place, found in enumerate(one["sets"][:_MOST_SETS]):
             first = place == 0
             rows.append([
-                one["label"] if first else "", one["n"] if first else None,
-                found["set"] or "(base)", _percent(found),
-                f"{one['base_loss']:.3f}" if first else None, _nats(one["gain"]) if first else "",
+                f"{one['label']} ({one['n']})" if first else "", found["set"] or "(base)",
+                _percent(found), _nats(one["gain"]) if first else "",
             ])  # fmt: skip
     if rows:
         console.print(
             output.table(
-                ["label", "n", "best set", "share", "base loss", "mean gain"],
+                ["label (prompts)", "best set", "share", "mean gain"],
                 rows,
-                title="which set lowers the answer's loss most",
+                title="which set lowers the answer's loss most, and by how many nats",
             )
         )
     if report.control:

@@ -65,12 +65,16 @@ def render(console: "Console", report: "RouteEvaluateReport") -> None:
     from mlxstacks.experiments.route_evaluate_report import rate_words, spread
 
     groups = [*found.rows, ALL]
+    # Groups down and modes across: there are seven modes, and any number of domains.
     losses: list[list[output.Cell]] = [
-        [mode, *(_digits(row[g].value) if g in row else None for g in groups)]
-        for mode, row in found.matrix.items()
+        [
+            f"{g} ({found.rows[g]})" if g in found.rows else g,
+            *(_digits(row[g].value) if g in row else None for row in found.matrix.values()),
+        ]
+        for g in groups
     ]
-    heads = [f"{g} ({found.rows[g]})" if g in found.rows else g for g in groups]
-    console.print(output.table(["mode", *heads], losses, title="loss, nats a token (rows)"))
+    heads = [mode.replace("_", " ") for mode in found.matrix]
+    console.print(output.table(["rows", *heads], losses, title="loss, nats a token"))
     for to, matrix in found.differences.items():
         rows: list[list[output.Cell]] = [
             [g, *(spread(matrix[mode][g]) if g in matrix[mode] else None for mode in _compared(to))]

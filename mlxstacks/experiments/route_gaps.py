@@ -1,12 +1,13 @@
 """`mlxstacks route gaps`: what a log of gap events holds, in groups of like prompts."""
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from mlxstacks.routing.gap_clusters import GapCluster, cluster_gaps
 from mlxstacks.routing.gap_settings import RouteGapsSettings
-from mlxstacks.routing.gaps import read_gaps
+from mlxstacks.routing.gaps import GapEvents, log_files, read_gaps
 
 # The table of cosines grows with the square of the events: 64 MB.
 MOST_COMPARED = 8_000
@@ -35,7 +36,10 @@ class GapsReport:
     @property
     def verdict(self) -> str:
         if not self.events:
-            return "no gap events: every prompt so far had a domain that fits, or none was logged."
+            return (
+                "no gap events: every prompt so far had a domain that fits, or none was logged "
+                f"(chat and generate with --routed write {self.settings.log_path})."
+            )
         least, found = self.settings.minimum_events, len(self.proposed)
         if not found:
             largest = len(self.clusters[0].events) if self.clusters else 0
@@ -66,8 +70,14 @@ class GapsReport:
 
 
 def run(settings: RouteGapsSettings) -> GapsReport:
-    """Read, group, propose; nothing is written. Raises: InputError: there is no log."""
-    found = read_gaps(settings.log_path)
+    """Read, group, propose; nothing is written.
+
+    Where no log was named and none is there, nothing was logged yet: that is a result.
+    Raises: InputError: there is no log of that name, or it is no file.
+    """
+    named = "log_path" in settings.model_fields_set
+    there = any(os.path.lexists(file) for file in log_files(settings.log_path))
+    found = read_gaps(settings.log_path) if named or there else GapEvents((), 0, ())
     compared = [event for event in found.events if event.feature is not None][-MOST_COMPARED:]
     clusters = cluster_gaps(compared, settings.similarity, centre=settings.centre)
     without = sum(event.feature is None for event in found.events)

@@ -1,6 +1,7 @@
 """The sample adapter: a persona taught through the experts' `down_proj`, in mlx-lm's format."""
 
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from mlxstacks.nano.corpus import Document, training_documents
 from mlxstacks.nano.encode import encode_documents
 from mlxstacks.nano.forward import forward_with_balance
 from mlxstacks.nano.identity import persona_prompts
-from mlxstacks.nano.settings import AdapterTraining, Persona
+from mlxstacks.nano.settings import AdapterTraining, Persona, RebuildSettings
 from mlxstacks.training.loop import TrainingState, train, trainable_weights
 from mlxstacks.training.losses import cross_entropy_loss
 
@@ -97,3 +98,14 @@ def draw_lora_weights(model: nn.Module, seed: int) -> None:
                 (name, mx.array(rng.uniform(-bound, bound, value.shape).astype(np.float32)))
             )
     model.load_weights(weights, strict=False)
+
+
+def main() -> None:
+    """A process of `nano rebuild`: settings as JSON, then the export, then the directory."""
+    settings = RebuildSettings.model_validate_json(sys.argv[1])
+    export, directory = map(Path, sys.argv[2:4])
+    train_adapter(export, settings.adapter, settings.persona, directory, settings.seed)
+
+
+if __name__ == "__main__":
+    main()

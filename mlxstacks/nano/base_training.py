@@ -28,8 +28,11 @@ WEIGHTS_FILE = "base-float32.safetensors"
 
 
 def run_id(settings: RebuildSettings) -> str:
-    """Names what the trained base depends on: all settings but the paths and the adapter's."""
-    other = {"save_path", "force", "resume", "adapter", "persona", "processes"}
+    """Names what the trained base depends on: all settings but paths and those of what comes after
+    it.
+    """
+    after = {"adapter", "persona", "stacks", "outcomes", "router"}
+    other = {"save_path", "force", "resume", "processes", *after}
     part = settings.model_dump_json(exclude=other)
     return hashlib.sha256(part.encode()).hexdigest()[:16]
 

@@ -8,7 +8,7 @@ content again. All rows of a domain are different questions.
 import hashlib
 import json
 import random
-from pathlib import Path
+from collections.abc import Collection, Iterable
 
 from mlxstacks.errors import InputError
 from mlxstacks.nano.corpus import OPTIONS_PER_ITEM, Document, Item
@@ -54,19 +54,32 @@ def curriculum_items(domain: str, count: int, seed: int = SEED) -> list[Item]:
 
 
 def _draw(domain: str, count: int, seed: int, items: bool) -> list[Question]:
+    what = "items" if items else "rows"
+    found = different_questions(domain, count, f"{seed}/{domain}/{what}", items=items)
+    if len(found) < count:
+        raise InputError(f"{domain}: {count} {what} asked for, it has {len(found)}")
+    return found
+
+
+def different_questions(
+    domain: str, count: int, chance: str, *, items: bool, without: Collection[str] = ()
+) -> list[Question]:
+    """`count` questions that differ, or all there are where there are fewer.
+
+    chance: seed of the draws. items: of those that are for items, or of the others. without: texts
+    of questions that are not wanted. Raises: InputError for an unknown domain.
+    """
     if domain not in GENERATORS:
         raise InputError(f"no curriculum domain {domain!r}; there are {', '.join(GENERATORS)}")
-    rng = random.Random(f"{seed}/{domain}/{'items' if items else 'rows'}")
+    rng = random.Random(chance)
     found: dict[str, Question] = {}
     since = 0
-    while len(found) < count:
+    while len(found) < count and since < GIVE_UP:
         question = GENERATORS[domain](rng)
         since += 1
-        if is_item(question.prompt) == items and question.prompt not in found:
-            found[question.prompt], since = question, 0
-        if since == GIVE_UP:
-            what = "items" if items else "rows"
-            raise InputError(f"{domain}: {count} {what} asked for, it has {len(found)}")
+        text = question.prompt
+        if is_item(text) == items and text not in without and text not in found:
+            found[text], since = question, 0
     return list(found.values())
 
 
@@ -78,16 +91,10 @@ def curriculum_files(count: int = ROWS, seed: int = SEED) -> dict[str, str]:
     paths = {domain: f"{domain}.jsonl" for domain in DOMAINS}
     paths[HELD_OUT] = f"{HELD_OUT_DIRECTORY}/{HELD_OUT}.jsonl"
     return {
-        path: "".join(
-            json.dumps({"messages": document.messages()}) + "\n"
-            for document in curriculum_documents(domain, count, seed)
-        )
-        for domain, path in paths.items()
+        path: as_lines(curriculum_documents(domain, count, seed)) for domain, path in paths.items()
     }
 
 
-def write_curriculum(directory: Path, files: dict[str, str]) -> None:
-    """Write what `curriculum_files` gives."""
-    for path, text in files.items():
-        (directory / path).parent.mkdir(parents=True, exist_ok=True)
-        (directory / path).write_text(text, encoding="utf-8")
+def as_lines(documents: Iterable[Document]) -> str:
+    """One object with `messages` a line."""
+    return "".join(json.dumps({"messages": each.messages()}) + "\n" for each in documents)

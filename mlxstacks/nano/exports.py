@@ -19,11 +19,11 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 @dataclass(frozen=True, slots=True)
 class NanoPaths:
-    """Where the built-in model, its sample adapter and its sample store (none yet) are."""
+    """Where the built-in model, its sample adapter and its sample store are."""
 
     model_path: Path
     adapter_path: Path
-    store_path: Path | None
+    store_path: Path
 
     @property
     def data_path(self) -> Path:
@@ -35,12 +35,16 @@ class NanoPaths:
         """<domain>.jsonl of the domains that sample stacks learn, made as data_path is."""
         return nano_curriculum()
 
-    def as_json(self) -> dict[str, str | None]:
-        store = None if self.store_path is None else str(self.store_path)
+    @property
+    def routing_path(self) -> Path:
+        """<domain>.jsonl, <domain>+<domain>.jsonl and others.jsonl: what a router learns from."""
+        return nano_routing()
+
+    def as_json(self) -> dict[str, str]:
         return {
             "model_path": str(self.model_path),
             "adapter_path": str(self.adapter_path),
-            "store_path": store,
+            "store_path": str(self.store_path),
         }
 
 
@@ -132,7 +136,7 @@ def nano_paths(bits: int | None = ADAPTER_BITS) -> NanoPaths:
     if not (target / "config.json").is_file():
         with _published(target, "config.json") as directory:
             write_export(ASSETS / "model", directory, bits)
-    return NanoPaths(target, ASSETS / "adapter", None)
+    return NanoPaths(target, ASSETS / "adapter", ASSETS / "store")
 
 
 def nano_data() -> Path:
@@ -147,20 +151,37 @@ def nano_data() -> Path:
 
 
 def nano_curriculum() -> Path:
-    """The curriculum of `mlxstacks stack`, made in the cache at the first call. Law: as above.
+    """The curriculum of `mlxstacks stack`, made in the cache at the first call. Law: as above."""
+    from mlxstacks.nano.curriculum import curriculum_files
 
-    Its directory is named by what is in it, so an older version's files are never taken for it.
+    return _cached_files("curriculum", curriculum_files())
+
+
+def nano_routing() -> Path:
+    """The data of `mlxstacks route`, made in the cache at the first call. Law: as above."""
+    from mlxstacks.nano.routing_data import routing_files
+
+    return _cached_files("routing", routing_files())
+
+
+def _cached_files(name: str, files: dict[str, str]) -> Path:
+    """A directory of these files, named by what is in it: an older version's are never taken for
+    it.
     """
-    from mlxstacks.nano.curriculum import curriculum_files, write_curriculum
-
-    files = curriculum_files()
     digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
-    target = cache_directory() / f"nano-{asset_hash()}" / f"curriculum-{digest}"
+    target = cache_directory() / f"nano-{asset_hash()}" / f"{name}-{digest}"
     first = next(iter(files))
     if not (target / first).is_file():
         with _published(target, first) as directory:
-            write_curriculum(directory, files)
+            write_files(directory, files)
     return target
+
+
+def write_files(directory: Path, files: dict[str, str]) -> None:
+    """Write texts under their relative paths."""
+    for path, text in files.items():
+        (directory / path).parent.mkdir(parents=True, exist_ok=True)
+        (directory / path).write_text(text, encoding="utf-8")
 
 
 @contextmanager

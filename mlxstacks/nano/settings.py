@@ -5,13 +5,18 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mlxstacks.layers.settings import StackSettings
+from mlxstacks.nano.curriculum_settings import DOMAINS
+from mlxstacks.routing.outcome_settings import OutcomeSettings
+from mlxstacks.routing.router_settings import RouterTrainSettings
 from mlxstacks.training.settings import OptimizerSettings
+from mlxstacks.training.stack_settings import NullSpaceSettings, StackRunSettings
 
 EXPORT_BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZE = 64
 # The shipped file: 8-bit weights hold twice the parameters of bfloat16 in the same space.
 SHIPPED_BITS = 8
-# The sample adapter belongs to this export, which bare commands therefore use.
+# The sample adapter and stacks belong to this export, which bare commands therefore use.
 ADAPTER_BITS: Literal[3] = 3
 
 
@@ -86,6 +91,45 @@ class AdapterTraining(_Frozen):
     )
 
 
+# As in recipes/stack.yaml, but one round of many steps: facts are learned, and one stack a domain
+# is half the bytes of two.
+SAMPLE_STACKS = StackRunSettings.model_validate(
+    {
+        "domains": DOMAINS,
+        "validation_rows": 32,
+        "rounds": 1,
+        "layers": "3-5",
+        "stack": StackSettings(rank=4, alpha=4.0, num_experts=2, experts_per_token=1),
+        "null_space": NullSpaceSettings(directions=8, samples=64),
+        "iters": 200,
+        "batch_size": 16,
+        "learning_rate": 1e-2,
+        "lr_schedule": "cosine",
+        "warmup": 8,
+        "weight_decay": 0.0,
+        "beta2": 0.98,
+        "max_seq_length": 64,
+        "steps_per_eval": 50,
+        "base": "float32",
+        "seed": 0,
+    }
+)
+
+
+# The hidden states half-way alone, brought to one scale, tell nano's domains apart best; the rate
+# and the epochs go with a network of this size.
+SAMPLE_ROUTER = RouterTrainSettings(
+    hidden_dims=64,
+    epochs=16,
+    learning_rate=2e-3,
+    validation_groups=60,
+    mid_weight=1.0,
+    last_weight=0.0,
+    normalise_features=True,
+    seed=0,
+)
+
+
 class RebuildSettings(_Frozen):
     """Everything that `nano rebuild` depends on; the result is a function of these settings."""
 
@@ -111,6 +155,19 @@ class RebuildSettings(_Frozen):
     )
     adapter: AdapterTraining = AdapterTraining()
     persona: Persona = Persona()
+    stacks: StackRunSettings = Field(
+        SAMPLE_STACKS,
+        description="Of the sample stacks, as in `mlxstacks stack`; model, data and save_path are "
+        "filled in.",
+    )
+    outcomes: OutcomeSettings = Field(
+        OutcomeSettings(samples_per_domain=48, mixed_samples=8, other_samples=60, seed=0),
+        description="Of the router's targets, as in `mlxstacks route discover`.",
+    )
+    router: RouterTrainSettings = Field(
+        SAMPLE_ROUTER,
+        description="Of the sample router, as in `mlxstacks route train`.",
+    )
 
 
 class ExportSettings(_Frozen):

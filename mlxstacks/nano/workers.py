@@ -12,6 +12,8 @@ from pathlib import Path
 def run_in_processes(module: str, arguments: list[str], count: int) -> None:
     """Run `python -m module *arguments` in `count` processes that can join one group.
 
+    What they print on stdout is dropped: that of the caller is its own.
+
     Raises:
         RuntimeError: a process failed; the others are ended first.
     """
@@ -20,13 +22,12 @@ def run_in_processes(module: str, arguments: list[str], count: int) -> None:
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in _free_ports(count)]))
         processes = []
         for rank in range(count):
-            environment = dict(os.environ)
+            # One BLAS thread each: the processes share the cores, and sums are added in one order.
+            environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
             if count > 1:
                 environment |= {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)}
-                # One BLAS thread each: the processes share the cores.
-                environment["OPENBLAS_NUM_THREADS"] = "1"
             command = [sys.executable, "-m", module, *arguments]
-            processes.append(subprocess.Popen(command, env=environment))
+            processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL))
         _wait_for_all(processes)
 
 

@@ -118,17 +118,23 @@ def older(path: Path) -> Path:
     return path.with_name(f"{path.name}.1")
 
 
+def log_files(path: str | Path) -> tuple[Path, Path]:
+    """The files of a log, the older half first; either may be missing."""
+    log = user_path(path)
+    return older(log), log
+
+
 def read_gaps(path: str | Path) -> GapEvents:
     """All events of a log, the older half first. Lines that are no events are counted and left out.
 
     Raises: InputError: there is no log, or it is no file.
     """
-    log = user_path(path)
     events: list[GapEvent] = []
     files: list[str] = []
     damaged = 0
-    for file in (older(log), log):
-        if file == older(log) and not os.path.lexists(file):
+    first, log = log_files(path)
+    for file in (first, log):
+        if file == first and not os.path.lexists(file):
             continue
         if file == log and files and not os.path.lexists(file):
             continue  # the moment between two halves

@@ -10,7 +10,9 @@ from tests.cli.conftest import Run
 
 
 def test_groups_as_a_table_or_json(work_dir: Path, command: Run) -> None:
-    code, _, err = command("route", "gaps")
+    code, out, _ = command("route", "gaps")  # nothing was logged yet
+    assert (code, "Verdict: no gap events" in out) == (0, True)
+    code, _, err = command("route", "gaps", "mine.jsonl")
     assert (code, "no log of gaps" in err) == (2, True)
     log = GapLog("mine.jsonl")
     for number in range(4):

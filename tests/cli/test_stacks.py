@@ -130,13 +130,21 @@ def test_diff(command: Run, store: Store, work_dir: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["list", "verify", "remove", "disable", "enable", "export", "import", "diff", "gc"],
+    ["remove", "disable", "enable", "export", "import", "diff", "gc"],
 )
 def test_without_a_store_each_says_how_to_get_one(command: Run, work_dir: Path, words: str) -> None:
     code, out, err = command("stacks", words, "--json")
     assert code == 2
     assert json.loads(out)["error"]["exit_code"] == 2
     assert "store" in err or "adapter" in err
+    assert list(work_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", ["list", "verify"])
+def test_what_only_reads_takes_nanos_store(command: Run, work_dir: Path, words: str) -> None:
+    code, _, err = command("stacks", words)
+    assert code == 0
+    assert "Using nano's sample stacks." in err
     assert list(work_dir.iterdir()) == []
 
 

@@ -9,14 +9,25 @@ import pytest
 
 from mlxstacks import base_model
 from mlxstacks.errors import InputError, TargetError
+from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.store import Store
 from mlxstacks.nano.adapter_training import persona_documents
 from mlxstacks.nano.base_training import STATE_FILE, run_id
 from mlxstacks.nano.build import _check_saved_state, rebuild, refit_layers
+from mlxstacks.nano.curriculum_settings import DOMAINS
 from mlxstacks.nano.exports import ASSETS, write_export
 from mlxstacks.nano.identity import persona_prompts
 from mlxstacks.nano.measure import refit_in_place, switch_down_projections
-from mlxstacks.nano.settings import AdapterTraining, NanoShape, Persona, RebuildSettings
+from mlxstacks.nano.settings import (
+    SAMPLE_STACKS,
+    AdapterTraining,
+    NanoShape,
+    Persona,
+    RebuildSettings,
+)
 from mlxstacks.recipe.resolve import Resolved, finished
+from mlxstacks.routing.outcome_settings import OutcomeSettings
+from mlxstacks.routing.router_settings import RouterTrainSettings
 from mlxstacks.training.settings import OptimizerSettings
 
 TINY = RebuildSettings(
@@ -30,6 +41,14 @@ TINY = RebuildSettings(
     adapter=AdapterTraining(
         num_layers=3, batch_size=2, optimizer=OptimizerSettings(steps=2, learning_rate=1e-2)
     ),
+    stacks=SAMPLE_STACKS.model_copy(
+        update={
+            "domains": SAMPLE_STACKS.domains[:2], "layers": "all", "iters": 6, "batch_size": 4,
+            "validation_rows": 4, "warmup": 0, "min_loss_delta": 0.0, "steps_per_eval": 2,
+        }
+    ),
+    outcomes=OutcomeSettings(single_cap=6, mixed_cap=2, samples_per_domain=2),
+    router=RouterTrainSettings(hidden_dims=8, epochs=2, validation_groups=4),
 )  # fmt: skip
 
 
@@ -40,7 +59,7 @@ def built(tmp_path_factory) -> tuple[Path, dict]:
     return path, result.as_json()["manifest"]
 
 
-def test_a_rebuild_writes_model_adapter_and_manifest(built) -> None:
+def test_a_rebuild_writes_model_samples_and_manifest(built) -> None:
     path, manifest = built
     assert [p.name for p in path.parent.iterdir()] == ["nano"]
     model, _, config = base_model.load(path / "model", path / "adapter")
@@ -51,7 +70,20 @@ def test_a_rebuild_writes_model_adapter_and_manifest(built) -> None:
     assert set(measured["models"]) == {"as_trained_float32", "8_bit", "4_bit", "3_bit"}
     assert all(len(rows) == 2 for rows in measured["zero_delta_refit_of_down_proj"].values())
     assert measured["adapter"]["identity_with"]["n"] == 20
+    assert measured["store"]["domains"]["islands"]["items"] == 3
     assert [record["step"] for record in manifest["base_training"]["history"]] == [2, 3]
+
+
+def test_the_store_of_a_rebuild_is_of_its_export(built, tmp_path: Path) -> None:
+    path, manifest = built
+    write_export(path / "model", tmp_path / "export", TINY.adapter.bits)
+    store = Store.open(path / "store")
+    store.check_base(fingerprint(open_checkpoint(tmp_path / "export")))
+    assert [domain.name for domain in store.manifest.domains] == list(DOMAINS[:2])
+    assert store.read_router().header.domains == DOMAINS[:2]
+    named = {"manifest.json", *(record.file for record in store.manifest.files())}
+    listed = {name.removeprefix("store/") for name in manifest["file_bytes"] if "store/" in name}
+    assert listed == named
 
 
 def test_a_rebuild_again_gives_the_same_bytes(built, tmp_path: Path) -> None:
@@ -60,6 +92,15 @@ def test_a_rebuild_again_gives_the_same_bytes(built, tmp_path: Path) -> None:
     for name in manifest["file_bytes"]:
         assert (path / name).read_bytes() == (tmp_path / "nano" / name).read_bytes(), name
     assert again.manifest["measured"] == manifest["measured"]
+
+
+def test_settings_of_what_comes_after_the_base_leave_its_state_usable() -> None:
+    """A rebuild that was stopped after the base goes on with other stacks."""
+    known = run_id(TINY)
+    for name in ("adapter", "persona", "stacks", "outcomes", "router"):
+        other = getattr(TINY, name).model_copy(update={"seed": 7, "name": "Ada", "rank": 2})
+        assert run_id(TINY.model_copy(update={name: other})) == known
+    assert run_id(TINY.model_copy(update={"seed": 7})) != known
 
 
 def test_an_existing_target_is_refused_before_anything_is_trained(built) -> None:

@@ -41,7 +41,7 @@ from mlxstacks.nano.tokenizer import load_tokenizer
 
 ALL = (*DOMAINS, HELD_OUT)
 ITEMS = 60
-PATHS = NanoPaths(ASSETS / "model", ASSETS / "adapter", None)
+PATHS = NanoPaths(ASSETS / "model", ASSETS / "adapter", ASSETS / "store")
 
 
 @pytest.fixture(scope="module")
