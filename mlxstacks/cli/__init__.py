@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import click
 
 from mlxstacks import __version__
+from mlxstacks.cli import output
 from mlxstacks.cli.execute import BAD_INPUT, FAILED, GATE, INTERRUPTED
 from mlxstacks.cli.group import TableGroup
 from mlxstacks.cli.recipes import list_command, run_command
@@ -65,12 +66,20 @@ def _fail(arguments: Sequence[str], message: str, code: int, kind: str = "Error"
     """Say what went wrong on stderr; with --json also as the one document on stdout."""
     if any(word in ("-v", "-vv", "--verbose") for word in arguments) and code != INTERRUPTED:
         traceback.print_exc()
-    click.echo(click.style("error: ", fg="red", bold=True) + message, err=True)
+    # a stranger's file may have written a part of it
+    click.echo(click.style("error: ", fg="red", bold=True) + output.safe(message), err=True)
     if "--json" in arguments:
-        from mlxstacks.cli.output import print_json
-
-        print_json({"error": {"kind": kind, "message": message, "exit_code": code}})
+        output.print_json({"error": {"kind": kind, "message": message, "exit_code": code}})
     return code
+
+
+def _open_standard_streams() -> None:
+    """Those that whoever started this had closed lead nowhere. Left closed, the next file that is
+    opened gets their number, and MLX takes a file of number 0 for one that it could not open.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def main() -> None:
@@ -84,6 +93,7 @@ def main() -> None:
         # A shell's nohup has SIGHUP ignored, and that stays.
         if signal.getsignal(getattr(signal, name)) is signal.SIG_DFL:
             signal.signal(getattr(signal, name), signal.default_int_handler)
+    _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what cannot be shown is no reason to fail
             stream.reconfigure(errors="backslashreplace")

@@ -4,7 +4,6 @@ import contextlib
 import signal
 import sys
 import threading
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,8 @@ if TYPE_CHECKING:
     from mlxstacks.routing.chat_settings import AnswerSettings
     from mlxstacks.routing.conversation import Turn
 
-# Marks that turn the direction of text around; what follows could then be made to look like ours.
-_TURNS = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+# More than a context of a million tokens holds. What is longer has no end, as /dev/zero.
+MOST_CHARACTERS = 8_000_000
 
 
 def completed(settings: "AnswerSettings") -> "AnswerSettings":
@@ -52,29 +51,21 @@ def completed(settings: "AnswerSettings") -> "AnswerSettings":
     return settings.model_copy(update={"model": manifest.base_model})
 
 
-def safe(text: str) -> str:
-    """Text that cannot command a terminal: control characters are spelled out.
-
-    Line breaks and tabs stay, and so do joiners and marks that scripts and emoji need.
-    """
-    return "".join(_spelled(c) if _commands(c) else c for c in text)
-
-
-def _commands(character: str) -> bool:
-    if character in "\n\t":
-        return False
-    return unicodedata.category(character) in ("Cc", "Cs") or character in _TURNS
-
-
-def _spelled(character: str) -> str:
-    return ascii(character)[1:-1]
+def bounded(text: str) -> str:
+    """The text. Raises: InputError: it has more than MOST_CHARACTERS."""
+    if len(text) > MOST_CHARACTERS:
+        raise InputError(
+            f"standard input: got more than {MOST_CHARACTERS:,} characters for one prompt; no "
+            "model's context holds them"
+        )
+    return text
 
 
 def write_answer(pieces: Iterable[str]) -> None:
     """Stream an answer to stdout as it comes; a line break ends it."""
     last = "\n"
     for piece in pieces:
-        sys.stdout.write(safe(piece))
+        sys.stdout.write(output.safe(piece))
         sys.stdout.flush()
         last = piece[-1:] or last
     if last != "\n":
@@ -140,6 +131,24 @@ def stoppable() -> Iterator[Callable[[], bool]]:
         yield lambda: asked
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Inside the block SIGTERM and SIGHUP, which elsewhere are a Ctrl-C, end the process at once:
+    nobody who sends them means an answer alone.
+    """
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(130)
+
+    with contextlib.ExitStack() as before:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is signal.default_int_handler:  # else it is ignored
+                    signal.signal(number, leave)
+                    before.callback(signal.signal, number, signal.default_int_handler)
+        yield
 
 
 @contextlib.contextmanager

@@ -25,12 +25,12 @@ def run(settings: "ChatSettings") -> ChatReport:
 
     ready = answers.completed(settings)
     assert isinstance(ready, ChatSettings)
-    notes: list[str] = []
-    chat = Chat(ready, open_routed(ready, notes), notes, chat_commands.run)
+    chat = Chat(ready, open_routed(ready), chat_commands.run)
     lines = open_lines(
         lambda before: chat_commands.complete(chat, before), cache_directory() / HISTORY
     )
-    chat.talk(lines)
+    with answers.ended_by_signals():
+        chat.talk(lines)
     return chat.report()
 
 

@@ -88,9 +88,12 @@ def _compare(chat: Chat, rest: str) -> None:
     turns = chat.conversation.turns
     if not rest and not turns:
         raise InputError("nothing was asked yet; /compare TEXT compares answers to a text")
-    # the last question again, as it stood: what was answered to it is left out
-    before = None if rest else -2
-    chat.compare(rest or turns[-1].question, before)
+    chat.compare(rest or turns[-1].question, again=not rest)
+
+
+def _new(chat: Chat, rest: str) -> None:
+    chat.begin_anew()
+    chat.say("A new conversation: what was said is forgotten.")
 
 
 def _stats(chat: Chat, rest: str) -> None:
@@ -119,6 +122,7 @@ COMMANDS: Mapping[str, SlashCommand] = {
     "/unpin": SlashCommand("", "the mode decides again", _unpin),
     "/mode": SlashCommand("|".join(MODES), "what answers from now on", _mode, lambda c: MODES),
     "/compare": SlashCommand("[TEXT]", "base, ungated and routed, beside each other", _compare),
+    "/new": SlashCommand("", "a new conversation, with mode and pins as they are", _new),
     "/stats": SlashCommand("", "tokens, caches, what was read from disk", _stats),
     "/save": SlashCommand("FILE", "write the conversation as JSONL", _save),
     "/help": SlashCommand("", "this list", _help),

@@ -3,10 +3,12 @@
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mlxstacks.cli.answers import safe
+from mlxstacks.cli.answers import MOST_CHARACTERS, bounded
+from mlxstacks.cli.output import safe
 
 if TYPE_CHECKING:
     from prompt_toolkit.document import Document
@@ -18,7 +20,9 @@ MORE = ". "
 
 
 class Lines(Protocol):
-    """read: the next message. Raises: EOFError at the end; KeyboardInterrupt at Ctrl-C."""
+    """read: the next message. Raises: EOFError at the end; KeyboardInterrupt at Ctrl-C; InputError
+    for a line without an end.
+    """
 
     def read(self) -> str: ...
 
@@ -59,7 +63,7 @@ class PlainLines:
             except KeyboardInterrupt:
                 sys.stdout.write("\n")  # the terminal wrote ^C into the line
                 raise
-        line = sys.stdin.readline()
+        line = bounded(sys.stdin.readline(MOST_CHARACTERS + 1))
         if not line:
             raise EOFError
         line = line.rstrip("\r\n")
@@ -87,16 +91,24 @@ class TerminalLines:
         )
 
     def read(self) -> str:
-        return self._session.prompt()
+        # a byte that is not UTF-8 comes as half a character, which no model reads
+        return self._session.prompt().encode(errors="replace").decode()
 
 
 def _history(path: Path) -> "History":
     """The file, for its owner alone; in memory where it cannot be written."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
+    class Kept(FileHistory):
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):  # a full disk: it stays in memory
+                super().store_string(string)
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags = (
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        )
         descriptor = os.open(path, flags, 0o600)
         try:
             os.fchmod(descriptor, 0o600)
@@ -104,7 +116,7 @@ def _history(path: Path) -> "History":
             os.close(descriptor)
     except OSError:
         return InMemoryHistory()
-    return FileHistory(str(path))
+    return Kept(str(path))
 
 
 def _completer(complete: Callable[[str], Iterable[str]]) -> Any:

@@ -1,8 +1,7 @@
 """One chat: reads messages, streams answers, does what slash commands say."""
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from mlxstacks.routing.chat_settings import ChatSettings
-    from mlxstacks.routing.conversation import Asked
+    from mlxstacks.routing.conversation import Asked, Turn
     from mlxstacks.routing.engine import RoutedModel
 
 # What an answer may fail of without an end to the chat; RuntimeError is what MLX raises.
@@ -24,7 +23,9 @@ MODES = ("base", "ungated", "routed")
 
 @dataclass(frozen=True)
 class ChatReport:
-    """What was said. compared: answers of comparisons, which are not part of the conversation."""
+    """What was said. messages: since the last /new; turns: of the whole chat. compared: answers of
+    comparisons, which are not part of the conversation.
+    """
 
     settings: dict[str, Any]
     messages: list[dict[str, Any]]
@@ -53,15 +54,15 @@ class Chat:
         self,
         settings: "ChatSettings",
         engine: "RoutedModel",
-        notes: list[str],
         command: Callable[["Chat", str], None],
     ) -> None:
         from mlxstacks.routing.conversation import Conversation
         from mlxstacks.routing.open_routed import sampling_of
 
-        self.settings, self.engine, self.notes = settings, engine, notes
+        self.settings, self.engine = settings, engine
         self.done, self._command = False, command
         self.compared: list[dict[str, Any]] = []
+        self._earlier: list[Turn] = []
         self._shown_notes = 0
         mode = "routed" if settings.routed or settings.compare else "base"
         self.conversation = Conversation(
@@ -118,16 +119,12 @@ class Chat:
         else:
             self.say(answers.status_line(asked.turn), style="dim")
 
-    def compare(self, text: str, before: int | None = None, *, record: bool = False) -> None:
-        """Answers of base, ungated and routed. before: messages that stand before the question.
+    def compare(self, text: str, *, again: bool = False, record: bool = False) -> None:
+        """Answers of base, ungated and routed. again: to the last question, as it stood.
         record: the routed answer becomes part of the conversation.
-
-        The stacks of the conversation are held meanwhile: nothing is loaded again afterwards.
         """
         found: dict[str, Asked] = {}
-        with ExitStack() as held, answers.stoppable() as stop:
-            if self.conversation.turns:
-                held.enter_context(self.engine.lease(self.conversation.turns[-1].answer.route))
+        with answers.stoppable() as stop:
             for mode in MODES:
                 if stop():
                     break
@@ -135,7 +132,7 @@ class Chat:
                     if record and mode == "routed":
                         asked = self.conversation.ask(text, stop=stop)
                     else:
-                        asked = self.conversation.compared(text, mode, before=before, stop=stop)  # type: ignore[arg-type]
+                        asked = self.conversation.compared(text, mode, again=again, stop=stop)  # type: ignore[arg-type]
                     self._one_of_three(mode, asked)
                     found[mode] = asked
                 except _SURVIVED as error:
@@ -158,6 +155,11 @@ class Chat:
     def _wide(self) -> bool:
         return output.console().width >= chat_view.WIDE_COLUMNS
 
+    def begin_anew(self) -> None:
+        """A new conversation."""
+        self._earlier += self.conversation.turns
+        self.conversation.begin_anew()
+
     def set_mode(self, mode: Any) -> None:
         """Raises: InputError, StoreError: there are no stacks, or no router that fits."""
         if mode == "routed":
@@ -170,27 +172,25 @@ class Chat:
         return ChatReport(
             self.settings.model_dump(mode="json"),
             self.conversation.messages,
-            [turn.as_json() for turn in self.conversation.turns],
+            [turn.as_json() for turn in [*self._earlier, *self.conversation.turns]],
             self.compared,
             chat_view.stats_of(self.conversation),
-            [*self.notes, *self.engine.notes],
+            list(self.engine.notes),
         )
 
     def say(self, text: str, style: str = "") -> None:
         """A line of ours; text from elsewhere in it commands nothing."""
         from rich.text import Text
 
-        self.show(Text(answers.safe(text), style=style))
+        console = output.console()
+        console.print(Text(output.safe(text), style=style), soft_wrap=not console.is_terminal)
+        sys.stdout.flush()
 
     def show(self, what: "RenderableType") -> None:
         output.console().print(what)
         sys.stdout.flush()
 
     def _show_notes(self) -> None:
-        for note in list(self._all_notes())[self._shown_notes :]:
+        for note in self.engine.notes[self._shown_notes :]:
             self.say(note, style="dim")
             self._shown_notes += 1
-
-    def _all_notes(self) -> Iterator[str]:
-        yield from self.notes
-        yield from self.engine.notes

@@ -139,7 +139,7 @@ def beside(turns: Mapping[str, "Turn"]) -> "Table":
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
     for mode in turns:
         made.add_column(Text(mode), overflow="fold", ratio=1)
-    made.add_row(*[Text(answers.safe(turn.answer.text)) for turn in turns.values()])
+    made.add_row(*[Text(output.safe(turn.answer.text)) for turn in turns.values()])
     made.add_section()
     made.add_row(*[Text(answers.status_line(turn), style="dim") for turn in turns.values()])
     return made

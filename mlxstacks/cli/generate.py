@@ -2,13 +2,13 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import answers, output
 from mlxstacks.data.json_lines import numbered_records
 from mlxstacks.data.messages import as_messages
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import user_path
 
 if TYPE_CHECKING:
@@ -34,12 +34,15 @@ class Job:
 
 @dataclass(frozen=True)
 class GenerateReport:
-    """answers: one a prompt, or three where modes are compared."""
+    """answers: one a prompt, or three where modes are compared; one that could not be given has
+    `error` in its place. failure: how many such there are, None for none.
+    """
 
     settings: dict[str, Any]
     answers: list[dict[str, Any]]
     resident: dict[str, Any] | None
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
+    failure: str | None
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -47,6 +50,7 @@ class GenerateReport:
             "answers": self.answers,
             "resident": self.resident,
             "notes": self.notes,
+            "failure": self.failure,
         }
 
 
@@ -62,27 +66,52 @@ def run(settings: "GenerateSettings") -> GenerateReport:
     jobs = _jobs(settings, bare)
     ready = answers.completed(settings)
     assert isinstance(ready, GenerateSettings)
-    notes: list[str] = []
-    engine = open_routed(ready, notes)
+    engine = open_routed(ready)
     for job in jobs:
         _check(engine, ready, job)
-    for note in notes:
-        output.note(note)
+    shown = _show_notes(engine, 0)
     found: list[dict[str, Any]] = []
     for index, job in enumerate(jobs):
         if len(jobs) > 1:
-            sys.stdout.write(f"> {answers.safe(job.question)}\n")
+            sys.stdout.write(f"> {output.safe(job.question)}\n")
         for mode in _modes(ready):
             found.append({"prompt": job.question, "line": job.line, "mode": mode or "pinned"}
-                         | _answer(engine, ready, job, mode, index, len(jobs) > 1))  # fmt: skip
-    for note in engine.notes:
-        output.note(note)
+                         | _tried(engine, ready, job, mode, index, len(jobs) > 1))  # fmt: skip
+    _show_notes(engine, shown)
     resident = None if engine.resident is None else engine.resident.stats.as_json()
-    return GenerateReport(ready.model_dump(mode="json"), found, resident, notes + engine.notes)
+    return GenerateReport(
+        ready.model_dump(mode="json"), found, resident, engine.notes, _failure(found)
+    )
+
+
+def _failure(found: list[dict[str, Any]]) -> str | None:
+    errors = [answer["error"] for answer in found if "error" in answer]
+    if not errors:
+        return None
+    return f"{len(errors)} of {len(found)} answers; the first: {errors[0]}"
 
 
 def render(console: "Console", report: GenerateReport) -> None:
     """Nothing is left to print: answers were, as they came."""
+
+
+def _tried(
+    engine: "RoutedModel",
+    settings: "GenerateSettings",
+    job: Job,
+    mode: "Mode | None",
+    index: int,
+    several: bool,
+) -> dict[str, Any]:
+    """`_answer`; where a row of a file fails, why: the rows before and behind it are worth more."""
+    try:
+        return _answer(engine, settings, job, mode, index, several)
+    except (InputError, StoreError) as error:
+        if job.line is None:
+            raise
+        message = f"{job.where}{error}"
+        output.note(message)
+        return {"error": message}
 
 
 def _answer(
@@ -103,12 +132,19 @@ def _answer(
     assert asked.turn is not None  # nobody can stop it but Ctrl-C, which ends the command
     line = answers.status_line(asked.turn)
     if several or settings.compare:
-        sys.stdout.write(f"{answers.safe(line)}\n\n")
+        sys.stdout.write(f"{output.safe(line)}\n\n")
     else:
-        output.note(answers.safe(line))
+        output.note(line)
     about = asked.turn.as_json()
     del about["question"]
     return about
+
+
+def _show_notes(engine: "RoutedModel", first: int) -> int:
+    """Those from `first` on; how many there are."""
+    for note in engine.notes[first:]:
+        output.note(note)
+    return len(engine.notes)
 
 
 def _conversation(
@@ -139,7 +175,7 @@ def _check(engine: "RoutedModel", settings: "GenerateSettings", job: Job) -> Non
     """Raises: InputError with the line: the prompt is longer than the context, or refused."""
     conversation = _conversation(engine, settings, job, "base", 0)
     try:
-        conversation.check(job.question)
+        conversation.prompt(job.question)
     except InputError as error:
         raise InputError(f"{job.where}{error}") from None
 
@@ -166,7 +202,7 @@ def _standard_input() -> str:
     reconfigure = getattr(sys.stdin, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="replace")
-    return sys.stdin.read().rstrip("\n")
+    return answers.bounded(sys.stdin.read(answers.MOST_CHARACTERS + 1)).rstrip("\n")
 
 
 def _rows(name: str) -> Iterator[Job]:

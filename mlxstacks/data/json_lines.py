@@ -32,7 +32,8 @@ def numbered_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             found += 1
             try:
-                record = json.loads(line.decode("utf-8"))
+                # some editors begin a file with a mark of UTF-8
+                record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:  # not UTF-8 is a ValueError too
                 reason = getattr(error, "msg", str(error))
                 raise InputError(f"{path}, line {number}: not JSON ({reason})") from error

@@ -45,7 +45,9 @@ class Answer:
     @property
     def marks(self) -> tuple[str, ...]:
         """What a reader should know about it: gap, missing domains, where it was cut off."""
-        found = [f"without {name} ({why})" for name, why in self.missing.items()]
+        # what to do about it stands behind the reason: in `missing`, not in every answer
+        reasons = {name: why.partition(";")[0] for name, why in self.missing.items()}
+        found = [f"without {name} ({why})" for name, why in reasons.items()]
         if self.route.gap:
             found.append("gap: no domain fits")
         words = {

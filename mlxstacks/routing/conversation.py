@@ -25,8 +25,8 @@ from mlxstacks.files.disk import sync_directory, target_errors, user_path
 from mlxstacks.files.store_files import write_new
 from mlxstacks.routing.answer import Answer
 from mlxstacks.routing.engine import AnswerStream, Mode, Progress, RoutedModel
-from mlxstacks.routing.generation import Sampling
-from mlxstacks.routing.route import Route, base_route
+from mlxstacks.routing.generation import Prompt, Sampling
+from mlxstacks.routing.route import Route
 
 Message = dict[str, Any]
 
@@ -67,9 +67,15 @@ class Conversation:
         self.engine, self.sampling, self.thinking = engine, sampling, thinking
         self.mode, self.pins, self.reroute = mode, tuple(pins), reroute
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        self.messages: list[Message] = [*system, *messages]
-        self.turns: list[Turn] = []
+        self._opening: list[Message] = [*system, *messages]
         self.cache = engine.new_cache()
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget what was said; mode and pins stay."""
+        self.messages = list(self._opening)
+        self.turns: list[Turn] = []
+        self.cache.clear()
         self._held: Route | None = None
 
     def ask(
@@ -84,45 +90,49 @@ class Conversation:
         A question whose answer fails, or is stopped before its first token, leaves no trace.
         Raises: InputError: an empty question; one that is longer than the context; no stacks.
         """
-        if not text.strip():
-            raise InputError("the prompt is empty")
+        prompt = self.prompt(text)
         began = time.perf_counter()
         route = self._settled(self.engine.route(text, self.mode, self.pins))
         seconds = time.perf_counter() - began
-        messages = [*self.messages, {"role": "user", "content": text}]
+        sampling = self._sampling(len(self.turns))
         stream = self.engine.stream(
-            messages, route, self._sampling(), self.cache, thinking=self.thinking, stop=stop,
-            progress=progress,
-        )  # fmt: skip
+            prompt, route, sampling, self.cache, stop=stop, progress=progress
+        )
         return Asked(self, text, stream, seconds)
 
-    def check(self, text: str) -> None:
-        """Raises: InputError: a question that could not be answered; nothing is computed."""
-        messages = [*self.messages, {"role": "user", "content": text}]
-        route = base_route()
-        self.engine.stream(messages, route, self.sampling, self.cache, thinking=self.thinking)
+    def prompt(self, text: str, before: int | None = None) -> Prompt:
+        """What the model reads when this is asked; nothing is computed.
+
+        before: how many messages stand before it; default: all.
+        Raises: InputError: a question that cannot be answered.
+        """
+        if not text.strip():
+            raise InputError("the prompt is empty")
+        messages = [*self.messages[:before], {"role": "user", "content": text}]
+        return self.engine.prompt(messages, self.thinking)
 
     def compared(
         self,
         text: str,
         mode: Mode,
         *,
-        before: int | None = None,
+        again: bool = False,
         stop: Callable[[], bool] = lambda: False,
         progress: Progress = lambda done, total: None,
     ) -> "Asked":
         """The same question in a mode, on a cache of its own: the conversation does not change.
 
-        before: how many messages stand before the question; default: all.
+        again: it is the last question once more, as it stood: what was answered to it is left out,
+        and the same seed draws.
         """
+        prompt = self.prompt(text, before=-2 if again else None)
         began = time.perf_counter()
         route = self.engine.route(text, mode)
         seconds = time.perf_counter() - began
-        messages = [*self.messages[:before], {"role": "user", "content": text}]
+        sampling = self._sampling(len(self.turns) - again)
         stream = self.engine.stream(
-            messages, route, self._sampling(), self.engine.new_cache(), thinking=self.thinking,
-            stop=stop, progress=progress,
-        )  # fmt: skip
+            prompt, route, sampling, self.engine.new_cache(), stop=stop, progress=progress
+        )
         return Asked(None, text, stream, seconds)
 
     def _settled(self, route: Route) -> Route:
@@ -135,9 +145,9 @@ class Conversation:
             return replace(route, weights=held.weights)
         return route
 
-    def _sampling(self) -> Sampling:
+    def _sampling(self, turn: int) -> Sampling:
         """Another seed each turn: equal questions need not get equal draws."""
-        return replace(self.sampling, seed=(self.sampling.seed + len(self.turns)) % 2**64)
+        return replace(self.sampling, seed=(self.sampling.seed + turn) % 2**64)
 
     def finished(self, turn: Turn) -> None:
         """Take a turn into the conversation."""
@@ -155,7 +165,7 @@ class Conversation:
         Raises: TargetError: the file is there already, or cannot be written.
         """
         target = user_path(path)
-        first = len(self.messages) - 2 * len(self.turns)
+        first = len(self._opening)
         lines = []
         for place, message in enumerate(self.messages):
             index, is_answer = divmod(place - first, 2)
@@ -188,7 +198,9 @@ class Asked:
 
 def _write_once(target: Path, data: bytes) -> None:
     """A new file under a temporary name, then its own, which nobody may have taken."""
-    temporary = target.parent / f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+    if not target.parent.is_dir():
+        raise TargetError(f"{target.parent}: no such directory; choose another place")
+    temporary = target.parent / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
     with target_errors(target, len(data)):
         if os.path.lexists(target):
             raise TargetError(f"{target}: exists; choose another name")

@@ -1,6 +1,7 @@
 """A model with stacks that come and go: route, lease the stacks, stream the answer.
 
-    stream = engine.stream(messages, engine.route("Who rules Tolu?", "routed"), Sampling(), cache)
+    prompt = engine.prompt([{"role": "user", "content": "Who rules Tolu?"}])
+    stream = engine.stream(prompt, engine.route("Who rules Tolu?", "routed"), Sampling(), cache)
     for text in stream:
         print(text, end="")
     stream.answer                                       # weights, loads, tokens, what was missing
@@ -10,6 +11,7 @@ makes the model answer with them before every step: several answers may run by t
 """
 
 import difflib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -40,7 +42,7 @@ class RoutedModel:
 
     resident: the owner of what is loaded; None without a store. router: None where there is none;
     open_router: opens it when it is first needed. context_tokens: most tokens of prompt and answer,
-    None where the model does not say. notes: what went wrong on the side, for the user.
+    None where the model does not say. notes: what is worth saying to the user; it grows.
     """
 
     def __init__(
@@ -55,11 +57,12 @@ class RoutedModel:
         context_tokens: int | None = None,
         hard: bool = False,
         gap_log: GapLog | None = None,
+        notes: list[str] | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.store, self.resident = store, resident
         self.context_tokens, self.hard = context_tokens, hard
-        self.notes: list[str] = []
+        self.notes: list[str] = [] if notes is None else notes
         self._router, self._open_router, self._gap_log = router, open_router, gap_log
 
     @property
@@ -129,38 +132,42 @@ class RoutedModel:
             with self.resident.lease(self.weights(route)) as lease:
                 yield lease
 
+    def prompt(self, messages: Sequence[dict[str, Any]], thinking: bool | None = None) -> Prompt:
+        """What the model reads of these messages.
+
+        Raises: InputError: nothing, or more than the model's context holds beside an answer; the
+            chat template refuses them; they are no text.
+        """
+        prompt = encode_prompt(self.tokenizer, messages, thinking)
+        if self._room(prompt) < 1:
+            raise InputError(
+                f"the prompt has {len(prompt.tokens):,} tokens with all that was said before; the "
+                f"model's context is {self.context_tokens:,} and has to hold the answer too; "
+                "shorten it, or begin a new conversation (/new in a chat)"
+            )
+        return prompt
+
     def stream(
         self,
-        messages: Sequence[dict[str, Any]],
+        prompt: Prompt,
         route: Route,
         sampling: Sampling,
         cache: PromptCache,
         *,
-        thinking: bool | None = None,
         stop: Callable[[], bool] = lambda: False,
         progress: Progress = lambda done, total: None,
     ) -> "AnswerStream":
-        """An answer to `messages`, not begun.
+        """An answer, not begun; of no more tokens than the context has room for.
 
         stop: asked before every step; True ends the answer. progress: tokens of the prompt.
-        Raises: InputError: the prompt is empty, or longer than the model's context.
         """
-        prompt = encode_prompt(self.tokenizer, messages, thinking)
-        fitted = self._fitted(prompt, sampling)
+        fitted = replace(sampling, max_tokens=int(min(sampling.max_tokens, self._room(prompt))))
         return AnswerStream(self, prompt, route, fitted, sampling.max_tokens, cache, stop, progress)
 
-    def _fitted(self, prompt: Prompt, sampling: Sampling) -> Sampling:
-        """No more tokens than the context has room for."""
-        if self.context_tokens is None:
-            return sampling
-        room = self.context_tokens - len(prompt.tokens)
-        if room < 1:
-            raise InputError(
-                f"the prompt has {len(prompt.tokens):,} tokens with all that was said before; the "
-                f"model's context is {self.context_tokens:,} and has to hold the answer too; "
-                "shorten it, or begin a new conversation"
-            )
-        return replace(sampling, max_tokens=min(sampling.max_tokens, room))
+    def _room(self, prompt: Prompt) -> float:
+        """Tokens of the context that the prompt leaves to an answer."""
+        limit = math.inf if self.context_tokens is None else self.context_tokens
+        return limit - len(prompt.tokens)
 
     def _need_stacks(self) -> None:
         if self.resident is None:

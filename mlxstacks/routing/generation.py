@@ -24,6 +24,8 @@ from mlxstacks.training.modes import evaluating
 PREFILL_TOKENS = 512
 # Below, setting up the chunks takes longer than the loop.
 CHUNKED_FROM = 32
+# Next to nothing: what is not the likeliest is never drawn. Float32 divides by it without overflow.
+LEAST_TEMP = 1e-30
 # Tokens that the repetition penalty looks back on, as in mlx-lm.
 PENALTY_TOKENS = 20
 
@@ -65,19 +67,23 @@ def encode_prompt(
 
     thinking: switch a template's thoughts on or off; None leaves it to the template, as training
         does. Without a template the texts go in as they are, a line break between them.
-    Raises: InputError: the template refuses the messages, or nothing is left of them.
+    Raises: InputError: the template refuses the messages, or nothing is left of them; a text with
+        half a character (what is not UTF-8 becomes that on a command line).
     """
     from jinja2 import TemplateError
 
+    for message in messages:
+        _check_text(message["content"])
     options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
+    quiet = {"verbose": False}  # the engine says what is too long
 
     def tokens_of(begin_answer: bool) -> list[int]:
         if not getattr(tokenizer, "has_chat_template", True):
-            return list(tokenizer.encode("\n".join(str(m["content"]) for m in messages)))
+            return list(tokenizer.encode("\n".join(str(m["content"]) for m in messages), **quiet))
         text = tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=begin_answer, **options
         )
-        return list(tokenizer.encode(text, add_special_tokens=False))
+        return list(tokenizer.encode(text, add_special_tokens=False, **quiet))
 
     try:
         tokens, closed = tokens_of(True), tokens_of(False)
@@ -88,6 +94,16 @@ def encode_prompt(
     pairs = enumerate(zip(tokens, closed, strict=False))
     same = next((place for place, (a, b) in pairs if a != b), min(len(tokens), len(closed)))
     return Prompt(tuple(tokens), min(same, len(tokens) - 1))
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"the prompt is no text: its character {error.start + 1} is {text[error.start]!a}, "
+            "half of one; give UTF-8"
+        ) from None
 
 
 def generate(
@@ -190,18 +206,21 @@ def _sampler(sampling: Sampling) -> Callable[[mx.array], mx.array]:
     def sample(log_p: mx.array) -> mx.array:
         nonlocal key
         key, now = mx.random.split(key)
+        log_p = log_p.astype(mx.float32)
         if sampling.top_p < 1:
             log_p = likeliest(log_p, sampling.top_p)
-        return mx.random.categorical(log_p / sampling.temp, key=now)
+        # the likeliest stays 0 however small the temperature is
+        below = log_p - mx.max(log_p, axis=-1, keepdims=True)
+        return mx.random.categorical(below / max(sampling.temp, LEAST_TEMP), key=now)
 
     return sample
 
 
 def likeliest(log_p: mx.array, top_p: float) -> mx.array:
-    """log p (1, V) with -inf outside the smallest set of likeliest tokens that has probability
-    `top_p`; ties with its least likely one stay. Before the temperature, as in mlx-lm.
+    """log p (1, V) float32 with -inf outside the smallest set of likeliest tokens that has
+    probability `top_p`; ties with its least likely one stay. Before the temperature, as in mlx-lm.
     """
-    falling = -mx.sort(-log_p.astype(mx.float32), axis=-1)
+    falling = -mx.sort(-log_p, axis=-1)
     above = mx.cumsum(mx.exp(falling), axis=-1, inclusive=False)
     kept = mx.sum(above < top_p, axis=-1, keepdims=True)  # at least one: nothing is above the first
     least = mx.take_along_axis(falling, kept - 1, axis=-1)

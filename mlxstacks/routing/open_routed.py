@@ -1,6 +1,6 @@
 """From settings to a model that answers: load the base, check that the stacks are its, open them.
 
-    engine = open_routed(GenerateSettings(model=..., store_path=..., routed=True), notes)
+    engine = open_routed(GenerateSettings(model=..., store_path=..., routed=True))
 
 Weights of the base are read when they are first used, those of stacks when a route asks for them.
 """
@@ -26,10 +26,9 @@ from mlxstacks.training.prepare_base import prepare_base
 _MOST_CONTEXT = 2**31
 
 
-def open_routed(settings: AnswerSettings, notes: list[str]) -> RoutedModel:
+def open_routed(settings: AnswerSettings) -> RoutedModel:
     """The model of the settings with its stacks; the router too, where they ask for it.
 
-    notes: gets what is worth saying.
     Raises: InputError: model, store or router cannot be used, an unknown domain is pinned.
         StoreError: the store is of another base, or damaged.
     """
@@ -45,6 +44,7 @@ def open_routed(settings: AnswerSettings, notes: list[str]) -> RoutedModel:
     if store is not None:
         store.check_base(fingerprint(checkpoint))
     model, tokenizer, config = base_model.load(checkpoint.directory, lazy=True)
+    notes: list[str] = []
     in_float32 = prepare_base(model, settings.base, notes)
     model.eval()
     resident = None
@@ -62,7 +62,7 @@ def open_routed(settings: AnswerSettings, notes: list[str]) -> RoutedModel:
     engine = RoutedModel(
         model, tokenizer, store=store, resident=resident, open_router=open_router,
         context_tokens=context_tokens(config, tokenizer), hard=settings.hard,
-        gap_log=_gap_log(settings),
+        gap_log=_gap_log(settings), notes=notes,
     )  # fmt: skip
     engine.check_domains(settings.pin) if settings.pin else None
     if settings.routed or settings.compare:

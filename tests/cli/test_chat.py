@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from mlxstacks import base_model
-from mlxstacks.cli import answers, chat_commands, chat_input
+from mlxstacks.cli import answers, chat_commands, chat_input, output
 from mlxstacks.cli.chat_session import Chat
 from mlxstacks.errors import InputError
 from mlxstacks.files.router_file import write_router
@@ -58,8 +58,7 @@ def talk(places: Places, capsys: pytest.CaptureFixture[str]) -> Callable[..., tu
 
     def call(*lines: str | BaseException, **changes: Any) -> tuple[Chat, str]:
         settings = settings_for(places, **changes)
-        notes: list[str] = []
-        chat = Chat(settings, open_routed(settings, notes), notes, chat_commands.run)
+        chat = Chat(settings, open_routed(settings), chat_commands.run)
         chat.talk(Typed(*lines))
         return chat, capsys.readouterr().out
 
@@ -128,6 +127,16 @@ def test_what_cannot_be_used_ends_it_at_once(
     assert "Traceback" not in err + out
 
 
+def test_line_without_an_end_is_refused(
+    places: Places, command: Run, work_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "MOST_CHARACTERS", 50)
+    monkeypatch.setattr(chat_input, "MOST_CHARACTERS", 50)
+    piped(monkeypatch, b"short\n" + b"x" * 60 + b"\n")
+    code, out, err = command(*command_line(places))
+    assert (code, "more than 50 characters" in err, out.count("base | ")) == (2, True, 1), err
+
+
 def test_router_for_other_stacks_is_a_store_error(
     places: Places, command: Run, work_dir: Path
 ) -> None:
@@ -187,6 +196,37 @@ def test_second_ctrl_c_breaks_off_a_step_and_the_chat_goes_on(
     assert [turn.question for turn in chat.conversation.turns] == ["river"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_end_the_chat(talk: Any, number: int) -> None:
+    def read() -> str:
+        signal.raise_signal(number)
+        raise AssertionError("still here")
+
+    before = signal.signal(number, signal.default_int_handler)  # as the command line has it
+    lines = Typed()
+    lines.read = read  # type: ignore[method-assign]
+    try:
+        chat, _ = talk()
+        with pytest.raises(SystemExit) as ended, answers.ended_by_signals():
+            chat.talk(lines)
+        assert ended.value.code == 130
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+
+
+def test_notes_are_shown_once_each_whenever_they_come(
+    places: Places, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = settings_for(places)
+    chat = Chat(settings, open_routed(settings), chat_commands.run)
+    chat.engine.notes.append("something on the side")
+    chat.talk(Typed("seven", "/mode routed", "river"))
+    out = capsys.readouterr().out
+    assert all(out.count(note) == 1 for note in chat.engine.notes)
+    assert chat.report().notes == chat.engine.notes
+
+
 def test_what_fails_is_said_and_the_chat_goes_on(talk: Any) -> None:
     chat, out = talk("x" * 3000, "/stats", "river")
     assert "error: the prompt has" in out
@@ -200,7 +240,7 @@ def test_missing_stack_is_said_and_the_answer_marked(
     store = Store.open(places.store)
     (store.path / store.stack_named("tolu-r1").file.file).unlink()
     settings = settings_for(places, pin=["tolu", "islands"])
-    Chat(settings, open_routed(settings, []), [], chat_commands.run).talk(Typed("seven"))
+    Chat(settings, open_routed(settings), chat_commands.run).talk(Typed("seven"))
     out = capsys.readouterr().out.replace("\n", " ")
     assert "without tolu" in out
     assert "pinned: islands" in out
@@ -211,7 +251,7 @@ def test_gap_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     add_router(Store.open(places.store), bias=-60.0)
     log = tmp_path / "gaps.jsonl"
     settings = settings_for(places, routed=True, gap_log=str(log))
-    Chat(settings, open_routed(settings, []), [], chat_commands.run).talk(Typed("seven"))
+    Chat(settings, open_routed(settings), chat_commands.run).talk(Typed("seven"))
     assert "gap: no domain fits" in capsys.readouterr().out
     assert json.loads(log.read_text())["text"] == "seven"
 
@@ -266,9 +306,27 @@ def test_compare_shows_three_answers(
     assert chat.conversation.turns[0].answer.route.mode == "routed"
 
 
+def test_new_conversation_fits_where_the_old_one_was_full(talk: Any) -> None:
+    chat, out = talk("x" * 600, "y" * 600, "/new", "y" * 600, "/compare")
+    assert "/new in a chat" in out
+    assert [turn.question[0] for turn in chat.conversation.turns] == ["y"]
+    report = chat.report()
+    assert [turn["question"][0] for turn in report.turns] == ["x", "y"]
+    assert len(report.messages) == 2
+
+
+def test_compare_needs_no_more_room_than_its_largest_set(talk: Any, places: Places) -> None:
+    engine = open_routed(settings_for(places))
+    assert engine.resident is not None
+    with engine.resident.lease(dict.fromkeys(engine.domains, 1.0)):
+        whole = engine.resident.stats.resident_bytes
+    _, out = talk("seven", "/compare", pin=["islands"], budget=int(1.1 * whole))
+    assert "error" not in out
+
+
 def test_compare_that_is_over_the_budget_says_so_and_goes_on(talk: Any, places: Places) -> None:
     settings = settings_for(places)
-    engine = open_routed(settings, [])
+    engine = open_routed(settings)
     assert engine.resident is not None
     with engine.resident.lease({"islands": 1.0}):
         one = engine.resident.stats.resident_bytes
@@ -291,11 +349,11 @@ def test_completion_knows_commands_and_their_words(talk: Any) -> None:
 
 
 def test_answers_cannot_command_the_terminal() -> None:
-    assert answers.safe("a\x1b[2Jb\r\x07\x9b1m\u202ec\ud800") == (
+    assert output.safe("a\x1b[2Jb\r\x07\x9b1m\u202ec\ud800") == (
         "a\\x1b[2Jb\\r\\x07\\x9b1m\\u202ec\\ud800"
     )
     kept = "line\n\ttab é 漢 👩\u200d🔬 नि"
-    assert answers.safe(kept) == kept
+    assert output.safe(kept) == kept
 
 
 def test_history_is_for_its_owner_alone(tmp_path: Path) -> None:
@@ -310,7 +368,21 @@ def test_history_is_for_its_owner_alone(tmp_path: Path) -> None:
     chat_input._history(tmp_path / "file" / "history").append_string("kept in memory")
 
 
-def typed_into_terminal(keys: str, tmp_path: Path) -> list[str]:
+def test_history_that_cannot_be_kept_any_more_ends_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "history"
+    history = chat_input._history(path)
+    path.unlink()
+    path.parent.rmdir()
+    history.append_string("kept in memory")
+    assert history.get_strings() == ["kept in memory"]
+
+
+def test_history_is_never_a_pipe_that_waits(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "history")
+    chat_input._history(tmp_path / "history").append_string("kept in memory")
+
+
+def typed_into_terminal(keys: bytes, tmp_path: Path) -> list[str]:
     """What prompt_toolkit makes of keys, without a terminal."""
     from prompt_toolkit.application import create_app_session
     from prompt_toolkit.input import create_pipe_input
@@ -319,7 +391,7 @@ def typed_into_terminal(keys: str, tmp_path: Path) -> list[str]:
     found = []
     with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
         lines = chat_input.TerminalLines(lambda before: [], tmp_path / "history")
-        pipe.send_text(keys)
+        pipe.send_bytes(keys)
         while True:
             try:
                 found.append(lines.read())
@@ -330,7 +402,13 @@ def typed_into_terminal(keys: str, tmp_path: Path) -> list[str]:
 def test_terminal_takes_several_lines_and_pasted_text(tmp_path: Path) -> None:
     escape_enter, paste = "\x1b\r", "\x1b[200~one\ntwo\x1b[201~"
     keys = f"seven{escape_enter}apples\rred\\\rblue\r{paste}\r\x04"
-    assert typed_into_terminal(keys, tmp_path) == ["seven\napples", "red\nblue", "one\ntwo"]
+    assert typed_into_terminal(keys.encode(), tmp_path) == [
+        "seven\napples", "red\nblue", "one\ntwo",
+    ]  # fmt: skip
+
+
+def test_byte_that_is_no_text_becomes_a_mark(tmp_path: Path) -> None:
+    assert typed_into_terminal(b"a\xffb\r\x04", tmp_path) == ["a?b"]
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,25 @@ def test_shell_completion(words: str, expected: str) -> None:
     assert expected in done.stdout, done.stderr
 
 
+def test_closed_standard_streams_are_nobody_elses_files() -> None:
+    """MLX cannot read a file that gets number 0; prints to nowhere are no error."""
+    program = """
+import os, sys
+import click
+import mlxstacks.cli as cli
+@click.command()
+def show():
+    print("to nowhere")
+    sys.stderr.write(f"{sys.stdin.read()!r} {os.open(os.devnull, os.O_RDONLY)}")
+cli.make_group = lambda: show
+cli.main()
+"""
+    command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr[:3]) == (0, "'' "), done.stderr
+    assert int(done.stderr[3:]) > 2
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_ends_a_run_like_ctrl_c(name: str) -> None:
     """What was being written is cleaned up: the signal arrives as an exception."""

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from mlxstacks.cli import answers
+from mlxstacks.cli import answers, output
+from mlxstacks.errors import StoreError
+from mlxstacks.routing.conversation import Conversation
 from tests.cli.conftest import Run
 from tests.routing.engine_cases import Places, write_places
 
@@ -50,7 +52,7 @@ def test_answer_alone_goes_to_stdout(generate: Run) -> None:
     assert "pinned" not in out
     [answer] = json.loads(generate("seven apples", "--pin", "tolu", "--json")[1])["answers"]
     assert (answer["mode"], answer["tokens"]) == ("pinned", 4)
-    assert answers.safe(answer["text"]).strip() == out.strip()
+    assert output.safe(answer["text"]).strip() == out.strip()
 
 
 @pytest.mark.parametrize("arguments", [(), ("-",)])
@@ -66,7 +68,8 @@ def test_standard_input_is_the_prompt(
 def test_rows_are_answered_in_order(generate: Run, tmp_path: Path) -> None:
     said = [("system", "be brief"), ("user", "a"), ("assistant", "b"), ("user", "river")]
     chat = [{"role": role, "content": content} for role, content in said]
-    file = rows(tmp_path / "p.jsonl", {"prompt": "seven"}, "", {"messages": chat})
+    mark = "\ufeff"  # some editors begin a file with it
+    file = rows(tmp_path / "p.jsonl", f'{mark}{{"prompt": "seven"}}', "", {"messages": chat})
     code, out, err = generate("--prompts", file, "--routed", "--system-prompt", "x", "--json")
     assert code == 0, err
     first, second = json.loads(out)["answers"]
@@ -96,6 +99,7 @@ def test_modes_are_compared(generate: Run) -> None:
         ("{", "line 2: not JSON"),
         ("[1]", "line 2: got list"),
         ({"prompt": " "}, "line 2: the prompt is empty"),
+        ('{"prompt": "a \\ud800"}', "line 2: the prompt is no text: its character 3"),
         ({"prompt": 7}, "line 2: prompt is int"),
         ({"text": "x"}, "line 2: a row has the keys ['text']"),
         ({"messages": []}, "line 2: messages must be a list"),
@@ -122,6 +126,34 @@ def test_rows_that_are_none_are_named_before_anything_is_answered(
 def test_prompts_that_cannot_be_answered(generate: Run, arguments: list[str], message: str) -> None:
     code, out, err = generate(*arguments)
     assert (code, message in err, out) == (2, True, ""), err
+
+
+def test_row_that_fails_costs_no_other_row(
+    generate: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Conversation.ask
+
+    def ask(self: Conversation, text: str, **options: Any) -> Any:
+        if text == "river":
+            raise StoreError("the set is \x1b[2Jtoo large")
+        return own(self, text, **options)
+
+    monkeypatch.setattr(Conversation, "ask", ask)
+    file = rows(tmp_path / "p.jsonl", {"prompt": "seven"}, {"prompt": "river"}, {"prompt": "stone"})
+    code, out, err = generate("--prompts", file, "--json")
+    assert (code, "\x1b" in err) == (1, False), err
+    document = json.loads(out)
+    assert ["error" in answer for answer in document["answers"]] == [False, True, False]
+    assert "line 2: the set" in document["answers"][1]["error"]
+    assert document["failure"].startswith("1 of 3 answers; the first: ")
+    assert generate("river")[0] == 1
+
+
+def test_input_without_an_end_is_refused(generate: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "MOST_CHARACTERS", 50)
+    typed(monkeypatch, "x" * 60)
+    code, out, err = generate()
+    assert (code, "more than 50 characters" in err, out) == (2, True, ""), err
 
 
 def test_terminal_without_a_prompt_is_told_so(

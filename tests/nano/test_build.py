@@ -86,6 +86,7 @@ def test_the_store_of_a_rebuild_is_of_its_export(built, tmp_path: Path) -> None:
     assert listed == named
 
 
+@pytest.mark.slow
 def test_a_rebuild_again_gives_the_same_bytes(built, tmp_path: Path) -> None:
     path, manifest = built
     again = rebuild(TINY.model_copy(update={"save_path": tmp_path / "nano"}))

@@ -78,7 +78,7 @@ def add_router(store: Store, domains: Sequence[str] = DOMAINS, bias: float = 0.0
 
 def engine_for(places: Places, **changes: Any) -> RoutedModel:
     values = {"model": str(places.model), "store_path": str(places.store), "gap_log": "none"}
-    return open_routed(AnswerSettings.model_validate(values | changes), [])
+    return open_routed(AnswerSettings.model_validate(values | changes))
 
 
 def user(text: str) -> list[dict[str, Any]]:

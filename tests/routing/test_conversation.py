@@ -36,7 +36,7 @@ def say(conversation: Conversation, text: str, **options: Any) -> str:
 def anew(engine: RoutedModel, conversation: Conversation, text: str, route: Route) -> str:
     """What the whole conversation gets under one route, on an empty cache."""
     messages = [*conversation.messages, {"role": "user", "content": text}]
-    return "".join(engine.stream(messages, route, SHORT, engine.new_cache()))
+    return "".join(engine.stream(engine.prompt(messages), route, SHORT, engine.new_cache()))
 
 
 def routes_of(monkeypatch: pytest.MonkeyPatch, engine: RoutedModel, weights: list[Any]) -> None:
@@ -107,7 +107,7 @@ def test_comparing_changes_neither_conversation_nor_what_is_loaded(places: Place
     assert engine.resident is not None
     with engine.lease(conversation.turns[-1].answer.route):
         for mode in ("base", "ungated"):
-            assert "".join(conversation.compared("seven apples", mode, before=-2)) == anew(
+            assert "".join(conversation.compared("seven apples", mode, again=True)) == anew(
                 engine, Conversation(engine, SHORT), "seven apples", engine.route("x", mode)
             )
     assert (conversation.cache.tokens, conversation.messages) == held
@@ -115,6 +115,38 @@ def test_comparing_changes_neither_conversation_nor_what_is_loaded(places: Place
     answer = conversation.turns[-1].answer
     assert (answer.loaded, answer.resident) == ((), ("islands",))
     assert answer.cached_tokens > 0
+
+
+def test_same_question_again_draws_what_it_drew(engine: RoutedModel) -> None:
+    hot = Sampling(temp=3.0, max_tokens=12, seed=5)
+    conversation = Conversation(engine, hot, pins=["tolu", "islands", "letters"])
+    for text in ("seven apples", "river"):
+        said = say(conversation, text)
+        assert "".join(conversation.compared(text, "ungated", again=True)) == said
+        assert "".join(conversation.compared(text, "ungated")) != said
+
+
+def test_conversation_begun_anew_is_a_new_one(engine: RoutedModel, tmp_path: Path) -> None:
+    conversation = Conversation(engine, SHORT, system_prompt="be brief", pins=["tolu"])
+    first = [say(conversation, "seven"), say(conversation, "river")]
+    conversation.begin_anew()
+    assert (conversation.turns, conversation.cache.tokens) == ([], [])
+    assert [say(conversation, "seven"), say(conversation, "river")] == first
+    assert conversation.turns[0].answer.cached_tokens == 0
+    assert len(conversation.save(tmp_path / "talk.jsonl").read_text().splitlines()) == 5
+
+
+def test_question_that_cannot_be_answered_is_not_routed(
+    engine: RoutedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def route(text: str, mode: str, pins: Any = ()) -> Route:
+        raise AssertionError("a router would log it as a gap")
+
+    monkeypatch.setattr(engine, "route", route)
+    conversation = Conversation(engine, SHORT, mode="routed")
+    for text, message in (("x" * 2000, "context is 1,024"), ("\udcff", "half of one")):
+        with pytest.raises(InputError, match=message):
+            conversation.ask(text)
 
 
 def test_question_that_fails_leaves_no_trace(engine: RoutedModel) -> None:
@@ -162,5 +194,8 @@ def test_saved_messages_have_their_routes(engine: RoutedModel, tmp_path: Path) -
         conversation.save(path)
     assert path.read_bytes() == written
     assert [p.name for p in tmp_path.iterdir()] == ["talk.jsonl"]
-    with pytest.raises(TargetError):
+    with pytest.raises(TargetError, match="nowhere: no such directory"):
         conversation.save(tmp_path / "nowhere" / "talk.jsonl")
+    with pytest.raises(TargetError, match="not a usable target"):
+        conversation.save(tmp_path / ("x" * 300))
+    conversation.save(tmp_path / ("x" * 250))

@@ -3,6 +3,7 @@
 Run: pytest tests/routing/test_generation.py
 """
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,14 @@ def test_draws_come_from_the_seed_alone(loaded: Any) -> None:
     assert said[0] == said[1] != said[2]
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("temp", [1e-45, 1e-40, 1e-6])
+def test_next_to_no_temperature_draws_the_likeliest(dtype: mx.Dtype, temp: float) -> None:
+    log_p = mx.array([[-9.0, -3.0, -0.1, -5.0]], dtype)
+    draw = generation._sampler(Sampling(temp=temp, top_p=0.9))
+    assert [draw(log_p).item() for _ in range(8)] == [2] * 8
+
+
 def test_repetition_penalty_sees_the_prompt(loaded: Any) -> None:
     prompt = ids("qrst")
     plain = generation._processors(Sampling(repetition_penalty=5.0), prompt[:-1])[0]
@@ -243,6 +252,32 @@ def test_refused_and_empty_prompts_are_input_errors(loaded: Any, tmp_path: Path)
     _, tokenizer, _ = base_model.load(path, lazy=True)
     with pytest.raises(InputError, match="no tokens"):
         encode_prompt(tokenizer, user("x"))
+
+
+def test_long_prompt_is_no_matter_of_the_tokenizers_log(
+    loaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = loaded[1]
+    monkeypatch.setattr(tokenizer._tokenizer, "model_max_length", 8)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        encode_prompt(tokenizer, user("longer than eight tokens"))
+        assert not said
+        tokenizer.encode("longer than eight tokens")
+        assert "longer than the specified maximum" in said[0]
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_half_a_character_is_no_text(loaded: Any, place: int) -> None:
+    messages = [{"role": "system", "content": "brief"}, *user("a question")]
+    messages[place]["content"] = "ab\udcffc"
+    with pytest.raises(InputError, match=r"character 3 is '\\udcff'"):
+        encode_prompt(loaded[1], messages)
 
 
 def test_model_without_template_reads_the_text_itself(tmp_path: Path) -> None:
