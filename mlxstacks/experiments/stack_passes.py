@@ -150,6 +150,11 @@ class _Told(PackedStacks):
         self._hear(x, rows)
         return self._stacks(x, rows)
 
+    def add_to(self, y: mx.array, x: mx.array, rows: Rows) -> mx.array:
+        """See `PackedStacks.add_to`."""
+        self._hear(x, rows)
+        return self._stacks.add_to(y, x, rows)
+
 
 @contextmanager
 def _listening(layers: Mapping[str, StackedLayer], domain: str, heard: _Heard) -> Iterator[None]:

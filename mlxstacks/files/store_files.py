@@ -191,7 +191,11 @@ def read_manifest(root: Path) -> Manifest:
 
 def refuse_packaged(root: Path) -> None:
     """Raises: TargetError where the store is the one that comes with the package."""
-    if Path(os.path.realpath(root)).is_relative_to(_PACKAGED):
+    try:
+        inside = Path(os.path.realpath(root)).is_relative_to(_PACKAGED)
+    except ValueError:  # a NUL in the name: no path at all, as whoever opens it will say
+        inside = False
+    if inside:
         raise TargetError(
             f"{root}: nano's sample store comes with mlxstacks and is only read; copy its "
             "directory and change the copy"

@@ -53,7 +53,7 @@ class AnswerSettings(BaseModel):
     budget: Bytes | None = Field(
         None,
         description="Memory for stacks, as 2GB or 500MiB; the least recently used go first. "
-        "Default: no limit.",
+        "Default: a quarter of the memory.",
         json_schema_extra={"cli_type": "text"},
     )
     temp: float = Field(0.0, ge=0, le=100, description="Temperature; 0: the likeliest token.")

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxstacks import base_model
+from mlxstacks import base_model, memory
 from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.hub import resolve_model
@@ -50,7 +50,7 @@ def open_routed(settings: AnswerSettings) -> RoutedModel:
     resident = None
     if store is not None:
         dtype = mx.float32 if in_float32 else None
-        resident = Resident(model, store, budget_bytes=settings.budget, dtype=dtype)
+        resident = Resident(model, store, budget_bytes=_budget(settings), dtype=dtype)
 
     def open_router() -> PromptRouter:
         if store is None:
@@ -91,6 +91,17 @@ def context_tokens(config: dict[str, Any], tokenizer: Any) -> int | None:
 def _count(value: Any) -> int | None:
     usable = isinstance(value, int | float) and not isinstance(value, bool)
     return int(value) if usable and 0 < value < _MOST_CONTEXT else None
+
+
+def _budget(settings: AnswerSettings) -> int | None:
+    """Bytes for stacks: what was asked for, else a quarter of the memory, so that a store of any
+    size can be served; None where the memory is not known.
+    """
+    if settings.budget is not None:
+        return settings.budget
+    device = memory.device()
+    whole = device.working_set_bytes or device.memory_bytes
+    return None if whole is None else whole // 4
 
 
 def _gap_log(settings: AnswerSettings) -> GapLog | None:

@@ -115,12 +115,16 @@ class Resident:
             for name in packed.domains
             for stack in self._reader.records(name)
         }
-        lease._hold(packed, stack_weights)
-        self._open.add(lease)
-        gone = before - set(self.loaded)
-        lease.unloaded = tuple(name for name in self.domains if name in gone)
-        self._stats.unloads += len(gone)
-        lease.seconds = time.perf_counter() - started
+        try:
+            lease._hold(packed, stack_weights)
+            self._open.add(lease)
+            gone = before - set(self.loaded)
+            lease.unloaded = tuple(name for name in self.domains if name in gone)
+            self._stats.unloads += len(gone)
+            lease.seconds = time.perf_counter() - started
+        except BaseException:  # an interrupt: a lease that nobody has would hold its set for good
+            lease.close()
+            raise
         return lease
 
     def _checked(self, weights: Mapping[str, float]) -> Key:
