@@ -200,9 +200,10 @@ def test_the_targets_of_a_router_say_what_it_was_trained_on(
     usual = tmp_path / "work" / "mlxstacks-out"
     usual.mkdir(parents=True)
     copytree(targets, usual / "route-discover")
-    for name, changes in {
+    ways: dict[str, dict[str, object]] = {
         "given": {"targets": str(targets)}, "beside": {"routers": [str(path)]}, "usual": {}
-    }.items():  # fmt: skip
+    }  # fmt: skip
+    for name, changes in ways.items():
         monkeypatch.chdir(usual.parent if name == "usual" else tmp_path)
         evaluate(own, tmp_path / name, **measured, **changes)
         lines = (tmp_path / name / "rows.jsonl").read_text().splitlines()
