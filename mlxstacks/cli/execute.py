@@ -78,6 +78,8 @@ def _nano_note(keys: Sequence[str]) -> str:
         "model": "nano, the built-in model",
         "adapter_path": "nano's sample adapter",
         "data": "its sample data",
+        "persona": "its sample persona",
+        "items": "its items",
     }
     return f"Using {' and '.join(parts.get(key, f'nano for {key}') for key in keys)}."
 

@@ -41,6 +41,8 @@ __all__ = ["check_target", "clone_or_link", "copy_side_files", "staged_directory
 # One of these lies in every directory that --force may replace.
 _REPORTS = {
     "fuse_report.json", "sweep_report.json", "compare_report.json", "analysis_report.json",
+    "confound_report.json",
+    "profile_report.json",
 }  # fmt: skip
 _OWN_FILES = {"config.json", "adapter_config.json", "manifest.json", *_REPORTS}
 _AT_FDCWD = -100

@@ -35,6 +35,16 @@ class NanoPaths:
         """<domain>.jsonl of the domains that sample stacks learn, made as data_path is."""
         return nano_curriculum()
 
+    @property
+    def items_path(self) -> Path:
+        """Multiple-choice items of `mlxstacks confound`, made as data_path is."""
+        return nano_items()
+
+    @property
+    def domains_path(self) -> Path:
+        """<domain>.jsonl of nano's own domains, not trained on, made as data_path is."""
+        return nano_domains()
+
     def as_json(self) -> dict[str, str | None]:
         store = None if self.store_path is None else str(self.store_path)
         return {
@@ -146,6 +156,18 @@ def nano_data() -> Path:
     return target
 
 
+def nano_domains() -> Path:
+    """nano's own domains, a file each, made in the cache at the first call. Law: as above."""
+    from mlxstacks.nano.sample_data import domain_files, write_domain_data
+
+    target = cache_directory() / f"nano-{asset_hash()}" / "domains"
+    first = domain_files()[0]
+    if not (target / first).is_file():
+        with _published(target, first) as directory:
+            write_domain_data(directory)
+    return target
+
+
 def nano_curriculum() -> Path:
     """The curriculum of `mlxstacks stack`, made in the cache at the first call. Law: as above.
 
@@ -161,6 +183,22 @@ def nano_curriculum() -> Path:
         with _published(target, first) as directory:
             write_curriculum(directory, files)
     return target
+
+
+def nano_items() -> Path:
+    """The items of `mlxstacks confound`, a JSONL file, made at the first call. Law: as above.
+
+    Its directory is named by what is in it, as the curriculum's is.
+    """
+    from mlxstacks.nano.choice_items import FILE, items_text
+
+    text = items_text()
+    digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+    target = cache_directory() / f"nano-{asset_hash()}" / f"items-{digest}"
+    if not (target / FILE).is_file():
+        with _published(target, FILE) as directory:
+            (directory / FILE).write_text(text, encoding="utf-8")
+    return target / FILE
 
 
 @contextmanager
