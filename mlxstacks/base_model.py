@@ -200,13 +200,34 @@ def named_quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
+def named_switches(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of what runs the chosen experts of each mixture: mlx-lm's two classes.
+
+    Every mixture of mlx-lm calls one of them as `switch(x, indices)`, indices (..., top_k).
+    """
+    from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+
+    for path, module in model.named_modules():
+        if isinstance(module, SwitchGLU | SwitchMLP):
+            yield path, module
+
+
 def generate(
-    model: nn.Module, tokenizer: Any, messages: list[dict[str, str]], max_tokens: int = 32
+    model: nn.Module,
+    tokenizer: Any,
+    messages: list[dict[str, str]],
+    max_tokens: int = 32,
+    thinking: bool | None = None,
 ) -> str:
-    """The greedy reply to a chat, without the end mark."""
+    """The greedy reply to a chat, without the end mark.
+
+    thinking: whether a template that knows it asks for reasoning first; None: as the template does.
+    """
     from mlx_lm import stream_generate
 
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    # Templates that do not know the word ignore it.
+    options = {} if thinking is None else {"enable_thinking": thinking}
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
     replies = stream_generate(model, tokenizer, prompt=prompt, max_tokens=max_tokens)
     return "".join(reply.text for reply in replies)
 

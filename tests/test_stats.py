@@ -1,4 +1,4 @@
-"""Intervals of rates and of means against published numbers, and their laws.
+"""Intervals, tests of two rates and families of claims: published numbers, scipy, laws.
 
 Run: pytest tests/test_stats.py
 """
@@ -7,11 +7,22 @@ import math
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.stats import mean_interval, t_quantile, wilson_interval
+from mlxstacks.stats import (
+    bootstrap_difference,
+    holm,
+    mcnemar_exact_test,
+    mcnemar_of_pairs,
+    mean_interval,
+    newcombe_interval,
+    t_quantile,
+    two_proportion_z_test,
+    wilson_interval,
+)
 
 
 @pytest.mark.parametrize(
@@ -112,3 +123,154 @@ def test_impossible_means_are_refused(values: list[float], confidence: float) ->
 def test_impossible_quantiles_are_refused(probability: float, degrees: int) -> None:
     with pytest.raises(ValueError, match="degrees of freedom"):
         t_quantile(probability, degrees)
+
+
+def test_the_published_counts_give_the_published_p() -> None:
+    """spec/confound.md section 7: 128 and 123 of 692, and the subset of 200."""
+    result = two_proportion_z_test(128, 692, 123, 692)
+    assert result.difference == pytest.approx(0.0072254, abs=5e-8)
+    assert result.z == pytest.approx(0.349, abs=5e-4)
+    assert round(result.p_value, 3) == 0.727
+    subset = two_proportion_z_test(47, 200, 39, 200)
+    assert subset.difference == pytest.approx(0.04)
+    assert (round(subset.z, 3), round(subset.p_value, 2)) == (0.974, 0.33)
+    assert round(two_proportion_z_test(153, 692, 123, 692).p_value, 3) == 0.044
+    assert two_proportion_z_test(152, 692, 123, 692).p_value > 0.05
+    assert round(two_proportion_z_test(158, 692, 123, 692).p_value, 3) == 0.019
+
+
+def test_the_published_broad_regression() -> None:
+    """spec/confound.md section 9: 135 fixed, 56 broken of 6,000."""
+    result = mcnemar_exact_test(135, 56)
+    assert round(result.chi_square, 1) == 32.7
+    assert 3e-9 < result.p_value < 3e-8
+
+
+COUNTS = st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n)))
+
+
+@given(COUNTS, COUNTS)
+def test_z_test_is_the_chi_square_test_of_scipy(a: tuple[int, int], b: tuple[int, int]) -> None:
+    """A pooled two-sided z-test is Pearson's chi-square test of the 2x2 table."""
+    stats = pytest.importorskip("scipy.stats")
+    result, swapped = two_proportion_z_test(*a, *b), two_proportion_z_test(*b, *a)
+    assert (result.z, result.p_value) == (-swapped.z, swapped.p_value)
+    right, wrong = (a[0], b[0]), (a[1] - a[0], b[1] - b[0])
+    if 0 in (sum(right), sum(wrong)):
+        assert (result.z, result.p_value) == (0.0, 1.0)
+    else:
+        other = stats.chi2_contingency([right, wrong], correction=False)
+        assert result.z**2 == pytest.approx(other.statistic, rel=1e-9, abs=1e-12)
+        assert result.p_value == pytest.approx(other.pvalue, rel=1e-9, abs=1e-12)
+
+
+@given(st.integers(0, 3000), st.integers(0, 3000))
+def test_mcnemar_is_the_binomial_test_of_scipy(gained: int, lost: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    result = mcnemar_exact_test(gained, lost)
+    assert result.p_value == mcnemar_exact_test(lost, gained).p_value
+    if gained + lost:
+        expected = stats.binomtest(gained, gained + lost).pvalue
+        assert result.p_value == pytest.approx(expected, rel=1e-9, abs=1e-300)
+    else:
+        assert result.p_value == 1.0
+
+
+def test_pairs_are_counted() -> None:
+    result = mcnemar_of_pairs([True, False, False, True, False], [True, True, True, False, False])
+    assert (result.gained, result.lost) == (2, 1)
+    with pytest.raises(ValueError, match="got 1 and 2 values"):
+        mcnemar_of_pairs([True], [True, False])
+
+
+@pytest.mark.parametrize(
+    ("counts", "low", "high"),
+    [  # Newcombe 1998 (independent proportions), table II, method 10
+        ((56, 70, 48, 80), 0.0524, 0.3339),
+        ((9, 10, 3, 10), 0.1705, 0.8090),
+        ((6, 7, 2, 7), 0.0582, 0.8062),
+        ((5, 56, 0, 29), -0.0381, 0.1926),
+        ((10, 10, 0, 20), 0.6791, 1.0),
+    ],
+)
+def test_newcombe_interval(counts: tuple[int, int, int, int], low: float, high: float) -> None:
+    interval = newcombe_interval(*counts)
+    assert interval.low == pytest.approx(low, abs=6e-5)
+    assert interval.high == pytest.approx(high, abs=6e-5)
+
+
+def test_half_widths_of_the_specification() -> None:
+    """spec/confound.md section 7: at the published rate of about 18%."""
+    for n, pp in ((200, 7.5), (500, 4.8), (692, 4.0)):
+        found = newcombe_interval(round(0.18 * n), n, round(0.18 * n), n)
+        assert 50 * (found.high - found.low) == pytest.approx(pp, abs=0.11)
+    for n, pp in ((200, 5.3), (692, 2.9)):
+        one = wilson_interval(round(0.18 * n), n)
+        assert 50 * (one.high - one.low) == pytest.approx(pp, abs=0.06)
+
+
+def test_bootstrap_of_a_paired_difference() -> None:
+    """200 items, 30 gained and 10 lost: near Student's interval, and seeded."""
+    first = [False] * 130 + [True] * 70
+    second = [True] * 30 + [False] * 100 + [False] * 10 + [True] * 60
+    found = bootstrap_difference(first, second, seed=3)
+    assert (found.mean, found.n) == (pytest.approx(0.1), 200)
+    differences = [float(b) - float(a) for a, b in zip(first, second, strict=True)]
+    student = mean_interval(differences)
+    assert found.low == pytest.approx(student.low, abs=0.01)
+    assert found.high == pytest.approx(student.high, abs=0.01)
+    assert found == bootstrap_difference(first, second, seed=3)
+    # means of counts come in steps of 1/n, so the seed shows at an odd confidence only
+    others = {bootstrap_difference(first, second, seed=s, confidence=0.9999) for s in range(6)}
+    assert len(others) > 1
+    same = bootstrap_difference(first, first, seed=0)
+    assert (same.low, same.mean, same.high) == (0.0, 0.0, 0.0)
+    scipy_stats = pytest.importorskip("scipy.stats")
+    other = scipy_stats.bootstrap(
+        (differences,), statistic=np.mean, method="percentile", rng=np.random.default_rng(1)
+    ).confidence_interval
+    assert found.low == pytest.approx(other.low, abs=0.01)
+    assert found.high == pytest.approx(other.high, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "options"),
+    [
+        ([], [], {}),
+        ([1.0], [math.nan], {}),
+        ([1.0], [1.0, 2.0], {}),
+        ([1.0], [1.0], {"resamples": 10}),
+        ([1.0], [1.0], {"confidence": 1.0}),
+    ],
+)
+def test_impossible_bootstraps_are_refused(
+    first: list[float], second: list[float], options: dict[str, float]
+) -> None:
+    with pytest.raises(ValueError, match=r"got|need"):
+        bootstrap_difference(first, second, seed=0, **options)  # type: ignore[arg-type]
+
+
+def test_holm_by_hand() -> None:
+    # Sorted 0.005, 0.01, 0.03, 0.04: times 4, 3, 2, 1, then never falling.
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.2]) == [0.2]
+    assert holm([]) == []
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+    with pytest.raises(ValueError, match="p-values"):
+        holm([0.1, math.nan])
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_holm_lies_between_the_value_and_bonferroni(values: list[float]) -> None:
+    adjusted = holm(values)
+    for own, made in zip(values, adjusted, strict=True):
+        assert own <= made <= min(1.0, len(values) * own)
+    by_value = sorted(range(len(values)), key=lambda i: values[i])
+    assert [adjusted[i] for i in by_value] == sorted(adjusted)
+
+
+def test_impossible_tests_are_refused() -> None:
+    with pytest.raises(ValueError, match="got 5 successes of 4"):
+        two_proportion_z_test(1, 4, 5, 4)
+    with pytest.raises(ValueError, match="got 1 gained and -1 lost"):
+        mcnemar_exact_test(1, -1)

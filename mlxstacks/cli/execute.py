@@ -79,6 +79,8 @@ def _nano_note(keys: Sequence[str]) -> str:
         "adapter_path": "nano's sample adapter",
         "data": "its sample data",
         "store_path": "nano's sample stacks",
+        "persona": "its sample persona",
+        "items": "its items",
     }
     return f"Using {' and '.join(parts.get(key, f'nano for {key}') for key in keys)}."
 

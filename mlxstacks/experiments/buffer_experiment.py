@@ -27,7 +27,8 @@ from mlxstacks.experiments.buffer_arms import Arm, ArmRecord, adapted_model, arm
 from mlxstacks.experiments.buffer_settings import BufferSettings
 from mlxstacks.experiments.children import how_it_ended, run_child
 from mlxstacks.experiments.counting import preload
-from mlxstacks.experiments.run_directory import RunDirectory, what_differs
+from mlxstacks.experiments.prereg import PLAN, keep_plan
+from mlxstacks.experiments.run_directory import RunDirectory
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
@@ -187,16 +188,8 @@ def _kept_records(work: RunDirectory, plan: dict[str, Any]) -> dict[Arm, ArmReco
 
     Raises: InputError when it had another plan.
     """
-    path, stored = work.path / RECORDS, work.path / "plan.json"
-    if stored.is_file():
-        differences = what_differs(json.loads(stored.read_text()), json.loads(json.dumps(plan)))
-        if differences:
-            lines = "".join(f"\n  {line}" for line in differences)
-            raise InputError(
-                f"{work.path}: holds an experiment with another plan; it differs in{lines}\n"
-                "give its settings to go on with it, or --no-resume to remove it and start anew"
-            )
-    write_json(stored, plan)
+    keep_plan(work.path / PLAN, plan, "an experiment")
+    path = work.path / RECORDS
     if not path.is_file():
         return {}
     whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]

@@ -12,7 +12,6 @@ Killed at any moment, the same command goes on: finished cells are kept, the one
 from its last saved state.
 """
 
-import json
 import shutil
 import time
 from collections.abc import Callable
@@ -33,14 +32,15 @@ from mlxstacks.experiments.compare_report import (
     write_record,
 )
 from mlxstacks.experiments.compare_settings import ArmSettings, CompareSettings
-from mlxstacks.experiments.run_directory import RunDirectory, what_differs, work_path
+from mlxstacks.experiments.prereg import PLAN, keep_plan
+from mlxstacks.experiments.run_directory import RunDirectory, work_path
 from mlxstacks.experiments.stack_report import StackReport
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import check_target, clone_or_link, staged_directory, write_json
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.training.stack_settings import StackRunSettings
 
-REPORT, PLAN, CELLS = "compare_report.json", "plan.json", "cells"
+REPORT, CELLS = "compare_report.json", "cells"
 WORKER = "mlxstacks.experiments.compare_worker"
 Progress = Callable[..., None]
 # Where files lie and how a run goes on, not what comes of it.
@@ -92,7 +92,7 @@ class _Comparison:
             return report
         work = RunDirectory(self.target, {"kind": "stack compare"}, resume=self.settings.resume)
         try:
-            self._keep_plan(work.path / PLAN)
+            keep_plan(work.path / PLAN, self.plan, "a comparison")
             self.directory.mkdir(exist_ok=True)
             records = []
             for place, (arm, seed) in enumerate(self.cells):
@@ -120,19 +120,6 @@ class _Comparison:
             return stack_run.run(self._of(arm, save_path=str(nowhere)), dry_run=True)
         except InputError as error:
             raise type(error)(f"arm {arm.name}: {error}") from error
-
-    def _keep_plan(self, path: Path) -> None:
-        """Raises: InputError when the work directory holds another plan."""
-        if path.is_file():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            differences = what_differs(before, json.loads(json.dumps(self.plan)))
-            if differences:
-                lines = "".join(f"\n  {line}" for line in differences)
-                raise InputError(
-                    f"{path.parent}: holds a comparison with another plan; it differs in{lines}\n"
-                    "give its settings to go on with it, or --no-resume to remove it and start anew"
-                )
-        write_json(path, self.plan)
 
     # --- one cell ---------------------------------------------------------------------------------
 

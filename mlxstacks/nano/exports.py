@@ -40,6 +40,16 @@ class NanoPaths:
         """<domain>.jsonl, <domain>+<domain>.jsonl and others.jsonl: what a router learns from."""
         return nano_routing()
 
+    @property
+    def items_path(self) -> Path:
+        """Multiple-choice items of `mlxstacks confound`, made as data_path is."""
+        return nano_items()
+
+    @property
+    def domains_path(self) -> Path:
+        """<domain>.jsonl of nano's own domains, not trained on, made as data_path is."""
+        return nano_domains()
+
     def as_json(self) -> dict[str, str]:
         return {
             "model_path": str(self.model_path),
@@ -150,6 +160,18 @@ def nano_data() -> Path:
     return target
 
 
+def nano_domains() -> Path:
+    """nano's own domains, a file each, made in the cache at the first call. Law: as above."""
+    from mlxstacks.nano.sample_data import domain_files, write_domain_data
+
+    target = cache_directory() / f"nano-{asset_hash()}" / "domains"
+    first = domain_files()[0]
+    if not (target / first).is_file():
+        with _published(target, first) as directory:
+            write_domain_data(directory)
+    return target
+
+
 def nano_curriculum() -> Path:
     """The curriculum of `mlxstacks stack`, made in the cache at the first call. Law: as above."""
     from mlxstacks.nano.curriculum import curriculum_files
@@ -175,6 +197,13 @@ def _cached_files(name: str, files: dict[str, str]) -> Path:
         with _published(target, first) as directory:
             write_files(directory, files)
     return target
+
+
+def nano_items() -> Path:
+    """The items of `mlxstacks confound`, a JSONL file, made at the first call. Law: as above."""
+    from mlxstacks.nano.choice_items import FILE, items_text
+
+    return _cached_files("items", {FILE: items_text()}) / FILE
 
 
 def write_files(directory: Path, files: dict[str, str]) -> None:

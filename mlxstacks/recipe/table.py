@@ -121,6 +121,15 @@ COMMANDS: dict[str, Command] = {
         nano={"model": "model_path"},
         report="sweep_report.json",
     ),
+    "confound": Command(
+        help="Does fusing a second adapter add knowledge? Every arm beside its control.",
+        settings="mlxstacks.experiments.confound_settings:ConfoundSettings",
+        function="mlxstacks.experiments.confound:run",
+        render="mlxstacks.cli.confound:render",
+        nano={"model": "model_path", "persona": "adapter_path", "items": "items_path"},
+        nano_recipe="confound-nano",
+        report="confound_report.json",
+    ),
     "stacks list": Command(
         help="Show a store: domains, stacks, losses, the forgetting matrix.",
         settings="mlxstacks.files.store_settings:StacksListSettings",
@@ -259,6 +268,14 @@ COMMANDS: dict[str, Command] = {
         function="mlxstacks.cli.generate:run",
         render="mlxstacks.cli.generate:render",
         arguments={"prompt": "PROMPT"},
+    ),
+    "profile": Command(
+        help="Profile which experts groups of prompts go to, beside what chance gives.",
+        settings="mlxstacks.experiments.profile_settings:ProfileSettings",
+        function="mlxstacks.experiments.profile_run:run",
+        render="mlxstacks.cli.profile:render",
+        nano={"model": "model_path", "data": "domains_path"},
+        report="profile_report.json",
     ),
     "nano": Command(
         help="Show the built-in model: where it is and what it was measured to know.",

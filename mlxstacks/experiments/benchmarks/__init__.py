@@ -1,0 +1,1 @@
+"""Benchmarks: prompts, answers taken out of text, and how they are scored."""

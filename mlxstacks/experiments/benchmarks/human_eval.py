@@ -1,0 +1,127 @@
+"""HumanEval: from a model's text to a program that can be run, and its verdict in the sandbox.
+
+`program` is prompt + body + tests as one source; `passes` runs it, and only when `allowed`.
+"""
+
+import ast
+import re
+import textwrap
+from dataclasses import dataclass
+
+from mlxstacks.experiments.benchmarks.extract import NONE, Extracted
+from mlxstacks.experiments.sandbox import SandboxLimits, SandboxResult, run_untrusted
+
+_FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+_TOP_LEVEL = re.compile(r"^(?:async\s+def|def|class|@|if __name__|print\(|assert |#|```)", re.M)
+_IMPORT = re.compile(r"^(?:import|from)\s")
+LIMITS = SandboxLimits(wall_seconds=10.0, cpu_seconds=10)
+
+
+def code_of(text: str) -> Extracted:
+    """The first fenced block, else the text as it is; trailing blanks cut, indentation kept."""
+    block = _FENCE.search(text)
+    value = (block[1] if block else text).rstrip()
+    if not value.strip():
+        return Extracted(None, NONE)
+    return Extracted(value, "fenced" if block else "raw")
+
+
+def body_of(code: str, entry_point: str) -> str:
+    """Of generated code the function's body, indented, ready to follow the prompt.
+
+    A repeated signature and its docstring are dropped; the body ends at the next top-level
+    definition. A body that starts flush left is indented as a whole.
+    """
+    signature = re.search(rf"^def\s+{re.escape(entry_point)}\b", code, re.MULTILINE)
+    if signature is not None:
+        return _body_of_definition(code, signature.start())
+    lines = code.strip("\n").splitlines()
+    first = lines[0] if lines else ""
+    if first[:1].isspace():
+        return _at_four(_until_top_level("\n".join(lines)))
+    rest = [line for line in lines[1:] if line.strip()]
+    # Models often leave out the indentation of the first line alone.
+    if rest and all(line[:1].isspace() for line in rest) and not first.rstrip().endswith(":"):
+        width = len(rest[0]) - len(rest[0].lstrip())
+        return _at_four(_until_top_level("\n".join([" " * width + first, *lines[1:]])))
+    flush = "\n".join(lines)
+    end = re.search(r"^(?:def|class)\s", flush, re.MULTILINE)
+    if end is not None and end.start() == 0:  # a helper under another name: nothing to cut off
+        return textwrap.indent(flush, "    ")
+    return textwrap.indent(flush[: end.start()] if end else flush, "    ").rstrip()
+
+
+def _until_top_level(text: str) -> str:
+    end = _TOP_LEVEL.search(text)
+    return (text[: end.start()] if end else text).rstrip()
+
+
+def _body_of_definition(code: str, start: int) -> str:
+    """By its syntax tree where it parses, else by lines. Imports above it come first."""
+    above = [line for line in code[:start].splitlines() if _IMPORT.match(line)]
+    lines = code[start:].splitlines()
+    kept = [lines[0]]
+    for line in lines[1:]:
+        # A signature may close its bracket at the left margin.
+        if line.strip() and not line[:1].isspace() and not line.startswith(")"):
+            break
+        kept.append(line)
+    source = "\n".join(kept).rstrip()
+    try:
+        definition = ast.parse(source).body[0]
+    except SyntaxError:
+        body = "\n".join(kept[1:]).rstrip()
+    else:
+        assert isinstance(definition, ast.FunctionDef)
+        statements = definition.body
+        first = statements[0]
+        docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+        if docstring and isinstance(first.value.value, str):  # type: ignore[attr-defined]
+            statements = statements[1:] or statements
+        at = statements[0]
+        on_one_line = at.lineno == definition.lineno
+        body = (
+            "    " + source.splitlines()[at.lineno - 1][at.col_offset :]
+            if on_one_line
+            else "\n".join(source.splitlines()[at.lineno - 1 :])
+        )
+    return "\n".join([*(f"    {line}" for line in above), _at_four(body)])
+
+
+def _at_four(body: str) -> str:
+    """Indented by the four blanks of the prompt's docstring; texts of several lines in a body that
+    is so already are left alone.
+    """
+    if re.match(r" {4}\S", body):
+        return body
+    return textwrap.indent(textwrap.dedent(body), "    ")
+
+
+def program(prompt: str, text: str, test: str, entry_point: str) -> str | None:
+    """The whole source; None where the text holds no code."""
+    code = code_of(text)
+    if code.value is None:
+        return None
+    body = body_of(code.value, entry_point)
+    return f"{prompt.rstrip()}\n{body}\n\n{test.strip()}\n\ncheck({entry_point})\n"
+
+
+@dataclass(frozen=True)
+class CodeVerdict:
+    """result: None where there was no code to run."""
+
+    passed: bool
+    rule: str
+    result: SandboxResult | None
+
+
+def passes(
+    prompt: str, text: str, test: str, entry_point: str, *, allowed: bool = False,
+    limits: SandboxLimits = LIMITS,
+) -> CodeVerdict:  # fmt: skip
+    """Run the tests on a completion. Raises: SandboxError where it may not or cannot be run."""
+    source = program(prompt, text, test, entry_point)
+    if source is None:
+        return CodeVerdict(False, NONE, None)
+    result = run_untrusted(source, limits, allowed=allowed)
+    return CodeVerdict(result.status == "finished", code_of(text).rule, result)

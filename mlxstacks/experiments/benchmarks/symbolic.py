@@ -1,0 +1,155 @@
+r"""Algebra on two LaTeX answers by math-verify, in a process that can be ended.
+
+sympy can be asked for numbers that no memory holds (`9^{9^{9^9}}`) inside calls that no alarm
+interrupts, and model-written text asks for anything. So one worker does the work with limits of its
+own; a question that takes too long ends the worker, and the next one starts another.
+"""
+
+import json
+import resource
+import selectors
+import subprocess
+import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+
+import mlxstacks
+
+_MODULE = "mlxstacks.experiments.benchmarks.symbolic"
+_MEMORY_BYTES = 2 << 30
+_START_SECONDS = 120.0  # importing sympy on a busy machine
+MOST_CHARACTERS = 400
+
+
+def installed() -> str | None:
+    """math-verify's version; None where it is not installed (extra `eval`)."""
+    if find_spec("math_verify") is None:
+        return None
+    try:
+        return version("math-verify")
+    except PackageNotFoundError:
+        return None
+
+
+class SymbolicChecker:
+    """`with SymbolicChecker() as equal: equal(gold, answer)`; starts on its first question.
+
+    asked, undecided: for the report. Raises: RuntimeError on use where math-verify is missing.
+    """
+
+    def __init__(self, seconds: float = 10.0) -> None:
+        self.seconds = seconds
+        self.asked = self.undecided = 0
+        self._worker: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "SymbolicChecker":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.close()
+
+    def __call__(self, gold: str, answer: str) -> bool | None:
+        """Whether they are equal; None: no parse, too long, out of time or memory."""
+        self.asked += 1
+        found: bool | None = None
+        if max(len(gold), len(answer)) <= MOST_CHARACTERS:
+            found = self._ask({"gold": gold, "answer": answer})
+        self.undecided += found is None
+        return found
+
+    def close(self) -> None:
+        """End the worker; a further question starts a new one."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.kill()
+            worker.wait()
+            for pipe in (worker.stdin, worker.stdout):
+                if pipe is not None:
+                    with suppress(BrokenPipeError):
+                        pipe.close()
+
+    def _ask(self, question: dict[str, str]) -> bool | None:
+        worker = self._worker or self._start()
+        assert worker.stdin is not None
+        try:
+            worker.stdin.write(json.dumps(question).encode() + b"\n")
+            worker.stdin.flush()
+        except BrokenPipeError:
+            line = None
+        else:
+            line = self._line(worker, self.seconds)
+        if line is None:
+            self.close()
+            return None
+        answer: bool | None = json.loads(line)["equal"]
+        return answer
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        if installed() is None:
+            raise RuntimeError("math-verify is not installed: pip install 'mlxstacks[eval]'")
+        package = str(Path(mlxstacks.__file__).parents[1])
+        code = f"import sys; sys.path.insert(0, sys.argv[1]); from {_MODULE} import work; work()"
+        self._worker = subprocess.Popen(
+            [sys.executable, "-P", "-c", code, package],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        if self._line(self._worker, _START_SECONDS) is None:
+            self.close()
+            raise RuntimeError("the process for symbolic comparison does not start")
+        return self._worker
+
+    @staticmethod
+    def _line(worker: "subprocess.Popen[bytes]", seconds: float) -> bytes | None:
+        """What it says next; None when it is silent for too long or has ended."""
+        assert worker.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(worker.stdout, selectors.EVENT_READ)
+            if not selector.select(seconds):
+                return None
+        line = worker.stdout.readline()
+        return line if line.endswith(b"\n") else None
+
+
+def work() -> None:
+    """The worker: a question a line in, `{"equal": true | false | null}` a line out."""
+    if sys.platform == "linux":  # macOS does not hold it
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # what a library prints is no answer
+    equal_of("1", "1")
+    answers.write("ready\n")
+    answers.flush()
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            found = equal_of(question["gold"], question["answer"])
+        except (MemoryError, RecursionError):
+            found = None
+        answers.write(json.dumps({"equal": found}) + "\n")
+        answers.flush()
+
+
+def equal_of(gold: str, answer: str) -> bool | None:
+    """math-verify's word on two answers without dollar signs; None where one has no parse."""
+    import logging
+
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    wanted, found = (
+        # The caller's clock ends what takes too long, so no alarms.
+        parse(f"${text.strip().strip('$')}$", [LatexExtractionConfig()], parsing_timeout=None)
+        for text in (gold, answer)
+    )
+    # A list of the parsed expression and its text; the text alone is no parse.
+    if not any(not isinstance(one, str) for one in wanted) or not any(
+        not isinstance(one, str) for one in found
+    ):
+        return None
+    return bool(verify(wanted, found, timeout_seconds=None))

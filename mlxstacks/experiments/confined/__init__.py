@@ -1,0 +1,1 @@
+"""What runs inside a sandbox, as a child of `experiments/sandbox.py`: standard library only."""

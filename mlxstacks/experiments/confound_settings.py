@@ -1,0 +1,137 @@
+"""Settings of `mlxstacks confound`. Imports neither mlx nor numpy."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from mlxstacks.fuse.settings import PolicyName
+from mlxstacks.training.settings import TrainSettings
+
+# What the training gets from the experiment; in `train` it would be said twice.
+_OF_THE_EXPERIMENT = ("model", "data", "save_path", "seed", "resume", "force")
+# How a run writes and goes on, not what comes of it; `limit` makes a result exploratory instead.
+NOT_OF_THE_PLAN = {
+    "model", "persona", "items", "save_path", "limit", "keep_models", "resume", "force",
+}  # fmt: skip
+
+
+class ConfoundSettings(BaseModel):
+    """Does fusing a second adapter add knowledge? The defaults are the published settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    model: str | None = Field(
+        None,
+        description="Quantized base: a directory or Hugging Face id. Default: the built-in nano "
+        "model.",
+    )
+    persona: str | None = Field(
+        None,
+        description="The persona: an adapter to fuse into the base first, or a model that has it "
+        "already. Default: nano's sample adapter.",
+    )
+    items: str | None = Field(
+        None,
+        description="Multiple-choice items: a JSONL file with question_id, question, options, "
+        "answer (a letter), category; or a data set in the Hugging Face cache, as "
+        "TIGER-Lab/MMLU-Pro. Default: nano's own.",
+    )
+    save_path: str | None = Field(
+        None, description="Directory to write. Default: ./mlxstacks-out/confound."
+    )
+    persona_requant: PolicyName = Field(
+        "refit",
+        description="Policy by which the persona adapter is fused.",
+    )
+    scoring: Literal["generate", "likelihood"] = Field(
+        "generate",
+        description="generate: a greedy answer with a boxed letter, taken out by rule. likelihood: "
+        "the option text with the highest probability, for small models.",
+    )
+    normalisation: Literal["sum", "token", "character"] = Field(
+        "sum", description="Of likelihoods: their sum, or the mean over tokens or characters."
+    )
+    max_tokens: int = Field(64, ge=1, description="Longest generated answer.")
+    subjects: tuple[str, ...] = Field(
+        (), description="Only items of these subjects. Repeatable. Default: all."
+    )
+    sample: Annotated[int, Field(ge=2)] | None = Field(
+        6000, description="Items to mine from, stratified over subjects; none: all there are."
+    )
+    train_share: float = Field(
+        0.7, gt=0, lt=1, description="Of the mined items, in each subject; the rest is the test."
+    )
+    right_items: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Items that both models get right, for the control. Default: as many as the "
+        "test has, if there are so many.",
+    )
+    policies: tuple[PolicyName, ...] = Field(
+        ("refit", "nearest", "promote"),
+        description="Fuses to compare, the one that decides first; promote is always among them. "
+        "Repeatable.",
+    )
+    target_correlation: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.98, description="Correlation that auto and promote seek."
+    )
+    train: TrainSettings = Field(
+        TrainSettings(
+            layers="8,14,20", keys=("down_proj",), rank=2, scale=1.0, iters=200, batch_size=1,
+            learning_rate=5e-6, max_seq_length=2048, keep="last",
+        ),
+        description="Settings of the adapter's training, by the names of `mlxstacks train`.",
+    )  # fmt: skip
+    train_answers: Literal["right", "random"] = Field(
+        "right",
+        description="What the adapter is taught: the right options, or, as a planted null, options "
+        "drawn at random.",
+    )
+    least_gain: float = Field(
+        0.05, ge=0, lt=1, description="Smallest A1 - A0 that counts, as a difference of rates."
+    )
+    alpha: float = Field(0.05, gt=0, lt=1, description="p-values below it count as significant.")
+    expected_rate: float = Field(
+        0.18, gt=0, lt=1, description="Accuracy of A0 that the power table takes as known."
+    )
+    expected_discordant: float = Field(
+        0.1, gt=0, lt=1, description="Share of items whose answer A1 changes, for the power table."
+    )
+    batch_size: int = Field(16, ge=1, description="Items scored before they are written down.")
+    limit: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Evaluate only so many test items: a quick look, marked exploratory, that "
+        "cannot meet the criterion.",
+    )
+    keep_models: bool = Field(
+        False, description="Keep the fused models; by default each goes once it is evaluated."
+    )
+    resume: bool = Field(True, description="Go on with a run that was interrupted.")
+    force: bool = Field(False, description="Replace an existing save path.")
+    seed: int = Field(
+        0, ge=0, lt=2**64, description="Seed of sample, split, training and random delta."
+    )
+
+    @field_validator("policies", "subjects")
+    @classmethod
+    def _each_once(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(values)) < len(values):
+            raise ValueError(f"got {list(values)}; give each once")
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.policies:
+            raise ValueError("policies is empty; give at least one")
+        plain = TrainSettings()
+        said = [k for k in _OF_THE_EXPERIMENT if getattr(self.train, k) != getattr(plain, k)]
+        if said:
+            raise ValueError(
+                "; ".join(f"train.{key} is set by the experiment: leave it out" for key in said)
+            )
+        return self
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """How the adapters meet the model, the deciding way first: policies, then unfused."""
+        more = () if "promote" in self.policies else ("promote",)
+        return (*self.policies, *more, "unfused")

@@ -1,0 +1,233 @@
+"""What a plan can detect: power and sample sizes for two rates, unpaired and paired.
+
+Sample sizes are the usual normal formulas: Fleiss without continuity correction for two
+proportions, Connor (1987) for McNemar's test. Chances at a given n are exact sums over the binomial
+distributions, under the very rule that will judge the result. Probabilities lie in (0, 1), effects
+are differences of rates (0.05 is five percentage points).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import NormalDist
+from typing import Any
+
+from mlxstacks.stats import mcnemar_exact_test, two_proportion_z_test
+
+ALPHA, POWER = 0.05, 0.8
+_EFFECTS = (0.02, 0.05, 0.06, 0.07, 0.08, 0.1)
+_NEGLIGIBLE = 1e-12  # binomial tails that are left out of a sum
+
+
+def items_for_two_proportions(
+    rate: float, effect: float, power: float = POWER, alpha: float = ALPHA
+) -> int:
+    """Items in each of two arms, to find `rate + effect` against `rate` at this power.
+
+    spec/confound.md section 7: 123/692 and five points need about 1,015.
+    Raises: ValueError for rates outside (0, 1) or an effect of 0.
+    """
+    other = rate + effect
+    _check(rate, other)
+    pooled = (rate + other) / 2
+    spread = rate * (1 - rate) + other * (1 - other)
+    root = _z(1 - alpha / 2) * math.sqrt(2 * pooled * (1 - pooled)) + _z(power) * math.sqrt(spread)
+    return math.ceil((root / effect) ** 2)
+
+
+def least_effect_of_two_proportions(
+    rate: float, n: int, power: float = POWER, alpha: float = ALPHA
+) -> float | None:
+    """The smallest gain over `rate` that n items an arm find at this power; None where none."""
+
+    def enough(effect: float) -> bool:
+        return items_for_two_proportions(rate, effect, power, alpha) <= n
+
+    return _least(enough, 1 - rate)
+
+
+def items_for_mcnemar(
+    discordant: float, effect: float, power: float = POWER, alpha: float = ALPHA
+) -> int:
+    """Paired items to find a gain of `effect` where a share `discordant` changes its answer.
+
+    discordant: gained + lost, as a share of all items; effect: gained - lost.
+    Raises: ValueError unless 0 < |effect| <= discordant <= 1.
+    """
+    if not 0 < abs(effect) <= discordant <= 1:
+        raise ValueError(f"got an effect of {effect} with {discordant} discordant")
+    spread = math.sqrt(max(0.0, discordant - effect**2))
+    root = _z(1 - alpha / 2) * math.sqrt(discordant) + _z(power) * spread
+    return math.ceil((root / effect) ** 2)
+
+
+def least_effect_of_mcnemar(
+    discordant: float, n: int, power: float = POWER, alpha: float = ALPHA
+) -> float | None:
+    """The smallest gain that n paired items find at this power; None where even gains alone are
+    too few.
+    """
+
+    def enough(effect: float) -> bool:
+        return items_for_mcnemar(discordant, effect, power, alpha) <= n
+
+    return _least(enough, discordant)
+
+
+def chance_of_passing(
+    rate: float, effect: float, n: int, least_gain: float = 0.0, alpha: float = ALPHA
+) -> float:
+    """Chance that n items an arm show a gain of at least `least_gain` with p < alpha (z-test).
+
+    The kill criterion of spec/confound.md section 7 is least_gain 0.05, alpha 0.05, n 692.
+    Exact: every pair of counts, each with its binomial probability. Raises: ValueError.
+    """
+    _check(rate, rate + effect, allow_equal=True)
+    control, tested = binomial(n, rate), binomial(n, rate + effect)
+    tails = [0.0] * (n + 2)  # tails[k]: chance of k or more
+    for k in range(n, -1, -1):
+        tails[k] = tails[k + 1] + tested[k]
+    chance, count = 0.0, 0
+    for base, probability in enumerate(control):
+        # The smallest passing count never falls as the control's rises.
+        while count <= n and not passes(count, base, n, least_gain, alpha):
+            count += 1
+        chance += probability * tails[count]
+    return min(1.0, chance)
+
+
+def passes(count: int, control: int, n: int, least_gain: float, alpha: float) -> bool:
+    """Whether `count` of n against `control` of n is a gain by the rule: large enough, and p."""
+    # 35 of 700 is five points though 158/692 - 123/692 and 0.05 are floats.
+    if count <= control or (count - control) / n < least_gain - 1e-12:
+        return False
+    return two_proportion_z_test(count, n, control, n).p_value < alpha
+
+
+def least_passing_count(control: int, n: int, least_gain: float, alpha: float = ALPHA) -> int:
+    """The smallest count of n that passes against `control` of n; n + 1 where none does."""
+    return next((c for c in range(n + 1) if passes(c, control, n, least_gain, alpha)), n + 1)
+
+
+def mcnemar_power(gained: float, lost: float, n: int, alpha: float = ALPHA) -> float:
+    """Chance of p < alpha by the exact test with a gain, where these shares of n items change.
+
+    Raises: ValueError for shares that are no probabilities.
+    """
+    discordant = gained + lost
+    if gained < 0 or lost < 0 or not 0 < discordant <= 1:
+        raise ValueError(f"got {gained} gained and {lost} lost; need shares with a sum in (0, 1]")
+    power = 0.0
+    for pairs, probability in enumerate(binomial(n, discordant)):
+        if probability > _NEGLIGIBLE and pairs:
+            most_lost = _most_lost(pairs, alpha)
+            power += probability * sum(binomial(pairs, lost / discordant)[: most_lost + 1])
+    return min(1.0, power)
+
+
+def _most_lost(pairs: int, alpha: float) -> int:
+    """Of so many discordant pairs, how many may be lost for a significant gain; -1 where none."""
+    low, high = -1, (pairs - 1) // 2
+    while low < high:
+        middle = (low + high + 1) // 2
+        significant = mcnemar_exact_test(pairs - middle, middle).p_value < alpha
+        low, high = (middle, high) if significant else (low, middle - 1)
+    return low
+
+
+def binomial(n: int, rate: float) -> list[float]:
+    """Chances of 0..n successes in n trials."""
+    if rate in (0.0, 1.0):
+        return [float(k == n * rate) for k in range(n + 1)]
+    logs, whole = (math.log(rate), math.log1p(-rate)), math.lgamma(n + 1)
+    return [
+        math.exp(
+            whole - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * logs[0] + (n - k) * logs[1]
+        )
+        for k in range(n + 1)
+    ]
+
+
+def _least(enough: Callable[[float], bool], most: float) -> float | None:
+    """The smallest effect in (0, most) that is enough, to 1e-7; enough is monotone."""
+    low, high = 0.0, most * (1 - 1e-9)
+    if not enough(high):
+        return None
+    while high - low > 1e-7:
+        middle = (low + high) / 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return high
+
+
+def _z(probability: float) -> float:
+    return NormalDist().inv_cdf(probability)
+
+
+def _check(rate: float, other: float, *, allow_equal: bool = False) -> None:
+    if not (0 < rate < 1 and 0 < other < 1) or (rate == other and not allow_equal):
+        raise ValueError(f"got rates {rate} and {other}; need two different ones between 0 and 1")
+
+
+@dataclass(frozen=True)
+class PowerTable:
+    """What `n` items show. Effects are differences of rates; None: no effect is large enough.
+
+    chances: true effect -> chance to pass the plan's rule by the z-test.
+    """
+
+    n: int
+    alpha: float
+    rate: float
+    discordant: float
+    least_gain: float
+    least_effect_unpaired: float | None
+    least_effect_paired: float | None
+    items_unpaired: int | None
+    items_paired: int | None
+    chances: dict[float, float]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"chances": {f"{e:g}": c for e, c in self.chances.items()}}
+
+    def lines(self) -> list[str]:
+        """For people."""
+        few = f"at 80% power, alpha {self.alpha:.4g}"
+        unpaired, paired = map(_points, (self.least_effect_unpaired, self.least_effect_paired))
+        known = f"the control's rate {self.rate:.1%}, pairs that differ {self.discordant:.1%}"
+        found = [
+            f"{self.n} items; taken as known: {known}",
+            f"smallest effect {few}: {unpaired} (two proportions), {paired} (McNemar)",
+        ]
+        if self.items_unpaired is not None:
+            items = "more than all" if self.items_paired is None else f"{self.items_paired:,}"
+            found.append(
+                f"items for {_points(self.least_gain)} {few}: {self.items_unpaired:,} an arm (two "
+                f"proportions), {items} (McNemar)"
+            )
+        chances = ", ".join(f"{100 * e:g}: {c:.0%}" for e, c in self.chances.items())
+        return [*found, f"chance to pass by a true effect in points: {chances}"]
+
+
+def power_table(
+    n: int, rate: float, discordant: float, least_gain: float, alpha: float = ALPHA
+) -> PowerTable:
+    """The table that is printed with every plan.
+
+    rate: the control's, as expected. discordant: share of items expected to change their answer.
+    least_gain: the smallest gain that counts, 0 where any does.
+    """
+    possible = 0 < least_gain < 1 - rate
+    effects = [e for e in (0.0, *_EFFECTS) if rate + e < 1]
+    return PowerTable(
+        n, alpha, rate, discordant, least_gain,
+        least_effect_of_two_proportions(rate, n, POWER, alpha),
+        least_effect_of_mcnemar(discordant, n, POWER, alpha),
+        items_for_two_proportions(rate, least_gain, POWER, alpha) if possible else None,
+        items_for_mcnemar(discordant, least_gain, POWER, alpha)
+        if 0 < least_gain <= discordant else None,
+        {e: chance_of_passing(rate, e, n, least_gain, alpha) for e in effects},
+    )  # fmt: skip
+
+
+def _points(effect: float | None) -> str:
+    return "none is large enough" if effect is None else f"{100 * effect:.1f} points"

@@ -1,0 +1,91 @@
+"""Prompts through a model, and how often each chose each expert.
+
+Only the choices are evaluated: MLX computes nothing that they do not need, so neither the last
+experts nor the output head run.
+"""
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxstacks.base_model import gated_delta_installed
+from mlxstacks.layers.switch_choices import SwitchLayer, chosen_weights, hearing
+from mlxstacks.training.modes import evaluating
+
+Tokens = Sequence[int]
+
+
+def count_choices(
+    model: nn.Module,
+    switches: Sequence[SwitchLayer],
+    prompts: Sequence[Tokens],
+    *,
+    batch_size: int,
+    weights: bool = False,
+    tick: Callable[[int], None] | None = None,
+) -> np.ndarray:
+    """Choices of every prompt, layer and expert, (n, L, E) float64; padding counts nothing.
+
+    weights: sum the router's weights of the choices instead. tick: called with the prompts done.
+    Law: independent of batch size and of padding, as far as the model's arithmetic is.
+    Raises: ValueError: an empty prompt, or a mixture that does not see every token.
+    """
+    if not all(prompts):
+        raise ValueError("every prompt needs a token")
+    counts = np.zeros((len(prompts), len(switches), switches[0].num_experts))
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    heard: dict[int, tuple[mx.array, mx.array | None]] = {}
+
+    def hear(place: int, x: mx.array, indices: mx.array) -> None:
+        # Some blocks give (B, T, top_k), some (B * T, top_k): the order of tokens is the same.
+        weight = chosen_weights(switches[place], x, indices) if weights else None
+        heard[place] = indices, weight
+
+    with gated_delta_installed(), evaluating(model), hearing(switches, hear):
+        for start in range(0, len(order), batch_size):
+            places = order[start : start + batch_size]
+            tokens, real = _padded([prompts[place] for place in places])
+            heard.clear()
+            model(mx.array(tokens))
+            mx.eval([array for pair in heard.values() for array in pair if array is not None])
+            owner = np.repeat(np.arange(len(places)), tokens.shape[1])[real]
+            for layer, (indices, weight) in heard.items():
+                counts[places, layer] = _per_prompt(
+                    indices, weight, real, owner, (len(places), counts.shape[2])
+                )
+            if tick:
+                tick(start + len(places))
+    heard.clear()
+    return counts
+
+
+def _padded(prompts: Sequence[Tokens]) -> tuple[np.ndarray, np.ndarray]:
+    """tokens (B, T) int32, padded on the right, which a causal model's tokens never see; and which
+    of them are real, (B * T,) bool.
+    """
+    lengths = np.array([len(prompt) for prompt in prompts])
+    real = np.arange(lengths.max()) < lengths[:, None]  # (B, T)
+    tokens = np.zeros(real.shape, dtype=np.int32)
+    tokens[real] = np.concatenate([np.asarray(prompt) for prompt in prompts])
+    return tokens, real.reshape(-1)
+
+
+def _per_prompt(
+    indices: mx.array,
+    weight: mx.array | None,
+    real: np.ndarray,
+    owner: np.ndarray,
+    shape: tuple[int, int],
+) -> np.ndarray:
+    """indices (..., top_k), real (B * T,) bool, owner (real tokens,) -> (B, E)."""
+    if indices.size // indices.shape[-1] != len(real):
+        raise ValueError(
+            f"a mixture got {indices.size // indices.shape[-1]} tokens of {len(real)}; its choices "
+            "cannot be told apart by prompt"
+        )
+    chosen = np.array(indices).reshape(len(real), -1)[real].astype(np.int64)  # (tokens, top_k)
+    cells = (owner[:, None] * shape[1] + chosen).reshape(-1)
+    amounts = None if weight is None else np.array(weight).reshape(len(real), -1)[real].reshape(-1)
+    return np.bincount(cells, amounts, minlength=shape[0] * shape[1]).reshape(shape)

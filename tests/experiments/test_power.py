@@ -1,0 +1,104 @@
+"""Power and sample sizes against the specification's numbers, scipy and simulation.
+
+Run: pytest tests/experiments/test_power.py
+"""
+
+import numpy as np
+import pytest
+
+from mlxstacks.experiments.power import (
+    binomial,
+    chance_of_passing,
+    items_for_mcnemar,
+    items_for_two_proportions,
+    least_effect_of_mcnemar,
+    least_effect_of_two_proportions,
+    least_passing_count,
+    mcnemar_power,
+    passes,
+)
+from mlxstacks.stats import mcnemar_exact_test
+
+FLOOR = 123 / 692
+
+
+def test_items_for_five_points_are_the_published_about_1015() -> None:
+    assert items_for_two_proportions(FLOOR, 0.05) == pytest.approx(1015, abs=3)
+
+
+def test_the_least_effect_and_the_items_are_one_formula() -> None:
+    for n in (200, 692, 6000):
+        effect = least_effect_of_two_proportions(FLOOR, n)
+        assert effect is not None
+        assert items_for_two_proportions(FLOOR, effect) <= n
+        assert items_for_two_proportions(FLOOR, effect * 0.999) >= n
+        paired = least_effect_of_mcnemar(0.1, n)
+        assert paired is not None
+        assert items_for_mcnemar(0.1, paired) <= n <= items_for_mcnemar(0.1, paired * 0.999)
+    assert least_effect_of_two_proportions(0.5, 3) is None
+    assert least_effect_of_mcnemar(0.01, 50) is None
+
+
+@pytest.mark.parametrize(("effect", "percent"), [(5, 50), (6, 68), (7, 82), (8, 91), (10, 99)])
+def test_chance_of_passing_the_kill_criterion(effect: int, percent: int) -> None:
+    """spec/confound.md section 7."""
+    chance = chance_of_passing(FLOOR, effect / 100, 692, least_gain=0.05)
+    assert 100 * chance == pytest.approx(percent, abs=1.5)
+
+
+def test_a_null_effect_passes_at_most_half_of_alpha() -> None:
+    assert 0.015 < chance_of_passing(0.3, 0.0, 300) < 0.035  # one side of 5%
+    assert chance_of_passing(0.3, 0.0, 300, least_gain=0.2) < 1e-6
+
+
+def test_least_passing_counts_of_the_specification() -> None:
+    assert least_passing_count(123, 692, least_gain=0.0) == 153
+    assert least_passing_count(123, 692, least_gain=0.05) == 158
+    assert least_passing_count(690, 692, least_gain=0.05) == 693
+
+
+@pytest.mark.parametrize(
+    ("count", "control", "verdict"),
+    [
+        (128, 123, False),  # the published one: too small, p = 0.73
+        (153, 123, False),  # significant, 4.3 points
+        (157, 123, False),  # 4.9 points
+        (158, 123, True),
+        (123, 158, False),  # a loss is no gain
+        (123, 123, False),
+    ],
+)
+def test_truth_table_of_the_kill_criterion(count: int, control: int, verdict: bool) -> None:
+    assert passes(count, control, 692, least_gain=0.05, alpha=0.05) is verdict
+    # large enough but not significant: five points of 20
+    assert not passes(5, 4, 20, least_gain=0.05, alpha=0.05)
+
+
+def test_mcnemar_power_by_simulation() -> None:
+    random = np.random.default_rng(0)
+    gained, lost, n = 0.09, 0.04, 400
+    draws = random.multinomial(n, [gained, lost, 1 - gained - lost], size=4000)
+    found = [a > b and mcnemar_exact_test(int(a), int(b)).p_value < 0.05 for a, b, _ in draws]
+    power = mcnemar_power(gained, lost, n)
+    assert power == pytest.approx(np.mean(found), abs=0.03)
+    # Connor's formula asks for about as many items as give this power
+    assert items_for_mcnemar(gained + lost, gained - lost, power) == pytest.approx(n, rel=0.12)
+
+
+def test_binomial_is_that_of_scipy() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    for n, rate in ((20, 0.3), (692, FLOOR), (3, 0.0), (3, 1.0)):
+        assert binomial(n, rate) == pytest.approx(stats.binom.pmf(range(n + 1), n, rate), rel=1e-8)
+
+
+@pytest.mark.parametrize(("rate", "effect"), [(0.5, 0.0), (0.9, 0.2), (0.0, 0.1), (0.1, -0.2)])
+def test_impossible_rates_are_refused(rate: float, effect: float) -> None:
+    with pytest.raises(ValueError, match="two different ones"):
+        items_for_two_proportions(rate, effect)
+
+
+def test_impossible_shares_are_refused() -> None:
+    with pytest.raises(ValueError, match="discordant"):
+        items_for_mcnemar(0.1, 0.2)
+    with pytest.raises(ValueError, match="need shares"):
+        mcnemar_power(-0.1, 0.2, 10)
