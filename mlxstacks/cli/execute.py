@@ -68,6 +68,10 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
     failure = getattr(result, "failure", None)
     if failure:  # the result is whole, and what it says is that something is broken
         output.note(f"Failed: {failure}")
+    if getattr(result, "interrupted", False):
+        output.note("Interrupted; what was done until then is above.")
+        return INTERRUPTED
+    if failure:
         return FAILED
     return _gate(getattr(result, "failed_gate", None))
 

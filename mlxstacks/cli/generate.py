@@ -35,7 +35,8 @@ class Job:
 @dataclass(frozen=True)
 class GenerateReport:
     """answers: one a prompt, or three where modes are compared; one that could not be given has
-    `error` in its place. failure: how many such there are, None for none.
+    `error` in its place. failure: how many such there are, None for none. interrupted: Ctrl-C came
+    before the last one.
     """
 
     settings: dict[str, Any]
@@ -43,6 +44,7 @@ class GenerateReport:
     resident: dict[str, Any] | None
     notes: list[str]
     failure: str | None
+    interrupted: bool = False
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -51,6 +53,7 @@ class GenerateReport:
             "resident": self.resident,
             "notes": self.notes,
             "failure": self.failure,
+            "interrupted": self.interrupted,
         }
 
 
@@ -71,16 +74,22 @@ def run(settings: "GenerateSettings") -> GenerateReport:
         _check(engine, ready, job)
     shown = _show_notes(engine, 0)
     found: list[dict[str, Any]] = []
-    for index, job in enumerate(jobs):
-        if len(jobs) > 1:
-            sys.stdout.write(f"> {output.safe(job.question)}\n")
-        for mode in _modes(ready):
-            found.append({"prompt": job.question, "line": job.line, "mode": mode or "pinned"}
-                         | _tried(engine, ready, job, mode, index, len(jobs) > 1))  # fmt: skip
+    interrupted = False
+    try:
+        for index, job in enumerate(jobs):
+            if len(jobs) > 1:
+                sys.stdout.write(f"> {output.safe(job.question)}\n")
+            for mode in _modes(ready):
+                found.append({"prompt": job.question, "line": job.line, "mode": mode or "pinned"}
+                             | _tried(engine, ready, job, mode, index, len(jobs) > 1))  # fmt: skip
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        interrupted = True  # what was answered is not lost
     _show_notes(engine, shown)
     resident = None if engine.resident is None else engine.resident.stats.as_json()
     return GenerateReport(
-        ready.model_dump(mode="json"), found, resident, engine.notes, _failure(found)
+        ready.model_dump(mode="json"), found, resident, engine.notes, _failure(found), interrupted
     )
 
 

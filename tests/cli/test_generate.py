@@ -187,3 +187,24 @@ def test_drawn_answers_repeat_with_their_seed(generate: Run) -> None:
         for seed in ("1", "1", "2")
     ]
     assert said[0]["text"] == said[1]["text"] != said[2]["text"]
+
+
+def test_rows_answered_before_an_interrupt_are_not_lost(
+    generate: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = Conversation.ask
+
+    def ask(self: Conversation, question: str, **options: Any) -> Any:
+        if question == "second":
+            raise KeyboardInterrupt
+        return given(self, question, **options)
+
+    monkeypatch.setattr(Conversation, "ask", ask)
+    file = rows(tmp_path / "p.jsonl", {"prompt": "first"}, {"prompt": "second"})
+    code, out, err = generate("--prompts", file, "--json")
+    document = json.loads(out)
+    assert (code, document["interrupted"], "Interrupted" in err) == (130, True, True)
+    assert [answer["prompt"] for answer in document["answers"]] == ["first"]
+    file = rows(tmp_path / "q.jsonl", {"prompt": "second"})
+    code, out, _ = generate("--prompts", file, "--json")  # there is nothing to keep
+    assert (code, json.loads(out)["error"]["message"]) == (130, "interrupted")
