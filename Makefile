@@ -129,6 +129,8 @@ bench: install-dev
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_stack_sum
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_gated_delta
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_layers
+	$(PRELOAD) $(BIN)/python -m benchmarks.bench_decode
+	$(PRELOAD) $(BIN)/python -m benchmarks.bench_resident
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_loss
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_guard
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_train
