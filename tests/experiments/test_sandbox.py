@@ -291,8 +291,7 @@ def test_an_endless_loop_ends_by_cpu_time_and_a_sleep_by_the_clock() -> None:
     loop = run("while True: pass", limits=SandboxLimits(wall_seconds=60, cpu_seconds=1))
     assert (loop.status, loop.exit_code) == ("out of time", None)
     asleep = run("import time\ntime.sleep(600)", limits=SandboxLimits(wall_seconds=0.5))
-    assert asleep.status == "out of time"
-    assert asleep.seconds < 60
+    assert (asleep.status, asleep.exit_code) == ("out of time", None)
 
 
 def test_a_program_that_ignores_signals_is_ended() -> None:
