@@ -21,9 +21,9 @@ from benchmarks.timing import machine, spread
 from mlxstacks import base_model
 from mlxstacks.cli.route_discover import nano_parts
 from mlxstacks.evaluate import evaluate_mean_loss
-from mlxstacks.experiments.route_data import read_examples, routed_domains, stack_hashes
-from mlxstacks.experiments.route_discover_plan import choose_samples, rules_of
-from mlxstacks.experiments.route_evaluate_served import Served, open_served
+from mlxstacks.experiments.route.data import read_examples, routed_domains, stack_hashes
+from mlxstacks.experiments.route.discover_plan import choose_samples, rules_of
+from mlxstacks.experiments.route.evaluate_served import Served, open_served
 from mlxstacks.files.store import Store
 from mlxstacks.layers.output_head import OutputHead, find_output_head
 from mlxstacks.layers.selection import base, routed

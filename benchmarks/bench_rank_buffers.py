@@ -15,8 +15,8 @@ import sys
 from benchmarks.timing import machine
 from mlxstacks.cli import output
 from mlxstacks.cli.sweep import render_buffers
-from mlxstacks.experiments.buffer_experiment import run
-from mlxstacks.experiments.buffer_settings import BufferSettings
+from mlxstacks.experiments.buffers.run import run
+from mlxstacks.experiments.buffers.settings import BufferSettings
 from mlxstacks.nano.exports import nano_paths
 from tests.counting_allocator import library
 

@@ -7,8 +7,8 @@ from mlxstacks.cli import output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.compare_analysis import ArmResult
-    from mlxstacks.experiments.compare_report import CompareReport
+    from mlxstacks.experiments.compare.analysis import ArmResult
+    from mlxstacks.experiments.compare.report import CompareReport
     from mlxstacks.stats import MeanInterval
 
 _COUNTS = ("parameters", "steps", "seconds")
@@ -69,7 +69,7 @@ def _arm_table(report: "CompareReport") -> object:
 
 def _measures(results: Any) -> list[tuple[str, str]]:
     """(name, how it is called) of every measure that some arm has; those of domains indented."""
-    from mlxstacks.experiments.compare_measures import SUMMARY
+    from mlxstacks.experiments.compare.measures import SUMMARY
 
     has = {name for result in results for name in result.means}
     if "later_task_loss" not in has:  # one domain: every mode is the same

@@ -7,7 +7,7 @@ from mlxstacks.cli import output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.confound_report import ConfoundReport, Findings
+    from mlxstacks.experiments.confound.report import ConfoundReport, Findings
 
 _MOST_SUBJECTS = 20
 

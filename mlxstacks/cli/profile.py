@@ -7,7 +7,7 @@ from mlxstacks.cli import output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.profile_report import ProfileReport
+    from mlxstacks.experiments.profile.report import ProfileReport
 
 # A model of 40 layers has 40 rows: those of highest divergence are shown, all are in the report.
 _MOST_LAYERS = 12

@@ -9,8 +9,8 @@ from mlxstacks.cli.route_explain import nano_model
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.route_check import RouteCheckReport
-    from mlxstacks.experiments.route_check_settings import RouteCheckSettings
+    from mlxstacks.experiments.route.check import RouteCheckReport
+    from mlxstacks.experiments.route.check_settings import RouteCheckSettings
 
 _SHOWN_CHARACTERS = 70
 
@@ -22,7 +22,7 @@ def run(
     progress: Callable[..., None] | None = None,
 ) -> "RouteCheckReport":
     """The check. nano stands in for a base that is nano; experiments know no nano."""
-    from mlxstacks.experiments import route_check
+    from mlxstacks.experiments.route import check as route_check
 
     if not settings.model and (model := nano_model(settings.store_path)):
         settings = settings.model_copy(update={"model": str(model)})

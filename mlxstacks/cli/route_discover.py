@@ -9,7 +9,7 @@ from mlxstacks.cli.route_explain import nano_model
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.route_discover import DiscoverReport
+    from mlxstacks.experiments.route.discover import DiscoverReport
     from mlxstacks.routing.outcome_settings import OutcomeSettings
 
 _MOST_SETS = 4
@@ -24,7 +24,7 @@ def run(
     """The discovery. nano and its routing data stand in where they are what the store was trained
     on; experiments know no nano.
     """
-    from mlxstacks.experiments import route_discover
+    from mlxstacks.experiments.route import discover as route_discover
 
     if settings.store_path and not settings.model:
         settings = settings.model_copy(update=nano_parts(settings))

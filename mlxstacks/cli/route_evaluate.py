@@ -9,8 +9,8 @@ from mlxstacks.cli.route_explain import nano_model
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.route_evaluate_report import RouteEvaluateReport
-    from mlxstacks.experiments.route_evaluate_settings import RouteEvaluateSettings
+    from mlxstacks.experiments.route.evaluate_report import RouteEvaluateReport
+    from mlxstacks.experiments.route.evaluate_settings import RouteEvaluateSettings
 
 
 def run(
@@ -22,7 +22,7 @@ def run(
     """The evaluation. nano, its routing data and its held-out domain stand in where they are what
     the store was trained on; experiments know no nano.
     """
-    from mlxstacks.experiments import route_evaluate
+    from mlxstacks.experiments.route import evaluate as route_evaluate
 
     if settings.store_path and not settings.model:
         settings = settings.model_copy(update=_nano_parts(settings))
@@ -61,8 +61,8 @@ def render(console: "Console", report: "RouteEvaluateReport") -> None:
             markup=False,
         )
         return
-    from mlxstacks.experiments.route_evaluate_matrix import ALL
-    from mlxstacks.experiments.route_evaluate_report import rate_words, spread
+    from mlxstacks.experiments.route.evaluate_matrix import ALL
+    from mlxstacks.experiments.route.evaluate_report import rate_words, spread
 
     groups = [*found.rows, ALL]
     # Groups down and modes across: there are seven modes, and any number of domains.

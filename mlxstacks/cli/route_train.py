@@ -10,7 +10,7 @@ from mlxstacks.cli.route_explain import nano_model
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.route_train import RouteTrainReport
+    from mlxstacks.experiments.route.train import RouteTrainReport
     from mlxstacks.routing.router_settings import RouterTrainSettings
 
 
@@ -23,7 +23,7 @@ def run(
     """The training. nano stands in for a base that is nano; its own store, which lies in the
     package, is read and not changed.
     """
-    from mlxstacks.experiments import route_train
+    from mlxstacks.experiments.route import train as route_train
 
     notes: list[str] = []
     if settings.store_path:

@@ -8,7 +8,7 @@ from mlxstacks.memory import bytes_in_words
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.stack_report import StackReport
+    from mlxstacks.experiments.stack.report import StackReport
 
 _TITLES = {
     "ungated": "Loss with every stack on, after each domain",

@@ -8,8 +8,8 @@ from mlxstacks.cli import output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.analysis_settings import StacksAnalyseSettings
-    from mlxstacks.experiments.stack_analysis import AnalysisReport
+    from mlxstacks.experiments.stack.analysis import AnalysisReport
+    from mlxstacks.experiments.stack.analysis_settings import StacksAnalyseSettings
 
 _MOST_ROWS = 24
 
@@ -23,7 +23,7 @@ def run(
     """The analysis. nano and its curriculum stand in where they are what the store was trained on;
     experiments know no nano.
     """
-    from mlxstacks.experiments import stack_analysis
+    from mlxstacks.experiments.stack import analysis as stack_analysis
 
     unsaid = not (settings.model or settings.weights_only or dry_run)
     if settings.store_path and unsaid:

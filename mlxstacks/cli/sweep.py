@@ -9,10 +9,10 @@ from mlxstacks.memory import bytes_in_words
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.buffer_experiment import BufferReport
-    from mlxstacks.experiments.settings import SweepSettings
-    from mlxstacks.experiments.sweep_report import PlannedCell, SweepReport
-    from mlxstacks.experiments.sweep_summary import MatrixRow
+    from mlxstacks.experiments.buffers.run import BufferReport
+    from mlxstacks.experiments.sweep.report import PlannedCell, SweepReport
+    from mlxstacks.experiments.sweep.settings import SweepSettings
+    from mlxstacks.experiments.sweep.summary import MatrixRow
     from mlxstacks.stats import MeanInterval
 
 _MOST_ROWS, _MOST_POINTS = 40, 6
@@ -26,7 +26,7 @@ def run(
     progress: Callable[..., None] | None = None,
 ) -> "SweepReport":
     """The sweep. nano is exported at whatever widths are asked for; experiments know no nano."""
-    from mlxstacks.experiments import rank_sweep
+    from mlxstacks.experiments.sweep import rank_sweep
     from mlxstacks.nano.exports import nano_paths
 
     base_at = None
@@ -64,7 +64,7 @@ def _render_point(
     console: "Console", rows: list["MatrixRow"], policies: list[str], named: bool
 ) -> None:
     """Runs and survival of one point, a line for each rank."""
-    from mlxstacks.experiments.sweep_summary import point_name
+    from mlxstacks.experiments.sweep.summary import point_name
 
     counted = any(row.mean("measured_buffers") is not None for row in rows)
     columns = [*_RUN_COLUMNS, *(["counted"] if counted else [])]

@@ -8,7 +8,7 @@ from mlxstacks.memory import bytes_in_words
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.train_report import TrainReport
+    from mlxstacks.experiments.train.report import TrainReport
 
 _MOST_EVALUATIONS = 12
 

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from mlxstacks import memory
 from mlxstacks.errors import ResourceLimitError
-from mlxstacks.experiments.train_report import guard_json
-from mlxstacks.experiments.train_setup import TrainSetup, set_up
+from mlxstacks.experiments.train.report import guard_json
+from mlxstacks.experiments.train.setup import TrainSetup, set_up
 from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.guard.report import GuardReport

@@ -75,7 +75,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command(
         help="Train a LoRA on a model and write an adapter that mlx-lm loads.",
         settings="mlxstacks.training.settings:TrainSettings",
-        function="mlxstacks.experiments.train_run:run",
+        function="mlxstacks.experiments.train.run:run",
         render="mlxstacks.cli.train:render",
         nano={"model": "model_path", "data": "data_path"},
         report="train_report.json",
@@ -83,7 +83,7 @@ COMMANDS: dict[str, Command] = {
     "stack": Command(
         help="Train frozen stacks, domain after domain, into a store that loses none of them.",
         settings="mlxstacks.training.stack_settings:StackRunSettings",
-        function="mlxstacks.experiments.stack_run:run",
+        function="mlxstacks.experiments.stack.run:run",
         render="mlxstacks.cli.stack:render",
         nano={"model": "model_path", "data": "curriculum_path"},
         extends=True,
@@ -91,8 +91,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "stack compare": Command(
         help="Compare settings of `stack` over seeds: equal budgets, differences, a verdict.",
-        settings="mlxstacks.experiments.compare_settings:CompareSettings",
-        function="mlxstacks.experiments.compare:run",
+        settings="mlxstacks.experiments.compare.settings:CompareSettings",
+        function="mlxstacks.experiments.compare.run:run",
         render="mlxstacks.cli.compare:render",
         nano={"model": "model_path", "data": "curriculum_path"},
         nano_recipe="compare-building-block-nano",
@@ -107,7 +107,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "sweep": Command(
         help="Train at many ranks and compare: losses, buffers, what a fuse keeps.",
-        settings="mlxstacks.experiments.settings:SweepSettings",
+        settings="mlxstacks.experiments.sweep.settings:SweepSettings",
         function="mlxstacks.cli.sweep:run",
         render="mlxstacks.cli.sweep:render",
         nano={"model": "model_path", "data": "data_path"},
@@ -115,16 +115,16 @@ COMMANDS: dict[str, Command] = {
     ),
     "sweep buffers": Command(
         help="Test whether rank moves the number of live buffers, with a counting allocator.",
-        settings="mlxstacks.experiments.buffer_settings:BufferSettings",
-        function="mlxstacks.experiments.buffer_experiment:run",
+        settings="mlxstacks.experiments.buffers.settings:BufferSettings",
+        function="mlxstacks.experiments.buffers.run:run",
         render="mlxstacks.cli.sweep:render_buffers",
         nano={"model": "model_path"},
         report="sweep_report.json",
     ),
     "confound": Command(
         help="Does fusing a second adapter add knowledge? Every arm beside its control.",
-        settings="mlxstacks.experiments.confound_settings:ConfoundSettings",
-        function="mlxstacks.experiments.confound:run",
+        settings="mlxstacks.experiments.confound.settings:ConfoundSettings",
+        function="mlxstacks.experiments.confound.run:run",
         render="mlxstacks.cli.confound:render",
         nano={"model": "model_path", "persona": "adapter_path", "items": "items_path"},
         nano_recipe="confound-nano",
@@ -197,7 +197,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "stacks analyse": Command(
         help="Look at what a store's stacks do: routing, directions, spectra, losses, plots.",
-        settings="mlxstacks.experiments.analysis_settings:StacksAnalyseSettings",
+        settings="mlxstacks.experiments.stack.analysis_settings:StacksAnalyseSettings",
         function="mlxstacks.cli.stacks_analysis:run",
         render="mlxstacks.cli.stacks_analysis:render",
         arguments={"store_path": "STORE"},
@@ -223,7 +223,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "route explain": Command(
         help="Say why a prompt goes where it goes, and what each domain does to an answer's loss.",
-        settings="mlxstacks.experiments.route_explain_settings:RouteExplainSettings",
+        settings="mlxstacks.experiments.route.explain_settings:RouteExplainSettings",
         function="mlxstacks.cli.route_explain:run",
         render="mlxstacks.cli.route_explain:render",
         arguments={"prompt": "PROMPT"},
@@ -232,13 +232,13 @@ COMMANDS: dict[str, Command] = {
     "route gaps": Command(
         help="List prompts that no domain fitted, in groups; propose domains to train.",
         settings="mlxstacks.routing.gap_settings:RouteGapsSettings",
-        function="mlxstacks.experiments.route_gaps:run",
+        function="mlxstacks.experiments.route.gaps:run",
         render="mlxstacks.cli.route_gaps:render",
         arguments={"log_path": "LOG"},
     ),
     "route evaluate": Command(
         help="Measure whether routing pays: losses in every mode, the router's metrics, gaps.",
-        settings="mlxstacks.experiments.route_evaluate_settings:RouteEvaluateSettings",
+        settings="mlxstacks.experiments.route.evaluate_settings:RouteEvaluateSettings",
         function="mlxstacks.cli.route_evaluate:run",
         render="mlxstacks.cli.route_evaluate:render",
         arguments={"store_path": "STORE"},
@@ -248,7 +248,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "route check": Command(
         help="Ask prompts whose answers and routes are known, in every mode, and judge by rules.",
-        settings="mlxstacks.experiments.route_check_settings:RouteCheckSettings",
+        settings="mlxstacks.experiments.route.check_settings:RouteCheckSettings",
         function="mlxstacks.cli.route_check:run",
         render="mlxstacks.cli.route_check:render",
         arguments={"store_path": "STORE"},
@@ -271,8 +271,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "profile": Command(
         help="Profile which experts groups of prompts go to, beside what chance gives.",
-        settings="mlxstacks.experiments.profile_settings:ProfileSettings",
-        function="mlxstacks.experiments.profile_run:run",
+        settings="mlxstacks.experiments.profile.settings:ProfileSettings",
+        function="mlxstacks.experiments.profile.run:run",
         render="mlxstacks.cli.profile:render",
         nano={"model": "model_path", "data": "domains_path"},
         report="profile_report.json",

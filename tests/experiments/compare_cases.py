@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.experiments.compare_settings import CompareSettings
-from mlxstacks.experiments.compare_worker import work
+from mlxstacks.experiments.compare.settings import CompareSettings
+from mlxstacks.experiments.compare.worker import work
 from mlxstacks.experiments.run_directory import plain
 
 RUN: dict[str, Any] = {
@@ -51,7 +51,7 @@ class Cells:
     def __call__(
         self, module: str, specification: Any, log: Path, on_message: Callable[[Any], None]
     ) -> int:
-        assert module == "mlxstacks.experiments.compare_worker"
+        assert module == "mlxstacks.experiments.compare.worker"
         stack = specification["stack"]
         self.started.append(Path(stack["save_path"]).name)
 

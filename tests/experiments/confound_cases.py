@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.experiments.confound_answers import Answer
-from mlxstacks.experiments.confound_plan import arms_of, right_arms_of
-from mlxstacks.experiments.confound_report import Findings, find
-from mlxstacks.experiments.confound_settings import ConfoundSettings
-from mlxstacks.experiments.confound_verdict import Criterion
+from mlxstacks.experiments.confound.answers import Answer
+from mlxstacks.experiments.confound.plan import arms_of, right_arms_of
+from mlxstacks.experiments.confound.report import Findings, find
+from mlxstacks.experiments.confound.settings import ConfoundSettings
+from mlxstacks.experiments.confound.verdict import Criterion
 from mlxstacks.experiments.prereg import Standing
 from tests.experiments.train_cases import WORDS, write_rows, write_tiny_model
 from tests.tiny_models import random_adapter

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.experiments.stack_run import run
+from mlxstacks.experiments.stack.run import run
 from mlxstacks.files.store import Store
 from mlxstacks.training.stack_settings import StackRunSettings
 from tests.experiments.train_cases import WORDS, write_rows, write_tiny_model

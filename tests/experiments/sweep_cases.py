@@ -10,10 +10,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.experiments.cell_worker import work
 from mlxstacks.experiments.children import as_child
 from mlxstacks.experiments.run_directory import plain
-from mlxstacks.experiments.settings import SweepSettings
+from mlxstacks.experiments.sweep.cell_worker import work
+from mlxstacks.experiments.sweep.settings import SweepSettings
 from mlxstacks.training.settings import TrainSettings
 
 RUN: dict[str, Any] = {

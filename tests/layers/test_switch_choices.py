@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlxstacks import base_model
-from mlxstacks.experiments.profile_capture import count_choices
+from mlxstacks.experiments.profile.capture import count_choices
 from mlxstacks.layers.switch_choices import chosen_weights, find_switches, hearing
 from tests.tiny_models import llama_config, qwen_moe_config, write_qwen_moe
 

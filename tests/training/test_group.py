@@ -39,7 +39,7 @@ def test_two_launched_processes_train_like_one(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\n"
-        "from mlxstacks.experiments.train_run import run\n"
+        "from mlxstacks.experiments.train.run import run\n"
         "from mlxstacks.training.settings import TrainSettings\n"
         "from mlxstacks.training.group import current_group, gathered, size_and_rank\n"
         "size, rank = size_and_rank(current_group())\n"

@@ -1,0 +1,1 @@
+"""Whether rank moves the number of live buffers."""

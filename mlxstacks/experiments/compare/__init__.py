@@ -1,0 +1,1 @@
+"""Settings of `stack` against each other."""

@@ -1,0 +1,1 @@
+"""Does a fused adapter add knowledge?"""

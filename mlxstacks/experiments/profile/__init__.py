@@ -1,0 +1,1 @@
+"""Which experts groups of prompts go to."""

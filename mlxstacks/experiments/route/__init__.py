@@ -1,0 +1,1 @@
+"""Routing found out, trained, asked and evaluated."""

@@ -1,0 +1,1 @@
+"""Stacks trained domain after domain, and looked at."""

@@ -1,0 +1,68 @@
+"""The guard's word on a run of `stack`, before it begins."""
+
+from mlxstacks.errors import ResourceLimitError
+from mlxstacks.experiments.guarded import compiles, guard_of, limit_is_assumed
+from mlxstacks.experiments.stack.setup import StackSetup
+from mlxstacks.files.hub import resolve_model
+from mlxstacks.guard.report import GuardReport
+from mlxstacks.guard.settings import GuardSettings
+
+
+def guarded(
+    setup: StackSetup, processes: int = 1, *, plan_only: bool = False
+) -> GuardReport | None:
+    """What the guard says of the longest batch; None where nothing is trained, or it is off.
+
+    It counts a stack as one LoRA of all its ranks (routers, some 3%, come on top), and a frozen
+    stack as half of one. plan_only: a refusal is a note too.
+    Raises: ResourceLimitError where it refuses and the settings do not want otherwise.
+    """
+    settings = setup.settings
+    if settings.guard == "off" or not setup.to_train:
+        return None
+    report = _verdict(setup, processes)
+    if report.outcome == "fits":
+        return report
+    may_run = settings.guard == "warn" or limit_is_assumed(report)
+    if report.outcome == "tight" or may_run:
+        setup.notes.append(f"The guard warns: {report.verdict}.")
+        return report
+    advice = f"\ncheapest change: {report.change.words}" if report.change else ""
+    refusal = (
+        f"the guard refuses this run: {report.verdict}{advice}\n--guard warn runs all the same"
+    )
+    if not plan_only:
+        raise ResourceLimitError(refusal)
+    setup.notes.append(refusal)
+    return report
+
+
+def _verdict(setup: StackSetup, processes: int) -> GuardReport:
+    settings = setup.settings
+    longest = max(max(plan.widths) for plan in setup.to_train)
+    asked = GuardSettings(
+        model=str(resolve_model(settings.model or "")),
+        # the guard counts inputs, a row has one token more
+        max_seq_length=longest - 1,
+        batch_size=-(-settings.batch_size // processes),
+        rank=settings.stack.num_experts * settings.stack.rank,
+        layers=",".join(map(str, sorted({target.layer for target in setup.targets}))),
+        keys=settings.keys,
+        optimizer="adamw",
+        checkpointing="layers" if settings.grad_checkpoint else "none",
+        compile=compiles(settings.compile_step),
+        recurrence="chunked",
+        loss="pieces",
+        # the best weights so far, accumulated gradients, frozen stacks at half the bytes
+        adapter_copies=1 + (settings.grad_accumulation_steps > 1) + -(-_stacks(setup) // 2),
+        resource_limit=settings.resource_limit,
+        working_set_bytes=settings.working_set_bytes,
+        force=settings.guard == "warn",
+    )
+    return guard_of(asked, setup.float32_base)
+
+
+def _stacks(setup: StackSetup) -> int:
+    """Frozen stacks at the end: those in the store, and one for each round."""
+    rounds = sum(plan.settings.rounds or setup.settings.rounds for plan in setup.to_train)
+    return rounds + sum(len(served.stacks) for served in setup.served)

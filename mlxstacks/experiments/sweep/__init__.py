@@ -1,0 +1,1 @@
+"""Training at many ranks."""

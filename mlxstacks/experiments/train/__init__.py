@@ -1,0 +1,1 @@
+"""One LoRA trained from settings."""

@@ -1,0 +1,307 @@
+"""`mlxstacks profile` from prompts to verdict: planted preferences, chance, bad input, resuming.
+
+Run: pytest tests/experiments/profile/test_run.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxstacks.errors import InputError
+from mlxstacks.experiments.profile import run as profile_run
+from mlxstacks.experiments.profile.report import ProfileReport
+from mlxstacks.experiments.profile.run import run
+from mlxstacks.experiments.profile.settings import ProfileSettings
+from mlxstacks.files.strict_json import json_sha256
+from tests.cli.conftest import Run, command
+from tests.experiments.profile_cases import (
+    EXPERTS,
+    LAYERS,
+    PLANTED_EXPERT,
+    PLANTED_LAYER,
+    write_mixed,
+    write_planted,
+    write_prompts,
+)
+from tests.tiny_models import write_llama
+
+__all__ = ["command"]
+GROUPS = ["marked", "more", "other", "plain"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("profile")
+    write_planted(root / "model")
+    write_prompts(root / "data")
+    write_mixed(root / "mixed")
+    return root
+
+
+def settings_of(place: Path, save_path: Path, **changes: Any) -> ProfileSettings:
+    values: dict[str, Any] = {
+        "model": str(place / "model"), "data": str(place / "data"), "save_path": str(save_path),
+        "top_layers": 1, "permutations": 40, "halves": 4, "plots": False,
+    }  # fmt: skip
+    return ProfileSettings.model_validate(values | changes)
+
+
+@pytest.fixture(scope="module")
+def report(place: Path, tmp_path_factory: pytest.TempPathFactory) -> ProfileReport:
+    return run(settings_of(place, tmp_path_factory.mktemp("out") / "found"))
+
+
+def test_a_planted_preference_is_found(report: ProfileReport) -> None:
+    tables = report.tables
+    assert tables["top_layers"]["by_kl"] == {name: [PLANTED_LAYER] for name in GROUPS}
+    assert tables["top_layers"]["by_excess"]["marked"] == [PLANTED_LAYER]
+    assert tables["divergence"]["p"] == pytest.approx(1 / 41)
+    clear = [row["layer"] for row in tables["layers"] if row["p_adjusted"] < 0.05]
+    assert clear == [PLANTED_LAYER]
+    kl = tables["divergence"]["kl_nats"]
+    assert max(kl, key=lambda name: kl[name][PLANTED_LAYER]) == "marked"
+    assert report.verdict.startswith("Yes: the 4 groups route differently")
+    assert f"({PLANTED_LAYER})" in report.verdict
+
+
+def test_the_planted_expert_is_found(report: ProfileReport) -> None:
+    counts = np.array(mx.load(f"{report.save_path}/routing_counts.safetensors")["choices"])
+    assert counts.shape == (4, LAYERS, EXPERTS)
+    favourites = dict(zip(GROUPS, counts[:, PLANTED_LAYER].argmax(axis=-1), strict=True))
+    assert favourites["marked"] == PLANTED_EXPERT
+    marked, *rest = counts[:, PLANTED_LAYER, PLANTED_EXPERT]
+    assert all(marked > 2 * other for other in rest)
+    # Equal tokens, two experts each, in every layer.
+    assert len({group["tokens"] for group in report.groups}) == 1
+    assert set(counts.sum(axis=-1).reshape(-1)) == {2 * report.groups[0]["tokens"]}
+
+
+def test_shuffled_labels_are_not_found(place: Path, tmp_path: Path) -> None:
+    """The same marked and plain prompts, under labels of chance."""
+    found = run(settings_of(place, tmp_path / "out", data=str(place / "mixed")))
+    assert found.tables["divergence"]["p"] > 0.05
+    assert found.verdict.startswith("No: the 4 groups are not told apart by their routing")
+    assert "noise" in found.verdict
+
+
+def test_groups_of_one_kind_are_not_found(place: Path, tmp_path: Path) -> None:
+    data = write_prompts(tmp_path / "data", marked=())
+    found = run(settings_of(place, tmp_path / "out", data=str(data)))
+    assert found.verdict.startswith("No:")
+
+
+def test_the_plan_is_written_first_and_the_result_refers_to_it(report: ProfileReport) -> None:
+    directory = Path(report.save_path)
+    plan = json.loads((directory / "plan.json").read_text())
+    document = json.loads((directory / "profile_report.json").read_text())
+    assert document["plan_sha256"] == json_sha256(plan) == report.plan_sha256
+    assert document == json.loads(json.dumps(report.as_json()))
+    assert plan["thresholds"] == {
+        "alpha": 0.05, "different_below": 0.3, "shared_above": 0.6, "halves_margin": 0.05,
+    }  # fmt: skip
+    assert plan["data"] == {group["name"]: group["sha256"] for group in document["groups"]}
+    text = (directory / "profile.md").read_text()
+    assert report.verdict in text
+    assert str(report.plan_sha256) in text
+    assert not list(directory.parent.glob(".*"))
+
+
+def test_the_same_settings_give_the_same_numbers(
+    place: Path, report: ProfileReport, tmp_path: Path
+) -> None:
+    again = run(settings_of(place, tmp_path / "out", batch_size=5))
+    assert again.tables == report.tables
+    other = run(settings_of(place, tmp_path / "other", seed=1))
+    assert other.tables != report.tables
+
+
+def test_a_stopped_profile_goes_on_with_the_next_group(
+    place: Path, report: ProfileReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = profile_run.count_choices, []
+
+    def stopping(*args: Any, **kwargs: Any) -> np.ndarray:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(profile_run, "count_choices", stopping)
+    settings = settings_of(place, tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt):
+        run(settings)
+    assert not (tmp_path / "out").exists()
+    # With another plan it does not go on.
+    with pytest.raises(InputError, match="another plan; it differs in"):
+        run(settings.model_copy(update={"permutations": 50}))
+    finished = run(settings)
+    assert len(calls) == 5  # two kept, one stopped, two after it
+    assert finished.tables == report.tables
+
+
+def test_weights_in_place_of_counts(place: Path, tmp_path: Path) -> None:
+    found = run(settings_of(place, tmp_path / "out", measure="weights"))
+    assert found.tables["top_layers"]["by_kl"]["marked"] == [PLANTED_LAYER]
+    assert found.verdict.startswith("Yes:")
+
+
+def test_plots_are_written_where_matplotlib_is(place: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = run(settings_of(place, tmp_path / "out", plots=True, plot_format="svg"))
+    assert found.plots == ["divergence.svg", "jaccard.svg", "experts.svg"]
+    assert all((tmp_path / "out" / name).stat().st_size > 1000 for name in found.plots)
+
+
+def test_a_dry_run_plans_and_touches_nothing(place: Path, tmp_path: Path) -> None:
+    planned = run(settings_of(place, tmp_path / "out"), dry_run=True)
+    assert planned.status == "planned"
+    assert planned.plan is not None
+    assert planned.plan["layers"] == list(range(LAYERS))
+    assert list(tmp_path.iterdir()) == []
+    absent = run(settings_of(place, tmp_path / "out", model="owner/not-here"), dry_run=True)
+    assert absent.plan is None
+    assert "not a directory here" in absent.notes[0]
+
+
+# --- prompts --------------------------------------------------------------------------------------
+
+
+def question(number: int, category: str, **changes: Any) -> dict[str, Any]:
+    row = {"question_id": number, "question": f"What is {number}?", "options": ["a", "b"],
+           "category": category}  # fmt: skip
+    return row | changes
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_questions_with_a_category(place: Path, tmp_path: Path) -> None:
+    rows = [question(n, "law" if n % 2 else "math") for n in range(20)]
+    file = write_rows(tmp_path / "mmlu.jsonl", rows)
+    found = run(settings_of(place, tmp_path / "out", data=str(file), questions=7))
+    assert [g["name"] for g in found.groups] == ["law", "math"]
+    assert [g["available"] for g in found.groups] == [10, 10]
+    assert len({g["tokens"] for g in found.groups}) == 1
+    assert any("by construction" in note for note in found.notes)
+
+
+BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "id twice": ([question(1, "law"), question(1, "law")], "line 2: id '1' of law is also at"),
+    "no category": ([question(1, "law"), {"question": "?"}], "line 2: category is None"),
+    "one group": ([question(1, "law"), question(2, "law")], "compares two groups or more"),
+    "one row": ([question(1, "law"), question(2, "law"), question(3, "math")], "only one row of"),
+    "empty question": (
+        [question(1, "law", question=" "), *(question(n, "law") for n in (2, 3)),
+         question(4, "math"), question(5, "math")],
+        "line 1: question is ' '",
+    ),
+    "options": (
+        [question(n, "law", options="ab") for n in (1, 2)]
+        + [question(n, "math") for n in (3, 4)],
+        "it must be a list of 2 to 26 texts",
+    ),
+    "nothing to ask": (
+        [{"category": c, "id": n, "messages": [{"role": "assistant", "content": "x"}]}
+         for n, c in enumerate(("law", "law", "math", "math"))],
+        "no message but the assistant's",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_rows_are_told(place: Path, tmp_path: Path, case: str) -> None:
+    rows, message = BAD[case]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(InputError, match=message.replace("(", r"\(")):
+        run(settings_of(place, tmp_path / "out", data=str(file)))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"top_layers": LAYERS}, "4 layers have experts"),
+        ({"top_experts": EXPERTS}, "a layer has 8 experts"),
+        ({"tokens": 10**6}, "ask for fewer tokens or more questions"),
+        ({"tokens": 5}, "one prompt alone has the 5 tokens"),
+        ({"groups": ("marked", "planed")}, "no group planed"),
+        ({"data": "nowhere.jsonl"}, "no such file"),
+    ],
+)
+def test_settings_that_do_not_fit_are_told(
+    place: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        run(settings_of(place, tmp_path / "out", **changes))
+
+
+def test_a_dense_model_is_told(place: Path, tmp_path: Path) -> None:
+    dense = write_llama(tmp_path / "dense")
+    with pytest.raises(InputError, match="no mixture of experts"):
+        run(settings_of(place, tmp_path / "out", model=str(dense)))
+
+
+def test_settings_that_cannot_decide_are_refused(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no p below 0\.0476; alpha 0\.01 needs more than 99"):
+        settings_of(place, tmp_path / "out", permutations=20, alpha=0.01)
+    with pytest.raises(ValueError, match="name two or more"):
+        settings_of(place, tmp_path / "out", groups=("law",))
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_the_command_prints_tables_or_one_document(
+    place: Path, work_dir: Path, command: Run
+) -> None:
+    given = ["--model", str(place / "model"), "--data", str(place / "data"), "--no-plots"]
+    given += ["--permutations", "20", "--top-layers", "1"]
+    code, out, _ = command("profile", *given, "--save-path", "a")
+    assert code == 0
+    assert "Verdict: Yes: the 4 groups" in out
+    code, out, _ = command("profile", *given, "--save-path", "b", "--json")
+    assert code == 0
+    assert json.loads(out)["verdict"].startswith("Yes:")
+    code, out, _ = command("profile", *given, "--save-path", "c", "--dry-run")
+    assert (code, "Planned only" in out, (work_dir / "c").exists()) == (0, True, False)
+
+
+@pytest.mark.parametrize("name", ["profile-nano", "profile-qwen3.5-35b-a3b"])
+def test_recipes_plan_without_their_model(name: str, work_dir: Path, command: Run) -> None:
+    code, out, err = command("run", name, "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["status"] == "planned"
+    assert json.loads(out)["settings"]["top_layers"] == 3
+
+
+def test_the_bare_command_profiles_nanos_domains(work_dir: Path, command: Run) -> None:
+    code, out, err = command("profile", "--json", "--no-plots", "--permutations", "20")
+    assert code == 0, err
+    document = json.loads(out)
+    assert [g["name"] for g in document["groups"]] == [
+        "chat", "code", "math", "medical", "reasoning",
+    ]  # fmt: skip
+    assert [row["layer"] for row in document["layers"]] == list(range(6))
+    assert [row["attention"] for row in document["layers"]] == ["linear", "linear", "full"] * 2
+    assert {row["expert_bits"] for row in document["layers"]} == {"3"}
+    assert document["verdict"].startswith("Yes:")
+
+
+MMLU_PRO = Path(__file__).parents[4] / "shared" / "data" / "mmlu_pro.jsonl"
+
+
+@pytest.mark.skipif(not MMLU_PRO.is_file(), reason="needs ../shared/data/mmlu_pro.jsonl")
+def test_mmlu_pro_has_fourteen_subjects_of_equal_tokens(place: Path, tmp_path: Path) -> None:
+    settings = settings_of(
+        place, tmp_path / "out", data=str(MMLU_PRO), questions=100, max_seq_length=128
+    )
+    planned = run(settings, dry_run=True)
+    assert len(planned.groups) == 14
+    assert len({group["tokens"] for group in planned.groups}) == 1
+    assert {"law", "math", "computer science"} <= {group["name"] for group in planned.groups}

@@ -1,0 +1,124 @@
+"""kill -9 at any moment of a sweep: the same command goes on and ends with the same cells.
+
+Run: pytest tests/experiments/sweep/test_kill.py
+"""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlxstacks.experiments.children import how_it_ended, run_child
+from mlxstacks.experiments.run_directory import work_path
+from mlxstacks.experiments.sweep.cells import read_results
+from tests.experiments.sweep_cases import adapters, sweep_settings
+from tests.experiments.train_cases import write_data, write_tiny_model
+
+SLEEPER = "tests.experiments.sleeper"
+PROGRAM = """
+import sys
+from mlxstacks.experiments.sweep.rank_sweep import run
+from mlxstacks.experiments.sweep.settings import SweepSettings
+run(SweepSettings.model_validate_json(sys.argv[1]))
+"""
+
+
+def start(settings_json: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, settings_json])
+
+
+def kill(process: subprocess.Popen[bytes]) -> bool:
+    """kill -9; whether the process was still running."""
+    os.kill(process.pid, signal.SIGKILL)
+    return process.wait() == -signal.SIGKILL
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+    while not path.exists() and process.poll() is None:
+        time.sleep(0.005)
+
+
+def test_a_killed_sweep_ends_with_the_cells_of_one_that_was_not(
+    tmp_path: Path, campaign: Callable[[int], range]
+) -> None:
+    """The first kill comes inside the second cell, the others at random."""
+    model, data = write_tiny_model(tmp_path / "model"), write_data(tmp_path / "data")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run = {"iters": 12, "save_every": 1, "steps_per_eval": 6}
+    began = time.monotonic()
+    assert start(sweep_settings(model, data, whole, train=run).model_dump_json()).wait() == 0
+    duration = time.monotonic() - began
+    settings = sweep_settings(model, data, killed, train=run)
+    cells = work_path(killed) / "cells"
+    second = sorted(adapters(whole))[1]
+    first_result = cells / f"{sorted(adapters(whole))[0]}.json"
+
+    process = start(settings.model_dump_json())
+    wait_for(work_path(cells / second) / "checkpoint.safetensors", process)
+    assert kill(process)
+    first = first_result.read_bytes()
+    assert {r.status for r in read_results(cells).values()} == {"trained", "started"}
+
+    chance = random.Random(0)
+    for number in campaign(10):
+        process = start(settings.model_dump_json())
+        time.sleep(chance.uniform(0, duration))
+        kill(process)
+        if killed.exists():
+            assert adapters(killed) == adapters(whole)
+            shutil.rmtree(killed)
+            shutil.rmtree(work_path(killed), ignore_errors=True)
+        elif number == 0:
+            # A finished cell is the same file, its figures with it.
+            assert first_result.read_bytes() == first
+    assert start(settings.model_dump_json()).wait() == 0
+    assert adapters(killed) == adapters(whole)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data", "killed", "model", "whole"]
+
+
+def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
+    """Else it would go on training, and hold the cell that the next sweep wants."""
+    specification = {"pid_file": str(tmp_path / "pid")}
+    code = (
+        "from pathlib import Path\n"
+        "from mlxstacks.experiments.children import run_child\n"
+        f"run_child({SLEEPER!r}, {specification!r}, Path({str(tmp_path / 'log')!r}), print)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
+    wait_for(tmp_path / "pid", parent)
+    child = int((tmp_path / "pid").read_text())
+    os.kill(child, 0)
+    assert kill(parent)
+    for _ in range(1000):
+        # An orphan that has ended may stay a zombie where nobody waits for it.
+        stat = Path(f"/proc/{child}/stat")
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.01)
+    raise AssertionError("the child outlived its parent by ten seconds")
+
+
+def test_an_exception_in_the_parent_ends_the_child(tmp_path: Path) -> None:
+    def interrupt(message: dict[str, object]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_child(SLEEPER, {"pid_file": str(tmp_path / "pid")}, tmp_path / "log", interrupt)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert "what is printed goes to the log" in (tmp_path / "log").read_text()
+
+
+def test_how_a_child_ended_is_told(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = run_child("tests.experiments.no_such_module", {}, log, lambda message: None)
+    assert code == 1
+    assert "No module named tests.experiments.no_such_module" in how_it_ended(code, log)
+    assert how_it_ended(-9, log).startswith("killed by SIGKILL; often the system")
