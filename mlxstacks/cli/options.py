@@ -59,10 +59,7 @@ def parameters(
 ) -> list[click.Parameter]:
     """Arguments and options of a command, in the order of the model's fields."""
     made: list[click.Parameter] = [
-        click.Argument(
-            [name], metavar=f"[{shown}]", required=False, type=_scalar(settings_class, name)
-        )
-        for name, shown in arguments.items()
+        _argument(settings_class, name, shown) for name, shown in arguments.items()
     ]
     for name, known in settings_class.model_fields.items():
         if name not in arguments:
@@ -71,9 +68,14 @@ def parameters(
     return made
 
 
-def _scalar(settings_class: "type[BaseModel]", name: str) -> click.ParamType:
+def _argument(settings_class: "type[BaseModel]", name: str, shown: str) -> click.Argument:
+    """A setting that is given by position; a tuple takes all that follow."""
     inner, _ = _without_none(settings_class.model_fields[name].annotation)
-    return _kind(name, inner)
+    several = get_origin(inner) is tuple
+    kind = _kind(name, _without_none(get_args(inner)[0])[0] if several else inner)
+    return click.Argument(
+        [name], metavar=f"[{shown}]", required=False, type=kind, nargs=-1 if several else 1
+    )
 
 
 def _kind(name: str, annotation: Any) -> click.ParamType:

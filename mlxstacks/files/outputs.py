@@ -42,8 +42,8 @@ __all__ = ["check_target", "clone_or_link", "copy_side_files", "staged_directory
 _REPORTS = {
     "fuse_report.json", "sweep_report.json", "compare_report.json", "analysis_report.json",
     "discover_report.json", "route_evaluate_report.json", "route_check_report.json",
-    "confound_report.json",
-    "profile_report.json",
+    "confound_report.json", "profile_report.json", "identity_report.json", "eval_report.json",
+    "report.json",
 }  # fmt: skip
 _OWN_FILES = {"config.json", "adapter_config.json", "manifest.json", *_REPORTS}
 _AT_FDCWD = -100

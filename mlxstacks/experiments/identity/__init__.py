@@ -1,0 +1,1 @@
+"""Does a persona survive what is fused after it?"""

@@ -1,0 +1,1 @@
+"""One page from the results of runs. Imports nothing that computes."""
