@@ -109,12 +109,17 @@ demo: install
 
 # --- tests and the rest -------------------------------------------------------------------------
 
-# One BLAS thread a process: the processes are the parallelism.
+# Each process begins with one half of the tests and takes over from the other when it is done: what
+# a file's tests share is then made once, not in both.
+SHARED = -n $(JOBS) --dist worksteal
+
+# One BLAS thread a process: the processes are the parallelism. Tests start many processes; without
+# bytecode on disk each of them would compile the package again.
 test: install-dev
-	$(PRELOAD) OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(PRELOAD) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SHARED) $(PYTEST_ARGS)
 
 soak: install-dev
-	MLXSTACKS_SOAK=1 $(PRELOAD) OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	MLXSTACKS_SOAK=1 $(PRELOAD) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SHARED) $(PYTEST_ARGS)
 
 check: install-dev
 	$(BIN)/ruff check .

@@ -21,10 +21,19 @@ from typing import Any
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 
+def _compiler() -> str | None:
+    return shutil.which("g++") or shutil.which("clang++")
+
+
+def available() -> bool:
+    """Whether `library()` can be built: asked where tests are collected, which builds nothing."""
+    return sys.platform == "linux" and _compiler() is not None
+
+
 def library() -> Path | None:
     """The built library, or None where it cannot be."""
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if sys.platform != "linux" or compiler is None:
+    compiler = _compiler()
+    if not available() or compiler is None:
         return None
     key = hashlib.sha256(SOURCE.read_bytes() + version("mlx").encode()).hexdigest()[:16]
     target = _cache() / f"counting-allocator-{key}.so"

@@ -156,7 +156,9 @@ def test_launches_are_within_the_limits_of_both_devices(stem: str) -> None:
 
 
 @needs_nvcc
-@pytest.mark.parametrize("architecture", [MAIN_ARCHITECTURE, "sm_80"])
+@pytest.mark.parametrize(
+    "architecture", [MAIN_ARCHITECTURE, pytest.param("sm_80", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("stem", STEMS)
 def test_body_compiles_without_spills(stem: str, architecture: str, tmp_path: Path) -> None:
     launches = _launches(stem)

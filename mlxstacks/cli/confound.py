@@ -13,7 +13,9 @@ _MOST_SUBJECTS = 20
 
 
 def render(console: "Console", report: "ConfoundReport") -> None:
-    """The plan; or arms beside their fuses, differences, decomposition, subjects, the verdict."""
+    """The plan; or arms beside their fuses, differences, decomposition, subjects, positions, the
+    verdict.
+    """
     if report.findings is None:
         _render_plan(console, report)
         return
@@ -22,16 +24,22 @@ def render(console: "Console", report: "ConfoundReport") -> None:
     counts = ", ".join(f"{name} {count:,}" for name, count in table.items())
     split = f"{len(mined['train']):,} to train, {plan['n']:,} to test"
     console.print(f"Mined {sum(table.values()):,} items: {counts}. Set G: {split}.", markup=False)
-    console.print(f"Plan {(report.plan_sha256 or '')[:16]}, {found.standing.status}.")
+    standing = found.standing
+    console.print(f"Plan {(report.plan_sha256 or '')[:16]}, {standing.status}.")
+    for reason in standing.reasons:
+        console.print(f"EXPLORATORY: {reason}", markup=False, style="bold")
     for line in report.power:
         console.print(line, markup=False, style="dim")
-    mark = found.standing.mark
+    mark = standing.mark
     console.print(_arm_table(report, found, mark("arms on Set G's test items")))
     console.print(_claim_table(found, mark("content: A1 less A0")))
     console.print(_decomposition_table(found, mark("where the score of A1 comes from, in points")))
     if found.right_arms:
         console.print(_right_table(found, mark("items that both models got right")))
     console.print(_subject_table(report, found, mark("right answers by subject")))
+    console.print(_position_table(report, found, mark("which options are picked, percent")))
+    for line in _code_lines(report):
+        console.print(line, markup=False)
     for way, words in found.floors.items():
         console.print(f"Floor ({way}): {words}", markup=False)
     for name, flips in found.persona_flips.items():
@@ -42,10 +50,9 @@ def render(console: "Console", report: "ConfoundReport") -> None:
         )
     for note in report.notes:
         console.print(note, markup=False, style="dim")
-    console.print(
-        f"Wrote {report.save_path}: confound_report.json, plan, protocol, answers, adapters.",
-        markup=False,
-    )
+    plots = f", plots {', '.join(report.plots)}" if report.plots else ""
+    parts = f"confound_report.json, plan, protocol, answers, adapters{plots}"
+    console.print(f"Wrote {report.save_path}: {parts}.", markup=False)
     console.print(f"Verdict: {report.verdict}", markup=False, style="bold")
 
 
@@ -91,7 +98,11 @@ def _arm_table(report: "ConfoundReport", found: "Findings", title: str) -> objec
         ])  # fmt: skip
     last = "boxed" if boxes else "ties"
     columns = ["arm", "by", "right", "share", "95%", last, "kept", "artifact"]
-    return output.table(columns, rows, title=f"{title}; kept: correlation with the delta")
+    return output.table(
+        columns, rows,
+        title=f"{title}; guessing {found.guess_rate:.1%}\n"
+        "kept: correlation with the delta; artifact: what the fuse does to the weights by itself",
+    )  # fmt: skip
 
 
 def _called(kind: str) -> str:
@@ -109,11 +120,12 @@ def _claim_table(found: "Findings", title: str) -> object:
         low, high = 100 * (claim.bootstrap.low or 0), 100 * (claim.bootstrap.high or 0)
         random = found.against_random.get(way)
         rows.append([
-            way, f"{100 * claim.difference:+.2f}", f"{low:+.1f}, {high:+.1f}",
+            way, f"{100 * claim.difference:+.2f}", f"{low:+.1f} {high:+.1f}",
             f"{claim.p_adjusted:.2g}", f"{claim.mcnemar.p_value:.2g}",
             f"{100 * random.difference:+.2f}" if random else None, outcomes[way],
         ])  # fmt: skip
-    columns = ["by", "points", "95%", "p (z, Holm)", "p (McNemar)", "over random", "outcome"]
+    columns = ["by", "points", "95%", "p", "McNemar", "over random", "outcome"]
+    title += "; p of the z-test by Holm's rule"
     return output.table(columns, rows, title=title)
 
 
@@ -138,11 +150,43 @@ def _right_table(found: "Findings", title: str) -> object:
     return output.table(["arm", "right", "share"], rows, title=title)
 
 
-def _subject_table(report: "ConfoundReport", found: "Findings", title: str) -> object:
+def _position_table(report: "ConfoundReport", found: "Findings", title: str) -> object:
+    """Where the right option stands, and which places the arms prefer: a guess has a place, too."""
+    shown = {name: found.arms[name] for name in _shown_arms(report, found)}
+    letters = sorted({*found.right_positions, *(p for arm in shown.values() for p in arm.picks)})
+
+    def shares(of: dict[str, float]) -> list[output.Cell]:
+        return [round(100 * of.get(letter, 0.0)) for letter in letters]
+
+    rows: list[list[output.Cell]] = [["right option", *shares(found.right_positions), None]]
+    for name, arm in shown.items():
+        rows.append([name, *shares(arm.picks), f"{100 * arm.by_position:.1f}%"])
+    title += "; by place: what these picks score at random"
+    return output.table(["", *letters, "by place"], rows, title=title)
+
+
+def _code_lines(report: "ConfoundReport") -> list[str]:
+    """Of each policy: how many packed codes its fuses leave different."""
+    lines = []
+    for way, figures in report.fuses.items():
+        codes = figures["codes_that_differ"]
+        a1, a0 = (
+            "at other bits" if codes[key] is None else f"{codes[key]:.2%} of the codes"
+            for key in ("a1_and_a0", "a0_and_unfused")
+        )
+        lines.append(f"Fused by {way}, A1 differs from A0: {a1}; A0 from the unfused model: {a0}.")
+    return lines
+
+
+def _shown_arms(report: "ConfoundReport", found: "Findings") -> list[str]:
     """Of the deciding way and unfused; every arm is in the report."""
     way = report.settings["policies"][0]
     shown = ["persona", *(f"{kind}_{w}" for w in (way, "unfused") for kind in ("a0", "a1"))]
-    shown = [name for name in shown if name in found.arms]
+    return [name for name in shown if name in found.arms]
+
+
+def _subject_table(report: "ConfoundReport", found: "Findings", title: str) -> object:
+    shown = _shown_arms(report, found)
     subjects = list(found.subjects.items())
     kept = (
         subjects if len(subjects) <= _MOST_SUBJECTS else [*subjects[:_MOST_SUBJECTS], subjects[-1]]

@@ -85,6 +85,7 @@ def _nano_note(keys: Sequence[str]) -> str:
         "store_path": "nano's sample stacks",
         "persona": "its sample persona",
         "items": "its items",
+        "suite": "its identity suite",
     }
     return f"Using {' and '.join(parts.get(key, f'nano for {key}') for key in keys)}."
 
@@ -99,6 +100,12 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
 
         # Before hours of work, not after it.
         check_target(resolved.target, force=bool(getattr(resolved.settings, "force", False)))
+    if common.dry_run:
+        from mlxstacks.recipe.config_plan import plan_from_config
+
+        plan = plan_from_config(name, resolved, common.recipe is not None)
+        if plan is not None:
+            return plan, load("mlxstacks.cli.config_plan:render")
     function = load(row.function)
     accepted = inspect.signature(function).parameters
     if common.dry_run and "dry_run" not in accepted:

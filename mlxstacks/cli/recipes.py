@@ -1,5 +1,6 @@
 """`mlxstacks run RECIPE` and `mlxstacks recipes`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,13 @@ from mlxstacks.cli import output
 from mlxstacks.cli.execute import Common, execute
 from mlxstacks.cli.group import common_options, complete_recipe
 from mlxstacks.recipe.file import Recipe, load_recipe, recipe_names
+from mlxstacks.recipe.schema import recipe_schema
+from mlxstacks.recipe.table import ALIASES, COMMANDS, command_named
 from mlxstacks.resources import resource_dir
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.padding import Padding
 
 RUN_HELP = "Run a recipe; what is already done with the same settings is not done again."
 LIST_HELP = "List the recipes that come with mlxstacks."
@@ -60,25 +64,62 @@ def run_command() -> click.Command:
 
 
 def list_command() -> click.Command:
-    """`recipes`: name and first line of each shipped recipe."""
+    """`recipes`: name and first line of each shipped recipe; or the JSON Schema of recipes."""
 
-    def callback(as_json: bool, **unused: Any) -> int:
-        found = RecipeList(tuple(load_recipe(name) for name in recipe_names()))
+    def callback(as_json: bool, schema: bool, words: Sequence[str]) -> int:
+        command = " ".join(words) or None
+        if schema:
+            output.print_json(recipe_schema(command))
+            return 0
+        if command is not None:
+            command = ALIASES.get(command, command)
+            command_named(command)
+        recipes = [load_recipe(name) for name in recipe_names()]
+        found = RecipeList(tuple(r for r in recipes if command in (None, r.command)))
         output.emit(found, as_json, render)
         return 0
 
+    argument = click.Argument(["words"], metavar="[COMMAND]", nargs=-1, required=False)
+    schema = click.Option(
+        ["--schema"],
+        is_flag=True,
+        help="Print the JSON Schema of recipes, for completion in an editor.",
+    )
     return click.Command(
         "recipes",
-        params=common_options(names_recipe=False)[:1],
+        params=[argument, schema, *common_options(names_recipe=False)[:1]],
         callback=callback,
         short_help=LIST_HELP,
-        help=LIST_HELP,
+        help=f"{LIST_HELP} With COMMAND only those for it.",
     )
 
 
 def render(console: "Console", found: RecipeList) -> None:
-    """One row a recipe, and how to go on."""
-    rows = [[each.name, each.command, each.head[0] if each.head else ""] for each in found.recipes]
-    console.print(output.table(["recipe", "command", "what it does"], rows))
-    console.print("Run one: mlxstacks run NAME. What it needs stands in its file, in", markup=False)
+    """The recipes of each command, in the order of the table of commands, and how to go on."""
+    widest = max((len(recipe.name) for recipe in found.recipes), default=0)
+    for command in COMMANDS:
+        rows = [
+            (r.name, r.head[0] if r.head else "") for r in found.recipes if r.command == command
+        ]
+        if rows:
+            console.print(command, markup=False, style="bold")
+            console.print(_indented(rows, widest))
+    if not found.recipes:
+        console.print("No recipe is shipped for this command.", markup=False)
+    console.print("Run one: mlxstacks run NAME; with --dry-run it only says what it would do.")
+    console.print("What each needs stands in its file, in", markup=False)
     console.print(str(resource_dir("recipes")), markup=False, soft_wrap=True)
+
+
+def _indented(rows: Sequence[tuple[str, str]], widest: int) -> "Padding":
+    """Names and first lines; names take `widest` characters in every group."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=None, show_header=False, pad_edge=False)
+    made.add_column(min_width=widest, overflow="fold")
+    made.add_column(overflow="fold")
+    for name, about in rows:
+        made.add_row(Text(name), Text(about))
+    return Padding(made, (0, 0, 0, 2))

@@ -80,7 +80,9 @@ def _as_list(value: Any) -> Any:
 
 
 # A plain path stands for a source with all else at its default.
-Source = Annotated[SourceSettings, BeforeValidator(_from_path)]
+Source = Annotated[
+    SourceSettings, BeforeValidator(_from_path, json_schema_input_type=SourceSettings | str)
+]
 
 
 class DomainDataSettings(BaseModel):
@@ -88,9 +90,10 @@ class DomainDataSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    sources: Annotated[tuple[Source, ...], BeforeValidator(_as_list)] = Field(
-        min_length=1, description="where the rows come from; a plain path is a source too"
-    )
+    sources: Annotated[
+        tuple[Source, ...],
+        BeforeValidator(_as_list, json_schema_input_type=tuple[Source, ...] | Source),
+    ] = Field(min_length=1, description="where the rows come from; a plain path is a source too")
     validation_fraction: float = Field(
         0.02, gt=0, lt=1, description="share of the rows kept for validation, by content hash"
     )

@@ -33,8 +33,25 @@ def verdict(
     are kept beside the present ones. layers: those that train, where
     the settings only tell how many.
     """
-    asked = GuardSettings(
-        model=str(resolve_model(settings.model or "")),
+    asked = asked_of(
+        settings, str(resolve_model(settings.model or "")), longest_row_tokens,
+        validates=validates, layers=layers, processes=processes,
+    )  # fmt: skip
+    return guard_of(asked, in_float32)
+
+
+def asked_of(
+    settings: TrainSettings,
+    model: str,
+    longest_row_tokens: int,
+    *,
+    validates: bool,
+    layers: str | None = None,
+    processes: int = 1,
+) -> GuardSettings:
+    """What the guard is asked of a run with these rows; see `verdict`."""
+    return GuardSettings(
+        model=model,
         # the guard counts inputs, a row has one token more
         max_seq_length=longest_row_tokens - 1,
         batch_size=-(-settings.batch_size // processes),
@@ -51,7 +68,6 @@ def verdict(
         working_set_bytes=settings.working_set_bytes,
         force=settings.force or settings.guard == "warn",
     )
-    return guard_of(asked, in_float32)
 
 
 def guard_of(asked: GuardSettings, in_float32: bool) -> GuardReport:

@@ -207,8 +207,14 @@ def standing(plan: Plan, evidence: Evidence) -> Standing:
     unplanned = [arm for arm in evidence.items if arm not in plan.arms]
     if unplanned:
         reasons.append(f"arm that was not planned: {_listed(unplanned)}")
+    # Arms with the same fault are told together: of fifteen arms a sentence each is not read.
+    faults: dict[str, list[str]] = {}
     for arm, ids in evidence.items.items():
-        reasons += _item_problems(plan, arm, ids)
+        for fault in _item_problems(plan, ids):
+            faults.setdefault(fault, []).append(arm)
+    for fault, arms in faults.items():
+        every = len(arms) > 1 and len(arms) == len(evidence.items)
+        reasons.append(f"{'every arm' if every else _listed(arms)}: {fault}")
     if len({frozenset(ids) for ids in evidence.items.values()}) > 1:
         counts = ", ".join(f"{arm} {len(ids)}" for arm, ids in evidence.items.items())
         reasons.append(f"arms answered different items ({counts})")
@@ -222,14 +228,14 @@ def require_confirmatory(found: Standing, what: str) -> None:
         raise InputError(f"{what}: refused, since the results are not what was planned:{lines}")
 
 
-def _item_problems(plan: Plan, arm: str, ids: Sequence[str]) -> list[str]:
+def _item_problems(plan: Plan, ids: Sequence[str]) -> list[str]:
     twice = [name for name, count in Counter(ids).items() if count > 1]
     if twice:
-        return [f"{arm}: items answered twice: {_listed(twice)}"]
+        return [f"items answered twice: {_listed(twice)}"]
     if len(ids) < plan.n:
-        return [f"{arm}: a subset, {len(ids)} of {plan.n} items"]
+        return [f"a subset, {len(ids)} of {plan.n} items"]
     if ids_sha256(ids) != plan.items_sha256:
-        return [f"{arm}: other items than planned ({len(ids)}, planned {plan.n})"]
+        return [f"other items than planned ({len(ids)}, planned {plan.n})"]
     return []
 
 

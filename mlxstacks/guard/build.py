@@ -15,6 +15,7 @@ from mlxstacks import base_model
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.checkpoint import read_json_object
 from mlxstacks.files.disk import user_path
+from mlxstacks.files.shipped_configs import shipped_config, shipped_names
 from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.guard.step import Loss, Step, batch_for, loss_in_pieces, mlx_lm_loss
 from mlxstacks.layers.output_head import find_output_head
@@ -39,6 +40,7 @@ _BAD_CONFIG = (TypeError, KeyError, AttributeError, ValueError, ZeroDivisionErro
 def read_config(model: str) -> tuple[dict[str, Any], str]:
     """The config of a model directory, of a file, or of a hub id, and where it was.
 
+    A model of the recipes that is neither here nor to be had from the hub: its shipped config.
     Raises:
         CheckpointError: no such thing, or not JSON.
     """
@@ -48,7 +50,15 @@ def read_config(model: str) -> tuple[dict[str, Any], str]:
         if not path.is_file():
             raise CheckpointError(f"{path.parent}: no config.json; give a model directory")
     elif not path.is_file():
-        path = _from_hub(model)
+        shipped = shipped_config(model)
+        if shipped is not None and "/" not in model:
+            return shipped.config, shipped.words
+        try:
+            path = _from_hub(model)
+        except CheckpointError:
+            if shipped is None:
+                raise
+            return shipped.config, shipped.words
     return read_json_object(path, unique_keys=False), str(path)
 
 
@@ -62,7 +72,8 @@ def _from_hub(model: str) -> Path:
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
-            f"{model}: no such directory or file, and no config.json from the hub: {reason}"
+            f"{model}: no such directory or file, and no config.json from the hub: {reason}; known "
+            f"by name, with -3bit and the like or without: {', '.join(shipped_names())}"
         ) from None
 
 
@@ -77,6 +88,7 @@ def lazy_model(config: dict[str, Any]) -> nn.Module:
         raise CheckpointError("the config has no model_type; give the config.json of a model")
     try:
         model = base_model.build_model(config)
+        _tie(model, config)
         base_model.cast(model, _dtype(config))
         _quantize(model, config)
     except CheckpointError:
@@ -86,6 +98,18 @@ def lazy_model(config: dict[str, Any]) -> nn.Module:
         raise CheckpointError(f"the config does not describe a {kind}: {text}") from error
     model.train()
     return _unset(model)
+
+
+def _tie(model: nn.Module, config: dict[str, Any]) -> None:
+    """Gemma 3's class has a head until a checkpoint without one is loaded; then it uses the
+    embedding. The config says which it will be.
+    """
+    if config.get("tie_word_embeddings") is not True:
+        return
+    for module in (model, getattr(model, "language_model", model)):
+        if getattr(module, "tie_word_embeddings", None) is False and "lm_head" in module:
+            module.tie_word_embeddings = True
+            module.pop("lm_head")
 
 
 def _unset(model: nn.Module) -> nn.Module:

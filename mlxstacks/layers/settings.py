@@ -56,7 +56,11 @@ def _checked_layers(text: str) -> str:
     return text
 
 
-LayersText = Annotated[str, BeforeValidator(_layers_text), AfterValidator(_checked_layers)]
+LayersText = Annotated[
+    str,
+    BeforeValidator(_layers_text, json_schema_input_type=str | int | list[int]),
+    AfterValidator(_checked_layers),
+]
 """A set of layers as settings hold it: `all`, or numbers and ranges; see `parse_layers`."""
 
 

@@ -46,6 +46,11 @@ class NanoPaths:
         return nano_items()
 
     @property
+    def suite_path(self) -> Path:
+        """Prompts of `mlxstacks identity` with their rules, made as data_path is."""
+        return nano_suite()
+
+    @property
     def domains_path(self) -> Path:
         """<domain>.jsonl of nano's own domains, not trained on, made as data_path is."""
         return nano_domains()
@@ -204,6 +209,13 @@ def nano_items() -> Path:
     from mlxstacks.nano.choice_items import FILE, items_text
 
     return _cached_files("items", {FILE: items_text()}) / FILE
+
+
+def nano_suite() -> Path:
+    """The suite of `mlxstacks identity`, a JSON file, made at the first call. Law: as above."""
+    from mlxstacks.nano.suite_file import FILE, suite_text
+
+    return _cached_files("suite", {FILE: suite_text()}) / FILE
 
 
 def write_files(directory: Path, files: dict[str, str]) -> None:

@@ -9,6 +9,9 @@ from mlxstacks.errors import InputError
 from mlxstacks.recipe.table import ALIASES, COMMANDS, nearest
 from mlxstacks.resources import resource_dir
 
+# With the place of the schema after it; see recipe/schema.py.
+EDITOR_LINE = "# yaml-language-server: $schema="
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -75,12 +78,13 @@ def load_recipe(name_or_path: str) -> Recipe:
 
 
 def _head(text: str) -> tuple[str, ...]:
-    """The comment lines before the first key, without their marks."""
+    """The comment lines before the first key, without their marks and without an editor's line."""
     lines = []
     for line in text.splitlines():
         if not line.startswith("#"):
             break
-        lines.append(line.lstrip("#").strip())
+        if not line.startswith(EDITOR_LINE):
+            lines.append(line.lstrip("#").strip())
     return tuple(lines)
 
 

@@ -135,7 +135,12 @@ COMMANDS: dict[str, Command] = {
         settings="mlxstacks.experiments.identity.settings:IdentitySettings",
         function="mlxstacks.experiments.identity.run:run",
         render="mlxstacks.cli.identity:render",
-        nano={"model": "model_path", "persona": "adapter_path", "items": "items_path"},
+        nano={
+            "model": "model_path",
+            "persona": "adapter_path",
+            "items": "items_path",
+            "suite": "suite_path",
+        },
         nano_recipe="identity-nano",
         report="identity_report.json",
     ),

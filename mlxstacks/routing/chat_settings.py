@@ -22,7 +22,7 @@ def parse_bytes(value: Any) -> Any:
     return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str), Field(ge=1)]
 
 
 class AnswerSettings(BaseModel):

@@ -24,9 +24,10 @@ class LabelledSource(BaseModel):
         description="the label: one domain, several for mixed prompts, none for prompts that no "
         "domain should help with"
     )
-    data: Annotated[DomainDataSettings, BeforeValidator(_as_data)] = Field(
-        description="where the rows come from"
-    )
+    data: Annotated[
+        DomainDataSettings,
+        BeforeValidator(_as_data, json_schema_input_type=DomainDataSettings | str),
+    ] = Field(description="where the rows come from")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

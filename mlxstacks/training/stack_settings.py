@@ -44,6 +44,11 @@ def _as_domain(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
+Domain = Annotated[
+    DomainSettings, BeforeValidator(_as_domain, json_schema_input_type=DomainSettings | str)
+]
+
+
 class NullSpaceSettings(BaseModel):
     """Output directions that earlier stacks write into and a new one must keep out of."""
 
@@ -78,7 +83,7 @@ class StackRunSettings(BaseModel):
     save_path: str | None = Field(
         None, description="The store: a new directory, or a store to go on with."
     )
-    domains: tuple[Annotated[DomainSettings, BeforeValidator(_as_domain)], ...] = Field(
+    domains: tuple[Domain, ...] = Field(
         (),
         description="Domains in the order of training. Repeatable. Default: every NAME.jsonl of "
         "`data`, by name.",

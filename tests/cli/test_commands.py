@@ -244,7 +244,7 @@ cli.make_group = lambda: show
 cli.main()
 """
     command = ["sh", "-c", 'exec "$0" -c "$1" <&- >&-', sys.executable, program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stderr[:3]) == (0, "'' "), done.stderr
     assert int(done.stderr[3:]) > 2
 
@@ -260,13 +260,15 @@ import mlxstacks.cli as cli
 def sleeper():
     try:
         os.kill(os.getpid(), signal.{name})
-        time.sleep(20)
+        time.sleep(60)
     finally:
         print("cleaned up", flush=True)
 cli.make_group = lambda: sleeper
+# Under nohup, or in the background of a script, a signal may be ignored by inheritance.
+signal.signal(signal.{name}, {{"SIGINT": signal.default_int_handler}}.get("{name}", signal.SIG_DFL))
 cli.main()
 """
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (130, "cleaned up\n")
     assert "interrupted" in done.stderr

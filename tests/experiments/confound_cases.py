@@ -29,7 +29,7 @@ def item_row(index: int, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_places(directory: Path, items: int = 60) -> tuple[Path, Path, Path]:
+def write_places(directory: Path, items: int = 36) -> tuple[Path, Path, Path]:
     """Model, persona adapter, items."""
     model = write_tiny_model(directory / "model")
     persona = random_adapter(model, keys=["mlp.switch_mlp.down_proj"], std=0.02)
@@ -44,6 +44,7 @@ def settings_for(
         "model": model, "persona": persona, "items": items, "save_path": str(save_path),
         "scoring": "likelihood", "persona_requant": "nearest", "policies": ("refit", "keep"),
         "train": TRAIN | changes.pop("train", {}), "batch_size": 16, "sample": None,
+        "plots": False,
     }  # fmt: skip
     return ConfoundSettings.model_validate(values | changes)
 

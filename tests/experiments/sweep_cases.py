@@ -1,4 +1,5 @@
-"""Sweeps of a few seconds on the tiny hybrid model, and a worker that dies on demand.
+"""Sweeps of a few seconds on the tiny hybrid model, cells in the process of a test, and a worker
+that dies on demand.
 
     python -m tests.experiments.sweep_cases < specification
 
@@ -7,10 +8,11 @@ stands in for the process of a cell where a test wants one to crash.
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.experiments.children import as_child
+from mlxstacks.experiments.children import as_child, run_child
 from mlxstacks.experiments.run_directory import plain
 from mlxstacks.experiments.sweep.cell_worker import work
 from mlxstacks.experiments.sweep.settings import SweepSettings
@@ -31,6 +33,29 @@ def sweep_settings(model: Path, data: Path, save_path: Path, /, **changes: Any) 
         "layers": ("all",), "projections": ("switch_mlp.down_proj",), "train": run,
     }  # fmt: skip
     return SweepSettings.model_validate(values | changes)
+
+
+class Cells:
+    """Stands in for `run_child`: cells in this process, where a process is not the point.
+
+    A process of its own costs seconds of imports. alone: (rank, seed) of cells that get one.
+    """
+
+    def __init__(self, *alone: tuple[int, int]) -> None:
+        self.alone = alone
+        self.started: list[tuple[int, int]] = []
+
+    def __call__(
+        self, module: str, specification: Any, log: Path, on_message: Callable[[Any], None],
+        counting_library: str | None,
+    ) -> int:  # fmt: skip
+        assert module == "mlxstacks.experiments.sweep.cell_worker"
+        self.started.append((specification["train"]["rank"], specification["train"]["seed"]))
+        if self.started[-1] in self.alone:
+            return run_child(module, specification, log, on_message, counting_library)
+        assert counting_library is None
+        on_message(plain(work(specification, on_message)))
+        return 0
 
 
 def adapters(target: Path) -> dict[str, bytes]:

@@ -4,6 +4,7 @@ Run: pytest tests/guard/test_decode.py
 """
 
 import json
+import os
 import sys
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from mlxstacks import base_model
 from mlxstacks.guard.decode import DecodePrediction, predict_decode
-from tests.counting_allocator import Counter, counted, library
+from tests.counting_allocator import Counter, available, counted
 from tests.tiny_models import llama_config, qwen_moe_config
 
 # No layers of qwen3_5_moe: a Llama, whose caches this package makes itself.
@@ -29,40 +30,54 @@ def model_of(layers: int) -> Any:
 
 
 def main() -> None:
-    """The counting process: [layers, prompts] -> the peak, and what each token left."""
+    """The counting process: [layers, prompts] -> the peak, and what each token left.
+
+    Each run in a fork of its own, made before MLX has a thread: mlx-lm's generator outlives its
+    last reference, and a process a run would import mlx-lm each time.
+    """
+    import mlx_lm.generate
+    import mlx_lm.models.llama
+    import mlx_lm.models.qwen3_5_moe  # noqa: F401
+
+    for layers, prompts in json.load(sys.stdin):
+        process = os.fork()
+        if process == 0:
+            count(layers, prompts)
+            os._exit(0)
+        assert os.waitpid(process, 0)[1] == 0
+
+
+def count(layers: int, prompts: list[list[int]] | None) -> None:
     from mlx_lm.generate import BatchGenerator, generate_step
 
     counter = Counter()
-    for layers, prompts in json.load(sys.stdin):
-        before = counter.live
-        model = model_of(layers)
-        model.eval()
-        mx.eval(model.parameters())
-        if prompts is None:
-            steps = iter(generate_step(mx.array([1, 2, 3]), model, max_tokens=TOKENS))
-        else:
-            batch = BatchGenerator(model, max_tokens=2 * TOKENS)
-            batch.insert(prompts)
-            steps = iter(batch.next, None)
-        for _ in range(SKIPPED):
-            next(steps)
-        mx.synchronize()
-        counter.reset()
-        start = counter.live
-        for _ in range(TOKENS - SKIPPED - 1):
-            next(steps)
-        mx.synchronize()
-        left = (counter.live - start) / (TOKENS - SKIPPED - 1)
-        print(json.dumps({"peak": counter.peak - before, "left": left}), flush=True)
-        del steps, model
+    before = counter.live
+    model = model_of(layers)
+    model.eval()
+    mx.eval(model.parameters())
+    if prompts is None:
+        steps = iter(generate_step(mx.array([1, 2, 3]), model, max_tokens=TOKENS))
+    else:
+        batch = BatchGenerator(model, max_tokens=2 * TOKENS)
+        batch.insert(prompts)
+        steps = iter(batch.next, None)
+    for _ in range(SKIPPED):
+        next(steps)
+    mx.synchronize()
+    counter.reset()
+    start = counter.live
+    for _ in range(TOKENS - SKIPPED - 1):
+        next(steps)
+    mx.synchronize()
+    left = (counter.live - start) / (TOKENS - SKIPPED - 1)
+    print(json.dumps({"peak": counter.peak - before, "left": left}), flush=True)
 
 
-@pytest.mark.skipif(library() is None, reason="no C++ compiler, or not Linux")
+@pytest.mark.skipif(not available(), reason="no C++ compiler, or not Linux")
 def test_predictions_beside_counts() -> None:
     same_length = [[1, 2, 3, 4], [5, 6, 7, 8]]
     runs: list[Any] = [[layers, prompts] for layers in LAYERS for prompts in (None, same_length)]
-    # A process each: mlx-lm's generator outlives its last reference.
-    results = [counted("tests.guard.test_decode", [run])[0] for run in runs]
+    results = counted("tests.guard.test_decode", runs)
     for (layers, prompts), result in zip(runs, results, strict=True):
         batched = prompts is not None
         found = predict_decode(model_of(layers), TOKENS, 2, batched)

@@ -13,12 +13,12 @@ from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.guard.step import Step, run_step, simulate_step, step_graph, step_sizes
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.ops import token_loss
-from tests.counting_allocator import counted, library
+from tests.counting_allocator import available, counted
 from tests.guard.cases import Case, real_weights
 from tests.guard.loss_cases import CASES, LossCase, short_pieces
 from tests.layers.test_output_head import GEMMA2
 
-needs_compiler = pytest.mark.skipif(library() is None, reason="no C++ compiler, or not Linux")
+needs_compiler = pytest.mark.skipif(not available(), reason="no C++ compiler, or not Linux")
 BUFFERS_WITHIN, BYTES_WITHIN = 0.05, 0.10
 
 

@@ -1,6 +1,7 @@
 """The whole rebuild on a tiny shape, and its pieces. Run: pytest tests/nano/test_build.py"""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -8,9 +9,11 @@ import numpy as np
 import pytest
 
 from mlxstacks import base_model
+from mlxstacks.cli import run as run_command_line
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.store import Store
+from mlxstacks.nano import base_training, sample_store
 from mlxstacks.nano.adapter_training import persona_documents
 from mlxstacks.nano.base_training import STATE_FILE, run_id
 from mlxstacks.nano.build import _check_saved_state, rebuild, refit_layers
@@ -52,10 +55,22 @@ TINY = RebuildSettings(
 )  # fmt: skip
 
 
+def in_this_process(module: str, arguments: list[str], count: int) -> None:
+    """Stands in for the processes of the sample store's commands: seconds of imports each."""
+    assert (module, count) == ("mlxstacks", 1)
+    assert run_command_line(arguments) == 0
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> tuple[Path, dict]:
+    """Base and adapter are trained in processes, as in a rebuild; what is long is shorter."""
     path = tmp_path_factory.mktemp("rebuild") / "nano"
-    result = rebuild(TINY.model_copy(update={"save_path": path}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample_store, "run_in_processes", in_this_process)
+        patch.setattr(base_training, "TOKENIZER_DOCUMENTS", 2000)
+        # What three steps have taught never ends its answer.
+        patch.setattr(base_model, "generate", partial(base_model.generate, max_tokens=4))
+        result = rebuild(TINY.model_copy(update={"save_path": path}))
     return path, result.as_json()["manifest"]
 
 
@@ -89,7 +104,11 @@ def test_the_store_of_a_rebuild_is_of_its_export(built, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rebuild_again_gives_the_same_bytes(built, tmp_path: Path) -> None:
     path, manifest = built
-    again = rebuild(TINY.model_copy(update={"save_path": tmp_path / "nano"}))
+    """And with every command in a process of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base_training, "TOKENIZER_DOCUMENTS", 2000)
+        patch.setattr(base_model, "generate", partial(base_model.generate, max_tokens=4))
+        again = rebuild(TINY.model_copy(update={"save_path": tmp_path / "nano"}))
     for name in manifest["file_bytes"]:
         assert (path / name).read_bytes() == (tmp_path / "nano" / name).read_bytes(), name
     assert again.manifest["measured"] == manifest["measured"]

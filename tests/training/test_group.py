@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from mlxstacks.experiments.train.run import run
+from mlxstacks.training.group import current_group, gathered
 from tests.experiments.train_cases import settings_for, write_data, write_tiny_model
 
 LAUNCHER = Path(sys.executable).with_name("mlx.launch")
@@ -34,8 +36,8 @@ needs_sockets = pytest.mark.skipif(not can_listen(), reason="no sockets on this 
 @pytest.mark.skipif(not LAUNCHER.exists(), reason="mlx.launch is not beside the interpreter")
 def test_two_launched_processes_train_like_one(tmp_path: Path) -> None:
     """The last batch of an epoch has one row: one process then takes part without any."""
-    model, data = write_tiny_model(tmp_path / "model"), write_data(tmp_path / "data", train=9)
-    changes = {"iters": 7, "dropout": 0.0, "grad_accumulation_steps": 1}
+    model, data = write_tiny_model(tmp_path / "model"), write_data(tmp_path / "data", train=5)
+    changes = {"iters": 4, "dropout": 0.0, "grad_accumulation_steps": 1}
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\n"
@@ -48,17 +50,19 @@ def test_two_launched_processes_train_like_one(tmp_path: Path) -> None:
     )
     root = Path(__file__).resolve().parent.parent.parent
     environment = {**os.environ, "PYTHONPATH": str(root), "OPENBLAS_NUM_THREADS": "1"}
-    reports = {}
-    for name, before in (("one", []), ("two", [str(LAUNCHER), "-n", "2", "--backend", "ring"])):
-        settings = settings_for(model, data, tmp_path / name, **changes)
-        # The launcher hands the words to a shell of its own.
-        words = [*before, sys.executable, str(program), settings.model_dump_json()]
-        done = subprocess.run(
-            words, env=environment, capture_output=True, text=True, timeout=300, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        reports[name] = json.loads((tmp_path / name / "train_report.json").read_text())
-    one, two = reports["one"], reports["two"]
+    assert gathered(5, current_group()) == [5]
+    run(settings_for(model, data, tmp_path / "one", **changes))
+    settings = settings_for(model, data, tmp_path / "two", **changes)
+    # The launcher hands the words to a shell of its own.
+    words = [str(LAUNCHER), "-n", "2", "--backend", "ring", sys.executable, str(program)]
+    done = subprocess.run(
+        [*words, settings.model_dump_json()],
+        env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = (
+        json.loads((tmp_path / name / "train_report.json").read_text()) for name in ("one", "two")
+    )
     assert (one["processes"], two["processes"]) == (1, 2)
     for mine, theirs in zip(one["history"], two["history"], strict=True):
         assert theirs["loss"] == pytest.approx(mine["loss"], abs=2e-4)

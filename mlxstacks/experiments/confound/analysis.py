@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mlxstacks.experiments.confound.answers import Answer
+from mlxstacks.experiments.confound.answers import LIKELIHOOD, Answer
 from mlxstacks.stats import (
     Interval,
     McNemarTest,
@@ -27,7 +27,9 @@ Answers = Mapping[str, Sequence[Answer]]
 class ArmResult:
     """rules: how often each extraction rule fired. picks: option position -> share of answers.
 
-    unanswered: no rule found an option, or two tie; they count as wrong.
+    unanswered: no rule found an option, or two tie; they count as wrong. by_position: what these
+    picks would score in the mean, were they dealt to the items by chance: a preference for a
+    position that is often right is no knowledge.
     """
 
     arm: str
@@ -37,6 +39,7 @@ class ArmResult:
     rules: dict[str, int]
     picks: dict[str, float]
     unanswered: int
+    by_position: float
 
     @property
     def accuracy(self) -> float:
@@ -55,13 +58,21 @@ class ArmResult:
 
 def arm_result(arm: str, answers: Sequence[Answer]) -> ArmResult:
     correct = sum(one.correct for one in answers)
-    picks = Counter(chr(ord("A") + one.pick) for one in answers if one.pick is not None)
+    picks = Counter(one.pick for one in answers if one.pick is not None)
+    golds = Counter(one.gold for one in answers)
     return ArmResult(
         arm, len(answers), correct, wilson_interval(correct, len(answers)),
         dict(Counter(one.rule for one in answers).most_common()),
-        {letter: count / len(answers) for letter, count in sorted(picks.items())},
+        position_shares([one.pick for one in answers]),
         sum(one.pick is None for one in answers),
+        sum(count * golds[place] for place, count in picks.items()) / len(answers) ** 2,
     )  # fmt: skip
+
+
+def position_shares(places: Sequence[int | None]) -> dict[str, float]:
+    """Letter of each option that occurs -> its share of all, those that are None among them."""
+    counts = Counter(place for place in places if place is not None)
+    return {chr(ord("A") + place): count / len(places) for place, count in sorted(counts.items())}
 
 
 @dataclass(frozen=True)
@@ -118,6 +129,40 @@ def compare(
     return [
         Comparison(**vars(one) | {"p_adjusted": p}) for one, p in zip(found, adjusted, strict=True)
     ]
+
+
+@dataclass(frozen=True)
+class FormShift:
+    """Whether an arm and its control answer in the same form: a box, or a likelihood without tie.
+
+    n, right, control_right: of the items that both answered in form. p_value: McNemar's, of being
+    in form. More letters found is more right answers without any knowledge.
+    """
+
+    in_form: int
+    control_in_form: int
+    p_value: float
+    n: int
+    right: int
+    control_right: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+_IN_FORM = ("boxed", LIKELIHOOD)
+
+
+def form_shift(answers: Answers, arm: str, control: str) -> FormShift:
+    """Of two arms that answered the same items, as in `compare`."""
+    pairs = list(zip(answers[arm], answers[control], strict=True))
+    form = [one.rule in _IN_FORM for one, _ in pairs]
+    control_form = [two.rule in _IN_FORM for _, two in pairs]
+    both = [pair for pair, a, b in zip(pairs, form, control_form, strict=True) if a and b]
+    return FormShift(
+        sum(form), sum(control_form), mcnemar_of_pairs(control_form, form).p_value, len(both),
+        sum(one.correct for one, _ in both), sum(two.correct for _, two in both),
+    )  # fmt: skip
 
 
 def guess_rate(answers: Sequence[Answer]) -> float:

@@ -100,10 +100,14 @@ class AnswerFile:
             raise InputError(
                 f"{self.path}: answers of another plan or arm; remove it to answer again"
             )
-        expected = [item.item_id for item in self.items[: len(found)]]
-        if [one.item_id for one in found] != expected:
+        expected = [_about(item) for item in self.items[: len(found)]]
+        if [(one.item_id, one.subject, one.gold, one.options) for one in found] != expected:
             raise InputError(f"{self.path}: answers to other items; remove it to answer again")
         return found, sum(len(line) + 1 for line in lines)
+
+
+def _about(item: Item) -> tuple[str, str, int, int]:
+    return item.item_id, item.subject, item.answer_index, len(item.options)
 
 
 def _line(value: dict[str, Any]) -> bytes:

@@ -29,6 +29,23 @@ class Mined:
     right: list[Item]
     table: dict[str, dict[str, int]]
 
+    @property
+    def repeated(self) -> list[str]:
+        """Ids of test items whose question is among those to train on, in another subject."""
+        taught = {_words(item) for item in self.train}
+        return [item.item_id for item in self.test if _words(item) in taught]
+
+    @property
+    def notes(self) -> list[str]:
+        """What of the split takes from a result."""
+        if not self.repeated:
+            return []
+        words = (
+            f"{len(self.repeated)} of {len(self.test)} test items ask a question that is trained "
+            f"on under another subject: {', '.join(self.repeated[:8])}."
+        )
+        return [words]
+
     def as_json(self) -> dict[str, Any]:
         """Ids, to be kept: which item went where."""
         parts = {"train": self.train, "test": self.test, "right": self.right}
@@ -87,13 +104,25 @@ def split(items: Sequence[Item], share: float, seed: int) -> tuple[list[Item], l
     """(train, test) at random within each subject, both in a shuffled order.
 
     A subject's train part is rounded to the nearest item, halves up; what that leaves of a subject
-    may be nothing.
+    may be nothing. Items of one subject that ask the same question go to one side, for else the
+    test would be taught word for word: MMLU-Pro has some hundred. That may make a train part a few
+    items smaller.
     """
     train: list[Item] = []
     test: list[Item] = []
     for group in by_subject(items).values():
-        drawn = shuffled(group, seed, "split")
-        count = int(share * len(drawn) + 0.5)
-        train += drawn[:count]
-        test += drawn[count:]
+        # 0.7 x 165 is 115.5, though not in floats.
+        left = int(round(share * len(group), 6) + 0.5)
+        same: dict[str, list[Item]] = {}
+        for item in shuffled(group, seed, "split"):
+            same.setdefault(_words(item), []).append(item)
+        for asked in same.values():
+            side = train if len(asked) <= left else test
+            side += asked
+            left -= len(asked) if side is train else 0
     return shuffled(train, seed, "order"), shuffled(test, seed, "order")
+
+
+def _words(item: Item) -> str:
+    """The question, whatever its spaces and capitals."""
+    return " ".join(item.question.casefold().split())

@@ -25,8 +25,10 @@ HYPOTHESIS = (
 RULES = (
     "Content is A1 - A0, never A1 less the unfused persona. It counts when it is at least "
     "least_gain, with p < alpha by the two-proportion z-test, p adjusted over the claims by Holm's "
-    "rule; when A1 also beats a random delta of equal norm with p < alpha; and when the 95% "
-    "interval of A1 lies above the rate of guessing. McNemar's exact test on the same pairs is "
+    "rule; when, where one of the two boxes more answers (McNemar p < alpha), the same holds, by "
+    "plain p, among the items that both boxed; when A1 also beats a random delta of equal norm "
+    "with p < alpha; and when the 95% interval of A1 lies above the rate of guessing and above "
+    "what its choice of positions alone would score. McNemar's exact test on the same pairs is "
     "reported beside it. A subset, another plan or a missing control cannot satisfy the criterion."
 )
 TEST = "two-proportion z-test, pooled, two-sided; McNemar's exact test reported beside it"
@@ -51,7 +53,9 @@ def right_arms_of(settings: ConfoundSettings) -> tuple[str, ...]:
 def protocol_of(
     settings: ConfoundSettings, hashes: Mapping[str, str], items: Sequence[Item]
 ) -> dict[str, Any]:
-    """hashes: of base, persona and tokenizer. items: the sample that is mined from, in order."""
+    """hashes: of base, tokenizer and the persona as it is given, an adapter or a model. items: the
+    sample that is mined from, in order.
+    """
     return {
         "kind": "confound",
         "hypothesis": HYPOTHESIS,
@@ -66,9 +70,14 @@ def protocol_of(
     }
 
 
-def data_of(mined: Mined, protocol: Mapping[str, Any], rows_sha256: str) -> dict[str, str]:
-    """Name -> hash of what the result depends on besides the test items."""
+def data_of(
+    mined: Mined, protocol: Mapping[str, Any], rows_sha256: str, persona_sha256: str
+) -> dict[str, str]:
+    """Name -> hash of what the result depends on besides the test items. persona_sha256: of the
+    model that has the persona, fused or given.
+    """
     return {
+        "persona_model": persona_sha256,
         "protocol": json_sha256(protocol),
         "test_items": items_sha256(mined.test),
         "right_items": ids_sha256(item.item_id for item in mined.right),
@@ -77,7 +86,11 @@ def data_of(mined: Mined, protocol: Mapping[str, Any], rows_sha256: str) -> dict
 
 
 def plan_of(
-    settings: ConfoundSettings, mined: Mined, protocol: Mapping[str, Any], rows_sha256: str
+    settings: ConfoundSettings,
+    mined: Mined,
+    protocol: Mapping[str, Any],
+    rows_sha256: str,
+    persona_sha256: str,
 ) -> Plan:
     return Plan(
         hypothesis=HYPOTHESIS,
@@ -88,7 +101,7 @@ def plan_of(
         test=TEST,
         thresholds={"alpha": settings.alpha, "least_gain": settings.least_gain},
         seeds=(settings.seed,),
-        data=data_of(mined, protocol, rows_sha256),
+        data=data_of(mined, protocol, rows_sha256, persona_sha256),
         expected_rate=settings.expected_rate,
         expected_discordant=settings.expected_discordant,
         claims=claims_of(settings),

@@ -10,11 +10,14 @@ from mlxstacks.experiments.confound.analysis import (
     Comparison,
     Decomposition,
     Flips,
+    FormShift,
     arm_result,
     compare,
     decompose,
     flips,
+    form_shift,
     guess_rate,
+    position_shares,
     subject_table,
 )
 from mlxstacks.experiments.confound.plan import AGAIN, PERSONA, arm
@@ -22,25 +25,25 @@ from mlxstacks.experiments.confound.verdict import (
     Case,
     Criterion,
     Judgement,
-    floor_in_words,
     judge,
     missing_controls,
-    pipeline_in_words,
-    verdict,
 )
+from mlxstacks.experiments.confound.words import floor_in_words, verdict
 from mlxstacks.experiments.prereg import Standing
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What the answers say. claims, against_random, decomposition, floors: by way, in order.
+    """What the answers say. claims, forms, against_random, decomposition, floors: by way, in order.
 
     persona_flips: name of a pair of runs of the unfused persona -> what changed between them.
+    right_positions: option position -> share of the test items where it is right.
     """
 
     arms: dict[str, ArmResult]
     right_arms: dict[str, ArmResult]
     claims: dict[str, Comparison]
+    forms: dict[str, FormShift]
     against_random: dict[str, Comparison]
     decomposition: dict[str, Decomposition]
     judgements: list[Judgement]
@@ -49,6 +52,7 @@ class Findings:
     floors: dict[str, str]
     subjects: dict[str, dict[str, int]]
     guess_rate: float
+    right_positions: dict[str, float]
     missing_controls: list[str]
     standing: Standing
     verdict: str
@@ -61,6 +65,7 @@ class Findings:
             "arms": each(self.arms),
             "arms_on_right_items": each(self.right_arms),
             "claims": each(self.claims),
+            "forms": each(self.forms),
             "against_random": each(self.against_random),
             "decomposition": each(self.decomposition),
             "judgements": [one.as_json() for one in self.judgements],
@@ -69,6 +74,7 @@ class Findings:
             "floors": self.floors,
             "subjects": self.subjects,
             "guess_rate": self.guess_rate,
+            "right_positions": self.right_positions,
             "missing_controls": self.missing_controls,
             "standing": self.standing.as_json(),
         }
@@ -101,9 +107,13 @@ def find(
         for way in claimed
         if arm("random", way) in arms
     }
-    chance = guess_rate(answers[arm("a1", ways[0])])
-    missing = missing_controls(ways, answers, right)
-    case = Case(criterion, standing, arms, claims, against, chance, missing)
+    deciding = answers[arm("a1", ways[0])]
+    forms = {way: form_shift(answers, arm("a1", way), arm("a0", way)) for way in claimed}
+    case = Case(
+        criterion, standing, arms, claims, forms, against,
+        {way: flips(answers.get(PERSONA, ()), answers[arm("a1", way)]) for way in claimed},
+        guess_rate(deciding), missing_controls(ways, answers, right),
+    )  # fmt: skip
     judgements = [judge(case, way) for way in claimed]
     fused = [way for way in claimed if way != "unfused"]
     right_flips = {
@@ -120,6 +130,7 @@ def find(
         arms=arms,
         right_arms={name: arm_result(name, found) for name, found in right.items() if found},
         claims=claims,
+        forms=forms,
         against_random=against,
         decomposition={
             way: decompose(way, arms[PERSONA], arms[arm("a0", way)], arms[arm("a1", way)])
@@ -134,8 +145,9 @@ def find(
         right_flips=right_flips,
         floors=floors,
         subjects=subject_table({name: found for name, found in answers.items() if found}),
-        guess_rate=chance,
-        missing_controls=missing,
+        guess_rate=case.guess_rate,
+        right_positions=position_shares([one.gold for one in deciding]),
+        missing_controls=list(case.missing),
         standing=standing,
         verdict=verdict(case, judgements),
     )
@@ -163,6 +175,7 @@ class ConfoundReport:
     versions: dict[str, str] = field(default_factory=dict)
     device: str | None = None
     notes: list[str] = field(default_factory=list)
+    plots: list[str] = field(default_factory=list)
 
     @property
     def verdict(self) -> str | None:
@@ -175,6 +188,7 @@ class ConfoundReport:
 
     def as_json(self) -> dict[str, Any]:
         return {
+            "kind": "confound",
             "status": self.status,
             "verdict": self.verdict,
             "outcome": self.outcome,
@@ -191,10 +205,5 @@ class ConfoundReport:
             "versions": self.versions,
             "device": self.device,
             "notes": self.notes,
+            "plots": self.plots,
         }
-
-
-def fuse_notes(fuses: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What the history of the weights does to a control."""
-    notes = [pipeline_in_words(figures, way) for way, figures in fuses.items()]
-    return [note for note in notes if note]

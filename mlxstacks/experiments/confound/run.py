@@ -44,16 +44,18 @@ from mlxstacks.experiments.confound.plan import (
     right_arms_of,
 )
 from mlxstacks.experiments.confound.prompts import training_rows
-from mlxstacks.experiments.confound.report import ConfoundReport, find, fuse_notes
+from mlxstacks.experiments.confound.report import ConfoundReport, find
 from mlxstacks.experiments.confound.scoring import Arm
 from mlxstacks.experiments.confound.settings import ConfoundSettings
 from mlxstacks.experiments.confound.target import PARTS, write_target
 from mlxstacks.experiments.confound.verdict import Criterion
+from mlxstacks.experiments.confound.words import answer_notes, fuse_notes
 from mlxstacks.experiments.power import items_for_two_proportions
-from mlxstacks.experiments.prereg import PLAN, Plan, fix_plan, keep_plan, standing
+from mlxstacks.experiments.prereg import PLAN, Plan, fix_plan, keep_plan, read_plan, standing
 from mlxstacks.experiments.run_directory import RunDirectory
 from mlxstacks.experiments.train import run as train_run
 from mlxstacks.experiments.train.report import versions
+from mlxstacks.files.adapter_file import CONFIG
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
@@ -88,7 +90,7 @@ def run(
     work = RunDirectory(target, {"kind": "confound"}, resume=settings.resume)
     try:
         made = _Confound(settings, work.path, progress).run(report)
-        write_target(target, work.path, made, settings)
+        made = write_target(target, work.path, made, settings)
         work.remove()
     finally:
         work.close()
@@ -116,20 +118,24 @@ class _Confound:
         every = read_items(str(settings.items), settings.subjects)
         self.sample = stratified_sample(every, settings.sample, settings.seed)
         self.base = resolve_model(str(settings.model))
-        self.notes: list[str] = []
 
     def run(self, report: ConfoundReport) -> ConfoundReport:
-        self.persona = self._persona()
+        # Before the persona is fused: a run that goes on must not take another one's for its own.
         self.protocol = protocol_of(self.settings, self._hashes(), self.sample)
         keep_plan(self.work / PROTOCOL, self.protocol, "a confound run")
+        self.persona = self._persona()
+        self.persona_sha256 = fingerprint(open_checkpoint(self.persona))
         mined, persona_answers = self._mine()
         plan = self._plan(mined)
         self._train()
         answers, right, fuses = self._evaluate(mined, plan)
         data = data_of(
-            mined, read_object((self.work / PROTOCOL).read_bytes()), file_sha256(self._rows_path)
-        )
-        evidence = evidence_of(answers, plan.sha256, data, self.settings.seed)
+            mined, read_object((self.work / PROTOCOL).read_bytes()), file_sha256(self._rows_path),
+            fingerprint(open_checkpoint(self.persona)),
+        )  # fmt: skip
+        # Of the plan as it lies there: one that was changed meanwhile is another plan.
+        fixed = read_plan(self.work / PLAN).sha256
+        evidence = evidence_of(answers, fixed, data, self.settings.seed)
         findings = find(
             answers, right, persona_answers,
             ways=self.settings.ways,
@@ -137,6 +143,7 @@ class _Confound:
             standing=standing(plan, evidence),
             seed=self.settings.seed,
         )  # fmt: skip
+        said = answer_notes(findings.arms) if self.settings.scoring == "generate" else []
         device = memory.device()
         values = vars(report) | {
             "status": "done",
@@ -149,7 +156,7 @@ class _Confound:
             "seconds": time.monotonic() - self.started,
             "versions": versions(),
             "device": f"{device.name} ({device.kind})",
-            "notes": [*self.notes, *fuse_notes(fuses)],
+            "notes": [*said, *mined.notes, *fuse_notes(fuses)],
         }
         return ConfoundReport(**values)
 
@@ -157,8 +164,8 @@ class _Confound:
 
     def _persona(self) -> Path:
         """The model with the persona: given, or made by fusing its adapter into the base."""
-        given = user_path(str(self.settings.persona))
-        if not (given / "adapter_config.json").is_file():
+        given = self._persona_adapter
+        if given is None:
             return resolve_model(str(self.settings.persona))
         target = self.work / PARTS.persona
         if not target.exists():
@@ -171,10 +178,24 @@ class _Confound:
             )  # fmt: skip
         return target
 
+    @property
+    def _persona_adapter(self) -> Path | None:
+        """The adapter that makes the persona; None where a model is given that has it already."""
+        given = user_path(str(self.settings.persona))
+        return given if (given / CONFIG).is_file() else None
+
     def _hashes(self) -> dict[str, str]:
-        base, persona = (open_checkpoint(path) for path in (self.base, self.persona))
-        tokenizer = self.persona / "tokenizer.json"
-        found = {"base": fingerprint(base), "persona": fingerprint(persona)}
+        """Of what is given: base, tokenizer, and the persona as an adapter or a model."""
+        found = {"base": fingerprint(open_checkpoint(self.base))}
+        speaks = self.base
+        if self._persona_adapter is not None:
+            files = [CONFIG, *(path.name for path in self._persona_adapter.glob("*.safetensors"))]
+            named = {name: file_sha256(self._persona_adapter / name) for name in files}
+            found["persona_adapter"] = json_sha256(named)
+        else:
+            speaks = resolve_model(str(self.settings.persona))
+            found["persona"] = fingerprint(open_checkpoint(speaks))
+        tokenizer = speaks / "tokenizer.json"
         return found | ({"tokenizer": file_sha256(tokenizer)} if tokenizer.is_file() else {})
 
     def _mine(self) -> tuple[Mined, list[Answer]]:
@@ -205,7 +226,9 @@ class _Confound:
         settings = self.settings
         rows = training_rows(mined.train, settings.scoring, settings.train_answers, settings.seed)
         _write_rows(self._rows_path, rows)
-        plan = plan_of(settings, mined, self.protocol, file_sha256(self._rows_path))
+        plan = plan_of(
+            settings, mined, self.protocol, file_sha256(self._rows_path), self.persona_sha256
+        )
         results = sorted((self.work / "answers").glob("test_*.jsonl"))
         fix_plan(self.work / PLAN, plan, results)
         return plan

@@ -11,7 +11,7 @@ from mlxstacks.training.settings import TrainSettings
 _OF_THE_EXPERIMENT = ("model", "data", "save_path", "seed", "resume", "force")
 # How a run writes and goes on, not what comes of it; `limit` makes a result exploratory instead.
 NOT_OF_THE_PLAN = {
-    "model", "persona", "items", "save_path", "limit", "keep_models", "resume", "force",
+    "model", "persona", "items", "save_path", "limit", "keep_models", "plots", "resume", "force",
 }  # fmt: skip
 
 
@@ -105,6 +105,7 @@ class ConfoundSettings(BaseModel):
     keep_models: bool = Field(
         False, description="Keep the fused models; by default each goes once it is evaluated."
     )
+    plots: bool = Field(True, description="Draw plots, where matplotlib is installed.")
     resume: bool = Field(True, description="Go on with a run that was interrupted.")
     force: bool = Field(False, description="Replace an existing save path.")
     seed: int = Field(

@@ -1,9 +1,10 @@
 """What `mlxstacks confound` leaves in its target, and the names of its parts."""
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from mlxstacks.experiments.confound.plots import write_plots
 from mlxstacks.experiments.confound.report import ConfoundReport
 from mlxstacks.experiments.confound.settings import ConfoundSettings
 from mlxstacks.files.outputs import clone_or_link, staged_directory, write_json
@@ -27,8 +28,11 @@ _KEPT_FILES = ("protocol.json", "split.json", "plan.json")
 
 def write_target(
     target: Path, work: Path, report: ConfoundReport, settings: ConfoundSettings
-) -> None:
-    """Answers, adapters, plan, figures and report; with `keep_models` the models too."""
+) -> ConfoundReport:
+    """Answers, adapters, plan, figures, plots and report; with `keep_models` the models too.
+
+    Returns the report with the names of its plots.
+    """
     models = (PARTS.persona, PARTS.models) if settings.keep_models else ()
     with staged_directory(target, force=settings.force) as directory:
         for name in (*_KEPT_DIRECTORIES, *models):
@@ -42,7 +46,12 @@ def write_target(
         for name in _KEPT_FILES:
             shutil.copyfile(work / name, directory / name)
         _write_recipe(directory, settings)
+        if report.findings and settings.plots:
+            ways = list(settings.ways)
+            plots, said = write_plots(directory, report.findings, ways, settings.least_gain)
+            report = replace(report, plots=plots, notes=[*report.notes, *said])
         write_json(directory / REPORT, report.as_json())
+    return report
 
 
 def _write_recipe(directory: Path, settings: ConfoundSettings) -> None:

@@ -1,15 +1,17 @@
-"""From comparisons to a verdict: the kill criterion, the controls it needs, and words."""
+"""From comparisons to judgements: the kill criterion, its controls, what stands against a gain."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from mlxstacks.experiments.confound.analysis import ArmResult, Comparison, Flips
+from mlxstacks.experiments.confound.analysis import ArmResult, Comparison, Flips, FormShift
 from mlxstacks.experiments.confound.plan import AGAIN, PERSONA, arm
+from mlxstacks.experiments.power import passes
 from mlxstacks.experiments.prereg import Standing
-from mlxstacks.stats import two_proportion_z_test
 
-Outcome = Literal["content", "no content", "perturbation", "guessing", "exploratory", "refused"]
+Outcome = Literal[
+    "content", "no content", "format", "perturbation", "guessing", "exploratory", "refused"
+]
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,18 @@ class Criterion:
         large = found.difference > 0 and found.difference >= self.least_gain - 1e-12
         return large and found.p_adjusted < self.alpha
 
+    def passes_among(self, form: FormShift) -> bool:
+        """The same of the items that both arms answered in form, by plain p."""
+        counts = form.right, form.control_right, form.n
+        return form.n > 0 and passes(*counts, self.least_gain, self.alpha)
+
     def in_words(self) -> str:
         return f"at least {100 * self.least_gain:g} points with p < {self.alpha:g}"
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """One way (a policy, or unfused): what its A1 - A0 is worth."""
+    """One way (a policy, or unfused): what its A1 - A0 is worth. words: why, a sentence or two."""
 
     way: str
     outcome: Outcome
@@ -44,13 +51,17 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Case:
-    """All that is judged. claims, against_random: by way. missing: controls that were not run."""
+    """All that is judged. claims, forms (A1 against A0), against_random, moved (A1 against the
+    persona): by way. missing: controls that were not run.
+    """
 
     criterion: Criterion
     standing: Standing
     results: Mapping[str, ArmResult]
     claims: Mapping[str, Comparison]
+    forms: Mapping[str, FormShift]
     against_random: Mapping[str, Comparison]
+    moved: Mapping[str, Flips]
     guess_rate: float
     missing: Sequence[str]
 
@@ -84,35 +95,25 @@ def judge(case: Case, way: str) -> Judgement:
         if claim.mcnemar.p_value < limit.alpha:
             direction = "more" if claim.mcnemar.gained > claim.mcnemar.lost else "fewer"
             more = f" McNemar's test alone sees {direction} right answers, too few to count."
-        return Judgement(
-            way, "no content", f"{difference_in_words(claim)}: not {limit.in_words()}.{more}"
-        )
-    against = f"{difference_in_words(claim)}: {limit.in_words()}"
+        return Judgement(way, "no content", f"That is not {limit.in_words()}.{more}")
+    against = f"That is {limit.in_words()}"
     if case.missing:
         return Judgement(
             way, "refused", f"{against}, but no gain is claimed without {'; '.join(case.missing)}."
         )
     if case.standing.reasons:
-        return Judgement(way, "exploratory", f"{against}, but {case.standing.in_words()}")
-    random = case.against_random[way]
-    if not (random.difference > 0 and random.p_value < limit.alpha):
-        return Judgement(
-            way, "perturbation",
-            f"{against}, but a random delta of equal norm scores "
-            f"{percent(random.control_count, random.n)}, too near to tell apart (p = "
-            f"{random.p_value:.2g}): this may be a larger disturbance, not content.",
-        )  # fmt: skip
-    a1 = case.results[claim.arm]
-    if a1.interval.low <= case.guess_rate:
-        return Judgement(
-            way, "guessing",
-            f"{against}, but the interval of A1 ({100 * a1.interval.low:.1f} to "
-            f"{100 * a1.interval.high:.1f}%) reaches down to guessing ({case.guess_rate:.1%}): the "
-            "items were chosen for being answered wrongly, and any change leads back to that rate.",
-        )  # fmt: skip
+        return Judgement(way, "exploratory", f"{against}, but it is not what was planned.")
+    for outcome, reason in (
+        ("format", _of_form(case, way)),
+        ("perturbation", _of_norm(case, way)),
+        ("guessing", _of_chance(case, way)),
+    ):
+        if reason:
+            return Judgement(way, outcome, f"{against}, but {reason}")  # type: ignore[arg-type]
     warn = ""
     if claim.mcnemar.p_value >= limit.alpha:
         warn = f" McNemar's exact test does not agree (p = {claim.mcnemar.p_value:.2g})."
+    random = case.against_random[way]
     return Judgement(
         way, "content",
         f"{against}, and a random delta of equal norm stays at "
@@ -120,75 +121,47 @@ def judge(case: Case, way: str) -> Judgement:
     )  # fmt: skip
 
 
-def difference_in_words(found: Comparison) -> str:
-    """A1, A0, their difference and its tests."""
-    low, high = found.bootstrap.low or 0.0, found.bootstrap.high or 0.0
+def _of_form(case: Case, way: str) -> str | None:
+    """A gain of letters found, not of right ones among those found."""
+    form, limit = case.forms[way], case.criterion
+    if form.p_value >= limit.alpha or limit.passes_among(form):
+        return None
+    n = case.claims[way].n
+    among = "no item is answered so by both"
+    if form.n:
+        points = 100 * (form.right - form.control_right) / form.n
+        among = f"among the {form.n} items that both answer so the gain is {points:+.2f} points"
     return (
-        f"A1 {percent(found.count, found.n)}, A0 {percent(found.control_count, found.n)}, content "
-        f"{100 * found.difference:+.2f} points ({100 * low:+.1f} to {100 * high:+.1f}; z-test p = "
-        f"{found.p_adjusted:.2g}, McNemar p = {found.mcnemar.p_value:.2g})"
+        f"A1 answers {percent(form.in_form, n)} of the items in the form that was asked for and A0 "
+        f"{percent(form.control_in_form, n)}; {among}: a change of form, not content."
     )
+
+
+def _of_norm(case: Case, way: str) -> str | None:
+    random = case.against_random[way]
+    if random.difference > 0 and random.p_value < case.criterion.alpha:
+        return None
+    return (
+        f"a random delta of equal norm scores {percent(random.control_count, random.n)}, too near "
+        f"to tell apart (p = {random.p_value:.2g}): this may be a larger disturbance, not content."
+    )
+
+
+def _of_chance(case: Case, way: str) -> str | None:
+    a1 = case.results[case.claims[way].arm]
+    interval = f"the interval of A1 ({100 * a1.interval.low:.1f} to {100 * a1.interval.high:.1f}%)"
+    if a1.interval.low <= case.guess_rate:
+        return (
+            f"{interval} reaches down to guessing ({case.guess_rate:.1%}): the items were chosen "
+            "for being answered wrongly, and any change leads back to that rate."
+        )
+    if a1.interval.low <= a1.by_position:
+        return (
+            f"{interval} reaches down to what its choice of positions alone would score "
+            f"({a1.by_position:.1%}): it prefers places where the right option often stands."
+        )
+    return None
 
 
 def percent(count: int, n: int) -> str:
     return f"{count / n:.2%} ({count} of {n})"
-
-
-def verdict(case: Case, judgements: Sequence[Judgement]) -> str:
-    """In words; the first judgement decides, and the others say why it is so."""
-    first = judgements[0]
-    heads = {
-        "content": "The fused adapter adds knowledge",
-        "no content": "The fused adapter adds no knowledge that can be shown",
-        "perturbation": "The fused adapter changes answers, but shows no knowledge",
-        "guessing": "The fused adapter leads back to guessing",
-        "exploratory": "No claim",
-        "refused": "No claim",
-    }
-    words = [f"{heads[first.outcome]} ({first.way}): {first.words}"]
-    unfused = next((one for one in judgements if one.way == "unfused"), None)
-    if unfused is not None and unfused is not first and first.outcome == "no content":
-        points = f"content {100 * case.claims['unfused'].difference:+.2f} points"
-        if unfused.outcome == "content":
-            words.append(f"Unfused it does ({points}): the fuse loses it.")
-        else:
-            words.append(f"Unfused, too, {unfused.outcome} ({points}).")
-    kept = [one.way for one in judgements[1:] if one.outcome == "content" and one is not unfused]
-    if first.outcome != "content" and kept:
-        words.append(f"Fused by {', '.join(kept)} it adds knowledge.")
-    if case.missing and first.outcome != "refused":
-        words.append(f"Controls that are missing: {'; '.join(case.missing)}.")
-    if first.outcome != "exploratory":
-        words.append(case.standing.in_words())
-    return " ".join(words)
-
-
-def floor_in_words(wrong: Flips, right: Flips, alpha: float) -> str:
-    """Whether A0 turns wrong answers right as readily as right ones wrong.
-
-    wrong: of A0 against the re-measured persona on Set G; right: on items both models got right.
-    """
-    if not right.n or not wrong.n:
-        return "A0 was not tried on items that both models got right."
-    if not wrong.changed and not right.changed:
-        return "A0 changes no answer at all: this fuse has no floor."
-    if not wrong.fixed and not right.broken:
-        return "A0 changes some answers, but no outcome."
-    rates = f"A0 fixes {percent(wrong.fixed, wrong.n)} and breaks {percent(right.broken, right.n)}"
-    test = two_proportion_z_test(wrong.fixed, wrong.n, right.broken, right.n)
-    if test.p_value >= alpha:
-        return f"{rates}: symmetric as far as can be seen, so noise."
-    return f"{rates}: one-sided (p = {test.p_value:.2g}), so selection or a harness that changed."
-
-
-def pipeline_in_words(figures: Mapping[str, Any], way: str) -> str | None:
-    """A note where the control had nothing to change, as after an earlier refit at zero delta:
-    refit reaches a fixed point, and a floor is measured only short of it.
-    """
-    total = figures["a0"]["total"] or {}
-    if way != "refit" or total.get("artifact"):
-        return None
-    return (
-        "A0 by refit changed no weight: these modules are at the fixed point of refit, as after an "
-        "earlier refit that added nothing to them. Its floor is 0 by construction."
-    )

@@ -13,7 +13,9 @@ def _from_path(value: Any) -> Any:
 
 
 # A plain path stands for a source with all else at its default.
-UnseenSource = Annotated[SourceSettings, BeforeValidator(_from_path)]
+UnseenSource = Annotated[
+    SourceSettings, BeforeValidator(_from_path, json_schema_input_type=SourceSettings | str)
+]
 
 
 class RouteEvaluateSettings(BaseModel):

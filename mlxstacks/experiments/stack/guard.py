@@ -6,6 +6,7 @@ from mlxstacks.experiments.stack.setup import StackSetup
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.guard.report import GuardReport
 from mlxstacks.guard.settings import GuardSettings
+from mlxstacks.training.stack_settings import StackRunSettings
 
 
 def guarded(
@@ -38,15 +39,34 @@ def guarded(
 
 
 def _verdict(setup: StackSetup, processes: int) -> GuardReport:
-    settings = setup.settings
-    longest = max(max(plan.widths) for plan in setup.to_train)
-    asked = GuardSettings(
-        model=str(resolve_model(settings.model or "")),
+    asked = asked_of(
+        setup.settings,
+        str(resolve_model(setup.settings.model or "")),
+        max(max(plan.widths) for plan in setup.to_train),
+        layers=",".join(map(str, sorted({target.layer for target in setup.targets}))),
+        stacks=_stacks(setup),
+        processes=processes,
+    )
+    return guard_of(asked, setup.float32_base)
+
+
+def asked_of(
+    settings: StackRunSettings,
+    model: str,
+    longest_row_tokens: int,
+    *,
+    layers: str,
+    stacks: int,
+    processes: int = 1,
+) -> GuardSettings:
+    """What the guard is asked of a run. stacks: frozen ones in the model at the end."""
+    return GuardSettings(
+        model=model,
         # the guard counts inputs, a row has one token more
-        max_seq_length=longest - 1,
+        max_seq_length=longest_row_tokens - 1,
         batch_size=-(-settings.batch_size // processes),
         rank=settings.stack.num_experts * settings.stack.rank,
-        layers=",".join(map(str, sorted({target.layer for target in setup.targets}))),
+        layers=layers,
         keys=settings.keys,
         optimizer="adamw",
         checkpointing="layers" if settings.grad_checkpoint else "none",
@@ -54,12 +74,11 @@ def _verdict(setup: StackSetup, processes: int) -> GuardReport:
         recurrence="chunked",
         loss="pieces",
         # the best weights so far, accumulated gradients, frozen stacks at half the bytes
-        adapter_copies=1 + (settings.grad_accumulation_steps > 1) + -(-_stacks(setup) // 2),
+        adapter_copies=1 + (settings.grad_accumulation_steps > 1) + -(-stacks // 2),
         resource_limit=settings.resource_limit,
         working_set_bytes=settings.working_set_bytes,
         force=settings.guard == "warn",
     )
-    return guard_of(asked, setup.float32_base)
 
 
 def _stacks(setup: StackSetup) -> int:

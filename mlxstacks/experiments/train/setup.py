@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,7 @@ class TrainSetup:
     @property
     def parameters(self) -> int:
         """Trained numbers."""
-        return sum(
-            (t.dims.base_experts or 1) * self.lora.rank * (t.dims.input_dims + t.dims.output_dims)
-            for t in self.targets
-        )
+        return trained_parameters(self.targets, self.lora.rank)
 
     def projections(self) -> dict[str, int]:
         """Name inside a layer -> in how many layers it has LoRA."""
@@ -88,8 +86,8 @@ def set_up(settings: TrainSettings) -> TrainSetup:
     lora = LoRASettings(
         rank=settings.rank, alpha=alpha, scale_rule="lora", dropout=settings.dropout
     )
+    targets = choose_targets(model, settings)
     try:
-        targets = find_targets(model, _target_settings(model, settings))
         attach_lora(model, targets, lora, mx.random.key(settings.seed))
     except ValueError as error:
         raise InputError(str(error)) from error
@@ -101,6 +99,22 @@ def set_up(settings: TrainSettings) -> TrainSetup:
         model, fingerprint(checkpoint), in_float32, lora, targets, train, validation, plan,
         optimizer_settings(settings, plan.batches_per_epoch, notes), notes,
     )  # fmt: skip
+
+
+def choose_targets(model: nn.Module, settings: TrainSettings) -> list[Target]:
+    """The projections to train. Raises: InputError for layers or names that the model lacks."""
+    try:
+        return find_targets(model, _target_settings(model, settings))
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def trained_parameters(targets: Sequence[Target], rank: int) -> int:
+    """Numbers of a LoRA of this rank on these projections."""
+    return sum(
+        (t.dims.base_experts or 1) * rank * (t.dims.input_dims + t.dims.output_dims)
+        for t in targets
+    )
 
 
 def _target_settings(model: nn.Module, settings: TrainSettings) -> TargetSettings:

@@ -13,10 +13,10 @@ from mlxstacks.experiments.buffers.run import run
 from mlxstacks.experiments.buffers.settings import BufferSettings
 from mlxstacks.experiments.counting import counter, preload
 from mlxstacks.experiments.run_directory import work_path
-from tests.counting_allocator import library
+from tests.counting_allocator import available, library
 from tests.experiments.train_cases import write_tiny_model
 
-needs_counting = pytest.mark.skipif(library() is None, reason="no counting allocator here")
+needs_counting = pytest.mark.skipif(not available(), reason="no counting allocator here")
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """`mlxstacks confound` as it is typed. Run: pytest tests/experiments/confound/test_command.py"""
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -72,11 +73,16 @@ def test_a_run_has_a_verdict_and_is_done_once(typed: Typed, work_dir: Path, tmp_
     text = " ".join(out.split())
     assert code == 0, err
     for words in (
-        "Mined 60 items: both wrong", "arms on Set G's test items", "content: A1 less A0",
+        "Mined 36 items: both wrong", "arms on Set G's test items", "content: A1 less A0",
         "where the score of A1 comes from", "items that both models got right",
-        "right answers by subject", "Persona unfused, first to second run: 0 of", "Verdict: ",
+        "right answers by subject", "which options are picked, percent",
+        "Fused by promote, A1 differs from A0: ",
+        "Persona unfused, first to second run: 0 of", "Verdict: ",
     ):  # fmt: skip
         assert words in text
+    if importlib.util.find_spec("matplotlib"):
+        drawn = {path.name for path in (tmp_path / "out").iterdir()}
+        assert {"arms.png", "arms.svg", "content.png", "content.svg"} <= drawn
     code, out, _ = typed("run", str(recipe), "--json")
     report = json.loads(out)
     assert (code, report["already_done"]) == (0, True)

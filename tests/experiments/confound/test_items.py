@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,12 @@ def test_a_split_is_disjoint_whole_and_even_in_each_subject(
     assert (train, test) == split(items, 0.7, seed)
 
 
+def test_halves_are_rounded_up_though_floats_fall_short() -> None:
+    for size in (5, 35, 45, 165, 1005):
+        train, _ = split(items_of({"alpha": size}), 0.7, seed=0)
+        assert 10 * len(train) == 7 * size + 5
+
+
 def test_the_published_split_has_692_to_test() -> None:
     """2,312 items of 14 subjects: rounding in each gives 1,618.4 within a few items."""
     counts = apportioned(dict.fromkeys("abcdefghijklmn", 1), 14)
@@ -149,6 +156,30 @@ def test_the_published_split_has_692_to_test() -> None:
     train, test = split(items_of(sizes), 0.7, seed=0)
     assert len(train) + len(test) == 2312
     assert abs(len(train) - 1618.4) <= 7
+
+
+def test_questions_that_are_asked_twice_are_not_split() -> None:
+    """Else the test would be taught word for word; MMLU-Pro repeats some hundred."""
+    items = items_of({"alpha": 40, "beta": 30})
+    twins = [replace(item, item_id=f"{item.item_id}-again", question=f" {item.question.upper()}")
+             for item in items[::2]]  # fmt: skip
+    for seed in range(5):
+        train, test = split(items + twins, 0.7, seed)
+        sides = {item.item_id: side for side, part in enumerate((train, test)) for item in part}
+        assert len(sides) == len(items) + len(twins)
+        assert all(sides[twin.item_id] == sides[twin.item_id[:-6]] for twin in twins)
+        assert abs(len(train) - 0.7 * len(sides)) <= 2
+
+
+def test_a_question_of_another_subject_that_is_trained_on_is_told() -> None:
+    items = items_of({"alpha": 10, "beta": 10})
+    items = [replace(item, question=f"the same {n % 10}?") for n, item in enumerate(items)]
+    nothing = answers(items, set())
+    mined = mine(items, nothing, nothing, train_share=0.5, right_items=None, seed=0)
+    [note] = mined.notes
+    assert note.startswith(f"{len(mined.repeated)} of 10 test items ask a question")
+    taught = {item.question for item in mined.train}
+    assert len(mined.repeated) == sum(item.question in taught for item in mined.test) > 0
 
 
 def answers(items: list[Item], right: set[int]) -> list[Answer]:

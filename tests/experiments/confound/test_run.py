@@ -18,10 +18,11 @@ from mlxstacks.experiments.confound.answers import Answer, AnswerFile
 from mlxstacks.experiments.confound.fuses import FusePlaces, codes_that_differ, fuse_all
 from mlxstacks.experiments.confound.items import Item, read_items
 from mlxstacks.experiments.confound.plan import arms_of
-from mlxstacks.experiments.confound.report import ConfoundReport, fuse_notes
+from mlxstacks.experiments.confound.report import ConfoundReport
 from mlxstacks.experiments.confound.run import run
 from mlxstacks.experiments.confound.scoring import Arm, encode_choices
 from mlxstacks.experiments.confound.settings import ConfoundSettings
+from mlxstacks.experiments.confound.words import fuse_notes
 from mlxstacks.experiments.prereg import read_plan
 from mlxstacks.experiments.run_directory import work_path
 from mlxstacks.files.adapters import read_adapter
@@ -29,6 +30,7 @@ from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.training.settings import TrainSettings
 from tests.experiments.confound_cases import settings_for, write_places
+from tests.experiments.train_cases import write_rows
 from tests.tiny_models import random_adapter as write_random_adapter
 
 Places = tuple[Path, Path, Path]
@@ -136,34 +138,8 @@ def killed_after(monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda count: left.__setitem__(0, count)
 
 
-def test_a_run_that_was_killed_goes_on_and_ends_the_same(
-    places: Places, done: tuple[ConfoundReport, Path], killed_after: Any
-) -> None:
-    report, whole = done
-    target = places[0].parent / "killed"
-    settings = settings_for(places, target)
-    for batches in (3, 8, 6, 0):  # in the mining, between arms, before a way's last arm, never
-        killed_after(batches)
-        if not batches:
-            again = run(settings)
-            break
-        with pytest.raises(Killed):
-            run(settings)
-        assert not target.exists()
-        # What a kill leaves of a line that was being written.
-        newest = max((work_path(target) / "answers").iterdir(), key=lambda p: p.stat().st_mtime_ns)
-        with newest.open("ab") as file:
-            file.write(b'{"item_id": "1", "sub')
-    assert again.plan_sha256 == report.plan_sha256
-    assert again.verdict == report.verdict
-    for path in sorted((whole / "answers").iterdir()):
-        assert (target / "answers" / path.name).read_bytes() == path.read_bytes(), path.name
-    assert not work_path(target).exists()
-    shutil.rmtree(target)
-
-
 def test_another_protocol_is_refused_and_a_plan_is_older_than_its_answers(
-    places: Places, killed_after: Any
+    places: Places, killed_after: Any, tmp_path: Path
 ) -> None:
     target = places[0].parent / "other"
     killed_after(2)
@@ -171,9 +147,21 @@ def test_another_protocol_is_refused_and_a_plan_is_older_than_its_answers(
         run(settings_for(places, target))
     with pytest.raises(InputError, match=r"another plan; it differs in\n  settings"):
         run(settings_for(places, target, train_share=0.5))
+    # The persona that was fused already is not taken for another one, nor old answers for new.
+    model, persona, items = places
+    other = write_random_adapter(
+        model, keys=["mlp.switch_mlp.down_proj"], seed=9, directory=tmp_path / "other"
+    )
+    with pytest.raises(InputError, match=r"it differs in\n  hashes: was"):
+        run(settings_for((model, other, items), target))
+    rows = lines(items)
+    rows[0]["answer"], rows[0]["answer_index"] = "B", 1
+    changed = write_rows(tmp_path / "changed.jsonl", rows)
+    with pytest.raises(InputError, match=r"it differs in\n  items_sha256"):
+        run(settings_for((model, persona, changed), target))
     killed_after(0)
     work = work_path(target)
-    killed_after(18)  # in an arm of the test
+    killed_after(10)  # in an arm of the test
     with pytest.raises(Killed):
         run(settings_for(places, target))
     assert (work / "plan.json").exists()
@@ -189,7 +177,9 @@ def test_a_subset_is_exploratory(places: Places) -> None:
     report = run(settings_for(places, target, limit=5, policies=("promote",)))
     assert report.findings is not None
     assert report.findings.standing.status == "exploratory"
-    assert "a subset, 5 of 12 items" in str(report.verdict)
+    verdict = str(report.verdict)
+    assert verdict.startswith("EXPLORATORY. No claim, ")
+    assert verdict.endswith("not what was planned: every arm: a subset, 5 of 8 items.")
     assert {arm.n for arm in report.findings.arms.values()} == {5}
 
 
@@ -238,7 +228,11 @@ def test_answers_of_another_plan_or_items_are_refused(tmp_path: Path, places: Pl
         AnswerFile(path, {"plan": "2"}, items).answers()
     with pytest.raises(InputError, match="answers to other items"):
         AnswerFile(path, {"plan": "1"}, items[::-1]).answers()
-    path.write_text(path.read_text().replace('"pick"', '"pikc"'))
+    told = path.read_text()
+    path.write_text(told.replace(f'"gold": {items[1].answer_index}', '"gold": 0', 1))
+    with pytest.raises(InputError, match="answers to other items"):
+        file.answers()
+    path.write_text(told.replace('"pick"', '"pikc"'))
     with pytest.raises(InputError, match="damaged"):
         file.answers()
 

@@ -3,14 +3,18 @@
 Run: pytest tests/experiments/confound/test_verdict.py
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mlxstacks.experiments.confound.analysis import Comparison, Flips, compare, flips, guess_rate
+from mlxstacks.experiments.confound.answers import Answer
 from mlxstacks.experiments.confound.plan import arms_of
-from mlxstacks.experiments.confound.report import find
-from mlxstacks.experiments.confound.verdict import Criterion, floor_in_words
+from mlxstacks.experiments.confound.report import Findings, find
+from mlxstacks.experiments.confound.verdict import Criterion
+from mlxstacks.experiments.confound.words import answer_notes, floor_in_words, fuse_notes
 from mlxstacks.experiments.power import least_passing_count
 from mlxstacks.experiments.prereg import Standing
 from tests.experiments.confound_cases import CRITERION, POLICIES, SUBJECTS, answers_of, case
@@ -37,8 +41,13 @@ def test_the_published_run_is_a_null_in_words() -> None:
         a1_refit=128, a0_refit=123, random_refit=125, a1_promote=20, a1_unfused=20, right=692
     )
     assert found.judgements[0].outcome == "no content"
-    assert "adds no knowledge that can be shown (refit)" in found.verdict
-    assert "A1 18.50% (128 of 692), A0 17.77% (123 of 692), content +0.72 points" in found.verdict
+    assert found.verdict.startswith(
+        "Only jitter, no knowledge that can be shown: fused by refit, the adapter (A1) answers "
+        "18.50% (128 of 692) of what base and persona got wrong, its zero-delta control (A0) "
+        "17.77% (123 of 692). Content, A1 - A0: +0.72 points (95%: "
+    )
+    assert "z-test p = 0.73; McNemar p = 0.062)." in found.verdict
+    assert "That is not at least 5 points with p < 0.05." in found.verdict
     parts = found.decomposition["refit"]
     assert round(100 * parts.floor, 1) == 17.8
     assert round(100 * parts.content, 1) == 0.7
@@ -117,7 +126,9 @@ GAIN: dict[str, Any] = {
 def test_content_is_found_where_there_is_some() -> None:
     found = case(**GAIN)
     assert found.judgements[0].outcome == "content"
-    assert found.verdict.startswith("The fused adapter adds knowledge (refit): A1 43.35%")
+    assert found.verdict.startswith(
+        "Knowledge, not only jitter: fused by refit, the adapter (A1) answers 43.35%"
+    )
     assert "As planned beforehand." in found.verdict
     assert not found.missing_controls
 
@@ -128,7 +139,7 @@ def test_content_is_found_where_there_is_some() -> None:
 def test_no_gain_without_every_control(name: str) -> None:
     found = case(**GAIN, without=[name])
     assert found.judgements[0].outcome == "refused"
-    assert found.verdict.startswith("No claim (refit)")
+    assert found.verdict.startswith("No claim, controls are missing: fused by refit")
     assert found.missing_controls
 
 
@@ -152,7 +163,7 @@ def test_no_claim_without_the_deciding_pair() -> None:
 def test_a_gain_of_a_subset_or_another_plan_is_exploratory() -> None:
     found = case(**GAIN, standing=Standing(("a1_refit: a subset, 200 of 692 items",)))
     assert found.judgements[0].outcome == "exploratory"
-    assert "No claim (refit)" in found.verdict
+    assert found.verdict.startswith("EXPLORATORY. No claim, this is not what was planned: ")
     assert "a subset, 200 of 692 items" in found.verdict
     assert found.standing.mark("arms") == "arms (EXPLORATORY)"
 
@@ -168,7 +179,7 @@ def test_a_gain_up_to_the_rate_of_guessing_is_no_content() -> None:
     found = case(n=300, options=4, a1_refit=75, a0_refit=5, random_refit=8)
     assert found.guess_rate == 0.25
     assert found.judgements[0].outcome == "guessing"
-    assert "leads back to guessing" in found.verdict
+    assert "a way back to guessing" in found.verdict
     above = case(n=300, options=4, a1_refit=150, a0_refit=5, random_refit=8)
     assert above.judgements[0].outcome == "content"
 
@@ -176,7 +187,10 @@ def test_a_gain_up_to_the_rate_of_guessing_is_no_content() -> None:
 def test_content_that_the_fuse_loses_is_named() -> None:
     found = case(a1_refit=125, a0_refit=123, a1_unfused=300, a1_promote=300)
     assert found.judgements[0].outcome == "no content"
-    assert "Unfused it does (content +43.35 points): the fuse loses it." in found.verdict
+    assert (
+        "Unfused the adapter does add knowledge (+43.35 points): the fuse loses it."
+        in found.verdict
+    )
     assert "Fused by promote it adds knowledge." in found.verdict
 
 
@@ -197,6 +211,129 @@ def test_mcnemar_that_disagrees_is_named() -> None:
     assert found.judgements[0].outcome == "content"
     assert found.claims["refit"].p_adjusted < 0.06 < found.claims["refit"].mcnemar.p_value
     assert "McNemar's exact test does not agree (p = 0.083)" in found.verdict
+
+
+# --- form, positions, words -----------------------------------------------------------------------
+
+
+def with_rules(answers: list[Answer], boxed: Sequence[bool]) -> list[Answer]:
+    """Answers that are not boxed have no letter."""
+    return [
+        one if form else replace(one, rule="none", pick=None)
+        for one, form in zip(answers, boxed, strict=True)
+    ]
+
+
+def judged(arms: dict[str, list[Answer]]) -> Findings:
+    n = len(next(iter(arms.values())))
+    every = {name: answers_of(0, n) for name in arms_of(POLICIES)} | arms
+    right = {name: answers_of(9, 9) for name in ("persona", "a0_refit", "a0_promote")}
+    return find(
+        every, right, answers_of(0, n), ways=POLICIES.ways, criterion=CRITERION,
+        standing=Standing(), seed=0, resamples=200,
+    )  # fmt: skip
+
+
+def test_a_gain_of_boxes_is_no_content() -> None:
+    """A1 boxes all, A0 half; among those that both box they are right equally often."""
+    answers = answers_of(345, 690)
+    a0 = with_rules(answers, [index % 2 == 0 for index in range(690)])
+    found = judged({"a1_refit": answers, "a0_refit": a0})
+    assert CRITERION.passes(found.claims["refit"])
+    assert found.judgements[0].outcome == "format"
+    assert found.verdict.startswith("No knowledge that can be shown, a change of form: ")
+    assert "A0 50.00% (345 of 690)" in found.verdict
+    assert "among the 345 items that both answer so the gain is +0.00 points" in found.verdict
+    # None of A0's answers is in form: nothing is left to compare.
+    silent = judged({"a1_refit": answers, "a0_refit": with_rules(a0, [False] * 690)})
+    assert silent.judgements[0].outcome == "format"
+    assert "no item is answered so by both" in silent.verdict
+
+
+def test_content_among_boxed_answers_stands_though_more_are_boxed() -> None:
+    a0 = with_rules(answers_of(30, 690), [index % 10 > 0 for index in range(690)])
+    found = judged({"a1_refit": answers_of(400, 690), "a0_refit": a0})
+    form = found.forms["refit"]
+    assert (form.in_form, form.control_in_form, form.n) == (690, 621, 621)
+    assert form.p_value < 1e-9
+    assert found.judgements[0].outcome == "content"
+
+
+def test_a_preferred_position_is_no_content() -> None:
+    """Half of the right options stand at A: an arm that always says A is right half the time."""
+    items = [(str(n), 0 if n % 2 else 1 + n % 9) for n in range(600)]
+
+    def saying(pick: int | None) -> list[Answer]:
+        return [
+            Answer(name, SUBJECTS[int(name) % 3], gold, (gold + 1) % 10 if pick is None else pick,
+                   "boxed", 10)
+            for name, gold in items
+        ]  # fmt: skip
+
+    every = {name: saying(None) for name in arms_of(POLICIES)} | {"a1_refit": saying(0)}
+    right = {name: answers_of(9, 9) for name in ("persona", "a0_refit", "a0_promote")}
+    found = find(
+        every, right, saying(None), ways=POLICIES.ways, criterion=CRITERION, standing=Standing(),
+        seed=0, resamples=200,
+    )  # fmt: skip
+    arm = found.arms["a1_refit"]
+    assert (arm.accuracy, arm.by_position, arm.picks) == (0.5, 0.5, {"A": 1.0})
+    assert found.right_positions["A"] == 0.5
+    assert sum(found.right_positions.values()) == pytest.approx(1.0)
+    assert found.judgements[0].outcome == "guessing"
+    assert "what its choice of positions alone would score (50.0%)" in found.verdict
+
+
+def test_harm_and_silence_have_words_of_their_own() -> None:
+    assert case(a1_refit=20, a0_refit=123).verdict.startswith("Harm, no knowledge: ")
+    still = case(a1_refit=0, a0_refit=0)
+    assert still.verdict.startswith("Neither knowledge nor jitter, not one answer changes: ")
+
+
+def test_a_null_of_a_subset_is_marked_in_its_first_word() -> None:
+    found = case(a1_refit=20, a0_refit=19, standing=Standing(("seeds [1], planned [0]",)))
+    assert found.verdict.startswith("EXPLORATORY. No claim, this is not what was planned: ")
+    assert "seeds [1], planned [0]" in found.verdict
+
+
+def test_the_p_value_that_is_judged_stands_beside_the_plain_one() -> None:
+    found = case(a1_refit=158, a0_refit=123)
+    claim = found.claims["refit"]
+    assert claim.p_value < 0.02 < 0.05 < claim.p_adjusted
+    assert found.judgements[0].outcome == "no content"  # of three claims
+    words = f"z-test p = 0.019, {claim.p_adjusted:.2g} adjusted for all ways; McNemar"
+    assert words in found.verdict
+
+
+def test_arms_that_never_box_are_named() -> None:
+    arms = case(n=12).arms
+    assert answer_notes(arms) == []
+    fallen = {name: replace(arm, rules={"last letter": 5, "none": 7}) for name, arm in arms.items()}
+    [note] = answer_notes(fallen)
+    assert note.startswith("NO ARM BOXES A SINGLE ANSWER")
+    assert f"last letter {5 * len(arms)}, none {7 * len(arms)}" in note
+    [note] = answer_notes(arms | {"persona": fallen["persona"]})
+    assert note.startswith("Never box an answer: persona.")
+
+
+def test_arms_that_answer_in_no_form_allow_no_claim() -> None:
+    silent = with_rules(answers_of(0, 90), [False] * 90)
+    found = judged({"a1_refit": silent, "a0_refit": silent})
+    assert found.verdict.startswith("No claim, neither arm gives one answer in the form that was ")
+
+
+def test_a_fixed_point_is_told_from_plain_weights() -> None:
+    def figures(artifacts: list[float], bits: int | None) -> dict[str, Any]:
+        paths = [f"layers.{index}" for index in range(len(artifacts))]
+        by_module = {p: {"artifact": a} for p, a in zip(paths, artifacts, strict=True)}
+        return {"refit": {"a0": {"by_module": by_module, "bits": dict.fromkeys(paths, bits)}}}
+
+    [note] = fuse_notes(figures([0.0, 0.0], 3))
+    assert "at the fixed point of refit" in note
+    assert "floor is 0 by construction" in note
+    [part] = fuse_notes(figures([0.0, 0.04, 0.03], 3))
+    assert part.startswith("A0 by refit changed 2 of 3 modules")
+    assert fuse_notes(figures([0.02, 0.04], 3)) == fuse_notes(figures([0.0], None)) == []
 
 
 # --- tables ---------------------------------------------------------------------------------------

@@ -9,8 +9,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,6 +43,7 @@ from tests.experiments.stack_cases import (
     write_places,
 )
 from tests.experiments.train_cases import write_rows
+from tests.warm import ended, start
 
 Places = tuple[Path, Path]
 TWO: dict[str, Any] = {"domains": ("alpha", "beta"), "iters": 6, "keys": ("q_proj",)}
@@ -97,19 +96,6 @@ def test_stopped_before_every_write_it_ends_with_the_same_bytes(
     ]
 
 
-PROGRAM = """
-import sys
-from mlxstacks.experiments.stack.run import run
-from mlxstacks.training.stack_settings import StackRunSettings
-run(StackRunSettings.model_validate_json(sys.argv[1]))
-"""
-
-
-def start(settings_json: str) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-c", PROGRAM, settings_json]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
 def signs_of_life(target: Path) -> tuple[Any, ...]:
     files = [path for root in (work_path(target), target) for path in root.rglob("*")]
     return tuple(sorted((str(path), path.stat().st_mtime_ns) for path in files if path.is_file()))
@@ -119,14 +105,14 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     places: Places, tmp_path: Path, campaign: Callable[[int], range]
 ) -> None:
     """kill -9, some time after the run has begun to write, until it was killed often enough."""
-    changes = {**TWO, "iters": 20, "save_every": 1, "steps_per_report": 1}
+    changes = {**TWO, "iters": 10, "save_every": 1, "steps_per_report": 1}
     target, known = tmp_path / "store", tmp_path / "whole"
     began = None
-    process = start(settings_for(*places, known, **changes).model_dump_json())
-    while process.poll() is None:
+    process = start("stack", settings_for(*places, known, **changes).model_dump_json())
+    while process.is_alive():
         began = began or (time.monotonic() if work_path(known).is_dir() else None)
         time.sleep(0.01)
-    assert process.returncode == 0
+    assert ended(process) == 0
     assert began is not None
     duration = time.monotonic() - began
     wanted = hashes(known)
@@ -134,16 +120,17 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     kills = 0
     for _ in campaign(30):
         before = signs_of_life(target)
-        process = start(settings)
-        while process.poll() is None and signs_of_life(target) == before:
+        process = start("stack", settings)
+        while process.is_alive() and signs_of_life(target) == before:
             time.sleep(0.005)
-        time.sleep(chance.uniform(0, duration / 2))
+        # The first at once, when the run has only begun: one kill at least meets it at work.
+        time.sleep(chance.uniform(0, duration / 2) if kills else 0)
         process.kill()
-        kills += process.wait() == -signal.SIGKILL
+        kills += ended(process) == -signal.SIGKILL
         if target.exists() and not work_path(target).exists():
             assert hashes(target) == wanted
             shutil.rmtree(target)
-    assert start(settings).wait() == 0
+    assert ended(start("stack", settings)) == 0
     assert hashes(target) == wanted
     assert kills > 0
     assert [p.name for p in tmp_path.iterdir() if "work" in p.name] == []

@@ -191,13 +191,13 @@ def test_two_launched_processes_train_the_stacks_of_one(tmp_path: Path) -> None:
     program.write_text(PROGRAM)
     root = Path(__file__).resolve().parents[3]
     environment = {**os.environ, "PYTHONPATH": str(root), "OPENBLAS_NUM_THREADS": "1"}
-    for name, before in (("one", []), ("two", [str(LAUNCHER), "-n", "2", "--backend", "ring"])):
-        settings = settings_for(model, data, tmp_path / name, **changes, balance_weight=0.0)
-        # The launcher hands the words to a shell of its own.
-        subprocess.run(
-            [*before, sys.executable, str(program), settings.model_dump_json()],
-            env=environment, check=True, capture_output=True, timeout=400,
-        )  # fmt: skip
+    train_store((model, data), tmp_path / "one", **changes, balance_weight=0.0)
+    settings = settings_for(model, data, tmp_path / "two", **changes, balance_weight=0.0)
+    # The launcher hands the words to a shell of its own.
+    words = [str(LAUNCHER), "-n", "2", "--backend", "ring", sys.executable, str(program)]
+    subprocess.run(
+        [*words, settings.model_dump_json()], env=environment, check=True, capture_output=True
+    )
     one, two = (Store.open(tmp_path / name) for name in ("one", "two"))
     report = json.loads((two.path / "stack_report.json").read_text())
     assert report["processes"] == 2

@@ -12,10 +12,11 @@ from pydantic import ValidationError
 
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.experiments.run_directory import work_path
+from mlxstacks.experiments.sweep import rank_sweep
 from mlxstacks.experiments.sweep.rank_sweep import run
 from mlxstacks.experiments.sweep.settings import SweepSettings, scale_of
 from mlxstacks.training.settings import TrainSettings
-from tests.experiments.sweep_cases import sweep_settings
+from tests.experiments.sweep_cases import Cells, sweep_settings
 from tests.experiments.train_cases import write_data, write_tiny_model
 
 
@@ -108,7 +109,8 @@ def test_an_existing_target_is_not_touched(inputs: tuple[Path, Path], tmp_path: 
 
 @pytest.fixture
 def interrupted(inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A target whose sweep was interrupted after its first cell."""
+    """A target whose sweep was interrupted after its first cell. Cells run in this process."""
+    monkeypatch.setattr(rank_sweep, "run_child", Cells())
     target = tmp_path / "out"
 
     def stop_at_second(done: float, total: float, what: str = "") -> None:

@@ -24,7 +24,7 @@ def typed(work_dir: Path, capfd: pytest.CaptureFixture[str]) -> Typed:
 
 
 def test_a_bare_sweep_is_on_nano_and_done_once(typed: Typed, work_dir: Path) -> None:
-    short = ["--set", "train.iters=2", "--ranks", "2", "--ranks", "4"]
+    short = ["--set", "train.iters=2", "--ranks", "2", "--ranks", "4", "--policies", "refit"]
     code, out, err = typed("sweep", *short)
     assert code == 0, err
     assert "Using nano, the built-in model and its sample data." in err

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,47 +22,38 @@ from mlxstacks.experiments.run_directory import work_path
 from mlxstacks.experiments.sweep.cells import read_results
 from tests.experiments.sweep_cases import adapters, sweep_settings
 from tests.experiments.train_cases import write_data, write_tiny_model
+from tests.warm import ended, start, wait_for
 
 SLEEPER = "tests.experiments.sleeper"
-PROGRAM = """
-import sys
-from mlxstacks.experiments.sweep.rank_sweep import run
-from mlxstacks.experiments.sweep.settings import SweepSettings
-run(SweepSettings.model_validate_json(sys.argv[1]))
-"""
 
 
-def start(settings_json: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, settings_json])
-
-
-def kill(process: subprocess.Popen[bytes]) -> bool:
+def kill(process: ForkServerProcess) -> bool:
     """kill -9; whether the process was still running."""
-    os.kill(process.pid, signal.SIGKILL)
-    return process.wait() == -signal.SIGKILL
-
-
-def wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
-    while not path.exists() and process.poll() is None:
-        time.sleep(0.005)
+    process.kill()
+    return ended(process) == -signal.SIGKILL
 
 
 def test_a_killed_sweep_ends_with_the_cells_of_one_that_was_not(
     tmp_path: Path, campaign: Callable[[int], range]
 ) -> None:
-    """The first kill comes inside the second cell, the others at random."""
+    """The first kill comes inside the second cell, the others at random. The sweep is forked from
+    a process with its imports done (see warm.py), its cells begin with their own.
+    """
     model, data = write_tiny_model(tmp_path / "model"), write_data(tmp_path / "data")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run = {"iters": 12, "save_every": 1, "steps_per_eval": 6}
+    run = {"iters": 8, "save_every": 1, "steps_per_eval": 4}
+    changes: Any = {"train": run, "policies": ("refit",)}
     began = time.monotonic()
-    assert start(sweep_settings(model, data, whole, train=run).model_dump_json()).wait() == 0
+    assert (
+        ended(start("sweep", sweep_settings(model, data, whole, **changes).model_dump_json())) == 0
+    )
     duration = time.monotonic() - began
-    settings = sweep_settings(model, data, killed, train=run)
+    settings = sweep_settings(model, data, killed, **changes)
     cells = work_path(killed) / "cells"
     second = sorted(adapters(whole))[1]
     first_result = cells / f"{sorted(adapters(whole))[0]}.json"
 
-    process = start(settings.model_dump_json())
+    process = start("sweep", settings.model_dump_json())
     wait_for(work_path(cells / second) / "checkpoint.safetensors", process)
     assert kill(process)
     first = first_result.read_bytes()
@@ -68,7 +61,7 @@ def test_a_killed_sweep_ends_with_the_cells_of_one_that_was_not(
 
     chance = random.Random(0)
     for number in campaign(10):
-        process = start(settings.model_dump_json())
+        process = start("sweep", settings.model_dump_json())
         time.sleep(chance.uniform(0, duration))
         kill(process)
         if killed.exists():
@@ -78,7 +71,7 @@ def test_a_killed_sweep_ends_with_the_cells_of_one_that_was_not(
         elif number == 0:
             # A finished cell is the same file, its figures with it.
             assert first_result.read_bytes() == first
-    assert start(settings.model_dump_json()).wait() == 0
+    assert ended(start("sweep", settings.model_dump_json())) == 0
     assert adapters(killed) == adapters(whole)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data", "killed", "model", "whole"]
 
@@ -92,17 +85,19 @@ def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
         f"run_child({SLEEPER!r}, {specification!r}, Path({str(tmp_path / 'log')!r}), print)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
-    wait_for(tmp_path / "pid", parent)
+    while not (tmp_path / "pid").exists() and parent.poll() is None:
+        time.sleep(0.005)
     child = int((tmp_path / "pid").read_text())
     os.kill(child, 0)
-    assert kill(parent)
-    for _ in range(1000):
+    parent.kill()
+    assert parent.wait() == -signal.SIGKILL
+    for _ in range(6000):
         # An orphan that has ended may stay a zombie where nobody waits for it.
         stat = Path(f"/proc/{child}/stat")
         if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
             return
         time.sleep(0.01)
-    raise AssertionError("the child outlived its parent by ten seconds")
+    raise AssertionError("the child outlived its parent by a minute")
 
 
 def test_an_exception_in_the_parent_ends_the_child(tmp_path: Path) -> None:

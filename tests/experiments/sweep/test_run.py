@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxstacks.experiments.children import run_child
 from mlxstacks.experiments.run_directory import work_path
 from mlxstacks.experiments.sweep import cell_worker, rank_sweep
 from mlxstacks.experiments.sweep.cells import cells_of
@@ -21,8 +20,8 @@ from mlxstacks.experiments.train.run import run as train
 from mlxstacks.files.adapters import read_adapter
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
-from tests.counting_allocator import library
-from tests.experiments.sweep_cases import FATAL_RANK, adapters, sweep_settings
+from tests.counting_allocator import available, library
+from tests.experiments.sweep_cases import FATAL_RANK, Cells, adapters, sweep_settings
 from tests.experiments.train_cases import write_data, write_tiny_model
 
 NAME = "rank-{}_seed-{}_layers-all_switch_mlp.down_proj"
@@ -38,9 +37,19 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def swept(
     inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, SweepReport]:
-    """Ranks 2 and 4, two seeds."""
+    """Ranks 2 and 4, two seeds. One cell has a process of its own, as all have in a sweep."""
     target = tmp_path_factory.mktemp("sweep") / "out"
-    return target, run(sweep_settings(*inputs, target, seeds=(0, 1)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_sweep, "run_child", Cells((4, 1)))
+        return target, run(sweep_settings(*inputs, target, seeds=(0, 1)))
+
+
+@pytest.fixture
+def cells_here(monkeypatch: pytest.MonkeyPatch) -> Cells:
+    """Cells run in this process."""
+    cells = Cells()
+    monkeypatch.setattr(rank_sweep, "run_child", cells)
+    return cells
 
 
 def test_every_cell_is_there_and_nothing_is_left_over(swept: tuple[Path, SweepReport]) -> None:
@@ -59,6 +68,7 @@ def test_every_cell_is_there_and_nothing_is_left_over(swept: tuple[Path, SweepRe
 def test_a_cell_is_the_run_that_train_makes(
     swept: tuple[Path, SweepReport], tmp_path: Path
 ) -> None:
+    """The cell of a process, here again."""
     target, report = swept
     name = NAME.format(4, 1)
     again = tmp_path / "again"
@@ -149,21 +159,14 @@ def test_finished_cells_are_not_run_again(
     swept: tuple[Path, SweepReport],
     inputs: tuple[Path, Path],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cells_here: Cells,
 ) -> None:
     """One more rank: only its cell runs; the others are carried over with their figures."""
     target = tmp_path / "out"
     shutil.copytree(swept[0], target)
-    started = []
-
-    def counting(module: str, specification: dict[str, Any], *rest: Any) -> int:
-        started.append((specification["train"]["rank"], specification["train"]["seed"]))
-        return run_child(module, specification, *rest)
-
-    monkeypatch.setattr(rank_sweep, "run_child", counting)
     settings = sweep_settings(*inputs, target, ranks=(2, 4, 8), seeds=(0, 1), force=True)
     report = run(settings.model_copy(update={"seeds": (0,)}))
-    assert started == [(8, 0)]
+    assert cells_here.started == [(8, 0)]
     before, after = adapters(swept[0]), adapters(target)
     assert {name: after[name] for name in after if "rank-8" not in name} == {
         name: before[name] for name in before if "seed-0" in name
@@ -173,7 +176,7 @@ def test_finished_cells_are_not_run_again(
 
 
 def test_a_cell_whose_files_are_gone_is_trained_again(
-    swept: tuple[Path, SweepReport], inputs: tuple[Path, Path], tmp_path: Path
+    swept: tuple[Path, SweepReport], inputs: tuple[Path, Path], tmp_path: Path, cells_here: Cells
 ) -> None:
     """Its result alone would end as `trained` in a sweep without its adapter."""
     target = tmp_path / "out"
@@ -189,7 +192,7 @@ def test_another_policy_is_measured_without_training(
     swept: tuple[Path, SweepReport],
     inputs: tuple[Path, Path],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cells_here: Cells,
 ) -> None:
     target = tmp_path / "out"
     shutil.copytree(swept[0], target)
@@ -205,7 +208,7 @@ def test_another_policy_is_measured_without_training(
 
 
 def test_half_an_adoption_is_not_taken_for_a_cell(
-    inputs: tuple[Path, Path], tmp_path: Path
+    inputs: tuple[Path, Path], tmp_path: Path, cells_here: Cells
 ) -> None:
     """A directory without a result: the process died while it carried cells over."""
     target = tmp_path / "out"
@@ -216,7 +219,7 @@ def test_half_an_adoption_is_not_taken_for_a_cell(
     assert set(adapters(target)) == {NAME.format(2, 0)}
 
 
-@pytest.mark.skipif(library() is None, reason="no counting allocator here")
+@pytest.mark.skipif(not available(), reason="no counting allocator here")
 def test_counted_buffers_are_near_the_predicted_and_are_kept(
     inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -254,7 +257,9 @@ def test_a_cell_that_crashes_is_a_result(
     assert report.failed_gate is None
 
 
-def test_a_cell_that_diverges_is_a_result(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_cell_that_diverges_is_a_result(
+    inputs: tuple[Path, Path], tmp_path: Path, cells_here: Cells
+) -> None:
     settings = sweep_settings(*inputs, tmp_path / "out", ranks=(2,), train={"scale": 1e30})
     report = run(settings)
     [result] = report.results
@@ -294,7 +299,9 @@ def test_cells_that_the_guard_refuses_are_recorded_not_run(
     assert not adapters(target)
 
 
-def test_the_guard_reshapes_when_told_to(inputs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_guard_reshapes_when_told_to(
+    inputs: tuple[Path, Path], tmp_path: Path, cells_here: Cells
+) -> None:
     """Checkpointing needs fewer bytes; the cell runs with it, and the report says so."""
     plain = sweep_settings(*inputs, tmp_path / "out", ranks=(2,))
     [planned] = run(plain, dry_run=True).planned

@@ -4,37 +4,25 @@ Run: pytest tests/experiments/train/test_kill.py
 """
 
 import json
-import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from mlxstacks.experiments.run_directory import work_path
 from tests.experiments.train_cases import settings_for, write_data, write_tiny_model
+from tests.warm import ended, start
 
-STEPS = 30
-PROGRAM = """
-import sys
-from mlxstacks.experiments.train.run import run
-from mlxstacks.training.settings import TrainSettings
-run(TrainSettings.model_validate_json(sys.argv[1]))
-"""
+STEPS = 20
 
 
-def start(settings_json: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", PROGRAM, settings_json]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-def wait_for_start(process: subprocess.Popen[bytes], target: Path, before: int) -> bool:
+def wait_for_start(process: ForkServerProcess, target: Path, before: int) -> bool:
     """Until the run has written a line of its log beyond `before` bytes; False when it is over."""
     log = work_path(target) / "log.jsonl"
-    while process.poll() is None:
+    while process.is_alive():
         if log.exists() and log.stat().st_size != before:
             return True
         time.sleep(0.002)
@@ -57,27 +45,28 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(
     model, data = write_tiny_model(tmp_path / "model"), write_data(tmp_path / "data")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     changes = {"iters": STEPS, "save_every": 1, "steps_per_eval": 10, "steps_per_report": 1}
-    process = start(settings_for(model, data, whole, **changes).model_dump_json())
+    process = start("train", settings_for(model, data, whole, **changes).model_dump_json())
     assert wait_for_start(process, whole, 0)
     began = time.monotonic()
-    assert process.wait() == 0
+    assert ended(process) == 0
     duration = time.monotonic() - began
     settings = settings_for(model, data, killed, **changes).model_dump_json()
     work, chance, kills = work_path(killed), random.Random(0), 0
     state, log = work / "checkpoint.safetensors", work / "log.jsonl"
     for _ in campaign(20):
         before, resumes = log.stat().st_size if log.exists() else 0, state.exists()
-        process = start(settings)
+        process = start("train", settings)
         if wait_for_start(process, killed, before):
-            time.sleep(chance.uniform(0, duration / 2))
-        os.kill(process.pid, signal.SIGKILL)
-        kills += process.wait() == -signal.SIGKILL
+            # The first at once: one kill at least meets the run at work.
+            time.sleep(chance.uniform(0, duration / 2) if kills else 0)
+        process.kill()
+        kills += ended(process) == -signal.SIGKILL
         if killed.exists():
             # Done before the kill, or all but clearing away: check, and begin another.
             check_finished(killed, whole, resumes)
             shutil.rmtree(killed)
             shutil.rmtree(work, ignore_errors=True)
     resumes = state.exists()
-    assert start(settings).wait() == 0
+    assert ended(start("train", settings)) == 0
     check_finished(killed, whole, resumes)
     assert kills > 0

@@ -1,0 +1,101 @@
+"""Prompts and candidates as tokens: special tokens at the start alone, long prompts cut from the
+left, a chat template where it is asked for.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlxstacks.errors import InputError
+from mlxstacks.experiments.benchmarks.arm_settings import ArmSettings
+from mlxstacks.routing.generation import Prompt, encode_prompt
+
+Tokens = tuple[int, ...]
+
+
+class PromptEncoder:
+    """What a model reads of an item.
+
+    limit: most tokens the model was made for, None where it does not say.
+    """
+
+    def __init__(self, tokenizer: Any, settings: ArmSettings, limit: int | None) -> None:
+        self.tokenizer, self._settings, self._limit = tokenizer, settings, limit
+        self._has_template = bool(getattr(tokenizer, "has_chat_template", True))
+
+    def notes(self) -> list[str]:
+        """What a reader of the results should know of the prompts."""
+        if self._settings.chat != "none" and not self._has_template:
+            return ["The model has no chat template; prompts went in as they are."]
+        return []
+
+    def text(self, text: str) -> Tokens:
+        """A text behind the tokenizer's special tokens of a beginning, none at its end."""
+        plain = self.tokenizer.encode(text, add_special_tokens=False)
+        whole = self.tokenizer.encode(text)
+        for start in range(len(whole) - len(plain) + 1):
+            if whole[start : start + len(plain)] == plain:
+                return (*whole[:start], *plain)
+        return tuple(plain)
+
+    def candidate(self, text: str) -> Tokens:
+        """A continuation, tokenised by itself. Raises: InputError: it has no tokens."""
+        found = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        if not found:
+            raise InputError(f"candidate {text[:40]!r} has no tokens; a candidate is some text")
+        return found
+
+    def context(self, prompt: str) -> Tokens:
+        """The tokens that candidates follow. Raises: InputError: there are none."""
+        found = self._chat(prompt).tokens if self._settings.chat == "all" else self.text(prompt)
+        if not found:
+            raise InputError("an item has an empty prompt; there is nothing a candidate follows")
+        return found
+
+    def question(self, prompt: str) -> Prompt:
+        """The tokens of a prompt that is answered in text. Raises: InputError: there are none."""
+        if self._settings.chat != "none":
+            return self._chat(prompt)
+        tokens = self.text(prompt)
+        if not tokens:
+            raise InputError("an item has an empty prompt; there is nothing to answer")
+        return Prompt(tokens, len(tokens) - 1)
+
+    def _chat(self, prompt: str) -> Prompt:
+        if not self._has_template:
+            tokens = self.text("\n".join(filter(None, (self._settings.system_prompt, prompt))))
+            return Prompt(tokens, max(0, len(tokens) - 1))
+        messages = [{"role": "user", "content": prompt}]
+        if self._settings.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": self._settings.system_prompt})
+        return encode_prompt(self.tokenizer, messages, self._settings.thinking)
+
+    def before_candidates(self, context: Tokens, candidates: Sequence[Tokens]) -> Tokens:
+        """The context, cut from the left so that the longest candidate fits behind it: one cut for
+        all candidates of an item. Raises: InputError: no token of it would be left.
+        """
+        most = self._least(self._settings.max_context_tokens, self._limit)
+        longest = max(map(len, candidates))
+        return context if most is None else self._cut(context, most - longest, f"{longest} tokens")
+
+    def before_answer(self, prompt: Prompt, max_tokens: int) -> Prompt:
+        """The prompt, cut from the left so that an answer fits. Raises: as above."""
+        room = None if self._limit is None else self._limit - max_tokens
+        most = self._least(self._settings.max_context_tokens, room)
+        if most is None or len(prompt.tokens) <= most:
+            return prompt
+        tokens = self._cut(prompt.tokens, most, f"an answer of {max_tokens} tokens")
+        gone = len(prompt.tokens) - len(tokens)
+        return Prompt(tokens, max(0, prompt.stable - gone))
+
+    def _cut(self, tokens: Tokens, room: int, what: str) -> Tokens:
+        if room < 1:
+            raise InputError(
+                f"{what} leave no room for a prompt: the model's context is "
+                f"{self._limit or 'not known'}, max_context_tokens "
+                f"{self._settings.max_context_tokens or 'not set'}"
+            )
+        return tokens[-room:]
+
+    @staticmethod
+    def _least(*limits: int | None) -> int | None:
+        return min((limit for limit in limits if limit is not None), default=None)

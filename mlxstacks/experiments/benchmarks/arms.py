@@ -1,0 +1,221 @@
+"""The modes that benchmarks compare, opened one after the other; a model is loaded for all that can
+share it.
+
+    for arm in open_arms(("base", "routed", "fused"), settings):
+        scored = arm.score(items)
+
+base, ungated, routed, oracle and random are one model with every stack of the store in it: a mode
+is a selection among them. adapter and fused are another one: the LoRA beside the packed weights is
+taken off again, then fused in memory.
+"""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from mlxstacks import base_model
+from mlxstacks.errors import InputError
+from mlxstacks.experiments.benchmarks.arm_model import Loaded, ModelArm
+from mlxstacks.experiments.benchmarks.arm_routes import Routes
+from mlxstacks.experiments.benchmarks.arm_settings import (
+    ADAPTER_ARMS,
+    ARMS,
+    STORE_ARMS,
+    ArmName,
+    ArmSettings,
+)
+from mlxstacks.experiments.route.data import stack_hashes
+from mlxstacks.experiments.route.evaluate_losses import with_controls
+from mlxstacks.experiments.route.evaluate_served import open_served
+from mlxstacks.files.adapter_commands import adapter_format, convert_adapter
+from mlxstacks.files.adapters import load_any_adapter, match_adapter
+from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
+from mlxstacks.files.disk import user_path
+from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.settings import AdapterConvertSettings
+from mlxstacks.files.store import Store
+from mlxstacks.fuse.in_memory import fuse_in_memory
+from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.layers.selection import base
+from mlxstacks.layers.stacked import set_mode
+from mlxstacks.routing.router import load_prompt_router
+from mlxstacks.training.prepare_base import prepare_base
+
+__all__ = ["ARMS", "ModelArm", "available_arms", "check_arms", "open_arms"]
+
+_LABELLED: tuple[ArmName, ...] = ("oracle", "random")
+
+
+def available_arms(settings: ArmSettings, labelled: bool = True) -> tuple[ArmName, ...]:
+    """Arms that these settings have what they need for, in the order of ARMS.
+
+    labelled: whether items name a domain, which oracle and random need. Loads nothing; whether the
+    store has a router is seen when it is opened.
+    """
+    return tuple(
+        name
+        for name in ARMS
+        if (settings.adapter_path or name not in ADAPTER_ARMS)
+        and (settings.store_path or name not in STORE_ARMS)
+        and (labelled or name not in _LABELLED)
+    )
+
+
+def check_arms(names: Sequence[str], settings: ArmSettings) -> tuple[ArmName, ...]:
+    """The arms asked for in the order of ARMS. Raises: InputError for an unknown name (the nearest
+    is named), one asked for twice, one that lacks its adapter or store, none at all. Loads nothing.
+    """
+    if not names:
+        raise InputError(f"no arms; give some of {', '.join(ARMS)}")
+    for name in names:
+        if name not in ARMS:
+            close = difflib.get_close_matches(name, ARMS, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise InputError(f"no arm {name!r}{hint} (there are: {', '.join(ARMS)})")
+        if names.count(name) > 1:
+            raise InputError(f"arm {name} is asked for {names.count(name)} times")
+        if name in ADAPTER_ARMS and not settings.adapter_path:
+            raise InputError(f"arm {name} needs an adapter; give adapter_path")
+        if name in STORE_ARMS and not settings.store_path:
+            raise InputError(f"arm {name} needs a store of stacks; give store_path")
+    if settings.model is None and settings.store_path is None:
+        raise InputError("give a model, or a store, whose base is taken")
+    return tuple(name for name in ARMS if name in names)
+
+
+def open_arms(names: Sequence[str], settings: ArmSettings) -> Iterator[ModelArm]:
+    """The arms, each ready to be asked, one after the other.
+
+    In this order, whatever that of `names`: base, ungated, routed, oracle, random (one model),
+    adapter, fused (another one). An arm is closed when the next one is asked for, and a model is
+    let go before the next one is loaded.
+
+    Raises: InputError: as `check_arms`, and whatever of model, adapter, store or router cannot be
+        used. StoreError: the store is of another base, or damaged.
+    """
+    asked = check_arms(names, settings)  # now, not when the first arm is asked for
+    return _opened(asked, settings)
+
+
+def _opened(names: Sequence[ArmName], settings: ArmSettings) -> Iterator[ModelArm]:
+    store_arms = [name for name in names if name not in ADAPTER_ARMS]
+    adapter_arms = [name for name in names if name in ADAPTER_ARMS]
+    if store_arms:
+        yield from _store_arms(store_arms, settings)
+        mx.clear_cache()
+    if adapter_arms:
+        yield from _adapter_arms(adapter_arms, settings)
+        mx.clear_cache()
+
+
+def _given(arm: ModelArm) -> Iterator[ModelArm]:
+    """An arm, closed once the next one is asked for."""
+    try:
+        yield arm
+    finally:
+        arm.close()
+
+
+# --- base and stacks ------------------------------------------------------------------------------
+
+
+def _store_arms(names: Sequence[ArmName], settings: ArmSettings) -> Iterator[ModelArm]:
+    if settings.store_path is None or names == ["base"]:
+        loaded = _load(_checkpoint(settings), settings)
+        yield from _given(ModelArm("base", loaded, Routes("base")))
+        return
+    store = Store.open(settings.store_path)
+    served = open_served(store, settings.model, settings.base)
+    set_mode(served.model, base(), served.dtype)
+    config = dict(
+        open_checkpoint(resolve_model(settings.model or store.manifest.base_model)).config
+    )
+    loaded = Loaded(
+        served.model, served.tokenizer, config, settings, served.dtype, served.notes
+    )  # fmt: skip
+    router = None
+    if "routed" in names:
+        router = load_prompt_router(store, served.model, served.tokenizer, settings.router_path)
+        served.notes.extend(router.notes)
+    if "random" in names:
+        with_controls(served, stack_hashes(store, served.domains), settings.seed)
+        set_mode(served.model, base(), served.dtype)
+    for name in names:
+        routes = Routes(name, served.domains, router, settings.hard)
+        yield from _given(ModelArm(name, loaded, routes))
+
+
+def _checkpoint(settings: ArmSettings) -> Checkpoint:
+    """Of the model named, else of the store's base."""
+    name = settings.model
+    if name is None:
+        assert settings.store_path is not None
+        name = Store.open(settings.store_path).manifest.base_model
+    return open_checkpoint(resolve_model(name))
+
+
+def _load(checkpoint: Checkpoint, settings: ArmSettings, adapter: Path | None = None) -> Loaded:
+    model, tokenizer, config = base_model.load(checkpoint.directory, adapter, lazy=True)
+    notes: list[str] = []
+    in_float32 = prepare_base(model, settings.base, notes)
+    model.eval()
+    dtype = mx.float32 if in_float32 else None
+    return Loaded(model, tokenizer, config, settings, dtype, notes)
+
+
+# --- an adapter -----------------------------------------------------------------------------------
+
+
+def _adapter_arms(names: Sequence[ArmName], settings: ArmSettings) -> Iterator[ModelArm]:
+    assert settings.adapter_path is not None
+    checkpoint = _checkpoint(settings)
+    model = str(checkpoint.directory)
+    # mlx-lm loads an adapter of another model without a word, and leaves out what does not fit.
+    match_adapter(load_any_adapter(settings.adapter_path, None, checkpoint), checkpoint)
+    with ExitStack() as places:
+        beside = (
+            _in_mlx_format(settings.adapter_path, model, places) if "adapter" in names else None
+        )
+        loaded = _load(checkpoint, settings, beside)
+        if "adapter" in names:
+            yield from _given(ModelArm("adapter", loaded, Routes("adapter")))
+            _take_off(loaded.model)
+        if "fused" in names:
+            fuse = FuseSettings(
+                model=model, adapter_path=(settings.adapter_path,),
+                requant=settings.requant, seed=settings.seed,
+            )  # fmt: skip
+            found = fuse_in_memory(loaded.model, fuse)
+            notes = [f"fused ({settings.requant}): {found.verdict}", *found.notes]
+            details = {"requant": settings.requant, "fuse": found.as_json()}
+            yield from _given(ModelArm("fused", loaded, Routes("fused"), notes, details))
+
+
+def _in_mlx_format(adapter: str, model: str, places: ExitStack) -> Path:
+    """The adapter as mlx-lm reads it; one of PEFT is written anew, for as long as it is used."""
+    path = user_path(adapter)
+    if adapter_format(path) == "mlx":
+        return path
+    target = Path(places.enter_context(TemporaryDirectory(prefix="mlxstacks-"))) / "adapter"
+    convert_adapter(
+        AdapterConvertSettings(adapter_path=str(path), save_path=str(target), model=model, to="mlx")
+    )
+    return target
+
+
+def _take_off(model: nn.Module) -> None:
+    """Put the projections that mlx-lm's LoRA layers wrap back in their places."""
+    inner = [
+        (path, module[name])
+        for path, module in model.named_modules()
+        if "lora_a" in module
+        for name in ("linear", "embedding")
+        if name in module
+    ]
+    model.update_modules(tree_unflatten(inner))

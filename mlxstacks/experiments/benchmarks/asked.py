@@ -1,0 +1,140 @@
+"""Which items of which tasks are asked: read, labelled, sampled, the same for every arm."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mlxstacks.errors import InputError
+from mlxstacks.experiments.benchmarks.arms import available_arms, check_arms
+from mlxstacks.experiments.benchmarks.sampling import sample_items
+from mlxstacks.experiments.benchmarks.settings import EvalSettings
+from mlxstacks.experiments.benchmarks.task_data import open_task, with_domain
+from mlxstacks.experiments.benchmarks.tasks import Task, task_named
+from mlxstacks.experiments.benchmarks.types import BenchItem
+
+# Their stacks follow from an item's domain.
+NEED_LABELS = ("oracle", "random")
+
+
+@dataclass(frozen=True)
+class AskedTask:
+    """A task with the items that every arm of it answers.
+
+    available: items before the sample. reference: the same items with the published script's
+    prompts, where they are asked for. notes: on the data, and on arms that were left out.
+    """
+
+    task: Task
+    items: tuple[BenchItem, ...]
+    available: int
+    arms: tuple[str, ...] = ()
+    reference: tuple[BenchItem, ...] = ()
+    source: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def lettered(self) -> tuple[BenchItem, ...]:
+        """Items whose options are lettered in the prompt."""
+        return tuple(item for item in self.items if item.letters and item.candidates)
+
+    @property
+    def guess_rate(self) -> float | None:
+        """What picking any candidate scores in the mean; None where answers are generated."""
+        if not self.items or not all(item.candidates for item in self.items):
+            return None
+        return sum(1 / len(item.candidates) for item in self.items) / len(self.items)
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "title": self.task.title, "kind": self.task.kind, "n": len(self.items),
+            "available": self.available, "source": self.source, "arms": list(self.arms),
+            "notes": list(self.notes),
+        }  # fmt: skip
+
+
+def ask_all(settings: EvalSettings, names: Sequence[str]) -> tuple[list[AskedTask], list[str]]:
+    """(tasks with their items, what is wrong with the others).
+
+    Raises: InputError for a name of no task.
+    """
+    tasks = [task_named(name) for name in names]
+    found, problems = [], []
+    for task in tasks:
+        try:
+            found.append(ask(settings, task))
+        except InputError as error:
+            problems.append(f"{task.name}: {error}")
+    return found, problems
+
+
+def ask(settings: EvalSettings, task: Task) -> AskedTask:
+    """One task's items. Raises: InputError where its data cannot be used, or holds no items."""
+    data = open_task(task, settings.data)
+    first = settings.sample == "first"
+    sample = sample_items(data.items, settings.limit, settings.seed, first=first)
+    items = tuple(_spoken(item, settings) for item in _labelled(task.name, sample, settings))
+    reference: tuple[BenchItem, ...] = ()
+    if settings.reference_offset and task.kind == "likelihood":
+        by_id = {i.item_id: i for i in open_task(task, settings.data, reference=True).items}
+        reference = tuple(
+            _spoken(replace(by_id[i.item_id], domain=i.domain), settings) for i in items
+        )
+    return AskedTask(task, items, len(data.items), (), reference, data.source, data.notes)
+
+
+def _spoken(item: BenchItem, settings: EvalSettings) -> BenchItem:
+    """An answer in a chat begins its turn: what would part it from a context, a blank, goes."""
+    if settings.chat != "all":
+        return item
+    return replace(
+        item,
+        candidates=tuple(text.lstrip() for text in item.candidates),
+        letters=tuple(text.lstrip() for text in item.letters),
+    )
+
+
+def _labelled(task: str, items: Sequence[BenchItem], settings: EvalSettings) -> list[BenchItem]:
+    """Items with the domain that `settings.domains` gives their subject, else their task."""
+    domains = settings.domain_of
+    every = domains.get(task)
+    return with_domain(with_domain(items, every) if every else items, domains)
+
+
+def with_arms(
+    settings: EvalSettings, asked: Sequence[AskedTask]
+) -> tuple[list[AskedTask], tuple[str, ...]]:
+    """(the tasks with the arms that answer each, all arms), in one order.
+
+    Raises: InputError for an arm asked for that lacks its adapter or store, or that needs labelled
+        items where no task has them.
+    """
+    labelled = any(_is_labelled(one.items) for one in asked) or bool(settings.harness_domains)
+    arms = (
+        check_arms(settings.arms, settings)
+        if settings.arms
+        else available_arms(settings, labelled=labelled)
+    )
+    lacking = [name for name in arms if name in NEED_LABELS]
+    if asked and lacking and not labelled:
+        raise InputError(
+            f"arm {' and '.join(lacking)} needs items that name a domain, and no task has such; "
+            "give --domains SUBJECT=DOMAIN, or leave it out"
+        )
+    return [_with_arms(one, arms) for one in asked], arms
+
+
+def _with_arms(one: AskedTask, arms: Sequence[str]) -> AskedTask:
+    needing = [name for name in arms if name in NEED_LABELS]
+    without = sum(item.domain is None for item in one.items)
+    if not needing or not without:
+        return replace(one, arms=tuple(arms))
+    them = " and ".join(needing)
+    if without < len(one.items):
+        note = f"{without} of {len(one.items)} items name no domain: in {them} the base answers"
+        return replace(one, arms=tuple(arms), notes=(*one.notes, note))
+    note = f"without {them}: no item names a domain (--domains SUBJECT=DOMAIN gives it one)"
+    kept = tuple(name for name in arms if name not in needing)
+    return replace(one, arms=kept, notes=(*one.notes, note))
+
+
+def _is_labelled(items: Sequence[BenchItem]) -> bool:
+    return any(item.domain is not None for item in items)

@@ -1,0 +1,155 @@
+"""What `mlxstacks eval` decides before the first answer: arms, items, tests, what they can detect.
+
+One plan for each task, all in one document, since their tests are one family.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlxstacks.errors import InputError
+from mlxstacks.experiments.benchmarks.arm_settings import ARMS, ArmSettings
+from mlxstacks.experiments.benchmarks.asked import NEED_LABELS, AskedTask
+from mlxstacks.experiments.benchmarks.outcomes import Outcome
+from mlxstacks.experiments.benchmarks.settings import NOT_OF_THE_PLAN, EvalSettings
+from mlxstacks.experiments.benchmarks.task_data import bench_items_sha256
+from mlxstacks.experiments.confound.plan import file_sha256
+from mlxstacks.experiments.power import power_table
+from mlxstacks.experiments.prereg import Evidence, Plan, ids_sha256
+from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.disk import user_path
+from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.strict_json import json_sha256
+
+HYPOTHESIS = "A mode of the model answers more or fewer items of a benchmark than its control."
+TEST = "McNemar's exact test on the same items, two-sided; Holm over all tests of the run"
+RULES = (
+    "A difference counts where its p, adjusted by Holm's rule over all tasks and all pairs of "
+    "arms, is below alpha; all others are not distinguishable, which is not the same as equal. "
+    "Ties and replies without an answer are wrong. The mean over tasks is judged by its interval."
+)
+_CONTROLS = ("base", "ungated", "random")
+_PLAIN_CONTROL = {"fused": "adapter"}
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+def claims_of(arms: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """(arm, control), routed first: each arm against base, a choice of stacks against all of them
+    and against random ones, a fused adapter against the same one unfused.
+    """
+    choosing = ("routed", "oracle")
+    order = (*choosing, *ARMS)
+    ordered = sorted(arms, key=order.index)
+    claims = [
+        (arm, control)
+        for arm in ordered
+        for control in (_CONTROLS if arm in choosing else ("base", _PLAIN_CONTROL.get(arm)))
+        if control is not None and control != arm and control in arms
+    ]
+    return tuple(claims)
+
+
+def plan_document(
+    settings: EvalSettings,
+    asked: Sequence[AskedTask],
+    hashes: Mapping[str, str],
+    harness: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Everything that is fixed. hashes: of model, adapter and store (`hashes_of`). harness: of the
+    lm-evaluation-harness (`harness_plan`).
+    """
+    return {
+        "kind": "eval",
+        "hypothesis": HYPOTHESIS,
+        "rules": RULES,
+        "test": TEST,
+        "tests": sum(len(claims_of(one.arms)) for one in asked),
+        "settings": settings.model_dump(mode="json", exclude=NOT_OF_THE_PLAN),
+        "hashes": dict(hashes),
+        "tasks": {one.task.name: task_plan(settings, one, hashes).as_json() for one in asked},
+        "harness": dict(harness),
+    }
+
+
+def task_plan(settings: EvalSettings, asked: AskedTask, hashes: Mapping[str, str]) -> Plan:
+    """The plan of one task."""
+    task = asked.task
+    how = f", by the {settings.normalisation} likelihood" if task.kind == "likelihood" else ""
+    return Plan(
+        hypothesis=HYPOTHESIS,
+        arms=asked.arms,
+        metric=f"{task.metric}: share of items answered rightly{how}",
+        n=len(asked.items),
+        items_sha256=ids_sha256(item.item_id for item in asked.items),
+        test=TEST,
+        thresholds={"alpha": settings.alpha, "least_gain": 0.0},
+        seeds=(settings.seed,),
+        data=data_of(asked, hashes),
+        expected_rate=settings.expected_rate,
+        expected_discordant=settings.expected_discordant,
+        claims=claims_of(asked.arms),
+        details={
+            "kind": task.kind, "max_tokens": task.max_tokens, "sample": settings.sample,
+            "available": asked.available, "normalisation": settings.normalisation,
+        },
+    )  # fmt: skip
+
+
+def power_lines(settings: EvalSettings, counts: Mapping[str, int], tests: int) -> list[str]:
+    """What each number of items can show, with alpha shared among all tests of the run."""
+    lines: list[str] = []
+    alpha = settings.alpha / max(1, tests)
+    for n in sorted(set(counts.values())):
+        names = ", ".join(name for name, count in counts.items() if count == n)
+        table = power_table(n, settings.expected_rate, settings.expected_discordant, 0.0, alpha)
+        least = table.least_effect_paired
+        shown = "none is large enough" if least is None else f"{100 * least:.1f} points"
+        lines.append(
+            f"{n:,} items ({names}): smallest effect at 80% power, alpha {settings.alpha:g} shared "
+            f"by the run's {tests} test(s): {shown}, if {settings.expected_discordant:.0%} of "
+            "pairs differ"
+        )
+    return lines
+
+
+def data_of(asked: AskedTask, hashes: Mapping[str, str]) -> dict[str, str]:
+    """Name -> hash of what a task's results depend on."""
+    return {"items": bench_items_sha256(asked.items), **hashes}
+
+
+def evidence_of(
+    plan: Plan, outcomes: Mapping[str, Sequence[Outcome]], data: Mapping[str, str], seed: int
+) -> Evidence:
+    """What a task's outcomes were got from. data: hashes as they are now."""
+    items = {arm: [one.item_id for one in found] for arm, found in outcomes.items()}
+    return Evidence(plan.sha256, items, dict(data), (seed,))
+
+
+def hashes_of(settings: ArmSettings, arms: Sequence[str]) -> dict[str, str]:
+    """Of all that the arms are made from: model, tokenizer, adapter, store, router.
+
+    Raises: InputError or CheckpointError where one is not there.
+    """
+    found: dict[str, str] = {}
+    if settings.model is not None:
+        model = resolve_model(settings.model)
+        found["model"] = fingerprint(open_checkpoint(model))
+        found["tokenizer"] = _files_sha256(model, _TOKENIZER)
+    if settings.adapter_path is not None and {"adapter", "fused"} & {*arms}:
+        adapter = user_path(settings.adapter_path)
+        names = ("adapter_config.json", *sorted(p.name for p in adapter.glob("*.safetensors")))
+        found["adapter"] = _files_sha256(adapter, names)
+    if settings.store_path is not None and {"ungated", "routed", *NEED_LABELS} & {*arms}:
+        found["store"] = _files_sha256(user_path(settings.store_path), ("manifest.json",))
+    if settings.router_path is not None and "routed" in arms:
+        router = user_path(settings.router_path)
+        names = tuple(sorted(p.name for p in router.iterdir())) if router.is_dir() else ()
+        found["router"] = _files_sha256(router, names) if names else file_sha256(router)
+    return found
+
+
+def _files_sha256(directory: Path, names: Sequence[str]) -> str:
+    paths = [directory / name for name in names if (directory / name).is_file()]
+    if not paths:
+        raise InputError(f"{directory}: has none of {', '.join(names)}")
+    return json_sha256([[path.name, file_sha256(path)] for path in paths])

@@ -1,0 +1,88 @@
+"""The rules of a reply: patterns that it must hold, and patterns that it must not.
+
+A pattern is a text, compared without regard to case, blanks and the form of an apostrophe, with
+`I'm` and `I am` the same; where it begins or ends with a letter or digit, a word begins or ends
+there too (`Ada` is not in `Canada`). Behind `re:` it is a regular expression, compared in the same
+way. Nothing is guessed: the verdict names each pattern that is missing and each that was hit.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+RULES = (
+    "A reply passes when it holds every required pattern and no forbidden one: case-insensitive, "
+    "whole words, blanks as one, I'm as I am; re: marks a regular expression."
+)
+EXPRESSION = "re:"
+_APOSTROPHES = str.maketrans({"\u2019": "'", "\u2018": "'", "\u02bc": "'", "\u0060": "'"})
+_CONTRACTIONS = (
+    (re.compile(r"\bi'm\b"), "i am"),
+    (re.compile(r"\b(it|that|he|she|who|what|name)'s\b"), r"\1 is"),
+    (re.compile(r"\b(are|is|was|do|does|did|have|has)n't\b"), r"\1 not"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """missing: required patterns that the reply does not hold. hit: forbidden ones that it does."""
+
+    missing: tuple[str, ...] = ()
+    hit: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return not self.missing and not self.hit
+
+    @property
+    def reason(self) -> str:
+        """In words."""
+        words = []
+        if self.missing:
+            words.append(f"missing {', '.join(map(repr, self.missing))}")
+        if self.hit:
+            words.append(f"forbidden {', '.join(map(repr, self.hit))}")
+        return "; ".join(words) or "passed"
+
+
+def score(reply: str, required: Sequence[str], forbidden: Sequence[str]) -> Verdict:
+    """The verdict of a reply. Laws: an empty one holds no pattern; case and blanks decide nothing.
+
+    Raises: ValueError for a pattern that is none, see `compiled`.
+    """
+    text = normalised(reply)
+    return Verdict(
+        tuple(pattern for pattern in required if not compiled(pattern).search(text)),
+        tuple(pattern for pattern in forbidden if compiled(pattern).search(text)),
+    )
+
+
+def normalised(text: str) -> str:
+    """Lower case, plain apostrophes, common contractions written out, runs of blanks as one."""
+    text = " ".join(text.translate(_APOSTROPHES).casefold().split())
+    for contraction, words in _CONTRACTIONS:
+        text = contraction.sub(words, text)
+    return text
+
+
+@functools.lru_cache(maxsize=1024)
+def compiled(pattern: str) -> re.Pattern[str]:
+    """A pattern, for a `normalised` text. Raises: ValueError for a blank or broken one, and for an
+    expression that also fits nothing: it is in every text.
+    """
+    if pattern.startswith(EXPRESSION):
+        source = pattern.removeprefix(EXPRESSION).strip()
+        try:
+            found = re.compile(source, re.IGNORECASE)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        if found.search(""):
+            raise ValueError(f"{pattern!r} fits an empty text, so it says nothing of a reply")
+        return found
+    text = normalised(pattern)
+    if not text:
+        raise ValueError("a blank pattern is in every text; leave it out")
+    before = r"(?<!\w)" if re.match(r"\w", text) else ""
+    after = r"(?!\w)" if re.search(r"\w\Z", text) else ""
+    return re.compile(before + re.escape(text) + after)

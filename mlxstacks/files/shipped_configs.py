@@ -1,0 +1,62 @@
+"""Configs of the published models, to plan a run where the model itself is not on the machine.
+
+A config is a page of numbers: layers, widths, experts. The guard, and `--dry-run` of every command,
+need no more. assets/configs/NAME.json holds one for each model of the recipes; a model is known by
+its name alone: NAME, or NAME-3bit for its weights in 3 bits, in groups of 64.
+
+Sources: qwen3.5-35b-a3b, a public training script (256 experts, 8 active); gemma-3-12b,
+tinyllama-1.1b and stories260k, the published configs. Parameters of all four, and the published
+sizes of stacks on them, are recomputed in tests/files/test_shipped_configs.py.
+"""
+
+import functools
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_DIRECTORY = Path(__file__).resolve().parent.parent / "assets" / "configs"
+_BITS = re.compile(r"(.+)-([234568])bit")
+GROUP_SIZE = 64
+
+
+@dataclass(frozen=True)
+class ShippedConfig:
+    """A config as `config.json` would hold it. bits: what the name says, None: not quantized."""
+
+    name: str
+    bits: int | None
+    config: dict[str, Any]
+
+    @property
+    def words(self) -> str:
+        """How a plan says where its numbers come from."""
+        return f"the shipped config {self.name}, {_width(self.bits)}; the model is not here"
+
+
+def _width(bits: int | None) -> str:
+    return "not quantized" if bits is None else f"{bits} bits in groups of {GROUP_SIZE}"
+
+
+@functools.cache
+def shipped_names() -> tuple[str, ...]:
+    """Names of the models whose config comes with mlxstacks."""
+    return tuple(sorted(path.name.removesuffix(".json") for path in _DIRECTORY.glob("*.json")))
+
+
+def shipped_config(model: str) -> ShippedConfig | None:
+    """The config that a path or hub id names by its last part, whatever the case; None for others.
+
+    `here/qwen3.5-35b-a3b-3bit` and `mlx-community/Qwen3.5-35B-A3B-3bit` are the same model.
+    """
+    name = model.rstrip("/").rpartition("/")[2].casefold()
+    found = None if name in shipped_names() else _BITS.fullmatch(name)
+    bits = int(found[2]) if found else None
+    name = found[1] if found else name
+    if name not in shipped_names():
+        return None
+    config = json.loads((_DIRECTORY / f"{name}.json").read_text(encoding="utf-8"))
+    if bits is not None:
+        config["quantization"] = {"group_size": GROUP_SIZE, "bits": bits, "mode": "affine"}
+    return ShippedConfig(name, bits, config)

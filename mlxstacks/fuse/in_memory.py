@@ -1,0 +1,211 @@
+"""Fuse an adapter into a model that is loaded, without writing one.
+
+    found = fuse_in_memory(model, FuseSettings(model=..., adapter_path=(...,), requant="refit"))
+
+Decisions, deltas and packed bytes come from the code of `fuse.run`, module by module. Law: every
+tensor of the model is, to the bit, what loading the model that `mlxstacks fuse` writes would give.
+"""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_unflatten
+
+from mlxstacks import base_model
+from mlxstacks.errors import CheckpointError, InputError
+from mlxstacks.files.checkpoint import open_checkpoint
+from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.shards import tensor_nbytes
+from mlxstacks.fuse.blocks import Decision
+from mlxstacks.fuse.decide import Choice, decide
+from mlxstacks.fuse.fidelity import Sums
+from mlxstacks.fuse.gather import gather_modules
+from mlxstacks.fuse.kernel_task import kernel_fault, takes_kernel
+from mlxstacks.fuse.module import Module
+from mlxstacks.fuse.report import StageReport, verdict
+from mlxstacks.fuse.rewrite import ModuleWork, measure_module, process
+from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.fuse.summary import entries_bytes, stage_report
+from mlxstacks.ops.affine import Array
+
+_MOST_WORKERS = 8  # as in fuse.run
+# Stored dtype -> what NumPy holds its bytes as, and MLX's own.
+_DTYPES: dict[str, tuple[type, mx.Dtype]] = {
+    "U32": (np.uint32, mx.uint32),
+    "BF16": (np.uint16, mx.bfloat16),
+    "F16": (np.float16, mx.float16),
+    "F32": (np.float32, mx.float32),
+}
+
+
+@dataclass(frozen=True)
+class MemoryFuse:
+    """What was done: the figures of `fuse_report.json`, without files.
+
+    stages: one an adapter, in order. extra_bytes: of the touched modules, against before.
+    """
+
+    stages: tuple[StageReport, ...]
+    extra_bytes: int
+    verdict: str
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "stages": [stage.as_json() for stage in self.stages],
+            "extra_bytes": self.extra_bytes,
+            "verdict": self.verdict,
+            "notes": list(self.notes),
+        }
+
+
+def fuse_in_memory(model: nn.Module, settings: FuseSettings) -> MemoryFuse:
+    """Put `settings.adapter_path` into `model`, which was loaded from `settings.model`.
+
+    A module that is packed gets new weight, scales, biases and bits; one that the policy leaves
+    plain becomes a plain module; one that was widened (`prepare_base`) gets the values in its
+    dtype. save_path, force and fail_under count for nothing. Memory: one module at a time.
+
+    Raises: InputError: the model, an adapter or an option cannot be used, or a module of the
+        checkpoint is not in the model as it is stored; the model is unchanged then. A weight or
+        delta that is not finite is found on the way, and leaves the model half changed.
+    """
+    if settings.model is None or not settings.adapter_path:
+        raise InputError("a fuse in memory needs model and adapter_path")
+    checkpoint = open_checkpoint(resolve_model(settings.model))
+    modules, notes = gather_modules(checkpoint, settings)
+    _check_places(model, modules)
+    workers = max(1, min(os.cpu_count() or 1, _MOST_WORKERS))
+    with ThreadPoolExecutor(workers) as pool:
+
+        def full_pass(module: Module, decisions: dict[int, Decision]) -> dict[int, Sums]:
+            return measure_module(ModuleWork(module, decisions), pool, workers, settings.seed)
+
+        choices = {module.path: decide(module, settings, full_pass) for module in modules}
+        works = _works(modules, choices, settings, notes)
+        sums = {}
+        for work in works:
+            tensors, sums[work.module.path] = _fused(work, pool, workers, settings)
+            _put(model, work, tensors)
+    stages = tuple(
+        stage_report(number, adapter, works, choices, sums)
+        for number, adapter in enumerate(settings.adapter_path)
+    )
+    before = sum(info.nbytes for work in works for info in work.module.tensors())
+    extra = sum(entries_bytes(work.outputs()) for work in works) - before
+    words = verdict(list(stages), settings.zero_delta, None, extra, settings.target_correlation)
+    return MemoryFuse(stages, extra, words, tuple(notes))
+
+
+def _works(
+    modules: list[Module], choices: dict[str, Choice], settings: FuseSettings, notes: list[str]
+) -> list[ModuleWork]:
+    """Each module with its decisions; by a kernel where one runs here and makes NumPy's bytes."""
+    kernels, works = settings.kernels, []
+    for module in modules:
+        decisions = choices[module.path].decisions
+        if kernels and takes_kernel(module, decisions):
+            fault = kernel_fault(module, decisions, settings.zero_delta, settings.seed)
+            if fault is None:
+                works.append(ModuleWork(module, decisions, by_kernel=True))
+                continue
+            kernels = False  # a device that fails once is not asked again
+            notes.append(f"{fault}; NumPy did the rest. Please report this device.")
+        works.append(ModuleWork(module, decisions))
+    return works
+
+
+def _fused(
+    work: ModuleWork, pool: ThreadPoolExecutor, workers: int, settings: FuseSettings
+) -> tuple[dict[str, mx.array], dict[int, Sums]]:
+    """The module's new tensors by their last name ("weight", "scales"), and its sums by stage."""
+    raw = {name: np.empty(tensor_nbytes(dtype, shape) or 0, np.uint8)
+           for name, dtype, shape in work.outputs()}  # fmt: skip
+    filled = dict.fromkeys(raw, 0)
+    total = {stage: Sums() for stage in work.decisions}
+    for done in process(work, pool, workers, settings.zero_delta, settings.seed, True):
+        for name, chunk in done.chunks.items():
+            part = np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
+            raw[name][filled[name] : filled[name] + part.size] = part
+            filled[name] += part.size
+        for stage, sums in done.sums.items():
+            total[stage] = total[stage] + sums
+    assert all(filled[name] == raw[name].size for name in raw), "a block is missing"
+    tensors = {
+        name.rpartition(".")[2]: _as_mlx(raw.pop(name), dtype, shape)
+        for name, dtype, shape in work.outputs()
+    }
+    return tensors, total
+
+
+def _as_mlx(raw: Array, dtype: str, shape: tuple[int, ...]) -> mx.array:
+    held, wanted = _DTYPES[dtype]
+    made = mx.array(raw.view(held).reshape(shape))
+    return made.view(wanted) if made.dtype != wanted else made
+
+
+# --- into the model -------------------------------------------------------------------------------
+
+
+def _check_places(model: nn.Module, modules: list[Module]) -> None:
+    """Raises: CheckpointError listing the modules that are not in the model as they are stored."""
+    there = dict(model.named_modules())
+    problems = list(_misfits(there, modules))
+    if problems:
+        raise CheckpointError(
+            "\n  ".join(
+                ["the model in memory is not the one the adapter is fused into:", *problems]
+            )
+        )
+
+
+def _misfits(there: dict[str, nn.Module], modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        found, stored = there.get(module.path), module.stored
+        if found is None or "weight" not in found:
+            kind = "no module" if found is None else f"a {type(found).__name__}"
+            yield f"{module.path}: {kind} there; take adapters off first, use an mlx checkpoint"
+            continue
+        packed = "scales" in found and stored.bits is not None
+        plain = (*stored.weight.shape[:-1], stored.input_dims)
+        wanted = stored.weight.shape if packed else plain
+        if tuple(found.weight.shape) != tuple(wanted):
+            yield f"{module.path}: weight {found.weight.shape} there, {tuple(wanted)} stored"
+        elif packed and (found.bits, found.group_size) != (stored.bits, stored.group_size):
+            yield f"{module.path}: {found.bits} bits there, {stored.bits} stored"
+
+
+def _put(model: nn.Module, work: ModuleWork, tensors: dict[str, mx.array]) -> None:
+    path, bits = work.module.path, work.bits
+    module: Any = dict(model.named_modules())[path]
+    if "scales" not in module:
+        # Values as mlx-lm's dequantize makes them, in the dtype that the module was widened to.
+        module.weight = _values(work, tensors).astype(module.weight.dtype)
+    elif bits is not None:
+        module.weight, module.scales, module.biases = (
+            tensors[name] for name in ("weight", "scales", "biases")
+        )
+        module.bits = bits
+    else:
+        holder = nn.Module()
+        holder.inner = module
+        base_model.dequantize(holder)
+        holder.inner.weight = tensors["weight"]
+        model.update_modules(tree_unflatten([(path, holder.inner)]))
+        module = holder.inner
+    mx.eval(module.parameters())
+
+
+def _values(work: ModuleWork, tensors: dict[str, mx.array]) -> mx.array:
+    if work.bits is None:
+        return tensors["weight"]
+    group_size = work.module.stored.group_size
+    return mx.dequantize(
+        tensors["weight"], tensors["scales"], tensors["biases"], group_size, work.bits
+    )

@@ -1,0 +1,120 @@
+"""What a command reads, by its settings: which of it is on this machine. Imports no mlx."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mlxstacks.files.disk import user_path
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+# Settings that name what is read. `save_path` of `stack` is read too, where it is there.
+KEYS = (
+    "model", "adapter_path", "store_path", "other_path", "router_path", "routers", "targets",
+    "data", "log_path", "prompts", "counting_library",
+)  # fmt: skip
+# A new store is made by the command itself.
+_MADE = {("stacks import", "store_path")}
+# Files of a data directory, and whether a run needs them.
+_ROWS = {"train.jsonl": True, "valid.jsonl": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """Something that is read. rows: lines of a JSONL file; None for what is no such file."""
+
+    key: str
+    path: str
+    here: bool
+    rows: int | None = None
+    needed: bool = True
+
+    @property
+    def words(self) -> str:
+        """What a plan says of it."""
+        if self.rows is not None:
+            return f"{self.path}: {self.rows:,} rows"
+        if self.here:
+            return f"{self.path}: here"
+        of_rows = "rows unknown: " if self.path.endswith((".jsonl", ".json", ".parquet")) else ""
+        return f"{of_rows}{self.path} is not here" + ("" if self.needed else " (not needed)")
+
+
+def inputs_of(name: str, settings: "BaseModel") -> list[Input]:
+    """All that a command reads, in the order of KEYS; directories of rows by their files."""
+    found: list[Input] = []
+    for key in KEYS:
+        value = getattr(settings, key, None)
+        if value is None or (name, key) in _MADE:
+            continue
+        if key == "data" and name in ("train", "sweep"):
+            found += _rows_of(str(value))
+        elif not (key == "data" and _lists_domains(name, settings)):
+            several = isinstance(value, tuple)
+            found += [_input(key, str(path)) for path in (value if several else [value])]
+    found += [_input("data", path) for path in dict.fromkeys(_sources(name, settings))]
+    return found
+
+
+def absent(inputs: list[Input]) -> list[Input]:
+    """Those that a run could not do without."""
+    return [one for one in inputs if one.needed and not one.here]
+
+
+def _lists_domains(name: str, settings: Any) -> bool:
+    """Whether the files in `data` are known by the domains that are named."""
+    run = getattr(settings, "run", settings) if name == "stack compare" else settings
+    return name in ("stack", "stack compare") and bool(run.domains)
+
+
+def _rows_of(data: str) -> list[Input]:
+    path = user_path(data)
+    if path.is_file():
+        return [_input("data", data)]
+    files = [(str(Path(data) / name), needed) for name, needed in _ROWS.items()]
+    return [_input("data", file, needed) for file, needed in files]
+
+
+def _input(key: str, text: str, needed: bool = True) -> Input:
+    path = user_path(text)
+    here = path.exists()
+    if not here and key == "model":
+        here = _in_hub_cache(text)
+    rows = _lines(path) if here and path.suffix == ".jsonl" and path.is_file() else None
+    return Input(key, text, here, rows, needed)
+
+
+def _lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(bool(line.strip()) for line in file)
+
+
+def _in_hub_cache(model: str) -> bool:
+    """Whether a hub id was downloaded before; asks nobody."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(model, "config.json"), str)
+    except HFValidationError:
+        return False
+
+
+def _sources(name: str, settings: Any) -> Iterator[str]:
+    """Files of the domains, labels and unseen data that settings list."""
+    runs = [getattr(settings, "run", settings)] if name == "stack compare" else [settings]
+    root = Path(getattr(settings, "data", None) or ".")
+    for run in runs:
+        for domain in getattr(run, "domains", ()) if name in ("stack", "stack compare") else ():
+            if domain.data is None:
+                yield str(root / f"{domain.name}.jsonl")
+            else:
+                yield from (str(root / s.path) for s in domain.data.sources if s.path)
+    for labelled in getattr(settings, "sources", ()):
+        yield from (str(root / source.path) for source in labelled.data.sources if source.path)
+    for source in getattr(settings, "unseen", ()) or ():
+        path = source if isinstance(source, str) else getattr(source, "path", None)
+        if path:
+            yield str(root / path)

@@ -1,0 +1,158 @@
+"""A result, put into words with what goes for all kinds: plan, standing, environment, repeat."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, Literal
+
+from mlxstacks.files.strict_json import json_sha256
+from mlxstacks.report.content import Cell, Content
+from mlxstacks.report.find import STACK_REPORT, Source
+from mlxstacks.report.kinds import Kind, kind_named
+from mlxstacks.report.values import Value
+from mlxstacks.report.words import clean, listed, nbytes, number, plain
+
+Standing = Literal["confirmatory", "EXPLORATORY", "planned only", "no plan"]
+# Settings that say where a run writes and how it goes on, not what it makes.
+_PLACES = {"save_path", "force", "resume"}
+EXPLORATORY: Standing = "EXPLORATORY"
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that the page says of one result.
+
+    slug: of its anchor and files. settings, plan: names and values in words. recipe: YAML that
+    `mlxstacks run` takes, None where the result says no settings. power: what the plan can find.
+    """
+
+    slug: str
+    source: Source
+    kind: Kind
+    status: str
+    hypothesis: str
+    standing: Standing
+    reasons: tuple[str, ...]
+    plan_sha256: str | None
+    plan: tuple[tuple[str, Cell], ...]
+    power: tuple[str, ...]
+    settings: tuple[tuple[str, Cell], ...]
+    environment: tuple[tuple[str, Cell], ...]
+    recipe: str | None
+    notes: tuple[str, ...]
+    content: Content
+
+
+def run_of(source: Source, slug: str) -> Run:
+    """Raises: InputError for an unknown kind and for a part of another type than its key says."""
+    file = f"{source.path}/{source.file}"
+    kind = kind_named(source.kind, file)
+    document = Value(source.document, file)
+    trained = Value(source.also.get(STACK_REPORT), f"{source.path}/{STACK_REPORT}")
+    about = trained if trained else document
+    standing, reasons = _standing(document)
+    exploratory = standing == EXPLORATORY
+
+    def mark(title: str) -> str:
+        return f"{title} (EXPLORATORY)" if exploratory else title
+
+    settings, plan = about["settings"], document["plan"]
+    said = Value({**source.document, "trained": trained.raw}, file)
+    content = kind.content(said if source.kind == "store" else document, mark)
+    return Run(
+        slug, source, kind, _status(source, document, about),
+        plan["hypothesis"].text or _hypothesis(plan) or kind.question,
+        standing, reasons, document["plan_sha256"].text,
+        _pairs(plan, skip={"hypothesis"}), tuple(document["power"].texts()), _pairs(settings),
+        _environment(about), _recipe(kind, settings), _notes(document, trained),
+        content,
+    )  # fmt: skip
+
+
+def _status(source: Source, document: Value, about: Value) -> str:
+    usual = "stored" if source.kind == "store" else "unknown"
+    return document["status"].text or about["status"].text or usual
+
+
+def _hypothesis(plan: Value) -> str | None:
+    """Of a plan with one part a task: theirs, each once."""
+    found = [one["hypothesis"].text for _, one in _tasks(plan)]
+    return " ".join(dict.fromkeys(text for text in found if text)) or None
+
+
+def _tasks(plan: Value) -> list[tuple[str, Value]]:
+    tasks = plan["tasks"]
+    pairs = tasks.items() if tasks.is_mapping else plan.items()
+    return [(name, one) for name, one in pairs if one.is_mapping]
+
+
+def _standing(document: Value) -> tuple[Standing, tuple[str, ...]]:
+    """What the result says of itself, and whether its plan has the hash that it names."""
+    if document["status"].text == "planned":
+        return "planned only", ()
+    own, plan, named = document["standing"], document["plan"], document["plan_sha256"].text
+    reasons = own["reasons"].texts()
+    if plan and named not in _hashes(plan.raw):
+        reasons.append(f"the plan in the file has not the hash {short_hash(named)} that it names")
+    if own["status"].text == "exploratory" or reasons:
+        return EXPLORATORY, tuple(reasons)
+    return ("confirmatory", ()) if plan and plan.is_mapping and named else ("no plan", ())
+
+
+def _hashes(plan: Mapping[str, Any]) -> set[str]:
+    """As all commands but one hash a plan, and as `sweep buffers` and `train` do."""
+    text = json.dumps(plan, sort_keys=True)
+    return {json_sha256(plan), sha256(text.encode()).hexdigest()}
+
+
+def short_hash(found: str | None) -> str:
+    return clean(found, 12).partition(" ")[0] if found else "none"
+
+
+def _pairs(value: Value, skip: frozenset[str] | set[str] = frozenset()) -> tuple[
+    tuple[str, Cell], ...
+]:  # fmt: skip
+    """Names and values; parts of a nested one as `name.part`."""
+    found: list[tuple[str, Cell]] = []
+    for name, one in value.items() if value.is_mapping else ():
+        if name in skip:
+            continue
+        if one.is_mapping and one:
+            found += [(f"{name}.{inner}", plain(part)) for inner, part in one.items()]
+        else:
+            found.append((name, "none" if one.raw is None else plain(one)))
+    return tuple(found)
+
+
+def _environment(about: Value) -> tuple[tuple[str, Cell], ...]:
+    figures = about["figures"]
+    where = figures if figures["versions"] else about
+    said: list[tuple[str, Cell]] = [
+        ("device", where["device"].text),
+        ("versions", listed(f"{k} {v.text}" for k, v in where["versions"].items()) or None),
+        ("seconds", number(where["seconds"].number)),
+        ("highest memory", nbytes(where["peak_bytes"].number)),
+    ]
+    fingerprint = about["base_fingerprint"].text or about["plan"]["base_fingerprint"].text
+    said.append(("base fingerprint", fingerprint))
+    return tuple(said)
+
+
+def _recipe(kind: Kind, settings: Value) -> str | None:
+    if not settings or not settings.is_mapping:
+        return None
+    import yaml
+
+    values = {name: value for name, value in settings.raw.items() if name not in _PLACES}
+    text: str = yaml.safe_dump(
+        {"command": kind.command, **values}, sort_keys=False, allow_unicode=False, width=88
+    )
+    return text
+
+
+def _notes(document: Value, trained: Value) -> tuple[str, ...]:
+    notes = [*document["notes"].texts(), *trained["notes"].texts()]
+    if gate := document["failed_gate"].text:
+        notes.insert(0, f"Gate not met: {gate}")
+    return tuple(notes)

@@ -1,0 +1,208 @@
+"""What `mlxstacks eval` says of scores: marks, verdicts, JSON, plots.
+
+Run: pytest tests/experiments/benchmarks/test_report.py
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxstacks.experiments.benchmarks.asked import AskedTask
+from mlxstacks.experiments.benchmarks.harness_results import harness_findings
+from mlxstacks.experiments.benchmarks.outcomes import Outcome
+from mlxstacks.experiments.benchmarks.plan import claims_of, data_of, power_lines, task_plan
+from mlxstacks.experiments.benchmarks.plots import write_plots
+from mlxstacks.experiments.benchmarks.report import Findings, find
+from mlxstacks.experiments.benchmarks.settings import EvalSettings
+from mlxstacks.experiments.benchmarks.tasks import task_named
+from mlxstacks.experiments.benchmarks.types import BenchItem
+from tests.experiments.eval_cases import HASHES, outcome, outcomes_of
+
+SETTINGS = EvalSettings(model="m")
+
+
+def asked_of(task: str, n: int, arms: Sequence[str]) -> AskedTask:
+    likelihood = task_named(task).kind == "likelihood"
+    items = tuple(
+        BenchItem(str(index), "?", 0 if likelihood else "1", (" a", " b", " c", " d") * likelihood)
+        for index in range(n)
+    )
+    return AskedTask(task_named(task), items, n, tuple(arms))
+
+
+def found_of(tasks: Mapping[str, Mapping[str, Sequence[Outcome]]], **changes: Any) -> Findings:
+    asked = [
+        asked_of(name, len(next(iter(arms.values()))), list(arms)) for name, arms in tasks.items()
+    ]
+    plans = {one.task.name: task_plan(SETTINGS, one, HASHES) for one in asked}
+    data = {one.task.name: data_of(one, HASHES) for one in asked}
+    return find(asked, tasks, plans, data, **{"alpha": 0.05, "seed": 0} | changes)
+
+
+def marks(right: int, n: int = 200) -> list[Outcome]:
+    """The first `right` items right: arms with more know what those with less do."""
+    return outcomes_of([index < right for index in range(n)])
+
+
+def test_a_gain_a_loss_and_nothing_are_said_in_words() -> None:
+    found = found_of({
+        "arc_easy": {"base": marks(100), "routed": marks(130)},
+        "medqa": {"base": marks(100), "routed": marks(60)},
+        "mmlu": {"base": marks(90), "routed": marks(92)},
+    })  # fmt: skip
+    assert "better on arc_easy; worse on medqa." in found.verdict
+    assert "routed less base: -1.3 points in the mean of 3 tasks" in found.verdict
+    assert "not distinguishable" in found.verdict
+    assert "2 of 3 tests count" in found.verdict
+    assert found.verdict.endswith("As planned beforehand.")
+    assert [c.in_words for c in found.tasks["mmlu"].comparisons] == ["not distinguishable"]
+
+
+def test_scores_of_guessing_are_marked_and_so_is_the_verdict() -> None:
+    found = found_of({"mmlu": {"base": marks(50), "routed": marks(55)}})
+    assert "at the level of guessing (25.0%): base, routed" in found.tasks["mmlu"].marks
+    assert "On mmlu every arm is at the level of guessing" in found.verdict
+    known = found_of({"mmlu": {"base": marks(150), "routed": marks(55)}})
+    assert "at the level of guessing (25.0%): routed" in known.tasks["mmlu"].marks
+    assert "every arm" not in known.verdict
+
+
+def test_a_model_that_never_boxes_is_marked() -> None:
+    never = [outcome(index, False, value=None, rule="none") for index in range(20)]
+    boxes = [outcome(index, index < 5, rule="boxed") for index in range(20)]
+    found = found_of({"math500": {"base": boxes, "routed": never}})
+    assert any("never boxed an answer" in m and m.endswith(": routed")
+               for m in found.tasks["math500"].marks)  # fmt: skip
+    number = found_of({"gsm8k": {"base": never, "routed": boxes}})
+    assert any(
+        "no answer that a rule finds" in m and m.endswith("base")
+        for m in number.tasks["gsm8k"].marks
+    )
+    assert number.tasks["gsm8k"].arms["base"].parse_failure_rate == 1
+
+
+def test_truncations_ties_and_cut_replies_are_counted_in_marks() -> None:
+    odd = [
+        outcome(0, False, tie=True, value=None), outcome(1, True, truncated=True),
+        outcome(2, True, cut=True),
+    ]  # fmt: skip
+    found = found_of({"mmlu": {"base": odd, "routed": outcomes_of([True] * 3)}}).tasks["mmlu"].marks
+    assert "ties, counted as wrong: base 1" in found
+    assert "prompts cut from the left: base 1" in found
+    assert "replies cut at max_tokens: base 1" in found
+    assert "answered by the base, no domain active: routed 3" in found
+
+
+def test_a_missing_arm_a_subset_and_other_items_make_it_exploratory() -> None:
+    asked = asked_of("mmlu", 40, ["base", "routed"])
+    plans = {"mmlu": task_plan(SETTINGS, asked, HASHES)}
+    data = {"mmlu": data_of(asked, HASHES)}
+
+    def reasons(outcomes: dict[str, list[Outcome]], **changes: Any) -> str:
+        values = {"alpha": 0.05, "seed": 0} | changes
+        found = find([asked], {"mmlu": outcomes}, plans, data, **values)
+        assert found.verdict.count("Exploratory") == bool(found.standing.reasons)
+        return "; ".join(found.standing.reasons)
+
+    whole = marks(20, 40)
+    assert reasons({"base": whole, "routed": whole}) == ""
+    assert "missing arm: routed" in reasons({"base": whole})
+    assert "a subset, 39 of 40" in reasons({"base": whole[1:], "routed": whole[1:]})
+    assert "seeds [1], planned [0]" in reasons({"base": whole, "routed": whole}, seed=1)
+    with pytest.raises(ValueError, match="answered different items"):
+        reasons({"base": whole, "routed": whole[1:]})
+
+
+def test_one_arm_alone_compares_nothing() -> None:
+    found = found_of({"mmlu": {"base": marks(20, 40)}})
+    assert found.differences == []
+    assert "nothing is compared" in found.verdict
+
+
+def test_published_scores_of_the_spec_are_in_the_report() -> None:
+    # spec/evaluation.md section 5
+    published = {"hellaswag": (0.670, 0.650), "medqa": (0.385, 0.350), "gsm8k": (0.665, 0.665)}
+    found = found_of({name: {"base": marks(20, 40)} for name in published}).as_json()
+    for name, scores in published.items():
+        said = found["tasks"][name]["published"]
+        assert (said["base"], said["routed"], said["n"]) == (*scores, 200)
+        assert "Gemma 3 12B" in said["of"]
+    json.dumps(found, allow_nan=False)
+
+
+def test_claims_are_against_base_ungated_random_and_the_unfused_adapter() -> None:
+    arms = ("base", "adapter", "fused", "ungated", "routed", "oracle", "random")
+    claims = claims_of(arms)
+    assert claims[:3] == (("routed", "base"), ("routed", "ungated"), ("routed", "random"))
+    assert {("fused", "adapter"), ("fused", "base"), ("ungated", "base")} < set(claims)
+    assert len(claims) == len(set(claims)) == 11
+    assert claims_of(("base",)) == ()
+    assert claims_of(("ungated", "routed")) == (("routed", "ungated"),)
+
+
+def test_power_shares_alpha_among_the_tests() -> None:
+    few, many = (power_lines(SETTINGS, {"a": 500, "b": 500}, tests)[0] for tests in (1, 40))
+    assert "500 items (a, b)" in few
+
+    def points(line: str) -> float:
+        return float(line.split(": ")[2].split(" points")[0])
+
+    assert points(few) < points(many)
+
+
+def test_plots_are_drawn_and_the_same_twice(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    found = found_of({
+        "mmlu": {"base": marks(20, 40), "routed": marks(30, 40)},
+        "humaneval": {"base": outcomes_of([None] * 3), "routed": outcomes_of([None] * 3)},
+    })  # fmt: skip
+    files = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        names, notes = write_plots(tmp_path / name, found)
+        assert not notes
+        files.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
+    assert set(names) == {f"{n}.{s}" for n in ("scores", "differences") for s in ("png", "svg")}
+    assert files[0] == files[1]
+
+
+# --- the harness's tasks --------------------------------------------------------------------------
+
+
+def harness_of(right: Mapping[str, int], n: int = 40, metric: str = "acc") -> dict[str, Any]:
+    return {
+        arm: {
+            "lm_eval": "0.4", "tasks": {"t": {}},
+            "arms": {arm: {"tasks": {"t": {
+                "metrics": {f"{metric},none": count / n}, "ties": 1, "seconds": 1.0,
+                "samples": [
+                    {"doc_id": place, "filter": "none", "metrics": {metric: float(place < count)}}
+                    for place in range(n)
+                ],
+            }}}},
+        }
+        for arm, count in right.items()
+    }  # fmt: skip
+
+
+def test_the_harness_is_compared_item_by_item() -> None:
+    found = harness_findings(harness_of({"base": 10, "routed": 30}), 0.05)
+    task = found["tasks"]["t"]
+    assert (task["metric"], found["tests"]) == ("acc", 1)
+    assert task["arms"]["routed"]["score"] == 0.75
+    assert task["comparisons"][0]["mcnemar"]["gained"] == 20
+    assert task["comparisons"][0]["label"] == "better"
+    assert harness_findings({}, 0.05) == {}
+
+
+def test_a_metric_that_is_neither_right_nor_wrong_is_shown_and_not_tested() -> None:
+    raw = harness_of({"base": 10, "routed": 30}, metric="bleu")
+    for arm in raw:
+        raw[arm]["arms"][arm]["tasks"]["t"]["samples"][0]["metrics"]["bleu"] = 0.3
+    task = harness_findings(raw, 0.05)["tasks"]["t"]
+    assert task["comparisons"] == []
+    assert "score" not in task["arms"]["base"]
+    assert task["arms"]["base"]["metrics"] == {"bleu,none": 0.25}

@@ -1,0 +1,422 @@
+"""`mlxstacks eval` with arms that answer without a model: plan, resuming, regrading, refusals.
+
+Run: pytest tests/experiments/benchmarks/test_run.py
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxstacks.errors import InputError
+from mlxstacks.experiments.benchmarks import harness
+from mlxstacks.experiments.benchmarks.asked import ask
+from mlxstacks.experiments.benchmarks.report import EvalReport
+from mlxstacks.experiments.benchmarks.run import run
+from mlxstacks.experiments.benchmarks.settings import EvalSettings
+from mlxstacks.experiments.benchmarks.tasks import task_named
+from mlxstacks.experiments.run_directory import work_path
+from mlxstacks.files.strict_json import json_sha256
+from mlxstacks.recipe.file import load_recipe
+from mlxstacks.recipe.resolve import validate
+from tests.experiments.eval_cases import FakeArms, item_row, settings_for, use, write_places
+
+ARMS = ("base", "ungated", "routed", "oracle", "random")
+PROGRAM = """
+import sys
+import pytest
+from mlxstacks.experiments.benchmarks.run import run
+from mlxstacks.experiments.benchmarks.settings import EvalSettings
+from mlxstacks.recipe.file import load_recipe
+from mlxstacks.recipe.resolve import validate
+from tests.experiments.eval_cases import FakeArms, use
+with pytest.MonkeyPatch.context() as patch:
+    use(patch, FakeArms(pause=0.05))
+    run(EvalSettings.model_validate_json(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeArms:
+    return use(monkeypatch, FakeArms())
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_places(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def done(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[EvalReport, Path]:
+    """Both kinds of task, letters and the old rule beside."""
+    target = tmp_path_factory.mktemp("eval") / "done"
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, FakeArms())
+        changes = {
+            "tasks": ("items", "gsm8k", "mmlu_pro"),
+            "letters": True,
+            "reference_offset": True,
+        }
+        return run(settings_for(data, target, **changes)), target
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def answers(directory: Path) -> dict[str, Any]:
+    """Every answer file without its seconds."""
+    return {
+        str(path.relative_to(directory)): [
+            {key: value for key, value in row.items() if key != "seconds"} for row in rows(path)
+        ]
+        for path in sorted(directory.rglob("*.jsonl"))
+    }
+
+
+# --- a run from end to end ------------------------------------------------------------------------
+
+
+def test_every_arm_answers_the_same_items_under_one_plan(done: tuple[EvalReport, Path]) -> None:
+    report, target = done
+    written = json.loads((target / "eval_report.json").read_text())
+    assert written == json.loads(json.dumps(report.as_json()))
+    plan = json.loads((target / "plan.json").read_text())
+    assert written["plan_sha256"] == json_sha256(plan)
+    assert written["standing"] == {"status": "confirmatory", "reasons": []}
+    for task, n in (("items", 60), ("gsm8k", 60)):
+        ids = set()
+        for arm in written["tasks"][task]["arms"]:
+            of = "texts" if task == "items" else "replies"
+            header, *found = rows(target / "answers" / task / f"{arm}.{of}.jsonl")
+            assert header == {
+                "plan_sha256": written["plan_sha256"], "task": task, "arm": arm, "of": of,
+            }  # fmt: skip
+            ids.add(tuple(row["item_id"] for row in found))
+            assert len(found) == n
+        assert len(ids) == 1
+
+
+def test_scores_are_those_of_what_the_arms_know(done: tuple[EvalReport, Path]) -> None:
+    tasks = done[0].as_json()["tasks"]
+    for task in ("items", "gsm8k"):
+        scores = {name: one["score"] for name, one in tasks[task]["arms"].items()}
+        assert scores["ungated"] < scores["base"] < scores["routed"]
+    items = tasks["items"]
+    assert items["guess_rate"] == 0.25
+    for one in items["arms"].values():
+        assert set(one["normalisations"]) == {"sum", "token", "character"}
+        assert one["reference_offset"]["n"] == 60
+    lettered = tasks["mmlu_pro"]["arms"]["base"]
+    assert lettered["letters"] == lettered["normalisations"]["sum"]
+    assert items["arms"]["base"]["letters"] is None
+    # The old rule always takes the candidate of one token, here the first of four.
+    assert {one["reference_offset"]["right"] for one in items["arms"].values()} == {15}
+    base = tasks["gsm8k"]["arms"]["base"]
+    assert base["cut_at_max_tokens"] == base["unparsed"] == 60 - base["right"]
+    assert set(base["rules"]) == {"marker", "none"}
+
+
+def test_arms_without_labels_are_left_out_and_said(done: tuple[EvalReport, Path]) -> None:
+    found = done[0].as_json()["tasks"]["gsm8k"]
+    assert list(found["arms"]) == ["base", "ungated", "routed"]
+    assert any("without oracle and random" in mark for mark in found["marks"])
+    assert list(done[0].as_json()["tasks"]["items"]["arms"]) == list(ARMS)
+
+
+def test_pairs_are_one_family_and_published_scores_are_marked(
+    done: tuple[EvalReport, Path],
+) -> None:
+    report = done[0].as_json()
+    pairs = {
+        task: [(c["arm"], c["control"]) for c in one["comparisons"]]
+        for task, one in report["tasks"].items()
+    }
+    assert pairs["gsm8k"] == [("routed", "base"), ("routed", "ungated"), ("ungated", "base")]
+    assert ("routed", "random") in pairs["items"]
+    assert report["tests"] == sum(map(len, pairs.values())) == report["plan"]["tests"]
+    p_values = [c["mcnemar"]["p_value"] for t in report["tasks"].values() for c in t["comparisons"]]
+    adjusted = [c["p_adjusted"] for t in report["tasks"].values() for c in t["comparisons"]]
+    assert min(adjusted) == pytest.approx(min(1, len(p_values) * min(p_values)))
+    published = report["tasks"]["gsm8k"]["published"]
+    assert (published["base"], published["measured_here"]) == (0.665, False)
+    assert "routed less ungated" in report["verdict"]
+    assert report["verdict"].endswith("As planned beforehand.")
+
+
+def test_a_repeated_run_is_the_same_but_for_seconds(
+    done: tuple[EvalReport, Path], data: Path, tmp_path: Path, fakes: FakeArms
+) -> None:
+    changes = {"tasks": ("items", "gsm8k", "mmlu_pro"), "letters": True, "reference_offset": True}
+    run(settings_for(data, tmp_path / "again", **changes))
+    assert answers(tmp_path / "again") == answers(done[1])
+    assert fakes.opened == list(ARMS)
+
+
+def test_the_recipe_in_the_target_makes_the_same_run_again(
+    done: tuple[EvalReport, Path],
+) -> None:
+    recipe = load_recipe(str(done[1] / "recipe.yaml"))
+    assert recipe.command == "eval"
+    settings = validate(EvalSettings, recipe.values)
+    again = settings.model_dump(mode="json", exclude={"save_path", "force", "resume"})
+    assert again == done[0].settings
+
+
+# --- going on -------------------------------------------------------------------------------------
+
+
+def test_a_run_killed_at_any_moment_goes_on(data: Path, tmp_path: Path, fakes: FakeArms) -> None:
+    target = tmp_path / "killed"
+    settings = settings_for(data, target, tasks=("items", "gsm8k"))
+    whole = tmp_path / "whole"
+    run(settings.model_copy(update={"save_path": str(whole)}))
+    fakes.made.clear()
+    kills = 0
+    for arm in ("ungated", "oracle"):
+        command = [sys.executable, "-c", PROGRAM, settings.model_dump_json()]
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        path = work_path(target) / "answers" / "items" / f"{arm}.texts.jsonl"
+        while process.poll() is None and not (path.exists() and path.stat().st_size > 200):
+            time.sleep(0.005)
+        os.kill(process.pid, signal.SIGKILL)
+        kills += process.wait() == -signal.SIGKILL
+    assert kills == 2
+    assert not target.exists()
+    # A process dies in the middle of a line, too.
+    with path.open("ab") as file:
+        file.write(b'{"item_id": "ha')
+    run(settings)
+    assert answers(target) == answers(whole)
+    assert not work_path(target).exists()
+    asked = {arm.name: arm.calls for arm in fakes.made}
+    assert not {"base", "ungated"} & asked.keys()
+    assert asked["random"] == 60
+
+
+def test_answers_of_another_plan_are_refused(data: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    target = tmp_path / "out"
+    use(monkeypatch, FakeArms(stop_after=1))
+    with pytest.raises(KeyboardInterrupt):
+        run(settings_for(data, target))
+    arms = use(monkeypatch, FakeArms())
+    for change, said in (
+        ({"normalisation": "sum"}, "settings: was"),
+        ({"limit": 30}, "tasks: was"),
+        ({"arms": ("base", "routed")}, "tasks: was"),
+    ):
+        with pytest.raises(InputError, match=f"another plan(?s:.*){said}"):
+            run(settings_for(data, target, **change))
+    assert not arms.opened
+    run(settings_for(data, target, normalisation="sum", resume=False))
+    assert arms.opened == list(ARMS)
+
+
+def test_damaged_and_foreign_answers_are_refused(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out"
+    use(monkeypatch, FakeArms(stop_after=2))
+    with pytest.raises(KeyboardInterrupt):
+        run(settings_for(data, target))
+    path = work_path(target) / "answers" / "items" / "base.texts.jsonl"
+    kept = path.read_bytes()
+    use(monkeypatch, FakeArms())
+    for broken, said in (
+        (kept.replace(b'"sums"', b'"sum"', 1), "damaged"),
+        (kept.replace(b'"item_id": "3"', b'"item_id": "x"'), "answers to other items"),
+        (kept.replace(b'"arm": "base"', b'"arm": "routed"'), "another plan or arm"),
+    ):
+        path.write_bytes(broken)
+        with pytest.raises(InputError, match=said):
+            run(settings_for(data, target))
+    path.write_bytes(kept)
+    run(settings_for(data, target))
+
+
+def test_tasks_of_the_harness_are_asked_once_an_arm_and_kept(
+    tmp_path: Path, fakes: FakeArms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def fake(arms: Sequence[Any], names: Sequence[str], **options: Any) -> dict[str, Any]:
+        asked.append((arms[0].name, tuple(names), options["domains"]))
+        if arms[0].name == "routed" and len(asked) == 2:
+            raise KeyboardInterrupt
+        samples = [
+            {"doc_id": index, "filter": "none", "metrics": {"acc": float(arms[0].name != "base")}}
+            for index in range(20)
+        ]
+        result = {"metrics": {"acc,none": 0.5}, "samples": samples, "ties": 0, "seconds": 1.0}
+        of_arm = {arms[0].name: {"tasks": {names[0]: result}}}
+        return {"lm_eval": "0", "tasks": {names[0]: {}}, "arms": of_arm}
+
+    monkeypatch.setattr(harness, "run_harness", fake)
+    place = write_places(tmp_path / "data")
+    rows_of_arc = [
+        {"query": f"Question: {i}?", "choices": ["a", "b"], "gold": 0} for i in range(20)
+    ]
+    (place / "bench_arc_easy.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows_of_arc))
+    settings = settings_for(
+        place, tmp_path / "out", tasks=("items", "lm_eval/arc_easy_local"), limit=6,
+        arms=("base", "routed"), domains=("lm_eval/arc_easy_local=science",),
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        run(settings)
+    report = run(settings).as_json()
+    domains = {"arc_easy_local": "science"}
+    assert asked == [(arm, ("arc_easy_local",), domains) for arm in ("base", "routed", "routed")]
+    assert [arm.calls for arm in fakes.made] == [6, 6, 0]
+    found = report["harness"]["tasks"]["arc_easy_local"]
+    assert found["arms"]["routed"]["score"] == 1
+    assert found["comparisons"][0]["label"] == "better"
+    assert "arc_easy_local" in report["plan"]["harness"]
+    assert list(report["tasks"]) == ["items"]
+    with pytest.raises(InputError, match="did you mean 'arc_easy_local'"):
+        run(settings_for(place, tmp_path / "x", tasks=("lm_eval/arc_easy",), arms=("base",)))
+
+
+# --- grading again --------------------------------------------------------------------------------
+
+
+def test_a_regrade_loads_nothing_and_agrees(
+    done: tuple[EvalReport, Path], tmp_path: Path, fakes: FakeArms
+) -> None:
+    report, source = done
+    again = run(EvalSettings(regrade=str(source), save_path=str(tmp_path / "again"), plots=False))
+    assert not fakes.opened
+    left = {"seconds", "save_path", "settings"}
+    before, after = report.as_json(), again.as_json()
+    assert {k: v for k, v in before.items() if k not in left} == {
+        k: v for k, v in after.items() if k not in left
+    }
+    assert answers(tmp_path / "again") == answers(source)
+
+
+def test_a_regrade_sees_that_the_items_changed(data: Path, tmp_path: Path, fakes: FakeArms) -> None:
+    place = write_places(tmp_path / "data")
+    run(settings_for(place, tmp_path / "out"))
+    changed = [item_row(index) for index in range(60)]
+    changed[5]["answer"] = "D"
+    (place / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
+    again = run(EvalSettings(regrade=str(tmp_path / "out"), save_path=str(tmp_path / "again")))
+    assert again.findings is not None
+    assert any("items: changed" in reason for reason in again.findings.standing.reasons)
+    with pytest.raises(InputError, match="not a finished run of `mlxstacks eval`"):
+        run(EvalSettings(regrade=str(data), save_path=str(tmp_path / "other")))
+
+
+def test_programs_are_graded_only_where_they_may_run(
+    data: Path, tmp_path: Path, fakes: FakeArms
+) -> None:
+    settings = settings_for(data, tmp_path / "out", tasks=("humaneval", "gsm8k"), arms=("base",))
+    report = run(settings).as_json()
+    found = report["tasks"]["humaneval"]
+    assert found["arms"]["base"]["score"] is None
+    assert any("not graded" in mark and "--allow-code" in mark for mark in found["marks"])
+    assert report["means"]["base"]["tasks"] == 1
+    again = run(EvalSettings(
+        regrade=str(tmp_path / "out"), save_path=str(tmp_path / "graded"), allow_code=True,
+        plots=False,
+    )).as_json()  # fmt: skip
+    # What the arm wrote are comments, not programs.
+    assert again["tasks"]["humaneval"]["arms"]["base"]["score"] == 0
+
+
+# --- refusals and dry runs ------------------------------------------------------------------------
+
+
+def test_a_dry_run_reads_data_and_nothing_else(data: Path, tmp_path: Path) -> None:
+    settings = settings_for(data, tmp_path / "out", tasks=("items", "mmlu"), limit=30)
+    report = run(settings, dry_run=True)
+    assert report.status == "planned"
+    assert report.tasks["items"]["n"] == 30
+    assert report.tasks["items"]["available"] == 60
+    assert "30 items (items)" in report.power[0]
+    assert any("mmlu" in note and "Not read" in note for note in report.notes)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_sample_is_stratified_and_the_first_rows_only_where_asked(
+    data: Path, tmp_path: Path, fakes: FakeArms
+) -> None:
+    for sample in ("stratified", "first"):
+        run(settings_for(data, tmp_path / sample, limit=9, sample=sample, arms=("base",)))
+    ids = {
+        sample: [
+            r["item_id"] for r in rows(tmp_path / sample / "answers/items/base.texts.jsonl")[1:]
+        ]
+        for sample in ("stratified", "first")
+    }
+    assert ids["first"] == [str(index) for index in range(9)]
+    assert sorted(int(name) % 3 for name in ids["stratified"]) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert ids["stratified"] != ids["first"]
+
+
+def test_what_cannot_be_evaluated_is_refused_with_a_reason(
+    data: Path, tmp_path: Path, fakes: FakeArms
+) -> None:
+    def refused(said: str, **changes: Any) -> None:
+        with pytest.raises(InputError, match=said):
+            run(settings_for(data, tmp_path / "out", **changes))
+
+    refused("the nearest is items", tasks=("itms",))
+    refused("mmlu: (?s:.*)mmlu.jsonl(?s:.*)--tasks", tasks=("items", "mmlu"))
+    refused("oracle and random needs items that name a domain", tasks=("mmlu_pro",), domains=())
+    refused("adapter", arms=("base", "adapter"))
+    empty = tmp_path / "items.jsonl"
+    empty.write_text("")
+    refused("items", data=str(empty))
+    twice = [item_row(1), item_row(1)]
+    empty.write_text("".join(json.dumps(row) + "\n" for row in twice))
+    refused("occur twice: 1", data=str(empty))
+    empty.write_text(json.dumps(item_row(1) | {"answer": "Q"}) + "\n")
+    refused("answer is 'Q'", data=str(empty))
+    assert not fakes.opened
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"domains": ("alpha",)}, "SUBJECT=DOMAIN"),
+        ({"domains": ("a=b", "a=c")}, "each subject once"),
+        ({"tasks": ()}, "tasks is empty"),
+        ({"tasks": ("items", "items")}, "give each once"),
+        ({"limit": 0}, "limit"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        EvalSettings.model_validate(changes)
+
+
+def test_candidates_that_begin_a_turn_of_a_chat_have_no_blank_before_them(data: Path) -> None:
+    plain, chat = (
+        ask(settings_for(data, Path("x"), chat=chat), task_named("mmlu_pro")).items[0]
+        for chat in ("none", "all")
+    )
+    assert plain.candidates[0] == " answer 0 w"
+    assert plain.letters == (" A", " B", " C", " D")
+    assert chat.candidates[0] == "answer 0 w"
+    assert chat.letters == ("A", "B", "C", "D")
+
+
+def test_an_arm_that_gives_too_few_answers_is_no_arm(
+    data: Path, tmp_path: Path, fakes: FakeArms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.experiments.eval_cases import FakeArm
+
+    whole = FakeArm.score
+    monkeypatch.setattr(
+        FakeArm, "score", lambda self, items, of="texts": whole(self, items, of)[1:]
+    )
+    with pytest.raises(ValueError, match="7 answers to 8 items"):
+        run(settings_for(data, tmp_path / "out"))

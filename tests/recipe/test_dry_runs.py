@@ -1,0 +1,179 @@
+"""`run --dry-run` of every shipped recipe, on a machine that has none of their models and data.
+
+Rows are cut to 16 tokens for the guard here, which changes its numbers and none of the paths to
+them; two verdicts are computed in full and compared with what the recipes say.
+Run: pytest tests/recipe/test_dry_runs.py
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxstacks import memory
+from mlxstacks.guard import run as guard_run
+from mlxstacks.guard.settings import GuardSettings
+from mlxstacks.recipe.config_plan import PLAN_THEMSELVES, TRAIN
+from mlxstacks.recipe.file import Recipe, load_recipe, recipe_names
+from mlxstacks.recipe.table import COMMANDS
+from tests.cli.conftest import Run
+
+BIG = "-qwen3.5-35b-a3b"
+SHORT_ROWS = 16
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch, work_dir: Path) -> Path:
+    """An empty current directory, and no hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return work_dir
+
+
+@pytest.fixture
+def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    predict = guard_run.predict_training
+
+    def shorter(config: Any, settings: GuardSettings, *rest: Any, **more: Any) -> Any:
+        cut = min(SHORT_ROWS, settings.max_seq_length)
+        return predict(config, settings.model_copy(update={"max_seq_length": cut}), *rest, **more)
+
+    monkeypatch.setattr(guard_run, "predict_training", shorter)
+
+
+@pytest.mark.usefixtures("short_rows")
+@pytest.mark.parametrize("name", recipe_names())
+def test_it_plans_and_touches_nothing(name: str, offline: Path, command: Run) -> None:
+    code, out, err = command("run", name, "--dry-run", "--json")
+    assert code == 0, err
+    plan = json.loads(out)
+    recipe = load_recipe(name)
+    assert plan["status"] in ("planned", "fits", "tight", "refused")
+    assert list(offline.iterdir()) == []
+    if "model" in recipe.values and recipe.command not in (*PLAN_THEMSELVES, "guard"):
+        check_plan(recipe, plan)
+
+
+def check_plan(recipe: Recipe, plan: dict[str, Any]) -> None:
+    """A plan from the config alone: sizes, a verdict where something trains, what is not here."""
+    model = str(recipe.values["model"])
+    if model.startswith("mlxstacks-out"):  # made by another recipe, of nano
+        assert model in plan["not_here"]
+        return
+    assert plan["source"].startswith("the shipped config ")
+    assert plan["model"]["parameters"] > 100_000
+    assert plan["model"]["weights_bytes"] > 0
+    assert model in plan["not_here"]
+    assert bool(plan["training"]) == (recipe.command in TRAIN)
+    for training in plan["training"]:
+        assert training["trained_parameters"] > 0
+        assert training["adapter_bytes"] == 4 * training["trained_parameters"]
+    if plan["training"]:
+        assert plan["training"][0]["guard"]["verdict"]
+
+
+def test_every_command_has_a_recipe() -> None:
+    missing = set(COMMANDS) - {load_recipe(name).command for name in recipe_names()}
+    assert not missing
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name.endswith(BIG)])
+def test_a_recipe_of_the_large_model_has_a_twin_on_nano(name: str) -> None:
+    """`Twin:` in its head names it; without that line it is NAME-nano."""
+    recipe = load_recipe(name)
+    said = [line.split()[-1] for line in recipe.head if line.startswith("Twin:")]
+    twin = load_recipe(said[0] if said else f"{name.removesuffix(BIG)}-nano")
+    assert twin.command == recipe.command
+    assert "model" not in twin.values
+
+
+@pytest.mark.skipif(memory.device().kind != "cpu", reason="a compiled step has other counts")
+@pytest.mark.parametrize("name", ["train-qwen3.5-35b-a3b", "stack-tinyllama-1.1b"])
+def test_the_guards_word_in_the_head_is_the_guards(name: str, offline: Path, command: Run) -> None:
+    code, out, _ = command("run", name, "--dry-run", "--json")
+    verdict = json.loads(out)["training"][0]["guard"]["verdict"]
+    said = next(line for line in load_recipe(name).head if line.startswith("Guard:"))
+    assert verdict in re.sub(r"^Guard:\s+", "", said)
+    assert code == 0
+
+
+def test_every_training_recipe_of_a_model_that_is_not_shipped_has_the_guards_word() -> None:
+    for name in recipe_names():
+        recipe = load_recipe(name)
+        if recipe.command in ("train", "stack", "sweep") and "model" in recipe.values:
+            assert any(line.startswith("Guard:") for line in recipe.head), name
+
+
+@pytest.mark.usefixtures("short_rows")
+def test_the_plan_in_words(offline: Path, command: Run) -> None:
+    code, out, _ = command("run", "train-qwen3.5-35b-a3b", "--dry-run")
+    assert code == 0
+    flat = " ".join(out.split())
+    assert "Planned from the shipped config qwen3.5-35b-a3b, 3 bits in groups of 64" in flat
+    assert "the model is not here" in flat
+    assert "rows unknown: data/train.jsonl is not here" in flat
+    assert "linear_attn.out_proj x3, mlp.switch_mlp.down_proj x3" in flat
+    assert "The run itself needs what is not here: model, data." in flat
+
+
+@pytest.mark.usefixtures("short_rows")
+def test_rows_that_are_here_are_counted(offline: Path, command: Run) -> None:
+    (offline / "data").mkdir()
+    (offline / "data" / "train.jsonl").write_text('{"text": "a"}\n\n{"text": "b"}\n')
+    code, out, _ = command("run", "train-qwen3.5-35b-a3b", "--dry-run", "--json")
+    inputs = {one["path"]: one for one in json.loads(out)["inputs"]}
+    assert code == 0
+    assert inputs["data/train.jsonl"]["rows"] == 2
+    assert inputs["data/valid.jsonl"] == {
+        "key": "data", "path": "data/valid.jsonl", "here": False, "rows": None, "needed": False
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("short_rows")
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["rnak=4"], "unknown key 'rnak'; did you mean 'rank'?"),
+        (["layers=8,41"], "layer 41: the model has layers 0 to 39"),
+        (["keys=[no_proj]"], "'no_proj' matches no projection"),
+        (["rank=5000"], "5000"),
+        (["model=my-own-model"], "my-own-model"),
+    ],
+)
+def test_what_cannot_be_is_still_refused(
+    sets: list[str], message: str, offline: Path, command: Run
+) -> None:
+    pairs = [part for pair in sets for part in ("--set", pair)]
+    code, _, err = command("run", "train-qwen3.5-35b-a3b", "--dry-run", *pairs)
+    assert code == 2
+    assert message in err
+    assert list(offline.iterdir()) == []
+
+
+def test_without_dry_run_what_is_missing_is_an_error(offline: Path, command: Run) -> None:
+    code, _, err = command("run", "train-qwen3.5-35b-a3b")
+    assert code == 2
+    assert "qwen3.5-35b-a3b-3bit: no such directory" in err
+
+
+def test_without_a_recipe_a_typed_path_that_is_missing_is_an_error(
+    offline: Path, command: Run
+) -> None:
+    code, _, err = command("train", "--data", "no-such-data", "--model", "me/mine", "--dry-run")
+    assert code == 2
+    assert "me/mine" in err
+    code, _, err = command("stacks", "disable", "no-such-store", "x", "--dry-run")
+    assert code == 2
+    assert "no-such-store" in err
+
+
+def test_recipes_are_listed_by_command(command: Run) -> None:
+    code, out, _ = command("recipes")
+    assert code == 0
+    lines = out.splitlines()
+    assert [line for line in lines if line in COMMANDS] == list(COMMANDS)
+    assert max(len(line.rstrip()) for line in lines[:-1]) <= 80
+    code, out, _ = command("recipes", "stack", "compare", "--json")
+    names = [one["name"] for one in json.loads(out)["recipes"]]
+    assert names == [name for name in recipe_names() if name.startswith("compare-")]
