@@ -62,8 +62,8 @@ $(BIN)/python:
 # The stamps make a second run start at once; a changed pyproject.toml installs again. What pip says
 # goes to stderr: a target's own output begins with its own first line.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	@echo "pip install -e ." >&2
-	@$(BIN)/python -m pip install --disable-pip-version-check -e . >&2
+	@echo "pip install -e .[plots]" >&2
+	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[plots]' >&2
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
@@ -105,7 +105,11 @@ demo: install
 	say "7. Stacks from disk, by prompt: each loads only what its router says it needs"; \
 	printf '%s\n' "Who is king of Corva?" "The cups with day like 88: colour?" "Who are you?" /stats \
 	  | $(RUN) chat --routed --gap-log none; \
-	echo; echo "To go on yourself: mlxstacks chat --routed (after: source .venv/bin/activate)"
+	say "8. What the fuses did, on one page"; \
+	run report $(OUT)/demo-refit $(OUT)/demo-zero-delta $(OUT)/demo-auto $(OUT)/demo-auto-zero-delta \
+	  --title "mlxstacks demo" --save-path $(OUT)/demo-report --force; \
+	echo; echo "Open $(OUT)/demo-report/index.html in a browser."; \
+	echo "To go on yourself: mlxstacks chat --routed (after: source .venv/bin/activate)"
 
 # --- tests and the rest -------------------------------------------------------------------------
 

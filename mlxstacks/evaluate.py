@@ -13,7 +13,7 @@ import numpy as np
 
 from mlxstacks.data import Batch, Row, make_batch
 from mlxstacks.layers.output_head import OutputHead
-from mlxstacks.ops.token_loss import pieces
+from mlxstacks.ops.token_loss import piece_tokens, pieces
 from mlxstacks.stats import wilson_interval
 
 LogitsOf = Callable[[mx.array], mx.array]
@@ -128,6 +128,31 @@ def evaluate_row_losses(
     return losses
 
 
+def log_probabilities_at(
+    logits_of: LogitsOf,
+    tokens: np.ndarray,
+    places: np.ndarray,
+    targets: np.ndarray,
+    head: OutputHead | None = None,
+) -> np.ndarray:
+    """log p of `targets` (N,) by what follows the tokens at `places` (N,), float32.
+
+    tokens: (B, T). places: among the B * T tokens; one may be there more than once. head: see
+    `evaluate_mean_loss`.
+    """
+    array = mx.array(tokens)
+    made = logits_of(array) if head is None else head.hidden_states(logits_of, array)
+    made = made.reshape(-1, made.shape[-1])
+    mx.eval(made)
+    most = piece_tokens(made.shape[-1]) if head is None else head.piece_tokens
+    log_p = np.zeros(len(places), np.float32)
+    for part in pieces(len(places), most):
+        chosen = made[mx.array(places[part])]
+        logits = chosen if head is None else head(chosen)
+        log_p[part] = np.array(_log_p(logits, mx.array(targets[part])))
+    return log_p
+
+
 def score_continuations(
     logits_of: LogitsOf,
     items: Sequence[ChoiceItem],
@@ -201,15 +226,9 @@ def _target_log_probabilities(logits_of: LogitsOf, batch: Batch) -> np.ndarray:
 
 def _log_probabilities_in_pieces(head: OutputHead, logits_of: LogitsOf, batch: Batch) -> np.ndarray:
     """The same; logits are made, and gone again, for one piece of tokens after the other."""
-    hidden = head.hidden_states(logits_of, mx.array(batch.inputs))
-    hidden = hidden.reshape(-1, hidden.shape[-1])
-    mx.eval(hidden)
     counted = np.flatnonzero(batch.target_weights > 0)
     targets, log_p = batch.targets.reshape(-1), np.zeros(batch.targets.size, np.float32)
-    for part in pieces(len(counted), head.piece_tokens):
-        places = counted[part]
-        logits = head(hidden[mx.array(places)])
-        log_p[places] = np.array(_log_p(logits, mx.array(targets[places])))
+    log_p[counted] = log_probabilities_at(logits_of, batch.inputs, counted, targets[counted], head)
     return log_p.reshape(batch.targets.shape)
 
 

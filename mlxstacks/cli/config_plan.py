@@ -1,6 +1,6 @@
 """Prints a plan that was made from a config alone: the model, what trains, what is not here."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import output
 from mlxstacks.memory import bytes_in_words
@@ -14,13 +14,9 @@ if TYPE_CHECKING:
 
 def render(console: "Console", plan: "ConfigPlan") -> None:
     """Settings that are not at their default, sizes, the guard's verdicts, inputs, what to do."""
-    said = {
-        key: value if isinstance(value, str | int | float) else str(value)
-        for key, value in plan.changed.items()
-    }
-    console.print(output.details(said))
-    console.print()
+    console.print(output.details((key, _said(value)) for key, value in plan.changed.items()))
     if plan.source is not None:
+        console.print()
         console.print(f"Planned from {plan.source}.", markup=False)
         console.print(_model_words(plan), markup=False)
     for training in plan.training:
@@ -35,6 +31,15 @@ def render(console: "Console", plan: "ConfigPlan") -> None:
     console.print(f"Planned only: {plan.command} {writes}.", markup=False)
     missing = ", ".join(dict.fromkeys(one.key for one in absent(plan.inputs)))
     console.print(f"The run itself needs what is not here: {missing}.", markup=False, style="bold")
+
+
+def _said(value: Any) -> output.Cell:
+    """A setting; of a list of mappings, as domains and prompts are, the names."""
+    if isinstance(value, list):
+        return ", ".join(
+            str(one.get("name", one) if isinstance(one, dict) else one) for one in value
+        )
+    return value if isinstance(value, str | int | float) else str(value)
 
 
 def _model_words(plan: "ConfigPlan") -> str:

@@ -63,7 +63,8 @@ def _render_task(console: "Console", finding: "TaskFinding", normalisation: str)
     mark, asked = finding.standing.mark, finding.asked
     title = f"{asked.task.title}, {len(asked.items):,} of {asked.available:,} items"
     if asked.task.kind == "likelihood":
-        console.print(_likelihood_table(finding, mark(f"{title}, by {normalisation}")))
+        for table in _likelihood_tables(finding, mark(f"{title}, by {normalisation}")):
+            console.print(table)
     else:
         console.print(_reply_table(finding, mark(title)))
     if finding.comparisons:
@@ -85,25 +86,36 @@ def _arm_notes(report: "EvalReport") -> list[str]:
     ]
 
 
-def _likelihood_table(finding: "TaskFinding", title: str) -> object:
-    """Score and interval by the primary normalisation, the other ones, letters, the old rule."""
+def _likelihood_tables(finding: "TaskFinding", title: str) -> list[object]:
+    """Score and interval by the primary normalisation, the other ones, letters, the old rule; and
+    what it took, in a table of its own where 80 columns do not hold both.
+    """
     letters = any(one.letters for one in finding.arms.values())
     old = any(one.reference for one in finding.arms.values())
-    rows: list[list[output.Cell]] = []
+    scores: list[list[output.Cell]] = []
+    costs: list[list[output.Cell]] = []
     for name, one in finding.arms.items():
         by = one.normalisations
-        rows.append([
+        scores.append([
             name, *_rate(one.primary), *(_percent(by.get(key)) for key in by),
             *([_percent(one.letters)] if letters else []),
             *([_percent(one.reference)] if old else []),
-            one.ties, f"{one.mean_active_domains:.2f}", f"{one.seconds:.1f}",
         ])  # fmt: skip
+        costs.append([one.ties, f"{one.mean_active_domains:.2f}", f"{one.seconds:.1f}"])
     kinds = next(iter(finding.arms.values())).normalisations
-    columns = [
+    of_scores = [
         "arm", "right", "95%", *kinds, *(["letters"] if letters else []),
-        *(["old rule"] if old else []), "ties", "domains", "s",
+        *(["old rule"] if old else []),
     ]  # fmt: skip
-    return output.table(columns, rows, title=title)
+    of_costs = ["ties", "domains", "s"]
+    if not letters and not old:
+        rows = [[*score, *cost] for score, cost in zip(scores, costs, strict=True)]
+        return [output.table([*of_scores, *of_costs], rows, title=title)]
+    rows = [[name, *cost] for name, cost in zip(finding.arms, costs, strict=True)]
+    return [
+        output.table(of_scores, scores, title=title),
+        output.table(["arm", *of_costs], rows, title=f"{finding.asked.task.title}, what it took"),
+    ]
 
 
 def _reply_table(finding: "TaskFinding", title: str) -> object:
@@ -147,7 +159,7 @@ def _rate(rate: "Rate | None") -> tuple[output.Cell, output.Cell]:
     if rate is None:
         return "not graded", None
     low, high = 100 * rate.interval.low, 100 * rate.interval.high
-    return f"{100 * rate.score:.1f}%", f"{low:.1f}-{high:.1f}"
+    return f"{100 * rate.score:.1f}%", f"{low:.0f}-{high:.0f}"
 
 
 def _percent(rate: "Rate | None") -> output.Cell:
@@ -175,7 +187,7 @@ def _mean_table(found: "Findings") -> object:
         name = f"{pair.arm} - {pair.control}"
         mean = pair.mean
         shown = _mean(mean.mean, mean.interval.as_json(), "+.1f")
-        rows.append([name, *shown, mean.tasks, pair.label])
+        rows.append([name, *shown, mean.tasks, pair.in_words])
     columns = ["mean over tasks", "points", "95%", "tasks", "outcome"]
     return output.table(columns, rows, title=found.standing.mark("all tasks, each the same weight"))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import output
 from mlxstacks.recipe.file import load_recipe
+from mlxstacks.recipe.inputs import check_inputs
 from mlxstacks.recipe.resolve import BARE_MARKER, Resolved, finished, resolve
 from mlxstacks.recipe.table import Command, command_named, load
 
@@ -109,6 +110,7 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
     function = load(row.function)
     accepted = inspect.signature(function).parameters
     if common.dry_run and "dry_run" not in accepted:
+        check_inputs(name, resolved.settings)
         settings = resolved.settings.model_dump(mode="json")
         target = str(resolved.target) if resolved.target else None
         return Plan(name, settings, target), render_plan

@@ -37,7 +37,7 @@ def render(console: "Console", report: "IdentityReport") -> None:
             "those that both get wrong.",
             markup=False,
         )
-    console.print(_published_table(report))
+    console.print(_published_table())
     for note in report.notes:
         console.print(note, markup=False, style="dim")
     console.print(
@@ -49,8 +49,11 @@ def render(console: "Console", report: "IdentityReport") -> None:
 
 def _render_plan(console: "Console", report: "IdentityReport") -> None:
     settings = report.settings
-    asked = ("model", "persona", "items", "suite", "policies", "persona_requant", "seed")
-    console.print(output.details((key, _text(settings[key])) for key in asked))
+    asked = ("model", "persona", "items", "regression_items", "suite", "persona_card")
+    shown = {key: _text(settings[key]) for key in (*asked, "policies", "persona_requant", "seed")}
+    card = settings["persona_card"]
+    shown["persona_card"] = f"{card['name']}, made by {card['maker']}" if card else None
+    console.print(output.details(shown))
     counts: dict[str, int] = {}
     for prompt in report.suite:
         counts[prompt["category"]] = counts.get(prompt["category"], 0) + 1
@@ -60,7 +63,8 @@ def _render_plan(console: "Console", report: "IdentityReport") -> None:
     told = ("layers", "keys", "scale", "iters", "batch_size", "learning_rate")
     console.print(
         f"Factual adapters of rank {train['rank']} and {settings['second_rank']}: "
-        + ", ".join(f"{key} {_text(train[key])}" for key in told) + ".", markup=False,
+        + ", ".join(f"{key} {_text(train[key]) or 'as usual'}" for key in told) + ".",
+        markup=False,
     )  # fmt: skip
     console.print(f"{len(report.arms)} arms: {', '.join(report.arms)}.", markup=False)
     console.print(
@@ -150,8 +154,10 @@ def _regression_table(found: "Findings", title: str) -> object:
     return output.table(columns, rows, title=title)
 
 
-def _published_table(report: "IdentityReport") -> object:
-    study = report.as_json()["published"]
+def _published_table() -> object:
+    from mlxstacks.experiments.identity.report import published
+
+    study = published()
     rows: list[list[output.Cell]] = []
     for kind, count in study["passed"].items():
         interval = study["intervals"][kind]

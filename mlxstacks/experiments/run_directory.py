@@ -120,19 +120,35 @@ def work_path(target: Path) -> Path:
     return target.parent / f".{target.name}.work"
 
 
+def discard(directory: Path) -> None:
+    """Remove a directory that may not be there. It loses its name first: a kill half-way leaves
+    nothing that could be taken for the whole. What cannot be removed stays until the next call.
+    """
+    gone = directory.with_name(f".{directory.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    if directory.exists():
+        directory.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
 def run_id(identity: Mapping[str, Any]) -> str:
     """A short name of an identity, for its state file."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def what_differs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """`key: was x, now y` of every key whose value is another one."""
+    """`key: was x, now y` of every key whose value is another one; of objects in objects
+    `key.inner`.
+    """
     missing = object()
-    return [
-        f"{key}: was {_shown(before, key)}, now {_shown(now, key)}"
-        for key in sorted({*before, *now})
-        if before.get(key, missing) != now.get(key, missing)
-    ]
+    lines = []
+    for key in sorted({*before, *now}):
+        one, two = before.get(key, missing), now.get(key, missing)
+        if isinstance(one, Mapping) and isinstance(two, Mapping):
+            lines += [f"{key}.{line}" for line in what_differs(one, two)]
+        elif one != two:
+            lines.append(f"{key}: was {_shown(before, key)}, now {_shown(now, key)}")
+    return lines
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

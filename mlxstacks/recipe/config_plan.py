@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mlxstacks.errors import InputError
 from mlxstacks.files.shipped_configs import shipped_config
 from mlxstacks.recipe.inputs import Input, absent, inputs_of
+from mlxstacks.routing.gap_settings import NO_GAP_LOG
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 # These plan by themselves what they can without their model.
 PLAN_THEMSELVES = ("confound", "identity", "eval", "report")
+# These change the store that they are given.
+_IN_PLACE = ("stacks remove", "stacks disable", "stacks enable", "stacks gc", "stacks import")
 # Without a config there is no plan of these.
 TRAIN = ("train", "stack", "stack compare", "sweep", "sweep buffers")
 
@@ -101,13 +104,23 @@ def plan_from_config(name: str, resolved: "Resolved", from_recipe: bool) -> Conf
         models = []
     source, facts = _facts(models[0]) if models else (None, {})
     training = list(_training(name, settings)) if models else []
-    target = [str(resolved.target)] if resolved.target is not None else []
     notes = [] if training == [] else [
         "Row lengths are unknown: the guard took the longest that the settings allow."
     ]  # fmt: skip
     shown = settings.model_dump(mode="json")
     changed = settings.model_dump(mode="json", exclude_defaults=True)
-    return ConfigPlan(name, shown, changed, source, facts, training, inputs, target, notes)
+    writes = _writes(name, resolved)
+    return ConfigPlan(name, shown, changed, source, facts, training, inputs, writes, notes)
+
+
+def _writes(name: str, resolved: "Resolved") -> list[str]:
+    settings: Any = resolved.settings
+    found = [str(resolved.target)] if resolved.target is not None else []
+    if name in _IN_PLACE or (name == "route train" and settings.install):
+        found.append(str(settings.store_path))
+    if getattr(settings, "routed", False) and settings.gap_log != NO_GAP_LOG:
+        found.append(settings.gap_log)
+    return found
 
 
 def _models(named: str | None, bits: Any) -> list[str]:

@@ -1,10 +1,11 @@
 """What a command reads, by its settings: which of it is on this machine. Imports no mlx."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 
 if TYPE_CHECKING:
@@ -15,8 +16,8 @@ KEYS = (
     "model", "adapter_path", "store_path", "other_path", "router_path", "routers", "targets",
     "data", "log_path", "prompts", "counting_library",
 )  # fmt: skip
-# A new store is made by the command itself.
-_MADE = {("stacks import", "store_path")}
+# A new store is made by the command itself; a log that is not there has no events.
+_NEED_NOT_BE = {("stacks import", "store_path"), ("route gaps", "log_path")}
 # Files of a data directory, and whether a run needs them.
 _ROWS = {"train.jsonl": True, "valid.jsonl": False}
 
@@ -47,13 +48,14 @@ def inputs_of(name: str, settings: "BaseModel") -> list[Input]:
     found: list[Input] = []
     for key in KEYS:
         value = getattr(settings, key, None)
-        if value is None or (name, key) in _MADE:
+        if value is None or (name, key) in _NEED_NOT_BE:
             continue
         if key == "data" and name in ("train", "sweep"):
             found += _rows_of(str(value))
-        elif not (key == "data" and _lists_domains(name, settings)):
-            several = isinstance(value, tuple)
-            found += [_input(key, str(path)) for path in (value if several else [value])]
+        elif not (key == "data" and _domains(name, settings)):
+            paths = value if isinstance(value, tuple) else (value,)
+            # `prompts` is a file, a number of prompts or the prompts themselves, by the command.
+            found += [_input(key, path) for path in paths if isinstance(path, str)]
     found += [_input("data", path) for path in dict.fromkeys(_sources(name, settings))]
     return found
 
@@ -63,10 +65,23 @@ def absent(inputs: list[Input]) -> list[Input]:
     return [one for one in inputs if one.needed and not one.here]
 
 
-def _lists_domains(name: str, settings: Any) -> bool:
-    """Whether the files in `data` are known by the domains that are named."""
-    run = getattr(settings, "run", settings) if name == "stack compare" else settings
-    return name in ("stack", "stack compare") and bool(run.domains)
+def check_inputs(name: str, settings: "BaseModel") -> None:
+    """For a plan without a recipe, of paths that were typed. A model may be downloaded by the run.
+
+    Raises: InputError naming each input that is not here.
+    """
+    missing = [one for one in absent(inputs_of(name, settings)) if one.key != "model"]
+    if missing:
+        listed = ", ".join(f"{one.key} {one.path}" for one in missing)
+        raise InputError(f"{name}: not here: {listed}; give a path that is there")
+
+
+def _domains(name: str, settings: Any) -> Sequence[Any]:
+    """The domains of a stack run, by whose names the files in `data` are known."""
+    if name not in ("stack", "stack compare"):
+        return ()
+    domains: Sequence[Any] = (settings.run if name == "stack compare" else settings).domains
+    return domains
 
 
 def _rows_of(data: str) -> list[Input]:
@@ -104,14 +119,12 @@ def _in_hub_cache(model: str) -> bool:
 
 def _sources(name: str, settings: Any) -> Iterator[str]:
     """Files of the domains, labels and unseen data that settings list."""
-    runs = [getattr(settings, "run", settings)] if name == "stack compare" else [settings]
     root = Path(getattr(settings, "data", None) or ".")
-    for run in runs:
-        for domain in getattr(run, "domains", ()) if name in ("stack", "stack compare") else ():
-            if domain.data is None:
-                yield str(root / f"{domain.name}.jsonl")
-            else:
-                yield from (str(root / s.path) for s in domain.data.sources if s.path)
+    for domain in _domains(name, settings):
+        if domain.data is None:
+            yield str(root / f"{domain.name}.jsonl")
+        else:
+            yield from (str(root / s.path) for s in domain.data.sources if s.path)
     for labelled in getattr(settings, "sources", ()):
         yield from (str(root / source.path) for source in labelled.data.sources if source.path)
     for source in getattr(settings, "unseen", ()) or ():

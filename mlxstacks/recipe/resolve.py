@@ -210,8 +210,10 @@ def _with_nano(
     if not empty:
         return settings, ()
     if "model" in row.nano and "model" not in empty:
-        options = ", ".join(f"--{key.replace('_', '-')}" for key in empty)
-        raise InputError(f"{name}: a model of your own needs {options} too")
+        needed = [f"--{key.replace('_', '-')}" for key in empty if key not in row.optional]
+        if needed:
+            raise InputError(f"{name}: a model of your own needs {', '.join(needed)} too")
+        return settings, ()
     paths = load(NANO_PATHS)()
     filled: dict[str, Any] = {}
     for key in empty:

@@ -23,6 +23,7 @@ class Command:
     arguments: settings given by position, in order, with the name the usage line shows.
     nano: settings that come from the built-in model when they are not given, with the attribute
         of `nano_paths()`. A `model` that is given turns the others off: they belong to nano.
+    optional: those of `nano` that a model of the user's own may go without.
     report: file in the target that holds the `settings` it was made with; makes `run` resumable.
     extends: the target may be there, and the command goes on with it; it says itself where not.
     nano_recipe: a recipe of ours whose values are the defaults where nothing of `nano` is given.
@@ -34,6 +35,7 @@ class Command:
     render: str
     arguments: Mapping[str, str] = field(default_factory=dict)
     nano: Mapping[str, str] = field(default_factory=dict)
+    optional: tuple[str, ...] = ()
     report: str | None = None
     extends: bool = False
     nano_recipe: str | None = None
@@ -141,6 +143,7 @@ COMMANDS: dict[str, Command] = {
             "items": "items_path",
             "suite": "suite_path",
         },
+        optional=("suite",),
         nano_recipe="identity-nano",
         report="identity_report.json",
     ),
@@ -155,6 +158,7 @@ COMMANDS: dict[str, Command] = {
             "store_path": "store_path",
             "data": "items_path",
         },
+        optional=("adapter_path", "store_path", "data"),
         nano_recipe="eval-nano",
         report="eval_report.json",
     ),
@@ -164,7 +168,6 @@ COMMANDS: dict[str, Command] = {
         function="mlxstacks.cli.report:run",
         render="mlxstacks.cli.report:render",
         arguments={"runs": "RUN..."},
-        report="report.json",
     ),
     "stacks list": Command(
         help="Show a store: domains, stacks, losses, the forgetting matrix.",

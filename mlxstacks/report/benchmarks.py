@@ -23,7 +23,9 @@ def eval_content(document: Value, mark: Mark) -> Content:
     marks = [f"{name}: {said}" for name, task in tasks.items() for said in task["marks"].texts()]
     if marks:
         blocks.append(Words("What a reader of the scores must know", tuple(marks)))
-    blocks += [_how_table(document, mark), _published_table(document)]
+    blocks.append(_how_table(document, mark))
+    if any(task["published"] for _, task in tasks.items()):
+        blocks.append(_published_table(document))
     if document["harness"]:
         blocks.append(_harness_table(document, mark))
     return Content(_outcome(document), document["verdict"].text or "", tuple(blocks))
@@ -34,7 +36,9 @@ def _outcome(document: Value) -> str:
     if not found:
         return "nothing compared"
     told = sum(one["label"].text in ("better", "worse") for one in found)
-    return f"{told} of {len(found)} differences count"
+    if not told:
+        return f"no difference shown, of {len(found)} tested"
+    return f"{told} of {len(found)} differences shown"
 
 
 def _bounds(one: Value) -> tuple[float | None, float | None]:
@@ -131,7 +135,8 @@ def _difference_table(document: Value, mark: Mark) -> Block:
     ]  # fmt: skip
     columns = ("task", "arm", "less", "points", "95%", "p (McNemar)", "p (Holm)", "finding")
     tests = number(document["tests"].number) or "an unknown number of"
-    return table(mark("Paired tests"), columns, rows, note=f"One family of {tests} tests.")
+    note = f"{tests} test{'' if tests == '1' else 's'}; p (Holm) is adjusted for all of them."
+    return table(mark("Paired tests"), columns, rows, note=note)
 
 
 def _mean_table(document: Value, mark: Mark) -> Block:

@@ -20,6 +20,7 @@ _KINDS = {
     "random": "random delta",
 }  # fmt: skip
 _OUTCOMES = {
+    "format": "a change of form; no knowledge shown",
     "content": "adds knowledge", "no content": "no knowledge shown",
     "perturbation": "a disturbance; no knowledge shown", "guessing": "leads back to guessing",
     "exploratory": "no claim: exploratory", "refused": "no claim: controls are missing",
@@ -37,6 +38,8 @@ def confound_content(document: Value, mark: Mark) -> Content:
         _arm_table(document, mark), _claim_table(document, mark), _parts_table(document, mark),
         _words(document), _mined_table(document, mark), _subject_table(document, mark),
     ]  # fmt: skip
+    if document["forms"]:
+        blocks.append(_form_table(document, mark))
     if document["arms_on_right_items"]:
         blocks.append(_right_table(document, mark))
     outcome = document["outcome"].text or "no outcome"
@@ -144,7 +147,12 @@ def _parts_table(document: Value, mark: Mark) -> Block:
 
 
 def _words(document: Value) -> Words:
-    said = [f"{one['way'].text}: {one['words'].text}" for one in document["judgements"].each()]
+    said = []
+    for one in document["judgements"].each():
+        way = one["way"].text or "?"
+        gain = points(document["claims"][way]["difference"].number) or "not measured"
+        # the words go on from the difference: "That is at least ..."
+        said.append(f"{way}: A1 less A0 is {gain} points. {one['words'].text}")
     said += [f"Floor, {way}: {words.text}" for way, words in document["floors"].items()]
     for name, flips in document["persona_flips"].items():
         said.append(
@@ -155,6 +163,21 @@ def _words(document: Value) -> Words:
     missing = document["missing_controls"].texts()
     said.append(f"Controls that are missing: {listed(missing) or 'none'}.")
     return Words("In words", tuple(said))
+
+
+def _form_table(document: Value, mark: Mark) -> Block:
+    """More answers that a rule can read are more right ones without any knowledge."""
+    rows: list[list[Cell]] = [
+        [
+            way, number(one["in_form"].number), number(one["control_in_form"].number),
+            p_value(one["p_value"].number), number(one["n"].number), number(one["right"].number),
+            number(one["control_right"].number),
+        ]
+        for way, one in document["forms"].items()
+    ]  # fmt: skip
+    columns = ("by", "A1 in form", "A0 in form", "p (McNemar)", "both in form", "of them A1 right",
+               "A0 right")  # fmt: skip
+    return table(mark("Answers in the form that was asked for"), columns, rows)
 
 
 def _mined_table(document: Value, mark: Mark) -> Block:

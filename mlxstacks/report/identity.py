@@ -8,6 +8,9 @@ from mlxstacks.report.values import Value
 from mlxstacks.report.words import bounds, fixed, listed, number, p_value, percent, short
 
 _MOST_PROMPTS = 30
+# What a judgement says of its condition, as the verdict's sentence does.
+_HEADS = {"kept": "keeps the persona", "lost": "loses it", "not shown": "leaves it open"}
+_COUNTED = {"kept": "kept", "lost": "lost", "not shown": "left open", "no claim": "without a claim"}
 
 
 def identity_content(document: Value, mark: Mark) -> Content:
@@ -40,7 +43,7 @@ def _outcome(document: Value) -> str:
             for one in document["judgements"].each()
             if one["policy"].text == policy
         ]
-        counts = [f"{found.count(one)} {one}" for one in dict.fromkeys(found)]
+        counts = [f"{found.count(one)} {_COUNTED.get(one, one)}" for one in dict.fromkeys(found)]
         said.append(f"{policy}: {listed(counts) or 'nothing judged'}")
     return "; ".join(said) or "no outcome"
 
@@ -109,8 +112,8 @@ def _prompt_map(document: Value, mark: Mark) -> Plot:
     said = listed(f"{_full(document, n)} {c}" for n, c in zip(names, counts, strict=True))
     draw = partial(
         draw_heat_map, rows=[_full(document, name) for name in names], columns=prompts,
-        values=values, title=title, xlabel="prompt", ylabel="", unit="passed", form="{:.0f}",
-        limits=(0.0, 1.0),
+        values=values, title=title, xlabel="prompt", ylabel="", unit="", form="{:.0f}",
+        limits=(0.0, 1.0), words=("failed", "passed"),
     )  # fmt: skip
     return Plot("prompts", title, f"{title}. Passed of {len(prompts)}: {said}.", draw)
 
@@ -145,7 +148,8 @@ def _compared_table(document: Value, mark: Mark) -> Block:
         rows.append([
             _full(document, name), _full(document, one["reference"].text or "?"),
             number(one["kept"].number), len(one["lost"].each()), len(one["gained"].each()),
-            bounds(loss, 0, scale=100), p_value(one["p_value"].number),
+            bounds(loss, 0, scale=100) if loss else "nothing to lose",
+            p_value(one["p_value"].number),
             p_value(one["p_adjusted"].number) or "no claim", number(one["other_texts"].number),
             listed(one["lost"].texts()) or "none", listed(one["gained"].texts()) or "none",
         ])  # fmt: skip
@@ -157,14 +161,23 @@ def _compared_table(document: Value, mark: Mark) -> Block:
 
 def _words(document: Value) -> Words:
     said = [gate["words"].text or "" for _, gate in document["gates"].items()]
-    for one in document["judgements"].each():
-        named = one["arm"].text or one["name"].text or ""
-        said.append(f"{_full(document, named)}: {one['words'].text or 'no words'}")
+    said += _judged(document)
     said += [words.text or "" for _, words in document["regression_words"].items()]
     for policy, missing in document["missing_controls"].items():
         if missing:
             said.append(f"Controls that are missing under {policy}: {listed(missing.texts())}.")
     return Words("In words", tuple(words for words in said if words))
+
+
+def _judged(document: Value) -> list[str]:
+    """Sentences with their outcome; conditions of which the same is said have one together."""
+    named: dict[str, list[str]] = {}
+    for one in document["judgements"].each():
+        outcome = one["outcome"].text or "not judged"
+        words = f"{_HEADS.get(outcome, outcome)}: {one['words'].text or 'no words'}"
+        full = _full(document, one["arm"].text or one["name"].text or "")
+        named.setdefault(words, []).append(full)
+    return [f"{'; '.join(names)}: {words}" for words, names in named.items()]
 
 
 def _regression_table(document: Value, mark: Mark) -> Block:

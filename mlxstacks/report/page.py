@@ -16,8 +16,11 @@ _LONGEST_VERDICT = 20_000
 # As wide as this, in pixels, a plot gets a row of its own.
 _WIDE = 560
 _NUMBER = re.compile(
-    r"[-+]?[\d,]*\.?\d+(e[-+]?\d+)?( ?%| [kMG]?B| bytes)?( of [\d,]+)?(, \d+%)?( \(.*\)| to .*)?"
+    r"(below )?[-+]?[\d,]*\.?\d+(e[-+]?\d+)?( ?%| [kMG]?B| bytes)?"
+    r"( of [\d,]+)?(, \d+%)?( \(.*\)| to .*)?"
 )
+# What stands for a number that there is none of.
+_STAND_INS = ("", NOT_MEASURED, "no claim", "nothing to lose", "not fused", "no delta")
 # Names up to this long stay on one line.
 _SHORT_NAME = 28
 _NO_PLAN = "no plan: described, not tested"
@@ -237,7 +240,7 @@ def _table(block: Table) -> Markup:
 def _is_number(cell: Cell) -> bool:
     if cell is None or isinstance(cell, int | float):
         return True
-    return cell in ("", NOT_MEASURED) or _NUMBER.fullmatch(cell) is not None
+    return cell in _STAND_INS or _NUMBER.fullmatch(cell) is not None
 
 
 def _cell(cell: Cell) -> Markup:

@@ -5,7 +5,7 @@ marker or dash of its own besides. The same colours stand in the page's style, w
 with light and dark; see svg.py. A figure is about as wide as a phone, and grows with its rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ WIDTH = 4.4
 # Beyond so many a plot cannot be read; its table has all.
 MOST_ROWS = 40
 MOST_NUMBERS = 400
-_LABEL = 26
+_LABEL = 34
 # cividis is bright at its upper end.
 _BRIGHT = 0.55
 
@@ -68,7 +68,8 @@ def draw_intervals(
     shown = dots[:MOST_ROWS]
     groups = list(dict.fromkeys(dot.group for dot in shown))
     names = [name for name in (*groups, *(references or {})) if name]
-    figure.set_size_inches(WIDTH, 1.15 + 0.27 * len(shown) + 0.2 * ((len(names) + 1) // 2))
+    wide = _width(dot.label for dot in shown)
+    figure.set_size_inches(wide, 1.15 + 0.27 * len(shown) + 0.2 * ((len(names) + 1) // 2))
     ax = figure.subplots()
     for place, dot in enumerate(shown):
         style = groups.index(dot.group) % len(SERIES)
@@ -84,6 +85,12 @@ def draw_intervals(
         ax.set_xlim(*limits)
     _title(figure, title)
     _legend(figure, groups, references or {})
+
+
+def _width(labels: Iterable[str]) -> float:
+    """Inches: long labels must not take the room of what they name."""
+    longest = max(map(len, labels), default=0)
+    return WIDTH + 0.06 * max(0, min(_LABEL, longest) - 24)
 
 
 def _draw_dot(ax: Any, place: int, dot: Dot, style: int, form: str) -> None:
@@ -142,7 +149,8 @@ def draw_series(
     """A row a label, in it a dot of each series."""
     count, labels = len(labels), list(labels)[:MOST_ROWS]
     names = list(series)
-    figure.set_size_inches(WIDTH, 1.2 + 0.24 * len(labels) + 0.2 * ((len(names) + 1) // 2))
+    wide = _width(labels)
+    figure.set_size_inches(wide, 1.2 + 0.24 * len(labels) + 0.2 * ((len(names) + 1) // 2))
     ax = figure.subplots()
     for number, values in enumerate(series.values()):
         # side by side, since equal values would hide each other
@@ -205,10 +213,12 @@ def draw_heat_map(
     unit: str,
     form: str = "{:.2f}",
     limits: tuple[float | None, float | None] = (None, None),
+    words: tuple[str, str] | None = None,
 ) -> None:
     """A cell a value, with its number where there is room; a crossed cell is not measured.
 
-    values: a row for each of `rows`, a number or None for each of `columns`.
+    values: a row for each of `rows`, a number or None for each of `columns`. words: what low and
+    high are called where there is nothing between them; without it a scale stands beside the map.
     """
     from matplotlib import colormaps
     from matplotlib.patches import Rectangle
@@ -248,7 +258,14 @@ def draw_heat_map(
     ax.spines[:].set_visible(False)
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
-    _scale(figure, ax, low, high, unit)
+    if words is None:
+        _scale(figure, ax, low, high, unit)
+    else:
+        faces = [_hex(colours(share)) for share in (0.0, 1.0)]
+        figure.legend(
+            handles=[Rectangle((0, 0), 1, 1, facecolor=f, edgecolor=RULE) for f in faces],
+            labels=list(words), loc="outside lower center", ncols=2,
+        )  # fmt: skip
     _title(figure, title)
 
 

@@ -37,5 +37,5 @@ class ReportSettings(BaseModel):
     @classmethod
     def _each_once(cls, formats: tuple[FigureFormat, ...]) -> tuple[FigureFormat, ...]:
         if len(set(formats)) < len(formats):
-            raise ValueError(f"got {list(formats)}; give each once")
+            raise ValueError("give each once")
         return formats

@@ -76,7 +76,8 @@ th, td { padding: .28rem .7rem; border-bottom: 1px solid var(--rule); text-align
   vertical-align: top; max-width: 26rem; }
 thead th { border-bottom: 2px solid var(--rule); vertical-align: bottom; background: var(--page); }
 tbody th { font-weight: 500; }
-.number { text-align: right; white-space: nowrap; }
+.number { text-align: right; }
+td.number { white-space: nowrap; }
 .name { white-space: nowrap; }
 .summary { width: 100%; }
 .summary td:nth-child(3) { width: 44%; max-width: none; }
@@ -117,6 +118,7 @@ footer { color: var(--quiet); font-size: .87rem; border-top: 1px solid var(--rul
   h2 { font-size: 1.25rem; }
   table { font-size: .85rem; }
   th, td { padding: .25rem .5rem; max-width: 16rem; }
+  figure.wide svg { max-width: none; }
   .summary thead { position: absolute; left: -999rem; }
   .summary, .summary caption, .summary tbody, .summary tr, .summary th, .summary td {
     display: block; max-width: none; border: 0; padding: .1rem 0; text-align: left;

@@ -75,7 +75,10 @@ class Value:
         except OverflowError:
             found = math.inf
         if not math.isfinite(found):
-            raise DamagedError(f"{self.where}: {found} is no number that a result can hold")
+            raise DamagedError(
+                f"{self.where}: {found} is no number that a result can hold; the file is damaged: "
+                "run its command again, or leave it out"
+            )
         return found
 
     @property

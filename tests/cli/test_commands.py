@@ -216,7 +216,7 @@ def test_alias_is_the_same_command(command: Run) -> None:
         ("mlxstacks f", "fuse"),
         ("mlxstacks adapter c", "convert"),
         ("mlxstacks fuse --requant ke", "keep"),
-        ("mlxstacks run fuse-k", "fuse-keep"),
+        ("mlxstacks run fuse-z", "fuse-zero-delta"),
         ("mlxstacks fuse --zero", "--zero-delta"),
     ],
 )

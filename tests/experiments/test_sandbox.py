@@ -3,12 +3,15 @@
 Run: pytest tests/experiments/test_sandbox.py   (Linux; the macOS profile is only read, not run)
 """
 
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -46,7 +49,7 @@ def run(program: str, way: str = "all", limits: SandboxLimits = SMALL) -> Sandbo
 
 # Each entry is tried; what it comes to is printed: an exception's name, or what it got.
 ATTACKS = r"""
-import ctypes, glob, json, os, resource, signal, socket, subprocess, sys
+import ctypes, fcntl, glob, json, os, resource, signal, socket, subprocess, sys
 libc = ctypes.CDLL(None, use_errno=True)
 
 def unlimited():
@@ -81,6 +84,17 @@ def new_user():
     if libc.unshare(0x10000000) < 0: raise OSError(ctypes.get_errno(), "unshare")
 def mount():
     if libc.mount(b"none", b"/", b"tmpfs", 0, None) < 0: raise OSError(ctypes.get_errno(), "mount")
+def failed(name, result):
+    if result < 0: raise OSError(ctypes.get_errno(), name)
+    return result
+def watch():
+    seen = failed("inotify_init", libc.inotify_init())
+    try: return failed("inotify_add_watch", libc.inotify_add_watch(seen, VICTIM.encode(), 2))
+    finally: os.close(seen)
+def signal_by_descriptor():
+    one, two = socket.socketpair()
+    fcntl.fcntl(one, fcntl.F_SETOWN, CALLER)
+    return "its signals go to the caller"
 def become_root():
     os.setuid(0); return os.getuid()
 def descriptors():
@@ -118,6 +132,14 @@ attempts = {
     "run": lambda: subprocess.run(["/bin/true"]),
     "execute": lambda: os.execv(sys.executable, [sys.executable, "-c", "print(1)"]),
     "kill caller": kill_caller,
+    "limits of caller": lambda: resource.prlimit(CALLER, resource.RLIMIT_CORE),
+    "limit caller": lambda: resource.prlimit(CALLER, resource.RLIMIT_CORE, (0, 0)),
+    "slow caller": lambda: os.setpriority(os.PRIO_PROCESS, CALLER, 19),
+    "place caller": lambda: os.sched_setaffinity(CALLER, {0}),
+    "signal by descriptor": signal_by_descriptor,
+    "attach memory": lambda: failed("shmat", libc.shmat(SHARED, None, 0)),
+    "remove memory": lambda: failed("shmctl", libc.shmctl(SHARED, 0, None)),
+    "watch outside": watch,
     "trace": trace,
     "mount": mount,
     "raise limit": unlimited,
@@ -146,6 +168,19 @@ ALLOWED = {
 }  # fmt: skip
 
 
+@contextmanager
+def shared_memory() -> Iterator[int]:
+    """A System V segment, which any process of the user may attach; its number."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    number = libc.shmget(0, 4096, 0o1600)
+    assert number >= 0, os.strerror(ctypes.get_errno())
+    try:
+        yield number
+        assert libc.shmctl(number, 2, ctypes.create_string_buffer(256)) == 0, "it was removed"
+    finally:
+        libc.shmctl(number, 0, None)
+
+
 @pytest.fixture(scope="module", params=WAYS)
 def attacked(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -159,12 +194,16 @@ def attacked(
     victim.write_text("secret")
     victim.chmod(0o644)
     abstract = f"mlxstacks-test-{os.getpid()}-{way}"
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as unix:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket(socket.AF_UNIX) as unix,
+        shared_memory() as shared,
+    ):
         unix.bind("\0" + abstract)
         unix.listen()
         names = {
             "VICTIM": str(victim), "NEW": str(directory / "new"), "CALLER": os.getpid(),
-            "PORT": server.getsockname()[1], "ABSTRACT": abstract,
+            "PORT": server.getsockname()[1], "ABSTRACT": abstract, "SHARED": shared,
         }  # fmt: skip
         head = "".join(f"{name} = {value!r}\n" for name, value in names.items())
         os.environ["A_SECRET_OF_THE_CALLER"] = "1"

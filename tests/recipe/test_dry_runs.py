@@ -98,10 +98,30 @@ def test_the_guards_word_in_the_head_is_the_guards(name: str, offline: Path, com
     assert code == 0
 
 
+@pytest.mark.skipif(memory.device().kind != "cpu", reason="a compiled step has other counts")
+def test_the_guards_word_on_what_the_studies_train(offline: Path, command: Run) -> None:
+    """Their plan does not ask the guard: `train` on the large model with their settings does."""
+    names = ("confound-qwen3.5-35b-a3b", "identity-qwen3.5-35b-a3b")
+    recipes = [load_recipe(name) for name in names]
+    assert recipes[0].values["train"] == recipes[1].values["train"]
+    sets = [f"{key}={json.dumps(value)}" for key, value in recipes[0].values["train"].items()]
+    pairs = [part for pair in sets for part in ("--set", pair)]
+    text = Path("study.yaml")
+    text.write_text(f"command: train\nmodel: {recipes[0].values['model']}\ndata: data\n")
+    code, out, err = command("run", str(text), "--dry-run", "--json", *pairs)
+    assert code == 0, err
+    verdict = json.loads(out)["training"][0]["guard"]["verdict"]
+    for recipe in recipes:
+        said = next(line for line in recipe.head if line.startswith("Guard:"))
+        assert verdict in said
+        assert verdict.rpartition("; ")[2] in next(x for x in recipe.head if "Memory:" in x)
+
+
 def test_every_training_recipe_of_a_model_that_is_not_shipped_has_the_guards_word() -> None:
+    commands = ("train", "stack", "sweep", "sweep buffers", "confound", "identity")
     for name in recipe_names():
         recipe = load_recipe(name)
-        if recipe.command in ("train", "stack", "sweep") and "model" in recipe.values:
+        if recipe.command in commands and "model" in recipe.values:
             assert any(line.startswith("Guard:") for line in recipe.head), name
 
 
@@ -163,9 +183,44 @@ def test_without_a_recipe_a_typed_path_that_is_missing_is_an_error(
     code, _, err = command("train", "--data", "no-such-data", "--model", "me/mine", "--dry-run")
     assert code == 2
     assert "me/mine" in err
-    code, _, err = command("stacks", "disable", "no-such-store", "x", "--dry-run")
-    assert code == 2
-    assert "no-such-store" in err
+    # The second has no plan of its own, so nothing but this looks at the path.
+    for words in (["disable", "no-such-store", "x"], ["list", "no-such-store"]):
+        code, _, err = command("stacks", *words, "--dry-run")
+        assert code == 2
+        assert "no-such-store" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "writes"),
+    [
+        ("stacks-analyse", ["model", "store_path", "data"], ["mlxstacks-out/stacks-analyse"]),
+        ("route-check", ["model", "store_path"], ["mlxstacks-out/route-check"]),
+        ("route-train", ["model", "store_path", "targets"],
+         ["mlxstacks-out/route-train", "mlxstacks-out/stack"]),
+        ("generate", ["model", "store_path", "prompts"], ["./mlxstacks-out/gaps.jsonl"]),
+    ],
+)  # fmt: skip
+def test_a_plan_names_what_is_read_and_written(
+    name: str, missing: list[str], writes: list[str], offline: Path, command: Run
+) -> None:
+    """`prompts` is a number in the first, a list of prompts in the second, a file in the last."""
+    _, out, _ = command("run", name + BIG, "--dry-run", "--json")
+    plan = json.loads(out)
+    here = [one["key"] for one in plan["inputs"] if not one["here"] and one["needed"]]
+    assert here == missing
+    assert plan["writes"] == [path if path.endswith("l") else path + BIG for path in writes]
+
+
+def test_a_store_that_is_changed_is_written(offline: Path, command: Run) -> None:
+    for name in ("stacks-gc", "stacks-remove", "stacks-disable", "stacks-enable"):
+        _, out, _ = command("run", name, "--dry-run", "--json")
+        assert json.loads(out)["writes"] == ["mlxstacks-out/stack"], name
+
+
+def test_lists_of_mappings_are_shown_by_their_names(offline: Path, command: Run) -> None:
+    _, out, _ = command("run", "route-check" + BIG, "--dry-run")
+    assert "neural network, reverse a string, diabetes, train, dose" in " ".join(out.split())
+    assert "'expect'" not in out
 
 
 def test_recipes_are_listed_by_command(command: Run) -> None:

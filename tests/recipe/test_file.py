@@ -1,5 +1,6 @@
 """Recipe files: what is read, what is refused, and the shipped ones. Run: pytest tests/recipe"""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,20 @@ def test_shipped_recipe_is_valid_and_says_what_it_needs(name: str) -> None:
     assert f"mlxstacks run {name}" in about
     assert all(f"{word}:" in about for word in ("Command", "Memory", "Time"))
     assert len(recipe.head[0]) <= 100
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_command_in_the_head_can_be_typed(name: str) -> None:
+    """`run` has no settings as options; they are given with --set."""
+    (line,) = [line for line in load_recipe(name).head if line.startswith("Command:")]
+    commands = re.findall(r"mlxstacks ([^()]+)", line)
+    assert commands
+    for words in map(str.split, commands):
+        options = {word for word in words if word.startswith("--")}
+        if words[0] == "run":
+            assert options <= {"--set", "--dry-run", "--force"}, line
+        else:
+            assert " ".join(words[:2]) in COMMANDS or words[0] in COMMANDS, line
 
 
 @pytest.mark.parametrize("name", COMMANDS)

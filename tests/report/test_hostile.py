@@ -51,13 +51,13 @@ def poisoned(value: Any, evil: str) -> Any:
 def test_hostile_texts_are_shown_as_texts(evil: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run = write_run(tmp_path / "evil", "fuse_report.json", poisoned(fuse_report(), evil))
+    runs = [run]
     named = confound_report()
     named["arms"] = {f"{evil} {k}": v for k, v in named["arms"].items()}
     named["verdict"] = named["notes"] = None
-    other = write_run(tmp_path / "named", "confound_report.json", named)
-    write_report(
-        settings_for(run, other, save_path=tmp_path / "page", title=evil.replace("\ud800", ""))
-    )
+    if evil in EVIL[4:]:
+        runs.append(write_run(tmp_path / "named", "confound_report.json", named))
+    write_report(settings_for(*runs, save_path=tmp_path / "page", title=evil.replace("\ud800", "")))
     page = (tmp_path / "page/index.html").read_text("utf-8")
     found = read(page)
     assert found.problems == []

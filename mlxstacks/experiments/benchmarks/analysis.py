@@ -143,12 +143,15 @@ def _strata(outcomes: Sequence[Outcome]) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An arm less its control on a task. p_adjusted: by Holm over all tests of the run."""
+    """An arm less its control on a task. p_adjusted: by Holm over all tests of the run. both: items
+    that both have right.
+    """
 
     task: str
     arm: str
     control: str
     n: int
+    both: int
     difference: float
     interval: Interval
     mcnemar: McNemarTest
@@ -163,10 +166,16 @@ class Comparison:
         )
         return f"{self.label} (alone it would be)" if alone else self.label
 
+    def interval_at(self, confidence: float) -> Interval:
+        """Of the difference, with another confidence."""
+        gained, lost = self.mcnemar.gained, self.mcnemar.lost
+        return paired_interval(self.both, gained, lost, self.n, confidence)
+
     def as_json(self) -> dict[str, Any]:
         return {
             "task": self.task, "arm": self.arm, "control": self.control, "n": self.n,
-            "difference": self.difference, "interval": self.interval.as_json(),
+            "both_right": self.both, "difference": self.difference,
+            "interval": self.interval.as_json(),
             "mcnemar": asdict(self.mcnemar), "p_adjusted": self.p_adjusted, "label": self.label,
             "in_words": self.in_words,
         }  # fmt: skip
@@ -192,7 +201,7 @@ def compare(
             difference = (gained - lost) / len(pairs)
             found.append(
                 Comparison(
-                    task, arm, control, len(pairs), difference,
+                    task, arm, control, len(pairs), both, difference,
                     paired_interval(both, gained, lost, len(pairs)), test, test.p_value,
                     _label(difference, test.p_value, alpha),
                 )
@@ -228,8 +237,10 @@ def _label(difference: float, p_value: float, alpha: float) -> Label:
     return "better" if difference > 0 else "worse"
 
 
-def paired_interval(both: int, gained: int, lost: int, n: int) -> Interval:
-    """95% interval of (gained - lost) / n, for the rates of two arms on the same n items.
+def paired_interval(
+    both: int, gained: int, lost: int, n: int, confidence: float = 0.95
+) -> Interval:
+    """Interval of (gained - lost) / n, for the rates of two arms on the same n items.
 
     Newcombe (1998), Statistics in Medicine 17, 2635, method 10: Wilson's intervals of both rates
     and the correlation of the pairs, corrected for continuity. Unlike a bootstrap it has a width
@@ -240,7 +251,7 @@ def paired_interval(both: int, gained: int, lost: int, n: int) -> Interval:
     if min(both, gained, lost, neither) < 0 or n < 1:
         raise ValueError(f"got {both} both, {gained} gained, {lost} lost of {n}")
     one, two = both + gained, both + lost
-    first, second = wilson_interval(one, n), wilson_interval(two, n)
+    first, second = (wilson_interval(count, n, confidence) for count in (one, two))
     product = one * (n - one) * two * (n - two)
     agreement = float(both * neither - gained * lost)
     if agreement > 0:
@@ -253,4 +264,4 @@ def paired_interval(both: int, gained: int, lost: int, n: int) -> Interval:
     difference = (gained - lost) / n
     down = reach(one / n - first.low, second.high - two / n)
     up = reach(first.high - one / n, two / n - second.low)
-    return Interval(max(-1.0, difference - down), min(1.0, difference + up), 0.95)
+    return Interval(max(-1.0, difference - down), min(1.0, difference + up), confidence)

@@ -38,7 +38,11 @@ class PromptEncoder:
         return tuple(plain)
 
     def candidate(self, text: str) -> Tokens:
-        """A continuation, tokenised by itself. Raises: InputError: it has no tokens."""
+        """A continuation, tokenised by itself; behind a chat template without its leading blank:
+        an assistant's turn does not begin with one. Raises: InputError: it has no tokens.
+        """
+        if self._settings.chat == "all" and self._has_template:
+            text = text.lstrip(" ")
         found = tuple(self.tokenizer.encode(text, add_special_tokens=False))
         if not found:
             raise InputError(f"candidate {text[:40]!r} has no tokens; a candidate is some text")

@@ -6,16 +6,16 @@ gave 0 to a continuation of one token, which no other can beat; `reference_sums`
 show both side by side.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
 
-from mlxstacks.data import Row, make_batch
 from mlxstacks.errors import InputError
-from mlxstacks.evaluate import LogitsOf, evaluate_row_losses
+from mlxstacks.evaluate import LogitsOf, log_probabilities_at
 from mlxstacks.layers.output_head import OutputHead
 from mlxstacks.layers.selection import Selection, base, routed
 from mlxstacks.routing.candidate_losses import Candidate, Weights, plan_batches
@@ -36,7 +36,7 @@ class PairScorer:
 
     logits_of: (B, T) -> (B, T, V). select: puts the model into a mode. head: of the model; logits
     are then made for the continuations' tokens alone. batch_size: most pairs at once; batch_tokens:
-    most tokens, unless one pair alone has more.
+    most tokens, unless one pair alone has more. kept: log p by the pairs asked for together.
     Law: batches and padding change a sum by rounding alone.
     """
 
@@ -45,30 +45,31 @@ class PairScorer:
     head: OutputHead | None
     batch_size: int
     batch_tokens: int
+    kept: dict[bytes, list[tuple[float, ...]]] = field(default_factory=dict, repr=False)
 
     def sums(self, pairs: Sequence[Pair]) -> list[float]:
         """Sum of log p over each continuation's tokens (nats). Raises: InputError: NaN or Inf."""
-        found = self._over(pairs, self.logits_of, self.head)
-        for pair, value in zip(pairs, found, strict=True):
-            if not math.isfinite(value):
-                on = " + ".join(name for name, _ in pair.weights) or "the base alone"
-                raise InputError(
-                    f"with {on} a log probability is {value}: look at the weights, or try base: "
-                    "float32 (half floats overflow)"
-                )
-        return found
+        return [math.fsum(values) for values in self._known(pairs)]
 
     def reference_sums(self, pairs: Sequence[Pair]) -> list[float]:
         """The published defect: the first token is left out, and one alone scores 0."""
-        longer = [number for number, pair in enumerate(pairs) if len(pair.continuation) > 1]
-        shifted = [
-            Pair((*p.context, p.continuation[0]), p.continuation[1:], p.weights)
-            for p in (pairs[number] for number in longer)
-        ]
-        sums = [0.0] * len(pairs)
-        for number, value in zip(longer, self.sums(shifted), strict=True):
-            sums[number] = value
-        return sums
+        return [math.fsum(values[1:]) for values in self._known(pairs)]
+
+    def _known(self, pairs: Sequence[Pair]) -> list[tuple[float, ...]]:
+        """`_log_p`, kept by the set of pairs: the old rule asks for the very ones of the right one.
+
+        By the whole set, in an order of its own: batches, and so the last bits, are then the same
+        whether a run was interrupted in between or not.
+        """
+        distinct = sorted(set(pairs), key=lambda p: (p.context, p.continuation, p.weights))
+        key = hashlib.sha256(repr(distinct).encode()).digest()
+        if key not in self.kept:
+            made = self._log_p(distinct, self.logits_of, self.head)
+            for pair, values in zip(distinct, made, strict=True):
+                _check_finite(pair, values)
+            self.kept[key] = made
+        found = dict(zip(distinct, self.kept[key], strict=True))
+        return [found[pair] for pair in pairs]
 
     def are_greedy(self, pairs: Sequence[Pair]) -> list[bool]:
         """Whether each token of a continuation is the likeliest one (or one of equal ones)."""
@@ -78,22 +79,44 @@ class PairScorer:
             else _LikeliestHead(self.head.module, self.head.path, self.head.tied)
         )
         logits_of = self.logits_of if head else lambda tokens: _likeliest(self.logits_of(tokens))
-        return [math.isfinite(value) for value in self._over(pairs, logits_of, head)]
+        found = self._log_p(pairs, logits_of, head)
+        return [all(math.isfinite(value) for value in values) for values in found]
 
-    def _over(
+    def _log_p(
         self, pairs: Sequence[Pair], logits_of: LogitsOf, head: OutputHead | None
-    ) -> list[float]:
-        lengths = [len(pair.context) + len(pair.continuation) for pair in pairs]
-        asked = [Candidate(number, pair.weights) for number, pair in enumerate(pairs)]
-        found = [0.0] * len(pairs)
+    ) -> list[tuple[float, ...]]:
+        """log p of each token of each continuation.
+
+        Pairs whose inputs are the same go in once: what a letter is after a context, one forward
+        pass says of all letters.
+        """
+        rows: dict[tuple[tuple[int, ...], Weights], list[int]] = {}
+        for number, pair in enumerate(pairs):
+            inputs = pair.context + pair.continuation[:-1]
+            rows.setdefault((inputs, pair.weights), []).append(number)
+        every = list(rows)
+        asked = [Candidate(number, weights) for number, (_, weights) in enumerate(every)]
+        lengths = [len(inputs) for inputs, _ in every]
+        found: list[tuple[float, ...]] = [()] * len(pairs)
         for batch in plan_batches(asked, lengths, self.batch_tokens) if pairs else ():
             for start in range(0, len(batch), self.batch_size):
-                part = batch[start : start + self.batch_size]
-                self.select(selection_of([pairs[number].weights for number in part]))
-                rows = make_batch([_row(pairs[number]) for number in part])
-                means = evaluate_row_losses(logits_of, rows, head)
-                for number, mean in zip(part, means.tolist(), strict=True):
-                    found[number] = -mean * len(pairs[number].continuation)
+                part = [every[number] for number in batch[start : start + self.batch_size]]
+                self.select(selection_of([weights for _, weights in part]))
+                tokens = _padded([inputs for inputs, _ in part])
+                numbers = [(line, n) for line, row in enumerate(part) for n in rows[row]]
+                places = [
+                    line * tokens.shape[1] + len(pairs[n].context) - 1 + step
+                    for line, n in numbers
+                    for step in range(len(pairs[n].continuation))
+                ]
+                targets = [token for _, n in numbers for token in pairs[n].continuation]
+                values = iter(
+                    log_probabilities_at(
+                        logits_of, tokens, np.array(places), np.array(targets), head
+                    ).tolist()
+                )
+                for _, n in numbers:
+                    found[n] = tuple(next(values) for _ in pairs[n].continuation)
         return found
 
 
@@ -106,9 +129,22 @@ def selection_of(rows: Sequence[Weights]) -> Selection:
     return routed(names, table[0] if len(set(rows)) == 1 else table)
 
 
-def _row(pair: Pair) -> Row:
-    weights = (0.0,) * len(pair.context) + (1.0,) * len(pair.continuation)
-    return Row(pair.context + pair.continuation, weights)
+def _padded(rows: Sequence[tuple[int, ...]]) -> np.ndarray:
+    """(B, T) int32; padding on the right changes nothing for what stands before it."""
+    tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    for line, row in enumerate(rows):
+        tokens[line, : len(row)] = row
+    return tokens
+
+
+def _check_finite(pair: Pair, values: Sequence[float]) -> None:
+    """Raises: InputError: NaN or Inf."""
+    if not all(map(math.isfinite, values)):
+        on = " + ".join(name for name, _ in pair.weights) or "the base alone"
+        raise InputError(
+            f"with {on} a log probability is {math.fsum(values)}: look at the weights, or try "
+            "base: float32 (half floats overflow)"
+        )
 
 
 def _likeliest(logits: mx.array) -> mx.array:

@@ -38,7 +38,8 @@ class ArmSettings(BaseModel):
     chat: Literal["none", "generate", "all"] = Field(
         "generate",
         description="Prompts that the model's chat template is put around: those answered in text, "
-        "all (contexts of candidates too), or none.",
+        "all (contexts of candidates too, which then lose their leading blank: an assistant's turn "
+        "begins without one), or none.",
     )
     system_prompt: str | None = Field(
         None, description="Said before each prompt that goes through the chat template."

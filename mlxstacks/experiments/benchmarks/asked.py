@@ -68,28 +68,17 @@ def ask_all(settings: EvalSettings, names: Sequence[str]) -> tuple[list[AskedTas
 
 def ask(settings: EvalSettings, task: Task) -> AskedTask:
     """One task's items. Raises: InputError where its data cannot be used, or holds no items."""
-    data = open_task(task, settings.data)
+    # Without a chat template an instruction goes under the published headings.
+    bare = task.kind == "generate" and settings.chat == "none"
+    data = open_task(task, settings.data, reference=bare)
     first = settings.sample == "first"
     sample = sample_items(data.items, settings.limit, settings.seed, first=first)
-    items = tuple(_spoken(item, settings) for item in _labelled(task.name, sample, settings))
+    items = tuple(_labelled(task.name, sample, settings))
     reference: tuple[BenchItem, ...] = ()
     if settings.reference_offset and task.kind == "likelihood":
         by_id = {i.item_id: i for i in open_task(task, settings.data, reference=True).items}
-        reference = tuple(
-            _spoken(replace(by_id[i.item_id], domain=i.domain), settings) for i in items
-        )
+        reference = tuple(replace(by_id[i.item_id], domain=i.domain) for i in items)
     return AskedTask(task, items, len(data.items), (), reference, data.source, data.notes)
-
-
-def _spoken(item: BenchItem, settings: EvalSettings) -> BenchItem:
-    """An answer in a chat begins its turn: what would part it from a context, a blank, goes."""
-    if settings.chat != "all":
-        return item
-    return replace(
-        item,
-        candidates=tuple(text.lstrip() for text in item.candidates),
-        letters=tuple(text.lstrip() for text in item.letters),
-    )
 
 
 def _labelled(task: str, items: Sequence[BenchItem], settings: EvalSettings) -> list[BenchItem]:

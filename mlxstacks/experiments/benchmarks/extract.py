@@ -135,12 +135,18 @@ def integer(text: str) -> Extracted:
     """
     for content in reversed(boxes(text)):
         if match := _INTEGER.search(content.replace("{,}", ",").replace("\\,", "")):
-            return Extracted(str(int(_plain(match))), "boxed")
+            return Extracted(_whole(_plain(match)), "boxed")
     said = list(_ANSWER_INTEGER.finditer(text))
     if said:
-        return Extracted(str(int(_plain(said[-1]))), "answer is")
+        return Extracted(_whole(_plain(said[-1])), "answer is")
     short = _SHORT_INTEGER.findall(text)
-    return Extracted(str(int(short[-1])), "last integer") if short else _NOTHING
+    return Extracted(_whole(short[-1]), "last integer") if short else _NOTHING
+
+
+def _whole(plain: str) -> str:
+    """Without leading zeros. Not by `int`: Python refuses the thousands of digits of a loop."""
+    digits = plain.removeprefix("-").lstrip("0") or "0"
+    return f"-{digits}" if plain.startswith("-") and digits != "0" else digits
 
 
 # --- letters --------------------------------------------------------------------------------------

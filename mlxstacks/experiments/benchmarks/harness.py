@@ -11,18 +11,14 @@ continuations are cut apart by its own rule, which for most texts is that of `Mo
 import random
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.benchmarks.arm_model import ModelArm
-from mlxstacks.experiments.benchmarks.harness_tasks import (
-    TaskFile,
-    build_task,
-    read_rows,
-    read_task_file,
-)
+from mlxstacks.experiments.benchmarks.harness_builtin import need_lm_eval
+from mlxstacks.experiments.benchmarks.harness_named import NamedTask, find_tasks
 
 
 def run_harness(
@@ -39,10 +35,12 @@ def run_harness(
 ) -> dict[str, Any]:
     """The same items of each task for every arm; JSON.
 
-    include_path: directory of more task files. data: directory of their data files. limit: items of
-    a task, drawn by the seed from all of them, never the first ones. num_fewshot: in the place of a
-    task's own. chat: prompts go through the model's chat template. domains: task -> the domain it
-    is of, for the arms oracle and random.
+    task_names: a task file of include_path, else one of ours, else a task of lm_eval's own; a group
+    or tag of those stands for each of its tasks. include_path: directory of more task files. data:
+    directory of the data files of task files; lm_eval's own tasks have theirs from the hub. limit:
+    items of a task, drawn by the seed from all of them, never the first ones. num_fewshot: in the
+    place of a task's own. chat: prompts go through the model's chat template. domains: task, or
+    the group it is of -> its domain, for the arms oracle and random.
 
     tasks: name -> file, output_type, items, asked (places of the rows). arms: name -> tasks (name
     -> metrics, samples, ties, seconds), notes, details. A sample has doc_id, filter, metrics (name
@@ -51,20 +49,18 @@ def run_harness(
 
     Raises: InputError: lm_eval is not installed, a task may not be run here or does not fit.
     """
-    _need_lm_eval()
-    if len(set(task_names)) != len(task_names) or not task_names:
-        raise InputError("give the names of tasks, each once")
-    files = [read_task_file(name, include_path) for name in task_names]
-    rows = {file.name: read_rows(file, data) for file in files}
-    tasks = {file.name: build_task(file, rows[file.name]) for file in files}
+    need_lm_eval()
+    named = find_tasks(task_names, include_path)
+    labels = _labels(named, domains or {})
+    tasks = {one.name: one.build(data) for one in named}
     asked = {name: _drawn(task, limit, f"{seed}/{name}") for name, task in tasks.items()}
     found: dict[str, Any] = {
         "lm_eval": version("lm_eval"), "seed": seed, "limit": limit, "chat": chat,
-        "tasks": {file.name: _about(file, tasks[file.name], asked[file.name]) for file in files},
+        "tasks": {one.name: _about(one, tasks[one.name], asked[one.name]) for one in named},
         "arms": {},
     }  # fmt: skip
     for arm in arms:
-        model = harness_model(arm, domains or {})
+        model = harness_model(arm, labels)
         results = {
             name: _evaluated(model, name, task, asked[name], seed, num_fewshot, chat)
             for name, task in tasks.items()
@@ -75,13 +71,10 @@ def run_harness(
     return found
 
 
-def _need_lm_eval() -> None:
-    try:
-        version("lm_eval")
-    except PackageNotFoundError:
-        raise InputError(
-            "lm-evaluation-harness is not installed; `pip install 'mlxstacks[eval]'`"
-        ) from None
+def _labels(named: Sequence[NamedTask], domains: Mapping[str, str]) -> dict[str, str]:
+    """Task -> its domain: its own, else that of the group it was asked for by."""
+    found = {one.name: domains.get(one.name, domains.get(one.asked_as)) for one in named}
+    return {name: domain for name, domain in found.items() if domain is not None}
 
 
 def _drawn(task: Any, limit: int | None, key: str) -> list[int]:
@@ -94,13 +87,13 @@ def _drawn(task: Any, limit: int | None, key: str) -> list[int]:
     return sorted(random.Random(key).sample(range(count), limit))
 
 
-def _about(file: TaskFile, task: Any, asked: Sequence[int]) -> dict[str, Any]:
+def _about(named: NamedTask, task: Any, asked: Sequence[int]) -> dict[str, Any]:
     return {
-        "file": file.path.name,
+        "file": named.file,
         "output_type": task.OUTPUT_TYPE,
         "items": len(task.eval_docs),
         "asked": list(asked),
-        "version": (file.config.get("metadata") or {}).get("version"),
+        "version": (named.source.config.get("metadata") or {}).get("version"),
     }
 
 
@@ -113,7 +106,11 @@ def _evaluated(
     own = task.get_config("num_fewshot")
     task.set_config(key="num_fewshot", value=own or 0 if fewshot is None else fewshot)
     task.set_fewshot_seed(seed=seed)  # anew for each arm: all see the same examples
-    model.wants_greedy = task.OUTPUT_TYPE == "loglikelihood" or "exact_match" in task.aggregation()
+    model.wants_greedy = (
+        task.OUTPUT_TYPE == "loglikelihood"
+        or "exact_match" in task.aggregation()
+        or task.get_config("process_results") is not None  # Python, that may look at it
+    )
     made = evaluate(
         model, {"tasks": {name: task}}, samples={name: asked}, bootstrap_iters=0,
         apply_chat_template=chat,
@@ -163,7 +160,7 @@ def _is_tie(scores: Sequence[float]) -> bool:
 
 def harness_model(arm: ModelArm, domains: Mapping[str, str] | None = None) -> Any:
     """An arm as a model of the harness. domains: task -> domain, for oracle and random."""
-    _need_lm_eval()
+    need_lm_eval()
     from mlxstacks.experiments.benchmarks.harness_model import ArmModel
 
     return ArmModel(arm, domains or {})

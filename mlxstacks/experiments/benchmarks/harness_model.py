@@ -13,6 +13,8 @@ from mlxstacks.experiments.benchmarks.arm_model import ModelArm
 
 _GREEDY = {"until", "max_gen_toks", "max_new_tokens", "max_tokens", "do_sample", "temperature",
            "top_p", "top_k"}  # fmt: skip
+# Allowed at the value that changes nothing.
+_AT_ONE = {"num_beams": 1}
 DEFAULT_TOKENS = 256
 # Where neither the settings nor the model say how long a text may be.
 DEFAULT_CONTEXT = 2048
@@ -118,7 +120,7 @@ class ArmModel(TemplateLM):
         found: dict[int, str] = {}
         groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}
         for number, request in enumerate(requests):
-            groups.setdefault(_greedy_settings(request.args[1]), []).append(number)
+            groups.setdefault(greedy_settings(request.args[1]), []).append(number)
         for (max_tokens, until), numbers in groups.items():
             replies = self.arm.reply_to_texts(
                 [requests[number].args[0] for number in numbers], max_tokens, until,
@@ -128,11 +130,12 @@ class ArmModel(TemplateLM):
         return [found[number] for number in range(len(requests))]
 
 
-def _greedy_settings(options: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
+def greedy_settings(options: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
     """(most tokens, strings that end an answer). Raises: InputError: not greedy, or not known."""
     if options.get("do_sample") or (options.get("temperature") and "do_sample" not in options):
         raise InputError("the task draws its answers (do_sample); only greedy ones are given here")
-    if strange := sorted(set(options) - _GREEDY):
+    known = _GREEDY | {name for name, only in _AT_ONE.items() if options.get(name) == only}
+    if strange := sorted(set(options) - known):
         raise InputError(f"generation_kwargs {', '.join(strange)}: not known here")
     asked = (options.get(name) for name in ("max_gen_toks", "max_new_tokens", "max_tokens"))
     most = next((value for value in asked if value is not None), DEFAULT_TOKENS)

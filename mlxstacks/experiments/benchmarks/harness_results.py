@@ -12,9 +12,9 @@ from mlxstacks.errors import InputError
 from mlxstacks.experiments.benchmarks.analysis import Comparison, Outcomes, adjusted, compare, rate
 from mlxstacks.experiments.benchmarks.outcomes import Outcome
 from mlxstacks.experiments.benchmarks.plan import claims_of
-from mlxstacks.experiments.benchmarks.settings import EvalSettings
+from mlxstacks.experiments.benchmarks.settings import HARNESS, EvalSettings
 from mlxstacks.files.outputs import write_json
-from mlxstacks.files.strict_json import json_sha256, read_object
+from mlxstacks.files.strict_json import read_object
 
 # Of a task with several, the metric that is right or wrong for each item; else its first one.
 _PRIMARY = ("acc", "exact_match", "pass@1")
@@ -23,20 +23,16 @@ _PRIMARY = ("acc", "exact_match", "pass@1")
 def harness_plan(settings: EvalSettings) -> dict[str, Any]:
     """What of the harness belongs into the plan; {} where none of its tasks is asked.
 
+    Task -> its hashes; of a group each of its tasks. lm_eval's own tasks read their data for it.
     Raises: InputError for a task that there is none of, or whose data is not there.
     """
     if not settings.harness_tasks:
         return {}
-    from mlxstacks.experiments.benchmarks.harness_tasks import read_rows, read_task_file
+    from mlxstacks.experiments.benchmarks.harness_named import find_tasks
 
-    files = [read_task_file(name, settings.task_files) for name in settings.harness_tasks]
     return {
-        file.name: {
-            "config_sha256": json_sha256(file.config),
-            "rows_sha256": json_sha256(read_rows(file, settings.data)),
-            "limit": settings.limit,
-        }
-        for file in files
+        one.name: {**one.fingerprint(settings.data), "limit": settings.limit}
+        for one in find_tasks(settings.harness_tasks, settings.task_files)
     }
 
 
@@ -51,11 +47,17 @@ def ask_harness(work: Path, settings: EvalSettings, arm: Any, plan_sha256: str) 
     found = run_harness(
         [arm], settings.harness_tasks, include_path=settings.task_files, data=settings.data,
         limit=settings.limit, seed=settings.seed, chat=settings.chat == "all",
-        domains=settings.harness_domains,
+        domains=_domains(settings),
     )  # fmt: skip
     path = kept_path(work, arm.name)
     path.parent.mkdir(exist_ok=True)
     write_json(path, {"plan_sha256": plan_sha256, **found})
+
+
+def _domains(settings: EvalSettings) -> dict[str, str]:
+    """Task, or group -> its domain; lm_eval/NAME wins over NAME. A group's tasks have names too."""
+    given = sorted(settings.domain_of.items(), key=lambda pair: pair[0].startswith(HARNESS))
+    return {name.removeprefix(HARNESS): domain for name, domain in given}
 
 
 def read_harness(work: Path, arms: Sequence[str], plan_sha256: str) -> dict[str, Any]:

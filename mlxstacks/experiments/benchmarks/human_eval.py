@@ -19,6 +19,7 @@ LIMITS = SandboxLimits(wall_seconds=10.0, cpu_seconds=10)
 
 def code_of(text: str) -> Extracted:
     """The first fenced block, else the text as it is; trailing blanks cut, indentation kept."""
+    text = text.replace("\r\n", "\n")
     block = _FENCE.search(text)
     value = (block[1] if block else text).rstrip()
     if not value.strip():
@@ -35,7 +36,8 @@ def body_of(code: str, entry_point: str) -> str:
     signature = re.search(rf"^def\s+{re.escape(entry_point)}\b", code, re.MULTILINE)
     if signature is not None:
         return _body_of_definition(code, signature.start())
-    lines = code.strip("\n").splitlines()
+    # Not splitlines: what it takes for the end of a line besides may stand in a program's texts.
+    lines = code.strip("\n").split("\n")
     first = lines[0] if lines else ""
     if first[:1].isspace():
         return _at_four(_until_top_level("\n".join(lines)))
@@ -58,8 +60,8 @@ def _until_top_level(text: str) -> str:
 
 def _body_of_definition(code: str, start: int) -> str:
     """By its syntax tree where it parses, else by lines. Imports above it come first."""
-    above = [line for line in code[:start].splitlines() if _IMPORT.match(line)]
-    lines = code[start:].splitlines()
+    above = [line for line in code[:start].split("\n") if _IMPORT.match(line)]
+    lines = code[start:].split("\n")
     kept = [lines[0]]
     for line in lines[1:]:
         # A signature may close its bracket at the left margin.
@@ -69,7 +71,8 @@ def _body_of_definition(code: str, start: int) -> str:
     source = "\n".join(kept).rstrip()
     try:
         definition = ast.parse(source).body[0]
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        # No Python, no text (surrogates), or nested deeper than the parser goes.
         body = "\n".join(kept[1:]).rstrip()
     else:
         assert isinstance(definition, ast.FunctionDef)
@@ -80,10 +83,11 @@ def _body_of_definition(code: str, start: int) -> str:
             statements = statements[1:] or statements
         at = statements[0]
         on_one_line = at.lineno == definition.lineno
+        from_there = source.split("\n")[at.lineno - 1 :]
         body = (
-            "    " + source.splitlines()[at.lineno - 1][at.col_offset :]
+            "    " + from_there[0].encode()[at.col_offset :].decode()  # ast counts bytes
             if on_one_line
-            else "\n".join(source.splitlines()[at.lineno - 1 :])
+            else "\n".join(from_there)
         )
     return "\n".join([*(f"    {line}" for line in above), _at_four(body)])
 

@@ -35,7 +35,7 @@ def mean_of(values: Sequence[float], intervals: Sequence[Interval]) -> Mean | No
         / count
         for reach in (_down, _up)
     )
-    return Mean(count, mean, Interval(mean - down, mean + up, 0.95))
+    return Mean(count, mean, Interval(mean - down, mean + up, intervals[0].confidence))
 
 
 def _down(value: float, interval: Interval) -> float:
@@ -50,40 +50,56 @@ def _up(value: float, interval: Interval) -> float:
 class MeanDifference:
     """An arm less its control, mean over the tasks that both have a score on.
 
+    judged: the interval that decides, wider so that all pairs' hold together (Bonferroni).
     better, worse: tasks whose difference counts in the family of all tests.
     """
 
     arm: str
     control: str
     mean: Mean
+    judged: Interval
     better: tuple[str, ...]
     worse: tuple[str, ...]
 
     @property
     def label(self) -> Label:
-        """By the interval of the mean alone."""
-        if self.mean.interval.low <= 0 <= self.mean.interval.high:
+        if self.judged.low <= 0 <= self.judged.high:
             return "not distinguishable"
         return "better" if self.mean.mean > 0 else "worse"
+
+    @property
+    def in_words(self) -> str:
+        """The label, and where the 95% interval alone would have said more."""
+        own = self.mean.interval
+        alone = self.label == "not distinguishable" and not own.low <= 0 <= own.high
+        return f"{self.label} (alone it would be)" if alone else self.label
 
     def as_json(self) -> dict[str, Any]:
         return {
             "arm": self.arm, "control": self.control, **self.mean.as_json(),
-            "better": list(self.better), "worse": list(self.worse), "label": self.label,
+            "judged_by_interval": self.judged.as_json(), "better": list(self.better),
+            "worse": list(self.worse), "label": self.label, "in_words": self.in_words,
         }  # fmt: skip
 
 
-def mean_differences(comparisons: Sequence[Comparison]) -> list[MeanDifference]:
-    """One for each (arm, control), in the order in which they come first."""
+def mean_differences(comparisons: Sequence[Comparison], alpha: float) -> list[MeanDifference]:
+    """One for each (arm, control), in the order in which they come first; the chance that any of
+    them is labelled although there is no difference is alpha.
+    """
     found = []
-    for arm, control in dict.fromkeys((one.arm, one.control) for one in comparisons):
+    pairs = dict.fromkeys((one.arm, one.control) for one in comparisons)
+    confidence = 1 - alpha / max(1, len(pairs))
+    for arm, control in pairs:
         own = [one for one in comparisons if (one.arm, one.control) == (arm, control)]
         mean = mean_of([one.difference for one in own], [one.interval for one in own])
+        judged = mean_of([one.difference for one in own],
+                         [one.interval_at(confidence) for one in own])  # fmt: skip
         assert mean is not None
+        assert judged is not None
         better, worse = (
             tuple(one.task for one in own if one.label == label) for label in ("better", "worse")
         )
-        found.append(MeanDifference(arm, control, mean, better, worse))
+        found.append(MeanDifference(arm, control, mean, judged.interval, better, worse))
     return found
 
 

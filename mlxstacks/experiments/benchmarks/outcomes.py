@@ -79,7 +79,7 @@ def _likelihood(
 ) -> Outcome:
     scored = given.answer
     assert isinstance(scored, Scored)
-    picks = {name: pick(scored, name) for name in NORMALISATIONS}
+    picks = {name: _alone(item, pick(scored, name)) for name in NORMALISATIONS}
     chosen = picks[primary]
     return Outcome(
         item.item_id, item.stratum, chosen == item.gold,
@@ -93,6 +93,13 @@ def _likelihood(
         active_domains=_active(scored.weights),
         seconds=given.seconds + (letter.seconds if letter else 0.0),
     )  # fmt: skip
+
+
+def _alone(item: BenchItem, chosen: int | None) -> int | None:
+    """None where the same text is there twice: batches alone, and rounding, would choose."""
+    if chosen is not None and item.candidates.count(item.candidates[chosen]) > 1:
+        return None
+    return chosen
 
 
 def _by_letter(item: BenchItem, given: Given | None) -> bool | None:

@@ -19,6 +19,7 @@ from mlxstacks.experiments.prereg import Evidence, Plan, ids_sha256
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import json_sha256
 
 HYPOTHESIS = "A mode of the model answers more or fewer items of a benchmark than its control."
@@ -26,11 +27,17 @@ TEST = "McNemar's exact test on the same items, two-sided; Holm over all tests o
 RULES = (
     "A difference counts where its p, adjusted by Holm's rule over all tasks and all pairs of "
     "arms, is below alpha; all others are not distinguishable, which is not the same as equal. "
-    "Ties and replies without an answer are wrong. The mean over tasks is judged by its interval."
+    "Ties and replies without an answer are wrong. Means over tasks are judged by their "
+    "intervals, widened so that those of all pairs of arms hold together."
 )
 _CONTROLS = ("base", "ungated", "random")
 _PLAIN_CONTROL = {"fused": "adapter"}
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+# What makes tokens, prompts and the end of an answer.
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+    "generation_config.json",
+)  # fmt: skip
 
 
 def claims_of(arms: Sequence[str]) -> tuple[tuple[str, str], ...]:
@@ -131,8 +138,19 @@ def hashes_of(settings: ArmSettings, arms: Sequence[str]) -> dict[str, str]:
     Raises: InputError or CheckpointError where one is not there.
     """
     found: dict[str, str] = {}
-    if settings.model is not None:
-        model = resolve_model(settings.model)
+    name = settings.model
+    if name is None and settings.store_path is not None:
+        name = Store.open(settings.store_path).manifest.base_model
+    if name is not None:
+        try:
+            model = resolve_model(name)
+        except InputError as error:
+            if settings.model is not None:
+                raise
+            raise InputError(
+                f"{settings.store_path}: its base {name!r} is not found here: {error}; give it "
+                "with --model"
+            ) from None
         found["model"] = fingerprint(open_checkpoint(model))
         found["tokenizer"] = _files_sha256(model, _TOKENIZER)
     if settings.adapter_path is not None and {"adapter", "fused"} & {*arms}:

@@ -119,7 +119,7 @@ def find(
     overall = Standing(
         tuple(dict.fromkeys(reason for one in tasks.values() for reason in one.standing.reasons))
     )
-    differences = mean_differences(family)
+    differences = mean_differences(family, alpha)
     return Findings(
         tasks, arm_means(scores), differences, len(family), overall,
         verdict_in_words(tasks, family, differences, overall),
@@ -210,7 +210,7 @@ def _all_guess(finding: TaskFinding) -> bool:
 def _difference_in_words(one: MeanDifference, many: bool) -> str:
     low, high = 100 * one.mean.interval.low, 100 * one.mean.interval.high
     over = f"in the mean of {one.mean.tasks} tasks " if many else ""
-    label: str = one.label
+    label = one.in_words
     if not many:  # one task: its own test decides, not the interval of a mean of one
         label = "better" if one.better else "worse" if one.worse else "not distinguishable"
     words = (

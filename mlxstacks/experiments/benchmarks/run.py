@@ -166,6 +166,9 @@ class _Evaluation:
             for arm in one.arms:
                 yield from self._files(one, arm)
 
+    def _files_of(self, arm: str) -> list[AnswerFile]:
+        return [f for one in self.asked if arm in one.arms for f in self._files(one, arm)]
+
     def _files(self, one: AskedTask, arm: str) -> list[AnswerFile]:
         parts: dict[Of, Sequence[BenchItem]] = {"replies": one.items}
         if one.task.kind == "likelihood":
@@ -185,14 +188,20 @@ class _Evaluation:
         # The old rule is asked for by name, beside the right one.
         settings = self.settings.model_copy(update={"reference_offset": False})
         for arm in open_arms(unfinished, settings) if unfinished else ():
+            before = sum(len(file.items) - file.missing for file in self._files_of(arm.name))
             for one in self.asked:
                 if arm.name in one.arms:
                     self._answer(one, arm)
-            self._finish(arm)
+            self._finish(arm, before)
 
     def _is_unfinished(self, arm: str) -> bool:
-        files = [f for one in self.asked if arm in one.arms for f in self._files(one, arm)]
-        return self._lacks_harness(arm) or any(file.missing for file in files)
+        files = self._files_of(arm)
+        # One that was killed between its last answer and its notes is opened for these alone.
+        lacks_notes = bool(files) and not self._notes_path(arm).is_file()
+        return lacks_notes or self._lacks_harness(arm) or any(file.missing for file in files)
+
+    def _notes_path(self, arm: str) -> Path:
+        return self.work / "arms" / f"{arm}.json"
 
     def _lacks_harness(self, arm: str) -> bool:
         return bool(self.settings.harness_tasks) and not kept_path(self.work, arm).is_file()
@@ -213,13 +222,22 @@ class _Evaluation:
         if self.progress:
             self.progress(self.done, self.total, what)
 
-    def _finish(self, arm: ModelArm) -> None:
-        """The harness's tasks; and at its end an arm knows most of itself, as where it routed."""
+    def _finish(self, arm: ModelArm, before: int) -> None:
+        """The harness's tasks; and at its end an arm knows most of itself, as where it routed.
+
+        before: answers that an interrupted run had written already.
+        """
         if self._lacks_harness(arm.name):
             ask_harness(self.work, self.settings, arm, self.sha256)
-        path = self.work / "arms" / f"{arm.name}.json"
+        notes = list(arm.notes)
+        if before:
+            notes.append(
+                f"{arm.name}: gone on with after an interruption; its own counts of prompts are "
+                f"without the {before:,} answers from before, the tables' are of all"
+            )
+        path = self._notes_path(arm.name)
         path.parent.mkdir(exist_ok=True)
-        write_json(path, {"notes": list(arm.notes), "details": getattr(arm, "details", {})})
+        write_json(path, {"notes": notes, "details": getattr(arm, "details", {})})
 
     # --- from the files ---------------------------------------------------------------------------
 
@@ -266,7 +284,7 @@ class _Evaluation:
         )  # fmt: skip
 
     def _notes(self) -> dict[str, dict[str, Any]]:
-        paths = {name: self.work / "arms" / f"{name}.json" for name in self.arms}
+        paths = {name: self._notes_path(name) for name in self.arms}
         return {
             name: read_object(path.read_bytes()) for name, path in paths.items() if path.is_file()
         }

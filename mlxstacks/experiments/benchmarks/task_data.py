@@ -17,7 +17,7 @@ from mlxstacks.data.sources import OpenSource, open_source
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.benchmarks.task_prompts import bench_item
 from mlxstacks.experiments.benchmarks.task_rows import READERS, RawItem
-from mlxstacks.experiments.benchmarks.tasks import Task
+from mlxstacks.experiments.benchmarks.tasks import TASKS, Task
 from mlxstacks.experiments.benchmarks.types import BenchItem
 from mlxstacks.experiments.confound.items import read_items
 from mlxstacks.files.disk import user_path
@@ -58,6 +58,8 @@ def open_task(task: Task, data: str | None, *, reference: bool = False) -> TaskD
     """
     label, found, problems = _raw_items(task, data)
     named, notes = _named(found, problems, repeats_are_errors=_are_errors(task, data))
+    if problems and not found:
+        raise InputError(_foreign(task, label, problems))
     if problems:
         more = len(problems) - _MOST_SHOWN
         lines = problems[:_MOST_SHOWN] + ([f"and {more} more"] if more > 0 else [])
@@ -70,6 +72,17 @@ def open_task(task: Task, data: str | None, *, reference: bool = False) -> TaskD
             "scores are not comparable with published ones",
         )
     return TaskData(task, items, label, tuple([task.note] * bool(task.note) + notes))
+
+
+def _foreign(task: Task, label: str, problems: Sequence[str]) -> str:
+    """No row is an item: this is another task's data, most likely."""
+    name = Path(label).name
+    theirs = next((other.name for other in TASKS.values() if name in other.files), None)
+    first = problems[0].removeprefix(label).lstrip(", :")
+    said = f"{label}: none of its {len(problems):,} rows is one of {task.title} ({first})"
+    if theirs is not None and theirs != task.name:
+        return f"{said}; it is for --tasks {theirs}: give --data DIR with {' or '.join(task.files)}"
+    return f"{said}; give --data FILE, or DIR with {' or '.join(task.files)}"
 
 
 def with_domain(items: Iterable[BenchItem], domain: str | Mapping[str, str]) -> list[BenchItem]:

@@ -2,8 +2,9 @@ r"""How an item is asked (spec/evaluation.md section 3): a raw item as a `BenchI
 
 Likelihood prompts are contexts as they stand, generation prompts a user's message. Candidates begin
 with one blank. `reference` gives what the published script had: HellaSwag's endings without a
-blank, TruthfulQA's right answer first, GSM8K under instruction and response headings. The script's
-own words for HumanEval, MATH-500, AIME and GPQA are not known; ours say the same.
+blank, TruthfulQA's right answer first, GSM8K under instruction and response headings (as it is
+asked wherever there is no chat template around it). The script's own words for HumanEval, MATH-500,
+AIME and GPQA are not known; ours say the same.
 """
 
 import hashlib

@@ -93,8 +93,8 @@ class AnswerFile:
             return [], 0
         try:
             header, *rows = [json.loads(line) for line in lines]
-            found = [Answer(**row | {"scores": tuple(row["scores"])}) for row in rows]
-        except (ValueError, TypeError, KeyError) as error:
+            found = [_answer(row) for row in rows]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InputError(f"{self.path}: damaged ({error}); remove it to answer again") from None
         if header != self.header:
             raise InputError(
@@ -104,6 +104,17 @@ class AnswerFile:
         if [(one.item_id, one.subject, one.gold, one.options) for one in found] != expected:
             raise InputError(f"{self.path}: answers to other items; remove it to answer again")
         return found, sum(len(line) + 1 for line in lines)
+
+
+def _answer(row: dict[str, Any]) -> Answer:
+    """Raises: TypeError, KeyError or ValueError for what `_line` has not written."""
+    found = Answer(**row | {"scores": tuple(row["scores"])})
+    places = [] if type(found.options) is not int else range(found.options)
+    if found.pick is not None and (type(found.pick) is not int or found.pick not in places):
+        raise ValueError(f"item {str(found.item_id)[:40]!a}: pick is {str(found.pick)[:40]!a}")
+    if not isinstance(found.rule, str) or not isinstance(found.text, str):
+        raise ValueError(f"item {str(found.item_id)[:40]!a}: rule and text are texts")
+    return found
 
 
 def _about(item: Item) -> tuple[str, str, int, int]:

@@ -22,6 +22,8 @@ from mlxstacks.files.strict_json import json_sha256
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)
 _MOST_SHOWN = 8
+# Name of the row of totals in every table of subjects.
+TOTAL = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ def _item(where: str, row: Mapping[str, Any], problems: list[str]) -> Item | Non
         wrong.append("no question_id")
     if not isinstance(subject, str) or not subject.strip():
         wrong.append("no category")
+    elif subject == TOTAL:
+        wrong.append(f"category {TOTAL!r} is what tables call the sum of all: give it another name")
     if not isinstance(question, str) or not question.strip():
         wrong.append("no question")
     texts = list(options) if isinstance(options, list | tuple) else []

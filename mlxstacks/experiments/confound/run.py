@@ -16,7 +16,6 @@ Killed at any moment, the same command goes on: what is there is kept.
 import functools
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from mlxstacks.experiments.confound.adapters import write_controls
 from mlxstacks.experiments.confound.answers import Answer, AnswerFile
 from mlxstacks.experiments.confound.fuses import KINDS, FusePlaces, fuse_all
 from mlxstacks.experiments.confound.items import Item, read_items, stratified_sample
+from mlxstacks.experiments.confound.lengths import length_notes, row_lengths
 from mlxstacks.experiments.confound.mining import Mined, mine
 from mlxstacks.experiments.confound.plan import (
     AGAIN,
@@ -52,7 +52,7 @@ from mlxstacks.experiments.confound.verdict import Criterion
 from mlxstacks.experiments.confound.words import answer_notes, fuse_notes
 from mlxstacks.experiments.power import items_for_two_proportions
 from mlxstacks.experiments.prereg import PLAN, Plan, fix_plan, keep_plan, read_plan, standing
-from mlxstacks.experiments.run_directory import RunDirectory
+from mlxstacks.experiments.run_directory import RunDirectory, discard, work_path
 from mlxstacks.experiments.train import run as train_run
 from mlxstacks.experiments.train.report import versions
 from mlxstacks.files.adapter_file import CONFIG
@@ -87,9 +87,11 @@ def run(
         return ConfoundReport(**vars(report) | {"power": planned_power(settings)})
     inputs = [user_path(str(p)) for p in (settings.model, settings.persona, settings.items)]
     check_target(target, force=settings.force, inputs=[path for path in inputs if path.exists()])
+    # Before there is a work directory: inputs that cannot be used leave none to go on with.
+    prepared = _Confound(settings, work_path(target), progress)
     work = RunDirectory(target, {"kind": "confound"}, resume=settings.resume)
     try:
-        made = _Confound(settings, work.path, progress).run(report)
+        made = prepared.run(report)
         made = write_target(target, work.path, made, settings)
         work.remove()
     finally:
@@ -118,10 +120,11 @@ class _Confound:
         every = read_items(str(settings.items), settings.subjects)
         self.sample = stratified_sample(every, settings.sample, settings.seed)
         self.base = resolve_model(str(settings.model))
+        self.protocol = protocol_of(settings, self._hashes(), self.sample)
+        self.lengths = row_lengths(self.sample, settings, self._speaker)
 
     def run(self, report: ConfoundReport) -> ConfoundReport:
         # Before the persona is fused: a run that goes on must not take another one's for its own.
-        self.protocol = protocol_of(self.settings, self._hashes(), self.sample)
         keep_plan(self.work / PROTOCOL, self.protocol, "a confound run")
         self.persona = self._persona()
         self.persona_sha256 = fingerprint(open_checkpoint(self.persona))
@@ -156,7 +159,12 @@ class _Confound:
             "seconds": time.monotonic() - self.started,
             "versions": versions(),
             "device": f"{device.name} ({device.kind})",
-            "notes": [*said, *mined.notes, *fuse_notes(fuses)],
+            "notes": [
+                *said,
+                *mined.notes,
+                *length_notes(mined.train, self.lengths, self.settings),
+                *fuse_notes(fuses),
+            ],
         }
         return ConfoundReport(**values)
 
@@ -184,18 +192,29 @@ class _Confound:
         given = user_path(str(self.settings.persona))
         return given if (given / CONFIG).is_file() else None
 
+    @property
+    def _speaker(self) -> Path:
+        """The model whose tokenizer and chat template the persona has."""
+        if self._persona_adapter is not None:
+            return self.base
+        found = resolve_model(str(self.settings.persona))
+        if not (found / "config.json").is_file():
+            raise InputError(
+                f"{found}: no persona: neither an adapter ({CONFIG}) nor a model (config.json) is "
+                "in it"
+            )
+        return found
+
     def _hashes(self) -> dict[str, str]:
         """Of what is given: base, tokenizer, and the persona as an adapter or a model."""
         found = {"base": fingerprint(open_checkpoint(self.base))}
-        speaks = self.base
         if self._persona_adapter is not None:
             files = [CONFIG, *(path.name for path in self._persona_adapter.glob("*.safetensors"))]
             named = {name: file_sha256(self._persona_adapter / name) for name in files}
             found["persona_adapter"] = json_sha256(named)
         else:
-            speaks = resolve_model(str(self.settings.persona))
-            found["persona"] = fingerprint(open_checkpoint(speaks))
-        tokenizer = speaks / "tokenizer.json"
+            found["persona"] = fingerprint(open_checkpoint(self._speaker))
+        tokenizer = self._speaker / "tokenizer.json"
         return found | ({"tokenizer": file_sha256(tokenizer)} if tokenizer.is_file() else {})
 
     def _mine(self) -> tuple[Mined, list[Answer]]:
@@ -289,7 +308,7 @@ class _Confound:
         for name, model in names.items():
             self._arm(name, model, None, parts, found)
         if not settings.keep_models:
-            shutil.rmtree(places.directory, ignore_errors=True)
+            discard(places.directory)
         return read_object(path.read_bytes())
 
     def _counts(self, name: str, parts: dict[str, list[Item]]) -> dict[str, int]:

@@ -116,7 +116,7 @@ class ConfoundSettings(BaseModel):
     @classmethod
     def _each_once(cls, values: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(values)) < len(values):
-            raise ValueError(f"got {list(values)}; give each once")
+            raise ValueError("give each once")
         return values
 
     @model_validator(mode="after")

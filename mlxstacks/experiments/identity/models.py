@@ -4,7 +4,6 @@ A model of a second adapter is fused from the persona's model of the same policy
 the weights is kept when its model goes.
 """
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from mlxstacks.experiments.identity.conditions import (
     arm,
 )
 from mlxstacks.experiments.identity.settings import IdentitySettings
+from mlxstacks.experiments.run_directory import discard
 from mlxstacks.files.adapter_commands import convert_adapter
 from mlxstacks.files.adapters import WEIGHTS
 from mlxstacks.files.outputs import write_json
@@ -84,7 +84,7 @@ class Models:
     def drop(self, kind: str, policy: str) -> None:
         """Remove a model that has answered, unless models are kept."""
         if not self.settings.keep_models:
-            shutil.rmtree(self.work / "models" / arm(kind, policy), ignore_errors=True)
+            discard(self.work / "models" / arm(kind, policy))
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """Arm -> correlation and artifact of its last fuse, as `fuse_report.json` has them."""

@@ -64,7 +64,7 @@ from mlxstacks.experiments.identity.settings import DEFAULT_SUITE, IdentitySetti
 from mlxstacks.experiments.identity.suite import Suite, as_items, in_turns, open_suite
 from mlxstacks.experiments.identity.target import write_target
 from mlxstacks.experiments.prereg import PLAN, Plan, fix_plan, standing
-from mlxstacks.experiments.run_directory import RunDirectory
+from mlxstacks.experiments.run_directory import RunDirectory, work_path
 from mlxstacks.experiments.train import run as train_run
 from mlxstacks.experiments.train.report import versions
 from mlxstacks.files.disk import user_path
@@ -102,9 +102,11 @@ def run(
     if settings.suite not in (None, DEFAULT_SUITE):
         inputs.append(user_path(str(settings.suite)))
     check_target(target, force=settings.force, inputs=[path for path in inputs if path.exists()])
+    # Before there is a work directory: inputs that cannot be used leave none to go on with.
+    prepared = _Identity(settings, suite, work_path(target), progress)
     work = RunDirectory(target, {"kind": "identity"}, resume=settings.resume)
     try:
-        made = _Identity(settings, suite, work.path, progress).run(report)
+        made = prepared.run(report)
         write_target(target, work.path, made, suite, settings)
         work.remove()
     finally:

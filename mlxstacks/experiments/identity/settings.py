@@ -121,8 +121,9 @@ class IdentitySettings(BaseModel):
     expected_failures: float = Field(
         0.1, gt=0, lt=1, description="Share of prompts the persona fails, for the power table."
     )
+    # Above largest_loss: a share that changes cannot be smaller than the loss that is looked for.
     expected_discordant: float = Field(
-        0.2, gt=0, lt=1, description="Share of prompts whose verdict changes, for the power table."
+        0.3, gt=0, lt=1, description="Share of prompts whose verdict changes, for the power table."
     )
     batch_size: int = Field(
         16, ge=1, description="Prompts or items answered before they are written down."

@@ -2,13 +2,17 @@
 
 A file holds `prompts`, a list, or one row a line (JSONL). A row has `category`, `prompt`,
 `required`, `forbidden` (lists of patterns, see scorer.py) and, if wanted, an `id`; nothing else.
+A file may come from anybody: it is small, regular, and nothing in it grows when it is read. But an
+expression can be written so that it takes for ever; read the `re:` patterns of a stranger's file.
 """
 
 import difflib
 import itertools
 import json
+import reprlib
+import stat
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +28,12 @@ from mlxstacks.files.strict_json import json_sha256
 
 KEYS = ("id", "category", "prompt", "required", "forbidden")
 FAILS, PASSES = 0, 1
-_MOST_BYTES = 10_000_000
+_MOST_BYTES = 1_000_000
 _MOST_SHOWN = 8
+# Of a value in a message: YAML's references can make one that is endless when it is spelled out.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = _SHORT.maxlist = _SHORT.maxdict = 2
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +127,12 @@ def _prompt(place: int, row: Any, problems: list[str]) -> SuitePrompt | None:
     wrong = [_unknown(str(key)) for key in row if key not in KEYS]
     name = row.get("id", f"{place:02d}")
     if isinstance(name, bool) or not isinstance(name, str | int) or not str(name).strip():
-        wrong.append(f"id is {name!r:.40}, need a name or number")
+        wrong.append(f"id is {_SHORT.repr(name)}, need a name or number")
     texts = {key: row.get(key) for key in ("category", "prompt")}
     wrong += [
-        f"{key} is {'missing' if text is None else f'{text!r:.40}, need a text'}"
+        f"{key} is {'missing' if text is None else f'{_SHORT.repr(text)}, need a text'}"
         for key, text in texts.items()
-        if not isinstance(text, str) or not text.strip()
+        if not isinstance(text, str) or not text.strip() or not _is_unicode(text)
     ]
     patterns = {key: _patterns(key, row.get(key, ()), wrong) for key in ("required", "forbidden")}
     if not wrong and not any(patterns.values()):
@@ -141,6 +149,11 @@ def _prompt(place: int, row: Any, problems: list[str]) -> SuitePrompt | None:
     )  # fmt: skip
 
 
+def _is_unicode(text: str) -> bool:
+    """Whether it can be written down: half of a pair, as JSON's "\\ud800", cannot."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def _unknown(key: str) -> str:
     close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.6)
     hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -149,8 +162,10 @@ def _unknown(key: str) -> str:
 
 def _patterns(key: str, value: Any, wrong: list[str]) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list | tuple) or not all(isinstance(one, str) for one in values):
-        wrong.append(f"{key} is {value!r:.40}, need a list of texts")
+    if not isinstance(values, list | tuple) or not all(
+        isinstance(one, str) and _is_unicode(one) for one in values
+    ):
+        wrong.append(f"{key} is {_SHORT.repr(value)}, need a list of texts")
         return ()
     for pattern in values:
         try:
@@ -163,14 +178,19 @@ def _patterns(key: str, value: Any, wrong: list[str]) -> tuple[str, ...]:
 def _rows(path: Path) -> list[Any]:
     """The rows of a suite file. Raises: InputError for a file that cannot be read as one."""
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise InputError(f"{path}: more than {_MOST_BYTES:,} bytes; is it a suite?")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError(f"{path}: is no file; give a suite as YAML, JSON or JSONL")
+        if status.st_size > _MOST_BYTES:
+            raise InputError(
+                f"{path}: {status.st_size:,} bytes, allowed: {_MOST_BYTES:,}; is it a suite?"
+            )
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise InputError(
             f"{path}: {error.strerror}; give a suite as YAML, JSON or JSONL, or `default`"
         ) from None
-    except ValueError:
+    except UnicodeDecodeError:
         raise InputError(f"{path}: is not UTF-8 text") from None
     kinds = {".jsonl": _json_lines, ".json": _json, ".yaml": _yaml, ".yml": _yaml}
     if path.suffix.lower() not in kinds:
@@ -191,7 +211,8 @@ def _rows(path: Path) -> list[Any]:
 
 def _json_lines(text: str) -> list[Any]:
     rows = []
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not splitlines: JSON may hold other line ends, as U+2028, within a text.
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 rows.append(parse_object(line))
@@ -201,40 +222,57 @@ def _json_lines(text: str) -> list[Any]:
 
 
 def _json(text: str) -> Any:
-    return parse_object(f'{{"value": {text or "null"}\n}}')["value"]
+    found = parse_object(f'{{"value": {text or "null"}\n}}')
+    if len(found) > 1:
+        raise ValueError("is more than one JSON value")
+    return found["value"]
 
 
 def _yaml(text: str) -> Any:
-    """A YAML text, no key twice: the second would silently win."""
+    """A YAML text whose scalars are all texts, `no` and `2020-01-01` too, and no key twice: the
+    second would silently win.
+    """
     import yaml
 
+    loader = yaml.BaseLoader(text)
     try:
-        _check_keys(yaml.compose(text, Loader=yaml.SafeLoader))
-        return yaml.safe_load(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_keys(node)
+        return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
-    # what PyYAML's own constructors let through, as a date of month 99
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"a value is not what it claims to be: {error}") from None
+    finally:
+        loader.dispose()
 
 
-def _check_keys(node: Any) -> None:
-    """Raises: ValueError for a mapping with a key twice, in the list of rows or a row."""
+def _check_keys(root: Any) -> None:
+    """Raises: ValueError for a mapping with a key twice. Each node is looked at once, however often
+    it is referred to.
+    """
     import yaml
 
-    if isinstance(node, yaml.MappingNode):
-        names = [str(key.value) for key, _ in node.value]
-        twice = [name for name, count in Counter(names).items() if count > 1]
-        if twice:
-            line = node.start_mark.line + 1
-            raise ValueError(f"the key {twice[0]!r} is given twice in the mapping at line {line}")
-        children: Iterable[Any] = [value for _, value in node.value]
-    else:
-        children = node.value if isinstance(node, yaml.SequenceNode) else ()
-    for child in children:
-        _check_keys(child)
+    left, seen = [root], set()
+    while left:
+        node = left.pop()
+        if id(node) in seen or isinstance(node, yaml.ScalarNode):
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            left += node.value
+            continue
+        line = node.start_mark.line + 1
+        if not all(isinstance(key, yaml.ScalarNode) for key, _ in node.value):
+            raise ValueError(f"a key must be a text, in the mapping at line {line}")
+        for name, count in Counter(key.value for key, _ in node.value).items():
+            if count > 1:
+                raise ValueError(
+                    f"the key {name!r:.40} is given twice in the mapping at line {line}"
+                )
+        left += [value for _, value in node.value]
 
 
 def suite_text(suite: Suite) -> str:

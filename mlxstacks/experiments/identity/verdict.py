@@ -81,17 +81,18 @@ def judge(case: Case, name: str) -> Judgement:
         f"{100 * loss.low:.0f} to {100 * loss.high:.0f}%, p = {found.p_adjusted:.2g})"
     )
     if found.p_adjusted < case.alpha and len(found.lost) > len(found.gained):
-        return Judgement(name, policy, "lost", counts + _cause(case, policy))
+        return Judgement(name, policy, "lost", counts + _by_the_fuse(case, policy, found))
     if loss.high <= case.largest_loss:
         return Judgement(name, policy, "kept", counts)
     return Judgement(name, policy, "not shown", counts)
 
 
-def _cause(case: Case, policy: str) -> str:
-    zero = case.compared.get(arm(ZERO, policy))
-    if zero is None or not zero.lost:
-        return ""
-    return f"; the zero-delta control loses {len(zero.lost)} of them by the fuse alone"
+def _by_the_fuse(case: Case, policy: str, found: Compared) -> str:
+    """What of a loss the zero-delta control has too: that is not the second adapter's doing."""
+    zero = case.compared[arm(ZERO, policy)]
+    same = len(set(zero.lost) & set(found.lost))
+    lost = len(zero.lost)
+    return f"; the zero-delta control loses {lost} by the fuse alone, {same} of them here too"
 
 
 def verdict(case: Case, judgements: Sequence[Judgement]) -> str:

@@ -186,9 +186,11 @@ class _Profile:
             )
         unused = sum(group.unused for group in self.groups)
         if unused:
+            whole = [group.name for group in self.groups if not group.unused]
+            why = "" if self.settings.tokens or not whole else f", all that {whole[0]} has"
             self.notes.append(
                 f"{unused} prompts drawn were not needed: every group counts "
-                f"{self.groups[0].tokens:,} tokens."
+                f"{self.groups[0].tokens:,} tokens{why}."
             )
 
     # --- counting ---------------------------------------------------------------------------------

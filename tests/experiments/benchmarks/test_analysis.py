@@ -18,9 +18,15 @@ from mlxstacks.experiments.benchmarks.analysis import (
     compare,
     paired_interval,
 )
-from mlxstacks.experiments.benchmarks.means import arm_means, mean_differences, mean_of
-from mlxstacks.experiments.benchmarks.outcomes import pick
-from mlxstacks.experiments.benchmarks.types import Scored
+from mlxstacks.experiments.benchmarks.answers import Given
+from mlxstacks.experiments.benchmarks.means import (
+    MeanDifference,
+    arm_means,
+    mean_differences,
+    mean_of,
+)
+from mlxstacks.experiments.benchmarks.outcomes import likelihood_outcomes, pick
+from mlxstacks.experiments.benchmarks.types import BenchItem, Scored
 from mlxstacks.stats import Interval, mcnemar_exact_test, wilson_interval
 from tests.experiments.eval_cases import outcome, outcomes_of
 
@@ -195,6 +201,18 @@ def test_the_pick_moves_with_its_candidate(
         assert pick(turned, name) == (None if place is None else order.index(place))
 
 
+def test_a_right_answer_that_is_there_twice_ties_whatever_the_last_bits_say() -> None:
+    item = BenchItem("twins", "?", 1, (" a", " b", " b"))
+    given = Given("twins", Scored((-9.0, -2.0, -2.1), (1, 1, 1), (1, 1, 1)), 0.0)
+    (found,) = likelihood_outcomes([item], [given], {}, {}, "sum")
+    assert (found.tie, found.correct, found.rule) == (True, False, "tie")
+    assert not any(found.by.values())
+    (clear,) = likelihood_outcomes(
+        [replace(item, candidates=(" a", " b", " c"))], [given], {}, {}, "sum"
+    )
+    assert clear.correct is True
+
+
 def test_means_are_over_tasks_and_only_over_those_that_all_arms_have() -> None:
     def score(arm: str, right: int, of: int = 10) -> object:
         return arm_score(arm, outcomes_of([True] * right + [False] * (of - right)))
@@ -219,6 +237,32 @@ def test_the_mean_of_equal_intervals_narrows_with_the_root_of_their_number() -> 
     assert mean_of([], []) is None
 
 
+def test_means_of_many_pairs_of_arms_are_judged_together() -> None:
+    """A gain that one pair alone would show is none among ten; a larger one still is."""
+    base = outcomes_of([False] * 100)
+
+    def differences(right: int, pairs: int) -> list[MeanDifference]:
+        arm = outcomes_of([True] * right + [False] * (100 - right))
+        arms = {f"arm {number}": arm for number in range(pairs)}
+        claims = [(name, "base") for name in arms]
+        found = [
+            one
+            for task in ("a", "b")
+            for one in compare(task, {"base": base, **arms}, claims, 0.05)
+        ]
+        return mean_differences(found, 0.05)
+
+    (alone,) = differences(3, 1)
+    assert (alone.label, alone.in_words) == ("better", "better")
+    assert alone.judged == alone.mean.interval
+    many = differences(3, 10)
+    assert {one.label for one in many} == {"not distinguishable"}
+    assert {one.in_words for one in many} == {"not distinguishable (alone it would be)"}
+    assert many[0].mean == alone.mean
+    assert many[0].judged.confidence == pytest.approx(0.995)
+    assert {one.label for one in differences(10, 10)} == {"better"}
+
+
 def test_mean_differences_turn_with_the_arms_and_name_the_tasks_that_count() -> None:
     right, wrong = outcomes_of([True] * 30 + [False] * 10), outcomes_of([False] * 40)
     pairs = (("routed", "base"), ("base", "routed"))
@@ -229,7 +273,7 @@ def test_mean_differences_turn_with_the_arms_and_name_the_tasks_that_count() -> 
         ],
         0.05,
     )
-    one, two = mean_differences(family)
+    one, two = mean_differences(family, 0.05)
     assert (one.better, one.worse) == (("gain",), ())
     assert (two.better, two.worse) == ((), ("gain",))
     assert one.mean.mean == -two.mean.mean == pytest.approx(0.375)

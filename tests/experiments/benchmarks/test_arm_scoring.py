@@ -89,6 +89,32 @@ def test_greedy_is_what_argmax_says(found: list[Pair]) -> None:
     assert scorer().are_greedy(found) == [argmax_says(pair) for pair in found]
 
 
+def test_a_context_goes_in_once_for_all_letters_and_for_both_rules() -> None:
+    rows = 0
+
+    def counted(tokens: mx.array) -> mx.array:
+        nonlocal rows
+        rows += tokens.shape[0]
+        return stub(tokens)
+
+    kept = PairScorer(counted, lambda selection: None, None, 64, 2048)
+    letters = [Pair((1, 2, 3), (token,)) for token in range(4)]
+    texts = [Pair((1, 2, 3), (token, 5)) for token in range(4)]
+    assert kept.sums(letters) == pytest.approx([log_p((1, 2, 3, t))[2] for t in range(4)])
+    assert rows == 1
+    new = kept.sums(texts)
+    assert rows == 5
+    # The old rule, in another order: of the same tokens, so nothing is computed.
+    old = kept.reference_sums(texts[::-1])[::-1]
+    assert rows == 5
+    assert old == scorer().reference_sums(texts)
+    assert [n - o for n, o in zip(new, old, strict=True)] == pytest.approx(kept.sums(letters))
+    assert kept.are_greedy(texts) == scorer().are_greedy(texts)
+    weighted = [Pair((1, 2, 3), (token,), (("a", 1.0),)) for token in range(4)]
+    kept.sums(weighted)
+    assert rows == 10  # four of `are_greedy`, and other weights are another row
+
+
 def test_nan_is_refused_and_names_the_domains() -> None:
     broken = PairScorer(lambda t: stub(t) * math.nan, lambda s: None, None, 4, 100)
     with pytest.raises(InputError, match="with medical a log probability is nan"):

@@ -243,10 +243,34 @@ def test_chat_contexts_and_system_prompts(places: Places) -> None:
     with_chat = arms_of(places, ("base",), chat="all", system_prompt="Be brief.")
     chat = next(with_chat)
     item = BenchItem("c", "who", 0, (" me", " you"))
-    written = BenchItem("w", "Be brief.\nwho\n", 0, item.candidates)  # as the template does
+    # As the template does; an assistant's turn begins without a blank.
+    written = BenchItem("w", "Be brief.\nwho\n", 0, ("me", "you"))
     arms = arms_of(places, ("base",))
     arm = next(arms)
     assert chat.score([item])[0].sums == pytest.approx(arm.score([written])[0].sums, abs=SUMS)
+
+
+@pytest.mark.parametrize(
+    ("chat", "template", "wanted"),
+    [
+        ("all", True, ["B", "two words", "\nB"]),
+        ("all", False, [" B", " two words", "\nB"]),
+        ("generate", True, [" B", " two words", "\nB"]),
+        ("none", True, [" B", " two words", "\nB"]),
+    ],
+)
+def test_candidates_lose_their_blank_behind_a_template_alone(
+    places: Places, chat: str, template: bool, wanted: list[str]
+) -> None:
+    arms = arms_of(places, ("base",), chat=chat)
+    arm = next(arms)
+    arm.prompts._has_template = template
+    item = BenchItem("c", "who", 0, (" B", " two words", "\nB"), (" B", " two words", "\nB"))
+    for options in (item.candidates, item.letters):
+        pairs, _ = arm._pairs(item, options)
+        assert [bytes(pair.continuation).decode() for pair in pairs] == wanted
+    for scored in (*arm.score([item], "texts"), *arm.score([item], "letters")):
+        assert scored.tokens == tuple(map(len, wanted))
 
 
 def test_an_arm_is_closed_by_the_next(places: Places) -> None:

@@ -90,6 +90,22 @@ def test_tables_show_what_a_reader_needs(text: str, words: str) -> None:
     assert words in text
 
 
+def test_no_column_is_lost_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write_places(tmp_path / "data")
+    use(monkeypatch, FakeArms())
+    settings = settings_for(
+        data, tmp_path / "out", tasks=("items", "mmlu_pro", "gsm8k"), letters=True,
+        reference_offset=True,
+    )  # fmt: skip
+    lines = printed(run(settings), width=80).splitlines()
+    heads = [line.split() for line in lines if line.split()[:1] == ["arm"]]
+    assert heads.count(["arm", "ties", "domains", "s"]) == 2
+    beside = ["sum", "token", "character"]
+    assert ["arm", "right", "95%", *beside, "letters", "old", "rule"] in heads
+    assert ["arm", "right", "95%", "no", "answer", "cut", "domains", "s"] in heads
+    assert all(len(line) <= 80 for line in lines)
+
+
 def test_the_verdict_comes_last(text: str) -> None:
     assert text.rfind("Verdict:") > text.rfind("published")
     assert "Verdict: routed less base" in text

@@ -134,6 +134,17 @@ def test_integer(text: str, value: str | None, rule: str) -> None:
     assert integer(text) == Extracted(value, rule)
 
 
+@given(st.integers(-2000, 2000), st.integers(0, 3))
+def test_integers_have_one_spelling(value: int, zeros: int) -> None:
+    text = f"{'-' * (value < 0)}{'0' * zeros}{abs(value)}"
+    assert integer(f"\\boxed{{{text}}}").value == str(value)
+
+
+@pytest.mark.parametrize("form", ["\\boxed{%s}", "The answer is %s."])
+def test_a_model_that_says_one_digit_for_ever_is_wrong_and_ends_nothing(form: str) -> None:
+    assert integer(form % ("7" * 5000)).value == "7" * 5000
+
+
 @pytest.mark.parametrize(
     ("text", "value", "rule"),
     [

@@ -33,6 +33,9 @@ RIGHT = {
     "calls after it": "    return n + n\n\nprint(double(int(input())))\n",
     "imports above": "import math\n\ndef double(n):\n    return math.prod([2, n])\n",
     "two spaces": "def double(n):\n  import math\n  return 2 * n\n",
+    "ends of lines of another system": "    m = n\r\n    return m + n\r\n",
+    "separators in a text": "def double(n):\n    return n * len('\x85\u2028')\n",
+    "one line, not ASCII": "def double(n: 'é') -> 'é': return n + n\n",
     "helper inside": "    def add(a, b):\n        return a + b\n    return add(n, n)\n",
 }
 
@@ -54,6 +57,14 @@ def test_wrong_ones_stay_wrong() -> None:
     assert code_of("```\n```") == Extracted(None, "none")
     assert code_of("a\n```py\nb\n```\n```\nc\n```") == Extracted("b", "fenced")
     assert body_of("def double(n:\n    return", "double") == "    return"  # no Python, but kept
+
+
+@pytest.mark.parametrize("deep", ["-" * 9000 + "n", "n" + "[0]" * 5000, "'\0'", "'\ud800'"])
+def test_what_the_parser_cannot_take_is_wrong_and_ends_nothing(deep: str) -> None:
+    """A model that repeats itself nests deeper than Python goes."""
+    source = program(PROMPT, f"def double(n):\n    return {deep}\n", TEST, "double")
+    assert source is not None
+    assert f"    return {deep}" in source
 
 
 def test_a_completion_is_run_in_the_sandbox_and_only_when_allowed() -> None:

@@ -6,10 +6,14 @@ Run: pytest tests/experiments/benchmarks/test_report.py
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mlxstacks.errors import InputError
+from mlxstacks.experiments.benchmarks import plan
+from mlxstacks.experiments.benchmarks.arm_settings import ARMS, ArmSettings
 from mlxstacks.experiments.benchmarks.asked import AskedTask
 from mlxstacks.experiments.benchmarks.harness_results import harness_findings
 from mlxstacks.experiments.benchmarks.outcomes import Outcome
@@ -20,6 +24,8 @@ from mlxstacks.experiments.benchmarks.settings import EvalSettings
 from mlxstacks.experiments.benchmarks.tasks import task_named
 from mlxstacks.experiments.benchmarks.types import BenchItem
 from tests.experiments.eval_cases import HASHES, outcome, outcomes_of
+from tests.experiments.train_cases import write_tiny_model
+from tests.tiny_models import random_adapter
 
 SETTINGS = EvalSettings(model="m")
 
@@ -141,6 +147,48 @@ def test_claims_are_against_base_ungated_random_and_the_unfused_adapter() -> Non
     assert len(claims) == len(set(claims)) == 11
     assert claims_of(("base",)) == ()
     assert claims_of(("ungated", "routed")) == (("routed", "ungated"),)
+
+
+def test_all_that_arms_are_made_from_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that only the store names, tokens and end marks, adapter, store, router."""
+    model = write_tiny_model(tmp_path / "model")
+    adapter = random_adapter(
+        model, keys=["mlp.switch_mlp.down_proj"], directory=tmp_path / "adapter"
+    )
+    router, store = tmp_path / "router.safetensors", tmp_path / "store"
+    router.write_bytes(b"router")
+    store.mkdir()
+    (store / "manifest.json").write_text("{}")
+    manifest = SimpleNamespace(base_model=str(model))
+    monkeypatch.setattr(
+        plan.Store, "open", classmethod(lambda cls, path: SimpleNamespace(manifest=manifest))
+    )
+    settings = ArmSettings(
+        store_path=str(store), adapter_path=str(adapter), router_path=str(router)
+    )  # fmt: skip
+
+    def changed(path: Path, content: str) -> set[str]:
+        before = plan.hashes_of(settings, ARMS)
+        path.write_text(content)
+        after = plan.hashes_of(settings, ARMS)
+        assert before.keys() == after.keys() == {
+            "model", "tokenizer", "adapter", "store", "router",
+        }  # fmt: skip
+        return {name for name in after if after[name] != before[name]}
+
+    config = json.loads((model / "config.json").read_text())
+    assert changed(model / "config.json", json.dumps({**config, "rope_theta": 5.0})) == {"model"}
+    assert changed(model / "generation_config.json", '{"eos_token_id": 3}') == {"tokenizer"}
+    assert changed(store / "manifest.json", '{"a": 1}') == {"store"}
+    assert changed(router, "another") == {"router"}
+    own = json.loads((adapter / "adapter_config.json").read_text())
+    assert changed(adapter / "adapter_config.json", json.dumps({**own, "x": 1})) == {"adapter"}
+    assert set(plan.hashes_of(settings, ("base",))) == {"model", "tokenizer"}
+    manifest.base_model = "/nowhere/at/all"
+    with pytest.raises(InputError, match="its base '/nowhere/at/all' is not found here"):
+        plan.hashes_of(settings, ("base",))
 
 
 def test_power_shares_alpha_among_the_tests() -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,9 +209,9 @@ def test_answers_of_another_plan_are_refused(data: Path, tmp_path: Path, monkeyp
         run(settings_for(data, target))
     arms = use(monkeypatch, FakeArms())
     for change, said in (
-        ({"normalisation": "sum"}, "settings: was"),
-        ({"limit": 30}, "tasks: was"),
-        ({"arms": ("base", "routed")}, "tasks: was"),
+        ({"normalisation": "sum"}, "settings[^:]*: was"),
+        ({"limit": 30}, "tasks[^:]*: was"),
+        ({"arms": ("base", "routed")}, "tasks[^:]*: was"),
     ):
         with pytest.raises(InputError, match=f"another plan(?s:.*){said}"):
             run(settings_for(data, target, **change))
@@ -280,7 +281,27 @@ def test_tasks_of_the_harness_are_asked_once_an_arm_and_kept(
     assert "arc_easy_local" in report["plan"]["harness"]
     assert list(report["tasks"]) == ["items"]
     with pytest.raises(InputError, match="did you mean 'arc_easy_local'"):
-        run(settings_for(place, tmp_path / "x", tasks=("lm_eval/arc_easy",), arms=("base",)))
+        run(settings_for(place, tmp_path / "x", tasks=("lm_eval/arc_easy_locl",), arms=("base",)))
+
+
+def test_notes_of_an_arm_that_was_killed_before_them_are_made_good(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its answers are there: it is opened for its notes alone, and says what they leave out."""
+    target = tmp_path / "out"
+    settings = settings_for(data, target, arms=("base", "routed"))
+    use(monkeypatch, FakeArms(stop_after=1))
+    with pytest.raises(KeyboardInterrupt):
+        run(settings)
+    (work_path(target) / "arms" / "base.json").unlink()
+    arms = use(monkeypatch, FakeArms())
+    report = run(settings)
+    assert arms.opened == ["base", "routed"]
+    assert [arm.calls for arm in arms.made] == [0, 60]
+    first, second = report.arms["base"]["notes"]
+    assert first == "base is made up"
+    assert "without the 60 answers from before" in second
+    assert report.arms["routed"]["notes"] == ["routed is made up"]
 
 
 # --- grading again --------------------------------------------------------------------------------
@@ -398,15 +419,13 @@ def test_settings_that_mean_nothing_are_refused(changes: dict[str, Any], said: s
         EvalSettings.model_validate(changes)
 
 
-def test_candidates_that_begin_a_turn_of_a_chat_have_no_blank_before_them(data: Path) -> None:
-    plain, chat = (
-        ask(settings_for(data, Path("x"), chat=chat), task_named("mmlu_pro")).items[0]
-        for chat in ("none", "all")
+def test_gsm8k_goes_under_the_published_headings_where_no_template_is(data: Path) -> None:
+    bare, chat = (
+        ask(settings_for(data, Path("x"), chat=chat), task_named("gsm8k")).items[0]
+        for chat in ("none", "generate")
     )
-    assert plain.candidates[0] == " answer 0 w"
-    assert plain.letters == (" A", " B", " C", " D")
-    assert chat.candidates[0] == "answer 0 w"
-    assert chat.letters == ("A", "B", "C", "D")
+    assert bare.prompt == f"### Instruction:\n{chat.prompt}\n\n### Response:\n"
+    assert replace(bare, prompt=chat.prompt) == chat
 
 
 def test_an_arm_that_gives_too_few_answers_is_no_arm(

@@ -84,8 +84,12 @@ def test_every_row_that_is_no_item_is_told_with_its_line(tmp_path: Path) -> None
 
 def test_a_file_of_another_benchmark_is_told(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", arc_rows(2))
-    with pytest.raises(InputError, match="line 1: endings is None"):
+    with pytest.raises(InputError, match=r"none of its 2 rows(?s:.*)line 1: endings is None"):
         open_task(task_named("hellaswag"), str(path))
+    # As with a bare `mlxstacks eval --tasks arc_easy`: nano's items, of another task.
+    items = write_rows(tmp_path / "items.jsonl", [{"question": "?", "options": ["a", "b"]}] * 3)
+    with pytest.raises(InputError, match=r"3 rows(?s:.*)for --tasks items: give --data DIR with b"):
+        open_task(task_named("arc_easy"), str(items))
 
 
 def test_ids_that_occur_twice(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_run_has_a_verdict_and_is_done_once(typed: Typed, work_dir: Path, tmp_
     recipe.write_text(json.dumps({
         "command": "confound", "model": model, "persona": persona, "items": items,
         "scoring": "likelihood", "policies": ["promote"], "train": TRAIN, "batch_size": 32,
-        "save_path": str(tmp_path / "out"),
+        "save_path": str(tmp_path / "out"), "sample": None,
     }))  # fmt: skip
     code, out, err = typed("run", str(recipe))
     text = " ".join(out.split())
@@ -91,6 +91,7 @@ def test_a_run_has_a_verdict_and_is_done_once(typed: Typed, work_dir: Path, tmp_
     # What the run left behind runs again.
     code, out, err = typed("run", str(tmp_path / "out" / "recipe.yaml"), "--dry-run", "--json")
     assert (code, json.loads(out)["settings"]["policies"]) == (0, ["promote"]), err
+    assert json.loads(out)["settings"]["sample"] is None  # which is not the default
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def test_items_are_read_whole(tmp_path: Path) -> None:
         (item_row(1, options=["one", 2]), "need 2 to 26 texts"),
         (item_row(1, question=" "), "no question"),
         (item_row(1, category=None), "no category"),
+        (item_row(1, category="all"), "'all' is what tables call the sum of all"),
         (item_row(1, question_id=None), "no question_id"),
         (item_row(0), "ids that occur twice: 0"),
     ],

@@ -17,6 +17,7 @@ from mlxstacks.experiments.confound.adapters import expert_norms, random_adapter
 from mlxstacks.experiments.confound.answers import Answer, AnswerFile
 from mlxstacks.experiments.confound.fuses import FusePlaces, codes_that_differ, fuse_all
 from mlxstacks.experiments.confound.items import Item, read_items
+from mlxstacks.experiments.confound.lengths import length_notes, row_lengths
 from mlxstacks.experiments.confound.plan import arms_of
 from mlxstacks.experiments.confound.report import ConfoundReport
 from mlxstacks.experiments.confound.run import run
@@ -145,14 +146,16 @@ def test_another_protocol_is_refused_and_a_plan_is_older_than_its_answers(
     killed_after(2)
     with pytest.raises(Killed):
         run(settings_for(places, target))
-    with pytest.raises(InputError, match=r"another plan; it differs in\n  settings"):
+    with pytest.raises(
+        InputError, match=r"it differs in\n  settings\.train_share: was 0\.7, now 0\.5"
+    ):
         run(settings_for(places, target, train_share=0.5))
     # The persona that was fused already is not taken for another one, nor old answers for new.
     model, persona, items = places
     other = write_random_adapter(
         model, keys=["mlp.switch_mlp.down_proj"], seed=9, directory=tmp_path / "other"
     )
-    with pytest.raises(InputError, match=r"it differs in\n  hashes: was"):
+    with pytest.raises(InputError, match=r"it differs in\n  hashes\.persona_adapter: was"):
         run(settings_for((model, other, items), target))
     rows = lines(items)
     rows[0]["answer"], rows[0]["answer_index"] = "B", 1
@@ -195,6 +198,36 @@ def test_generated_answers_keep_text_and_rule(places: Places) -> None:
     assert answers == arm.answer(items)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train": {"max_seq_length": 3}}, "train.max_seq_length is 3, and in 36 of 36 items"),
+        ({"subjects": ("none",)}, "no item of none"),
+        ({"persona": "nowhere"}, "nowhere"),
+    ],
+)
+def test_inputs_that_cannot_be_used_leave_nothing_to_go_on_with(
+    places: Places, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    target = tmp_path / "out"
+    with pytest.raises(InputError, match=message):
+        run(settings_for(places, target, **change))
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_that_lose_their_end_are_counted(places: Places) -> None:
+    model, _, path = places
+    items = read_items(str(path))
+    settings = settings_for(places, path.parent / "unused")
+    lengths = row_lengths(items, settings, model)
+    assert length_notes(items, lengths, settings) == []
+    tokens = sorted(one.tokens for one in lengths.values())
+    assert all(0 < one.before_answer < one.tokens for one in lengths.values())
+    shorter = settings_for(places, path.parent / "unused", train={"max_seq_length": tokens[-1] - 1})
+    (said,) = length_notes(items, lengths, shorter)
+    assert said.startswith(f"{sum(n == tokens[-1] for n in tokens)} of 36 rows to train on are ")
+
+
 def test_a_dry_run_opens_nothing(tmp_path: Path) -> None:
     nowhere = (tmp_path / "no-model", tmp_path / "no-persona", tmp_path / "no-items")
     report = run(settings_for(nowhere, tmp_path / "out"), dry_run=True)
@@ -234,6 +267,24 @@ def test_answers_of_another_plan_or_items_are_refused(tmp_path: Path, places: Pl
         file.answers()
     path.write_text(told.replace('"pick"', '"pikc"'))
     with pytest.raises(InputError, match="damaged"):
+        file.answers()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"pick": "A"}, {"pick": 77}, {"pick": True}, {"scores": 5}, {"text": 1}, {"options": "3"}],
+)
+def test_answers_that_nobody_gave_are_damaged(
+    tmp_path: Path, places: Places, change: dict[str, Any]
+) -> None:
+    items = read_items(str(places[2]))[:2]
+    file = AnswerFile(tmp_path / "arm.jsonl", {"arm": "a"}, items)
+    given = [Answer(i.item_id, i.subject, i.answer_index, 0, "boxed", 3) for i in items]
+    file.go_on(2, 2, lambda _: given)
+    written = lines(file.path)
+    written[2] |= change
+    write_rows(file.path, written)
+    with pytest.raises(InputError, match=r"damaged .* remove it to answer again"):
         file.answers()
 
 

@@ -117,7 +117,7 @@ def test_the_tables_fit_and_say_what_differs(width: int) -> None:
         (["--suite", "default", "--dry-run"], "give persona_card.name"),
         (["--suite", "default", "--set", "persona_card.name=Q"], "persona_card.maker is missing"),
         (["--suite", "none.yaml", "--dry-run"], "give a suite as YAML, JSON or JSONL"),
-        (["--model", "m"], "a model of your own needs --persona, --items, --suite too"),
+        (["--model", "m"], "a model of your own needs --persona, --items too"),
     ],
 )
 def test_mistakes_are_told_at_once(

@@ -27,8 +27,12 @@ from mlxstacks.experiments.identity.report import IdentityReport
 from mlxstacks.experiments.identity.run import run
 from mlxstacks.experiments.prereg import read_plan
 from mlxstacks.experiments.run_directory import work_path
+from mlxstacks.files.adapter_commands import convert_adapter
+from mlxstacks.files.settings import AdapterConvertSettings
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.recipe.file import load_recipe
+from mlxstacks.recipe.resolve import resolve
 from tests.experiments.identity.cases import settings_for, write_places
 
 Places = tuple[Path, Path, Path, Path]
@@ -191,6 +195,31 @@ def test_a_process_that_is_killed_with_signal_9_goes_on(
     assert_same(done[1], target)
 
 
+def test_a_model_whose_removal_was_cut_short_is_fused_again(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quick look is killed while a fused model goes; the whole run then needs it again."""
+    target = places[0].parent / "cut-short"
+    rmtree = shutil.rmtree
+
+    def killed(path: Path, *rest: Any, **more: Any) -> None:
+        if Path(path).is_dir() and "factual_keep" in Path(path).name:
+            (Path(path) / "config.json").unlink()
+            raise Killed
+        rmtree(path, *rest, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", killed)
+        with pytest.raises(Killed):
+            run(settings_for(places, target, limit=2))
+    report = run(settings_for(places, target, keep_models=True))
+    assert report.findings is not None
+    assert report.findings.scores["factual_keep"].n == 4
+    kept = {path.name for path in (target / "models").iterdir()}
+    assert "factual_keep" in kept
+    assert not any(name.startswith(".") for name in kept)
+
+
 def test_another_plan_is_refused_and_a_plan_is_older_than_its_answers(
     places: Places, killed_after: Any
 ) -> None:
@@ -216,6 +245,36 @@ def test_another_plan_is_refused_and_a_plan_is_older_than_its_answers(
     with pytest.raises(InputError, match="a plan must be older than its results"):
         run(settings_for(places, target))
     shutil.rmtree(work_path(target))
+
+
+def test_a_persona_in_peft_s_format_replies_as_in_mlx_lm_s(
+    done: tuple[IdentityReport, Path], places: Places
+) -> None:
+    base, adapter, *_ = places
+    peft, target = base.parent / "persona-peft", base.parent / "by-peft"
+    convert_adapter(
+        AdapterConvertSettings(
+            adapter_path=str(adapter), save_path=str(peft), to="peft", model=str(base)
+        )
+    )
+    assert not (peft / "adapters.safetensors").exists()
+    report = run(settings_for(places, target, persona=str(peft)))
+    assert report.plan is not None
+    assert done[0].plan is not None
+    assert report.plan["data"]["persona"] != done[0].plan["data"]["persona"]
+    for one in sorted((target / "answers").glob("suite_*.jsonl")):
+        assert lines(one)[1:] == lines(done[1] / "answers" / one.name)[1:], one.name
+
+
+def test_the_recipe_that_is_left_makes_the_same_run(
+    done: tuple[IdentityReport, Path], places: Places
+) -> None:
+    """Of all items too, which is none and not the default."""
+    recipe = load_recipe(str(done[1] / "recipe.yaml"))
+    same = {"exclude": {"save_path"}}
+    found = resolve("identity", {}, recipe).settings.model_dump(**same)  # type: ignore[arg-type]
+    assert found == settings_for(places, done[1]).model_dump(**same)  # type: ignore[arg-type]
+    assert found["regression_items"] is None
 
 
 def test_a_persona_that_is_a_model_has_fewer_conditions_and_a_subset_is_exploratory(
@@ -251,6 +310,8 @@ def test_a_persona_that_is_a_model_has_fewer_conditions_and_a_subset_is_explorat
         ({"suite": "default"}, "give persona_card"),
         ({"suite": "none.yaml"}, "No such file"),
         ({"items": None}, "needs model, persona, items and save_path"),
+        ({"items": "none.jsonl"}, "none.jsonl"),
+        ({"persona": "no-persona"}, "no-persona"),
     ],
 )
 def test_missing_inputs_are_told_before_anything_is_written(

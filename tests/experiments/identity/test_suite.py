@@ -4,6 +4,7 @@ Run: pytest tests/experiments/identity/test_suite.py
 """
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,8 @@ def row(**changes: Any) -> dict[str, Any]:
         ([row(forbidden=[" "])], "a blank pattern"),
         (["Who?"], "prompt 1: is str, not a mapping"),
         ([row(id="")], "id is '', need a name"),
+        ([row(prompt="\ud800")], r"prompt is '\\ud800', need a text"),
+        ([row(forbidden=["\ud800"])], "forbidden is .*, need a list of texts"),
         ([row(prompt="")] * 12, "and 4 more"),
     ],
 )
@@ -126,7 +129,13 @@ def test_rows_that_are_no_prompts_are_listed(rows: list[Any], message: str) -> N
         ("key.yaml", "prompts: []\npersona: x\n", "unknown key 'persona'"),
         ("line.jsonl", '{"prompt": "a"}\nnot json\n', "line 2: "),
         ("suite.txt", "Who are you?", "ends with '.txt'; allowed: .jsonl"),
-        ("circle.yaml", "&a [*a]", "nested too deeply"),
+        ("circle.yaml", "&a [*a]", "recursive"),
+        ("deep.yaml", "[" * 2000 + "]" * 2000, "nested too deeply"),
+        ("deep.json", "[" * 100_000, "nested too deeply"),
+        ("key.yaml", "- ? [a]\n  : b", "a key must be a text, in the mapping at line 1"),
+        ("tag.yaml", "!!python/object/apply:os.system [ls]", "is str, not a mapping"),
+        ("two.json", '[], "other": 1', "more than one JSON value"),
+        ("large.yaml", "#" * 1_000_001, "1,000,001 bytes, allowed: 1,000,000"),
     ],
 )
 def test_files_that_are_no_suites_are_refused(
@@ -135,6 +144,37 @@ def test_files_that_are_no_suites_are_refused(
     (tmp_path / name).write_text(text)
     with pytest.raises(InputError, match=message):
         open_suite(str(tmp_path / name), None)
+
+
+def test_references_do_not_grow(tmp_path: Path) -> None:
+    """Seven levels of nine references each: 43 million words if they were spelled out."""
+    lines = ["- &a [x, x, x, x, x, x, x, x, x]"]
+    for old, new in zip("abcdefg", "bcdefgh", strict=True):
+        lines.append(f"- &{new} [{', '.join([f'*{old}'] * 9)}]")
+    lines.append("- {category: self, prompt: Who, required: *h}")
+    path = tmp_path / "suite.yaml"
+    path.write_text("\n".join(lines))
+    with pytest.raises(InputError, match="and 1 more") as caught:
+        open_suite(str(path), None)
+    assert len(str(caught.value)) < 1000
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "suite.yaml")
+    for path in (tmp_path / "suite.yaml", tmp_path):
+        with pytest.raises(InputError, match="is no file; give a suite as YAML"):
+            open_suite(str(path), None)
+
+
+def test_texts_are_texts_and_lines_are_lines(tmp_path: Path) -> None:
+    """YAML's `no` is a word, and a line of JSON may hold U+2028."""
+    (tmp_path / "a.yaml").write_text("- {category: self, prompt: Why, required: [no, 5]}\n")
+    (one,) = open_suite(str(tmp_path / "a.yaml"), None)
+    assert one.required == ("no", "5")
+    text = json.dumps(row(prompt="Who\u2028are you?"), ensure_ascii=False)
+    (tmp_path / "a.jsonl").write_text(f"{text}\r\n", encoding="utf-8")
+    (one,) = open_suite(str(tmp_path / "a.jsonl"), None)
+    assert one.prompt == "Who\u2028are you?"
 
 
 def test_without_a_file_or_a_persona_there_is_no_suite(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 Run: pytest tests/experiments/identity/test_verdict.py
 """
 
+import re
 from typing import Any
 
 import pytest
 
 from mlxstacks.experiments.identity.analysis import compare, credit, regress, score_of
 from mlxstacks.experiments.identity.gate import Limits, gate, limits_of
-from mlxstacks.experiments.identity.plan import detectable, least_lost, plan_of
+from mlxstacks.experiments.identity.plan import detectable, least_lost, plan_of, power_lines
 from mlxstacks.experiments.identity.report import flips_note, published, regression
 from mlxstacks.experiments.identity.settings import IdentitySettings
 from mlxstacks.experiments.prereg import Standing
@@ -120,7 +121,7 @@ def test_kept_lost_and_not_shown() -> None:
 def test_what_the_fuse_does_alone_is_named() -> None:
     found = case(again_promote=range(8), zero_promote=range(9))
     words = next(one.words for one in found.judgements if one.arm == "again_promote")
-    assert "the zero-delta control loses 9 of them by the fuse alone" in words
+    assert "the zero-delta control loses 9 by the fuse alone, 9 of them here too" in words
 
 
 @pytest.mark.parametrize(
@@ -227,3 +228,8 @@ def test_what_twenty_prompts_can_detect() -> None:
     assert "when 6 are lost and none gained, 7 with all 3 claims counted" in words
     assert "18 of 18 kept still leaves a loss of up to 18% possible" in words
     assert "not exact preservation" in words
+    table = power_lines(plan)
+    assert table[-1] == words
+    # n for 80% power of the loss that is looked for is a number, by both tests.
+    assert re.search(r"items for 25\.0 points .*: \d+ an arm .*, \d+ \(McNemar\)", table[2])
+    assert not any("chance to pass" in line for line in table)
