@@ -144,7 +144,7 @@ def _mean_table(document: Value, mark: Mark) -> Block:
         [
             one["arm"].text, one["control"].text, number(one["tasks"].number),
             points(one["mean"].number), bounds(one["interval"], 1, scale=100, sign=True),
-            one["label"].text, listed(one["better"].texts()) or "none",
+            one["in_words"].text or one["label"].text, listed(one["better"].texts()) or "none",
             listed(one["worse"].texts()) or "none",
         ]
         for one in document["mean_differences"].each()

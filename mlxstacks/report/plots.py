@@ -31,6 +31,8 @@ WIDTH = 4.4
 MOST_ROWS = 40
 MOST_NUMBERS = 400
 _LABEL = 34
+# Values this near to each other differ by rounding: colours would make a pattern of it.
+_NOISE = 1e-9
 # cividis is bright at its upper end.
 _BRIGHT = 0.55
 
@@ -226,6 +228,8 @@ def draw_heat_map(
     numbers = [v for row in values for v in row if v is not None] or [0.0]
     low = min(numbers) if limits[0] is None else limits[0]
     high = max(numbers) if limits[1] is None else limits[1]
+    if high - low < _NOISE:
+        high = low
     colours = colormaps["cividis"]
     many = len(rows) * len(columns) > MOST_NUMBERS
     cell = 0.16 if many else max(0.52, min(0.8, 2.6 / max(1, len(columns))))

@@ -106,6 +106,18 @@ def test_long_names_are_whole_and_take_no_room_from_their_plot() -> None:
     assert [label.get_text() for label in long.axes[0].get_yticklabels()] == [name]
 
 
+def test_rounding_makes_no_pattern() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    draw_heat_map(
+        figure, ["a"], ["x", "y"], [[1e-16, 3e-13]], title="t", xlabel="", ylabel="", unit="nats"
+    )
+    faces = {patch.get_facecolor() for patch in figure.axes[0].patches}
+    assert len(faces) == 1
+
+
 def test_a_map_of_yes_and_no_has_two_colours_and_no_scale() -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure

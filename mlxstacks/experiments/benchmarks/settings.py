@@ -24,7 +24,8 @@ class EvalSettings(ArmSettings):
 
     tasks: tuple[str, ...] = Field(
         TWELVE,
-        description="Benchmarks. Repeatable; lm_eval/NAME is a task of the lm-evaluation-harness.",
+        description="Benchmarks. Repeatable. lm_eval/NAME is a task of the lm-evaluation-harness: "
+        "a file of task_files, else one of ours, else its own (a group gives each of its tasks).",
     )
     data: str | None = Field(
         None,

@@ -45,8 +45,9 @@ def row_lengths(
         longest = max(one.tokens for one in found.values())
         raise InputError(
             f"train.max_seq_length is {most}, and in {late:,} of {len(found):,} items the answer "
-            f"comes later: nothing of them would be learned. With scoring {settings.scoring} their rows have "
-            f"{shortest:,} to {longest:,} tokens: give --set train.max_seq_length={longest}"
+            f"comes later: nothing of them would be learned. With scoring {settings.scoring} their "
+            f"rows have {shortest:,} to {longest:,} tokens: give --set "
+            f"train.max_seq_length={longest}"
         )
     return found
 

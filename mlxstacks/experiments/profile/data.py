@@ -20,6 +20,9 @@ from mlxstacks.experiments.profile.settings import ProfileSettings
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.strict_json import json_sha256
 
+# Chance levels take 10,000 draws of all pairs of groups, for each number of top layers: of 200
+# groups 3 seconds each (measured), of ten times as many a hundred times as long.
+MOST_GROUPS = 200
 _IDS = ("question_id", "id", "item_id")
 
 
@@ -77,6 +80,12 @@ def read_groups(settings: ProfileSettings, tokenizer: ChatTokenizer) -> list[Pro
         fewer than two prompts or with fewer tokens than asked for.
     """
     rows = _rows_by_group(settings)
+    if len(rows) > MOST_GROUPS:
+        raise InputError(
+            f"{settings.data}: {len(rows):,} groups by the key {settings.group_key!r}, allowed: "
+            f"{MOST_GROUPS}, since all pairs are compared; name some with --groups, or the key of "
+            f"larger ones with --group-key"
+        )
     drawn: dict[str, list[Prompt]] = {}
     cut: dict[str, int] = {}
     for name, found in rows.items():

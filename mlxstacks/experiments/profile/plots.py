@@ -17,6 +17,8 @@ _STYLE = {
 _DPI = 200
 # Beyond so many cells numbers are too small to read; the JSON has them.
 _MOST_NUMBERS = 200
+# Groups: more make an image that no reader takes in and no memory holds.
+MOST_SHOWN = 40
 # cividis is bright at its upper end.
 _BRIGHT = 0.55
 
@@ -29,7 +31,12 @@ def write_plots(
     counts: np.ndarray,
     suffix: str,
 ) -> tuple[list[str], list[str]]:
-    """divergence, jaccard and experts; (names of the files, notes). counts (S, L, E)."""
+    """divergence, jaccard and experts; (names of the files, notes). counts (S, L, E).
+
+    Of more groups than can be read the first ones are drawn, and a note says so.
+    """
+    every, names = len(names), names[:MOST_SHOWN]
+    counts = counts[: len(names)]
     drawings: list[Drawing] = [
         ("divergence", partial(draw_divergence, tables=tables, names=names, layers=layers)),
         ("jaccard", partial(draw_jaccard, tables=tables, names=names)),
@@ -37,7 +44,10 @@ def write_plots(
             draw_experts, tables=tables, names=names, layers=layers, counts=counts,
         )),
     ]  # fmt: skip
-    return write_figures(directory, drawings, [suffix], dpi=_DPI, style=_STYLE)
+    written, notes = write_figures(directory, drawings, [suffix], dpi=_DPI, style=_STYLE)
+    if written and every > len(names):
+        notes.append(f"Plots show the first {len(names)} of {every} groups; the report has all.")
+    return written, notes
 
 
 def draw_divergence(
@@ -77,7 +87,8 @@ def draw_jaccard(figure: Any, tables: Mapping[str, Any], names: Sequence[str]) -
     side = 2.2 + 0.36 * len(names)
     figure.set_size_inches(side + 0.9, side)
     ax = figure.subplots()
-    image = _heat_map(ax, tables["jaccard_matrix"], "{:.2f}", vmin=0, vmax=1)
+    shown = [row[: len(names)] for row in tables["jaccard_matrix"][: len(names)]]
+    image = _heat_map(ax, shown, "{:.2f}", vmin=0, vmax=1)
     ax.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
     ax.set_yticks(range(len(names)), names)
     k = tables["top_layers"]["k"]

@@ -5,7 +5,6 @@ choices of each group are kept when they are counted, so a run that was stopped 
 next group.
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from mlxstacks.experiments.profile.data import (
     items_sha256,
     read_groups,
 )
+from mlxstacks.experiments.profile.kept import keep_choices, kept_choices
 from mlxstacks.experiments.profile.plots import write_plots
 from mlxstacks.experiments.profile.report import (
     COUNTS,
@@ -45,9 +45,10 @@ from mlxstacks.experiments.profile.settings import (
 from mlxstacks.experiments.run_directory import RunDirectory
 from mlxstacks.experiments.train.setup import prepare_base
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-from mlxstacks.files.disk import user_path
+from mlxstacks.files.disk import mlx_write_errors, user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
+from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.switch_choices import SOFTMAX_BLOCKS, SwitchLayer, find_switches
 
 HYPOTHESIS = (
@@ -209,6 +210,7 @@ class _Profile:
     def _count(self, directory: Path, place: int) -> np.ndarray:
         """Choices of one group, (n, L, E) float64: kept by an earlier run, or counted now."""
         path = directory / f"group-{place}.safetensors"
+        of = f"{json_sha256(self.plan)} {place}"
         if not path.is_file():
             group = self.groups[place]
             found = count_choices(
@@ -216,11 +218,9 @@ class _Profile:
                 batch_size=self.settings.batch_size, weights=self.settings.measure == "weights",
                 tick=lambda done: self._tick(place, done),
             )  # fmt: skip
-            temporary = path.with_name(f".{path.name}.tmp.safetensors")
-            mx.save_safetensors(str(temporary), {"choices": mx.array(found.astype(np.float32))})
-            os.replace(temporary, path)
+            keep_choices(path, found, of)
         # Always from the file, so that a run that was stopped gives the same numbers.
-        return np.array(mx.load(str(path))["choices"]).astype(np.float64)
+        return kept_choices(path, of)
 
     def _tick(self, place: int, done: int) -> None:
         if self.progress:
@@ -251,9 +251,10 @@ class _Profile:
                 peak_bytes=memory.peak_resident_bytes(),
             )
             write_json(directory / PLAN, self.plan)
-            mx.save_safetensors(
-                str(directory / COUNTS), {"choices": mx.array(counts.astype(np.float32))}
-            )
+            with mlx_write_errors(directory / COUNTS):
+                mx.save_safetensors(
+                    str(directory / COUNTS), {"choices": mx.array(counts.astype(np.float32))}
+                )
             (directory / MARKDOWN).write_text(markdown(report), encoding="utf-8")
             write_json(directory / REPORT, report.as_json())
         return report

@@ -13,6 +13,9 @@ import pytest
 
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.profile import run as profile_run
+from mlxstacks.experiments.profile.data import MOST_GROUPS
+from mlxstacks.experiments.profile.kept import keep_choices, kept_choices
+from mlxstacks.experiments.profile.plots import MOST_SHOWN, write_plots
 from mlxstacks.experiments.profile.report import ProfileReport
 from mlxstacks.experiments.profile.run import run
 from mlxstacks.experiments.profile.settings import ProfileSettings
@@ -141,6 +144,59 @@ def test_a_stopped_profile_goes_on_with_the_next_group(
     finished = run(settings)
     assert len(calls) == 5  # two kept, one stopped, two after it
     assert finished.tables == report.tables
+
+
+def test_counts_that_are_damaged_or_of_another_plan_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "group-0.safetensors"
+    choices = np.arange(24.0).reshape(2, 3, 4)
+    keep_choices(path, choices, "plan 0")
+    assert np.array_equal(kept_choices(path, "plan 0"), choices)
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    with pytest.raises(InputError, match="counts of another plan or group; remove it"):
+        kept_choices(path, "plan 1")
+    whole = path.read_bytes()
+    for data in (b"", whole[:40], whole[:-8], b"x" * 100):
+        path.write_bytes(data)
+        with pytest.raises(InputError, match=r"damaged .* remove it to count again"):
+            kept_choices(path, "plan 0")
+
+
+def test_the_group_that_limits_all_others_is_named(place: Path, tmp_path: Path) -> None:
+    rows = [question(n, "law") for n in range(20)] + [question(n, "math") for n in range(20, 23)]
+    file = write_rows(tmp_path / "mmlu.jsonl", rows)
+    found = run(settings_of(place, tmp_path / "out", data=str(file), questions=20))
+    (said,) = [note for note in found.notes if "were not needed" in note]
+    assert said.endswith("tokens, all that math has.")
+
+
+def test_more_groups_than_can_be_compared_are_told_before_any_is_counted(
+    place: Path, tmp_path: Path
+) -> None:
+    rows = [question(n, f"subject {n // 2}") for n in range(2 * (MOST_GROUPS + 1))]
+    file = write_rows(tmp_path / "mmlu.jsonl", rows)
+    with pytest.raises(InputError, match=r"201 groups by the key 'category', allowed: 200"):
+        run(settings_of(place, tmp_path / "out", data=str(file)))
+    named = ("subject 3", "subject 4")
+    found = run(settings_of(place, tmp_path / "out", data=str(file), groups=named))
+    assert [group["name"] for group in found.groups] == list(named)
+
+
+def test_plots_of_many_groups_show_the_first_and_say_so(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    names = [f"group {n}" for n in range(MOST_SHOWN + 3)]
+    tables = {
+        "layers": [{"jensen_shannon_nats": 0.1, "shuffled_nats": 0.0}] * 2,
+        "divergence": {"kl_nats": {name: [0.1, 0.2] for name in names}},
+        "top_layers": {"k": 1, "by_kl": {name: [1] for name in names}},
+        "jaccard": {"1": {"mean": 1.0, "chance": 0.5, "shuffled": 0.5}},
+        "jaccard_matrix": np.ones((len(names), len(names))).tolist(),
+        "expert_overlap": {"layers": [0]},
+    }
+    counts = np.ones((len(names), 2, 4))
+    drawn, notes = write_plots(tmp_path, tables, names, [0, 1], counts, "svg")
+    assert (len(drawn), len(notes)) == (3, 1)
+    assert notes[0].startswith("Plots show the first 40 of 43 groups")
+    assert (tmp_path / "divergence.svg").stat().st_size > 1000
 
 
 def test_weights_in_place_of_counts(place: Path, tmp_path: Path) -> None:
