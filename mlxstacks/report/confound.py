@@ -58,7 +58,6 @@ def _arm_plot(document: Value, mark: Mark) -> Plot:
         share, found = arm["accuracy"].number, arm["interval"]
         low, high = found["low"].number, found["high"].number
         dots.append(percent_dot(name.replace("_", " "), share, low, high, _kind(name)))
-    dots.sort(key=lambda dot: dot.label.partition(" ")[2])
     guess = document["guess_rate"].number
     references = {} if guess is None else {"guessing": 100 * guess}
     title = mark("Arms on Set G's test items")

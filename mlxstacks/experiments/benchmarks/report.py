@@ -214,7 +214,7 @@ def _difference_in_words(one: MeanDifference, many: bool) -> str:
     if not many:  # one task: its own test decides, not the interval of a mean of one
         label = "better" if one.better else "worse" if one.worse else "not distinguishable"
     words = (
-        f"{one.arm} less {one.control}: {100 * one.mean.mean:+.1f} points {over}"
+        f"{one.arm.capitalize()} less {one.control}: {100 * one.mean.mean:+.1f} points {over}"
         f"(95% {low:+.1f} to {high:+.1f}), {label}"
     )
     on = [

@@ -108,7 +108,7 @@ def test_no_column_is_lost_in_80_columns(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_verdict_comes_last(text: str) -> None:
     assert text.rfind("Verdict:") > text.rfind("published")
-    assert "Verdict: routed less base" in text
+    assert "Verdict: Routed less base" in text
 
 
 def test_a_dry_run_says_what_would_be_asked(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_gain_a_loss_and_nothing_are_said_in_words() -> None:
         "mmlu": {"base": marks(90), "routed": marks(92)},
     })  # fmt: skip
     assert "better on arc_easy; worse on medqa." in found.verdict
-    assert "routed less base: -1.3 points in the mean of 3 tasks" in found.verdict
+    assert "Routed less base: -1.3 points in the mean of 3 tasks" in found.verdict
     assert "not distinguishable" in found.verdict
     assert "2 of 3 tests count" in found.verdict
     assert found.verdict.endswith("As planned beforehand.")

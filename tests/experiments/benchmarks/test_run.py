@@ -148,7 +148,7 @@ def test_pairs_are_one_family_and_published_scores_are_marked(
     assert min(adjusted) == pytest.approx(min(1, len(p_values) * min(p_values)))
     published = report["tasks"]["gsm8k"]["published"]
     assert (published["base"], published["measured_here"]) == (0.665, False)
-    assert "routed less ungated" in report["verdict"]
+    assert "Routed less ungated" in report["verdict"]
     assert report["verdict"].endswith("As planned beforehand.")
 
 
