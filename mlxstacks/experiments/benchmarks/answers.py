@@ -5,17 +5,20 @@ The first line says which arm, task and plan they are of. An answer keeps everyt
 log-likelihoods and lengths, or the raw text. Grading reads these files and needs no model.
 """
 
-import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from mlxstacks.errors import InputError
+from mlxstacks.experiments.answer_log import (
+    append_answers,
+    begin_answers,
+    other_items,
+    read_answers,
+)
 from mlxstacks.experiments.benchmarks.types import BenchItem, Replied, Scored
-from mlxstacks.files.disk import target_errors
 
 Of = Literal["texts", "letters", "replies", "reference"]
 """What the arm was asked: candidates as texts, as letters, without their first token; a reply."""
@@ -66,49 +69,24 @@ class AnswerFile:
         Raises: ValueError for an arm that gives more or fewer answers than there are items.
         """
         found, end = self._read()
-        with target_errors(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if end == 0:
-                self.path.write_bytes(_line(self.header))
-            else:
-                os.truncate(self.path, end)  # half a line of a run that was killed
+        begin_answers(self.path, self.header, end)
         done = len(found)
         while done < len(self.items):
             # Batches lie where they always do: what a batch holds may move a last bit.
             start = done // batch_size * batch_size
             batch = self.items[start : start + batch_size]
             new = _timed(batch, answer)[done - start :]
-            self._append(new)
+            append_answers(self.path, map(asdict, new))
             done += len(new)
             tick(len(new))
 
-    def _append(self, new: Sequence[Given]) -> None:
-        with target_errors(self.path), self.path.open("ab") as file:
-            file.write(b"".join(_line(asdict(one)) for one in new))
-            file.flush()
-            os.fsync(file.fileno())
-
     def _read(self) -> tuple[list[Given], int]:
         """The answers, and the byte behind the last whole line."""
-        if not self.path.exists():
-            return [], 0
-        lines = self.path.read_bytes().split(b"\n")[:-1]
-        if not lines:
-            return [], 0
-        try:
-            header, *rows = [json.loads(line) for line in lines]
-            found = [_given(row, self.of) for row in rows]
-        except (ValueError, TypeError, KeyError) as error:
-            raise InputError(f"{self.path}: damaged ({error}); remove it to answer again") from None
-        if header != self.header:
-            raise InputError(
-                f"{self.path}: answers of another plan or arm; remove it to answer again"
-            )
-        if [one.item_id for one in found] != [i.item_id for i in self.items[: len(found)]] or (
-            len(found) > len(self.items)
-        ):
-            raise InputError(f"{self.path}: answers to other items; remove it to answer again")
-        return found, sum(len(line) + 1 for line in lines)
+        found, end = read_answers(self.path, self.header, partial(_given, of=self.of))
+        ids = [item.item_id for item in self.items[: len(found)]]
+        if [one.item_id for one in found] != ids:
+            raise other_items(self.path)
+        return found, end
 
 
 def _timed(batch: Sequence[BenchItem], answer: AnswerItems) -> list[Given]:
@@ -130,7 +108,3 @@ def _given(row: dict[str, Any], of: Of) -> Given:
         return Given(row["item_id"], Replied(**answer), row["seconds"])
     lists = {key: tuple(answer[key]) for key in ("sums", "tokens", "characters")}
     return Given(row["item_id"], Scored(**answer | lists), row["seconds"])
-
-
-def _line(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"

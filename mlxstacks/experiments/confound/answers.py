@@ -4,16 +4,18 @@ The first line says which arm of which plan they are of. Each answer keeps the r
 rule that found the letter in it, or the scores of the options.
 """
 
-import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.errors import InputError
+from mlxstacks.experiments.answer_log import (
+    append_answers,
+    begin_answers,
+    other_items,
+    read_answers,
+)
 from mlxstacks.experiments.confound.items import Item
-from mlxstacks.files.disk import target_errors
 
 LIKELIHOOD, TIE = "likelihood", "tie"
 
@@ -67,47 +69,26 @@ class AnswerFile:
         stopped; returns the answers to them.
         """
         found, end = self._read()
-        with target_errors(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if end == 0:
-                self.path.write_bytes(_line(self.header))
-            else:
-                os.truncate(self.path, end)  # half a line of a run that was killed
-            while len(found) < count:
-                # Batches lie where they always do: what a batch holds may move a last bit.
-                start = len(found) // batch_size * batch_size
-                new = answer(self.items[start : start + batch_size])[len(found) - start :]
-                with self.path.open("ab") as file:
-                    file.write(b"".join(_line(asdict(one)) for one in new))
-                    file.flush()
-                    os.fsync(file.fileno())
-                found += new
+        begin_answers(self.path, self.header, end)
+        while len(found) < count:
+            # Batches lie where they always do: what a batch holds may move a last bit.
+            start = len(found) // batch_size * batch_size
+            new = answer(self.items[start : start + batch_size])[len(found) - start :]
+            append_answers(self.path, map(asdict, new))
+            found += new
         return found[:count]
 
     def _read(self) -> tuple[list[Answer], int]:
         """The answers, and the byte behind the last whole line."""
-        if not self.path.exists():
-            return [], 0
-        lines = self.path.read_bytes().split(b"\n")[:-1]
-        if not lines:
-            return [], 0
-        try:
-            header, *rows = [json.loads(line) for line in lines]
-            found = [_answer(row) for row in rows]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise InputError(f"{self.path}: damaged ({error}); remove it to answer again") from None
-        if header != self.header:
-            raise InputError(
-                f"{self.path}: answers of another plan or arm; remove it to answer again"
-            )
+        found, end = read_answers(self.path, self.header, _answer)
         expected = [_about(item) for item in self.items[: len(found)]]
         if [(one.item_id, one.subject, one.gold, one.options) for one in found] != expected:
-            raise InputError(f"{self.path}: answers to other items; remove it to answer again")
-        return found, sum(len(line) + 1 for line in lines)
+            raise other_items(self.path)
+        return found, end
 
 
 def _answer(row: dict[str, Any]) -> Answer:
-    """Raises: TypeError, KeyError or ValueError for what `_line` has not written."""
+    """Raises: TypeError, KeyError or ValueError for what is no answer of ours."""
     found = Answer(**row | {"scores": tuple(row["scores"])})
     places = [] if type(found.options) is not int else range(found.options)
     if found.pick is not None and (type(found.pick) is not int or found.pick not in places):
@@ -119,7 +100,3 @@ def _answer(row: dict[str, Any]) -> Answer:
 
 def _about(item: Item) -> tuple[str, str, int, int]:
     return item.item_id, item.subject, item.answer_index, len(item.options)
-
-
-def _line(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"
