@@ -14,6 +14,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,15 @@ class Counter:
     def reset(self) -> None:
         """Begin a new peak with what is alive now."""
         self._library.counted_reset()
+
+    @contextmanager
+    def longest_lead(self) -> Iterator[None]:
+        """Evaluation runs as far ahead of computation as MLX lets it, however busy the machine."""
+        self._library.counted_lead(True)
+        try:
+            yield
+        finally:
+            self._library.counted_lead(False)
 
     @property
     def live(self) -> int:

@@ -32,8 +32,9 @@ def run(step: Step, counter: Counter) -> dict[str, int]:
             mx.synchronize()
             counter.reset()
             start = counter.live
-            loss = once(*step.batch)
-            mx.eval(training_state(step), loss)
+            with counter.longest_lead():
+                loss = once(*step.batch)
+                mx.eval(training_state(step), loss)
             del loss
     return {"start": start, "buffers": counter.peak, "bytes": counter.peak_bytes}
 
