@@ -5,16 +5,18 @@ where an adapter carries our fingerprint, the base itself is.
 """
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from mlxstacks.errors import AdapterError, CheckpointError
 from mlxstacks.files.adapter_names import is_embedding_name
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint
-from mlxstacks.files.lora_modules import Adapter, LoraModule
+from mlxstacks.files.lora_modules import FLOAT_DTYPES, Adapter, LoraModule
 from mlxstacks.files.stored_weight import (
     StoredWeight,
+    grid_texts,
     holds_separate_experts,
+    other_grids,
     refuse_unconverted,
     stored_weight,
 )
@@ -113,27 +115,24 @@ def _no_weight(path: str, candidates: list[str], checkpoint: Checkpoint) -> str:
 def _match_module(
     module: LoraModule, checkpoint: Checkpoint, base: BaseCheck, problems: list[str]
 ) -> Match | None:
-    if module.is_switch:
-        dims = {module.lora_a.shape[2]}
-    else:
-        dims = {module.lora_a.shape[0]}
-        if is_embedding_name(module.path):
-            dims.add(module.lora_b.shape[1])
     try:
-        stored = stored_weight(checkpoint, module.path, dims)
+        stored = stored_weight(checkpoint, module.path)
     except CheckpointError as error:
         problems.append(str(error))
         return None
     kind = _kind(module, stored)
     if kind is None:
-        problems.append(_misfit(module, stored))
+        problems.append(_misfit(module, stored, checkpoint))
         return None
-    return Match(
-        module,
-        kind,
-        stored,
-        base,
-    )
+    bias = checkpoint.tensors.get(f"{module.path}.bias")
+    if bias is not None and (bias.shape, bias.dtype in FLOAT_DTYPES) != (stored.shape[:-1], True):
+        problems.append(
+            f"{bias.name}: {bias.dtype} {list(bias.shape)} in {bias.file.name}; beside a weight "
+            f"{list(stored.shape)} it has to be {list(stored.shape[:-1])} of "
+            f"{', '.join(FLOAT_DTYPES)}: download or convert the model again"
+        )
+        return None
+    return Match(module, kind, stored, base)
 
 
 def _kind(module: LoraModule, stored: StoredWeight) -> Kind | None:
@@ -153,9 +152,36 @@ def _kind(module: LoraModule, stored: StoredWeight) -> Kind | None:
     return "linear" if weight == (b[1], a[0]) else None
 
 
-def _misfit(module: LoraModule, stored: StoredWeight) -> str:
+def _misfit(module: LoraModule, stored: StoredWeight, checkpoint: Checkpoint) -> str:
+    a, b, weight = module.lora_a.shape, module.lora_b.shape, stored.shape
     grid = f" ({stored.bits} bits, group_size {stored.group_size})" if stored.bits else ""
-    return (
-        f"{module.path}: lora_a {list(module.lora_a.shape)} and lora_b "
-        f"{list(module.lora_b.shape)} do not fit the weight {list(stored.shape)}{grid}"
+    text = (
+        f"{module.path}: lora_a {list(a)} and lora_b {list(b)} do not fit the weight "
+        f"{list(weight)}{grid} in {stored.weight.file.name}"
     )
+    if len(weight) == 3:
+        experts, rows, width = weight
+        text += f"; allowed: lora_a [{experts}, r, {width}], lora_b [{experts}, {rows}, r]"
+    elif len(weight) == 2:
+        rows, width = weight
+        pairs = [f"lora_a [{width}, r], lora_b [r, {rows}]"]
+        if is_embedding_name(module.path):
+            pairs.insert(0, f"lora_a [{rows}, r], lora_b [r, {width}]")
+        text += f"; allowed: {' or '.join(pairs)}"
+    else:
+        text += "; only weights of two or three axes can be adapted"
+    if stored.scales is None:
+        return text
+    # Another grid is named only where it would help: it may be the config that is wrong.
+    groups = stored.scales.shape[-1]
+    others = [
+        (bits, size)
+        for bits, size in other_grids(checkpoint, module.path, stored)
+        if _kind(module, replace(stored, input_dims=groups * size))
+    ]
+    if others:
+        text += (
+            "; config.json's `quantization` does not name the module, so its default holds: if "
+            f"the weight is of {grid_texts(others, stored.scales)}, add that there"
+        )
+    return text

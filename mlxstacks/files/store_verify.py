@@ -221,7 +221,7 @@ def model_differences(header: StackHeader, model: Checkpoint) -> list[str]:
         experts = () if p.base_experts is None else (p.base_experts,)
         wanted = (*experts, p.output_dims, p.input_dims)
         try:
-            shape = stored_weight(model, path, {p.input_dims}).shape
+            shape = stored_weight(model, path).shape
         except CheckpointError as error:
             problems.append(f"{path}: {error}")
             continue

@@ -1,13 +1,17 @@
 """How a module's weight lies in an MLX checkpoint: plain, or packed with scales and biases.
 
-bits and group_size come from `config["quantization"]` where that names the module, else from the
-shapes, as mlx-lm infers them. What config and shapes disagree about is an error that names both.
+bits and group_size come from `config["quantization"]`: the module's own entry, else the default
+where it fits the shapes, else the one grid that does. Packed shapes tell bits x group_size alone:
+(4, 64), (8, 32) and (2, 128) look alike, with 64, 32 and 128 inputs to a scale. mlx-lm tells them
+apart by the width in its model class, which is not at hand here. No adapter decides: a wrong one
+would make the weight look as wide as itself. What stays open, and what config and shapes disagree
+about, is an error that names both.
 """
 
+import json
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files.checkpoint import Checkpoint
@@ -19,12 +23,10 @@ from mlxstacks.ops.affine import BITS, GROUP_SIZES
 _SIDE_PART = re.compile(r"(^|\.)(mtp|visual|vision_tower|vision_model|audio_tower)\.")
 _PER_EXPERT = re.compile(r"\.experts\.\d+\.")
 _PACKED_ELSEWHERE = (".qweight", ".qzeros", ".g_idx")
-_HEADS = (
-    ("num_attention_heads", "head_dim"),
-    ("linear_num_value_heads", "linear_value_head_dim"),
-)
-# (bits, group_size) of the modes whose scales are bytes.
-_BYTE_SCALED = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
+# bits x group_size of the modes whose scales are bytes; each has one grid.
+_BYTE_SCALED = {4 * 16: "nvfp4", 4 * 32: "mxfp4", 8 * 32: "mxfp8"}
+
+Grid = tuple[int, int]  # (bits, group_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,35 +72,57 @@ def holds_separate_experts(checkpoint: Checkpoint) -> bool:
     return any(_PER_EXPERT.search(n) and not _SIDE_PART.search(n) for n in checkpoint.tensors)
 
 
-def stored_weight(
-    checkpoint: Checkpoint, path: str, expected_dims: Collection[int]
-) -> StoredWeight:
+def stored_weight(checkpoint: Checkpoint, path: str) -> StoredWeight:
     """The weight of module `path`, which must exist.
 
-    expected_dims: input_dims that the caller would accept; they decide between widths that the
-    packed shapes alone leave open.
-
-    Raises: CheckpointError for another mode than affine, missing or odd-shaped parts, and for a
-        config that contradicts the shapes.
+    Raises: CheckpointError for another mode than affine, missing or odd-shaped parts, a config that
+        contradicts the shapes, and a grid that neither of them decides.
     """
     tensors = checkpoint.tensors
     weight = tensors[f"{path}.weight"]
     scales, biases = tensors.get(f"{path}.scales"), tensors.get(f"{path}.biases")
     quantization = checkpoint.config.get("quantization")
-    entry = quantization.get(path) if isinstance(quantization, dict) else None
+    modules = quantization if isinstance(quantization, dict) else {}
+    named, entry = path in modules, modules.get(path)
+    if not weight.shape:
+        raise CheckpointError(f"{path}: the weight in {weight.file.name} is a single number")
     if scales is None:
-        return _plain(weight, path, entry)
+        return _plain(weight, biases, path, entry)
     if not isinstance(quantization, dict):
         raise CheckpointError(_unknown_quantization(checkpoint, path))
-    if entry is False:
-        raise CheckpointError(f"{path}: config says it is not quantized, {scales.name} is there")
-    _check_mode(path, _mode(entry, quantization, weight, scales, expected_dims))
+    if named and not entry:  # mlx-lm leaves the module plain for null and {} too
+        raise CheckpointError(
+            f"{path}: config says it is not quantized ({json.dumps(entry)}), {scales.name} is there"
+        )
+    if named and entry is not True and not isinstance(entry, dict):
+        raise CheckpointError(
+            f"{path}: config's quantization is {str(entry)[:40]!a}; true, false or an object with "
+            "bits and group_size is allowed"
+        )
+    _check_mode(path, _mode(entry, quantization, weight, scales))
     _check_parts(path, weight, scales, biases)
-    bits, group_size = _grid(checkpoint, path, weight, scales, expected_dims)
+    bits, group_size = _grid(checkpoint, path, weight, scales)
     return StoredWeight(weight, scales, biases, bits, group_size, scales.shape[-1] * group_size)
 
 
-def _plain(weight: TensorInfo, path: str, entry: object) -> StoredWeight:
+def other_grids(checkpoint: Checkpoint, path: str, stored: StoredWeight) -> list[Grid]:
+    """Grids that fit the shapes of a packed weight as well, where the config does not name it."""
+    quantization = checkpoint.config.get("quantization")
+    named = isinstance(quantization, dict) and path in quantization
+    if stored.scales is None or named:
+        return []
+    fitting = _fitting(stored.weight, stored.scales)
+    return [grid for grid in fitting if grid != (stored.bits, stored.group_size)]
+
+
+def grid_texts(grids: list[Grid], scales: TensorInfo) -> str:
+    """Grids for a message, each with the input_dims that it would mean."""
+    return " or ".join(
+        f"{bits} bits, group_size {size} ({scales.shape[-1] * size} inputs)" for bits, size in grids
+    )
+
+
+def _plain(weight: TensorInfo, biases: TensorInfo | None, path: str, entry: object) -> StoredWeight:
     if isinstance(entry, dict) or entry is True:
         raise CheckpointError(f"{path}: config says it is quantized ({entry}), no {path}.scales")
     if weight.dtype == "U32":
@@ -108,6 +132,8 @@ def _plain(weight: TensorInfo, path: str, entry: object) -> StoredWeight:
             f"{path}: weight dtype {weight.dtype}; allowed are {', '.join(FLOAT_DTYPES)} or packed "
             "U32: convert the checkpoint with `mlx_lm.convert`"
         )
+    if biases is not None:
+        raise CheckpointError(f"{path}: {biases.name} is there, {path}.scales is missing")
     return StoredWeight(weight, None, None, None, None, weight.shape[-1])
 
 
@@ -135,11 +161,7 @@ def _requantize(model: object) -> str:
 
 
 def _mode(
-    entry: object,
-    quantization: dict[str, Any],
-    weight: TensorInfo,
-    scales: TensorInfo,
-    expected_dims: Collection[int],
+    entry: object, quantization: dict[str, Any], weight: TensorInfo, scales: TensorInfo
 ) -> str:
     """Name of the quantization mode; "affine" is the only one supported."""
     if isinstance(entry, dict):
@@ -148,10 +170,10 @@ def _mode(
         return str(quantization.get("mode", "affine"))
     if scales.dtype != "U8":
         return "affine"
-    for dims in expected_dims:
-        grid = weight.shape[-1] * 32 // dims, dims // scales.shape[-1]
-        if grid in _BYTE_SCALED:
-            return _BYTE_SCALED[grid]
+    width, groups = weight.shape[-1], scales.shape[-1] if scales.shape else 0
+    for product, mode in _BYTE_SCALED.items():
+        if groups and width * 32 == groups * product:
+            return mode
     default = quantization.get("mode", "affine")
     return str(default) if default != "affine" else " or ".join(sorted(_BYTE_SCALED.values()))
 
@@ -187,73 +209,44 @@ def _check_parts(
         )
 
 
-def _grid(
-    checkpoint: Checkpoint,
-    path: str,
-    weight: TensorInfo,
-    scales: TensorInfo,
-    expected_dims: Collection[int],
-) -> tuple[int, int]:
-    """(bits, group_size) by the config's own entry, else by shapes, the default first."""
+def _grid(checkpoint: Checkpoint, path: str, weight: TensorInfo, scales: TensorInfo) -> Grid:
+    """By the config's own entry, else its default where that fits, else the one grid that does."""
     quantization = checkpoint.config["quantization"]
     entry = quantization.get(path)
-    width, groups = weight.shape[-1], scales.shape[-1]
-    default = (quantization.get("bits"), quantization.get("group_size"))
-    fitting = [
-        (bits, size) for bits in BITS for size in GROUP_SIZES if width * 32 == groups * size * bits
-    ]
-    shapes = f"weight {list(weight.shape)} and scales {list(scales.shape)}"
+    fitting = _fitting(weight, scales)
+    shapes = f"weight {list(weight.shape)} and scales {list(scales.shape)} in {weight.file.name}"
+    if not fitting:
+        raise CheckpointError(
+            f"{path}: {shapes} fit no affine grid; MLX has {', '.join(map(str, BITS))} bits in "
+            f"groups of {', '.join(map(str, GROUP_SIZES))}: download or convert the model again"
+        )
     if isinstance(entry, dict) or entry is True:
         # A per-module entry without a number gets MLX's own defaults, 4 bits in groups of 64.
         named = entry if isinstance(entry, dict) else quantization
         own = named.get("bits", 4), named.get("group_size", 64)
-        if own not in fitting:
+        if not _is_one_of(own, fitting):
             raise CheckpointError(
                 f"{path}: config says {own[0]} bits, group_size {own[1]}, which {shapes} contradict"
             )
         return own
-    found = _inferred(checkpoint.config, default, fitting, groups, expected_dims)
-    if found is None:
-        raise CheckpointError(
-            f"{path}: config has no entry and its default of {default[0]} bits, group_size "
-            f"{default[1]} does not fit {shapes}; add the module to config.json's `quantization`"
-        )
-    return found
-
-
-def _inferred(
-    config: dict[str, Any],
-    default: tuple[Any, Any],
-    fitting: list[tuple[int, int]],
-    groups: int,
-    expected_dims: Collection[int],
-) -> tuple[int, int] | None:
-    """The grid of a module that the config does not name; None when it stays open.
-
-    Packed shapes tell bits x group_size only: (4, 64) and (8, 32) look alike. mlx-lm knows the
-    input_dims from its model class; here they must be a size that the config knows.
-    """
-    sizes = _known_sizes(config)
-    known = [grid for grid in fitting if groups * grid[1] in sizes]
-    expected = [grid for grid in known if groups * grid[1] in expected_dims]
-    if len(expected) == 1:
-        return expected[0]
-    if default in fitting:
+    default = quantization.get("bits"), quantization.get("group_size")
+    # The default of a model in another mode says nothing of the affine modules in it.
+    if quantization.get("mode", "affine") == "affine" and _is_one_of(default, fitting):
         return default
-    for pool in (known, [g for g in fitting if groups * g[1] in expected_dims], fitting):
-        if len(pool) == 1:
-            return pool[0]
-    return None
+    if len(fitting) > 1:
+        raise CheckpointError(
+            f"{path}: config has no entry, its default of {default[0]} bits, group_size "
+            f"{default[1]} does not fit {shapes}, and {grid_texts(fitting, scales)} would; add "
+            "the module, with its bits and group_size, to config.json's `quantization`"
+        )
+    return fitting[0]
 
 
-def _known_sizes(config: dict[str, Any]) -> set[int]:
-    """Every whole number of the config, and the widths of its attention outputs."""
-    sizes: set[int] = set()
-    for part in (config, config.get("text_config")):
-        if not isinstance(part, dict):
-            continue
-        numbers = {k: v for k, v in part.items() if isinstance(v, int) and not isinstance(v, bool)}
-        sizes.update(numbers.values())
-        for heads, width in _HEADS:
-            sizes.add(numbers.get(heads, 0) * numbers.get(width, 0))
-    return sizes
+def _fitting(weight: TensorInfo, scales: TensorInfo) -> list[Grid]:
+    words, groups = weight.shape[-1], scales.shape[-1]
+    return [(b, size) for b in BITS for size in GROUP_SIZES if words * 32 == groups * size * b]
+
+
+def _is_one_of(numbers: tuple[Any, Any], grids: list[Grid]) -> TypeGuard[Grid]:
+    # JSON has 4.0 and true as well, which are equal to whole numbers.
+    return all(type(n) is int for n in numbers) and numbers in grids
