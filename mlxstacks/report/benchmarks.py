@@ -7,6 +7,9 @@ from mlxstacks.report.plots import draw_intervals, percent_dot
 from mlxstacks.report.values import Value
 from mlxstacks.report.words import bounds, listed, number, p_value, percent, plain, points
 
+# Of a label, where a column has little room.
+_SHORT = {"not distinguishable": "not told apart"}
+
 
 def eval_content(document: Value, mark: Mark) -> Content:
     tasks = document["tasks"]
@@ -17,8 +20,9 @@ def eval_content(document: Value, mark: Mark) -> Content:
         blocks.append(_mean_plot(document, mark))
     if any(True for _, task in tasks.items() for _ in task["comparisons"].each()):
         blocks.append(_difference_plot(document, mark))
-    blocks += [_score_table(document, mark), _difference_table(document, mark),
-               _mean_table(document, mark)]  # fmt: skip
+    blocks += [_score_table(document, mark), _difference_table(document, mark)]
+    if len(tasks.names()) > 1:
+        blocks.append(_mean_table(document, mark))
     blocks += [_task_plot(name, task, mark) for name, task in tasks.items()]
     marks = [f"{name}: {said}" for name, task in tasks.items() for said in task["marks"].texts()]
     if marks:
@@ -110,6 +114,10 @@ def _arms(document: Value) -> list[str]:
 
 
 def _score_table(document: Value, mark: Mark) -> Block:
+    """A row a task; of one task a row an arm, which a phone is wide enough for."""
+    tasks = list(document["tasks"].items())
+    if len(tasks) == 1:
+        return _arm_table(*tasks[0], mark)
     arms = _arms(document)
     rows: list[list[Cell]] = [
         [
@@ -117,40 +125,79 @@ def _score_table(document: Value, mark: Mark) -> Block:
             percent(task["guess_rate"].number) or "none",
             *(_score(task["arms"][arm]) for arm in arms),
         ]
-        for name, task in document["tasks"].items()
+        for name, task in tasks
     ]  # fmt: skip
     return table(mark("Scores, with 95% intervals"), ("task", "items", "guessing", *arms), rows)
 
 
-def _difference_table(document: Value, mark: Mark) -> Block:
+def _arm_table(name: str, task: Value, mark: Mark) -> Block:
     rows: list[list[Cell]] = [
         [
-            name, one["arm"].text, one["control"].text, points(one["difference"].number),
-            bounds(one["interval"], 1, scale=100, sign=True),
-            p_value(one["mcnemar"]["p_value"].number), p_value(one["p_adjusted"].number),
-            one["in_words"].text or one["label"].text,
+            arm,
+            number(one["right"].number),
+            percent(one["score"].number) or "not graded",
+            bounds(one["interval"], 1, scale=100),
         ]
-        for name, task in document["tasks"].items()
-        for one in task["comparisons"].each()
-    ]  # fmt: skip
-    columns = ("task", "arm", "less", "points", "95%", "p (McNemar)", "p (Holm)", "finding")
+        for arm, one in task["arms"].items()
+    ]
+    guess = percent(task["guess_rate"].number)
+    note = f"Guessing gives {guess}." if guess else ""
+    title = f"Scores, {task['title'].text or name}, {number(task['n'].number) or '?'} items"
+    return table(mark(title), ("arm", "right", "share", "95% interval"), rows, note=note)
+
+
+def _outcome_of(one: Value, alone: bool) -> Cell:
+    """Few words, which a phone has room for; a star where the test alone says more."""
+    label = one["label"].text
+    found = _SHORT.get(label, label) if label else None
+    return f"{found}*" if found and alone and label not in ("better", "worse") else found
+
+
+def _pair(one: Value) -> str:
+    return f"{one['arm'].text} - {one['control'].text}"
+
+
+def _difference_table(document: Value, mark: Mark) -> Block:
+    alpha = document["settings"]["alpha"].number
+    several = len(document["tasks"].names()) > 1
+    rows: list[list[Cell]] = []
+    for name, task in document["tasks"].items():
+        for one in task["comparisons"].each():
+            p = one["mcnemar"]["p_value"].number
+            alone = p is not None and alpha is not None and p < alpha
+            rows.append([
+                *([name] if several else []), _pair(one), _outcome_of(one, alone),
+                points(one["difference"].number),
+                bounds(one["interval"], 1, scale=100, sign=True), p_value(p),
+                p_value(one["p_adjusted"].number),
+            ])  # fmt: skip
+    columns = ("pair", "outcome", "points", "95%", "p (McNemar)", "p (Holm)")
     tests = number(document["tests"].number) or "an unknown number of"
     note = f"{tests} test{'' if tests == '1' else 's'}; p (Holm) is adjusted for all of them."
-    return table(mark("Paired tests"), columns, rows, note=note)
+    if _any_star(rows, 1 + several):
+        note += f" *: its own p, without Holm's rule, is below {alpha:g}."
+    return table(mark("Paired tests"), ("task", *columns) if several else columns, rows, note=note)
+
+
+def _any_star(rows: list[list[Cell]], column: int) -> bool:
+    return any(str(row[column]).endswith("*") for row in rows)
 
 
 def _mean_table(document: Value, mark: Mark) -> Block:
-    rows: list[list[Cell]] = [
-        [
-            one["arm"].text, one["control"].text, number(one["tasks"].number),
-            points(one["mean"].number), bounds(one["interval"], 1, scale=100, sign=True),
-            one["in_words"].text or one["label"].text, listed(one["better"].texts()) or "none",
-            listed(one["worse"].texts()) or "none",
-        ]
-        for one in document["mean_differences"].each()
-    ]  # fmt: skip
-    columns = ("arm", "less", "tasks", "points", "95%", "finding", "better on", "worse on")
-    return table(mark("Differences, mean over tasks"), columns, rows)
+    rows: list[list[Cell]] = []
+    for one in document["mean_differences"].each():
+        low, high = _bounds(one)
+        alone = low is not None and high is not None and not low <= 0 <= high
+        rows.append([
+            _pair(one), _outcome_of(one, alone), points(one["mean"].number),
+            bounds(one["interval"], 1, scale=100, sign=True), number(one["tasks"].number),
+            listed(one["better"].texts()) or "none", listed(one["worse"].texts()) or "none",
+        ])  # fmt: skip
+    columns = ("pair", "outcome", "points", "95%", "tasks", "better on", "worse on")
+    note = ""
+    if _any_star(rows, 1):
+        note = "*: its 95% interval is clear of 0, but not the wider one that so many pairs need."
+    return table(mark("Differences, mean over tasks"), columns, rows, note=note)
 
 
 def _how_table(document: Value, mark: Mark) -> Block:

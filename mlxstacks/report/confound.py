@@ -37,6 +37,7 @@ def confound_content(document: Value, mark: Mark) -> Content:
     blocks += [
         _arm_table(document, mark), _claim_table(document, mark), _parts_table(document, mark),
         _words(document), _mined_table(document, mark), _subject_table(document, mark),
+        _position_table(document, mark),
     ]  # fmt: skip
     if document["forms"]:
         blocks.append(_form_table(document, mark))
@@ -153,6 +154,11 @@ def _words(document: Value) -> Words:
         # the words go on from the difference: "That is at least ..."
         said.append(f"{way}: A1 less A0 is {gain} points. {one['words'].text}")
     said += [f"Floor, {way}: {words.text}" for way, words in document["floors"].items()]
+    said += [
+        _codes(way, figures["codes_that_differ"])
+        for way, figures in document["fuses"].items()
+        if figures["codes_that_differ"]
+    ]
     for name, flips in document["persona_flips"].items():
         said.append(
             f"Persona unfused, {name}: {number(flips['changed'].number)} of "
@@ -162,6 +168,15 @@ def _words(document: Value) -> Words:
     missing = document["missing_controls"].texts()
     said.append(f"Controls that are missing: {listed(missing) or 'none'}.")
     return Words("In words", tuple(said))
+
+
+def _codes(way: str, codes: Value) -> str:
+    """How many packed codes the fuses of a policy leave different."""
+    a1, a0 = (
+        "at other bits" if share is None else f"{percent(share, 2)} of the codes"
+        for share in (codes["a1_and_a0"].number, codes["a0_and_unfused"].number)
+    )
+    return f"Fused by {way}, A1 differs from A0: {a1}; A0 from the unfused model: {a0}."
 
 
 def _form_table(document: Value, mark: Mark) -> Block:
@@ -209,3 +224,24 @@ def _right_table(document: Value, mark: Mark) -> Block:
     ]  # fmt: skip
     columns = ("arm", "right", "share", "95%, points")
     return table(mark("Items that both models got right"), columns, rows, folded=True)
+
+
+def _position_table(document: Value, mark: Mark) -> Block:
+    """Where the right option stands, and which places the arms prefer: a guess has a place, too."""
+    right, arms = document["right_positions"], document["arms"]
+    picked = {letter for _, arm in arms.items() for letter in arm["picks"].names()}
+    letters = sorted({*right.names(), *picked})
+
+    def shares(of: Value) -> list[Cell]:
+        return [percent(of[letter].number or 0.0, 0) for letter in letters]
+
+    rows: list[list[Cell]] = [["right option", *shares(right), ""]]
+    rows += [
+        [name.replace("_", " "), *shares(arm["picks"]), percent(arm["by_position"].number)]
+        for name, arm in arms.items()
+    ]
+    return table(
+        mark("Which options are picked"), ("arm", *letters, "by place"), rows, folded=True,
+        note="By place: what these picks score in the mean when they are dealt to the items by "
+        "chance.",
+    )  # fmt: skip

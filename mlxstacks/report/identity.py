@@ -188,11 +188,12 @@ def _regression_table(document: Value, mark: Mark) -> Block:
             number(one["reference_right"].number), number(one["fixed"].number),
             number(one["broken"].number), number(one["net"].number),
             p_value(one["p_value"].number), fixed(one["chi_square"].number, 2),
+            number(one["in_form"].number), number(one["reference_in_form"].number),
         ]
         for name, one in document["regression"].items()
     ]  # fmt: skip
     columns = ("arm", "beside", "items", "right", "right before", "fixed", "broken", "net",
-               "p (McNemar)", "chi square")  # fmt: skip
+               "p (McNemar)", "chi square", "in form", "in form before")  # fmt: skip
     return table(mark("Broad regression: right answers gained and lost"), columns, rows)
 
 

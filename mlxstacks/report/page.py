@@ -3,16 +3,19 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 from mlxstacks.report.content import Block, Cell, Plot, Raw, Table, Words
 from mlxstacks.report.html import Markup, missing, of_class, tag, text
 from mlxstacks.report.runs import EXPLORATORY, Run, short_hash
 from mlxstacks.report.style import STYLE
-from mlxstacks.report.words import NOT_MEASURED, clean, nbytes, short
+from mlxstacks.report.words import NOT_MEASURED, beginning, clean, listed, nbytes, short
 
 # Nothing is loaded, nothing runs; only the style in the page itself applies.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
 _LONGEST_VERDICT = 20_000
+# Of a verdict in a row of the summary, in characters.
+_LONGEST_BEGINNING = 360
 # As wide as this, in pixels, a plot gets a row of its own.
 _WIDE = 560
 _NUMBER = re.compile(
@@ -21,8 +24,8 @@ _NUMBER = re.compile(
 )
 # What stands for a number that there is none of.
 _STAND_INS = ("", NOT_MEASURED, "no claim", "nothing to lose", "not fused", "no delta")
-# Names up to this long stay on one line.
-_SHORT_NAME = 28
+# Names and other cells up to this long stay on one line.
+_SHORT_NAME, _SHORT_CELL = 28, 16
 _NO_PLAN = "no plan: described, not tested"
 
 
@@ -113,7 +116,7 @@ def _summary(page: Page) -> Markup:
         kind = of_class("div", "quiet", run.kind.title)
         cells = (
             of_class("span", "outcome", short(run.content.outcome, 160)),
-            _beginning(run.content.verdict),
+            _beginning(run),
             _standing(run),
             tag("code", short_hash(run.plan_sha256)) if run.plan_sha256 else text("none"),
         )
@@ -130,9 +133,18 @@ def _summary(page: Page) -> Markup:
     )  # fmt: skip
 
 
-def _beginning(verdict: str) -> Markup:
-    """As much as a row holds; all of it is in the run's own section."""
-    return text(_capital(short(verdict, 300))) if verdict else missing()
+def _beginning(run: Run) -> Markup:
+    """Whole sentences, as many as a row holds; all of them are in the run's own section."""
+    verdict = run.content.verdict
+    if not verdict:
+        return missing()
+    said = text(_capital(beginning(verdict, _LONGEST_BEGINNING)))
+    if len(said) >= len(text(" ".join(verdict.split()), _LONGEST_VERDICT)):
+        return said
+    more = tag("a", "More", attributes={
+        "href": f"#{run.slug}", "aria-label": f"More of {short(run.source.name, 60)}",
+    })  # fmt: skip
+    return Markup(f"{said} {more}")
 
 
 def _capital(sentence: str) -> str:
@@ -209,14 +221,12 @@ def _table(block: Table) -> Markup:
         tag("th", name, attributes={"scope": "col"} | ({"class": "number"} if c in right else {}))
         for c, name in enumerate(block.columns)
     ]
-    short_names = all(len(str(row[0] or "")) <= _SHORT_NAME for row in block.rows)
-    name = {"class": "name"} if short_names else {}
+    kinds = [_kind(block, c, c in right) for c in columns]
     rows = []
     for row in block.rows:
-        first = tag("th", _cell(row[0]), attributes={"scope": "row", **name})
+        first = tag("th", _cell(row[0]), attributes={"scope": "row", **kinds[0]})
         rest = [
-            tag("td", _cell(cell), attributes={"class": "number"} if c in right else {})
-            for c, cell in enumerate(row[1:], start=1)
+            tag("td", _cell(cell), attributes=kinds[c]) for c, cell in enumerate(row[1:], start=1)
         ]
         rows.append(tag("tr", first, rest))
     if not rows:
@@ -235,6 +245,14 @@ def _table(block: Table) -> Markup:
         count = _count(len(block.rows) + block.hidden, "row")
         return tag("details", tag("summary", f"{block.title} ({count})"), scroll, below)
     return tag("div", scroll, below)
+
+
+def _kind(block: Table, column: int, right: bool) -> dict[str, str]:
+    """The class of a column's cells: of numbers, of what stays on one line, or none."""
+    if right:
+        return {"class": "number"}
+    longest = max((len(str(row[column] or "")) for row in block.rows), default=0)
+    return {"class": "name"} if longest <= (_SHORT_CELL if column else _SHORT_NAME) else {}
 
 
 def _is_number(cell: Cell) -> bool:
@@ -261,10 +279,19 @@ def _repeat(page: Page, run: Run) -> Markup:
         return tag("div", tag("h3", "To repeat it"),
                    tag("p", "The result says no settings, so it has no command."))  # fmt: skip
     file = page.recipes.get(run.slug, "FILE")
+    where = tag("p", "In the directory of this page; from elsewhere with the recipe's whole path:")
     recipe = tag("details", tag("summary", "The recipe"),
-                 tag("pre", tag("code", text(run.recipe, 200_000))))  # fmt: skip
+                 tag("pre", tag("code", text(run.recipe.text, 200_000))))  # fmt: skip
     command = tag("pre", tag("code", f"mlxstacks run {file}"))
-    return tag("div", tag("h3", "To repeat it"), command, recipe)
+    said = [f"It writes mlxstacks-out/{PurePath(file).stem} in the directory where it is run."]
+    if run.recipe.of_nano:
+        names = listed(run.recipe.of_nano)
+        said.append(f"The built-in nano model's own are found anew on each machine: {names}.")
+    if run.recipe.paths:
+        names = listed(run.recipe.paths)
+        said.append(f"Paths of the machine of this result, to be set on another: {names}.")
+    note = of_class("p", "note", " ".join(said))
+    return tag("div", tag("h3", "To repeat it"), where, command, note, recipe)
 
 
 def _about(run: Run) -> Iterable[Markup]:

@@ -8,6 +8,20 @@ from mlxstacks.report.values import Value
 from mlxstacks.report.words import fixed, listed, number, p_value
 
 _SCALE = 1000.0
+_ABOUT_GROUPS = (
+    "KL: how far a group's shares of the experts are from the mean of all groups; 0: the same. Top "
+    "layers: where it is largest. By excess: where it exceeds that of shuffled labels most."
+)
+_ABOUT_JACCARD = (
+    "Jaccard: layers that two groups both have on top, of those that either has; 1: the same, 0: "
+    "none. p: how often chance gives as much or more."
+)
+_ABOUT_LAYERS = (
+    "JS: mean divergence of the groups at a layer; shuffled: the same when prompts are dealt to "
+    "the groups by chance; p (adjusted): how often chance gives as much, for so many layers. "
+    "Jaccard of the groups' most chosen experts; the last p: how often chance gives so little."
+)
+_ABOUT_OVERLAP = "p: how often shuffled labels give so little in common."
 
 
 def profile_content(document: Value, mark: Mark) -> Content:
@@ -111,8 +125,8 @@ def _group_table(document: Value, groups: list[str], mark: Mark) -> Block:
         ])  # fmt: skip
     k = tables["top_layers"]["k"].count
     columns = ("group", "prompts", "tokens", "mean KL, nats", f"top {k} layers",
-               f"top {k} by excess over chance")  # fmt: skip
-    return table(mark("Groups"), columns, rows)
+               f"top {k} by excess")  # fmt: skip
+    return table(mark("Groups"), columns, rows, note=_ABOUT_GROUPS)
 
 
 def _jaccard_table(tables: Value, mark: Mark) -> Block:
@@ -125,7 +139,8 @@ def _jaccard_table(tables: Value, mark: Mark) -> Block:
         for k, row in tables["jaccard"].items()
     ]  # fmt: skip
     columns = ("top layers", "mean Jaccard", "random layers", "p", "shuffled labels", "p")
-    return table(mark("Shared layers, by how many are taken"), columns, rows)
+    title = mark("Shared layers, by how many are taken")
+    return table(title, columns, rows, note=_ABOUT_JACCARD)
 
 
 def _layer_table(tables: Value, mark: Mark) -> Block:
@@ -138,8 +153,9 @@ def _layer_table(tables: Value, mark: Mark) -> Block:
         ]
         for row in tables["layers"].each()
     ]  # fmt: skip
-    columns = ("layer", "JS, nats", "shuffled", "p (adjusted)", "expert overlap", "shuffled", "p")
-    return table(mark("Layers"), columns, rows)
+    columns = ("layer", "JS, nats", "shuffled", "p (adjusted)", "Jaccard of top experts",
+               "shuffled", "p")  # fmt: skip
+    return table(mark("Layers"), columns, rows, note=_ABOUT_LAYERS)
 
 
 def _overlap_table(tables: Value, mark: Mark) -> Block:
@@ -149,9 +165,10 @@ def _overlap_table(tables: Value, mark: Mark) -> Block:
     rows: list[list[Cell]] = [
         [f"in the {kind}", layers],
         ["experts that are compared", number(found["top_experts"].number)],
-        ["overlap", fixed(found["mean"].number)],
-        ["overlap with shuffled labels", fixed(found["shuffled"].number)],
+        ["mean Jaccard of their sets", fixed(found["mean"].number)],
+        ["with shuffled labels", fixed(found["shuffled"].number)],
         ["p", p_value(found["p"].number)],
-        ["overlap of random experts", fixed(found["chance_of_random_experts"].number)],
+        ["of random experts", fixed(found["chance_of_random_experts"].number)],
     ]
-    return table(mark("Do groups go to other experts?"), ("what", "value"), rows)
+    title = mark("Do groups go to other experts?")
+    return table(title, ("what", "value"), rows, note=_ABOUT_OVERLAP)

@@ -1,21 +1,23 @@
 """A result, put into words with what goes for all kinds: plan, standing, environment, repeat."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, Literal
 
+from mlxstacks.experiments.made_from import Checked, check_made_from
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.report.content import Cell, Content
 from mlxstacks.report.find import STACK_REPORT, Source
 from mlxstacks.report.kinds import Kind, kind_named
+from mlxstacks.report.repeat import Recipe, recipe_of
 from mlxstacks.report.values import Value
-from mlxstacks.report.words import clean, listed, nbytes, number, plain
+from mlxstacks.report.words import clean, listed, nbytes, number, plain, short
 
 Standing = Literal["confirmatory", "EXPLORATORY", "planned only", "no plan"]
-# Settings that say where a run writes and how it goes on, not what it makes.
-_PLACES = {"save_path", "force", "resume"}
+_MOST_NAMED = 5
 EXPLORATORY: Standing = "EXPLORATORY"
 
 
@@ -23,8 +25,8 @@ EXPLORATORY: Standing = "EXPLORATORY"
 class Run:
     """All that the page says of one result.
 
-    slug: of its anchor and files. settings, plan: names and values in words. recipe: YAML that
-    `mlxstacks run` takes, None where the result says no settings. power: what the plan can find.
+    slug: of its anchor and files. settings, plan: names and values in words. recipe: None where
+    the result says no settings. power: what the plan can find.
     """
 
     slug: str
@@ -39,7 +41,7 @@ class Run:
     power: tuple[str, ...]
     settings: tuple[tuple[str, Cell], ...]
     environment: tuple[tuple[str, Cell], ...]
-    recipe: str | None
+    recipe: Recipe | None
     notes: tuple[str, ...]
     content: Content
 
@@ -51,7 +53,8 @@ def run_of(source: Source, slug: str) -> Run:
     document = Value(source.document, file)
     trained = Value(source.also.get(STACK_REPORT), f"{source.path}/{STACK_REPORT}")
     about = trained if trained else document
-    standing, reasons = _standing(document)
+    checked = _checked(source, document)
+    standing, reasons = _standing(document, checked)
     exploratory = standing == EXPLORATORY
 
     def mark(title: str) -> str:
@@ -65,7 +68,8 @@ def run_of(source: Source, slug: str) -> Run:
         plan["hypothesis"].text or _hypothesis(plan) or kind.question,
         standing, reasons, document["plan_sha256"].text,
         _pairs(plan, skip={"hypothesis"}), tuple(document["power"].texts()), _pairs(settings),
-        _environment(about), _recipe(kind, settings), _notes(document, trained),
+        _environment(about), recipe_of(kind.command, settings),
+        (*_notes(document, trained), *_answers_note(checked)),
         content,
     )  # fmt: skip
 
@@ -87,14 +91,45 @@ def _tasks(plan: Value) -> list[tuple[str, Value]]:
     return [(name, one) for name, one in pairs if one.is_mapping]
 
 
-def _standing(document: Value) -> tuple[Standing, tuple[str, ...]]:
-    """What the result says of itself, and whether its plan has the hash that it names."""
+def _checked(source: Source, document: Value) -> Checked:
+    """The answers beside a result against the digests in it."""
+    named = document["made_from"]
+    return check_made_from(Path(source.path), {name: one.raw for name, one in named.items()})
+
+
+def _answers_note(checked: Checked) -> tuple[str, ...]:
+    notes = []
+    if checked.same:
+        files, were = ("file", "it was") if checked.same == 1 else ("files", "they were")
+        notes.append(
+            f"Read again: {checked.same:,} {files} of answers and outcomes beside the result, as "
+            f"{were} when made."
+        )
+    if checked.missing:
+        notes.append(
+            f"Not beside the result, so not held against it: {_beginning(checked.missing)}."
+        )
+    return tuple(notes)
+
+
+def _beginning(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_NAMED
+    said = listed(short(name, 120) for name in names[:_MOST_NAMED])
+    return f"{said} and {more:,} more" if more > 0 else said
+
+
+def _standing(document: Value, checked: Checked) -> tuple[Standing, tuple[str, ...]]:
+    """What the result says of itself, whether its plan has the hash that it names, and whether the
+    answers beside it are those that it was made from.
+    """
     if document["status"].text == "planned":
         return "planned only", ()
     own, plan, named = document["standing"], document["plan"], document["plan_sha256"].text
     reasons = own["reasons"].texts()
     if plan and named not in _hashes(plan.raw):
         reasons.append(f"the plan in the file has not the hash {short_hash(named)} that it names")
+    if checked.other:
+        reasons.append(_beginning(checked.other))
     if own["status"].text == "exploratory" or reasons:
         return EXPLORATORY, tuple(reasons)
     return ("confirmatory", ()) if plan and plan.is_mapping and named else ("no plan", ())
@@ -137,18 +172,6 @@ def _environment(about: Value) -> tuple[tuple[str, Cell], ...]:
     fingerprint = about["base_fingerprint"].text or about["plan"]["base_fingerprint"].text
     said.append(("base fingerprint", fingerprint))
     return tuple(said)
-
-
-def _recipe(kind: Kind, settings: Value) -> str | None:
-    if not settings or not settings.is_mapping:
-        return None
-    import yaml
-
-    values = {name: value for name, value in settings.raw.items() if name not in _PLACES}
-    text: str = yaml.safe_dump(
-        {"command": kind.command, **values}, sort_keys=False, allow_unicode=False, width=88
-    )
-    return text
 
 
 def _notes(document: Value, trained: Value) -> tuple[str, ...]:

@@ -7,14 +7,14 @@ STYLE = """
 :root {
   color-scheme: light dark;
   --page: #fff; --panel: #f5f6f8; --ink: #1b1f24; --quiet: #57606a; --rule: #d0d7de;
-  --link: #0550ae; --mark: #8a3b00; --mark-page: #fff4e5; --grid: #c9ced6;
+  --link: #0550ae; --mark: #8a3b00; --mark-page: #fff4e5; --grid: #c9ced6; --edge: #0006;
   --series-0: #0072b2; --series-1: #c24f00; --series-2: #008562; --series-3: #b0568b;
   --series-4: #a06a00; --series-5: #2b88c4;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --page: #14171b; --panel: #1d2126; --ink: #e6e8eb; --quiet: #a3abb5; --rule: #3a4149;
-    --link: #7cb7ff; --mark: #ffb870; --mark-page: #33260f;
+    --link: #7cb7ff; --mark: #ffb870; --mark-page: #33260f; --edge: #fff7;
     --series-0: #4fb0ea; --series-1: #ff8a4c; --series-2: #2fc79a; --series-3: #e79ac4;
     --series-4: #f0b840; --series-5: #86d0ff;
   }
@@ -44,10 +44,10 @@ p { margin: .5rem 0; max-width: 48rem; }
 code, pre { font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 code { font-size: .9em; overflow-wrap: anywhere; }
 pre {
-  background: var(--panel); padding: .8rem 1rem; overflow-x: auto; font-size: .85rem;
+  --under: var(--panel); padding: .8rem 1rem; overflow-x: auto; font-size: .85rem;
   border-radius: .4rem; margin: .5rem 0;
 }
-nav { font-size: .93rem; }
+nav { --under: var(--page); font-size: .93rem; }
 nav ul { list-style: none; margin: 0; padding: 0; }
 nav a { text-decoration: none; }
 nav .quiet { display: block; font-size: .85em; line-height: 1.2; }
@@ -69,12 +69,22 @@ section.run { border-top: 2px solid var(--rule); margin-top: 2.6rem; padding-top
   font-weight: 650; }
 .notice { background: var(--mark-page); border: 1px solid var(--mark); border-radius: .4rem;
   padding: .4rem .9rem; margin: .7rem 0; }
-.scroll { overflow-x: auto; margin: .4rem 0 .2rem; }
+.scroll, pre, nav {
+  /* a shadow at each edge behind which more is; at the end what moves along covers it */
+  background:
+    linear-gradient(to right, var(--under) 40%, transparent) 0 0 / 2.2rem 100% local,
+    linear-gradient(to left, var(--under) 40%, transparent) 100% 0 / 2.2rem 100% local,
+    linear-gradient(to right, var(--edge), transparent) 0 0 / .8rem 100% scroll,
+    linear-gradient(to left, var(--edge), transparent) 100% 0 / .8rem 100% scroll;
+  background-repeat: no-repeat; background-color: var(--under);
+  scrollbar-width: thin; scrollbar-color: var(--quiet) transparent;
+}
+.scroll { --under: var(--page); overflow-x: auto; margin: .4rem 0 .2rem; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding: .4rem 0; }
 th, td { padding: .28rem .7rem; border-bottom: 1px solid var(--rule); text-align: left;
   vertical-align: top; max-width: 26rem; }
-thead th { border-bottom: 2px solid var(--rule); vertical-align: bottom; background: var(--page); }
+thead th { border-bottom: 2px solid var(--rule); vertical-align: bottom; }
 tbody th { font-weight: 500; }
 .number { text-align: right; }
 td.number { white-space: nowrap; }
@@ -105,7 +115,7 @@ footer { color: var(--quiet); font-size: .87rem; border-top: 1px solid var(--rul
   html { scroll-padding-top: 1rem; }
 }
 @media (max-width: 63.99rem) {
-  nav { position: sticky; top: 0; z-index: 2; background: var(--page); margin: 0 -1.25rem;
+  nav { position: sticky; top: 0; z-index: 2; margin: 0 -1.25rem;
     padding: .55rem 1.25rem; border-bottom: 1px solid var(--rule); overflow-x: auto; }
   nav strong { display: none; }
   nav ul { display: flex; gap: 1.2rem; white-space: nowrap; }
@@ -128,6 +138,10 @@ footer { color: var(--quiet); font-size: .87rem; border-top: 1px solid var(--rul
   .summary td:nth-child(3) { width: auto; }
   .summary td::before { content: attr(data-label) ": "; color: var(--quiet); font-size: .85em; }
 }
+@media (max-width: 35rem) {
+  figure.wide::before { content: "The plot goes on to the right."; font-size: .87rem;
+    color: var(--quiet); }
+}
 @media print {
   :root { --page: #fff; --panel: #f5f6f8; --ink: #000; --quiet: #444; --rule: #bbb;
     --link: #000; --mark: #000; --mark-page: #fff; }
@@ -135,7 +149,7 @@ footer { color: var(--quiet); font-size: .87rem; border-top: 1px solid var(--rul
   .layout { display: block; max-width: none; padding: 0; }
   section.run { break-before: page; border: 0; margin: 0; }
   figure, tr, .verdict { break-inside: avoid; }
-  .scroll { overflow: visible; }
+  .scroll, pre { overflow: visible; background: none; }
   table { font-size: 8pt; }
   a { text-decoration: none; }
 }

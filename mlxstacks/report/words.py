@@ -1,5 +1,6 @@
 """Numbers and strangers' texts as they may be printed."""
 
+import re
 import unicodedata
 from collections.abc import Iterable
 
@@ -12,6 +13,11 @@ LONGEST = 2_000
 # Marks that turn the direction of text, and invisible ones: what follows could look like ours.
 _HIDDEN = {*"\u200b\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2060"}
 _HIDDEN |= {*"\u2066\u2067\u2068\u2069\ufeff"}
+
+# The blank behind a sentence, a clause, a word.
+_SENTENCE_END = re.compile(r"(?<=[.!?]) (?=[^a-z])")
+_CLAUSE_END = re.compile(r"(?<=;) ")
+_WORD_END = re.compile(r" ")
 
 
 def clean(text: str, longest: int = LONGEST) -> str:
@@ -37,6 +43,23 @@ def short(text: str, longest: int) -> str:
     """One line of at most `longest` characters."""
     line = " ".join(clean(text, 10 * longest).split())
     return line if len(line) <= longest else f"{line[: longest - 1]}\u2026"
+
+
+def beginning(text: str, longest: int) -> str:
+    """The first sentences, at most `longest` characters of them. One that is longer by itself ends
+    at a semicolon, else behind a word, and then with three dots.
+
+    Law: it is how the line begins, and no number or word is cut.
+    """
+    line = " ".join(clean(text, 10 * longest).split())
+    if len(line) <= longest:
+        return line
+    for end in (_SENTENCE_END, _CLAUSE_END, _WORD_END):
+        places = [found.start() for found in end.finditer(line, 0, longest + 1)]
+        if places:
+            cut = line[: places[-1]]
+            return cut if end is _SENTENCE_END else f"{cut} \u2026"
+    return short(line, longest)
 
 
 def number(value: float | None, digits: int = 4) -> str | None:

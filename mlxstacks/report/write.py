@@ -181,6 +181,6 @@ def _write_recipes(directory: Path, runs: Sequence[Run]) -> Mapping[str, str]:
     for run in runs:
         if run.recipe is not None:
             path = f"{RECIPES}/{run.slug.removeprefix('run-')}.yaml"
-            (directory / path).write_text(run.recipe, encoding="utf-8")
+            (directory / path).write_text(run.recipe.text, encoding="utf-8")
             found[run.slug] = path
     return found

@@ -1,7 +1,9 @@
 """A result of every kind, made by the classes that commands report with, written as they write."""
 
+import copy
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +212,12 @@ def eval_report() -> dict[str, Any]:
 
 
 def every_report() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Name of a run directory -> (result file, its JSON)."""
+    """Name of a run directory -> (result file, its JSON), which is the caller's to change."""
+    return copy.deepcopy(_every_report())
+
+
+@cache
+def _every_report() -> dict[str, tuple[str, dict[str, Any]]]:
     routes = route_reports()
     return {
         "fuse": ("fuse_report.json", fuse_report()),

@@ -223,7 +223,7 @@ def test_any_json_in_any_place_is_shown_or_refused(data: st.DataObject) -> None:
     from mlxstacks.report.find import Source
     from mlxstacks.report.runs import run_of
 
-    file, document = data.draw(st.sampled_from(list(REPORTS.values())))
+    file, document = data.draw(st.sampled_from(list(every_report().values())))
     document = json.loads(json.dumps(document))
     place = document
     while True:
@@ -240,9 +240,6 @@ def test_any_json_in_any_place_is_shown_or_refused(data: st.DataObject) -> None:
         except InputError as error:
             refused = str(error)
         assert not refused or "run/" in refused
-
-
-REPORTS = every_report()
 
 
 def test_an_svg_keeps_its_labels_and_loses_addresses() -> None:

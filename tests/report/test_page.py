@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from mlxstacks.experiments.answer_log import AnswerLog
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
 from mlxstacks.report.find import RESULT_FILES
 from mlxstacks.report.kinds import KINDS
 from mlxstacks.report.page import POLICY
+from mlxstacks.report.runs import Run
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.style import STYLE
 from mlxstacks.report.write import Report, write_report
@@ -64,6 +66,15 @@ def test_it_is_made_for_dark_for_phones_and_for_print() -> None:
         assert query in STYLE
 
 
+def test_what_scrolls_sideways_shows_it() -> None:
+    """Shadows at the edges, of the page's own colours; all that scrolls has them."""
+    rule = STYLE.partition(".scroll, pre, nav {")[2].partition("}")[0]
+    assert rule.count("local") == rule.count("100% scroll") == 2
+    assert STYLE.count("--edge: ") == 2
+    for kind in (".scroll", "pre", "nav"):
+        assert re.search(rf"^{re.escape(kind)} {{\s*--under: ", STYLE, re.MULTILINE)
+
+
 def test_every_run_has_a_row_a_section_and_its_verdict_first(
     made: tuple[Path, Report, str], reader: Reader
 ) -> None:
@@ -102,7 +113,7 @@ def test_recipes_that_repeat_a_run_have_its_settings(made: tuple[Path, Report, s
         assert {key: again[key] for key in said if key not in ("save_path", "force")} == {
             key: value for key, value in said.items() if key not in ("save_path", "force")
         }
-    assert report.runs[0].recipe
+    assert report.runs[0].recipe is not None
 
 
 def test_equal_results_give_equal_bytes(made: tuple[Path, Report, str], tmp_path: Path) -> None:
@@ -141,6 +152,38 @@ def test_a_plan_that_is_not_the_one_that_was_hashed_is_exploratory(tmp_path: Pat
     assert report.runs[0].standing == "EXPLORATORY"
     assert "has not the hash" in report.runs[0].reasons[0]
     assert not (tmp_path / "page").exists()
+
+
+def test_answers_that_the_result_was_not_made_from_make_it_exploratory(tmp_path: Path) -> None:
+    log = AnswerLog(tmp_path / "run" / "answers" / "test_a1.jsonl", {"arm": "a1"})
+    log.begin()
+    log.append([{"item_id": "1", "pick": 0}])
+    document = confound_report() | {
+        "made_from": {
+            "answers/test_a1.jsonl": log.made_from(1),
+            "split.json": {"sha256": "0" * 64},
+        }
+    }
+    run = write_run(tmp_path / "run", "confound_report.json", document)
+
+    def shown() -> Run:
+        report = write_report(settings_for(run, save_path=tmp_path / "page"), dry_run=True)
+        return report.runs[0]
+
+    assert shown().standing == "confirmatory"
+    assert shown().notes[-2:] == (
+        "Read again: 1 file of answers and outcomes beside the result, as it was when made.",
+        "Not beside the result, so not held against it: split.json.",
+    )
+    log.path.write_bytes(log.path.read_bytes().replace(b'"pick": 0', b'"pick": 1'))
+    assert shown().standing == "EXPLORATORY"
+    assert (
+        shown()
+        .reasons[0]
+        .startswith(
+            "answers/test_a1.jsonl is not what the report was made from: line 2: does not follow"
+        )
+    )
 
 
 def test_without_matplotlib_there_are_tables_and_a_note(

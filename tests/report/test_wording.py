@@ -6,6 +6,8 @@ Run: pytest tests/report/test_wording.py
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlxstacks.report.benchmarks import eval_content
 from mlxstacks.report.confound import confound_content
@@ -13,8 +15,10 @@ from mlxstacks.report.content import Content, Table, Words
 from mlxstacks.report.identity import identity_content
 from mlxstacks.report.page import _is_number
 from mlxstacks.report.plots import draw_heat_map, draw_intervals, percent_dot
+from mlxstacks.report.profile import profile_content
 from mlxstacks.report.values import Value
-from tests.report.cases import confound_report, eval_report, identity_report
+from mlxstacks.report.words import beginning
+from tests.report.cases import confound_report, eval_report, identity_report, profile_report
 
 
 def content_of(make: Any, document: dict[str, Any]) -> Content:
@@ -89,6 +93,28 @@ def test_a_judgement_of_content_says_of_how_much() -> None:
     assert said.startswith("refit: A1 less A0 is +50.00 points. That is ")
 
 
+def test_codes_and_positions_are_on_the_page() -> None:
+    """spec/confound.md section 4 (codes that differ) and control 11 (guess bias)."""
+    document = confound_report()
+    document["fuses"] = {
+        "refit": {"codes_that_differ": {"a1_and_a0": 0.25, "a0_and_unfused": 0.0383}},
+        "promote": {"codes_that_differ": {"a1_and_a0": 0.5, "a0_and_unfused": None}},
+        "keep": {},
+    }
+    found = content_of(confound_content, document)
+    assert [one for one in words_of(found) if one.startswith("Fused by ")] == [
+        f"Fused by {way}, A1 differs from A0: {a1} of the codes; A0 from the unfused model: {a0}."
+        for way, a1, a0 in (
+            ("refit", "25.00%", "3.83% of the codes"),
+            ("promote", "50.00%", "at other bits"),
+        )
+    ]
+    picked = table_of(found, "Which options are picked")
+    assert picked.columns == ("arm", *"ABCDEFGHIJ", "by place")
+    assert picked.rows[0][:2] == ("right option", "10%")
+    assert {row[0] for row in picked.rows} >= {"persona", "a1 refit", "a0 unfused"}
+
+
 @pytest.mark.parametrize("cell", ["below 0.0001", "4 of 20", "no claim", "not fused", None])
 def test_a_column_of_numbers_may_hold(cell: str | None) -> None:
     assert _is_number(cell)
@@ -132,3 +158,82 @@ def test_a_map_of_yes_and_no_has_two_colours_and_no_scale() -> None:
     assert [one.get_text() for one in legend.get_texts()] == ["failed", "passed"]
     cells = [patch.get_facecolor() for patch in figure.axes[0].patches]
     assert [patch.get_facecolor() for patch in legend.get_patches()] == cells
+
+
+def one_task(labels: list[tuple[str, float]]) -> dict[str, Any]:
+    """An eval of one task; of each comparison its label and p."""
+    document = eval_report()
+    document["tasks"] = {"medqa": document["tasks"]["medqa"]}
+    (one,) = document["tasks"]["medqa"]["comparisons"]
+    document["tasks"]["medqa"]["comparisons"] = [
+        {**one, "label": label, "mcnemar": {**one["mcnemar"], "p_value": p}} for label, p in labels
+    ]
+    document["settings"]["alpha"] = 0.05
+    return document
+
+
+def test_of_one_task_an_arm_is_a_row() -> None:
+    found = content_of(eval_content, one_task([("worse", 0.001)]))
+    scores = table_of(found, "Scores, MedQA, 200 items")
+    assert scores.columns == ("arm", "right", "share", "95% interval")
+    assert [row[:3] for row in scores.rows] == [("base", "100", "50.0%"), ("routed", "60", "30.0%")]
+    assert scores.note == "Guessing gives 25.0%."
+    assert not any(b.title.startswith("Differences, mean") for b in found.blocks
+                   if isinstance(b, Table))  # fmt: skip
+    several = table_of(content_of(eval_content, eval_report()), "Scores, with 95% intervals")
+    assert several.columns == ("task", "items", "guessing", "base", "routed")
+
+
+def test_outcomes_of_tests_are_short_and_a_star_is_what_a_test_alone_says() -> None:
+    labels = [("worse", 0.001), ("not distinguishable", 0.04), ("not distinguishable", 0.06)]
+    tests = table_of(content_of(eval_content, one_task(labels)), "Paired tests")
+    assert [row[1] for row in tests.rows] == ["worse", "not told apart*", "not told apart"]
+    assert tests.note.endswith(" *: its own p, without Holm's rule, is below 0.05.")
+    plain = table_of(content_of(eval_content, one_task(labels[:1])), "Paired tests")
+    assert "*" not in plain.note
+    several = table_of(content_of(eval_content, eval_report()), "Paired tests")
+    assert several.columns[:3] == ("task", "pair", "outcome")
+
+
+def test_a_mean_that_alone_is_clear_of_zero_has_a_star() -> None:
+    document = eval_report()
+    (one,) = document["mean_differences"]
+    assert one["label"] == "not distinguishable"
+    title = "Differences, mean over tasks"
+    found = table_of(content_of(eval_content, document), title)
+    assert (found.rows[0][1], found.note) == ("not told apart", "")
+    one["interval"] |= {"low": -0.05, "high": -0.001}
+    found = table_of(content_of(eval_content, document), title)
+    assert found.rows[0][1] == "not told apart*"
+    assert found.note.startswith("*: its 95% interval is clear of 0")
+
+
+def test_words_of_the_profile_are_explained_below_its_tables() -> None:
+    notes = [b.note for b in content_of(profile_content, profile_report()).blocks
+             if isinstance(b, Table)]  # fmt: skip
+    assert len(notes) == 4
+    for word in ("KL: ", "By excess: ", "Jaccard: ", "JS: ", "p (adjusted): ", "p: "):
+        assert any(word in note for note in notes)
+
+
+def test_a_beginning_ends_where_a_sentence_does() -> None:
+    said = "Mean 0.490, random 0.365 (p = 0.0665). That is nothing; e.g. chance. As planned."
+    assert beginning(said, 100) == said
+    assert beginning(said, len(said) - 1).endswith("chance.")
+    assert beginning(said, 40) == "Mean 0.490, random 0.365 (p = 0.0665)."
+    assert beginning(said, 37) == "Mean 0.490, random 0.365 (p = \u2026"
+    assert beginning("First of two; second of two.", 20) == "First of two; \u2026"
+    assert beginning("x" * 50, 20) == "x" * 19 + "\u2026"
+
+
+@given(st.text(alphabet="aB 1.;!\n", max_size=80), st.integers(5, 60))
+def test_a_beginning_is_how_the_line_begins(said: str, longest: int) -> None:
+    line = " ".join(said.split())
+    found = beginning(said, longest)
+    whole = found.removesuffix("\u2026").rstrip(" ")
+    assert line.startswith(whole)
+    assert len(found) <= longest + 2
+    if len(line) <= longest:
+        assert found == line
+    elif " " in line[: longest + 1]:
+        assert line[len(whole)] == " "

@@ -1,0 +1,131 @@
+"""The recipe that makes a result again, on any machine that has what it reads.
+
+A run on the built-in model holds where that model lay: in a cache, in a package. Such paths are
+left out of the recipe, and the command finds the model where it lies then.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mlxstacks.report.values import Value
+
+# Settings that say where a run writes and how it goes on, not what it makes.
+_PLACES = {"save_path", "force", "resume"}
+_CACHE, _DIGEST = r"nano-[0-9a-f]{16}", r"-[0-9a-f]{12}"
+# How the paths of `nano.exports.nano_paths` end, wherever cache and package are.
+_ENDS = {
+    "model": rf"{_CACHE}/model-3bit",
+    "adapter": r"mlxstacks/assets/nano/adapter",
+    "store": r"mlxstacks/assets/nano/store",
+    "data": rf"{_CACHE}/data",
+    "domains": rf"{_CACHE}/domains",
+    "curriculum": rf"{_CACHE}/curriculum{_DIGEST}",
+    "held out": rf"{_CACHE}/curriculum{_DIGEST}/[a-z_]+/[a-z_]+\.jsonl",
+    "routing": rf"{_CACHE}/routing{_DIGEST}",
+    "items": rf"{_CACHE}/items{_DIGEST}/items\.jsonl",
+    "suite": rf"{_CACHE}/suite{_DIGEST}/suite\.json",
+}
+# What a source of data says of itself by default.
+_USUAL = (None, "train", "auto")
+_ROUTED = {"store_path": "store", "model": "model"}
+# Command -> setting -> which part of nano stands in for it. With a store of nano's the commands of
+# routing find its model and data themselves, so these are more than the table of commands says.
+NANO_PARTS: Mapping[str, Mapping[str, str]] = {
+    "fuse": {"model": "model", "adapter_path": "adapter"},
+    "train": {"model": "model", "data": "data"},
+    "stack": {"model": "model", "data": "curriculum"},
+    "stack compare": {"model": "model", "data": "curriculum"},
+    "stacks analyse": {**_ROUTED, "data": "curriculum"},
+    "sweep": {"model": "model", "data": "data"},
+    "sweep buffers": {"model": "model"},
+    "route discover": {**_ROUTED, "data": "routing"},
+    "route train": _ROUTED,
+    "route evaluate": {**_ROUTED, "data": "routing", "unseen": "held out"},
+    "route check": _ROUTED,
+    "profile": {"model": "model", "data": "domains"},
+    "confound": {"model": "model", "persona": "adapter", "items": "items"},
+    "identity": {"model": "model", "persona": "adapter", "items": "items", "suite": "suite"},
+    "eval": {"model": "model", "adapter_path": "adapter", "store_path": "store", "data": "items"},
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """text: YAML that `mlxstacks run` takes. of_nano: settings left to the built-in model.
+
+    paths: settings that hold a path from the root, which another machine may not have.
+    """
+
+    text: str
+    of_nano: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+
+
+def recipe_of(command: str, settings: Value) -> Recipe | None:
+    """None where the result says no settings.
+
+    Law: where the paths left out are those that `command` fills in, it resolves the recipe to the
+    settings of the result.
+    """
+    if not settings or not settings.is_mapping:
+        return None
+    import yaml
+
+    values = {name: value for name, value in settings.raw.items() if name not in _PLACES}
+    found = _nano_parts(command, values)
+    values = {name: value for name, value in values.items() if name not in found}
+    text: str = yaml.safe_dump(
+        {"command": command, **values}, sort_keys=False, allow_unicode=False, width=88
+    )
+    paths = tuple(str(name) for name, value in values.items() if _is_absolute(value))
+    return Recipe(_head(found) + text, tuple(found), paths)
+
+
+def _head(found: Mapping[str, str]) -> str:
+    if not found:
+        return ""
+    listed = "".join(f"#   {name}: {end}\n" for name, end in found.items())
+    return f"# Left out, so that the command takes the built-in nano's own:\n{listed}"
+
+
+def _nano_parts(command: str, values: Mapping[str, Any]) -> dict[str, str]:
+    """Setting -> how its path of nano ends, of those that the command fills in again."""
+    parts = NANO_PARTS.get(command, {})
+    ends = {name: _nano_end(part, values.get(name)) for name, part in parts.items()}
+    found = {name: end for name, end in ends.items() if end is not None}
+    if "data" not in found:
+        found.pop("unseen", None)  # it is found again beside nano's own data alone
+    if "model" in found and not _would_add(parts, values):
+        return found
+    # beside a model that is named, only a store of nano's is found again
+    alone = "store_path" in found and command.startswith(("route ", "stacks "))
+    return {"store_path": found["store_path"]} if alone else {}
+
+
+def _would_add(parts: Mapping[str, str], values: Mapping[str, Any]) -> bool:
+    """Whether without its model the command would fill in something that the run went without."""
+    return any(
+        not values.get(name) and name != "unseen" and not (name == "data" and values.get("sources"))
+        for name in parts
+    )
+
+
+def _nano_end(part: str, value: Any) -> str | None:
+    """Of a path, or of a list of one; None for what is not this part of nano."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, dict):
+        # a source of data, where it says no more than where it is
+        others = [one for key, one in value.items() if key != "path"]
+        value = value.get("path") if all(one in _USUAL for one in others) else None
+    if not isinstance(value, str):
+        return None
+    match = re.search(rf"(?:^|/)({_ENDS[part]})/?\Z", value)
+    return match.group(1) if match else None
+
+
+def _is_absolute(value: Any) -> bool:
+    listed = value if isinstance(value, list) else [value]
+    return any(isinstance(one, str) and one.startswith(("/", "~")) for one in listed)

@@ -1,0 +1,154 @@
+"""Recipes that repeat a result: of nano on any machine, of anything else with what it read.
+
+Run: pytest tests/report/test_repeat.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mlxstacks.cli import run as command
+from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.store import Store
+from mlxstacks.nano.curriculum import HELD_OUT_DIRECTORY
+from mlxstacks.nano.curriculum_settings import HELD_OUT
+from mlxstacks.nano.exports import cache_directory, nano_paths
+from mlxstacks.recipe.file import load_recipe
+from mlxstacks.recipe.resolve import resolve
+from mlxstacks.recipe.table import COMMANDS
+from mlxstacks.report.kinds import KINDS
+from mlxstacks.report.repeat import NANO_PARTS, Recipe, recipe_of
+from mlxstacks.report.settings import ReportSettings
+from mlxstacks.report.values import Value
+from mlxstacks.report.write import write_report
+from tests.report.cases import every_report, write_run
+
+NAMES = sorted({kind.command for kind in KINDS.values()})
+PLACES = ("save_path", "force", "resume")
+
+
+def recipe_for(name: str, settings: dict[str, Any]) -> Recipe:
+    found = recipe_of(name, Value(settings, "file.settings"))
+    assert found is not None
+    return found
+
+
+def shown(name: str, path: Path | None = None) -> dict[str, Any]:
+    """Settings of a bare command, or of a recipe's, as its result says them."""
+    resolved = resolve(name, {}, load_recipe(str(path)) if path else None)
+    found: dict[str, Any] = resolved.settings.model_dump(mode="json")
+    return {key: value for key, value in found.items() if key not in PLACES}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Another machine's."""
+    return str(tmp_path_factory.mktemp("elsewhere") / "cache")
+
+
+def test_every_part_of_nano_that_a_command_fills_in_is_known() -> None:
+    for name in NAMES:
+        assert {*COMMANDS[name].nano} <= {*NANO_PARTS[name]}
+    assert {*NANO_PARTS} == {*NAMES}
+
+
+def test_a_recipe_of_nano_is_the_same_run_on_a_machine_with_another_cache(
+    tmp_path: Path, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here, own_cache = {name: shown(name) for name in NAMES}, str(cache_directory())
+    monkeypatch.setenv("MLXSTACKS_CACHE", cache)
+    for name, settings in here.items():
+        recipe = recipe_for(name, settings)
+        assert {*COMMANDS[name].nano} <= {*recipe.of_nano} or name.startswith(("route", "stacks"))
+        assert own_cache not in recipe.text
+        assert "/assets/nano" not in yaml.safe_dump(yaml.safe_load(recipe.text))
+        assert recipe.paths == ()
+        path = tmp_path / "again.yaml"
+        path.write_text(recipe.text)
+        there = shown(name, path)
+        assert there == shown(name)
+        if "model" in COMMANDS[name].nano:
+            assert there["model"].startswith(cache)
+            assert there["model"] != settings["model"]
+
+
+def test_the_recipe_of_a_report_is_planned_elsewhere(
+    tmp_path: Path,
+    cache: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file, document = every_report()["profile"]
+    document["settings"] = shown("profile")
+    run = write_run(tmp_path / "profile", file, document)
+    target = tmp_path / "page"
+    write_report(ReportSettings(runs=(str(run),), save_path=str(target), formats=("svg",)))
+    page = (target / "index.html").read_text("utf-8")
+    assert "mlxstacks run recipes/profile.yaml" in page
+    assert "In the directory of this page" in page
+    assert "found anew on each machine: model, data." in page
+    monkeypatch.setenv("MLXSTACKS_CACHE", cache)
+    monkeypatch.chdir(target)
+    assert command(["run", "recipes/profile.yaml", "--dry-run", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["status"] == "planned"
+    assert planned["settings"]["model"].startswith(cache)
+    assert planned["plan"]["prompts"]
+
+
+def test_what_commands_of_routing_find_by_their_store_is_left_out() -> None:
+    paths = nano_paths()
+    # so long as nano's store is of nano, its commands find the model themselves
+    store = Store.open(str(paths.store_path))
+    assert fingerprint(open_checkpoint(paths.model_path)) == store.manifest.base_fingerprint
+    file = paths.curriculum_path / HELD_OUT_DIRECTORY / f"{HELD_OUT}.jsonl"
+    unseen = {"path": str(file), "dataset": None, "split": "train", "format": "auto", "cap": None}
+    settings = {
+        "store_path": str(paths.store_path), "model": str(paths.model_path),
+        "data": str(paths.routing_path), "unseen": [unseen], "sources": [], "seed": 3,
+    }  # fmt: skip
+    found = recipe_for("route evaluate", settings)
+    assert {*found.of_nano} == {"store_path", "model", "data", "unseen"}
+    assert yaml.safe_load(found.text) == {"command": "route evaluate", "sources": [], "seed": 3}
+    drawn = recipe_for("route evaluate", {**settings, "unseen": [{**unseen, "cap": 5}]})
+    assert {*found.of_nano} - {*drawn.of_nano} == {"unseen"}
+    other = recipe_for("route evaluate", {**settings, "data": "mine"})
+    assert {*other.of_nano} == {"store_path", "model"}
+    analysed = {**settings, "data": str(paths.curriculum_path)}
+    assert "data" in recipe_for("stacks analyse", analysed).of_nano
+    assert "data" not in recipe_for("route discover", analysed).of_nano
+
+
+def test_what_is_not_filled_in_again_stays() -> None:
+    paths = nano_paths()
+    model, data = str(paths.model_path), str(paths.domains_path)
+    # a model of somebody's own, beside which nothing is filled in
+    own = recipe_for("profile", {"model": "/models/mine", "data": data})
+    assert own.of_nano == ()
+    assert own.paths == ("model", "data")
+    assert yaml.safe_load(own.text)["data"] == data
+    # nano at other bits, nano beside data that are another command's, nano with an adapter more
+    for settings, left in (
+        ({"model": model.replace("3bit", "8bit"), "data": data}, ()),
+        ({"model": model, "data": str(paths.items_path)}, ("model",)),
+        ({"model": model, "data": "mine"}, ("model",)),
+        ({"model": model + ".old", "data": data}, ()),
+        ({"model": model + "\n", "data": data}, ()),
+    ):
+        assert recipe_for("profile", settings).of_nano == left
+    adapter = str(paths.adapter_path)
+    assert recipe_for("fuse", {"model": model, "adapter_path": [adapter]}).of_nano
+    two = recipe_for("fuse", {"model": model, "adapter_path": [adapter, "other"]})
+    assert two.of_nano == ("model",)
+    # without its model the command would add the store that this run went without
+    bare = {"model": model, "adapter_path": adapter, "store_path": None, "data": None}
+    assert recipe_for("eval", bare).of_nano == ()
+
+
+def test_a_result_without_settings_has_no_recipe() -> None:
+    assert recipe_of("fuse", Value(None, "file.settings")) is None
+    assert recipe_of("fuse", Value("text", "file.settings")) is None
