@@ -20,6 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tests.warm import run_module
+
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 
@@ -102,17 +104,10 @@ def counted(module: str, cases: list[Any]) -> list[Any]:
     assert built is not None
     before = os.environ.get("LD_PRELOAD")
     preload = str(built) if not before else f"{built}:{before}"
-    done = subprocess.run(
-        [sys.executable, "-m", module],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "LD_PRELOAD": preload},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(results) == len(cases), done.stderr
+    code, told, complained = run_module(module, json.dumps(cases), preload)
+    assert code == 0, complained
+    results = [json.loads(line) for line in told.splitlines()]
+    assert len(results) == len(cases), complained
     return results
 
 

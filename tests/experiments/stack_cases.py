@@ -1,7 +1,11 @@
-"""Three small domains for a tiny hybrid model, and settings of a short run of `stack`."""
+"""Three small domains for a tiny hybrid model, and settings of a short run of `stack`.
+
+As a program: a run with the settings that are given, as JSON.
+"""
 
 import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +77,11 @@ def hashes(directory: Path) -> dict[str, str]:
 
 def log_of(target: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (target / "log.jsonl").read_text().splitlines()]
+
+
+def main() -> None:
+    run(StackRunSettings.model_validate_json(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ from mlxstacks.cli import run as run_command_line
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.store import Store
-from mlxstacks.nano import base_training, sample_store
+from mlxstacks.nano import base_training, sample_store, workers
 from mlxstacks.nano.adapter_training import persona_documents
 from mlxstacks.nano.base_training import STATE_FILE, run_id
 from mlxstacks.nano.build import _check_saved_state, rebuild, refit_layers
@@ -32,6 +32,7 @@ from mlxstacks.recipe.resolve import Resolved, finished
 from mlxstacks.routing.outcome_settings import OutcomeSettings
 from mlxstacks.routing.router_settings import RouterTrainSettings
 from mlxstacks.training.settings import OptimizerSettings
+from tests.warm import WarmSubprocess
 
 TINY = RebuildSettings(
     documents=120, batch_size=2, row_length=64, processes=1,
@@ -67,6 +68,7 @@ def built(tmp_path_factory) -> tuple[Path, dict]:
     path = tmp_path_factory.mktemp("rebuild") / "nano"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sample_store, "run_in_processes", in_this_process)
+        patch.setattr(workers, "subprocess", WarmSubprocess)
         patch.setattr(base_training, "TOKENIZER_DOCUMENTS", 2000)
         # What three steps have taught never ends its answer.
         patch.setattr(base_model, "generate", partial(base_model.generate, max_tokens=4))

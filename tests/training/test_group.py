@@ -19,6 +19,13 @@ from tests.experiments.train_cases import settings_for, write_data, write_tiny_m
 LAUNCHER = Path(sys.executable).with_name("mlx.launch")
 
 
+def free_port() -> int:
+    """The launcher's own port is the same for all who launch on this machine."""
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return int(opened.getsockname()[1])
+
+
 def can_listen() -> bool:
     try:
         with socket.socket() as opened:
@@ -54,7 +61,8 @@ def test_two_launched_processes_train_like_one(tmp_path: Path) -> None:
     run(settings_for(model, data, tmp_path / "one", **changes))
     settings = settings_for(model, data, tmp_path / "two", **changes)
     # The launcher hands the words to a shell of its own.
-    words = [str(LAUNCHER), "-n", "2", "--backend", "ring", sys.executable, str(program)]
+    words = [str(LAUNCHER), "-n", "2", "--backend", "ring", "--starting-port", str(free_port())]
+    words += [sys.executable, str(program)]
     done = subprocess.run(
         [*words, settings.model_dump_json()],
         env=environment, capture_output=True, text=True, check=False,

@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from mlxstacks.errors import InputError
+from mlxstacks.experiments import children
 from mlxstacks.experiments.buffers.run import run
 from mlxstacks.experiments.buffers.settings import BufferSettings
 from mlxstacks.experiments.counting import counter, preload
 from mlxstacks.experiments.run_directory import work_path
 from tests.counting_allocator import available, library
 from tests.experiments.train_cases import write_tiny_model
+from tests.warm import WarmSubprocess
 
 needs_counting = pytest.mark.skipif(not available(), reason="no counting allocator here")
 
@@ -22,6 +24,12 @@ needs_counting = pytest.mark.skipif(not available(), reason="no counting allocat
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("buffers") / "model")
+
+
+@pytest.fixture(autouse=True)
+def _warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting processes whose imports are done."""
+    monkeypatch.setattr(children, "subprocess", WarmSubprocess)
 
 
 def settings_for(model: Path, target: Path, **changes: object) -> BufferSettings:

@@ -4,9 +4,6 @@ Run: pytest tests/experiments/stack/test_forms.py
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from mlxstacks.experiments.stack import run as stack_run
 from mlxstacks.files.store import Store
 from mlxstacks.layers.stack_files import serve
 from mlxstacks.layers.stacked import stacked_layers
+from mlxstacks.nano import workers
 from tests.experiments.stack_cases import (
     domain_of,
     domain_rows,
@@ -31,7 +29,8 @@ from tests.experiments.stack_cases import (
 )
 from tests.experiments.train_cases import write_rows
 from tests.tiny_models import write_llama
-from tests.training.test_group import LAUNCHER, needs_sockets
+from tests.training.test_group import needs_sockets
+from tests.warm import WarmSubprocess
 
 Places = tuple[Path, Path]
 SHORT: dict[str, Any] = {"domains": ("alpha", "beta"), "iters": 6, "rounds": 1}
@@ -169,35 +168,24 @@ def test_the_command_line_trains_goes_on_and_says_so(
 
 # --- processes ------------------------------------------------------------------------------------
 
-PROGRAM = """
-import sys
-from mlxstacks.experiments.stack.run import run
-from mlxstacks.training.stack_settings import StackRunSettings
-run(StackRunSettings.model_validate_json(sys.argv[1]))
-"""
-
 
 @needs_sockets
-@pytest.mark.skipif(not LAUNCHER.exists(), reason="mlx.launch is not beside the interpreter")
-def test_two_launched_processes_train_the_stacks_of_one(tmp_path: Path) -> None:
+def test_two_joined_processes_train_the_stacks_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without noise and balance loss, which each process has of its own rows: losses to 2e-5 (met:
     9e-7), numbers to one step of bfloat16.
+
+    Joined as `mlx.launch` joins them, which tests/training/test_group.py calls.
     """
     model, data = write_places(tmp_path)
     write_rows(data / "alpha.jsonl", domain_rows("alpha", 23))
     stack = {"rank": 2, "num_experts": 3, "router_noise": False, "storage": "bfloat16"}
     changes = {**SHORT, "keys": ("q_proj", "linear_attn.out_proj"), "stack": stack}
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    root = Path(__file__).resolve().parents[3]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OPENBLAS_NUM_THREADS": "1"}
     train_store((model, data), tmp_path / "one", **changes, balance_weight=0.0)
     settings = settings_for(model, data, tmp_path / "two", **changes, balance_weight=0.0)
-    # The launcher hands the words to a shell of its own.
-    words = [str(LAUNCHER), "-n", "2", "--backend", "ring", sys.executable, str(program)]
-    subprocess.run(
-        [*words, settings.model_dump_json()], env=environment, check=True, capture_output=True
-    )
+    monkeypatch.setattr(workers, "subprocess", WarmSubprocess)
+    workers.run_in_processes("tests.experiments.stack_cases", [settings.model_dump_json()], 2)
     one, two = (Store.open(tmp_path / name) for name in ("one", "two"))
     report = json.loads((two.path / "stack_report.json").read_text())
     assert report["processes"] == 2

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from mlxstacks.cli import run
+from mlxstacks.experiments import children
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
+from tests.warm import WarmSubprocess
 
 Typed = Callable[..., tuple[int, str, str]]
 
@@ -23,7 +25,10 @@ def typed(work_dir: Path, capfd: pytest.CaptureFixture[str]) -> Typed:
     return call
 
 
-def test_a_bare_sweep_is_on_nano_and_done_once(typed: Typed, work_dir: Path) -> None:
+def test_a_bare_sweep_is_on_nano_and_done_once(
+    typed: Typed, work_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "subprocess", WarmSubprocess)
     short = ["--set", "train.iters=2", "--ranks", "2", "--ranks", "4", "--policies", "refit"]
     code, out, err = typed("sweep", *short)
     assert code == 0, err

@@ -36,8 +36,8 @@ def kill(process: ForkServerProcess) -> bool:
 def test_a_killed_sweep_ends_with_the_cells_of_one_that_was_not(
     tmp_path: Path, campaign: Callable[[int], range]
 ) -> None:
-    """The first kill comes inside the second cell, the others at random. The sweep is forked from
-    a process with its imports done (see warm.py), its cells begin with their own.
+    """The first kill comes inside the second cell, the others at random. The sweep and its cells
+    are forked from a process with its imports done (see warm.py).
     """
     model, data = write_tiny_model(tmp_path / "model"), write_data(tmp_path / "data")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
