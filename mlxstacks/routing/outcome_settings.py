@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from mlxstacks.data.settings import DomainDataSettings, Template
+from mlxstacks.routing.route_settings import RouteSettings
 
 SearchName = Literal["greedy", "greedy_first", "exhaustive"]
 # Above it, a pair takes more than 64 forward passes.
@@ -36,19 +37,9 @@ class LabelledSource(BaseModel):
         return self
 
 
-class OutcomeSettings(BaseModel):
+class OutcomeSettings(RouteSettings):
     """`mlxstacks route discover`: which stacks lower the loss of an answer, prompt by prompt."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    store_path: str | None = Field(
-        None, description="Directory of the store. Default: nano's sample store."
-    )
-    model: str | None = Field(
-        None,
-        description="Model directory or Hugging Face id of the base. Default: what the store "
-        "names.",
-    )
     data: str | None = Field(
         None,
         description="Directory with NAME.jsonl, NAME a domain, domain+domain for mixed prompts, "

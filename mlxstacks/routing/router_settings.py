@@ -2,22 +2,14 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from mlxstacks.routing.route_settings import RouteSettings
 
 
-class RouterTrainSettings(BaseModel):
+class RouterTrainSettings(RouteSettings):
     """Train the network that says which domains help with a prompt."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    store_path: str | None = Field(
-        None, description="Directory of the store. Default: nano's sample store."
-    )
-    model: str | None = Field(
-        None,
-        description="Model directory or Hugging Face id of the base. Default: what the store "
-        "names.",
-    )
     targets: str = Field(
         "mlxstacks-out/route-discover", description="Directory that `route discover` wrote."
     )

@@ -1,9 +1,8 @@
-"""Loss, split, targets, epochs, extension of the router's training.
+"""Split, targets, extension of the router's training; the epoch that is kept.
 
 Run: pytest tests/routing/test_router_training.py
 """
 
-import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +20,7 @@ from mlxstacks.routing.outcome_files import RouterExample
 from mlxstacks.routing.router import router_tensors
 from mlxstacks.routing.router_examples import group_key, rows_of, split_places
 from mlxstacks.routing.router_settings import RouterTrainSettings
-from mlxstacks.routing.router_training import (
-    TrainedRouter,
-    epoch_learning_rate,
-    router_loss,
-    train_router,
-)
+from mlxstacks.routing.router_training import TrainedRouter, train_router
 from mlxstacks.training.loop import NonFiniteError
 
 DIMS = 12
@@ -91,41 +85,6 @@ def file_of(trained: TrainedRouter) -> RouterFile:
     stacks = dict.fromkeys(trained.domains, ("a" * 64,))
     header = trained.header("base", "b" * 64, stacks)
     return RouterFile(header, router_tensors(trained.network))
-
-
-# --- loss -----------------------------------------------------------------------------------------
-
-
-def test_loss_by_hand() -> None:
-    logits, targets = [2.0, -0.5], [1.0, 0.2]
-    bce = (math.log(1 + math.exp(-2)) + (math.log(1 + math.exp(-0.5)) + 0.2 * 0.5)) / 2
-    p = 1 / (1 + math.exp(0.5))
-    margin = (0 + (0.3 - (0.5 - p))) / 2  # 0.88 is outside the margin, 0.38 inside
-    found = router_loss(mx.array([logits]), mx.array([targets]))
-    assert float(found) == pytest.approx(bce + 0.05 * margin, rel=1e-5)
-
-
-def test_weighted_loss_is_the_weighted_mean_over_examples() -> None:
-    logits, targets = mx.array([[3.0, 1.0], [-2.0, 0.1]]), mx.array([[1.0, 0.0], [0.0, 1.0]])
-    one, two = (float(router_loss(logits[i : i + 1], targets[i : i + 1])) for i in (0, 1))
-    found = router_loss(logits, targets, mx.array([3.0, 1.0]))
-    assert float(found) == pytest.approx((3 * one + two) / 4, rel=1e-5)
-    assert float(router_loss(logits, targets)) == pytest.approx((one + two) / 2, rel=1e-5)
-
-
-def test_margin_acts_between_02_and_08_alone() -> None:
-    for p, inside in ((0.19, False), (0.21, True), (0.79, True), (0.81, False)):
-        logit = mx.array([[math.log(p / (1 - p))]])
-        without = float(router_loss(logit, mx.array([[0.5]]), margin_weight=0))
-        assert (float(router_loss(logit, mx.array([[0.5]]))) > without + 1e-6) == inside
-
-
-def test_cosine_steps_by_epoch() -> None:
-    rates = [epoch_learning_rate(RouterTrainSettings(), epoch) for epoch in range(8)]
-    assert rates[0] == 8e-4
-    assert rates[4] == pytest.approx(4e-4)
-    assert rates == sorted(rates, reverse=True)
-    assert rates[7] > 0
 
 
 # --- split ----------------------------------------------------------------------------------------
@@ -263,7 +222,7 @@ def test_a_validation_that_is_not_finite_ends_the_run(monkeypatch: pytest.Monkey
     def broken(self: Any, rows: Any) -> np.ndarray:
         return np.full((len(rows), 2), np.nan)
 
-    monkeypatch.setattr("mlxstacks.routing.router_training._Run.logits", broken)
+    monkeypatch.setattr("mlxstacks.routing.router_epochs.RouterEpochs.logits", broken)
     with pytest.raises(NonFiniteError, match="held-out"):
         train(["code", "math"], SETTINGS.model_copy(update={"epochs": 1}))
 

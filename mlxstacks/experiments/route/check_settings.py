@@ -4,6 +4,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from mlxstacks.routing.route_settings import RouteSettings
+
 CheckMode = Literal["base", "ungated", "routed"]
 
 
@@ -45,19 +47,9 @@ class CheckPrompt(BaseModel):
         return self
 
 
-class RouteCheckSettings(BaseModel):
+class RouteCheckSettings(RouteSettings):
     """Prompts whose answers and routes are known, in modes base, ungated and routed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    store_path: str | None = Field(
-        None, description="Directory of the store. Default: nano's sample store."
-    )
-    model: str | None = Field(
-        None,
-        description="Model directory or Hugging Face id of the base. Default: what the store "
-        "names.",
-    )
     router_path: str | None = Field(
         None, description="Router's file or directory. Default: the store's own."
     )

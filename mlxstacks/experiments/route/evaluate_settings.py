@@ -2,10 +2,11 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from mlxstacks.data.settings import SourceSettings, Template
 from mlxstacks.routing.outcome_settings import LabelledSource
+from mlxstacks.routing.route_settings import RouteSettings
 
 
 def _from_path(value: Any) -> Any:
@@ -18,19 +19,9 @@ UnseenSource = Annotated[
 ]
 
 
-class RouteEvaluateSettings(BaseModel):
+class RouteEvaluateSettings(RouteSettings):
     """Whether routing pays: losses in every mode on held-out rows, the router's metrics, gaps."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    store_path: str | None = Field(
-        None, description="Directory of the store. Default: nano's sample store."
-    )
-    model: str | None = Field(
-        None,
-        description="Model directory or Hugging Face id of the base. Default: what the store "
-        "names.",
-    )
     data: str | None = Field(
         None,
         description="Directory with NAME.jsonl, NAME a domain, domain+domain for mixed prompts, "
