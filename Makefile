@@ -141,6 +141,7 @@ bench: install-dev
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_decode
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_resident
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_loss
+	$(PRELOAD) $(BIN)/python -m benchmarks.bench_candidates
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_guard
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_train
 

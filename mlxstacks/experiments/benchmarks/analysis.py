@@ -144,7 +144,7 @@ def _strata(outcomes: Sequence[Outcome]) -> dict[str, tuple[int, int]]:
 @dataclass(frozen=True)
 class Comparison:
     """An arm less its control on a task. p_adjusted: by Holm over all tests of the run. both: items
-    that both have right.
+    that both have right. alpha: what p is held against.
     """
 
     task: str
@@ -157,14 +157,17 @@ class Comparison:
     mcnemar: McNemarTest
     p_adjusted: float
     label: Label
+    alpha: float
 
     @property
     def in_words(self) -> str:
         """The label, and where the test alone would have said more than the family allows."""
-        alone = self.label == "not distinguishable" and not (
-            self.interval.low <= 0 <= self.interval.high
-        )
-        return f"{self.label} (alone it would be)" if alone else self.label
+        return f"{self.label} (alone it would be)" if self.only_alone else self.label
+
+    @property
+    def only_alone(self) -> bool:
+        """Whether the p of this test is below alpha before Holm's adjustment, and not after it."""
+        return self.label == "not distinguishable" and self.mcnemar.p_value < self.alpha
 
     def interval_at(self, confidence: float) -> Interval:
         """Of the difference, with another confidence."""
@@ -203,7 +206,7 @@ def compare(
                 Comparison(
                     task, arm, control, len(pairs), both, difference,
                     paired_interval(both, gained, lost, len(pairs)), test, test.p_value,
-                    _label(difference, test.p_value, alpha),
+                    _label(difference, test.p_value, alpha), alpha,
                 )
             )  # fmt: skip
     return found
@@ -213,7 +216,7 @@ def adjusted(comparisons: Sequence[Comparison], alpha: float) -> list[Comparison
     """The comparisons of a whole run as one family: p by Holm's rule, and the label by it."""
     p_values = holm([one.mcnemar.p_value for one in comparisons])
     return [
-        replace(one, p_adjusted=p, label=_label(one.difference, p, alpha))
+        replace(one, p_adjusted=p, label=_label(one.difference, p, alpha), alpha=alpha)
         for one, p in zip(comparisons, p_values, strict=True)
     ]
 

@@ -1,7 +1,8 @@
 """Answers of an arm to a task, one JSON object a line, appended as they come: a killed run loses a
 batch.
 
-The first line says which arm, task and plan they are of. An answer keeps everything the arm gave:
+The first line says which arm, task and plan they are of, and a chain of digests shows what was
+changed (answer_log.py). An answer keeps everything the arm gave:
 log-likelihoods and lengths, or the raw text. Grading reads these files and needs no model.
 """
 
@@ -12,12 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from mlxstacks.experiments.answer_log import (
-    append_answers,
-    begin_answers,
-    other_items,
-    read_answers,
-)
+from mlxstacks.experiments.answer_log import AnswerLog, chained
 from mlxstacks.experiments.benchmarks.types import BenchItem, Replied, Scored
 
 Of = Literal["texts", "letters", "replies", "reference"]
@@ -46,14 +42,19 @@ class AnswerFile:
         self, path: Path, plan_sha256: str, task: str, arm: str, of: Of, items: Sequence[BenchItem]
     ) -> None:
         self.path, self.items, self.of = path, items, of
-        self.header = {"plan_sha256": plan_sha256, "task": task, "arm": arm, "of": of}
+        header = {"plan_sha256": plan_sha256, "task": task, "arm": arm, "of": of}
+        self._log = AnswerLog(path, header)
 
     def answers(self) -> list[Given]:
         """Those written so far, whole lines only.
 
-        Raises: InputError for answers of another arm or plan, or to other items.
+        Raises: InputError for answers of another arm or plan, to other items, or that were changed.
         """
-        return self._read()[0]
+        found = self._log.read(partial(_given, of=self.of))
+        ids = [item.item_id for item in self.items[: len(found)]]
+        if [one.item_id for one in found] != ids:
+            raise self._log.other_items()
+        return found
 
     @property
     def missing(self) -> int:
@@ -68,25 +69,26 @@ class AnswerFile:
         tick: is told how many more items have answers.
         Raises: ValueError for an arm that gives more or fewer answers than there are items.
         """
-        found, end = self._read()
-        begin_answers(self.path, self.header, end)
-        done = len(found)
+        done = len(self.answers())
+        self._log.begin()
         while done < len(self.items):
             # Batches lie where they always do: what a batch holds may move a last bit.
             start = done // batch_size * batch_size
             batch = self.items[start : start + batch_size]
             new = _timed(batch, answer)[done - start :]
-            append_answers(self.path, map(asdict, new))
+            self._log.append(map(asdict, new))
             done += len(new)
             tick(len(new))
 
-    def _read(self) -> tuple[list[Given], int]:
-        """The answers, and the byte behind the last whole line."""
-        found, end = read_answers(self.path, self.header, partial(_given, of=self.of))
-        ids = [item.item_id for item in self.items[: len(found)]]
-        if [one.item_id for one in found] != ids:
-            raise other_items(self.path)
-        return found, end
+    def made_from(self, found: Sequence[Given]) -> dict[str, Any]:
+        """For a report that uses all answers, `found` by `answers`.
+
+        digest_without_seconds: what the digest would be with no wall times in the file; the same in
+        another run.
+        """
+        rows = [{k: v for k, v in asdict(one).items() if k != "seconds"} for one in found]
+        *_, (_, plain) = chained([self._log.header, *rows])
+        return {**self._log.made_from(len(found)), "digest_without_seconds": plain}
 
 
 def _timed(batch: Sequence[BenchItem], answer: AnswerItems) -> list[Given]:

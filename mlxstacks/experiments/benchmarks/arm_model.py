@@ -14,6 +14,7 @@ from mlxstacks.experiments.benchmarks.arm_prompts import PromptEncoder, Tokens
 from mlxstacks.experiments.benchmarks.arm_routes import Routes
 from mlxstacks.experiments.benchmarks.arm_scoring import Pair, PairScorer, selection_of
 from mlxstacks.experiments.benchmarks.arm_settings import ArmName, ArmSettings
+from mlxstacks.experiments.benchmarks.shared_context import find_cached_model
 from mlxstacks.experiments.benchmarks.types import BenchItem, Replied, Scored
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.layers.selection import Selection, base
@@ -54,7 +55,7 @@ class Loaded:
         width = text.get("hidden_size") or text.get("n_embd") or 1
         return PairScorer(
             self.model, self.select, find_output_head(self.model)[0], self.settings.batch_size,
-            choose_batch_tokens(int(width)),
+            choose_batch_tokens(int(width)), find_cached_model(self.model),
         )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ class Routes:
         self._routed: dict[str, Weights] = {}
         self._gaps = 0
         self._without: dict[str, str] = {}  # prompt -> why the base answered it
+        self._unserved: dict[str, str] = {}  # prompt -> its domain, which has no stacks
 
     def of(self, prompt: str, domain: str | None = None) -> Weights:
         """(domain, weight) of those that answer; none for the base. domain: the item's label.
@@ -65,16 +66,21 @@ class Routes:
         if domain in self._domains:
             assert domain is not None
             return ((random_name(domain) if self.mode == "random" else domain, 1.0),)
-        self._without[prompt] = (
-            "without a label" if domain is None else f"of domain {domain}, which has no stacks"
-        )
+        if domain is None:
+            self._without[prompt] = "without a label"
+        else:
+            self._unserved[prompt] = domain
         return ()
 
     def notes(self) -> list[str]:
         """Prompts that the base answered in the place of stacks, by the reason."""
+        counts = Counter(self._without.values())
+        if self._unserved:
+            domains = ", ".join(sorted(set(self._unserved.values())))
+            counts[f"of domains without stacks ({domains})"] = len(self._unserved)
         return [
             f"{self.mode}: {count} prompts {why} were answered by the base."
-            for why, count in Counter(self._without.values()).items()
+            for why, count in counts.items()
         ]
 
     def details(self) -> dict[str, Any]:

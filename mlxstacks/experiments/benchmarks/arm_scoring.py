@@ -9,16 +9,22 @@ show both side by side.
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 import numpy as np
 
 from mlxstacks.errors import InputError
-from mlxstacks.evaluate import LogitsOf, log_probabilities_at
+from mlxstacks.evaluate import LogitsOf
+from mlxstacks.experiments.benchmarks.row_scoring import Row, row_log_p
+from mlxstacks.experiments.benchmarks.shared_context import (
+    CachedModel,
+    continuation_log_p,
+    sharing_pays,
+)
 from mlxstacks.layers.output_head import OutputHead
 from mlxstacks.layers.selection import Selection, base, routed
-from mlxstacks.routing.candidate_losses import Candidate, Weights, plan_batches
+from mlxstacks.routing.candidate_losses import Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +38,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class PairScorer:
-    """Scores pairs in batches: of equal weights first, of like length.
+    """Scores pairs in batches: of equal weights first, of like length. A long context of several
+    pairs goes in once, where the model can go on from its cache.
 
     logits_of: (B, T) -> (B, T, V). select: puts the model into a mode. head: of the model; logits
     are then made for the continuations' tokens alone. batch_size: most pairs at once; batch_tokens:
-    most tokens, unless one pair alone has more. kept: log p by the pairs asked for together.
-    Law: batches and padding change a sum by rounding alone.
+    most tokens, unless one pair alone has more. cached: the same model as `logits_of`, None where
+    every pair goes in whole. kept: log p by the pairs asked for together.
+    Law: batches, padding and sharing change a sum by rounding alone.
     """
 
     logits_of: LogitsOf
@@ -45,6 +53,7 @@ class PairScorer:
     head: OutputHead | None
     batch_size: int
     batch_tokens: int
+    cached: CachedModel | None = None
     kept: dict[bytes, list[tuple[float, ...]]] = field(default_factory=dict, repr=False)
 
     def sums(self, pairs: Sequence[Pair]) -> list[float]:
@@ -64,7 +73,7 @@ class PairScorer:
         distinct = sorted(set(pairs), key=lambda p: (p.context, p.continuation, p.weights))
         key = hashlib.sha256(repr(distinct).encode()).digest()
         if key not in self.kept:
-            made = self._log_p(distinct, self.logits_of, self.head)
+            made = self._log_p(distinct)
             for pair, values in zip(distinct, made, strict=True):
                 _check_finite(pair, values)
             self.kept[key] = made
@@ -73,51 +82,62 @@ class PairScorer:
 
     def are_greedy(self, pairs: Sequence[Pair]) -> list[bool]:
         """Whether each token of a continuation is the likeliest one (or one of equal ones)."""
-        head = (
-            None
-            if self.head is None
-            else _LikeliestHead(self.head.module, self.head.path, self.head.tied)
-        )
-        logits_of = self.logits_of if head else lambda tokens: _likeliest(self.logits_of(tokens))
-        found = self._log_p(pairs, logits_of, head)
+        found = self._of_likeliest()._log_p(pairs)
         return [all(math.isfinite(value) for value in values) for values in found]
 
-    def _log_p(
-        self, pairs: Sequence[Pair], logits_of: LogitsOf, head: OutputHead | None
-    ) -> list[tuple[float, ...]]:
-        """log p of each token of each continuation.
+    def _of_likeliest(self) -> "PairScorer":
+        """A scorer of the same model whose log p is finite for likeliest tokens alone."""
+        if self.head is not None:
+            head = _LikeliestHead(self.head.module, self.head.path, self.head.tied)
+            return replace(self, head=head)
+        cached = self.cached
+        if cached is not None:
+            own = cached.logits_of
+            cached = replace(
+                cached, logits_of=lambda tokens, entries: _likeliest(own(tokens, entries))
+            )
+        logits_of = self.logits_of
+        return replace(self, logits_of=lambda t: _likeliest(logits_of(t)), cached=cached)
 
-        Pairs whose inputs are the same go in once: what a letter is after a context, one forward
-        pass says of all letters.
-        """
-        rows: dict[tuple[tuple[int, ...], Weights], list[int]] = {}
+    def _log_p(self, pairs: Sequence[Pair]) -> list[tuple[float, ...]]:
+        """log p of each token of each continuation. What is shared depends on the pairs alone."""
+        shared, whole = self._apart(pairs)
+        rows = [
+            Row(p.context + p.continuation[:-1], p.continuation, p.weights)
+            for p in (pairs[number] for number in whole)
+        ]
+        made = row_log_p(rows, self._prepare, self.head, self.batch_size, self.batch_tokens)
+        found = dict(zip(whole, made, strict=True))
+        before: Weights | None = None
+        for numbers in shared:
+            context, weights = pairs[numbers[0]].context, pairs[numbers[0]].weights
+            if weights != before:  # packing stacks anew takes its time
+                self.select(selection_of([weights]))
+            before = weights
+            assert self.cached is not None
+            made = continuation_log_p(
+                self.cached, context, [pairs[number].continuation for number in numbers],
+                self.head, self.batch_size, self.batch_tokens,
+            )  # fmt: skip
+            found |= zip(numbers, made, strict=True)
+        return [found[number] for number in range(len(pairs))]
+
+    def _prepare(self, weights: Sequence[Weights], shape: tuple[int, int]) -> LogitsOf:
+        self.select(selection_of(weights))
+        return self.logits_of
+
+    def _apart(self, pairs: Sequence[Pair]) -> tuple[list[list[int]], list[int]]:
+        """(numbers of the pairs of each context that goes in once, by weights; of the others)."""
+        groups: dict[tuple[Weights, tuple[int, ...]], list[int]] = {}
         for number, pair in enumerate(pairs):
-            inputs = pair.context + pair.continuation[:-1]
-            rows.setdefault((inputs, pair.weights), []).append(number)
-        every = list(rows)
-        asked = [Candidate(number, weights) for number, (_, weights) in enumerate(every)]
-        lengths = [len(inputs) for inputs, _ in every]
-        found: list[tuple[float, ...]] = [()] * len(pairs)
-        for batch in plan_batches(asked, lengths, self.batch_tokens) if pairs else ():
-            for start in range(0, len(batch), self.batch_size):
-                part = [every[number] for number in batch[start : start + self.batch_size]]
-                self.select(selection_of([weights for _, weights in part]))
-                tokens = _padded([inputs for inputs, _ in part])
-                numbers = [(line, n) for line, row in enumerate(part) for n in rows[row]]
-                places = [
-                    line * tokens.shape[1] + len(pairs[n].context) - 1 + step
-                    for line, n in numbers
-                    for step in range(len(pairs[n].continuation))
-                ]
-                targets = [token for _, n in numbers for token in pairs[n].continuation]
-                values = iter(
-                    log_probabilities_at(
-                        logits_of, tokens, np.array(places), np.array(targets), head
-                    ).tolist()
-                )
-                for _, n in numbers:
-                    found[n] = tuple(next(values) for _ in pairs[n].continuation)
-        return found
+            groups.setdefault((pair.weights, pair.context), []).append(number)
+        shared = {
+            key
+            for key, numbers in groups.items()
+            if self.cached and sharing_pays(len(key[1]), [pairs[n].continuation for n in numbers])
+        }
+        whole = [n for n, pair in enumerate(pairs) if (pair.weights, pair.context) not in shared]
+        return [groups[key] for key in sorted(shared)], whole
 
 
 def selection_of(rows: Sequence[Weights]) -> Selection:
@@ -127,14 +147,6 @@ def selection_of(rows: Sequence[Weights]) -> Selection:
         return base()
     table = np.array([[dict(row).get(name, 0.0) for name in names] for row in rows], np.float32)
     return routed(names, table[0] if len(set(rows)) == 1 else table)
-
-
-def _padded(rows: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """(B, T) int32; padding on the right changes nothing for what stands before it."""
-    tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
-    for line, row in enumerate(rows):
-        tokens[line, : len(row)] = row
-    return tokens
 
 
 def _check_finite(pair: Pair, values: Sequence[float]) -> None:

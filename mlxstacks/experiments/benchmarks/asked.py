@@ -1,8 +1,9 @@
 """Which items of which tasks are asked: read, labelled, sampled, the same for every arm."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from mlxstacks.data.sources import NotCachedError
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.benchmarks.arms import available_arms, check_arms
 from mlxstacks.experiments.benchmarks.sampling import sample_items
@@ -51,19 +52,46 @@ class AskedTask:
         }  # fmt: skip
 
 
-def ask_all(settings: EvalSettings, names: Sequence[str]) -> tuple[list[AskedTask], list[str]]:
-    """(tasks with their items, what is wrong with the others).
+@dataclass
+class Unread:
+    """Tasks without items here. datasets: task -> the data set to get; others: what is wrong."""
+
+    datasets: dict[str, str] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.datasets or self.others)
+
+    def in_words(self) -> list[str]:
+        """What is wrong; and one heading for all data sets, with lines to copy."""
+        if not self.datasets:
+            return list(self.others)
+        commands = [
+            f"  hf download --repo-type dataset {dataset}"
+            for dataset in dict.fromkeys(self.datasets.values())
+        ]
+        heading = (
+            f"{', '.join(self.datasets)}: not in the cache of Hugging Face data sets, and nothing "
+            "is downloaded here; get them, or give files with --data:"
+        )
+        return [*self.others, "\n".join([heading, *commands])]
+
+
+def ask_all(settings: EvalSettings, names: Sequence[str]) -> tuple[list[AskedTask], Unread]:
+    """(tasks with their items, the others).
 
     Raises: InputError for a name of no task.
     """
     tasks = [task_named(name) for name in names]
-    found, problems = [], []
+    found, unread = [], Unread()
     for task in tasks:
         try:
             found.append(ask(settings, task))
+        except NotCachedError as error:
+            unread.datasets[task.name] = error.dataset
         except InputError as error:
-            problems.append(f"{task.name}: {error}")
-    return found, problems
+            unread.others.append(f"{task.name}: {error}")
+    return found, unread
 
 
 def ask(settings: EvalSettings, task: Task) -> AskedTask:

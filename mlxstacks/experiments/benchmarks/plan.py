@@ -14,11 +14,16 @@ from mlxstacks.experiments.benchmarks.outcomes import Outcome
 from mlxstacks.experiments.benchmarks.settings import NOT_OF_THE_PLAN, EvalSettings
 from mlxstacks.experiments.benchmarks.task_data import bench_items_sha256
 from mlxstacks.experiments.confound.plan import file_sha256
-from mlxstacks.experiments.power import power_table
+from mlxstacks.experiments.power import (
+    POWER,
+    items_for_mcnemar,
+    least_effect_of_mcnemar,
+    power_table,
+)
 from mlxstacks.experiments.prereg import Evidence, Plan, ids_sha256
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.hub import in_hub_cache, may_be_hub_id, resolve_model
 from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import json_sha256
 
@@ -30,6 +35,8 @@ RULES = (
     "Ties and replies without an answer are wrong. Means over tasks are judged by their "
     "intervals, widened so that those of all pairs of arms hold together."
 )
+# The difference for which each plan says how many items it takes.
+_SOUGHT = 0.05
 _CONTROLS = ("base", "ungated", "random")
 _PLAIN_CONTROL = {"fused": "adapter"}
 # What makes tokens, prompts and the end of an answer.
@@ -114,9 +121,25 @@ def power_lines(settings: EvalSettings, counts: Mapping[str, int], tests: int) -
         lines.append(
             f"{n:,} items ({names}): smallest effect at 80% power, alpha {settings.alpha:g} shared "
             f"by the run's {tests} test(s): {shown}, if {settings.expected_discordant:.0%} of "
-            "pairs differ"
+            f"pairs differ{_needed(settings.expected_discordant, alpha)}"
         )
     return lines
+
+
+def least_effect(plan: Plan, tests: int) -> float | None:
+    """The smallest difference of rates that a task's items find at 80% power, with alpha shared
+    among the run's tests; None where none is large enough.
+    """
+    alpha = plan.thresholds["alpha"] / max(1, tests)
+    return least_effect_of_mcnemar(plan.expected_discordant, plan.n, POWER, alpha)
+
+
+def _needed(discordant: float, alpha: float) -> str:
+    """Items that five points take; "" where fewer pairs differ than that."""
+    if discordant < _SOUGHT:
+        return ""
+    count = items_for_mcnemar(discordant, _SOUGHT, alpha=alpha)
+    return f"; {count:,} items find {100 * _SOUGHT:.0f} points"
 
 
 def data_of(asked: AskedTask, hashes: Mapping[str, str]) -> dict[str, str]:
@@ -130,6 +153,32 @@ def evidence_of(
     """What a task's outcomes were got from. data: hashes as they are now."""
     items = {arm: [one.item_id for one in found] for arm, found in outcomes.items()}
     return Evidence(plan.sha256, items, dict(data), (seed,))
+
+
+def check_places(settings: ArmSettings) -> list[str]:
+    """Whether model, adapter, store and router are here, before hours of anything else.
+
+    Returns a line for a model that may be on the hub; it is downloaded when all else is in order.
+    Raises: InputError naming each of the others that is not here.
+    """
+    named = {
+        "adapter_path": settings.adapter_path, "store_path": settings.store_path,
+        "router_path": settings.router_path,
+    }  # fmt: skip
+    missing = [
+        f"{key} {path}: no such file or directory"
+        for key, path in named.items()
+        if path is not None and not user_path(path).exists()
+    ]
+    elsewhere = []
+    if settings.model is not None and not user_path(settings.model).exists():
+        if not may_be_hub_id(settings.model):
+            missing.insert(0, f"model {settings.model}: no such directory, and no hub id")
+        elif not in_hub_cache(settings.model):
+            elsewhere = [f"model {settings.model}: no such directory, and not in the hub cache"]
+    if missing:
+        raise InputError("\n".join([*elsewhere, *missing]))
+    return elsewhere
 
 
 def hashes_of(settings: ArmSettings, arms: Sequence[str]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from mlxstacks.experiments.benchmarks.means import (
     arm_means,
     mean_differences,
 )
-from mlxstacks.experiments.benchmarks.plan import AskedTask, claims_of, evidence_of
+from mlxstacks.experiments.benchmarks.plan import AskedTask, claims_of, evidence_of, least_effect
 from mlxstacks.experiments.benchmarks.tasks import PUBLISHED_MODEL
 from mlxstacks.experiments.prereg import Plan, Standing, standing
 
@@ -26,6 +26,8 @@ REPORT = "eval_report.json"
 # Arms that choose among stacks.
 CHOOSING = ("routed", "oracle", "random")
 _MOSTLY = 0.5
+# Differences of rates that only a broken arm has.
+_LARGE = 0.2
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,29 @@ def find(
     differences = mean_differences(family, alpha)
     return Findings(
         tasks, arm_means(scores), differences, len(family), overall,
-        verdict_in_words(tasks, family, differences, overall),
+        verdict_in_words(tasks, family, differences, overall, too_few(tasks, plans, len(family))),
     )  # fmt: skip
+
+
+def too_few(tasks: Mapping[str, TaskFinding], plans: Mapping[str, Plan], tests: int) -> list[str]:
+    """Sentences on tasks of so few items that little or nothing can be shown; a task with a
+    difference that counts is no such one.
+    """
+    said: dict[str, list[str]] = {}
+    for name, one in tasks.items():
+        if all(c.label == "not distinguishable" for c in one.comparisons) and one.comparisons:
+            least, share = least_effect(plans[name], tests), plans[name].expected_discordant
+            if least is None:
+                words = f"can show no difference at all, if {share:.0%} of pairs differ"
+            elif least > _LARGE:
+                words = f"show only differences above {100 * least:.0f} points"
+            else:
+                continue
+            said.setdefault(words, []).append(name)
+    return [
+        f"So few items {words}{'' if len(tasks) == 1 else f' ({_and(names)})'}."
+        for words, names in said.items()
+    ]
 
 
 def marks_of(asked: AskedTask, arms: Mapping[str, ArmScore]) -> list[str]:
@@ -175,16 +198,19 @@ def verdict_in_words(
     family: Sequence[Comparison],
     differences: Sequence[MeanDifference],
     overall: Standing,
+    few: Sequence[str] = (),
 ) -> str:
-    """Sentences: each pair of arms, how many tests count, what else bears on it."""
+    """Sentences: each pair of arms, how many tests count, what else bears on it. few: `too_few`."""
     if not tasks:
         sentences = ["No tasks but the harness's; their tests are in its own section."]
     elif not family:
         names = ", ".join(dict.fromkeys(arm for one in tasks.values() for arm in one.arms))
         sentences = [f"One arm ({names}), or nothing graded: nothing is compared."]
     else:
-        many = len(tasks) > 1
-        sentences = [_difference_in_words(one, many) for one in differences]
+        if len(tasks) > 1:
+            sentences = [_difference_in_words(one) for one in differences]
+        else:  # one task: its own tests decide, not the interval of a mean of one
+            sentences = _outcomes_in_words(family)
         counted = sum(one.label != "not distinguishable" for one in family)
         sentences.append(
             f"{counted} of {len(family)} tests count as differences at Holm-adjusted p; the rest "
@@ -196,7 +222,7 @@ def verdict_in_words(
             f"On {', '.join(guessing)} every arm is at the level of guessing: equal scores there "
             "say nothing."
         )
-    return " ".join([*sentences, overall.in_words()])
+    return " ".join([*sentences, *few, overall.in_words()])
 
 
 def _all_guess(finding: TaskFinding) -> bool:
@@ -207,20 +233,45 @@ def _all_guess(finding: TaskFinding) -> bool:
     )  # fmt: skip
 
 
-def _difference_in_words(one: MeanDifference, many: bool) -> str:
+def _outcomes_in_words(family: Sequence[Comparison]) -> list[str]:
+    """Of one task: what is better, what is worse, what is neither."""
+    said = []
+    for label in ("better", "worse"):
+        found: dict[str, list[Comparison]] = {}
+        for one in family:
+            if one.label == label:
+                found.setdefault(one.arm, []).append(one)
+        said += [
+            f"{arm.capitalize()} is {label} than {_and([_points(c, c.control) for c in pairs])}."
+            for arm, pairs in found.items()
+        ]
+    open_ = [_points(c, f"{c.arm} from {c.control}") for c in family
+             if c.label == "not distinguishable"]  # fmt: skip
+    return [*said, f"Not distinguishable: {_and(open_)}."] if open_ else said
+
+
+def _points(one: Comparison, pair: str) -> str:
+    low, high = 100 * one.interval.low, 100 * one.interval.high
+    alone = ""
+    if one.only_alone:
+        alone = f"; p {one.mcnemar.p_value:.2g} alone, {one.p_adjusted:.2g} by Holm's rule"
+    return f"{pair} ({100 * one.difference:+.1f} points, 95% {low:+.1f} to {high:+.1f}{alone})"
+
+
+def _and(parts: Sequence[str]) -> str:
+    return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def _difference_in_words(one: MeanDifference) -> str:
     low, high = 100 * one.mean.interval.low, 100 * one.mean.interval.high
-    over = f"in the mean of {one.mean.tasks} tasks " if many else ""
-    label = one.in_words
-    if not many:  # one task: its own test decides, not the interval of a mean of one
-        label = "better" if one.better else "worse" if one.worse else "not distinguishable"
     words = (
-        f"{one.arm.capitalize()} less {one.control}: {100 * one.mean.mean:+.1f} points {over}"
-        f"(95% {low:+.1f} to {high:+.1f}), {label}"
+        f"{one.arm.capitalize()} less {one.control}: {100 * one.mean.mean:+.1f} points in the mean "
+        f"of {one.mean.tasks} tasks (95% {low:+.1f} to {high:+.1f}), {one.in_words}"
     )
     on = [
         f"{label} on {', '.join(names)}"
         for label, names in (("better", one.better), ("worse", one.worse))
-        if many and names
+        if names
     ]
     return "; ".join([words, *on]) + "."
 
@@ -230,7 +281,8 @@ class EvalReport:
     """status: "planned" or "done". tasks: name -> {"n", "available", "arms"}, as planned.
 
     arms: name -> its notes and details (of fused what the fuse did). harness: what the
-    lm-evaluation-harness measured, by its own scoring: task -> arm -> metrics.
+    lm-evaluation-harness measured, by its own scoring: task -> arm -> metrics. made_from: file ->
+    digest of what was read of it, see made_from.py.
     """
 
     status: str
@@ -249,6 +301,7 @@ class EvalReport:
     versions: dict[str, str] = field(default_factory=dict)
     device: str | None = None
     notes: list[str] = field(default_factory=list)
+    made_from: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def verdict(self) -> str | None:
@@ -274,4 +327,5 @@ class EvalReport:
             "versions": self.versions,
             "device": self.device,
             "notes": self.notes,
+            "made_from": self.made_from,
         }

@@ -3,7 +3,7 @@
 The run lives in `.NAME.work` beside its target until it is done:
 
     plan.json               arms, items, metric, tests, thresholds, fixed before the first answer
-    answers/TASK/ARM.*.jsonl   of every arm, appended as they come
+    answers/TASK/ARM.*.jsonl   of every arm, appended as they come; changed ones are refused
     arms/ARM.json           notes of an arm; of `fused` what the fuse did
 
 Killed at any moment, the same command goes on. Grading comes after all answers and reads them from
@@ -23,7 +23,7 @@ from mlxstacks.experiments.benchmarks.answers import AnswerFile, Given, Of
 from mlxstacks.experiments.benchmarks.arms import ModelArm, open_arms
 from mlxstacks.experiments.benchmarks.asked import AskedTask, ask_all, with_arms
 from mlxstacks.experiments.benchmarks.grading import GradingTools, grade, grading_tools
-from mlxstacks.experiments.benchmarks.harness_results import (
+from mlxstacks.experiments.benchmarks.harness.results import (
     ask_harness,
     harness_findings,
     harness_plan,
@@ -32,6 +32,7 @@ from mlxstacks.experiments.benchmarks.harness_results import (
 )
 from mlxstacks.experiments.benchmarks.outcomes import likelihood_outcomes, reply_outcomes
 from mlxstacks.experiments.benchmarks.plan import (
+    check_places,
     claims_of,
     data_of,
     hashes_of,
@@ -42,11 +43,13 @@ from mlxstacks.experiments.benchmarks.report import REPORT, EvalReport, find
 from mlxstacks.experiments.benchmarks.settings import EvalSettings
 from mlxstacks.experiments.benchmarks.target import write_target
 from mlxstacks.experiments.benchmarks.types import BenchItem
+from mlxstacks.experiments.made_from import MadeFrom, check_made_from, of_bytes
 from mlxstacks.experiments.prereg import PLAN, keep_plan, plan_from
 from mlxstacks.experiments.run_directory import RunDirectory
+from mlxstacks.experiments.sealed import read_sealed, write_sealed
 from mlxstacks.experiments.train.report import versions
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.outputs import check_target, write_json
+from mlxstacks.files.outputs import check_target
 from mlxstacks.files.strict_json import json_sha256, read_object
 
 Progress = Callable[..., None]
@@ -74,7 +77,8 @@ def run(
     named = (settings.model, settings.data, settings.adapter_path, settings.store_path)
     inputs = [path for path in (user_path(str(name)) for name in named if name) if path.exists()]
     check_target(target, force=settings.force, inputs=inputs)
-    asked, arms = _asked(settings)
+    elsewhere = check_places(settings)
+    asked, arms = _asked(settings, elsewhere)
     hashes = hashes_of(settings, arms)
     document = plan_document(settings, asked, hashes, harness_plan(settings))
     work = RunDirectory(target, {"kind": "eval"}, resume=settings.resume)
@@ -91,10 +95,10 @@ def run(
 
 def _planned(settings: EvalSettings, target: Path) -> EvalReport:
     """From settings and data alone; what cannot be read here is said, not refused."""
-    asked, problems = ask_all(settings, settings.own_tasks)
+    asked, unread = ask_all(settings, settings.own_tasks)
     asked, _ = with_arms(settings, asked)
     tests = sum(len(claims_of(one.arms)) for one in asked)
-    notes = [f"Not read: {problem}" for problem in problems]
+    notes = [f"Not read: {problem}" for problem in unread.in_words()]
     if settings.harness_tasks:
         notes.append(f"By the lm-evaluation-harness: {', '.join(settings.harness_tasks)}.")
     return EvalReport(
@@ -107,9 +111,17 @@ def _planned(settings: EvalSettings, target: Path) -> EvalReport:
 def _regrade(settings: EvalSettings, dry_run: bool) -> EvalReport:
     """The answers of a finished run graded again, under its plan and with its settings.
 
-    Raises: InputError for a directory that is no finished run, or whose answers are incomplete.
+    Raises: InputError for a directory that is no finished run, or whose answers are incomplete or
+        not those that its report was made from.
     """
     source = user_path(str(settings.regrade))
+    for name in (REPORT, PLAN):
+        if not (source / name).is_file():
+            there = f"it has no {name}" if source.is_dir() else "no such directory"
+            raise InputError(
+                f"{source}: not a finished run of `mlxstacks eval`: {there}; give --regrade the "
+                "directory of one"
+            )
     try:
         before = read_object((source / REPORT).read_bytes())
         document = read_object((source / PLAN).read_bytes())
@@ -122,6 +134,7 @@ def _regrade(settings: EvalSettings, dry_run: bool) -> EvalReport:
     if dry_run:
         return _planned(settings, target)
     check_target(target, force=settings.force, inputs=[source])
+    _check_answers(source, before)
     asked, arms = _asked(settings)
     evaluation = _Evaluation(settings, asked, arms, document, source, None)
     missing = [str(file.path) for file in evaluation.files() if file.missing]
@@ -130,11 +143,31 @@ def _regrade(settings: EvalSettings, dry_run: bool) -> EvalReport:
     return write_target(target, source, evaluation.report(target), settings)
 
 
-def _asked(settings: EvalSettings) -> tuple[list[AskedTask], tuple[str, ...]]:
-    """(tasks, all arms). Raises: InputError listing every task whose data cannot be used."""
-    asked, problems = ask_all(settings, settings.own_tasks)
-    if problems:
-        raise InputError("\n".join([*problems, "--tasks names those that are to be evaluated"]))
+def _check_answers(source: Path, before: Mapping[str, Any]) -> None:
+    made_from = before.get("made_from")
+    if not isinstance(made_from, dict) or not made_from:
+        raise InputError(
+            f"{source}: its report holds no digests of its answers, so it was made by an older "
+            "version, and nothing shows that they are still what was answered; run it again"
+        )
+    checked = check_made_from(source, made_from)
+    wrong = [*checked.other, *(f"{name} is missing" for name in checked.missing)]
+    if wrong:
+        lines = "".join(f"\n  {line}" for line in wrong[:5])
+        raise InputError(f"{source}: not what its report was made from:{lines}")
+
+
+def _asked(
+    settings: EvalSettings, elsewhere: Sequence[str] = ()
+) -> tuple[list[AskedTask], tuple[str, ...]]:
+    """(tasks, all arms). elsewhere: what else is not here, and would have to be downloaded.
+
+    Raises: InputError listing that and every task whose data cannot be used.
+    """
+    asked, unread = ask_all(settings, settings.own_tasks)
+    if unread:
+        last = "--tasks names those that are to be evaluated"
+        raise InputError("\n".join([*elsewhere, *unread.in_words(), last]))
     return with_arms(settings, asked)
 
 
@@ -157,6 +190,7 @@ class _Evaluation:
         self.hashes: Mapping[str, str] = document["hashes"]
         self.sha256 = json_sha256(document)
         self.started = time.monotonic()
+        self.made_from: MadeFrom = {}
 
     # --- answers ----------------------------------------------------------------------------------
 
@@ -235,9 +269,9 @@ class _Evaluation:
                 f"{arm.name}: gone on with after an interruption; its own counts of prompts are "
                 f"without the {before:,} answers from before, the tables' are of all"
             )
-        path = self._notes_path(arm.name)
-        path.parent.mkdir(exist_ok=True)
-        write_json(path, {"notes": notes, "details": getattr(arm, "details", {})})
+        write_sealed(
+            self._notes_path(arm.name), {"notes": notes, "details": getattr(arm, "details", {})}
+        )
 
     # --- from the files ---------------------------------------------------------------------------
 
@@ -252,9 +286,10 @@ class _Evaluation:
             {one.task.name: data_of(one, self.hashes) for one in self.asked},
             alpha=self.settings.alpha, seed=self.settings.seed,
         )  # fmt: skip
-        harness = (
-            read_harness(self.work, self.arms, self.sha256) if self.settings.harness_tasks else {}
-        )
+        harness: dict[str, Any] = {}
+        if self.settings.harness_tasks:
+            harness, of_harness = read_harness(self.work, self.arms, self.sha256)
+            self.made_from |= of_harness
         device = memory.device()
         return EvalReport(
             "done", str(target), _shown(self.settings),
@@ -266,14 +301,17 @@ class _Evaluation:
             arms=self._notes(), findings=found, graded_with=graded_with,
             harness=harness_findings(harness, self.settings.alpha),
             seconds=time.monotonic() - self.started, versions=versions(),
-            device=f"{device.name} ({device.kind})",
+            device=f"{device.name} ({device.kind})", made_from=self.made_from,
         )  # fmt: skip
 
     def _outcomes(self, one: AskedTask, tools: GradingTools) -> Outcomes:
         return {arm: self._outcomes_of(one, arm, tools) for arm in one.arms}
 
     def _outcomes_of(self, one: AskedTask, arm: str, tools: GradingTools) -> Any:
-        found = {file.of: file.answers() for file in self._files(one, arm)}
+        found = {}
+        for file in self._files(one, arm):
+            found[file.of] = given = file.answers()
+            self.made_from[str(file.path.relative_to(self.work))] = file.made_from(given)
         if one.task.kind == "generate":
             return reply_outcomes(
                 one.items, found["replies"], lambda item, text: grade(one.task, item, text, tools)
@@ -284,10 +322,13 @@ class _Evaluation:
         )  # fmt: skip
 
     def _notes(self) -> dict[str, dict[str, Any]]:
-        paths = {name: self._notes_path(name) for name in self.arms}
-        return {
-            name: read_object(path.read_bytes()) for name, path in paths.items() if path.is_file()
-        }
+        notes = {}
+        for name in self.arms:
+            path = self._notes_path(name)
+            if path.is_file():
+                notes[name], data = read_sealed(path)
+                self.made_from[str(path.relative_to(self.work))] = of_bytes(data)
+        return notes
 
 
 def _by_id(found: Sequence[Given]) -> dict[str, Given]:

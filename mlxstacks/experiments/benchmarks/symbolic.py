@@ -7,20 +7,17 @@ own; a question that takes too long ends the worker, and the next one starts ano
 
 import json
 import resource
-import selectors
-import subprocess
 import sys
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
 import mlxstacks
+from mlxstacks.experiments.line_worker import LineWorker
 
 _MODULE = "mlxstacks.experiments.benchmarks.symbolic"
 _MEMORY_BYTES = 2 << 30
-_START_SECONDS = 120.0  # importing sympy on a busy machine
 MOST_CHARACTERS = 400
 
 
@@ -43,7 +40,9 @@ class SymbolicChecker:
     def __init__(self, seconds: float = 10.0) -> None:
         self.seconds = seconds
         self.asked = self.undecided = 0
-        self._worker: subprocess.Popen[bytes] | None = None
+        package = str(Path(mlxstacks.__file__).parents[1])
+        code = f"import sys; sys.path.insert(0, sys.argv[1]); from {_MODULE} import work; work()"
+        self._worker = LineWorker([sys.executable, "-P", "-c", code, package])
 
     def __enter__(self) -> "SymbolicChecker":
         return self
@@ -65,55 +64,13 @@ class SymbolicChecker:
 
     def close(self) -> None:
         """End the worker; a further question starts a new one."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.kill()
-            worker.wait()
-            for pipe in (worker.stdin, worker.stdout):
-                if pipe is not None:
-                    with suppress(BrokenPipeError):
-                        pipe.close()
+        self._worker.close()
 
     def _ask(self, question: dict[str, str]) -> bool | None:
-        worker = self._worker or self._start()
-        assert worker.stdin is not None
-        try:
-            worker.stdin.write(json.dumps(question).encode() + b"\n")
-            worker.stdin.flush()
-        except BrokenPipeError:
-            line = None
-        else:
-            line = self._line(worker, self.seconds)
-        if line is None:
-            self.close()
-            return None
-        answer: bool | None = json.loads(line)["equal"]
-        return answer
-
-    def _start(self) -> "subprocess.Popen[bytes]":
         if installed() is None:
             raise RuntimeError("math-verify is not installed: pip install 'mlxstacks[eval]'")
-        package = str(Path(mlxstacks.__file__).parents[1])
-        code = f"import sys; sys.path.insert(0, sys.argv[1]); from {_MODULE} import work; work()"
-        self._worker = subprocess.Popen(
-            [sys.executable, "-P", "-c", code, package],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        if self._line(self._worker, _START_SECONDS) is None:
-            self.close()
-            raise RuntimeError("the process for symbolic comparison does not start")
-        return self._worker
-
-    @staticmethod
-    def _line(worker: "subprocess.Popen[bytes]", seconds: float) -> bytes | None:
-        """What it says next; None when it is silent for too long or has ended."""
-        assert worker.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(worker.stdout, selectors.EVENT_READ)
-            if not selector.select(seconds):
-                return None
-        line = worker.stdout.readline()
-        return line if line.endswith(b"\n") else None
+        found = self._worker.ask(question, self.seconds)
+        return None if found is None else found["equal"]
 
 
 def work() -> None:

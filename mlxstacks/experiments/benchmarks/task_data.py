@@ -13,7 +13,7 @@ from pathlib import Path
 
 from mlxstacks.data.arrow_sets import is_saved_set
 from mlxstacks.data.settings import SourceSettings
-from mlxstacks.data.sources import OpenSource, open_source
+from mlxstacks.data.sources import NotCachedError, OpenSource, open_source
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.benchmarks.task_prompts import bench_item
 from mlxstacks.experiments.benchmarks.task_rows import READERS, RawItem
@@ -155,14 +155,17 @@ def _open(task: Task, data: str | None) -> tuple[str, OpenSource]:
         split = task.sources[0].split
         place = path if is_saved_set(path) else _file_in(task, path)
         return str(place), open_source(SourceSettings(path=str(place), split=split), Path.cwd())
-    missing = []
+    missing: list[InputError] = []
     for source in task.sources:
         wanted = SourceSettings(dataset=source.dataset, name=source.name, split=source.split)
         try:
             return source.label, open_source(wanted, Path.cwd())
         except InputError as error:
-            missing.append(str(error))
-    raise InputError(f"{task.title}: " + "\n  ".join(missing))
+            missing.append(error)
+    said = f"{task.title}: " + "\n  ".join(map(str, missing))
+    if missing and all(isinstance(error, NotCachedError) for error in missing):
+        raise NotCachedError(said, task.sources[0].dataset)
+    raise InputError(said)
 
 
 def _file_in(task: Task, directory: Path) -> Path:

@@ -140,6 +140,22 @@ def test_differences_inside_the_interval_are_not_distinguishable() -> None:
     assert found.in_words == "not distinguishable"
 
 
+def test_alone_is_said_of_the_p_and_of_no_interval() -> None:
+    """6 gained, none lost: p is 0.031 alone. The interval may say otherwise; it is not asked."""
+    arms = {"base": outcomes_of([False] * 60), "routed": outcomes_of([True] * 6 + [False] * 54)}
+    (found,) = compare("t", arms, CLAIM, 0.05)
+    assert found.mcnemar.p_value == 2 / 2**6
+    two = adjusted([found, found], 0.05)
+    assert {one.label for one in two} == {"not distinguishable"}
+    assert all(one.only_alone for one in two)
+    arms["routed"] = outcomes_of([True] * 5 + [False] * 55)
+    (five,) = adjusted(compare("t", arms, CLAIM, 0.05), 0.05)
+    assert five.mcnemar.p_value == 2 / 2**5
+    assert not five.only_alone
+    clear = replace(five, interval=Interval(0.01, 0.2, 0.95))
+    assert clear.in_words == "not distinguishable"
+
+
 def test_arms_of_unequal_items_are_refused() -> None:
     arms = {"base": outcomes_of([True, False]), "routed": outcomes_of([True])}
     with pytest.raises(ValueError, match="t: routed and base answered different items"):

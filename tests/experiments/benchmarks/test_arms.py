@@ -10,6 +10,7 @@ import pytest
 
 from mlxstacks import base_model
 from mlxstacks.errors import AdapterError, InputError
+from mlxstacks.experiments.benchmarks.arm_routes import Routes
 from mlxstacks.experiments.benchmarks.arm_settings import ARMS, ArmSettings
 from mlxstacks.experiments.benchmarks.arms import available_arms, check_arms, open_arms
 from mlxstacks.experiments.benchmarks.types import Arm, BenchItem, Scored
@@ -148,8 +149,18 @@ def test_stacks_change_the_scores_of_the_items_they_answer(asked: dict[str, Any]
 def test_items_without_stacks_are_counted(asked: dict[str, Any]) -> None:
     notes = " ".join(asked["oracle"]["notes"])
     assert "oracle: 1 prompts without a label were answered by the base" in notes
-    assert "oracle: 1 prompts of domain gamma, which has no stacks" in notes
+    assert "oracle: 1 prompts of domains without stacks (gamma) were answered by" in notes
     assert asked["routed"]["details"]["prompts_routed"] == 3
+
+
+def test_domains_without_stacks_are_one_note() -> None:
+    routes = Routes("oracle", ["letters"])
+    for number, domain in enumerate(("math", "chat", "math", None, "letters")):
+        routes.of(f"prompt {number}", domain)
+    assert routes.notes() == [
+        "oracle: 1 prompts without a label were answered by the base.",
+        "oracle: 3 prompts of domains without stacks (chat, math) were answered by the base.",
+    ]
 
 
 def test_lengths_are_those_of_all_tokens(asked: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ Run: pytest tests/experiments/benchmarks/test_report.py
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.experiments.benchmarks import plan
 from mlxstacks.experiments.benchmarks.arm_settings import ARMS, ArmSettings
 from mlxstacks.experiments.benchmarks.asked import AskedTask
-from mlxstacks.experiments.benchmarks.harness_results import harness_findings
+from mlxstacks.experiments.benchmarks.harness.results import harness_findings
 from mlxstacks.experiments.benchmarks.outcomes import Outcome
 from mlxstacks.experiments.benchmarks.plan import claims_of, data_of, power_lines, task_plan
 from mlxstacks.experiments.benchmarks.plots import write_plots
@@ -23,6 +24,7 @@ from mlxstacks.experiments.benchmarks.report import Findings, find
 from mlxstacks.experiments.benchmarks.settings import EvalSettings
 from mlxstacks.experiments.benchmarks.tasks import task_named
 from mlxstacks.experiments.benchmarks.types import BenchItem
+from mlxstacks.experiments.power import items_for_mcnemar
 from tests.experiments.eval_cases import HASHES, outcome, outcomes_of
 from tests.experiments.train_cases import write_tiny_model
 from tests.tiny_models import random_adapter
@@ -65,6 +67,20 @@ def test_a_gain_a_loss_and_nothing_are_said_in_words() -> None:
     assert "2 of 3 tests count" in found.verdict
     assert found.verdict.endswith("As planned beforehand.")
     assert [c.in_words for c in found.tasks["mmlu"].comparisons] == ["not distinguishable"]
+
+
+def test_of_one_task_the_verdict_groups_what_is_better_worse_and_neither() -> None:
+    found = found_of({
+        "medqa": {"base": marks(100), "ungated": marks(60), "routed": marks(130),
+                  "random": marks(101)},
+    })  # fmt: skip
+    better, worse, neither = found.verdict.split(". ")[:3]
+    assert better.startswith("Routed is better than base (+15.0 points, 95% +")
+    assert ", ungated (+35.0 points" in better
+    assert " and random (+14.5 points" in better
+    assert worse.startswith("Ungated is worse than base (-20.0 points")
+    assert neither.startswith("Not distinguishable: random from base (+0.5 points")
+    assert "4 of 5 tests count" in found.verdict
 
 
 def test_scores_of_guessing_are_marked_and_so_is_the_verdict() -> None:
@@ -195,10 +211,44 @@ def test_power_shares_alpha_among_the_tests() -> None:
     few, many = (power_lines(SETTINGS, {"a": 500, "b": 500}, tests)[0] for tests in (1, 40))
     assert "500 items (a, b)" in few
 
+    def needed(line: str) -> int:
+        return int(line.split("; ")[1].split(" items find 5 points")[0].replace(",", ""))
+
+    assert needed(few) == items_for_mcnemar(SETTINGS.expected_discordant, 0.05)
+    assert needed(many) > 2 * needed(few)
+
     def points(line: str) -> float:
         return float(line.split(": ")[2].split(" points")[0])
 
     assert points(few) < points(many)
+
+
+def test_the_verdict_says_what_so_few_items_cannot_show() -> None:
+    few = found_of({"mmlu": {"base": marks(10, 20), "routed": marks(11, 20)}})
+    assert "So few items can show no difference at all, if 10% of pairs differ." in few.verdict
+    two = found_of({
+        "mmlu": {"base": marks(10, 20), "routed": marks(11, 20)},
+        "medqa": {"base": marks(500, 1000), "routed": marks(501, 1000)},
+    })  # fmt: skip
+    assert "if 10% of pairs differ (mmlu)." in two.verdict
+    many = found_of({"mmlu": {"base": marks(500, 1000), "routed": marks(501, 1000)}})
+    assert "So few items" not in many.verdict
+    # What counts as a difference was not too little to show one.
+    shown = found_of({"mmlu": {"base": marks(0, 20), "routed": marks(20, 20)}})
+    assert "Routed is better than base" in shown.verdict
+    assert "So few items" not in shown.verdict
+
+
+def test_where_more_pairs_differ_few_items_show_large_differences_alone() -> None:
+    asked = asked_of("mmlu", 30, ["base", "routed"])
+    settings = SETTINGS.model_copy(update={"expected_discordant": 0.4})
+    plans = {"mmlu": task_plan(settings, asked, HASHES)}
+    arms = {"base": marks(15, 30), "routed": marks(16, 30)}
+    data = {"mmlu": data_of(asked, HASHES)}
+    found = find([asked], {"mmlu": arms}, plans, data, alpha=0.05, seed=0)
+    (points,) = re.findall(r"show only differences above (\d+) points\.", found.verdict)
+    assert int(points) > 20
+    assert power_lines(settings, {"mmlu": 30}, 1)[0].count(f": {points}.") == 1
 
 
 def test_plots_are_drawn_and_the_same_twice(tmp_path: Path) -> None:

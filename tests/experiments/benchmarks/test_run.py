@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 from mlxstacks.errors import InputError
-from mlxstacks.experiments.benchmarks import harness
+from mlxstacks.experiments.benchmarks import run as eval_run
 from mlxstacks.experiments.benchmarks.asked import ask
+from mlxstacks.experiments.benchmarks.harness import run as harness
 from mlxstacks.experiments.benchmarks.report import EvalReport
 from mlxstacks.experiments.benchmarks.run import run
 from mlxstacks.experiments.benchmarks.settings import EvalSettings
@@ -27,6 +28,7 @@ from mlxstacks.experiments.run_directory import work_path
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import validate
+from tests.experiments.answer_files import forge, rows_of
 from tests.experiments.eval_cases import FakeArms, item_row, settings_for, use, write_places
 
 ARMS = ("base", "ungated", "routed", "oracle", "random")
@@ -68,15 +70,11 @@ def done(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[EvalRepo
         return run(settings_for(data, target, **changes)), target
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def answers(directory: Path) -> dict[str, Any]:
     """Every answer file without its seconds."""
     return {
         str(path.relative_to(directory)): [
-            {key: value for key, value in row.items() if key != "seconds"} for row in rows(path)
+            {key: value for key, value in row.items() if key != "seconds"} for row in rows_of(path)
         ]
         for path in sorted(directory.rglob("*.jsonl"))
     }
@@ -96,7 +94,7 @@ def test_every_arm_answers_the_same_items_under_one_plan(done: tuple[EvalReport,
         ids = set()
         for arm in written["tasks"][task]["arms"]:
             of = "texts" if task == "items" else "replies"
-            header, *found = rows(target / "answers" / task / f"{arm}.{of}.jsonl")
+            header, *found = rows_of(target / "answers" / task / f"{arm}.{of}.jsonl")
             assert header == {
                 "plan_sha256": written["plan_sha256"], "task": task, "arm": arm, "of": of,
             }  # fmt: skip
@@ -156,8 +154,15 @@ def test_a_repeated_run_is_the_same_but_for_seconds(
     done: tuple[EvalReport, Path], data: Path, tmp_path: Path, fakes: FakeArms
 ) -> None:
     changes = {"tasks": ("items", "gsm8k", "mmlu_pro"), "letters": True, "reference_offset": True}
-    run(settings_for(data, tmp_path / "again", **changes))
+    again = run(settings_for(data, tmp_path / "again", **changes))
     assert answers(tmp_path / "again") == answers(done[1])
+    key = "digest_without_seconds"
+    digests = [
+        {name: one[key] for name, one in report.made_from.items() if key in one}
+        for report in (done[0], again)
+    ]
+    assert digests[0] == digests[1]
+    assert len(digests[0]) == len(answers(done[1]))
     assert fakes.opened == list(ARMS)
 
 
@@ -228,14 +233,23 @@ def test_damaged_and_foreign_answers_are_refused(
     with pytest.raises(KeyboardInterrupt):
         run(settings_for(data, target))
     path = work_path(target) / "answers" / "items" / "base.texts.jsonl"
-    kept = path.read_bytes()
+    kept, (header, *found) = path.read_bytes(), rows_of(path)
     use(monkeypatch, FakeArms())
     for broken, said in (
-        (kept.replace(b'"sums"', b'"sum"', 1), "damaged"),
-        (kept.replace(b'"item_id": "3"', b'"item_id": "x"'), "answers to other items"),
-        (kept.replace(b'"arm": "base"', b'"arm": "routed"'), "another plan or arm"),
+        ([header, {"item_id": "0"}, *found], "line 2: damaged"),
+        ([header, found[0] | {"item_id": "x"}, *found[1:]], "answers to other items"),
+        ([header | {"arm": "routed"}, *found], "another plan or arm"),
     ):
-        path.write_bytes(broken)
+        forge(path, broken)
+        with pytest.raises(InputError, match=said):
+            run(settings_for(data, target))
+    for edited, said in (
+        (kept.replace(b'"sums": [', b'"sums": [9', 1), "line 2: does not follow"),
+        (b"".join(kept.splitlines(keepends=True)[::2]), "line 2: does not follow"),
+        (kept.replace(b'"arm": "base"', b'"arm": "routed"'), "line 1: does not follow"),
+        (b'{"arm": "base"}\n', "no digests, so they were written by an older version"),
+    ):
+        path.write_bytes(edited)
         with pytest.raises(InputError, match=said):
             run(settings_for(data, target))
     path.write_bytes(kept)
@@ -271,7 +285,15 @@ def test_tasks_of_the_harness_are_asked_once_an_arm_and_kept(
     )  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
         run(settings)
+    kept = work_path(tmp_path / "out") / "harness" / "base.json"
+    whole = kept.read_bytes()
+    kept.write_bytes(whole.replace(b'"acc": 0.0', b'"acc": 1.0', 1))
+    assert kept.read_bytes() != whole
+    with pytest.raises(InputError, match=r"base\.json: was changed .*; remove it to ask again"):
+        run(settings)
+    kept.write_bytes(whole)
     report = run(settings).as_json()
+    assert {"harness/base.json", "harness/routed.json", "arms/base.json"} <= {*report["made_from"]}
     domains = {"arc_easy_local": "science"}
     assert asked == [(arm, ("arc_easy_local",), domains) for arm in ("base", "routed", "routed")]
     assert [arm.calls for arm in fakes.made] == [6, 6, 0]
@@ -319,6 +341,30 @@ def test_a_regrade_loads_nothing_and_agrees(
         k: v for k, v in after.items() if k not in left
     }
     assert answers(tmp_path / "again") == answers(source)
+
+
+def test_a_regrade_refuses_what_the_report_was_not_made_from(
+    data: Path, tmp_path: Path, fakes: FakeArms
+) -> None:
+    source = tmp_path / "out"
+    run(settings_for(data, source, arms=("base", "routed")))
+    regrade = EvalSettings(regrade=str(source), save_path=str(tmp_path / "again"), plots=False)
+    path = source / "answers" / "items" / "base.texts.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    with pytest.raises(InputError, match=r"base\.texts\.jsonl .*: it holds 59 of 60 answers"):
+        run(regrade)
+    forge(path, [row | {"seconds": 0.0} if "seconds" in row else row for row in rows_of(path)])
+    with pytest.raises(InputError, match=r"not what its report was made from:\n  answers/items"):
+        run(regrade)
+    path.unlink()
+    with pytest.raises(InputError, match=r"base\.texts\.jsonl is missing"):
+        run(regrade)
+    path.write_bytes(whole)
+    report = source / "eval_report.json"
+    report.write_text(json.dumps(json.loads(report.read_text()) | {"made_from": {}}))
+    with pytest.raises(InputError, match="no digests of its answers, so it was made by an older"):
+        run(regrade)
 
 
 def test_a_regrade_sees_that_the_items_changed(data: Path, tmp_path: Path, fakes: FakeArms) -> None:
@@ -372,7 +418,7 @@ def test_the_sample_is_stratified_and_the_first_rows_only_where_asked(
         run(settings_for(data, tmp_path / sample, limit=9, sample=sample, arms=("base",)))
     ids = {
         sample: [
-            r["item_id"] for r in rows(tmp_path / sample / "answers/items/base.texts.jsonl")[1:]
+            r["item_id"] for r in rows_of(tmp_path / sample / "answers/items/base.texts.jsonl")[1:]
         ]
         for sample in ("stratified", "first")
     }
@@ -402,6 +448,49 @@ def test_what_cannot_be_evaluated_is_refused_with_a_reason(
     refused("answer is 'Q'", data=str(empty))
     assert not fakes.opened
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_not_here_is_told_before_any_data_is_read(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mlxstacks.data.arrow_sets.hub_snapshot", lambda dataset: None)
+
+    def refused(**changes: Any) -> str:
+        with pytest.raises(InputError) as caught:
+            run(settings_for(data, tmp_path / "out", **changes))
+        return str(caught.value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(eval_run, "ask_all", None)
+        said = refused(model="/no/where", store_path="no-store", router_path="no-router")
+    assert said.splitlines() == [
+        "model /no/where: no such directory, and no hub id",
+        "store_path no-store: no such file or directory",
+        "router_path no-router: no such file or directory",
+    ]
+    # A model that the hub may have is told with the data that is missing, and first.
+    first, second, *rest = refused(
+        model="nowhere", store_path=None, arms=("base",), domains=(), data=None,
+        tasks=("arc_easy", "arc_challenge", "hellaswag"),
+    ).splitlines()  # fmt: skip
+    assert first == "model nowhere: no such directory, and not in the hub cache"
+    assert second.startswith("arc_easy, arc_challenge, hellaswag: not in the cache")
+    assert rest[:-1] == [
+        "  hf download --repo-type dataset allenai/ai2_arc",
+        "  hf download --repo-type dataset Rowan/hellaswag",
+    ]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_regrade_of_nothing_says_what_it_takes(tmp_path: Path, there: bool) -> None:
+    source = tmp_path / "run"
+    if there:
+        source.mkdir()
+    with pytest.raises(InputError) as caught:
+        run(EvalSettings(model="m", regrade=str(source), save_path=str(tmp_path / "out")))
+    said = "it has no eval_report.json" if there else "no such directory"
+    assert f"not a finished run of `mlxstacks eval`: {said}; give" in str(caught.value)
+    assert "Errno" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

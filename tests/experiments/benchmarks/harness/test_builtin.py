@@ -1,5 +1,5 @@
 """lm_eval's own tasks over arms of the tiny model, with stubs of their data; what is refused.
-Run: pytest tests/experiments/benchmarks/test_harness_builtin.py
+Run: pytest tests/experiments/benchmarks/harness/test_builtin.py
 """
 
 import json
@@ -11,12 +11,12 @@ import mlx.core as mx
 import pytest
 
 from mlxstacks.errors import InputError
-from mlxstacks.experiments.benchmarks import harness_builtin, harness_model
 from mlxstacks.experiments.benchmarks.arm_model import ModelArm
-from mlxstacks.experiments.benchmarks.harness import _labels, run_harness
-from mlxstacks.experiments.benchmarks.harness_builtin import build_builtin, builtin_tasks
-from mlxstacks.experiments.benchmarks.harness_named import find_tasks
-from mlxstacks.experiments.benchmarks.harness_results import _domains, harness_plan
+from mlxstacks.experiments.benchmarks.harness import builtin, model
+from mlxstacks.experiments.benchmarks.harness.builtin import build_builtin, builtin_tasks
+from mlxstacks.experiments.benchmarks.harness.named import find_tasks
+from mlxstacks.experiments.benchmarks.harness.results import _domains, harness_plan
+from mlxstacks.experiments.benchmarks.harness.run import _labels, run_harness
 from mlxstacks.experiments.benchmarks.settings import EvalSettings
 from mlxstacks.experiments.benchmarks.types import BenchItem, Replied
 from tests.experiments.benchmarks.arm_cases import arms_of
@@ -123,7 +123,7 @@ def test_a_task_of_answers_is_asked_with_its_examples(
 def test_a_real_answer_ends_where_the_task_says(
     arm: ModelArm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(harness_model, "DEFAULT_TOKENS", 6)
+    monkeypatch.setattr(model, "DEFAULT_TOKENS", 6)
     found = run_harness([arm], ["gsm8k"], limit=1, num_fewshot=0)
     sample = found["arms"]["base"]["tasks"]["gsm8k"]["samples"][0]
     assert isinstance(sample["reply"], str)
@@ -141,7 +141,7 @@ def test_a_group_is_each_of_its_tasks() -> None:
     assert {one.name for one in find_tasks(["ai2_arc"])} == {"arc_easy", "arc_challenge"}  # a tag
     leaderboard = {one.name: one.source for one in find_tasks(["openllm"])}
     anatomy = leaderboard["mmlu_anatomy"]
-    assert isinstance(anatomy, harness_builtin.BuiltinTask)
+    assert isinstance(anatomy, builtin.BuiltinTask)
     assert anatomy.overrides == {"num_fewshot": 5}
     assert build_builtin(anatomy).get_config("num_fewshot") == 5
     with pytest.raises(InputError, match="mmlu_anatomy is asked for twice: by mmlu and mmlu_ana"):
@@ -208,17 +208,17 @@ def test_what_is_refused_by_name(name: str, message: str) -> None:
 )
 def test_what_is_refused_of_a_configuration(changes: dict[str, Any], message: str) -> None:
     (gsm8k,) = builtin_tasks("gsm8k")
-    (problem,) = harness_builtin._problems({**gsm8k.config, **changes})
+    (problem,) = builtin._problems({**gsm8k.config, **changes})
     assert message in problem
     one_beam = {**gsm8k.config, "generation_kwargs": {"num_beams": 1}}
-    assert harness_builtin._problems(one_beam) == []
+    assert builtin._problems(one_beam) == []
 
 
 def test_data_that_is_not_there_is_named_with_the_way_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked_of_the_hub: list[tuple[str, str | None]]
 ) -> None:
     (anatomy,) = builtin_tasks("hellaswag")
-    monkeypatch.setattr(harness_builtin, "hub_snapshot", lambda dataset: None)
+    monkeypatch.setattr(builtin, "hub_snapshot", lambda dataset: None)
     with pytest.raises(
         InputError, match=r"data set Rowan/hellaswag could not be read: Connec"
     ) as e:
@@ -228,7 +228,7 @@ def test_data_that_is_not_there_is_named_with_the_way_to_it(
     (arc,) = builtin_tasks("arc_easy")
     monkeypatch.setitem(ROWS, str(tmp_path), ROWS["allenai/ai2_arc"])
     monkeypatch.delitem(ROWS, "allenai/ai2_arc")
-    monkeypatch.setattr(harness_builtin, "hub_snapshot", lambda dataset: tmp_path)
+    monkeypatch.setattr(builtin, "hub_snapshot", lambda dataset: tmp_path)
     assert len(build_builtin(arc).eval_docs) == len(WORDS)
     assert asked_of_the_hub[-2:] == [("allenai/ai2_arc", "ARC-Easy"), (str(tmp_path), "ARC-Easy")]
 
@@ -246,10 +246,10 @@ def test_plans_hold_the_rows_and_no_path(monkeypatch: pytest.MonkeyPatch) -> Non
     assert second["gsm8k"]["config_sha256"] == first["gsm8k"]["config_sha256"]
     # Another place of the package is the same plan.
     (drop,) = builtin_tasks("drop")
-    assert str(harness_builtin._root()) in str(drop.config)
-    moved = json.loads(json.dumps(drop.config).replace(str(harness_builtin._root()), "/other"))
+    assert str(builtin._root()) in str(drop.config)
+    moved = json.loads(json.dumps(drop.config).replace(str(builtin._root()), "/other"))
     task = build_builtin(builtin_tasks("arc_easy")[0])
     here = drop.fingerprint(task)["config_sha256"]
-    monkeypatch.setattr(harness_builtin, "_root", lambda: Path("/other"))
-    there = harness_builtin.BuiltinTask("drop", drop.path, moved).fingerprint(task)
+    monkeypatch.setattr(builtin, "_root", lambda: Path("/other"))
+    there = builtin.BuiltinTask("drop", drop.path, moved).fingerprint(task)
     assert there["config_sha256"] == here

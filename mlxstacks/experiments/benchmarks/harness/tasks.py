@@ -3,7 +3,7 @@
 A task file is YAML in the harness's own form, with `dataset_path: json` and file names. Ours are in
 lm_eval_tasks/. Whatever would run Python or download something (`!function`, `class`,
 `unsafe_code`, `trust_remote_code`, a data set of the hub, a metric of the hub) is refused, by name:
-a file may come from anywhere. What lm_eval itself brings is in harness_builtin.py.
+a file may come from anywhere. What lm_eval itself brings is in builtin.py.
 """
 
 import difflib

@@ -1,5 +1,5 @@
 """Task files: which are run, which are refused, and where their data is looked for.
-Run: pytest tests/experiments/benchmarks/test_harness_tasks.py
+Run: pytest tests/experiments/benchmarks/harness/test_tasks.py
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from mlxstacks.errors import InputError
-from mlxstacks.experiments.benchmarks.harness_tasks import (
+from mlxstacks.experiments.benchmarks.harness.tasks import (
     SHIPPED,
     build_task,
     read_rows,

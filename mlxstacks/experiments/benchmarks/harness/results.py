@@ -13,8 +13,8 @@ from mlxstacks.experiments.benchmarks.analysis import Comparison, Outcomes, adju
 from mlxstacks.experiments.benchmarks.outcomes import Outcome
 from mlxstacks.experiments.benchmarks.plan import claims_of
 from mlxstacks.experiments.benchmarks.settings import HARNESS, EvalSettings
-from mlxstacks.files.outputs import write_json
-from mlxstacks.files.strict_json import read_object
+from mlxstacks.experiments.made_from import MadeFrom, of_bytes
+from mlxstacks.experiments.sealed import read_sealed, write_sealed
 
 # Of a task with several, the metric that is right or wrong for each item; else its first one.
 _PRIMARY = ("acc", "exact_match", "pass@1")
@@ -28,7 +28,7 @@ def harness_plan(settings: EvalSettings) -> dict[str, Any]:
     """
     if not settings.harness_tasks:
         return {}
-    from mlxstacks.experiments.benchmarks.harness_named import find_tasks
+    from mlxstacks.experiments.benchmarks.harness.named import find_tasks
 
     return {
         one.name: {**one.fingerprint(settings.data), "limit": settings.limit}
@@ -42,16 +42,14 @@ def kept_path(work: Path, arm: str) -> Path:
 
 def ask_harness(work: Path, settings: EvalSettings, arm: Any, plan_sha256: str) -> None:
     """All tasks of the harness to one arm, kept under `work`."""
-    from mlxstacks.experiments.benchmarks.harness import run_harness
+    from mlxstacks.experiments.benchmarks.harness.run import run_harness
 
     found = run_harness(
         [arm], settings.harness_tasks, include_path=settings.task_files, data=settings.data,
         limit=settings.limit, seed=settings.seed, chat=settings.chat == "all",
         domains=_domains(settings),
     )  # fmt: skip
-    path = kept_path(work, arm.name)
-    path.parent.mkdir(exist_ok=True)
-    write_json(path, {"plan_sha256": plan_sha256, **found})
+    write_sealed(kept_path(work, arm.name), {"plan_sha256": plan_sha256, **found})
 
 
 def _domains(settings: EvalSettings) -> dict[str, str]:
@@ -60,17 +58,24 @@ def _domains(settings: EvalSettings) -> dict[str, str]:
     return {name.removeprefix(HARNESS): domain for name, domain in given}
 
 
-def read_harness(work: Path, arms: Sequence[str], plan_sha256: str) -> dict[str, Any]:
-    """Arm -> what `run_harness` gave. Raises: InputError for results of another plan."""
-    found = {}
+def read_harness(
+    work: Path, arms: Sequence[str], plan_sha256: str
+) -> tuple[dict[str, Any], MadeFrom]:
+    """Arm -> what `run_harness` gave; and the files that it is from.
+
+    Raises: InputError for results of another plan, and for some that were changed.
+    """
+    found: dict[str, Any] = {}
+    made_from: MadeFrom = {}
     for arm in arms:
         path = kept_path(work, arm)
         if not path.is_file():
             raise InputError(f"{path}: the harness's results of arm {arm} are missing")
-        found[arm] = read_object(path.read_bytes())
+        found[arm], data = read_sealed(path, "remove it to ask again")
+        made_from[f"{path.parent.name}/{path.name}"] = of_bytes(data)
         if found[arm].get("plan_sha256") != plan_sha256:
             raise InputError(f"{path}: results of another plan; remove it to ask again")
-    return found
+    return found, made_from
 
 
 def harness_findings(found: Mapping[str, Any], alpha: float) -> dict[str, Any]:

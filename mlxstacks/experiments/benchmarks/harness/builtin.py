@@ -230,7 +230,7 @@ def _metric_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def _sampling_problems(config: Mapping[str, Any]) -> list[str]:
-    from mlxstacks.experiments.benchmarks.harness_model import greedy_settings
+    from mlxstacks.experiments.benchmarks.harness.model import greedy_settings
 
     try:
         greedy_settings(config.get("generation_kwargs") or {})

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks.errors import InputError
-from mlxstacks.experiments.benchmarks.harness_builtin import (
+from mlxstacks.experiments.benchmarks.harness.builtin import (
     BuiltinTask,
     build_builtin,
     builtin_names,
     builtin_tasks,
 )
-from mlxstacks.experiments.benchmarks.harness_tasks import (
+from mlxstacks.experiments.benchmarks.harness.tasks import (
     TaskFile,
     build_task,
     read_rows,

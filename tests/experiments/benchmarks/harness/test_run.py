@@ -1,5 +1,5 @@
 """lm-evaluation-harness over arms of the tiny model: the same numbers as our own scoring.
-Run: pytest tests/experiments/benchmarks/test_harness.py
+Run: pytest tests/experiments/benchmarks/harness/test_run.py
 """
 
 import json
@@ -15,7 +15,7 @@ import pytest
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import ChoiceItem, choose
 from mlxstacks.experiments.benchmarks.arm_model import ModelArm
-from mlxstacks.experiments.benchmarks.harness import harness_model, run_harness
+from mlxstacks.experiments.benchmarks.harness.run import harness_model, run_harness
 from mlxstacks.experiments.benchmarks.task_data import read_task
 from mlxstacks.experiments.benchmarks.tasks import task_named
 from mlxstacks.experiments.benchmarks.types import BenchItem
@@ -25,7 +25,7 @@ from tests.experiments.train_cases import WORDS, write_rows
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-REAL = Path(__file__).parents[4] / "shared" / "data"
+REAL = Path(__file__).parents[5] / "shared" / "data"
 SUMS = 2e-4
 
 

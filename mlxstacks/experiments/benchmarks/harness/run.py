@@ -3,9 +3,9 @@
     found = run_harness(open_arms(("base", "routed"), settings), ["arc_easy_local"], data="data/")
     found["arms"]["routed"]["tasks"]["arc_easy_local"]["samples"]
 
-The model class (harness_model.py) is the harness's `TemplateLM`; it is imported when first asked
-for, since importing lm_eval takes seconds. Texts go in as the harness writes them: contexts and
-continuations are cut apart by its own rule, which for most texts is that of `ModelArm.score`.
+The model class (model.py) is the harness's `TemplateLM`; it is imported when first asked for, since
+importing lm_eval takes seconds. Texts go in as the harness writes them: contexts and continuations
+are cut apart by its own rule, which for most texts is that of `ModelArm.score`.
 """
 
 import random
@@ -17,8 +17,8 @@ from typing import Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.benchmarks.arm_model import ModelArm
-from mlxstacks.experiments.benchmarks.harness_builtin import need_lm_eval
-from mlxstacks.experiments.benchmarks.harness_named import NamedTask, find_tasks
+from mlxstacks.experiments.benchmarks.harness.builtin import need_lm_eval
+from mlxstacks.experiments.benchmarks.harness.named import NamedTask, find_tasks
 
 
 def run_harness(
@@ -161,6 +161,6 @@ def _is_tie(scores: Sequence[float]) -> bool:
 def harness_model(arm: ModelArm, domains: Mapping[str, str] | None = None) -> Any:
     """An arm as a model of the harness. domains: task -> domain, for oracle and random."""
     need_lm_eval()
-    from mlxstacks.experiments.benchmarks.harness_model import ArmModel
+    from mlxstacks.experiments.benchmarks.harness.model import ArmModel
 
     return ArmModel(arm, domains or {})

@@ -1,0 +1,1 @@
+"""lm-evaluation-harness (extra `eval`): its tasks, asked of our arms."""
