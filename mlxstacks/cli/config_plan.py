@@ -1,6 +1,7 @@
 """Prints a plan that was made from a config alone: the model, what trains, what is not here."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mlxstacks.cli import output
 from mlxstacks.memory import bytes_in_words
@@ -10,11 +11,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mlxstacks.recipe.config_plan import ConfigPlan, PlannedTraining
+    from mlxstacks.recipe.inputs import Input
 
 
 def render(console: "Console", plan: "ConfigPlan") -> None:
     """Settings that are not at their default, sizes, the guard's verdicts, inputs, what to do."""
-    console.print(output.details((key, _said(value)) for key, value in plan.changed.items()))
+    console.print(
+        output.details((key, output.setting(value)) for key, value in plan.changed.items())
+    )
     if plan.source is not None:
         console.print()
         console.print(f"Planned from {plan.source}.", markup=False)
@@ -29,17 +33,13 @@ def render(console: "Console", plan: "ConfigPlan") -> None:
         console.print(note, markup=False)
     writes = f"would write {', '.join(plan.writes)}" if plan.writes else "writes nothing"
     console.print(f"Planned only: {plan.command} {writes}.", markup=False)
-    missing = ", ".join(dict.fromkeys(one.key for one in absent(plan.inputs)))
-    console.print(f"The run itself needs what is not here: {missing}.", markup=False, style="bold")
+    say_missing(console, absent(plan.inputs))
 
 
-def _said(value: Any) -> output.Cell:
-    """A setting; of a list of mappings, as domains and prompts are, the names."""
-    if isinstance(value, list):
-        return ", ".join(
-            str(one.get("name", one) if isinstance(one, dict) else one) for one in value
-        )
-    return value if isinstance(value, str | int | float) else str(value)
+def say_missing(console: "Console", missing: Sequence["Input"]) -> None:
+    """The end of a plan: what the run would need that is not here."""
+    keys = ", ".join(dict.fromkeys(one.key for one in missing))
+    console.print(f"The run itself needs what is not here: {keys}.", markup=False, style="bold")
 
 
 def _model_words(plan: "ConfigPlan") -> str:

@@ -1,6 +1,6 @@
 """Prints what `mlxstacks confound` found, or what it would run."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mlxstacks.cli import output
 
@@ -59,11 +59,14 @@ def render(console: "Console", report: "ConfoundReport") -> None:
 def _render_plan(console: "Console", report: "ConfoundReport") -> None:
     settings = report.settings
     asked = ("model", "persona", "items", "scoring", "sample", "policies", "train_answers", "seed")
-    console.print(output.details((key, _text(settings[key])) for key in asked))
+    console.print(output.details((key, output.setting(settings[key])) for key in asked))
     train = settings["train"]
     told = ("layers", "keys", "rank", "scale", "iters", "batch_size", "learning_rate")
     console.print(
-        "A1: " + ", ".join(f"{key} {_text(train[key])}" for key in told) + ".", markup=False
+        "A1: "
+        + ", ".join(f"{key} {output.setting(train[key]) or 'as usual'}" for key in told)
+        + ".",
+        markup=False,
     )
     console.print(f"{len(report.arms)} arms: {', '.join(report.arms)}.", markup=False)
     least = 100 * settings["least_gain"]
@@ -74,12 +77,6 @@ def _render_plan(console: "Console", report: "ConfoundReport") -> None:
     for line in report.power:
         console.print(line, markup=False, style="dim")
     console.print(f"Planned only: would write {report.save_path}.", markup=False)
-
-
-def _text(value: Any) -> output.Cell:
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _arm_table(report: "ConfoundReport", found: "Findings", title: str) -> object:

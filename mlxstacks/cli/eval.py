@@ -9,7 +9,19 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from mlxstacks.experiments.benchmarks.analysis import Comparison, Rate
+    from mlxstacks.experiments.benchmarks.means import MeanDifference
     from mlxstacks.experiments.benchmarks.report import EvalReport, Findings, TaskFinding
+
+
+# Of the column "outcome", which 80 columns leave little room for.
+_SHORT = {"not distinguishable": "not told apart"}
+_ALONE = (
+    "*: p is below alpha, p (Holm) is not: of so many tests one may well have such a p by chance."
+)
+_MEAN_ALONE = (
+    "*: its 95% interval is clear of 0; widened so that those of all pairs hold together, it is "
+    "not."
+)
 
 
 def render(console: "Console", report: "EvalReport") -> None:
@@ -23,6 +35,8 @@ def render(console: "Console", report: "EvalReport") -> None:
         _render_task(console, finding, report.settings["normalisation"])
     if len(found.tasks) > 1:
         console.print(_mean_table(found))
+        if any(one.in_words != one.label for one in found.differences):
+            console.print(_MEAN_ALONE, markup=False, style="dim")
     published = _published_table(found)
     if published is not None:
         console.print(published)
@@ -54,8 +68,10 @@ def _render_plan(console: "Console", report: "EvalReport") -> None:
     for name, one in report.tasks.items():
         for note in one["notes"]:
             console.print(f"{name}: {note}", markup=False, style="dim")
-    for line in (*report.power, *report.notes):
+    for line in report.power:
         console.print(line, markup=False, style="dim")
+    for line in "\n".join(report.notes).splitlines():
+        console.print(line, markup=False, style="dim", soft_wrap=line.startswith(" "))
     console.print(f"Planned only: would write {report.save_path}.", markup=False)
 
 
@@ -69,6 +85,8 @@ def _render_task(console: "Console", finding: "TaskFinding", normalisation: str)
         console.print(_reply_table(finding, mark(title)))
     if finding.comparisons:
         console.print(_pair_table(finding.comparisons, mark(f"{asked.task.title}, pairs of arms")))
+        if any(one.in_words != one.label for one in finding.comparisons):
+            console.print(_ALONE, markup=False, style="dim")
     for words in finding.marks:
         console.print(f"{asked.task.name}: {words}", markup=False, style="dim")
 
@@ -173,10 +191,15 @@ def _pair_table(comparisons: "list[Comparison]", title: str) -> object:
         rows.append([
             f"{one.arm} - {one.control}", f"{100 * one.difference:+.1f}",
             f"{low:+.1f}, {high:+.1f}", f"{one.mcnemar.p_value:.2g}", f"{one.p_adjusted:.2g}",
-            one.in_words,
+            _outcome(one),
         ])  # fmt: skip
-    columns = ["pair", "points", "95%", "p", "Holm", "outcome"]
+    columns = ["pair", "points", "95%", "p", "p (Holm)", "outcome"]
     return output.table(columns, rows, title=title)
+
+
+def _outcome(one: "Comparison | MeanDifference") -> str:
+    alone = "*" if one.in_words != one.label else ""
+    return _SHORT.get(one.label, one.label) + alone
 
 
 def _mean_table(found: "Findings") -> object:
@@ -187,7 +210,7 @@ def _mean_table(found: "Findings") -> object:
         name = f"{pair.arm} - {pair.control}"
         mean = pair.mean
         shown = _mean(mean.mean, mean.interval.as_json(), "+.1f")
-        rows.append([name, *shown, mean.tasks, pair.in_words])
+        rows.append([name, *shown, mean.tasks, _outcome(pair)])
     columns = ["mean over tasks", "points", "95%", "tasks", "outcome"]
     return output.table(columns, rows, title=found.standing.mark("all tasks, each the same weight"))
 

@@ -3,18 +3,21 @@
 import inspect
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import output
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.inputs import check_inputs
-from mlxstacks.recipe.resolve import BARE_MARKER, Resolved, finished, resolve
+from mlxstacks.recipe.resolve import BARE_MARKER, Resolved, finished, replaced, resolve
 from mlxstacks.recipe.table import Command, command_named, load
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from mlxstacks.recipe.inputs import Input
 
 DONE, FAILED, BAD_INPUT, GATE, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -47,6 +50,24 @@ class Plan:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class _Lacking:
+    """A plan that a command made by itself, and what its run would need that is not here."""
+
+    plan: Any
+    missing: list["Input"]
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.plan.as_json(), "not_here": [one.path for one in self.missing]}
+
+
+def _render_lacking(render: Callable[..., None], console: "Console", found: _Lacking) -> None:
+    from mlxstacks.cli.config_plan import say_missing
+
+    render(console, found.plan)
+    say_missing(console, found.missing)
+
+
 def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool = False) -> int:
     """Run a command and print its result; returns the exit code.
 
@@ -63,8 +84,17 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
         report = finished(name, resolved)
         if report is not None:
             return _already_done(report, resolved, common.as_json)
+    if not common.as_json and not common.dry_run and replaced(name, resolved):
+        output.note(
+            f"{resolved.target} holds a result of other settings; it is replaced when this run is "
+            "done. --save-path DIR keeps both."
+        )
     with output.quiet_stdout(common.as_json):
-        result, render = _call(name, row, resolved, common)
+        try:
+            result, render = _call(name, row, resolved, common)
+        except KeyboardInterrupt:
+            _say_what_is_kept(resolved)
+            raise
     output.emit(result, common.as_json, render)
     failure = getattr(result, "failure", None)
     if failure:  # the result is whole, and what it says is that something is broken
@@ -77,18 +107,34 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
     return _gate(getattr(result, "failed_gate", None))
 
 
+def _say_what_is_kept(resolved: Resolved) -> None:
+    """After Ctrl-C, where the run kept what it had done."""
+    if resolved.target is None or "resume" not in type(resolved.settings).model_fields:
+        return
+    from mlxstacks.experiments.run_directory import work_path
+
+    work = work_path(resolved.target)
+    if work.is_dir():
+        output.note(  # below the terminal's ^C
+            f"\nWhat was done is kept in {work}: the same command goes on from there, with "
+            "--no-resume it begins again."
+        )
+
+
 def _nano_note(keys: Sequence[str]) -> str:
     """Says which parts of the built-in model stand in for what was not given."""
+    whose = "its" if "model" in keys else "nano's"
     parts = {
         "model": "nano, the built-in model",
-        "adapter_path": "nano's sample adapter",
-        "data": "its sample data",
-        "store_path": "nano's sample stacks",
-        "persona": "its sample persona",
-        "items": "its items",
-        "suite": "its identity suite",
+        "adapter_path": f"{whose} sample adapter",
+        "data": f"{whose} sample data",
+        "store_path": f"{whose} sample stacks",
+        "persona": f"{whose} sample persona",
+        "items": f"{whose} items",
+        "suite": f"{whose} identity suite",
     }
-    return f"Using {' and '.join(parts.get(key, f'nano for {key}') for key in keys)}."
+    *most, last = [parts.get(key, f"nano for {key}") for key in keys]
+    return f"Using {', '.join(most)} and {last}." if most else f"Using {last}."
 
 
 def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[Any, Any]:
@@ -119,6 +165,12 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
         if common.dry_run:
             extras["dry_run"] = True
         result = function(resolved.settings, **extras)
+    if common.dry_run:
+        from mlxstacks.recipe.config_plan import lacking
+
+        missing = lacking(name, resolved.settings)
+        if missing:
+            return _Lacking(result, missing), partial(_render_lacking, load(row.render))
     if resolved.bare and resolved.target is not None and not (common.dry_run or row.extends):
         (resolved.target / BARE_MARKER).touch()
     return result, load(row.render)
@@ -126,13 +178,11 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
 
 def render_plan(console: "Console", plan: Plan) -> None:
     """The settings, and the one directory that would be written."""
-    console.print(output.details((key, _text(value)) for key, value in plan.settings.items()))
+    console.print(
+        output.details((key, output.setting(value)) for key, value in plan.settings.items())
+    )
     writes = f"would write {plan.target}" if plan.target else "reads only"
     console.print(f"Planned only: {plan.command} {writes}.", markup=False)
-
-
-def _text(value: Any) -> output.Cell:
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _already_done(report: dict[str, Any], resolved: Resolved, as_json: bool) -> int:

@@ -50,7 +50,10 @@ def render(console: "Console", report: "IdentityReport") -> None:
 def _render_plan(console: "Console", report: "IdentityReport") -> None:
     settings = report.settings
     asked = ("model", "persona", "items", "regression_items", "suite", "persona_card")
-    shown = {key: _text(settings[key]) for key in (*asked, "policies", "persona_requant", "seed")}
+    shown = {
+        key: output.setting(settings[key])
+        for key in (*asked, "policies", "persona_requant", "seed")
+    }
     card = settings["persona_card"]
     shown["persona_card"] = f"{card['name']}, made by {card['maker']}" if card else None
     console.print(output.details(shown))
@@ -63,7 +66,7 @@ def _render_plan(console: "Console", report: "IdentityReport") -> None:
     told = ("layers", "keys", "scale", "iters", "batch_size", "learning_rate")
     console.print(
         f"Factual adapters of rank {train['rank']} and {settings['second_rank']}: "
-        + ", ".join(f"{key} {_text(train[key]) or 'as usual'}" for key in told) + ".",
+        + ", ".join(f"{key} {output.setting(train[key]) or 'as usual'}" for key in told) + ".",
         markup=False,
     )  # fmt: skip
     console.print(f"{len(report.arms)} arms: {', '.join(report.arms)}.", markup=False)
@@ -75,12 +78,6 @@ def _render_plan(console: "Console", report: "IdentityReport") -> None:
     for line in (*report.power, *report.notes):
         console.print(line, markup=False, style="dim")
     console.print(f"Planned only: would write {report.save_path}.", markup=False)
-
-
-def _text(value: Any) -> output.Cell:
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 def _condition_table(report: "IdentityReport", found: "Findings", title: str) -> object:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 import click
 
+from mlxstacks.cli.output import setting
 from mlxstacks.recipe.table import nearest
 
 if TYPE_CHECKING:
@@ -137,7 +138,12 @@ def _help(known: "FieldInfo", annotation: Any) -> str:
         text += "."
     default = known.default
     silent = known.is_required() or default is None or default == () or annotation is bool
-    return text if silent else f"{text}  [default: {default}]".strip()
+    return text if silent else f"{text}  [default: {_default(default)}]".strip()
+
+
+def _default(value: Any) -> str:
+    shown = setting(value)
+    return shown if isinstance(shown, str) else str(value)
 
 
 def given(ctx: click.Context, names: Sequence[str]) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 import contextlib
 import json
 import math
+import shutil
 import sys
+import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -123,6 +125,25 @@ def common_prefix(paths: Sequence[str]) -> str:
     return ".".join([*parts[0][:shared], ""]) if shared else ""
 
 
+def setting(value: Any) -> Cell:
+    """The value of a setting as a person writes it: items of a list with commas between, of a
+    mapping by name; a mapping or model that is an item by its `name`, where it has one.
+    """
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key}: {_shown(setting(inner))}" for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_item, value)) or None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _item(value: Any) -> str:
+    name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
+    if isinstance(name, str):
+        return name
+    shown = setting(value)
+    return f"{shown:g}" if isinstance(shown, float) else str(shown)
+
+
 def bytes_text(count: int | None) -> str:
     """Bytes with a unit, or "unknown"."""
     return "unknown" if count is None else bytes_in_words(count)
@@ -173,8 +194,18 @@ def _spelled(character: str) -> str:
 
 
 def note(text: str) -> None:
-    """A remark on stderr, where it does not mix with the result; made `safe`."""
-    sys.stderr.write(safe(text) + "\n")
+    """A remark on stderr, where it does not mix with the result; made `safe`.
+
+    On a terminal lines break between words; in a log they stay whole.
+    """
+    text = safe(text)
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        text = "\n".join(
+            textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+            for line in text.split("\n")
+        )
+    sys.stderr.write(text + "\n")
 
 
 class Progress:

@@ -11,6 +11,18 @@ if TYPE_CHECKING:
 
 # A model of 40 layers has 40 rows: those of highest divergence are shown, all are in the report.
 _MOST_LAYERS = 12
+_ABOUT_GROUPS = (
+    "KL: how far a group's shares of the experts are from the mean of all groups; 0: the same. Top "
+    "layers: where it is largest. By excess: where it exceeds that of shuffled labels most.\n"
+)
+_ABOUT_JACCARD = (
+    "Jaccard: layers that two groups both have on top, of those that either has; 1: the same, 0: "
+    "none. p: how often chance gives as much or more.\n"
+)
+_ABOUT_LAYERS = (
+    "JS: mean divergence of the groups at a layer; shuffled: the same when prompts are dealt to "
+    "the groups by chance. Jaccard: of the groups' most chosen experts; p: of so little.\n"
+)
 
 
 def render(console: "Console", report: "ProfileReport") -> None:
@@ -19,9 +31,12 @@ def render(console: "Console", report: "ProfileReport") -> None:
         _render_plan(console, report)
         return
     console.print(_group_table(report))
+    console.print(_ABOUT_GROUPS, markup=False, style="dim")
     console.print(_jaccard_table(report.tables))
+    console.print(_ABOUT_JACCARD, markup=False, style="dim")
     console.print(_layer_table(report))
-    for note in report.notes:
+    console.print(_ABOUT_LAYERS, markup=False, style="dim")
+    for note in (*report.power, *report.notes):
         console.print(note, markup=False, style="dim")
     plots = f", plots {', '.join(report.plots)}" if report.plots else ""
     size = output.bytes_text(report.peak_bytes)
@@ -47,6 +62,8 @@ def _render_plan(console: "Console", report: "ProfileReport") -> None:
             "bias": f"about {plan['expected_bias_nats']:.4f} nats at least, if nothing differs",
         }
         console.print(output.details(facts))
+    for line in report.power:
+        console.print(line, markup=False, style="dim")
     for note in report.notes:
         console.print(note, markup=False)
     name = f"Plan {str(report.plan_sha256)[:16]}. " if plan else ""
@@ -89,10 +106,10 @@ def _layer_table(report: "ProfileReport") -> object:
             f"{row['expert_overlap']:.3f}", f"{row['shuffled_expert_overlap']:.3f}",
             f"{row['expert_overlap_p']:.3f}",
         ])  # fmt: skip
-    columns = ["layer", "attention", "JS, nats", "shuffled", "p", "overlap",
+    columns = ["layer", "attention", "JS, nats", "shuffled", "p", "Jaccard",
                "shuffled", "p"]  # fmt: skip
     more = len(report.about_layers) - len(rows)
-    title = "divergence (p adjusted) and overlap of top experts (p plain)"
+    title = "divergence (p adjusted) and Jaccard of top experts (p plain)"
     if more:
         title += f"; {more} lower ones left out"
     return output.table(columns, rows, title=title)

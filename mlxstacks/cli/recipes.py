@@ -1,5 +1,7 @@
 """`mlxstacks run RECIPE` and `mlxstacks recipes`."""
 
+import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
 RUN_HELP = "Run a recipe; what is already done with the same settings is not done again."
 LIST_HELP = "List the recipes that come with mlxstacks."
+_FACT = re.compile(r"([A-Z][a-z]+):\s+(\S.*)")
+# Facts of a head that whoever reads them in a dry run knows.
+_HOW_TO_RUN = ("Command", "First")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,11 @@ def run_command() -> click.Command:
     def callback(recipe_name: str, force: bool, **shared: Any) -> int:
         recipe = load_recipe(recipe_name)
         options = {"force": True} if force else {}
-        return execute(recipe.command, options, Common(recipe=recipe_name, **shared), resume=True)
+        common = Common(recipe=recipe_name, **shared)
+        code = execute(recipe.command, options, common, resume=True)
+        if common.dry_run and not common.as_json:
+            render_head(output.console(), recipe)
+        return code
 
     argument = click.Argument(
         ["recipe_name"], metavar="RECIPE", shell_complete=complete_recipe, required=True
@@ -64,7 +73,7 @@ def run_command() -> click.Command:
 
 
 def list_command() -> click.Command:
-    """`recipes`: name and first line of each shipped recipe; or the JSON Schema of recipes."""
+    """`recipes`: name and purpose of each shipped recipe; or the JSON Schema of recipes."""
 
     def callback(as_json: bool, schema: bool, words: Sequence[str]) -> int:
         command = " ".join(words) or None
@@ -99,7 +108,7 @@ def render(console: "Console", found: RecipeList) -> None:
     widest = max((len(recipe.name) for recipe in found.recipes), default=0)
     for command in COMMANDS:
         rows = [
-            (r.name, r.head[0] if r.head else "") for r in found.recipes if r.command == command
+            (recipe.name, recipe.about) for recipe in found.recipes if recipe.command == command
         ]
         if rows:
             console.print(command, markup=False, style="bold")
@@ -111,8 +120,43 @@ def render(console: "Console", found: RecipeList) -> None:
     console.print(str(resource_dir("recipes")), markup=False, soft_wrap=True)
 
 
+def render_head(console: "Console", recipe: Recipe) -> None:
+    """What the head says beyond the purpose: guard, memory, time, what is written, what to get."""
+    facts, rest = _parts_of(recipe.head[len(list(itertools.takewhile(bool, recipe.head))) :])
+    if not facts and not rest:
+        return
+    console.print()
+    console.print("The recipe says of itself (--set does not change these words):", markup=False)
+    if facts:
+        console.print(output.details(facts))
+    for text, to_copy in rest:
+        console.print(output.safe(text), markup=False, soft_wrap=to_copy)
+
+
+def _parts_of(head: Sequence[str]) -> tuple[dict[str, str], list[tuple[str, bool]]]:
+    """Facts (`Time:     an hour`, over several lines), and in their order paragraphs (False) and
+    lines to copy (True).
+    """
+    facts: dict[str, str] = {}
+    rest: list[tuple[str, bool]] = []
+    for _, lines in itertools.groupby(head, bool):
+        paragraph = [line for line in lines if line]
+        is_facts = all(_FACT.fullmatch(line) or line.startswith(" ") for line in paragraph)
+        if paragraph and is_facts and not paragraph[0].startswith(" "):
+            key = ""
+            for line in paragraph:
+                fact = _FACT.fullmatch(line)
+                key, text = (fact[1], fact[2]) if fact else (key, f"{facts[key]} {line.strip()}")
+                facts[key] = text
+            continue
+        for to_copy, alike in itertools.groupby(paragraph, lambda line: line.startswith(" ")):
+            listed = list(alike)
+            rest += [(line, True) for line in listed] if to_copy else [(" ".join(listed), False)]
+    return {key: text for key, text in facts.items() if key not in _HOW_TO_RUN}, rest
+
+
 def _indented(rows: Sequence[tuple[str, str]], widest: int) -> "Padding":
-    """Names and first lines; names take `widest` characters in every group."""
+    """Names and purposes; names take `widest` characters in every group."""
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text

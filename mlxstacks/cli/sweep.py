@@ -158,7 +158,7 @@ def _plan_row(cell: "PlannedCell") -> list[output.Cell]:
 
 def render_buffers(console: "Console", report: "BufferReport") -> None:
     """The plan; then counts by condition and rank, differences, and the verdict."""
-    facts: dict[str, Any] = {key: _text(value) for key, value in report.plan.items()}
+    facts: dict[str, Any] = {key: output.setting(value) for key, value in report.plan.items()}
     if report.analysis is None:
         console.print(output.details({**facts, "plan sha256": report.plan_sha256}))
         console.print(f"Planned only: {report.arms} runs into {report.save_path}.", markup=False)
@@ -191,11 +191,3 @@ def _difference(interval: "MeanInterval") -> str:
     if interval.low is None or interval.high is None:
         return f"{interval.mean:+.3%}"
     return f"{interval.mean:+.3%} ({interval.low:+.3%} to {interval.high:+.3%})"
-
-
-def _text(value: Any) -> output.Cell:
-    if isinstance(value, dict):
-        return "; ".join(f"{key}: {inner}" for key, inner in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return value if isinstance(value, str | int | float | bool | None) else str(value)

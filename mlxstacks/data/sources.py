@@ -24,6 +24,14 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
 KNOWN_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 
 
+class NotCachedError(InputError):
+    """A Hugging Face data set that is not on this machine. dataset: its id."""
+
+    def __init__(self, message: str, dataset: str) -> None:
+        super().__init__(message)
+        self.dataset = dataset
+
+
 @dataclass(frozen=True, slots=True)
 class OpenSource:
     """rows: read once, in order. files: by name in reports (no path of this machine)."""
@@ -44,8 +52,9 @@ def open_source(source: SourceSettings, root: Path) -> OpenSource:
     """Find what a source names; a relative path is taken from `root`.
 
     Raises:
-        InputError: it is not there, holds no file of a known kind, or the package `datasets` is
-            needed and missing. Broken rows raise it later, while rows are read.
+        InputError: it is not there (NotCachedError for a data set), holds no file of a known kind,
+            or the package `datasets` is needed and missing. Broken rows raise it later, while rows
+            are read.
     """
     if source.dataset:
         return _cached(source, source.dataset)
@@ -81,10 +90,11 @@ def _cached(source: SourceSettings, dataset: str) -> OpenSource:
         return OpenSource(rows, {f"{source.label}/{file.name}": file for file in files})
     snapshot = arrow_sets.hub_snapshot(dataset)
     if snapshot is None:
-        raise InputError(
+        raise NotCachedError(
             f"{dataset}: not in the cache of Hugging Face data sets, and nothing is downloaded "
             f"here; get it with `hf download --repo-type dataset {dataset}`, or with "
-            "datasets.load_dataset, or give a local path"
+            "datasets.load_dataset, or give a local path",
+            dataset,
         )
     files = data_files(snapshot, source.split, dataset, source.name)
     rows = chain.from_iterable(_file_rows(file) for file in files)

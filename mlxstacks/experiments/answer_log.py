@@ -1,11 +1,20 @@
 """A file of answers, one JSON object a line, appended as they come: a killed run loses a batch.
 
-The first line, the header, says what they are answers of.
+The first line, the header, says what they are answers of. Every line ends with `digest`, the
+SHA-256 of the digest before it and of its own text, so each stands for all that was written up to
+it. A line that was changed, removed, added or moved, or a bit that flipped, is found when the file
+is read; lines missing at the very end look like a run that was killed and are answered again. A
+report keeps the last digest, which shows these too (made_from.py).
+
+What a chain cannot show: that a line was ever answered by a model. Who computes all digests anew,
+and the report's, is stopped only by running the same command in an empty directory: answers are
+greedy, so on the same machine and versions it ends with the same digests.
 """
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,53 +22,130 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.disk import target_errors
 
 Parsed = TypeVar("Parsed")
+# How a line ends before its digest is put between the last two quotes.
+_KEY, _END = b'"digest": "', b'"}'
+_DIGITS = 64
 
 
-def read_answers(
-    path: Path, header: dict[str, Any], parse: Callable[[dict[str, Any]], Parsed]
-) -> tuple[list[Parsed], int]:
-    """The answers, and the byte behind the last whole line; ([], 0) where nothing is.
+class AnswerLog:
+    """digests: of the header and of each answer that was read or appended; [] before either.
 
-    parse: a row as an answer; raises ValueError, TypeError or KeyError for one that is none.
-    Raises: InputError for a damaged file or another header.
+    header: what the answers are of; a file with another one is refused.
     """
-    if not path.exists():
-        return [], 0
-    lines = path.read_bytes().split(b"\n")[:-1]
-    if not lines:
-        return [], 0
-    try:
-        first, *rows = [json.loads(line) for line in lines]
-        found = [parse(row) for row in rows]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise InputError(f"{path}: damaged ({error}); remove it to answer again") from None
-    if first != header:
-        raise InputError(f"{path}: answers of another plan or arm; remove it to answer again")
-    return found, sum(len(line) + 1 for line in lines)
+
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        self.path, self.header = path, header
+        self.digests: list[str] = []
+        self._end = 0
+
+    def read(self, parse: Callable[[dict[str, Any]], Parsed]) -> list[Parsed]:
+        """The answers of all whole lines; [] where nothing is.
+
+        parse: a row as an answer; raises ValueError, TypeError or KeyError for one that is none.
+        Raises: InputError for a file of another header and for one that was changed.
+        """
+        self.digests, self._end = [], 0
+        if not self.path.exists():
+            return []
+        lines = whole_lines(self.path.read_bytes())
+        if not lines:
+            return []
+        try:
+            digests = digests_of(lines)
+        except ValueError as error:
+            raise InputError(f"{self.path}, {error}; remove the file to answer again") from None
+        if self._parsed(1, lines[0], dict) != self.header:
+            raise InputError(
+                f"{self.path}: answers of another plan or arm; remove it to answer again"
+            )
+        found = [self._parsed(number, line, parse) for number, line in enumerate(lines[1:], 2)]
+        self.digests, self._end = digests, sum(len(line) + 1 for line in lines)
+        return found
+
+    def _parsed(
+        self, number: int, line: bytes, parse: Callable[[dict[str, Any]], Parsed]
+    ) -> Parsed:
+        try:
+            return parse(_plain(line))
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise InputError(
+                f"{self.path}, line {number}: damaged ({error}); remove the file to answer again"
+            ) from None
+
+    def begin(self) -> None:
+        """After `read`: write the header, or cut off half a line of a run that was killed."""
+        with target_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.digests:
+                os.truncate(self.path, self._end)
+            else:
+                [(line, digest)] = chained([self.header])
+                self.path.write_bytes(line)
+                self.digests = [digest]
+
+    def append(self, rows: Iterable[dict[str, Any]]) -> None:
+        """After `begin`: all of them in one write, on the disk when this returns."""
+        new = list(chained(rows, self.digests[-1]))
+        with target_errors(self.path), self.path.open("ab") as file:
+            file.write(b"".join(line for line, _ in new))
+            file.flush()
+            os.fsync(file.fileno())
+        self.digests += [digest for _, digest in new]
+
+    def made_from(self, count: int) -> dict[str, Any]:
+        """For a report that uses the first `count` answers."""
+        return {"answers": count, "digest": self.digests[count]}
+
+    def other_items(self) -> InputError:
+        """What a file says whose answers are not to the items that are asked."""
+        return InputError(f"{self.path}: answers to other items; remove it to answer again")
 
 
-def other_items(path: Path) -> InputError:
-    """What a file says whose answers are not to the items that are asked."""
-    return InputError(f"{path}: answers to other items; remove it to answer again")
+def chained(rows: Iterable[dict[str, Any]], before: str = "") -> Iterator[tuple[bytes, str]]:
+    """(line, its digest) of each row. before: the digest of the line above; of a header none."""
+    for row in rows:
+        text = json.dumps({**row, "digest": ""}, ensure_ascii=False, allow_nan=False).encode()
+        before = _digest(before, text)
+        yield text.removesuffix(_END) + before.encode() + _END + b"\n", before
 
 
-def begin_answers(path: Path, header: dict[str, Any], end: int) -> None:
-    """Write the header, or cut off behind `end` half a line of a run that was killed."""
-    with target_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if end == 0:
-            path.write_bytes(_line(header))
-        else:
-            os.truncate(path, end)
+def whole_lines(data: bytes) -> list[bytes]:
+    """Without half a line at the end, which a kill leaves."""
+    return data.split(b"\n")[:-1]
 
 
-def append_answers(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """All of them in one write, on the disk when this returns."""
-    with target_errors(path), path.open("ab") as file:
-        file.write(b"".join(map(_line, rows)))
-        file.flush()
-        os.fsync(file.fileno())
+def digests_of(lines: Sequence[bytes]) -> list[str]:
+    """The digest of each line. Law: of a file with any byte changed, or with lines removed before
+    its end, added or swapped, this raises, or the lines are the first ones as they were.
+
+    Raises: ValueError naming the first line that does not follow from those above it.
+    """
+    found = [""]
+    for number, line in enumerate(lines, 1):
+        text = line[: -_DIGITS - len(_END)] + _END
+        expected = _digest(found[-1], text)
+        if number == 1 and _KEY not in line:
+            raise ValueError(
+                "line 1: its lines carry no digests, so they were written by an older version or "
+                "by hand"
+            )
+        whole = text.removesuffix(_END) + expected.encode() + _END
+        if not text.endswith(_KEY + _END) or line != whole:
+            raise ValueError(
+                f"line {number}: does not follow from the lines above it, so it was changed, or "
+                "lines were removed, added or moved"
+            )
+        found.append(expected)
+    return found[1:]
 
 
-def _line(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+def _digest(before: str, text: bytes) -> str:
+    return sha256(before.encode() + text).hexdigest()
+
+
+def _plain(line: bytes) -> dict[str, Any]:
+    """A row without its digest. Raises: ValueError or RecursionError for no JSON object."""
+    value = json.loads(line)
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object")
+    return {key: inner for key, inner in value.items() if key != "digest"}

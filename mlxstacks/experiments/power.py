@@ -74,6 +74,16 @@ def least_effect_of_mcnemar(
     return _least(enough, discordant)
 
 
+def half_widths(rate: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Half the width of the interval of one rate, and of a difference of two, of n items each.
+
+    By the normal approximation, arms taken as unpaired. spec/confound.md section 7: at about 18%
+    and n = 692 they are 2.9 and 4.0 points; one standard error is half of that.
+    """
+    one = _z(0.5 + confidence / 2) * math.sqrt(rate * (1 - rate) / n)
+    return one, math.sqrt(2) * one
+
+
 def chance_of_passing(
     rate: float, effect: float, n: int, least_gain: float = 0.0, alpha: float = ALPHA
 ) -> float:
@@ -172,6 +182,7 @@ def _check(rate: float, other: float, *, allow_equal: bool = False) -> None:
 class PowerTable:
     """What `n` items show. Effects are differences of rates; None: no effect is large enough.
 
+    half_width_rate, half_width_difference: of 95% intervals at that rate, see `half_widths`.
     chances: true effect -> chance to pass the plan's rule by the z-test.
     """
 
@@ -184,6 +195,8 @@ class PowerTable:
     least_effect_paired: float | None
     items_unpaired: int | None
     items_paired: int | None
+    half_width_rate: float
+    half_width_difference: float
     chances: dict[float, float]
 
     def as_json(self) -> dict[str, Any]:
@@ -204,6 +217,10 @@ class PowerTable:
                 f"items for {_points(self.least_gain)} {few}: {self.items_unpaired:,} an arm (two "
                 f"proportions), {items} (McNemar)"
             )
+        one, two = (f"{100 * w:.1f}" for w in (self.half_width_rate, self.half_width_difference))
+        found.append(
+            f"95% intervals reach {one} points to each side of one rate, {two} of a difference"
+        )
         chances = ", ".join(f"{100 * e:g}: {c:.0%}" for e, c in self.chances.items())
         return [*found, f"chance to pass by a true effect in points: {chances}"]
 
@@ -225,6 +242,7 @@ def power_table(
         items_for_two_proportions(rate, least_gain, POWER, alpha) if possible else None,
         items_for_mcnemar(discordant, least_gain, POWER, alpha)
         if 0 < least_gain <= discordant else None,
+        *half_widths(rate, n),
         {e: chance_of_passing(rate, e, n, least_gain, alpha) for e in effects},
     )  # fmt: skip
 

@@ -42,6 +42,22 @@ def resolve_model(path_or_hub_id: str | Path) -> Path:
     return _snapshot(text)
 
 
+def may_be_hub_id(text: str) -> bool:
+    """Whether it has the form of one; that the hub has it is not asked."""
+    return _HUB_ID.fullmatch(text) is not None
+
+
+def in_hub_cache(model: str) -> bool:
+    """Whether a hub id was downloaded before; asks nobody."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(model, "config.json"), str)
+    except HFValidationError:
+        return False
+
+
 def _snapshot(hub_id: str) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError

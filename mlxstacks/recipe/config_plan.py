@@ -113,6 +113,11 @@ def plan_from_config(name: str, resolved: "Resolved", from_recipe: bool) -> Conf
     return ConfigPlan(name, shown, changed, source, facts, training, inputs, writes, notes)
 
 
+def lacking(name: str, settings: Any) -> list[Input]:
+    """What is not here of the inputs of a command that plans by itself."""
+    return absent(inputs_of(name, settings)) if name in PLAN_THEMSELVES else []
+
+
 def _writes(name: str, resolved: "Resolved") -> list[str]:
     settings: Any = resolved.settings
     found = [str(resolved.target)] if resolved.target is not None else []

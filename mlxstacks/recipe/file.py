@@ -1,5 +1,6 @@
 """Recipe files: YAML with the key `command`, that command's settings, and a comment at the head."""
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,9 @@ EDITOR_LINE = "# yaml-language-server: $schema="
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A recipe file: its command, its settings as written, and the comment at its head."""
+    """A recipe file: its command, its settings as written, and the lines of the comment at its head
+    (blank ones are "", indented ones keep their indentation).
+    """
 
     path: Path
     command: str
@@ -25,6 +28,11 @@ class Recipe:
     @property
     def name(self) -> str:
         return self.path.stem
+
+    @property
+    def about(self) -> str:
+        """The first paragraph of the head in one line: what the recipe is for."""
+        return " ".join(itertools.takewhile(bool, self.head))
 
 
 def recipe_names() -> list[str]:
@@ -84,7 +92,7 @@ def _head(text: str) -> tuple[str, ...]:
         if not line.startswith("#"):
             break
         if not line.startswith(EDITOR_LINE):
-            lines.append(line.lstrip("#").strip())
+            lines.append(line.lstrip("#").removeprefix(" ").rstrip())
     return tuple(lines)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
+from mlxstacks.files.hub import in_hub_cache
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -16,6 +17,10 @@ KEYS = (
     "model", "adapter_path", "store_path", "other_path", "router_path", "routers", "targets",
     "data", "log_path", "prompts", "counting_library",
 )  # fmt: skip
+# Of these commands too; elsewhere the names mean other things.
+_MORE_KEYS = {"confound": ("persona", "items"), "identity": ("persona", "items", "suite")}
+# Made from the settings, not read.
+_MADE = {("suite", "default")}
 # A new store is made by the command itself; a log that is not there has no events.
 _NEED_NOT_BE = {("stacks import", "store_path"), ("route gaps", "log_path")}
 # Files of a data directory, and whether a run needs them.
@@ -46,9 +51,9 @@ class Input:
 def inputs_of(name: str, settings: "BaseModel") -> list[Input]:
     """All that a command reads, in the order of KEYS; directories of rows by their files."""
     found: list[Input] = []
-    for key in KEYS:
+    for key in (*KEYS, *_MORE_KEYS.get(name, ())):
         value = getattr(settings, key, None)
-        if value is None or (name, key) in _NEED_NOT_BE:
+        if value is None or (name, key) in _NEED_NOT_BE or (key, value) in _MADE:
             continue
         if key == "data" and name in ("train", "sweep"):
             found += _rows_of(str(value))
@@ -57,7 +62,7 @@ def inputs_of(name: str, settings: "BaseModel") -> list[Input]:
             # `prompts` is a file, a number of prompts or the prompts themselves, by the command.
             found += [_input(key, path) for path in paths if isinstance(path, str)]
     found += [_input("data", path) for path in dict.fromkeys(_sources(name, settings))]
-    return found
+    return [*found, *_benchmarks(settings)] if name == "eval" else found
 
 
 def absent(inputs: list[Input]) -> list[Input]:
@@ -96,7 +101,9 @@ def _input(key: str, text: str, needed: bool = True) -> Input:
     path = user_path(text)
     here = path.exists()
     if not here and key == "model":
-        here = _in_hub_cache(text)
+        here = in_hub_cache(text)
+    if not here and key == "items":
+        here = _is_data_set_here(text)
     rows = _lines(path) if here and path.suffix == ".jsonl" and path.is_file() else None
     return Input(key, text, here, rows, needed)
 
@@ -106,15 +113,30 @@ def _lines(path: Path) -> int:
         return sum(bool(line.strip()) for line in file)
 
 
-def _in_hub_cache(model: str) -> bool:
-    """Whether a hub id was downloaded before; asks nobody."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+def _is_data_set_here(dataset: str, name: str | None = None, split: str = "test") -> bool:
+    """Whether a data set is in the Hugging Face cache and can be opened; asks nobody."""
+    from mlxstacks.data.settings import SourceSettings
+    from mlxstacks.data.sources import open_source
 
     try:
-        return isinstance(try_to_load_from_cache(model, "config.json"), str)
-    except HFValidationError:
+        open_source(SourceSettings(dataset=dataset, name=name, split=split), Path.cwd())
+    except ValueError:  # InputError; or of the settings, for what is no id at all
         return False
+    return True
+
+
+def _benchmarks(settings: Any) -> Iterator[Input]:
+    """Data sets of the tasks, where `data` names none of one's own."""
+    from mlxstacks.experiments.benchmarks.tasks import task_named
+
+    if settings.data is not None:
+        return
+    seen = set()
+    for sources in (task_named(task).sources for task in settings.own_tasks):
+        here = any(_is_data_set_here(one.dataset, one.name, one.split) for one in sources)
+        if sources and sources[0].dataset not in seen:
+            seen.add(sources[0].dataset)
+            yield Input("data", sources[0].dataset, here)
 
 
 def _sources(name: str, settings: Any) -> Iterator[str]:

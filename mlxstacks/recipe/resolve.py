@@ -171,6 +171,8 @@ def _explain(settings_class: "type[BaseModel]", detail: "ErrorDetails") -> str:
         got = detail["input"]
         hint = nearest(got, allowed) if isinstance(got, str) else ""
         return f"{key}: got {_shown(got)}, allowed: {message}{hint}"
+    if message.startswith("got "):  # a check of ours, which says itself what came
+        return f"{key}: {message}"
     wanted = "must be " if detail["msg"].startswith("Input should be ") else ""
     return f"{key}: got {_shown(detail['input'])}; {wanted}{message}"
 
@@ -222,22 +224,39 @@ def _with_nano(
     return settings.model_copy(update=filled), empty
 
 
+def replaced(name: str, resolved: Resolved) -> bool:
+    """Whether a bare run is about to replace the result of other settings."""
+    row = command_named(name)
+    if row.extends or row.report is None or resolved.target is None or resolved.forced:
+        return False
+    if not (resolved.target / BARE_MARKER).is_file():
+        return False
+    made_with = _report_in(resolved.target / row.report)[0].get("settings")
+    settings = resolved.settings.model_dump(mode="json")
+    return isinstance(made_with, dict) and _of_the_result(made_with) != _of_the_result(settings)
+
+
 def finished(name: str, resolved: Resolved) -> dict[str, Any] | None:
     """The report in the target, if the same settings made it and no input is newer; else None."""
     row = command_named(name)
     if row.report is None or resolved.target is None:
         return None
-    path = resolved.target / row.report
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        written = path.stat().st_mtime
-    except (OSError, ValueError):
-        return None
-    made_with = report.get("settings") if isinstance(report, dict) else None
+    report, written = _report_in(resolved.target / row.report)
+    made_with = report.get("settings")
     settings = resolved.settings.model_dump(mode="json")
     if not isinstance(made_with, dict) or _of_the_result(made_with) != _of_the_result(settings):
         return None
     return None if _newest(settings[key] for key in row.nano) > written else report
+
+
+def _report_in(path: Path) -> tuple[dict[str, Any], float]:
+    """A report and the time when it was written; nothing and 0 where there is none."""
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+        written = path.stat().st_mtime
+    except (OSError, ValueError):
+        return {}, 0.0
+    return (report, written) if isinstance(report, dict) else ({}, 0.0)
 
 
 def _of_the_result(settings: Mapping[str, Any]) -> dict[str, Any]:

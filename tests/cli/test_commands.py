@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mlxstacks.cli.execute import _nano_note
+from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import BARE_MARKER
 from tests.cli.conftest import Run
 
@@ -90,6 +92,23 @@ def test_bare_run_replaces_what_a_bare_run_wrote(toy: Path, command: Run) -> Non
     assert command("toy")[0] == 0
 
 
+def test_it_is_said_when_a_bare_run_replaces_other_settings(toy: Path, command: Run) -> None:
+    said = "mlxstacks-out/toy holds a result of other settings; it is replaced"
+    assert said not in command("toy", "--count", "4")[2]
+    assert said not in command("toy", "--count", "4")[2]
+    assert said not in command("toy", "--dry-run")[2]
+    assert said in command("toy")[2]
+    assert said not in command("toy", "--count", "4", "--save-path", "mine")[2]
+
+
+def test_after_ctrl_c_it_is_said_what_is_kept(toy: Path, command: Run) -> None:
+    stopped = ("toy", "--set", "fail=interrupt")
+    assert "is kept in" not in command(*stopped)[2]
+    (toy / "mlxstacks-out" / ".toy.work").mkdir(parents=True)
+    code, _, err = command(*stopped)
+    assert (code, "mlxstacks-out/.toy.work: the same command goes on" in err) == (130, True)
+
+
 def test_bare_run_leaves_anything_else_alone(toy: Path, command: Run) -> None:
     target = toy / "mlxstacks-out" / "toy"
     target.mkdir(parents=True)
@@ -128,6 +147,20 @@ def test_nothing_given_means_nano(toy: Path, command: Run) -> None:
     assert "Using nano, the built-in model." in err
 
 
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["model", "data"], "Using nano, the built-in model and its sample data."),
+        (["store_path"], "Using nano's sample stacks."),
+        (["model", "adapter_path", "store_path", "data"],
+         ("Using nano, the built-in model, its sample adapter, its sample stacks and its sample "
+         "data.")),
+    ],
+)  # fmt: skip
+def test_what_of_nano_is_used_is_one_sentence(keys: list[str], words: str) -> None:
+    assert _nano_note(keys) == words
+
+
 # --- recipes --------------------------------------------------------------------------------------
 
 
@@ -154,6 +187,22 @@ def test_run_writes_to_the_name_of_the_recipe_and_is_resumable(recipe: Path, com
     assert json.loads(command("run", "mine.yaml", "--json")[1])["already_done"] is True
     assert "toy made" in command("run", "mine.yaml", "--set", "count=5")[1]
     assert "toy made" in command("run", "mine.yaml", "--set", "count=5", "--set", "force=true")[1]
+
+
+def test_a_dry_run_says_what_the_recipe_says_of_itself(toy: Path, command: Run) -> None:
+    (toy / "mine.yaml").write_text(
+        "# Make a toy, and\n# a fancy one.\n#\n# Command:  mlxstacks run mine\n"
+        "# Memory:   2 GB\n# Time:     an hour\n#           or two\n#\n"
+        "# Published: nothing,\n# anywhere. Get it:\n#   hf download it\ncommand: toy\n"
+    )
+    _, out, _ = command("run", "mine.yaml", "--dry-run")
+    said = [" ".join(line.split()) for line in out.splitlines()]
+    assert {"Memory 2 GB", "Time an hour or two", "hf download it"} <= set(said)
+    assert "Published: nothing, anywhere. Get it:" in said
+    assert "mlxstacks run mine" not in out
+    assert "Make a toy" not in out
+    assert "2 GB" not in command("run", "mine.yaml", "--dry-run", "--json")[1]
+    assert load_recipe("mine.yaml").about == "Make a toy, and a fancy one."
 
 
 def test_recipe_of_another_command_is_refused(recipe: Path, command: Run) -> None:

@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from mlxstacks.cli.options import parameters
+from mlxstacks.recipe.table import COMMANDS, load
 from tests.cli.conftest import Run
 from tests.cli.toy import ToySettings
 
@@ -39,6 +40,28 @@ def test_help_shows_defaults_as_sentences() -> None:
     kind = options()["kind"]
     assert isinstance(kind, click.Option)
     assert kind.help == "Which kind.  [default: plain]"
+
+
+def test_defaults_are_shown_as_a_person_writes_them() -> None:
+    class Several(BaseModel):
+        formats: tuple[str, ...] = ("svg", "png")
+        seeds: tuple[int, ...] = (0,)
+        none: tuple[str, ...] = ()
+
+    made = {p.name: p for p in parameters(Several, {})}
+    shown = {name: p.help for name, p in made.items() if isinstance(p, click.Option)}
+    assert shown == {
+        "formats": "[default: svg, png]", "seeds": "[default: 0]", "none": "",
+    }  # fmt: skip
+
+
+def test_no_help_shows_python() -> None:
+    """Of every command and every option."""
+    for row in COMMANDS.values():
+        for option in parameters(load(row.settings), row.arguments):
+            text = getattr(option, "help", None) or ""
+            default = text.rpartition("[default: ")[2] if "[default: " in text else ""
+            assert not {"(", "{", "'"} & set(default), (option.name, default)
 
 
 def test_a_field_without_an_option_is_a_bug() -> None:

@@ -24,6 +24,23 @@ def test_table_keeps_its_text_at_80_columns() -> None:
     assert path * 2 in "".join(line.split(" 97")[0].strip() for line in folded.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (["a", "b"], "a, b"),
+        ((2, 4.0), "2, 4"),
+        ([], None),
+        ({"lr": 1e-05, "keys": ["a", "b"], "on": True, "off": None},
+         "lr: 1e-05; keys: a, b; on: yes; off: -"),
+        ([{"name": "chat", "data": {}}, {"rank": 2}], "chat, rank: 2"),
+        (3, 3),
+        (None, None),
+    ],
+)  # fmt: skip
+def test_settings_are_shown_as_a_person_writes_them(value: object, shown: output.Cell) -> None:
+    assert output.setting(value) == shown
+
+
 def test_numbers_go_right_and_markup_is_text() -> None:
     text = printed(output.table(["a [b]", "n"], [["[red]x[/red]", 1], ["y", 1234], ["z", None]]))
     assert "a [b]" in text
@@ -130,3 +147,24 @@ def test_a_cell_holds_no_commands_to_the_terminal() -> None:
     text = printed(output.details({"base": "\x1b[31mred", "name": "\u00fc"}))
     assert "\\x1b[31mred" in text
     assert "\u00fc" in text
+
+
+def test_a_note_breaks_between_words_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        tty = True
+
+        def isatty(self) -> bool:
+            return self.tty
+
+    text = "a model " * 15 + "/a/path/that-is-long"
+    stream = Terminal()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setenv("COLUMNS", "40")
+    output.note(text)
+    lines = stream.getvalue().splitlines()
+    assert len(lines) > 3
+    assert max(map(len, lines)) <= 40
+    assert " ".join(lines) == text
+    stream.tty = False
+    output.note(text)
+    assert stream.getvalue().splitlines()[-1] == text

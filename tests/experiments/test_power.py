@@ -9,6 +9,7 @@ import pytest
 from mlxstacks.experiments.power import (
     binomial,
     chance_of_passing,
+    half_widths,
     items_for_mcnemar,
     items_for_two_proportions,
     least_effect_of_mcnemar,
@@ -83,6 +84,24 @@ def test_mcnemar_power_by_simulation() -> None:
     assert power == pytest.approx(np.mean(found), abs=0.03)
     # Connor's formula asks for about as many items as give this power
     assert items_for_mcnemar(gained + lost, gained - lost, power) == pytest.approx(n, rel=0.12)
+
+
+@pytest.mark.parametrize(("n", "one", "two"), [(200, 5.3, 7.5), (500, 3.4, 4.8), (692, 2.9, 4.0)])
+def test_half_widths_of_the_specification(n: int, one: float, two: float) -> None:
+    """spec/confound.md section 7, at about 18%."""
+    assert [round(100 * width, 1) for width in half_widths(0.18, n)] == [one, two]
+
+
+def test_half_widths_of_the_published_benchmarks() -> None:
+    """spec/evaluation.md section 5: about 0.07 at n = 200, 0.10 for an unpaired difference."""
+    assert [round(width, 2) for width in half_widths(0.486, 200)] == [0.07, 0.10]
+
+
+def test_the_published_noise_is_one_standard_error() -> None:
+    """Of "+-3 pp at n=200" and "below 3 pp on n<500": 95% bounds are twice as far away."""
+    assert 100 * half_widths(FLOOR, 200)[0] / 1.96 == pytest.approx(3, abs=0.4)
+    assert 100 * half_widths(FLOOR, 500)[1] / 1.96 == pytest.approx(3, abs=0.6)
+    assert half_widths(0.3, 50, 0.99)[0] > half_widths(0.3, 50)[0]
 
 
 def test_binomial_is_that_of_scipy() -> None:

@@ -205,6 +205,7 @@ def test_power_is_told_of_the_published_plan() -> None:
     text = "\n".join(table.lines())
     assert "692 items" in text
     assert "1,01" in text
+    assert "95% intervals reach 2.8 points to each side of one rate, 4.0 of a difference" in text
     json.dumps(table.as_json(), allow_nan=False)
     # two claims share the error: each needs a larger effect
     both = replace(published, arms=("A0", "A1", "A2"), claims=(("A1", "A0"), ("A2", "A0")))

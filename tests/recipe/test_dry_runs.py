@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mlxstacks import memory
+from mlxstacks.data import arrow_sets
 from mlxstacks.guard import run as guard_run
 from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.recipe.config_plan import PLAN_THEMSELVES, TRAIN
@@ -209,6 +210,33 @@ def test_a_plan_names_what_is_read_and_written(
     here = [one["key"] for one in plan["inputs"] if not one["here"] and one["needed"]]
     assert here == missing
     assert plan["writes"] == [path if path.endswith("l") else path + BIG for path in writes]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("confound", "model, persona, items"),
+        ("identity", "model, persona, items"),
+        ("eval", "model, adapter_path, store_path, data"),
+    ],
+)
+def test_a_command_that_plans_by_itself_says_what_is_not_here(
+    name: str, keys: str, offline: Path, command: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrow_sets, "hub_snapshot", lambda dataset: None)
+    _, out, _ = command("run", name + BIG, "--dry-run")
+    assert f"The run itself needs what is not here: {keys}." in out
+    _, out, _ = command("run", name + BIG, "--dry-run", "--json")
+    plan = json.loads(out)
+    assert plan["status"] == "planned"
+    assert plan["not_here"][0] == "qwen3.5-35b-a3b-3bit"
+    assert len(plan["not_here"]) >= len(keys.split(", "))
+
+
+def test_mappings_of_settings_are_no_python(offline: Path, command: Run) -> None:
+    _, out, _ = command("run", "sweep" + BIG, "--dry-run")
+    assert "scale: 1; iters: 200;" in out
+    assert "{'" not in out
 
 
 def test_a_store_that_is_changed_is_written(offline: Path, command: Run) -> None:

@@ -10,9 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError
+from mlxstacks.experiments.benchmarks.settings import EvalSettings
 from mlxstacks.nano.settings import RebuildSettings
 from mlxstacks.recipe import table
-from mlxstacks.recipe.resolve import BARE_MARKER, Resolved, finished, merge, parse_sets, resolve
+from mlxstacks.recipe.resolve import (
+    BARE_MARKER,
+    Resolved,
+    finished,
+    merge,
+    parse_sets,
+    resolve,
+    validate,
+)
 from tests.cli.toy import TOY
 
 TREES = st.recursive(
@@ -144,3 +153,9 @@ def test_a_dangling_link_beside_the_inputs_is_no_obstacle(tmp_path: Path) -> Non
     settings = found.settings.model_dump(mode="json", exclude={"force", "save_path"})
     (tmp_path / "out" / "fuse_report.json").write_text(json.dumps({"settings": settings}))
     assert finished("fuse", found) is not None
+
+
+def test_a_check_of_ours_says_once_what_came() -> None:
+    with pytest.raises(InputError) as raised:
+        validate(EvalSettings, {"domains": ["medical"]})
+    assert str(raised.value).startswith("domains: got ['medical']; each is SUBJECT=DOMAIN")

@@ -150,14 +150,16 @@ class FormShift:
         return asdict(self)
 
 
-_IN_FORM = ("boxed", LIKELIHOOD)
+def in_form(answer: Answer) -> bool:
+    """Whether it is in the form that was asked for: a box, or a likelihood without tie."""
+    return answer.rule in ("boxed", LIKELIHOOD)
 
 
 def form_shift(answers: Answers, arm: str, control: str) -> FormShift:
     """Of two arms that answered the same items, as in `compare`."""
     pairs = list(zip(answers[arm], answers[control], strict=True))
-    form = [one.rule in _IN_FORM for one, _ in pairs]
-    control_form = [two.rule in _IN_FORM for _, two in pairs]
+    form = [in_form(one) for one, _ in pairs]
+    control_form = [in_form(two) for _, two in pairs]
     both = [pair for pair, a, b in zip(pairs, form, control_form, strict=True) if a and b]
     return FormShift(
         sum(form), sum(control_form), mcnemar_of_pairs(control_form, form).p_value, len(both),

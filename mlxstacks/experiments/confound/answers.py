@@ -1,6 +1,7 @@
 """Answers of an arm, one JSON object a line, appended as they come: a killed run loses a batch.
 
-The first line says which arm of which plan they are of. Each answer keeps the raw output and the
+The first line says which arm of which plan they are of, and a chain of digests shows what was
+changed (answer_log.py). Each answer keeps the raw output and the
 rule that found the letter in it, or the scores of the options.
 """
 
@@ -9,12 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.experiments.answer_log import (
-    append_answers,
-    begin_answers,
-    other_items,
-    read_answers,
-)
+from mlxstacks.experiments.answer_log import AnswerLog
 from mlxstacks.experiments.confound.items import Item
 
 LIKELIHOOD, TIE = "likelihood", "tie"
@@ -51,14 +47,19 @@ class AnswerFile:
     """
 
     def __init__(self, path: Path, header: dict[str, Any], items: Sequence[Item]) -> None:
-        self.path, self.header, self.items = path, header, items
+        self.path, self.items = path, items
+        self._log = AnswerLog(path, header)
 
     def answers(self) -> list[Answer]:
         """Those written so far, whole lines only.
 
-        Raises: InputError for answers of another arm or plan, or to other items.
+        Raises: InputError for answers of another arm or plan, to other items, or that were changed.
         """
-        return self._read()[0]
+        found = self._log.read(_answer)
+        expected = [_about(item) for item in self.items[: len(found)]]
+        if [(one.item_id, one.subject, one.gold, one.options) for one in found] != expected:
+            raise self._log.other_items()
+        return found
 
     def is_complete(self, count: int) -> bool:
         """Whether the first `count` items are answered."""
@@ -68,23 +69,19 @@ class AnswerFile:
         """Answer what is missing of the first `count` items, in the batches of a run that was never
         stopped; returns the answers to them.
         """
-        found, end = self._read()
-        begin_answers(self.path, self.header, end)
+        found = self.answers()
+        self._log.begin()
         while len(found) < count:
             # Batches lie where they always do: what a batch holds may move a last bit.
             start = len(found) // batch_size * batch_size
             new = answer(self.items[start : start + batch_size])[len(found) - start :]
-            append_answers(self.path, map(asdict, new))
+            self._log.append(map(asdict, new))
             found += new
         return found[:count]
 
-    def _read(self) -> tuple[list[Answer], int]:
-        """The answers, and the byte behind the last whole line."""
-        found, end = read_answers(self.path, self.header, _answer)
-        expected = [_about(item) for item in self.items[: len(found)]]
-        if [(one.item_id, one.subject, one.gold, one.options) for one in found] != expected:
-            raise other_items(self.path)
-        return found, end
+    def made_from(self, count: int) -> dict[str, Any]:
+        """For a report that uses the first `count` answers, as they were last read or given."""
+        return self._log.made_from(count)
 
 
 def _answer(row: dict[str, Any]) -> Answer:

@@ -5,6 +5,7 @@ model answers anything. The plan proper is fixed once Set G is mined, since only
 items are known, and before any arm answers a test item or the adapter is trained.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,5 @@ def evidence_of(
 
 
 def file_sha256(path: Path) -> str:
-    import hashlib
-
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -158,7 +158,7 @@ class ConfoundReport:
     """status: "planned" or "done". plan, power, mined, fuses and findings are there once done.
 
     fuses: way -> figures of its three fuses, as `fuse_report.json` has them, and how many codes
-    differ between them.
+    differ between them. made_from: file -> digest of what was read of it, see made_from.py.
     """
 
     status: str
@@ -176,6 +176,7 @@ class ConfoundReport:
     device: str | None = None
     notes: list[str] = field(default_factory=list)
     plots: list[str] = field(default_factory=list)
+    made_from: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def verdict(self) -> str | None:
@@ -206,4 +207,5 @@ class ConfoundReport:
             "device": self.device,
             "notes": self.notes,
             "plots": self.plots,
+            "made_from": self.made_from,
         }

@@ -7,12 +7,28 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from mlxstacks.fuse.settings import PolicyName
 from mlxstacks.training.settings import TrainSettings
 
+Scoring = Literal["generate", "likelihood"]
+Normalisation = Literal["sum", "token", "character"]
+PUBLISHED_TRAINING = TrainSettings(
+    layers="8,14,20", keys=("down_proj",), rank=2, scale=1.0, iters=200, batch_size=1,
+    learning_rate=5e-6, max_seq_length=2048, keep="last",
+)  # fmt: skip
 # What the training gets from the experiment; in `train` it would be said twice.
 _OF_THE_EXPERIMENT = ("model", "data", "save_path", "seed", "resume", "force")
 # How a run writes and goes on, not what comes of it; `limit` makes a result exploratory instead.
 NOT_OF_THE_PLAN = {
     "model", "persona", "items", "save_path", "limit", "keep_models", "plots", "resume", "force",
 }  # fmt: skip
+
+
+def said_twice(train: TrainSettings) -> list[str]:
+    """A line for each setting of the training that is the experiment's to say."""
+    plain = TrainSettings()
+    return [
+        f"train.{key} is set by the experiment: leave it out"
+        for key in _OF_THE_EXPERIMENT
+        if getattr(train, key) != getattr(plain, key)
+    ]
 
 
 class ConfoundSettings(BaseModel):
@@ -43,12 +59,12 @@ class ConfoundSettings(BaseModel):
         "refit",
         description="Policy by which the persona adapter is fused.",
     )
-    scoring: Literal["generate", "likelihood"] = Field(
+    scoring: Scoring = Field(
         "generate",
         description="generate: a greedy answer with a boxed letter, taken out by rule. likelihood: "
         "the option text with the highest probability, for small models.",
     )
-    normalisation: Literal["sum", "token", "character"] = Field(
+    normalisation: Normalisation = Field(
         "sum", description="Of likelihoods: their sum, or the mean over tokens or characters."
     )
     max_tokens: int = Field(64, ge=1, description="Longest generated answer.")
@@ -75,12 +91,9 @@ class ConfoundSettings(BaseModel):
         0.98, description="Correlation that auto and promote seek."
     )
     train: TrainSettings = Field(
-        TrainSettings(
-            layers="8,14,20", keys=("down_proj",), rank=2, scale=1.0, iters=200, batch_size=1,
-            learning_rate=5e-6, max_seq_length=2048, keep="last",
-        ),
+        PUBLISHED_TRAINING,
         description="Settings of the adapter's training, by the names of `mlxstacks train`.",
-    )  # fmt: skip
+    )
     train_answers: Literal["right", "random"] = Field(
         "right",
         description="What the adapter is taught: the right options, or, as a planted null, options "
@@ -123,12 +136,8 @@ class ConfoundSettings(BaseModel):
     def _check(self) -> Self:
         if not self.policies:
             raise ValueError("policies is empty; give at least one")
-        plain = TrainSettings()
-        said = [k for k in _OF_THE_EXPERIMENT if getattr(self.train, k) != getattr(plain, k)]
-        if said:
-            raise ValueError(
-                "; ".join(f"train.{key} is set by the experiment: leave it out" for key in said)
-            )
+        if problems := said_twice(self.train):
+            raise ValueError("; ".join(problems))
         return self
 
     @property

@@ -87,7 +87,7 @@ def difference_in_words(found: Comparison) -> str:
 
 
 def floor_in_words(wrong: Flips, right: Flips, alpha: float) -> str:
-    """Whether A0 turns wrong answers right as readily as right ones wrong.
+    """Whether A0 turns wrong answers right as readily as right ones wrong, more readily, or less.
 
     wrong: of A0 against the re-measured persona on Set G; right: on items both models got right.
     """
@@ -101,6 +101,11 @@ def floor_in_words(wrong: Flips, right: Flips, alpha: float) -> str:
     test = two_proportion_z_test(wrong.fixed, wrong.n, right.broken, right.n)
     if test.p_value >= alpha:
         return f"{rates}: symmetric as far as can be seen, so noise."
+    if test.difference < 0:
+        return (
+            f"{rates}: more broken than fixed (p = {test.p_value:.2g}), so damage, as answers that "
+            "change at random are rarely right."
+        )
     return f"{rates}: one-sided (p = {test.p_value:.2g}), so selection or a harness that changed."
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from mlxstacks.experiments.confound.analysis import in_form
 from mlxstacks.experiments.confound.answers import Answer
 from mlxstacks.experiments.identity.conditions import unequal
 from mlxstacks.stats import Interval, holm, mcnemar_of_pairs, wilson_interval
@@ -121,7 +122,9 @@ def compare_all(
 class Regression:
     """An arm beside its reference on the items. fixed: wrong, then right; broken: the reverse.
 
-    p_value: McNemar's exact. chi_square: without correction, as the study has it.
+    p_value: McNemar's exact. chi_square: without correction, as the study has it. in_form,
+    reference_in_form: answers in a box, or likelihoods without tie; more letters found are more
+    right answers without any knowledge.
     """
 
     arm: str
@@ -133,6 +136,8 @@ class Regression:
     broken: int
     p_value: float
     chi_square: float
+    in_form: int
+    reference_in_form: int
 
     @property
     def net(self) -> int:
@@ -158,7 +163,7 @@ def regress(answers: Answers, arm: str, reference: str) -> Regression:
     test = mcnemar_of_pairs(before, right)
     return Regression(
         arm, reference, len(one), sum(right), sum(before), test.gained, test.lost, test.p_value,
-        test.chi_square,
+        test.chi_square, sum(map(in_form, one)), sum(map(in_form, two)),
     )  # fmt: skip
 
 
@@ -173,6 +178,31 @@ def credit(
 
     zero: the base after a zero-delta fuse, beside the base; against_zero: the persona beside it.
     """
+    return _credit(policy, persona, zero, against_zero, alpha) + _of_form(persona)
+
+
+def _of_form(found: Regression) -> str:
+    """A sentence where answers are not in form, or not equally often in both."""
+    if not found.in_form and not found.reference_in_form:
+        return (
+            " NOT ONE of these answers is in form (boxed; of likelihoods, no tie): every letter "
+            "comes from a fallback rule, or there is none, so this is of form, not of knowledge."
+        )
+    if found.in_form == found.reference_in_form:
+        return ""
+    return (
+        f" In form (boxed; of likelihoods, no tie) are {found.in_form:,} answers, of "
+        f"{found.reference} {found.reference_in_form:,}: that alone moves right answers."
+    )
+
+
+def _credit(
+    policy: str,
+    persona: Regression,
+    zero: Regression | None,
+    against_zero: Regression | None,
+    alpha: float,
+) -> str:
     told = f"By {policy} the persona answers {_change(persona)}"
     if zero is None or against_zero is None:
         return (

@@ -15,10 +15,11 @@ from mlxstacks.experiments.identity.conditions import (
     arm,
 )
 from mlxstacks.experiments.identity.settings import IdentitySettings
+from mlxstacks.experiments.made_from import MadeFrom, of_bytes
 from mlxstacks.experiments.run_directory import discard
+from mlxstacks.experiments.sealed import read_sealed, write_sealed
 from mlxstacks.files.adapter_commands import convert_adapter
 from mlxstacks.files.adapters import WEIGHTS
-from mlxstacks.files.outputs import write_json
 from mlxstacks.files.settings import AdapterConvertSettings
 from mlxstacks.files.strict_json import read_object
 from mlxstacks.fuse.run import REPORT_NAME
@@ -86,14 +87,20 @@ class Models:
         if not self.settings.keep_models:
             discard(self.work / "models" / arm(kind, policy))
 
-    def figures(self) -> dict[str, dict[str, Any]]:
-        """Arm -> correlation and artifact of its last fuse, as `fuse_report.json` has them."""
-        files = sorted((self.work / "fuse").glob("*.json"))
-        return {file.stem: read_object(file.read_bytes()) for file in files}
+    def figures(self) -> tuple[dict[str, dict[str, Any]], MadeFrom]:
+        """Arm -> correlation and artifact of its last fuse, as `fuse_report.json` has them; and the
+        files that they are from. Raises: InputError for one that was changed.
+        """
+        figures: dict[str, dict[str, Any]] = {}
+        made_from: MadeFrom = {}
+        for file in sorted((self.work / "fuse").glob("*.json")):
+            # Its model may be gone, and with it what it could be made from again.
+            figures[file.stem], data = read_sealed(file, "--no-resume starts anew")
+            made_from[f"fuse/{file.name}"] = of_bytes(data)
+        return figures, made_from
 
     def _keep_figures(self, model: Path, name: str) -> None:
         path = self.work / "fuse" / f"{name}.json"
         if not path.is_file():
-            path.parent.mkdir(exist_ok=True)
             report = read_object((model / REPORT_NAME).read_bytes())
-            write_json(path, {key: report[key] for key in _KEPT_FIGURES})
+            write_sealed(path, {key: report[key] for key in _KEPT_FIGURES})

@@ -4,15 +4,15 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mlxstacks.experiments.confound.answers import Answer
 from mlxstacks.experiments.confound.items import Item, items_sha256
+from mlxstacks.experiments.confound.plan import file_sha256
 from mlxstacks.experiments.confound.prompts import INSTRUCTION
 from mlxstacks.experiments.identity.conditions import claims_of, item_arms, suite_arms
 from mlxstacks.experiments.identity.scorer import RULES as SCORER_RULES
 from mlxstacks.experiments.identity.settings import NOT_OF_THE_PLAN, IdentitySettings
 from mlxstacks.experiments.identity.suite import Suite, suite_sha256
 from mlxstacks.experiments.power import mcnemar_power
-from mlxstacks.experiments.prereg import Evidence, Plan, ids_sha256
+from mlxstacks.experiments.prereg import Plan, ids_sha256
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.stats import mcnemar_exact_test, wilson_interval
 
@@ -44,11 +44,6 @@ def source_sha256(path: Path, *, adapter: bool) -> str:
     for file in files:
         digest.update(f"{file.name} {file_sha256(file)}\n".encode())
     return digest.hexdigest()
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def data_of(hashes: Mapping[str, str], suite: Suite, items: Sequence[Item]) -> dict[str, str]:
@@ -92,14 +87,6 @@ def plan_of(
             },
         },
     )  # fmt: skip
-
-
-def evidence_of(
-    answers: Mapping[str, Sequence[Answer]], plan_sha256: str, data: Mapping[str, str], seed: int
-) -> Evidence:
-    """What the replies were got from. data: hashes of the inputs as they are now."""
-    items = {name: [one.item_id for one in found] for name, found in answers.items()}
-    return Evidence(plan_sha256, items, dict(data), (seed,))
 
 
 def power_lines(plan: Plan) -> list[str]:

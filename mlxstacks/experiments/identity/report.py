@@ -198,7 +198,8 @@ def published() -> dict[str, Any]:
 class IdentityReport:
     """status: "planned" or "done". plan, mined, fuses and findings are there once done.
 
-    fuses: arm -> what its last fuse did to the weights.
+    fuses: arm -> what its last fuse did to the weights. made_from: file -> digest of what was read
+    of it, see made_from.py.
     """
 
     status: str
@@ -216,6 +217,7 @@ class IdentityReport:
     versions: dict[str, str] = field(default_factory=dict)
     device: str | None = None
     notes: list[str] = field(default_factory=list)
+    made_from: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def verdict(self) -> str | None:
@@ -248,6 +250,7 @@ class IdentityReport:
             "versions": self.versions,
             "device": self.device,
             "notes": self.notes,
+            "made_from": self.made_from,
         }
 
 

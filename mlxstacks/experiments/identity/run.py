@@ -5,7 +5,8 @@ the items of a broad regression. The factual adapters are trained on items that 
 both get wrong. The run lives in `.NAME.work` beside its target until it is done:
 
     plan.json       the plan, fixed before any model answers anything; another one is refused
-    answers/        suite_ARM.jsonl and items_ARM.jsonl, appended as they come
+    answers/        suite_ARM.jsonl and items_ARM.jsonl, appended as they come; changed ones are
+                    refused
     split.json      which item went where; data/train.jsonl the factual training rows
     factual/ factual_second/   the adapters
     models/ARM      a fused model, until it has answered; fuse/ARM.json what the fuse did
@@ -14,7 +15,6 @@ Killed at any moment, the same command goes on: what is there is kept.
 """
 
 import functools
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,9 +24,11 @@ import mlx.core as mx
 
 from mlxstacks import memory
 from mlxstacks.errors import InputError
-from mlxstacks.experiments.confound.answers import Answer, AnswerFile
+from mlxstacks.experiments.confound.answers import Answer, AnswerFile, AnswerItems
+from mlxstacks.experiments.confound.asking import Progress, ask_missing
 from mlxstacks.experiments.confound.items import Item, read_items, stratified_sample
 from mlxstacks.experiments.confound.mining import Mined, mine
+from mlxstacks.experiments.confound.plan import evidence_of, file_sha256
 from mlxstacks.experiments.confound.prompts import training_rows
 from mlxstacks.experiments.confound.scoring import Arm
 from mlxstacks.experiments.identity.asking import ask, check_verdicts, item_settings
@@ -48,8 +50,6 @@ from mlxstacks.experiments.identity.conditions import (
 from mlxstacks.experiments.identity.models import Models
 from mlxstacks.experiments.identity.plan import (
     data_of,
-    evidence_of,
-    file_sha256,
     plan_of,
     power_lines,
     source_sha256,
@@ -63,17 +63,18 @@ from mlxstacks.experiments.identity.report import (
 from mlxstacks.experiments.identity.settings import DEFAULT_SUITE, IdentitySettings
 from mlxstacks.experiments.identity.suite import Suite, as_items, in_turns, open_suite
 from mlxstacks.experiments.identity.target import write_target
+from mlxstacks.experiments.made_from import MadeFrom, of_bytes
 from mlxstacks.experiments.prereg import PLAN, Plan, fix_plan, standing
 from mlxstacks.experiments.run_directory import RunDirectory, work_path
+from mlxstacks.experiments.sealed import write_rows
 from mlxstacks.experiments.train import run as train_run
 from mlxstacks.experiments.train.report import versions
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.outputs import check_target, staged_directory, write_json
+from mlxstacks.files.outputs import check_target, write_json
 
 SPLIT, DATA = "split.json", "data"
 _NOT_HASHED = "0" * 64  # of inputs that a plan for another machine cannot see
-Progress = Callable[..., None]
 
 
 def run(
@@ -140,6 +141,7 @@ class _Identity:
             persona = resolve_model(str(settings.persona))
         self.models = Models(settings, work, base, persona, self.has_adapter)
         self.of_items = item_settings(settings)
+        self.made_from: MadeFrom = {}
         self.replies: dict[str, list[Answer]] = {}
         self.answers: dict[str, list[Answer]] = {}
 
@@ -163,6 +165,7 @@ class _Identity:
             suite=self.suite, settings=self.settings, has_adapter=self.has_adapter,
             standing=standing(plan, evidence),
         )  # fmt: skip
+        fuses, of_fuses = self.models.figures()
         device = memory.device()
         values = vars(report) | {
             "status": "done",
@@ -170,8 +173,9 @@ class _Identity:
             "plan_sha256": plan.sha256,
             "power": power_lines(plan),
             "mined": {"counts": mined.table["all"], "train": len(mined.train)},
-            "fuses": self.models.figures(),
+            "fuses": fuses,
             "findings": findings,
+            "made_from": self.made_from | of_fuses,
             "seconds": time.monotonic() - self.started,
             "versions": versions(),
             "device": f"{device.name} ({device.kind})",
@@ -219,11 +223,10 @@ class _Identity:
             train_share=self.settings.train_share, right_items=None, seed=self.settings.seed,
         )  # fmt: skip
         write_json(self.work / SPLIT, mined.as_json())
-        if not (self.work / DATA).exists():
-            rows = training_rows(mined.train, self.settings.scoring, "right", self.settings.seed)
-            with staged_directory(self.work / DATA) as directory:
-                text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-                (directory / "train.jsonl").write_text(text, encoding="utf-8")
+        self.made_from[SPLIT] = of_bytes((self.work / SPLIT).read_bytes())
+        rows = training_rows(mined.train, self.settings.scoring, "right", self.settings.seed)
+        data = write_rows(self.work / DATA / "train.jsonl", rows)
+        self.made_from[f"{DATA}/train.jsonl"] = of_bytes(data)
         return mined
 
     def _train(self, name: str, rank: int) -> None:
@@ -282,20 +285,10 @@ class _Identity:
         header = {**self.of_plan, "of": of, "arm": name}
         return AnswerFile(self.work / "answers" / f"{stem}.jsonl", header, items)
 
-    def _answered(
-        self, file: AnswerFile, count: int, answer: Callable[[Sequence[Item]], list[Answer]]
-    ) -> list[Answer]:
-        done = len(file.answers())
-
-        def told(items: Sequence[Item]) -> list[Answer]:
-            nonlocal done
-            if self.progress:
-                self.progress(done, count, file.path.stem)
-            found = answer(items)
-            done += len(found)
-            return found
-
-        return file.go_on(count, self.settings.batch_size, told)
+    def _answered(self, file: AnswerFile, count: int, answer: AnswerItems) -> list[Answer]:
+        found = ask_missing(file, count, self.settings.batch_size, answer, self.progress)
+        self.made_from[f"answers/{file.path.name}"] = file.made_from(count)
+        return found
 
     def _notes(self) -> list[str]:
         settings = self.settings

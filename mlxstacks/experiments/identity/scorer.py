@@ -2,14 +2,17 @@
 
 A pattern is a text, compared without regard to case, blanks and the form of an apostrophe, with
 `I'm` and `I am` the same; where it begins or ends with a letter or digit, a word begins or ends
-there too (`Ada` is not in `Canada`). Behind `re:` it is a regular expression, compared in the same
-way. Nothing is guessed: the verdict names each pattern that is missing and each that was hit.
+there too (`Ada` is not in `Canada`). Behind `re:` it is a regular expression of Python's `re`,
+compared in the same way, within limits of time and memory (expressions.py). Nothing is guessed: the
+verdict names each pattern that is missing and each that was hit.
 """
 
 import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from mlxstacks.experiments.identity.expressions import fits
 
 RULES = (
     "A reply passes when it holds every required pattern and no forbidden one: case-insensitive, "
@@ -49,12 +52,12 @@ class Verdict:
 def score(reply: str, required: Sequence[str], forbidden: Sequence[str]) -> Verdict:
     """The verdict of a reply. Laws: an empty one holds no pattern; case and blanks decide nothing.
 
-    Raises: ValueError for a pattern that is none, see `compiled`.
+    Raises: as `holds`.
     """
     text = normalised(reply)
     return Verdict(
-        tuple(pattern for pattern in required if not compiled(pattern).search(text)),
-        tuple(pattern for pattern in forbidden if compiled(pattern).search(text)),
+        tuple(pattern for pattern in required if not holds(pattern, text)),
+        tuple(pattern for pattern in forbidden if holds(pattern, text)),
     )
 
 
@@ -66,20 +69,30 @@ def normalised(text: str) -> str:
     return text
 
 
-@functools.lru_cache(maxsize=1024)
-def compiled(pattern: str) -> re.Pattern[str]:
-    """A pattern, for a `normalised` text. Raises: ValueError for a blank or broken one, and for an
-    expression that also fits nothing: it is in every text.
+def check_pattern(pattern: str) -> None:
+    """Raises: ValueError for a blank or broken pattern, and for an expression that also fits
+    nothing: it is in every text. TimeoutError: as `holds`.
     """
-    if pattern.startswith(EXPRESSION):
-        source = pattern.removeprefix(EXPRESSION).strip()
-        try:
-            found = re.compile(source, re.IGNORECASE)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
-        if found.search(""):
-            raise ValueError(f"{pattern!r} fits an empty text, so it says nothing of a reply")
-        return found
+    if holds(pattern, ""):
+        raise ValueError(f"{pattern!r} fits an empty text, so it says nothing of a reply")
+
+
+def holds(pattern: str, text: str) -> bool:
+    """Whether a `normalised` text holds a pattern.
+
+    Raises: ValueError for a pattern that is blank or no expression; TimeoutError, naming it, for an
+        expression that takes too long.
+    """
+    if not pattern.startswith(EXPRESSION):
+        return _words(pattern).search(text) is not None
+    try:
+        return fits(pattern.removeprefix(EXPRESSION).strip(), text)
+    except ValueError as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+
+
+@functools.lru_cache(maxsize=1024)
+def _words(pattern: str) -> re.Pattern[str]:
     text = normalised(pattern)
     if not text:
         raise ValueError("a blank pattern is in every text; leave it out")

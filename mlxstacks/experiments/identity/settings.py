@@ -1,17 +1,21 @@
 """Settings of `mlxstacks identity`. Imports neither mlx nor numpy."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from mlxstacks.experiments.confound.settings import (
+    PUBLISHED_TRAINING,
+    Normalisation,
+    Scoring,
+    said_twice,
+)
 from mlxstacks.fuse.settings import PolicyName
 from mlxstacks.training.settings import TrainSettings
 
 DEFAULT_SUITE = "default"
 # The gate is given for a suite of this many prompts, and scaled by share for others.
 GATE_PROMPTS = 20
-# What the training gets from the experiment; in `train` it would be said twice.
-_OF_THE_EXPERIMENT = ("model", "data", "save_path", "seed", "resume", "force")
 # How a run writes and goes on, not what comes of it; `limit` makes a result exploratory instead.
 NOT_OF_THE_PLAN = {
     "model", "persona", "items", "suite", "save_path", "limit", "keep_models", "resume", "force",
@@ -79,13 +83,10 @@ class IdentitySettings(BaseModel):
         0.98, description="Correlation that auto and promote seek."
     )
     train: TrainSettings = Field(
-        TrainSettings(
-            layers="8,14,20", keys=("down_proj",), rank=2, scale=1.0, iters=200, batch_size=1,
-            learning_rate=5e-6, max_seq_length=2048, keep="last",
-        ),
+        PUBLISHED_TRAINING,
         description="Settings of the factual adapters' training, by the names of `mlxstacks "
         "train`; rank is that of the first.",
-    )  # fmt: skip
+    )
     second_rank: int = Field(8, ge=1, description="Rank of the second factual adapter.")
     train_share: float = Field(
         0.7, gt=0, lt=1, description="Of the items that base and persona both get wrong."
@@ -95,10 +96,10 @@ class IdentitySettings(BaseModel):
         description="Items of the broad regression, stratified over subjects, from which Set G is "
         "mined too; none: all there are.",
     )
-    scoring: Literal["generate", "likelihood"] = Field(
+    scoring: Scoring = Field(
         "generate", description="Of the items, as in `mlxstacks confound`. Prompts are generated."
     )
-    normalisation: Literal["sum", "token", "character"] = Field(
+    normalisation: Normalisation = Field(
         "sum", description="Of likelihoods: their sum, or the mean over tokens or characters."
     )
     max_tokens: int = Field(
@@ -160,12 +161,7 @@ class IdentitySettings(BaseModel):
                 f"most_of_base {self.most_of_base} is not below least_of_persona "
                 f"{self.least_of_persona}: the gate would tell nothing apart"
             )
-        plain = TrainSettings()
-        problems += [
-            f"train.{key} is set by the experiment: leave it out"
-            for key in _OF_THE_EXPERIMENT
-            if getattr(self.train, key) != getattr(plain, key)
-        ]
+        problems += said_twice(self.train)
         if problems:
             raise ValueError("; ".join(problems))
         return self

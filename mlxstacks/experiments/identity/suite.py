@@ -2,8 +2,8 @@
 
 A file holds `prompts`, a list, or one row a line (JSONL). A row has `category`, `prompt`,
 `required`, `forbidden` (lists of patterns, see scorer.py) and, if wanted, an `id`; nothing else.
-A file may come from anybody: it is small, regular, and nothing in it grows when it is read. But an
-expression can be written so that it takes for ever; read the `re:` patterns of a stranger's file.
+A file may come from anybody: it is small, regular, nothing in it grows when it is read, and an
+expression that takes for ever or all memory is ended and named.
 """
 
 import difflib
@@ -20,7 +20,7 @@ from typing import Any
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.confound.items import Item
 from mlxstacks.experiments.identity.default_suite import default_prompts
-from mlxstacks.experiments.identity.scorer import Verdict, compiled, normalised, score
+from mlxstacks.experiments.identity.scorer import Verdict, check_pattern, normalised, score
 from mlxstacks.experiments.identity.settings import DEFAULT_SUITE, PersonaCard
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.shard_header import parse_object
@@ -30,6 +30,7 @@ KEYS = ("id", "category", "prompt", "required", "forbidden")
 FAILS, PASSES = 0, 1
 _MOST_BYTES = 1_000_000
 _MOST_SHOWN = 8
+_SIMPLER = "write the pattern so that nothing that repeats holds a part that repeats"
 # Of a value in a message: YAML's references can make one that is endless when it is spelled out.
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = _SHORT.maxlist = _SHORT.maxdict = 2
@@ -47,7 +48,12 @@ class SuitePrompt:
     forbidden: tuple[str, ...]
 
     def verdict(self, reply: str) -> Verdict:
-        return score(reply, self.required, self.forbidden)
+        """Raises: InputError naming the prompt and a pattern that takes too long on this reply."""
+        try:
+            return score(reply, self.required, self.forbidden)
+        except TimeoutError as error:
+            on = f"on a reply of {len(reply):,} characters"
+            raise InputError(f"prompt {self.prompt_id}: {error} {on}; {_SIMPLER}") from None
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -169,7 +175,9 @@ def _patterns(key: str, value: Any, wrong: list[str]) -> tuple[str, ...]:
         return ()
     for pattern in values:
         try:
-            compiled(pattern)
+            check_pattern(pattern)
+        except TimeoutError as error:
+            wrong.append(f"{key}: {error} on an empty text; {_SIMPLER}")
         except ValueError as error:
             wrong.append(f"{key}: {error}")
     return tuple(dict.fromkeys(values))

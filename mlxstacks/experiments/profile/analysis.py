@@ -246,8 +246,8 @@ def _about_experts(found: Mapping[str, Any], alpha: float) -> str:
     layers = ", ".join(map(str, found["layers"]))
     kind = "shared layers" if found["layers_are_shared"] else "layers of highest divergence"
     numbers = (
-        f"overlap of the top {found['top_experts']} experts {found['mean']:.3f}, with shuffled "
-        f"labels {found['shuffled']:.3f}, p = {found['p']:.3g}"
+        f"mean Jaccard of the top {found['top_experts']} experts {found['mean']:.3f}, with "
+        f"shuffled labels {found['shuffled']:.3f}, p = {found['p']:.3g}"
     )
     if found["p"] < alpha:
         return f"In the {kind} ({layers}) groups go to different experts ({numbers})."

@@ -1,17 +1,30 @@
 """Prompts through a model, and how often each chose each expert.
 
 Only the choices are evaluated: MLX computes nothing that they do not need, so neither the last
-experts nor the output head run.
+experts nor the output head run. `profile_routing` is the whole profile of a loaded model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from mlxstacks.base_model import gated_delta_installed
-from mlxstacks.layers.switch_choices import SwitchLayer, chosen_weights, hearing
+from mlxstacks.data import ChatTokenizer
+from mlxstacks.data.encode import begin_mark
+from mlxstacks.experiments.profile.analysis import Choices, Rule, analyse
+from mlxstacks.experiments.profile.data import Prompt, first_tokens
+from mlxstacks.experiments.profile.routing_profile import divergence, shares, usual_top_experts
+from mlxstacks.experiments.profile.settings import ProfileSettings
+from mlxstacks.layers.switch_choices import (
+    SwitchLayer,
+    chosen_weights,
+    find_switches,
+    hearing,
+)
 from mlxstacks.training.modes import evaluating
 
 Tokens = Sequence[int]
@@ -89,3 +102,63 @@ def _per_prompt(
     cells = (owner[:, None] * shape[1] + chosen).reshape(-1)
     amounts = None if weight is None else np.array(weight).reshape(len(real), -1)[real].reshape(-1)
     return np.bincount(cells, amounts, minlength=shape[0] * shape[1]).reshape(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingProfile:
+    """layers: numbers of the L; shares: p[s, l, e] (S, L, E); kl (S, L) nats; tables: as JSON, see
+    `analysis.analyse`.
+    """
+
+    names: tuple[str, ...]
+    layers: tuple[int, ...]
+    shares: np.ndarray
+    kl: np.ndarray
+    tables: dict[str, Any]
+
+
+def profile_routing(
+    model: nn.Module,
+    tokenizer: ChatTokenizer,
+    groups: Mapping[str, Sequence[str]],
+    rule: Rule | None = None,
+    *,
+    batch_size: int = 8,
+) -> RoutingProfile:
+    """The profile of a loaded model. groups: name -> texts, as they go in; each group counts as
+    many tokens as the smallest one has. rule: by default as `mlxstacks profile`.
+
+    Raises: ValueError: a dense model, fewer than two groups, or a group with fewer than two texts
+        within these tokens.
+    """
+    switches = find_switches(model)
+    mark = begin_mark(tokenizer)
+    encoded = {
+        name: [Prompt("", (*mark, *tokenizer.encode(text, add_special_tokens=False)))
+               for text in texts]
+        for name, texts in groups.items()
+    }  # fmt: skip
+    totals = {name: sum(len(one.tokens) for one in own) for name, own in encoded.items()}
+    budget = min(totals.values(), default=0)
+    kept = {name: first_tokens(own, budget) for name, own in encoded.items()}
+    few = [name for name, own in kept.items() if len(own) < 2]
+    if few or len(kept) < 2:
+        raise ValueError(
+            f"got {len(kept)} groups of {budget} tokens, {few or 'none'} of them with fewer than "
+            "two texts; need two groups or more, each of two texts or more"
+        )
+    prompts = [one.tokens for own in kept.values() for one in own]
+    choices = Choices(
+        count_choices(model, switches, prompts, batch_size=batch_size),
+        np.repeat(np.arange(len(kept)), [len(own) for own in kept.values()]),
+        np.array([len(tokens) for tokens in prompts]),
+        tuple(kept),
+        tuple(switch.layer for switch in switches),
+    )
+    usual = ProfileSettings()
+    rule = rule or Rule(
+        min(usual.top_layers, len(switches)), usual_top_experts(switches[0].num_experts),
+        usual.permutations, usual.halves, usual.alpha, usual.seed,
+    )  # fmt: skip
+    p = shares(choices.counts)
+    return RoutingProfile(choices.names, choices.layers, p, divergence(p), analyse(choices, rule))

@@ -104,7 +104,7 @@ def read_groups(settings: ProfileSettings, tokenizer: ChatTokenizer) -> list[Pro
         )
     groups = []
     for name, prompts in drawn.items():
-        kept = _first_tokens(prompts, budget)
+        kept = first_tokens(prompts, budget)
         unused = len(prompts) - len(kept)
         groups.append(PromptGroup(name, tuple(kept), len(rows[name]), cut[name], unused))
     few = [group.name for group in groups if len(group.prompts) < 2]
@@ -116,8 +116,8 @@ def read_groups(settings: ProfileSettings, tokenizer: ChatTokenizer) -> list[Pro
     return groups
 
 
-def _first_tokens(prompts: Sequence[Prompt], budget: int) -> list[Prompt]:
-    """Prompts with exactly `budget` tokens in all; the last one may be cut."""
+def first_tokens(prompts: Sequence[Prompt], budget: int) -> list[Prompt]:
+    """The first prompts with `budget` tokens in all, so many at most; the last one may be cut."""
     kept, left = [], budget
     for prompt in prompts:
         if not left:

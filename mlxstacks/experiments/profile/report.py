@@ -11,6 +11,20 @@ from mlxstacks.files.strict_json import json_sha256
 
 REPORT, MARKDOWN, COUNTS = "profile_report.json", "profile.md", "routing_counts.safetensors"
 
+_ABOUT_GROUPS = (
+    "KL: how far a group's shares of the experts are from the mean of all groups; 0: the same. Top "
+    "layers: where it is largest. By excess: where it exceeds that of shuffled labels most."
+)
+_ABOUT_JACCARD = (
+    "Jaccard: layers that two groups both have among their top k, of those that either has; 1: the "
+    "same, 0: none. p: how often chance gives as much or more."
+)
+_ABOUT_LAYERS = (
+    "JS: mean divergence of the groups at a layer; shuffled: the same when prompts are dealt to "
+    "the groups by chance; p (adjusted): how often chance gives as much, for so many layers. "
+    "Jaccard of the groups' most chosen experts; the last p: how often chance gives so little."
+)
+
 
 @dataclass(frozen=True)
 class ProfileReport:
@@ -29,6 +43,7 @@ class ProfileReport:
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
     peak_bytes: int = 0
+    power: list[str] = field(default_factory=list)
 
     @property
     def plan_sha256(self) -> str | None:
@@ -50,6 +65,7 @@ class ProfileReport:
             "settings_sha256": json_sha256(self.settings),
             "plan": self.plan,
             "plan_sha256": self.plan_sha256,
+            "power": self.power,
             "device": f"{device.name} ({device.kind})",
             "versions": {name: version(name) for name in ("mlxstacks", "mlx", "mlx-lm", "numpy")},
             "groups": self.groups,
@@ -73,7 +89,7 @@ def markdown(report: ProfileReport) -> str:
     parts.append(
         f"Plan `{report.plan_sha256}`, fixed before the first prompt: {plan['hypothesis']}"
     )
-    own, excess = f"top {tops['k']} layers", f"top {tops['k']} by excess over chance"
+    own, excess = f"top {tops['k']} layers", f"top {tops['k']} by excess"
     parts.append(_table(
         ["group", "prompts", "tokens", "mean KL, nats", own, excess],
         [
@@ -82,6 +98,7 @@ def markdown(report: ProfileReport) -> str:
             for g in report.groups
         ],
     ))  # fmt: skip
+    parts.append(_ABOUT_GROUPS)
     parts.append(_table(
         ["k", "mean Jaccard", "random layers", "p", "shuffled labels", "p"],
         [
@@ -90,9 +107,10 @@ def markdown(report: ProfileReport) -> str:
             for k, row in tables["jaccard"].items()
         ],
     ))  # fmt: skip
+    parts.append(_ABOUT_JACCARD)
     parts.append(_table(
         ["layer", "attention", "bits of experts", "JS, nats", "shuffled", "p (adjusted)",
-         "expert overlap", "shuffled", "p"],
+         "Jaccard of top experts", "shuffled", "p"],
         [
             [row["layer"], about["attention"], about["expert_bits"] or "float",
              f"{row['jensen_shannon_nats']:.4f}", f"{row['shuffled_nats']:.4f}",
@@ -101,7 +119,8 @@ def markdown(report: ProfileReport) -> str:
             for row, about in zip(tables["layers"], report.about_layers, strict=True)
         ],
     ))  # fmt: skip
-    parts += report.notes
+    parts.append(_ABOUT_LAYERS)
+    parts += [*report.power, *report.notes]
     parts += [f"![{name.rpartition('.')[0]}]({name})" for name in report.plots]
     return "\n\n".join(parts) + "\n"
 

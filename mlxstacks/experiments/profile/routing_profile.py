@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
+from statistics import NormalDist
 
 import numpy as np
 
@@ -152,3 +153,24 @@ def expected_bias(groups: int, experts: int, choices: int) -> float:
     A floor: choices of one prompt are not independent, so shuffled labels give more.
     """
     return (experts - 1) * (groups - 1) / (2 * groups * choices)
+
+
+def least_excess(
+    groups: int, experts: int, layers: int, choices: int, alpha: float, power: float = 0.8
+) -> float:
+    """The smallest mean divergence above `expected_bias`, in nats, that is found at this power, one
+    side, where choices are independent: then 2 S C L times the divergence is chi-square with
+    k = L (E-1)(S-1) degrees of freedom and noncentral by x, near a normal of variance 2k + 4x.
+    Law: twice the choices find half of it.
+
+    A floor, as `expected_bias` is one. Raises: ValueError for alpha or power outside (0, 1).
+    """
+    if not (0 < alpha < 1 and 0 < power < 1):
+        raise ValueError(f"got alpha {alpha} and power {power}; need numbers between 0 and 1")
+    degrees = layers * (experts - 1) * (groups - 1)
+    bar = NormalDist().inv_cdf(1 - alpha) * math.sqrt(2 * degrees)
+    z = NormalDist().inv_cdf(power)
+    # x - bar = z sqrt(2k + 4x), solved for x.
+    half = bar + 2 * z * z
+    root = math.sqrt(half * half - bar * bar + 2 * degrees * z * z)
+    return (half + math.copysign(root, z)) / (2 * groups * choices * layers)

@@ -35,7 +35,11 @@ from mlxstacks.experiments.profile.report import (
     differing_bits,
     markdown,
 )
-from mlxstacks.experiments.profile.routing_profile import expected_bias, usual_top_experts
+from mlxstacks.experiments.profile.routing_profile import (
+    expected_bias,
+    least_excess,
+    usual_top_experts,
+)
 from mlxstacks.experiments.profile.settings import (
     DIFFERENT_BELOW,
     HALVES_MARGIN,
@@ -104,12 +108,13 @@ class _Profile:
         top_experts = settings.top_experts or usual_top_experts(experts)
         if top_experts >= experts:
             raise InputError(
-                f"top_experts is {top_experts}; a layer has {experts} experts: ask for fewer"
+                f"top_experts is {top_experts}; a layer has {experts} experts: ask for at most "
+                f"{experts - 1}"
             )
         if settings.top_layers >= len(self.switches):
             raise InputError(
                 f"top_layers is {settings.top_layers}; {len(self.switches)} layers have experts: "
-                "ask for fewer"
+                f"ask for at most {len(self.switches) - 1}"
             )
         self.rule = Rule(
             settings.top_layers, top_experts, settings.permutations, settings.halves,
@@ -118,8 +123,21 @@ class _Profile:
         self.plan = self._plan(fingerprint(checkpoint))
         self.report = ProfileReport(
             "planned", str(target), shown, self.plan, [group.as_json() for group in self.groups],
-            self.about_layers, notes=self.notes,
+            self.about_layers, notes=self.notes, power=[self._power()],
         )  # fmt: skip
+
+    def _power(self) -> str:
+        """Told with the plan, and no part of it: it follows from what is."""
+        tokens, first = self.groups[0].tokens, self.switches[0]
+        least = least_excess(
+            len(self.groups), first.num_experts, len(self.switches), tokens * _top_k(first.block),
+            self.rule.alpha,
+        )  # fmt: skip
+        return (
+            f"smallest divergence beyond chance that is found at 80% power, alpha "
+            f"{self.rule.alpha:g}: {least:.2g} nats with {tokens:,} tokens a group, if all choices "
+            "were independent; half of it needs twice the tokens"
+        )
 
     def run(self, dry_run: bool) -> ProfileReport:
         if dry_run:
@@ -232,6 +250,11 @@ class _Profile:
         if self.progress:
             self.progress(done, self.rule.permutations, "shuffled labels")
 
+    def _tick_of_plots(self) -> None:
+        """They take many seconds, in which a bar would stand at what was before."""
+        if self.progress:
+            self.progress(self.rule.permutations, self.rule.permutations, "plots")
+
     # --- the end ----------------------------------------------------------------------------------
 
     def _write(self, report: ProfileReport, choices: Choices) -> ProfileReport:
@@ -239,6 +262,7 @@ class _Profile:
         with staged_directory(self.target, force=self.settings.force) as directory:
             plots: Sequence[str] = ()
             if self.settings.plots:
+                self._tick_of_plots()
                 plots, said = write_plots(
                     directory, report.tables, choices.names, choices.layers, counts,
                     self.settings.plot_format,

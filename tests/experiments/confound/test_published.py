@@ -4,11 +4,14 @@ Run: pytest tests/experiments/confound/test_published.py
 """
 
 import math
+from pathlib import Path
 
+import mlx.core as mx
+import numpy as np
 import pytest
 
 from mlxstacks.experiments.confound.answers import Answer
-from mlxstacks.experiments.confound.items import Item
+from mlxstacks.experiments.confound.items import Item, read_items
 from mlxstacks.experiments.confound.mining import mine
 from mlxstacks.experiments.confound.plan import claims_of, plan_of, protocol_of
 from mlxstacks.experiments.confound.settings import ConfoundSettings
@@ -105,6 +108,56 @@ def test_smallest_counts_that_pass() -> None:
     assert round(two_proportion_z_test(158, 692, 123, 692).p_value, 3) == 0.019
     assert (157 - 123) / 692 < 0.05 <= (158 - 123) / 692
     assert items_for_two_proportions(123 / 692, 0.05) == pytest.approx(1015, abs=3)
+
+
+# bits -> values that a second round of quantization changes, by how much (relative, Frobenius),
+# error of the first round (relative): spec/confound.md section 4.
+ROUNDS = {
+    2: (0.0, 0.0, 0.394), 3: (0.036, 0.038, 0.190), 4: (0.129, 0.034, 0.091),
+    6: (0.113, 0.0086, 0.023), 8: (0.126, 0.0056, 0.008),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("bits", ROUNDS)
+def test_what_requantization_does_to_weights(bits: int) -> None:
+    values = np.random.default_rng(0).standard_normal((2048, 512)) * 0.02
+    weights = mx.array(values.astype(np.float32)).astype(mx.bfloat16)
+
+    def again(weight: mx.array) -> mx.array:
+        return mx.dequantize(*mx.quantize(weight, 64, bits), group_size=64, bits=bits)
+
+    def size(weight: mx.array) -> float:
+        return float(mx.linalg.norm(weight.astype(mx.float32), stream=mx.cpu))
+
+    first = again(weights)
+    second = again(first)
+    changed, relative, error = ROUNDS[bits]
+    assert mx.mean(first != second).item() == pytest.approx(changed, abs=0.004)
+    assert size(second - first) / size(first) == pytest.approx(relative, rel=0.03, abs=1e-9)
+    assert size(first - weights) / size(weights) == pytest.approx(error, rel=0.05)
+    if bits in (3, 4):  # a fixed point after one more round
+        assert mx.array_equal(again(second), second).item()
+    if bits == 3:
+        # "about a fifth": rounding noise beside the first error; one step is "about 0.014"
+        assert size(second - first) / size(first - weights) == pytest.approx(0.2, abs=0.02)
+        _, scales, _ = mx.quantize(weights, 64, 3)
+        assert mx.mean(mx.abs(scales)).item() == pytest.approx(0.014, abs=0.002)
+
+
+def test_lower_bits_amplify_from_eight_to_three_and_not_at_two() -> None:
+    relative = [row[1] for row in ROUNDS.values()]
+    assert relative[1:] == sorted(relative[1:], reverse=True)
+    assert relative[0] == 0
+
+
+MMLU_PRO = Path(__file__).parents[4] / "shared" / "data" / "mmlu_pro.jsonl"
+
+
+@pytest.mark.skipif(not MMLU_PRO.exists(), reason="no ../shared/data")
+def test_the_random_floor_of_mmlu_pro() -> None:
+    """Quoted as 10 to 13%."""
+    items = read_items(str(MMLU_PRO))
+    assert 0.10 < sum(1 / len(item.options) for item in items) / len(items) < 0.13
 
 
 def test_the_broad_regression() -> None:

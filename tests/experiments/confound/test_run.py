@@ -24,12 +24,14 @@ from mlxstacks.experiments.confound.run import run
 from mlxstacks.experiments.confound.scoring import Arm, encode_choices
 from mlxstacks.experiments.confound.settings import ConfoundSettings
 from mlxstacks.experiments.confound.words import fuse_notes
+from mlxstacks.experiments.made_from import Checked, check_made_from
 from mlxstacks.experiments.prereg import read_plan
 from mlxstacks.experiments.run_directory import work_path
 from mlxstacks.files.adapters import read_adapter
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.training.settings import TrainSettings
+from tests.experiments.answer_files import forge, rows_of
 from tests.experiments.confound_cases import settings_for, write_places
 from tests.experiments.train_cases import write_rows
 from tests.tiny_models import random_adapter as write_random_adapter
@@ -59,7 +61,7 @@ def test_every_arm_answers_every_test_item_and_says_by_which_rule(
     settings = ConfoundSettings(policies=("refit", "keep"))
     split = json.loads((target / "split.json").read_text())
     for arm in arms_of(settings):
-        header, *answers = lines(target / "answers" / f"test_{arm}.jsonl")
+        header, *answers = rows_of(target / "answers" / f"test_{arm}.jsonl")
         assert header == {"plan_sha256": report.plan_sha256, "of": "test", "arm": arm}
         assert [one["item_id"] for one in answers] == split["test"]
         assert {one["rule"] for one in answers} <= {"likelihood", "tie"}
@@ -85,6 +87,14 @@ def test_the_report_holds_what_the_tables_need(done: tuple[ConfoundReport, Path]
     assert written["fuses"]["keep"]["codes_that_differ"]["a0_and_unfused"] == 0
     assert written["fuses"]["refit"]["codes_that_differ"]["a0_and_unfused"] > 0
     assert written["fuses"]["promote"]["codes_that_differ"]["a0_and_unfused"] is None
+
+
+def test_the_report_is_bound_to_what_it_was_made_from(done: tuple[ConfoundReport, Path]) -> None:
+    report, target = done
+    assert check_made_from(target, report.made_from) == Checked(len(report.made_from), (), ())
+    files = {str(path.relative_to(target)) for path in target.rglob("*.json*")}
+    outcomes = {name for name in files if name.startswith(("answers/", "fuse/", "data/"))}
+    assert set(report.made_from) == outcomes | {"split.json"}
 
 
 def test_lossless_controls_answer_as_the_persona_does(done: tuple[ConfoundReport, Path]) -> None:
@@ -261,12 +271,15 @@ def test_answers_of_another_plan_or_items_are_refused(tmp_path: Path, places: Pl
         AnswerFile(path, {"plan": "2"}, items).answers()
     with pytest.raises(InputError, match="answers to other items"):
         AnswerFile(path, {"plan": "1"}, items[::-1]).answers()
-    told = path.read_text()
-    path.write_text(told.replace(f'"gold": {items[1].answer_index}', '"gold": 0', 1))
+    whole, rows = path.read_bytes(), rows_of(path)
+    forge(path, [rows[0], rows[1] | {"gold": 2 - items[0].answer_index}, *rows[2:]])
     with pytest.raises(InputError, match="answers to other items"):
         file.answers()
-    path.write_text(told.replace('"pick"', '"pikc"'))
-    with pytest.raises(InputError, match="damaged"):
+    forge(path, [rows[0], {"pikc": 1, **rows[1]}])
+    with pytest.raises(InputError, match="line 2: damaged"):
+        file.answers()
+    path.write_bytes(whole.replace(b'"pick": 0', b'"pick": 1', 1))
+    with pytest.raises(InputError, match="line 2: does not follow from the lines above it"):
         file.answers()
 
 
@@ -281,10 +294,10 @@ def test_answers_that_nobody_gave_are_damaged(
     file = AnswerFile(tmp_path / "arm.jsonl", {"arm": "a"}, items)
     given = [Answer(i.item_id, i.subject, i.answer_index, 0, "boxed", 3) for i in items]
     file.go_on(2, 2, lambda _: given)
-    written = lines(file.path)
+    written = rows_of(file.path)
     written[2] |= change
-    write_rows(file.path, written)
-    with pytest.raises(InputError, match=r"damaged .* remove it to answer again"):
+    forge(file.path, written)
+    with pytest.raises(InputError, match=r"line 3: damaged .* remove the file to answer again"):
         file.answers()
 
 

@@ -351,6 +351,10 @@ def test_floors_are_told_apart() -> None:
     assert "no floor" in floor_in_words(Flips(692, 0, 0, 0), Flips(692, 0, 0, 0), 0.05)
     one_sided = floor_in_words(Flips(692, 130, 123, 0), Flips(692, 5, 0, 3), 0.05)
     assert "one-sided" in one_sided
+    # Broken right answers are no sign of a selection of wrong ones.
+    damage = floor_in_words(Flips(692, 5, 1, 0), Flips(692, 200, 0, 200), 0.05)
+    assert "more broken than fixed" in damage
+    assert "selection" not in damage
     symmetric = floor_in_words(Flips(692, 60, 20, 0), Flips(692, 60, 0, 22), 0.05)
     assert "symmetric" in symmetric
     assert "no outcome" in floor_in_words(Flips(692, 9, 0, 0), Flips(692, 0, 0, 0), 0.05)

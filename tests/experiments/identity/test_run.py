@@ -25,6 +25,7 @@ from mlxstacks.experiments.identity import run as identity_run
 from mlxstacks.experiments.identity.conditions import item_arms, suite_arms
 from mlxstacks.experiments.identity.report import IdentityReport
 from mlxstacks.experiments.identity.run import run
+from mlxstacks.experiments.made_from import Checked, check_made_from
 from mlxstacks.experiments.prereg import read_plan
 from mlxstacks.experiments.run_directory import work_path
 from mlxstacks.files.adapter_commands import convert_adapter
@@ -33,6 +34,7 @@ from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
+from tests.experiments.answer_files import forge, rows_of
 from tests.experiments.identity.cases import settings_for, write_places
 
 Places = tuple[Path, Path, Path, Path]
@@ -59,7 +61,7 @@ def test_every_arm_keeps_raw_replies_with_a_verdict_and_its_reason(
     report, target = done
     settings = settings_for(places, target)
     for arm in suite_arms(settings, True):
-        header, *found = lines(target / "answers" / f"suite_{arm}.jsonl")
+        header, *found = rows_of(target / "answers" / f"suite_{arm}.jsonl")
         assert header == {"plan_sha256": report.plan_sha256, "of": "suite", "arm": arm}
         assert sorted(one["item_id"] for one in found) == ["01", "02", "03", "04"]
         for one in found:
@@ -105,6 +107,35 @@ def test_lossless_controls_reply_as_the_persona_does(done: tuple[IdentityReport,
 
     assert texts("zero_keep") == texts("identity_rerun") == texts("identity_keep")
     assert texts("identity_unfused") != texts("base")
+
+
+def test_the_report_is_bound_to_what_it_was_made_from(done: tuple[IdentityReport, Path]) -> None:
+    report, target = done
+    assert check_made_from(target, report.made_from) == Checked(len(report.made_from), (), ())
+    files = {str(path.relative_to(target)) for path in target.rglob("*.json*")}
+    outcomes = {name for name in files if name.startswith(("answers/", "fuse/", "data/"))}
+    assert set(report.made_from) == outcomes | {"split.json"}
+
+
+def test_what_lies_beside_the_answers_cannot_be_edited_unseen(
+    places: Places, killed_after: Any
+) -> None:
+    """Figures of a fuse are refused; rows to train on follow from answers and are made again."""
+    target = places[0].parent / "edited"
+    killed_after(26)
+    with pytest.raises(Killed):
+        run(settings_for(places, target))
+    work = work_path(target)
+    rows, figures = work / "data" / "train.jsonl", next((work / "fuse").glob("*.json"))
+    kept = figures.read_bytes(), rows.read_bytes()
+    rows.write_bytes(b'{"text": "The answer to all of them is A."}\n')
+    figures.write_bytes(kept[0].replace(b'"zero_delta": false', b'"zero_delta": true'))
+    killed_after(0)
+    with pytest.raises(InputError, match="was changed after it was written; --no-resume"):
+        run(settings_for(places, target))
+    assert rows.read_bytes() == kept[1]
+    figures.write_bytes(kept[0])
+    run(settings_for(places, target))
 
 
 # --- going on -------------------------------------------------------------------------------------
@@ -162,6 +193,7 @@ def test_a_run_that_was_killed_goes_on_and_ends_the_same(
         with newest.open("ab") as file:
             file.write(b'{"item_id": "1", "sub')
     assert (again.plan_sha256, again.verdict) == (report.plan_sha256, report.verdict)
+    assert again.made_from == report.made_from
     assert_same(whole, target)
     assert not work_path(target).exists()
 
@@ -230,14 +262,17 @@ def test_another_plan_is_refused_and_a_plan_is_older_than_its_answers(
     with pytest.raises(InputError, match=r"another plan; it differs in\n  details"):
         run(settings_for(places, target, max_tokens=4))
     answers = next((work_path(target) / "answers").glob("suite_base.jsonl"))
-    changed = lines(answers)
+    changed = rows_of(answers)
     changed[1] |= {"pick": 0, "rule": "missing 'Rosa'"}
     whole = answers.read_text()
-    answers.write_text("".join(json.dumps(one) + "\n" for one in changed))
+    answers.write_text(whole.replace('"pick": 1', '"pick": 0', 1))
+    with pytest.raises(InputError, match=r"suite_base\.jsonl, line \d: does not follow"):
+        run(settings_for(places, target))
+    forge(answers, changed)
     with pytest.raises(InputError, match="is not what the rules say of its reply"):
         run(settings_for(places, target))
     changed[0] |= {"plan_sha256": "0" * 64}
-    answers.write_text("".join(json.dumps(one) + "\n" for one in changed))
+    forge(answers, changed)
     with pytest.raises(InputError, match="answers of another plan or arm"):
         run(settings_for(places, target))
     answers.write_text(whole)
@@ -263,7 +298,7 @@ def test_a_persona_in_peft_s_format_replies_as_in_mlx_lm_s(
     assert done[0].plan is not None
     assert report.plan["data"]["persona"] != done[0].plan["data"]["persona"]
     for one in sorted((target / "answers").glob("suite_*.jsonl")):
-        assert lines(one)[1:] == lines(done[1] / "answers" / one.name)[1:], one.name
+        assert rows_of(one)[1:] == rows_of(done[1] / "answers" / one.name)[1:], one.name
 
 
 def test_the_recipe_that_is_left_makes_the_same_run(

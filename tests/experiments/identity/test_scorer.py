@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.experiments.identity.scorer import compiled, normalised, score
+from mlxstacks.experiments.identity.scorer import check_pattern, normalised, score
 from mlxstacks.nano.identity import persona_prompts
 from mlxstacks.nano.settings import Persona
 
@@ -62,7 +62,7 @@ def test_case_and_blanks_decide_nothing(text: str, pattern: str) -> None:
 )
 def test_a_pattern_that_says_nothing_is_refused(pattern: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        compiled(pattern)
+        check_pattern(pattern)
 
 
 def test_it_judges_what_nano_says_as_nano_does() -> None:

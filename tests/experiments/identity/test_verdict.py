@@ -4,6 +4,7 @@ Run: pytest tests/experiments/identity/test_verdict.py
 """
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -213,6 +214,22 @@ def test_no_change_is_no_credit() -> None:
     assert "no change that can be shown" in credit("refit", one, one, one, 0.05)
     with pytest.raises(ValueError, match="different items"):
         regress({"a": outcomes([True]), "b": outcomes([True, False])}, "a", "b")
+
+
+def test_answers_out_of_form_are_told_beside_the_regression() -> None:
+    """A model that never boxes, and one that boxes more: neither is knowledge."""
+    items = published_items()
+    persona, zero = arm(REFERENCE, "promote"), arm(BASE_ZERO, "promote")
+    boxed = items | {zero: items[BASE]}
+    assert "In form" not in regression(boxed, SETTINGS)[1]["promote"]
+    silent = {
+        name: [replace(one, rule="last letter") for one in found] for name, found in boxed.items()
+    }
+    found, words = regression(silent, SETTINGS)
+    assert (found[persona].in_form, found[persona].reference_in_form) == (0, 0)
+    assert "NOT ONE of these answers is in form" in words["promote"]
+    words = regression(silent | {persona: items[persona]}, SETTINGS)[1]
+    assert "are 6,000 answers, of base 0: that alone moves right answers" in words["promote"]
 
 
 # --- what 20 prompts can show ---------------------------------------------------------------------

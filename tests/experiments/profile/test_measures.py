@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxstacks import base_model
 from mlxstacks.experiments.profile.null import (
     adjusted_p_values,
     deal,
@@ -27,6 +28,7 @@ from mlxstacks.experiments.profile.routing_profile import (
     divergence,
     expected_bias,
     expert_overlap,
+    least_excess,
     mean_jaccard,
     mean_of_pairs,
     measure,
@@ -37,6 +39,8 @@ from mlxstacks.experiments.profile.routing_profile import (
     top_layers,
     usual_top_experts,
 )
+from mlxstacks.files.shipped_configs import shipped_config
+from tests.tiny_models import qwen_moe_config
 
 # spec/metal_limits_and_routing.md B2: top-3 layers by subject, Qwen3.5-35B-A3B, 40 layers.
 PUBLISHED = {
@@ -64,6 +68,26 @@ def test_the_published_table_counts_layers_and_overlaps() -> None:
     assert sizes == {3: 15, 2: 51, 1: 23, 0: 2}
     apart = [{a, b} for a, b in pairs if not SETS[a] & SETS[b]]
     assert apart == [{"law", "psychology"}, {"law", "biology"}]
+
+
+def test_the_published_layers_by_kind_of_attention() -> None:
+    """Part B3: 8, 14 and 20 are linear attention; of all that are listed only 15 and 19 are full.
+    A3 and A4.6: 24 linear layers from 8 on, 6 below it.
+    """
+    shipped = shipped_config("Qwen3.5-35B-A3B")
+    assert shipped is not None
+    real = shipped.config.get("text_config", shipped.config)
+    config = qwen_moe_config()
+    config["text_config"] |= {
+        key: real[key] for key in ("num_hidden_layers", "full_attention_interval")
+    }
+    layers = base_model.build_model(config).layers
+    linear = {place for place, layer in enumerate(layers) if "linear_attn" in layer}
+    assert (len(layers), len(linear)) == (40, 30)
+    listed = {layer for own in SETS.values() for layer in own}
+    assert listed - linear == {15, 19}
+    assert {8, 14, 20} <= linear
+    assert (sum(place >= 8 for place in linear), sum(place < 8 for place in linear)) == (24, 6)
 
 
 def test_published_chance_levels() -> None:
@@ -215,6 +239,34 @@ def test_expected_bias_is_that_of_independent_choices() -> None:
     rng, p = np.random.default_rng(0), np.full(16, 1 / 16)
     kl = [divergence(shares(rng.multinomial(400, p, (5, 1)))).mean() for _ in range(200)]
     assert np.mean(kl) == pytest.approx(expected_bias(5, 16, 400), rel=0.06)
+
+
+def test_the_least_excess_is_found_four_times_in_five() -> None:
+    """Four groups, three layers, 16 experts; of one layer's expert 0 half of the groups take more.
+
+    At the least excess the mean divergence lies above 95% of what equal groups give in 80%.
+    """
+    rng, choices, layers = np.random.default_rng(1), 2000, 3
+    least = least_excess(4, 16, layers, choices, 0.05)
+    assert least_excess(4, 16, layers, 2 * choices, 0.05) == pytest.approx(least / 2)
+
+    def means(p: np.ndarray) -> np.ndarray:  # p (S, L, E)
+        drawn = rng.multinomial(choices, p, (400, *p.shape[:2]))
+        return np.array([divergence(shares(one)).mean() for one in drawn])
+
+    equal = np.full((4, layers, 16), 1 / 16)
+    low, high = 0.0, 0.06
+    for _ in range(40):  # the tilt whose true divergence is the least excess
+        tilt = (low + high) / 2
+        planted = equal.copy()
+        planted[:2, 0, 0] += tilt
+        planted[:2, 0, 1] -= tilt
+        low, high = (tilt, high) if divergence(planted).mean() < least else (low, tilt)
+    bar = np.quantile(means(equal), 0.95)
+    assert np.mean(means(planted) > bar) == pytest.approx(0.8, abs=0.08)
+    assert np.mean(means(equal)) == pytest.approx(expected_bias(4, 16, choices), rel=0.06)
+    with pytest.raises(ValueError, match="got alpha 0"):
+        least_excess(4, 16, 3, 100, 0)
 
 
 def test_halves_of_one_group_agree_where_groups_differ() -> None:

@@ -11,8 +11,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxstacks import base_model
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.profile import run as profile_run
+from mlxstacks.experiments.profile.capture import profile_routing
 from mlxstacks.experiments.profile.data import MOST_GROUPS
 from mlxstacks.experiments.profile.kept import keep_choices, kept_choices
 from mlxstacks.experiments.profile.plots import MOST_SHOWN, write_plots
@@ -81,6 +83,33 @@ def test_the_planted_expert_is_found(report: ProfileReport) -> None:
     # Equal tokens, two experts each, in every layer.
     assert len({group["tokens"] for group in report.groups}) == 1
     assert set(counts.sum(axis=-1).reshape(-1)) == {2 * report.groups[0]["tokens"]}
+
+
+def test_a_loaded_model_has_the_profile_of_the_command(place: Path, report: ProfileReport) -> None:
+    model, tokenizer, _ = base_model.load(place / "model")
+    texts = {
+        name: [json.loads(line)["text"] for line in path.read_text().splitlines()]
+        for name, path in ((name, place / "data" / f"{name}.jsonl") for name in GROUPS)
+    }
+    found = profile_routing(model, tokenizer, texts)
+    assert (found.names, found.layers) == (tuple(GROUPS), tuple(range(LAYERS)))
+    assert found.shares.shape == (4, LAYERS, EXPERTS)
+    np.testing.assert_allclose(found.shares.sum(axis=-1), 1)
+    assert found.kl.argmax(axis=1).tolist() == [PLANTED_LAYER] * 4
+    assert found.shares[0, PLANTED_LAYER].argmax() == PLANTED_EXPERT
+    by_group = found.tables["divergence"]["kl_nats"]
+    assert [by_group[name] for name in GROUPS] == found.kl.tolist()
+    assert found.tables.keys() == report.tables.keys()
+    for few in ({}, {"one": ["a b", "c"]}, {"one": ["abc", "def"], "two": ["abcdefgh"]}):
+        with pytest.raises(ValueError, match="need two groups or more, each of two texts"):
+            profile_routing(model, tokenizer, few)
+
+
+def test_what_can_be_found_is_told_beforehand(report: ProfileReport) -> None:
+    (said,) = report.as_json()["power"]
+    assert "found at 80% power, alpha 0.05: " in said
+    assert f"with {report.groups[0]['tokens']:,} tokens a group" in said
+    assert said in (Path(report.save_path) / "profile.md").read_text()
 
 
 def test_shuffled_labels_are_not_found(place: Path, tmp_path: Path) -> None:
@@ -207,8 +236,11 @@ def test_weights_in_place_of_counts(place: Path, tmp_path: Path) -> None:
 
 def test_plots_are_written_where_matplotlib_is(place: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    found = run(settings_of(place, tmp_path / "out", plots=True, plot_format="svg"))
+    said: list[str] = []
+    settings = settings_of(place, tmp_path / "out", plots=True, plot_format="svg")
+    found = run(settings, progress=lambda done, total, what: said.append(what))
     assert found.plots == ["divergence.svg", "jaccard.svg", "experts.svg"]
+    assert said[-1] == "plots"
     assert all((tmp_path / "out" / name).stat().st_size > 1000 for name in found.plots)
 
 
@@ -282,8 +314,8 @@ def test_bad_rows_are_told(place: Path, tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"top_layers": LAYERS}, "4 layers have experts"),
-        ({"top_experts": EXPERTS}, "a layer has 8 experts"),
+        ({"top_experts": EXPERTS}, "a layer has 8 experts: ask for at most 7"),
+        ({"top_layers": LAYERS}, "4 layers have experts: ask for at most 3"),
         ({"tokens": 10**6}, "ask for fewer tokens or more questions"),
         ({"tokens": 5}, "one prompt alone has the 5 tokens"),
         ({"groups": ("marked", "planed")}, "no group planed"),
@@ -321,11 +353,14 @@ def test_the_command_prints_tables_or_one_document(
     code, out, _ = command("profile", *given, "--save-path", "a")
     assert code == 0
     assert "Verdict: Yes: the 4 groups" in out
+    assert "smallest divergence beyond chance" in out
+    assert "Jaccard of top experts" in out
     code, out, _ = command("profile", *given, "--save-path", "b", "--json")
     assert code == 0
     assert json.loads(out)["verdict"].startswith("Yes:")
     code, out, _ = command("profile", *given, "--save-path", "c", "--dry-run")
     assert (code, "Planned only" in out, (work_dir / "c").exists()) == (0, True, False)
+    assert "smallest divergence beyond chance" in out
 
 
 @pytest.mark.parametrize("name", ["profile-nano", "profile-qwen3.5-35b-a3b"])

@@ -1,0 +1,94 @@
+"""What a report was made from: digests of its answers and of other files of outcomes.
+
+The report holds them as `made_from`, path below its directory -> `answers` and `digest` (of the
+last of so many answers, see answer_log.py) or `sha256` (of a whole file). They are of what was read
+when the report was made, and are held here against what lies beside it now.
+"""
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from mlxstacks.experiments.answer_log import digests_of, whole_lines
+
+MadeFrom = dict[str, dict[str, Any]]
+_MOST_FILES = 5_000
+_MOST_BYTES = 1 << 28
+
+
+def of_bytes(data: bytes) -> dict[str, Any]:
+    """The entry of a file that was read as a whole."""
+    return {"sha256": sha256(data).hexdigest()}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """same: how many files are as they were. other: why one is not, a sentence's part each.
+    missing: files that are not there.
+    """
+
+    same: int
+    other: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+def check_made_from(directory: Path, made_from: Mapping[str, Any]) -> Checked:
+    """The files of a report, each against its entry. Report and files may be a stranger's: nothing
+    outside the directory is read, nor what is no plain file.
+    """
+    if len(made_from) > _MOST_FILES:
+        return Checked(0, (f"it names {len(made_from):,} files, allowed: {_MOST_FILES:,}",), ())
+    root, other, missing = directory.resolve(), [], []
+    for name, entry in made_from.items():
+        try:
+            data = _bytes(root, name)
+            if data is None:
+                missing.append(name)
+            else:
+                _compare(data, entry)
+        except ValueError as error:
+            other.append(f"{name} is not what the report was made from: {error}")
+    same = len(made_from) - len(other) - len(missing)
+    return Checked(same, tuple(other), tuple(missing))
+
+
+def _bytes(root: Path, name: str) -> bytes | None:
+    """None where nothing is. Raises: ValueError for what is not to be read."""
+    try:
+        path = (root / name).resolve()
+        if not path.is_relative_to(root):
+            raise ValueError("it lies outside the directory")
+        # Not waiting on a pipe that somebody laid there.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise ValueError(f"it cannot be read ({type(error).__name__})") from None
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
+        os.close(descriptor)
+        raise ValueError("it is no plain file, or too large to be one of ours")
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(_MOST_BYTES)
+
+
+def _compare(data: bytes, entry: Any) -> None:
+    """Raises: ValueError saying what differs."""
+    if not isinstance(entry, Mapping):
+        raise ValueError("the report holds no digest of it")
+    if "sha256" in entry:
+        if sha256(data).hexdigest() != entry["sha256"]:
+            raise ValueError("it was changed")
+        return
+    count = entry.get("answers")
+    if type(count) is not int or count < 0:
+        raise ValueError("the report holds no digest of it")
+    digests = digests_of(whole_lines(data))
+    if len(digests) <= count:
+        raise ValueError(f"it holds {max(len(digests) - 1, 0):,} of {count:,} answers")
+    if digests[count] != entry.get("digest"):
+        raise ValueError("it holds other answers")
