@@ -8,6 +8,9 @@ and an exit code of its own; what it prints is dropped.
 
 `Child` stands in for `subprocess.Popen([python, "-m", module], ...)`: a process of the same kind,
 with the streams and the environment that it is given. `run_module` waits for one.
+
+Only Linux forks a process that has imported mlx: elsewhere Metal, Accelerate and libdispatch may
+abort in the child. There the server imports nothing, and `Popen` is that of `subprocess`.
 """
 
 import importlib
@@ -29,7 +32,7 @@ _IMPORTED = [
     "mlxstacks.fuse.run", "tests.warm",
 ]  # fmt: skip
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(_IMPORTED)
+_CONTEXT.set_forkserver_preload(_IMPORTED if sys.platform == "linux" else [])
 # What is preloaded before an interpreter starts -> the server that was started with it.
 _OTHER_SERVERS: dict[str, forkserver.ForkServer] = {}
 
@@ -116,13 +119,16 @@ class Child:
         self._process.kill()
 
 
+Popen: Any = Child if sys.platform == "linux" else subprocess.Popen
+
+
 class WarmSubprocess:
     """What `subprocess` is to a module that starts modules, with processes that are forked.
 
     monkeypatch.setattr(children, "subprocess", WarmSubprocess)
     """
 
-    Popen = Child
+    Popen = Popen
     PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
     TimeoutExpired = subprocess.TimeoutExpired
 
@@ -135,8 +141,13 @@ def run_module(module: str, text: str, preload: str) -> tuple[int, str, str]:
         given.seek(0)
         environment = {**os.environ, "LD_PRELOAD": preload}
         command = [sys.executable, "-m", module]
-        child = Child(command, stdin=given, stdout=told, stderr=complained, env=environment)
-        code = child.wait()
+        child = Popen(command, stdin=given, stdout=told, stderr=complained, env=environment)
+        try:
+            code = child.wait()
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
         told.seek(0)
         complained.seek(0)
         return code, told.read().decode(), complained.read().decode(errors="replace")

@@ -11,12 +11,13 @@ and the report's, is stopped only by running the same command in an empty direct
 greedy, so on the same machine and versions it ends with the same digests.
 """
 
+import io
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import target_errors
@@ -25,6 +26,7 @@ Parsed = TypeVar("Parsed")
 # How a line ends before its digest is put between the last two quotes.
 _KEY, _END = b'"digest": "', b'"}'
 _DIGITS = 64
+_LONGEST_LINE = 1 << 26
 
 
 class AnswerLog:
@@ -47,13 +49,13 @@ class AnswerLog:
         self.digests, self._end = [], 0
         if not self.path.exists():
             return []
-        lines = whole_lines(self.path.read_bytes())
-        if not lines:
-            return []
         try:
-            digests = digests_of(lines)
+            lines = whole_lines(self.path.read_bytes())
+            digests = list(digests_of(lines))
         except ValueError as error:
             raise InputError(f"{self.path}, {error}; remove the file to answer again") from None
+        if not lines:
+            return []
         if self._parsed(1, lines[0], dict) != self.header:
             raise InputError(
                 f"{self.path}: answers of another plan or arm; remove it to answer again"
@@ -110,33 +112,45 @@ def chained(rows: Iterable[dict[str, Any]], before: str = "") -> Iterator[tuple[
 
 
 def whole_lines(data: bytes) -> list[bytes]:
-    """Without half a line at the end, which a kill leaves."""
-    return data.split(b"\n")[:-1]
+    """Without half a line at the end, which a kill leaves. Raises: as `lines_of`."""
+    return list(lines_of(io.BytesIO(data)))
 
 
-def digests_of(lines: Sequence[bytes]) -> list[str]:
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
+    """Its whole lines, each when it is asked for: a file of a stranger may hold millions. Not half
+    a line at the end.
+
+    Raises: ValueError for a line that is too long to be one of ours.
+    """
+    for line in iter(lambda: file.readline(_LONGEST_LINE), b""):
+        if line.endswith(b"\n"):
+            yield line[:-1]
+        elif len(line) == _LONGEST_LINE:
+            raise ValueError(f"a line has more than {_LONGEST_LINE:,} bytes")
+
+
+def digests_of(lines: Iterable[bytes]) -> Iterator[str]:
     """The digest of each line. Law: of a file with any byte changed, or with lines removed before
-    its end, added or swapped, this raises, or the lines are the first ones as they were.
+    its end, added or swapped, this raises, or the lines are the first ones as they were. No line
+    behind the first bad one is asked for.
 
     Raises: ValueError naming the first line that does not follow from those above it.
     """
-    found = [""]
+    before = ""
     for number, line in enumerate(lines, 1):
         text = line[: -_DIGITS - len(_END)] + _END
-        expected = _digest(found[-1], text)
         if number == 1 and _KEY not in line:
             raise ValueError(
                 "line 1: its lines carry no digests, so they were written by an older version or "
                 "by hand"
             )
-        whole = text.removesuffix(_END) + expected.encode() + _END
-        if not text.endswith(_KEY + _END) or line != whole:
+        own, before = line[-_DIGITS - len(_END) :], _digest(before, text)
+        if not text.endswith(_KEY + _END) or own != before.encode() + _END:
             raise ValueError(
                 f"line {number}: does not follow from the lines above it, so it was changed, or "
                 "lines were removed, added or moved"
             )
-        found.append(expected)
-    return found[1:]
+        yield before
 
 
 def _digest(before: str, text: bytes) -> str:

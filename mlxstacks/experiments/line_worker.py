@@ -29,20 +29,23 @@ class LineWorker:
 
         Raises: RuntimeError for a process that does not start.
         """
-        process = self._process or self._start()
-        assert process.stdin is not None
         try:
-            process.stdin.write(json.dumps(question).encode() + b"\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            line = None
-        else:
+            process = self._process or self._start()
+            if not _told(process, question):
+                # It died before this question, which is not to blame.
+                self.close()
+                process = self._start()
+                _told(process, question)
             line = _line(process, seconds)
-        if line is None:
+            if line is None:
+                self.close()
+                return None
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+        except BaseException:
+            # As of Ctrl-C: the answer still to come would be read as that to the next question.
             self.close()
-            return None
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+            raise
 
     def close(self) -> None:
         """End the process; a further question starts another."""
@@ -65,6 +68,17 @@ class LineWorker:
             self.close()
             raise RuntimeError(f"{' '.join(self.command)}: the process does not start")
         return self._process
+
+
+def _told(process: "subprocess.Popen[bytes]", question: dict[str, Any]) -> bool:
+    """Whether it was there to read the question."""
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(question).encode() + b"\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        return False
+    return True
 
 
 def _line(process: "subprocess.Popen[bytes]", seconds: float) -> bytes | None:

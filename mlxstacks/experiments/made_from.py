@@ -5,24 +5,26 @@ last of so many answers, see answer_log.py) or `sha256` (of a whole file). They 
 when the report was made, and are held here against what lies beside it now.
 """
 
+import hashlib
 import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.experiments.answer_log import digests_of, whole_lines
+from mlxstacks.experiments.answer_log import digests_of, lines_of
 
 MadeFrom = dict[str, dict[str, Any]]
 _MOST_FILES = 5_000
-_MOST_BYTES = 1 << 28
+# Of one file, and of all together: the same large one can be named under many paths.
+_MOST_BYTES, _MOST_BYTES_IN_ALL = 1 << 30, 1 << 31
 
 
 def of_bytes(data: bytes) -> dict[str, Any]:
     """The entry of a file that was read as a whole."""
-    return {"sha256": sha256(data).hexdigest()}
+    return {"sha256": hashlib.sha256(data).hexdigest()}
 
 
 @dataclass(frozen=True)
@@ -38,25 +40,31 @@ class Checked:
 
 def check_made_from(directory: Path, made_from: Mapping[str, Any]) -> Checked:
     """The files of a report, each against its entry. Report and files may be a stranger's: nothing
-    outside the directory is read, nor what is no plain file.
+    outside the directory is read, nor what is no plain file, nor more than so many bytes in all.
     """
     if len(made_from) > _MOST_FILES:
         return Checked(0, (f"it names {len(made_from):,} files, allowed: {_MOST_FILES:,}",), ())
-    root, other, missing = directory.resolve(), [], []
+    root, left, other, missing = directory.resolve(), _MOST_BYTES_IN_ALL, [], []
     for name, entry in made_from.items():
         try:
-            data = _bytes(root, name)
-            if data is None:
+            file = _opened(root, name)
+            if file is None:
                 missing.append(name)
-            else:
-                _compare(data, entry)
+                continue
+            with file:
+                left -= os.fstat(file.fileno()).st_size
+                if left < 0:
+                    raise ValueError(
+                        f"with it they are more than {_MOST_BYTES_IN_ALL:,} bytes of files"
+                    )
+                _compare(file, entry)
         except ValueError as error:
             other.append(f"{name} is not what the report was made from: {error}")
     same = len(made_from) - len(other) - len(missing)
     return Checked(same, tuple(other), tuple(missing))
 
 
-def _bytes(root: Path, name: str) -> bytes | None:
+def _opened(root: Path, name: str) -> BufferedReader | None:
     """None where nothing is. Raises: ValueError for what is not to be read."""
     try:
         path = (root / name).resolve()
@@ -72,23 +80,25 @@ def _bytes(root: Path, name: str) -> bytes | None:
     if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
         os.close(descriptor)
         raise ValueError("it is no plain file, or too large to be one of ours")
-    with os.fdopen(descriptor, "rb") as file:
-        return file.read(_MOST_BYTES)
+    return os.fdopen(descriptor, "rb")
 
 
-def _compare(data: bytes, entry: Any) -> None:
+def _compare(file: BufferedReader, entry: Any) -> None:
     """Raises: ValueError saying what differs."""
     if not isinstance(entry, Mapping):
         raise ValueError("the report holds no digest of it")
     if "sha256" in entry:
-        if sha256(data).hexdigest() != entry["sha256"]:
+        if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
             raise ValueError("it was changed")
         return
     count = entry.get("answers")
     if type(count) is not int or count < 0:
         raise ValueError("the report holds no digest of it")
-    digests = digests_of(whole_lines(data))
-    if len(digests) <= count:
-        raise ValueError(f"it holds {max(len(digests) - 1, 0):,} of {count:,} answers")
-    if digests[count] != entry.get("digest"):
+    found, lines = None, 0  # of the header and `count` answers; lines behind them must follow too
+    for lines, digest in enumerate(digests_of(lines_of(file)), 1):
+        if lines == count + 1:
+            found = digest
+    if lines <= count:
+        raise ValueError(f"it holds {max(lines - 1, 0):,} of {count:,} answers")
+    if found != entry.get("digest"):
         raise ValueError("it holds other answers")

@@ -15,11 +15,15 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.strict_json import compact, json_sha256, read_object
 
+# Of files that this program wrote: one holds every sample of a benchmark, so it has no small limit.
+MOST_SEALED_BYTES = 1 << 30
+
 
 def write_sealed(path: Path, value: Mapping[str, Any]) -> None:
     """JSON with its digest, atomically; makes the directory. Raises: ValueError for NaN."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    plain = read_object(compact(value))  # as it is read: keys are texts, tuples are lists
+    data = compact(value)
+    plain = read_object(data, len(data))  # as it is read: keys are texts, tuples are lists
     write_json(path, {**plain, "digest": json_sha256(plain)})
 
 
@@ -33,7 +37,7 @@ def read_sealed(
     """
     try:
         data = path.read_bytes()
-        value = read_object(data)
+        value = read_object(data, MOST_SEALED_BYTES)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except ValueError as error:

@@ -41,10 +41,10 @@ def json_sha256(value: Any) -> str:
     return hashlib.sha256(compact(value)).hexdigest()
 
 
-def read_object(data: bytes) -> dict[str, Any]:
+def read_object(data: bytes, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """A JSON object from bytes. Raises: ValueError saying what is wrong with it."""
-    if len(data) > MAX_JSON_BYTES:
-        raise ValueError(f"{len(data)} bytes, allowed: {MAX_JSON_BYTES}")
+    if len(data) > most_bytes:
+        raise ValueError(f"{len(data)} bytes, allowed: {most_bytes}")
     value = parse_object(data.decode("utf-8"))
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):

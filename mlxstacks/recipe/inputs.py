@@ -126,17 +126,21 @@ def _is_data_set_here(dataset: str, name: str | None = None, split: str = "test"
 
 
 def _benchmarks(settings: Any) -> Iterator[Input]:
-    """Data sets of the tasks, where `data` names none of one's own."""
+    """Data sets of the tasks, where `data` names none of one's own and answers are to be made.
+
+    Tasks may share one, as a part of it each: it is here where the parts of all of them are.
+    """
     from mlxstacks.experiments.benchmarks.tasks import task_named
 
-    if settings.data is not None:
+    if settings.data is not None or settings.regrade is not None:
         return
-    seen = set()
+    here: dict[str, bool] = {}
     for sources in (task_named(task).sources for task in settings.own_tasks):
-        here = any(_is_data_set_here(one.dataset, one.name, one.split) for one in sources)
-        if sources and sources[0].dataset not in seen:
-            seen.add(sources[0].dataset)
-            yield Input("data", sources[0].dataset, here)
+        if sources:
+            found = any(_is_data_set_here(one.dataset, one.name, one.split) for one in sources)
+            here[sources[0].dataset] = here.get(sources[0].dataset, True) and found
+    for dataset, all_here in here.items():
+        yield Input("data", dataset, all_here)
 
 
 def _sources(name: str, settings: Any) -> Iterator[str]:

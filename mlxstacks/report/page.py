@@ -279,7 +279,10 @@ def _repeat(page: Page, run: Run) -> Markup:
         return tag("div", tag("h3", "To repeat it"),
                    tag("p", "The result says no settings, so it has no command."))  # fmt: skip
     file = page.recipes.get(run.slug, "FILE")
-    where = tag("p", "In the directory of this page; from elsewhere with the recipe's whole path:")
+    relative = run.recipe.relative
+    here = "In the directory of this page; from elsewhere with the recipe's whole path:"
+    there = "In the directory where this result was made, with the recipe's whole path:"
+    where = tag("p", there if relative else here)
     recipe = tag("details", tag("summary", "The recipe"),
                  tag("pre", tag("code", text(run.recipe.text, 200_000))))  # fmt: skip
     command = tag("pre", tag("code", f"mlxstacks run {file}"))
@@ -290,6 +293,11 @@ def _repeat(page: Page, run: Run) -> Markup:
     if run.recipe.paths:
         names = listed(run.recipe.paths)
         said.append(f"Paths of the machine of this result, to be set on another: {names}.")
+    if relative:
+        said.append(
+            "Other paths in it are relative to the directory where it is run: give the recipe's "
+            f"whole path and run it where this result was made. They are: {listed(relative)}."
+        )
     note = of_class("p", "note", " ".join(said))
     return tag("div", tag("h3", "To repeat it"), where, command, note, recipe)
 

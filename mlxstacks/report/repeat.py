@@ -5,7 +5,7 @@ left out of the recipe, and the command finds the model where it lies then.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,17 @@ _ENDS = {
     "items": rf"{_CACHE}/items{_DIGEST}/items\.jsonl",
     "suite": rf"{_CACHE}/suite{_DIGEST}/suite\.json",
 }
+# Settings that name what is read, from the directory of the run where they are relative. A model
+# and items may be hub ids instead, which by their text cannot be told from such paths.
+READ = {
+    "model", "adapter_path", "store_path", "other_path", "router_path", "routers", "targets",
+    "data", "log_path", "prompts", "counting_library", "persona", "items", "suite", "task_files",
+    "regrade",
+}  # fmt: skip
+# Names of what ships with the package.
+_SHIPPED = {("suite", "default")}
+# Settings that are text to a model, whatever they begin with.
+_TEXT = {"prompt", "expect", "forbid", "system_prompt", "question"}
 # What a source of data says of itself by default.
 _USUAL = (None, "train", "auto")
 _ROUTED = {"store_path": "store", "model": "model"}
@@ -56,11 +67,13 @@ class Recipe:
     """text: YAML that `mlxstacks run` takes. of_nano: settings left to the built-in model.
 
     paths: settings that hold a path from the root, which another machine may not have.
+    relative: settings that hold a path from the directory where the run was made.
     """
 
     text: str
     of_nano: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
+    relative: tuple[str, ...] = ()
 
 
 def recipe_of(command: str, settings: Value) -> Recipe | None:
@@ -79,8 +92,11 @@ def recipe_of(command: str, settings: Value) -> Recipe | None:
     text: str = yaml.safe_dump(
         {"command": command, **values}, sort_keys=False, allow_unicode=False, width=88
     )
-    paths = tuple(str(name) for name, value in values.items() if _is_absolute(value))
-    return Recipe(_head(found) + text, tuple(found), paths)
+    paths = tuple(str(name) for name, value in values.items() if _has_absolute(name, value))
+    # files of sources lie in `data`, where that is given
+    alone = not settings.raw.get("data")
+    relative = tuple(str(name) for name, value in values.items() if _relative(name, value, alone))
+    return Recipe(_head(found) + text, tuple(found), paths, relative)
 
 
 def _head(found: Mapping[str, str]) -> str:
@@ -126,6 +142,31 @@ def _nano_end(part: str, value: Any) -> str | None:
     return match.group(1) if match else None
 
 
-def _is_absolute(value: Any) -> bool:
-    listed = value if isinstance(value, list) else [value]
-    return any(isinstance(one, str) and one.startswith(("/", "~")) for one in listed)
+def _has_absolute(name: str, value: Any) -> bool:
+    return any(_is_absolute(one) for key, one in _strings(name, value) if key not in _TEXT)
+
+
+def _relative(name: str, value: Any, alone: bool) -> bool:
+    """Whether it holds a path from the directory of the run; alone: there is no `data`."""
+    if name in READ:
+        listed = value if isinstance(value, list) else [value]
+        found = [one for one in listed if isinstance(one, str) and (name, one) not in _SHIPPED]
+    else:
+        found = [one for key, one in _strings(name, value) if alone and key in ("path", "unseen")]
+    return any(one and not _is_absolute(one) for one in found)
+
+
+def _is_absolute(path: str) -> bool:
+    return path.startswith(("/", "~"))
+
+
+def _strings(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Each text in a setting, with the nearest name above it."""
+    if isinstance(value, str):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from _strings(str(key), one)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _strings(name, one)

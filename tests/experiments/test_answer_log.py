@@ -3,6 +3,8 @@
 Run: pytest tests/experiments/test_answer_log.py
 """
 
+import io
+import itertools
 import json
 from hashlib import sha256
 from itertools import pairwise
@@ -14,7 +16,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError
-from mlxstacks.experiments.answer_log import AnswerLog, chained, digests_of, whole_lines
+from mlxstacks.experiments import answer_log
+from mlxstacks.experiments.answer_log import (
+    AnswerLog,
+    chained,
+    digests_of,
+    lines_of,
+    whole_lines,
+)
 from tests.experiments.answer_files import forge
 
 HEADER = {"plan_sha256": "a", "arm": "base"}
@@ -86,10 +95,24 @@ def test_no_byte_can_be_changed_unseen(finished: tuple[Path, bytes]) -> None:
             changed = whole_lines(whole[:place] + bytes([other]) + whole[place + 1 :])
             if place == len(whole) - 1:
                 assert changed == lines[:-1]
-                digests_of(changed)
+                list(digests_of(changed))
             else:
                 with pytest.raises(ValueError, match=r"^line \d: "):
-                    digests_of(changed)
+                    list(digests_of(changed))
+
+
+def test_no_line_behind_the_first_bad_one_is_read(finished: tuple[Path, bytes]) -> None:
+    """A stranger's file can hold millions."""
+    endless = itertools.chain(whole_lines(finished[1])[:2], itertools.repeat(b"ab"))
+    with pytest.raises(ValueError, match=r"^line 3: does not follow"):
+        list(digests_of(endless))
+
+
+def test_a_line_without_an_end_is_not_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_log, "_LONGEST_LINE", 8)
+    assert list(lines_of(io.BytesIO(b"1234567\n\nhalf"))) == [b"1234567", b""]
+    with pytest.raises(ValueError, match="a line has more than 8 bytes"):
+        list(lines_of(io.BytesIO(b"a\n" + b"b" * 100)))
 
 
 @given(place=st.integers(0), byte=st.integers(0, 255), length=st.integers(0, 40))

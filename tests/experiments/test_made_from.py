@@ -4,11 +4,13 @@ Run: pytest tests/experiments/test_made_from.py
 """
 
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlxstacks.experiments import made_from as made_from_module
 from mlxstacks.experiments.answer_log import AnswerLog
 from mlxstacks.experiments.made_from import Checked, check_made_from, of_bytes
 from tests.experiments.answer_files import forge, rows_of
@@ -74,3 +76,35 @@ def test_a_stranger_s_report_reads_nothing_but_its_own_plain_files(tmp_path: Pat
         assert len(check_made_from(inside, {"file": wrong}).other) == 1, wrong
     assert check_made_from(inside, {"file": entry, "f" * 5000: entry}).same == 1
     assert check_made_from(inside, dict.fromkeys(map(str, range(5001)), entry)).other
+
+
+def test_lines_behind_the_answers_that_were_used_must_follow_too(
+    tmp_path: Path, made: dict[str, Any]
+) -> None:
+    path = tmp_path / "answers" / "a1.jsonl"
+    path.write_bytes(path.read_bytes() + b"ab\n")
+    (found,) = check_made_from(tmp_path, made).other
+    assert "line 6: does not follow" in found
+
+
+def test_one_file_under_many_names_is_read_up_to_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(made_from_module, "_MOST_BYTES_IN_ALL", 250)
+    (tmp_path / "file").write_bytes(b"x" * 100)
+    names = [f"{'./' * times}file" for times in range(4)]
+    found = check_made_from(tmp_path, dict.fromkeys(names, of_bytes(b"x" * 100)))
+    assert found.same == 2
+    assert [name in said for name, said in zip(names[2:], found.other, strict=True)] == [True] * 2
+    assert "more than 250 bytes of files" in found.other[0]
+
+
+def test_a_large_file_of_short_lines_takes_little_memory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"ab\n" * 300_000)
+    tracemalloc.start()
+    try:
+        found = check_made_from(tmp_path, {"file": {"answers": 1, "digest": ""}})
+        assert tracemalloc.get_traced_memory()[1] < 500_000
+    finally:
+        tracemalloc.stop()
+    assert len(found.other) == 1

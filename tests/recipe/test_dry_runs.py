@@ -233,12 +233,6 @@ def test_a_command_that_plans_by_itself_says_what_is_not_here(
     assert len(plan["not_here"]) >= len(keys.split(", "))
 
 
-def test_mappings_of_settings_are_no_python(offline: Path, command: Run) -> None:
-    _, out, _ = command("run", "sweep" + BIG, "--dry-run")
-    assert "scale: 1; iters: 200;" in out
-    assert "{'" not in out
-
-
 def test_a_store_that_is_changed_is_written(offline: Path, command: Run) -> None:
     for name in ("stacks-gc", "stacks-remove", "stacks-disable", "stacks-enable"):
         _, out, _ = command("run", name, "--dry-run", "--json")

@@ -17,10 +17,11 @@ from mlxstacks.nano.curriculum import HELD_OUT_DIRECTORY
 from mlxstacks.nano.curriculum_settings import HELD_OUT
 from mlxstacks.nano.exports import cache_directory, nano_paths
 from mlxstacks.recipe.file import load_recipe
+from mlxstacks.recipe.inputs import KEYS
 from mlxstacks.recipe.resolve import resolve
 from mlxstacks.recipe.table import COMMANDS
 from mlxstacks.report.kinds import KINDS
-from mlxstacks.report.repeat import NANO_PARTS, Recipe, recipe_of
+from mlxstacks.report.repeat import NANO_PARTS, READ, Recipe, recipe_of
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.values import Value
 from mlxstacks.report.write import write_report
@@ -90,6 +91,7 @@ def test_the_recipe_of_a_report_is_planned_elsewhere(
     page = (target / "index.html").read_text("utf-8")
     assert "mlxstacks run recipes/profile.yaml" in page
     assert "In the directory of this page" in page
+    assert "Other paths in it" not in page
     assert "found anew on each machine: model, data." in page
     monkeypatch.setenv("MLXSTACKS_CACHE", cache)
     monkeypatch.chdir(target)
@@ -147,6 +149,60 @@ def test_what_is_not_filled_in_again_stays() -> None:
     # without its model the command would add the store that this run went without
     bare = {"model": model, "adapter_path": adapter, "store_path": None, "data": None}
     assert recipe_for("eval", bare).of_nano == ()
+    # paths inside other settings; what is said to a model is none
+    for name, nested in (
+        ("unseen", [{"path": "/home/me/x.jsonl"}]),
+        ("sources", [{"label": "a", "data": {"sources": [{"path": "~/x.jsonl"}]}}]),
+        ("domains", [{"name": "a", "data": None}, {"name": "b", "data": {"path": "/x.jsonl"}}]),
+    ):
+        assert recipe_for("stack", {"model": "mine", name: nested}).paths == (name,)
+    said = {"prompts": [{"prompt": "/no_think Who?", "expect": ["~"]}], "system_prompt": "/think"}
+    assert recipe_for("route check", said).paths == ()
+
+
+def test_relative_paths_are_told_from_others() -> None:
+    assert {*KEYS} <= READ
+    model, data = str(nano_paths().model_path), str(nano_paths().domains_path)
+    source = [{"path": "x.jsonl", "dataset": None}]
+    for settings, relative in (
+        ({"model": "qwen3.5-35b-a3b-3bit", "seed": 1, "layers": "all"}, ("model",)),
+        ({"model": "/m", "adapter_path": ["/a", "mlxstacks-out/train-1"]}, ("adapter_path",)),
+        ({"model": "~/m", "targets": None, "data": "/data"}, ()),
+        # files of sources lie in the data
+        ({"model": "/m", "data": "/data", "unseen": source}, ()),
+        ({"model": "/m", "data": None, "unseen": source}, ("unseen",)),
+        ({"model": "/m", "domains": [{"data": {"sources": source}}]}, ("domains",)),
+        ({"model": "/m", "suite": "default"}, ()),
+        ({"model": "/m", "suite": "mine.json", "persona": "p"}, ("suite", "persona")),
+        ({"model": model, "data": data}, ()),
+    ):
+        assert recipe_for("profile", settings).relative == relative
+
+
+def test_a_result_with_relative_inputs_is_repeated_where_it_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its inputs are found there, and not from the directory of the page."""
+    made, target = tmp_path / "made", tmp_path / "page"
+    made.mkdir()
+    (made / "model").symlink_to(nano_paths().model_path)
+    (made / "rows").symlink_to(nano_paths().domains_path)
+    file, document = every_report()["profile"]
+    document["settings"] = shown("profile") | {"model": "model", "data": "rows"}
+    run = write_run(tmp_path / "profile", file, document)
+    write_report(ReportSettings(runs=(str(run),), save_path=str(target), formats=("svg",)))
+    page = " ".join((target / "index.html").read_text("utf-8").split())
+    assert "In the directory of this page" not in page
+    assert "In the directory where this result was made, with the recipe" in page
+    assert "Other paths in it are relative to the directory where it is run: give the" in page
+    assert "run it where this result was made. They are: model, data." in page
+    again = ["run", str(target / "recipes" / "profile.yaml"), "--dry-run", "--json"]
+    monkeypatch.chdir(made)
+    assert command(again) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["prompts"]
+    monkeypatch.chdir(target)
+    assert command(again) == 0
+    assert "plan" not in json.loads(capsys.readouterr().out)
 
 
 def test_a_result_without_settings_has_no_recipe() -> None:

@@ -25,9 +25,11 @@ from mlxstacks.experiments.benchmarks.row_scoring import Row, row_log_p
 from mlxstacks.layers.output_head import OutputHead
 from mlxstacks.routing.candidate_losses import Weights
 
-# mlx-lm's kinds of cache that one offset and arrays (B, ...) are all of.
-_REPEATABLE = {
-    f"mlx_lm.models.cache.{name}" for name in ("KVCache", "RotatingKVCache", "ArraysCache")
+# mlx-lm's kinds of cache that one offset and arrays (B, ...) are all of -> where the arrays are.
+_HELD = {
+    "mlx_lm.models.cache.KVCache": ("keys", "values"),
+    "mlx_lm.models.cache.RotatingKVCache": ("keys", "values"),
+    "mlx_lm.models.cache.ArraysCache": ("cache", "left_padding", "lengths"),
 }
 # Sharing takes two passes over few tokens where many pairs would have shared one. Without this rule
 # nano on a CPU broke even between 144 and 192 saved tokens; a GPU was not measured. And a share of
@@ -54,7 +56,7 @@ def find_cached_model(model: nn.Module) -> CachedModel | None:
         return base_model.make_prompt_cache(model)
 
     entries = make()
-    if not all(_kind(entry) in _REPEATABLE for entry in entries):
+    if not all(_kind(entry) in _HELD for entry in entries):
         return None
     rows = 2
     model(mx.zeros((rows, 4), mx.int32), cache=entries)
@@ -116,17 +118,20 @@ def _repeated(entry: Any, times: int, more: int) -> Any:
     stays as it is: no array is shared with it.
     """
     found = copy.copy(entry)
-    state = entry.state
+    # By attributes, which mlx-lm keeps: what a `state` holds beside the arrays changed between its
+    # versions. `copy` brings the rest, such as the offset.
+    held: dict[str, Any] = {name: getattr(entry, name, None) for name in _HELD[_kind(entry)]}
     if _kind(entry).endswith(".KVCache"):
         # Exactly what is needed: mlx-lm would add room for 256 tokens to each copy.
-        keys, values, offset = state
         room = [(0, 0), (0, 0), (0, more), (0, 0)]
-        state = (*(mx.pad(array[..., :offset, :], room) for array in (keys, values)), offset)
-    found.state = tree_map(
-        lambda value: mx.repeat(value, times, axis=0) if isinstance(value, mx.array) else value,
-        state,
-    )
+        held = {name: mx.pad(array[..., : entry.offset, :], room) for name, array in held.items()}
+    for name, value in held.items():
+        setattr(found, name, tree_map(lambda part: _copies(part, times), value))
     return found
+
+
+def _copies(part: Any, times: int) -> Any:
+    return mx.repeat(part, times, axis=0) if isinstance(part, mx.array) else part
 
 
 def _kind(entry: Any) -> str:

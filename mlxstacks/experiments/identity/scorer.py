@@ -3,8 +3,8 @@
 A pattern is a text, compared without regard to case, blanks and the form of an apostrophe, with
 `I'm` and `I am` the same; where it begins or ends with a letter or digit, a word begins or ends
 there too (`Ada` is not in `Canada`). Behind `re:` it is a regular expression of Python's `re`,
-compared in the same way, within limits of time and memory (expressions.py). Nothing is guessed: the
-verdict names each pattern that is missing and each that was hit.
+compared in the same way, within limits of time and, on Linux, memory (expressions.py). Nothing is
+guessed: the verdict names each pattern that is missing and each that was hit.
 """
 
 import functools

@@ -2,8 +2,9 @@
 
 A file holds `prompts`, a list, or one row a line (JSONL). A row has `category`, `prompt`,
 `required`, `forbidden` (lists of patterns, see scorer.py) and, if wanted, an `id`; nothing else.
-A file may come from anybody: it is small, regular, nothing in it grows when it is read, and an
-expression that takes for ever or all memory is ended and named.
+A file may come from anybody: it is small, regular, nothing in it grows when it is read, and the
+first expression that takes for ever (on Linux, also one that takes all memory) ends the reading and
+is named, as is one by which all together have taken too long.
 """
 
 import difflib
@@ -11,6 +12,7 @@ import itertools
 import json
 import reprlib
 import stat
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ KEYS = ("id", "category", "prompt", "required", "forbidden")
 FAILS, PASSES = 0, 1
 _MOST_BYTES = 1_000_000
 _MOST_SHOWN = 8
+# For all patterns of a suite on an empty text; ordinary ones take microseconds each.
+_MOST_SECONDS = 120.0
 _SIMPLER = "write the pattern so that nothing that repeats holds a part that repeats"
 # Of a value in a message: YAML's references can make one that is endless when it is spelled out.
 _SHORT = reprlib.Repr()
@@ -69,7 +73,7 @@ def open_suite(source: str | None, card: PersonaCard | None) -> Suite:
     """The suite of a run. source: a file, or None and "default" for the one of a persona card.
 
     Raises: InputError listing every row that is no prompt, prompts and ids that occur twice, or
-        saying what is missing.
+        saying what is missing; at once for a pattern that takes too long.
     """
     if source is not None and source != DEFAULT_SUITE:
         path = user_path(source)
@@ -85,7 +89,11 @@ def open_suite(source: str | None, card: PersonaCard | None) -> Suite:
 def suite_of(rows: Sequence[Any], where: str) -> Suite:
     """Prompts from rows. Raises: as `open_suite`."""
     problems: list[str] = []
-    found = [p for place, row in enumerate(rows, 1) if (p := _prompt(place, row, problems))]
+    until = time.monotonic() + _MOST_SECONDS
+    try:
+        found = [p for n, row in enumerate(rows, 1) if (p := _prompt(n, row, problems, until))]
+    except TimeoutError as error:
+        raise InputError(f"{where}: {error}") from None
     for what, names in (
         ("prompt", [normalised(one.prompt) for one in found]),
         ("id", [one.prompt_id for one in found]),
@@ -125,8 +133,11 @@ def as_items(suite: Suite) -> list[Item]:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def _prompt(place: int, row: Any, problems: list[str]) -> SuitePrompt | None:
-    """The prompt of a row; what is wrong with it goes to `problems`."""
+def _prompt(place: int, row: Any, problems: list[str], until: float) -> SuitePrompt | None:
+    """The prompt of a row; what is wrong with it goes to `problems`. until: of time.monotonic().
+
+    Raises: TimeoutError naming prompt and pattern.
+    """
     if not isinstance(row, Mapping):
         problems.append(f"prompt {place}: is {type(row).__name__}, not a mapping of keys")
         return None
@@ -140,7 +151,12 @@ def _prompt(place: int, row: Any, problems: list[str]) -> SuitePrompt | None:
         for key, text in texts.items()
         if not isinstance(text, str) or not text.strip() or not _is_unicode(text)
     ]
-    patterns = {key: _patterns(key, row.get(key, ()), wrong) for key in ("required", "forbidden")}
+    try:
+        patterns = {
+            key: _patterns(key, row.get(key, ()), wrong, until) for key in ("required", "forbidden")
+        }
+    except TimeoutError as error:
+        raise TimeoutError(f"prompt {place}: {error}; {_SIMPLER}") from None
     if not wrong and not any(patterns.values()):
         wrong.append("neither required nor forbidden: every reply would pass")
     both = sorted(set(patterns["required"]) & set(patterns["forbidden"]))
@@ -166,7 +182,7 @@ def _unknown(key: str) -> str:
     return f"unknown key {key!r:.40}{hint} (known: {', '.join(KEYS)})"
 
 
-def _patterns(key: str, value: Any, wrong: list[str]) -> tuple[str, ...]:
+def _patterns(key: str, value: Any, wrong: list[str], until: float) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list | tuple) or not all(
         isinstance(one, str) and _is_unicode(one) for one in values
@@ -177,9 +193,14 @@ def _patterns(key: str, value: Any, wrong: list[str]) -> tuple[str, ...]:
         try:
             check_pattern(pattern)
         except TimeoutError as error:
-            wrong.append(f"{key}: {error} on an empty text; {_SIMPLER}")
+            raise TimeoutError(f"{key}: {error} on an empty text") from None
         except ValueError as error:
             wrong.append(f"{key}: {error}")
+        if time.monotonic() > until:
+            raise TimeoutError(
+                f"{key}: up to {pattern!r:.200} all patterns took more than {_MOST_SECONDS:.0f} "
+                "seconds on an empty text"
+            )
     return tuple(dict.fromkeys(values))
 
 

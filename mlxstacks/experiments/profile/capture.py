@@ -128,10 +128,14 @@ def profile_routing(
     """The profile of a loaded model. groups: name -> texts, as they go in; each group counts as
     many tokens as the smallest one has. rule: by default as `mlxstacks profile`.
 
-    Raises: ValueError: a dense model, fewer than two groups, or a group with fewer than two texts
-        within these tokens.
+    Raises: ValueError: a dense model, one with experts in a single layer, fewer than two groups, or
+        a group with fewer than two texts within these tokens.
     """
     switches = find_switches(model)
+    if len(switches) < 2:
+        raise ValueError(
+            "one layer has experts, so no layer can be a group's own; need two of them or more"
+        )
     mark = begin_mark(tokenizer)
     encoded = {
         name: [Prompt("", (*mark, *tokenizer.encode(text, add_special_tokens=False)))
@@ -157,7 +161,7 @@ def profile_routing(
     )
     usual = ProfileSettings()
     rule = rule or Rule(
-        min(usual.top_layers, len(switches)), usual_top_experts(switches[0].num_experts),
+        min(usual.top_layers, len(switches) - 1), usual_top_experts(switches[0].num_experts),
         usual.permutations, usual.halves, usual.alpha, usual.seed,
     )  # fmt: skip
     p = shares(choices.counts)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache
+from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKVCache
 
 from mlxstacks import base_model
 from mlxstacks.experiments.benchmarks import shared_context
@@ -168,6 +168,31 @@ def test_sums_are_those_of_whole_inputs(model: nn.Module, limits: tuple[int, int
             assert headless.sums(pairs) == pytest.approx(wanted, abs=ROUNDING)
             old = whole(kept).reference_sums(pairs)
             assert kept.reference_sums(pairs) == pytest.approx(old, abs=ROUNDING)
+
+
+@pytest.mark.usefixtures("always")
+def test_what_a_state_holds_beside_its_arrays_does_not_matter(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before mlx-lm 0.32 it was keys and values, cut at the offset, which was set from them."""
+
+    def get(entry: Any) -> tuple[mx.array, mx.array]:
+        return entry.keys[..., : entry.offset, :], entry.values[..., : entry.offset, :]
+
+    def put(entry: Any, state: tuple[mx.array, mx.array]) -> None:
+        entry.keys, entry.values = state
+        entry.offset = entry.keys.shape[2]
+
+    def put_arrays(entry: Any, state: list[Any]) -> None:
+        entry.cache = state
+
+    for kind in (KVCache, RotatingKVCache):
+        monkeypatch.setattr(kind, "state", property(get, put))
+    monkeypatch.setattr(ArraysCache, "state", property(lambda entry: entry.cache, put_arrays))
+    pairs = draw(3)
+    kept = scorer(model)
+    with evaluating(model), base_model.gated_delta_installed():
+        assert kept.sums(pairs) == pytest.approx(whole(kept).sums(pairs), abs=ROUNDING)
 
 
 @pytest.mark.usefixtures("always")

@@ -2,15 +2,19 @@
 
 import os
 import re
+import resource
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError
+from mlxstacks.experiments import line_worker
 from mlxstacks.experiments.identity import expressions
 from mlxstacks.experiments.identity.expressions import fits
 from mlxstacks.experiments.identity.suite import SuitePrompt, suite_of
@@ -82,9 +86,60 @@ def test_a_worker_that_ends_by_itself_is_replaced() -> None:
     assert worker._process is not None
     worker._process.kill()
     worker._process.wait()
-    with pytest.raises(TimeoutError):
-        fits("c", "abc")
+    assert fits("c", "abc"), "the question is not to blame"
     assert fits("a", "abc")
+
+
+def test_an_interrupted_question_s_answer_is_not_the_next_one_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = "print(flush=True)\nwhile True: print(input(), flush=True)"
+    worker = LineWorker([sys.executable, "-c", code])
+    own, calls = line_worker._line, iter(range(9))
+
+    def interrupted(process: Any, seconds: float) -> bytes | None:
+        if next(calls) == 1:  # the first is the word that it is ready
+            raise KeyboardInterrupt
+        return own(process, seconds)
+
+    monkeypatch.setattr(line_worker, "_line", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            worker.ask({"number": 1}, 60)
+        assert worker.ask({"number": 2}, 60) == {"number": 2}
+    finally:
+        worker.close()
+
+
+@pytest.mark.parametrize("hardest", [resource.RLIM_INFINITY, 1 << 40, 3 << 29, 1 << 29])
+def test_the_memory_that_is_told_is_the_limit_that_is_set(
+    monkeypatch: pytest.MonkeyPatch, hardest: int
+) -> None:
+    """No more than a lower hard limit of ours, which nobody could go above; none but on Linux."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (hardest, hardest))
+    monkeypatch.setattr(sys, "platform", "linux")
+    half = hardest == 1 << 29
+    assert expressions._memory_limit() == (1 << 29 if half else 1 << 30)
+    silent = SimpleNamespace(ask=lambda question, seconds: None)
+    monkeypatch.setattr(expressions, "_worker", lambda process_id: silent)
+    with pytest.raises(TimeoutError, match=rf"seconds or {'0.5' if half else '1'} GiB$"):
+        fits(f"of {hardest}", "text")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(TimeoutError, match=r"seconds$"):
+        fits(f"of {hardest}", "text")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited on Linux alone")
+def test_a_lower_hard_limit_does_not_stop_it() -> None:
+    code = (
+        "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29)); "
+        "runpy.run_path(sys.argv[1])['_work']()"
+    )
+    worker = LineWorker([sys.executable, "-I", "-S", "-c", code, expressions.__file__])
+    try:
+        assert worker.ask({"expression": "b", "text": "abc"}, 60) == {"fits": True}
+    finally:
+        worker.close()
 
 
 def test_a_process_that_does_not_start_is_told() -> None:

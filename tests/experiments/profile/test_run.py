@@ -13,6 +13,7 @@ import pytest
 
 from mlxstacks import base_model
 from mlxstacks.errors import InputError
+from mlxstacks.experiments.profile import capture
 from mlxstacks.experiments.profile import run as profile_run
 from mlxstacks.experiments.profile.capture import profile_routing
 from mlxstacks.experiments.profile.data import MOST_GROUPS
@@ -22,6 +23,7 @@ from mlxstacks.experiments.profile.report import ProfileReport
 from mlxstacks.experiments.profile.run import run
 from mlxstacks.experiments.profile.settings import ProfileSettings
 from mlxstacks.files.strict_json import json_sha256
+from mlxstacks.layers.switch_choices import find_switches
 from tests.cli.conftest import Run, command
 from tests.experiments.profile_cases import (
     EXPERTS,
@@ -103,6 +105,21 @@ def test_a_loaded_model_has_the_profile_of_the_command(place: Path, report: Prof
     for few in ({}, {"one": ["a b", "c"]}, {"one": ["abc", "def"], "two": ["abcdefgh"]}):
         with pytest.raises(ValueError, match="need two groups or more, each of two texts"):
             profile_routing(model, tokenizer, few)
+
+
+def test_top_layers_are_fewer_than_the_layers_with_experts(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else every group has the same ones."""
+    model, tokenizer, _ = base_model.load(place / "model")
+    own = find_switches(model)
+    texts = {"one": ["a b c", "d e f"], "two": ["g h i", "j k l"]}
+    for layers, most in ((4, 3), (3, 2), (2, 1)):
+        monkeypatch.setattr(capture, "find_switches", lambda _, n=layers: own[:n])
+        assert profile_routing(model, tokenizer, texts).tables["top_layers"]["k"] == most
+    monkeypatch.setattr(capture, "find_switches", lambda _: own[:1])
+    with pytest.raises(ValueError, match="one layer has experts"):
+        profile_routing(model, tokenizer, texts)
 
 
 def test_what_can_be_found_is_told_beforehand(report: ProfileReport) -> None:
