@@ -6,13 +6,12 @@ answer_log.py. What follows from answers and settings (rows to train on) is made
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mlxstacks.errors import InputError
-from mlxstacks.files.outputs import write_json
+from mlxstacks.files.outputs import write_file, write_json
 from mlxstacks.files.strict_json import compact, json_sha256, read_object
 
 # Of files that this program wrote: one holds every sample of a benchmark, so it has no small limit.
@@ -57,10 +56,5 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:
     if path.is_file() and path.read_bytes() == data:
         return data
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_file(path, data)
     return data

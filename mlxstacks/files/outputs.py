@@ -167,8 +167,13 @@ def write_json(path: Path, value: Any, *, sort_keys: bool = False, allow_nan: bo
         ValueError: NaN or Infinity in `value` without `allow_nan`.
         TargetError: the directory is missing or read-only, the disk is full.
     """
+    write_file(path, _json_bytes(value, sort_keys, allow_nan))
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file atomically, as `write_json`. Raises: TargetError."""
     path = Path(path)
-    data = memoryview(_json_bytes(value, sort_keys, allow_nan))
+    data = memoryview(content)
     temporary = _sibling(path, f"tmp-{os.getpid()}")
     try:
         with target_errors(path, data.nbytes):

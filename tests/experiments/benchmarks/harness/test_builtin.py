@@ -3,11 +3,9 @@ Run: pytest tests/experiments/benchmarks/harness/test_builtin.py
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from mlxstacks.errors import InputError
@@ -19,8 +17,6 @@ from mlxstacks.experiments.benchmarks.harness.results import _domains, harness_p
 from mlxstacks.experiments.benchmarks.harness.run import _labels, run_harness
 from mlxstacks.experiments.benchmarks.settings import EvalSettings
 from mlxstacks.experiments.benchmarks.types import BenchItem, Replied
-from tests.experiments.benchmarks.arm_cases import arms_of
-from tests.experiments.route_evaluate_cases import Places, write_places
 from tests.experiments.train_cases import WORDS, write_rows
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
@@ -41,17 +37,6 @@ ANATOMY = [
     for n, word in enumerate(WORDS)
 ]
 ROWS = {"allenai/ai2_arc": ARC, "openai/gsm8k": GSM8K, "cais/mmlu": ANATOMY}
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
-    mx.set_default_device(mx.cpu)
-    return write_places(tmp_path_factory.mktemp("places"), threshold=0.3)
-
-
-@pytest.fixture(scope="module")
-def arm(places: Places) -> Iterator[ModelArm]:
-    yield from arms_of(places, ("base",))
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@ Run: pytest tests/experiments/benchmarks/harness/test_run.py
 """
 
 import json
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,24 +19,13 @@ from mlxstacks.experiments.benchmarks.task_data import read_task
 from mlxstacks.experiments.benchmarks.tasks import task_named
 from mlxstacks.experiments.benchmarks.types import BenchItem
 from tests.experiments.benchmarks.arm_cases import arms_of
-from tests.experiments.route_evaluate_cases import Places, write_places
+from tests.experiments.route_evaluate_cases import Places
 from tests.experiments.train_cases import WORDS, write_rows
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 REAL = Path(__file__).parents[5] / "shared" / "data"
 SUMS = 2e-4
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
-    mx.set_default_device(mx.cpu)
-    return write_places(tmp_path_factory.mktemp("places"), threshold=0.3)
-
-
-@pytest.fixture(scope="module")
-def arm(places: Places) -> Iterator[ModelArm]:
-    yield from arms_of(places, ("base",))
 
 
 @pytest.fixture(scope="module")
