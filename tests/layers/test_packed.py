@@ -141,7 +141,7 @@ def test_half_precision_stacks_answer_in_the_dtype_of_x() -> None:
     assert_close(made(x, Rows()), in_full(half, x))
     before = alone(half, x, Rows())
     made.serve(ungated(), mx.float32)
-    assert_close(made(x, Rows()), before, 1e-7)
+    assert_close(made(x, Rows()), before, 1e-6)  # two orders of the same sums
     assert made.stacks()[0].lora_a.dtype == mx.float16
 
 
