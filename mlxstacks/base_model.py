@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_map_with_path, tree_unflatten
 
 from mlxstacks.errors import CheckpointError
@@ -121,6 +122,46 @@ def dequantize(model: nn.Module) -> None:
     from mlx_lm.utils import dequantize_model
 
     dequantize_model(model)
+
+
+# Below, setting up a product for each expert costs more than it saves.
+_LEAST_EXPERT_BYTES = 1 << 20
+
+
+def group_experts(model: nn.Module) -> None:
+    """Let large plain experts, in place, take all their rows in one product on a CPU.
+
+    There `mx.gather_mm` multiplies row after row, each reading its expert's weights again.
+    Law: the outputs and gradients of `gather_mm`, to the order of sums.
+    """
+    from mlx_lm.models.switch_layers import SwitchLinear
+
+    for _, module in model.named_modules():
+        if type(module) is SwitchLinear and module.weight[0].nbytes >= _LEAST_EXPERT_BYTES:
+            module.__class__ = _grouped_switch_linear()
+
+
+@functools.cache
+def _grouped_switch_linear() -> type[nn.Module]:
+    from mlx_lm.models.switch_layers import SwitchLinear
+
+    class GroupedSwitchLinear(SwitchLinear):  # type: ignore[misc]
+        def __call__(
+            self, x: mx.array, indices: mx.array, sorted_indices: bool = False
+        ) -> mx.array:
+            """x (N, 1, K) and indices (N,) where rows are sorted by expert, as in a prompt."""
+            if not sorted_indices or "bias" in self:
+                return super().__call__(x, indices, sorted_indices)
+            try:
+                counts = np.bincount(np.array(indices), minlength=self.num_experts)
+            except ValueError:  # inside mx.compile, where no number is known
+                return super().__call__(x, indices, sorted_indices)
+            parts = mx.split(x, np.cumsum(counts)[:-1].tolist())
+            return mx.concatenate(
+                [part @ self.weight[e].T for e, part in enumerate(parts) if part.size]
+            )
+
+    return GroupedSwitchLinear
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -19,6 +19,8 @@ def prepare_base(model: nn.Module, base: str, notes: list[str]) -> bool:
     if wanted:
         base_model.dequantize(model)
         base_model.cast(model, mx.float32)
+        if device.kind == "cpu":
+            base_model.group_experts(model)
         size = memory.bytes_in_words(needed)
         notes.append(f"The base computes with its stored values in float32 ({size}).")
     return wanted

@@ -1,0 +1,40 @@
+"""A base prepared to compute on a CPU. Run: pytest tests/training/test_prepare_base.py"""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
+
+from mlxstacks import base_model
+from tests.layers.build import assert_close
+
+
+def rows(dims: int) -> tuple[mx.array, mx.array]:
+    """(x (1, 40, dims), indices (1, 40, 2)): enough to be sorted by expert; expert 3 gets none."""
+    key = mx.random.key(0)
+    return mx.random.normal((1, 40, dims), key=key), mx.random.randint(0, 3, (1, 40, 2), key=key)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, mx.grad, mx.compile])
+def test_grouped_experts_answer_as_gather_mm_does(transform: Callable[..., Callable]) -> None:
+    mixture = SwitchGLU(512, 512, 4, bias=False)
+    x, indices = rows(512)
+
+    def function(x: mx.array) -> mx.array:
+        return mx.sum(mixture(x, indices) ** 2)
+
+    before = transform(function)(x)
+    mx.eval(before)
+    base_model.group_experts(mixture)
+    assert type(mixture.up_proj) is not SwitchLinear
+    assert_close(transform(function)(x), before)
+
+
+def test_small_experts_and_those_of_other_classes_stay() -> None:
+    model = nn.Module()
+    model.small, model.plain = SwitchGLU(64, 64, 4), nn.Linear(1024, 1024)
+    base_model.group_experts(model)
+    assert type(model.small.up_proj) is SwitchLinear
+    assert type(model.plain) is nn.Linear
