@@ -1,0 +1,373 @@
+"""What a fuse does to the behaviour of a real model: refit at zero delta, and a persona by policy.
+
+    python -m benchmarks.real_models refit --model DIR        # and --save-path FILE for all figures
+    python -m benchmarks.real_models policies --model DIR --adapter-path DIR --save-path DIR
+
+`refit` requantizes every projection with a delta of zero, on the grid that the model lies in and on
+MLX's own grids of 4 and 3 bits; `policies` puts one adapter into the model under each policy,
+beside the adapter unfused, the zero-delta control and a random delta of equal norm in each module.
+Every model computes in float32 with the values that are stored. Text is read token by token with
+the right tokens before it. KL is in nats a token. Intervals hold 95%: of KL and loss by drawing
+texts again, of shares by Wilson. A finished arm is a file in --save-path, and is not made again.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from benchmarks.timing import machine
+from mlxstacks import base_model
+from mlxstacks.experiments.benchmarks.arm_model import Loaded, ModelArm
+from mlxstacks.experiments.benchmarks.arm_routes import Routes
+from mlxstacks.experiments.benchmarks.arm_settings import ArmSettings
+from mlxstacks.experiments.benchmarks.task_data import read_task
+from mlxstacks.experiments.benchmarks.tasks import task_named
+from mlxstacks.experiments.benchmarks.types import BenchItem
+from mlxstacks.experiments.confound.adapters import write_controls
+from mlxstacks.experiments.identity.settings import PersonaCard
+from mlxstacks.experiments.identity.suite import SuitePrompt, open_suite
+from mlxstacks.fuse.in_memory import fuse_in_memory
+from mlxstacks.fuse.settings import FuseSettings, PolicyName
+from mlxstacks.stats import wilson_interval
+from mlxstacks.training.prepare_base import prepare_base
+
+POLICIES: tuple[PolicyName, ...] = (
+    "refit", "keep", "nearest", "stochastic", "promote", "dequantize", "auto",
+)  # fmt: skip
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TASKS = ("arc_easy", "hellaswag")
+PERSONA = PersonaCard(name="Nova", maker="Lighthouse Labs")
+REPLY_TOKENS = 40
+RESAMPLES = 2000
+
+Texts = list[list[int]]
+Figures = dict[str, Any]
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def load(model_path: Path, adapter_path: Path | None = None) -> tuple[nn.Module, Any, Any]:
+    """(model in float32 with the stored values, tokenizer, config)."""
+    model, tokenizer, config = base_model.load(model_path, adapter_path, lazy=True)
+    prepare_base(model, "float32", [])
+    model.eval()
+    return model, tokenizer, config
+
+
+def write_zero_adapter(
+    model_path: Path, directory: Path, suffixes: Sequence[str], every: int = 1
+) -> None:
+    """An adapter of zeros, rank 1, on the projections whose paths end with one of `suffixes`, of
+    layers 0, every, 2 * every, ...
+    """
+    model, _, _ = base_model.load(model_path, lazy=True)
+    paths = [path for path, _ in base_model.named_quantizable(model)]
+    layers = [path.split("layers.")[1] for path in paths if "layers." in path]
+    keys = sorted({path.split(".", 1)[1] for path in layers})
+    chosen = [key for key in keys if key.endswith(tuple(suffixes))]
+    base_model.attach_lora(model, -1, 1, 1.0, chosen)
+    weights = {
+        path: mx.zeros_like(value)
+        for path, value in tree_flatten(model.trainable_parameters())
+        if int(path.split("layers.")[1].split(".")[0]) % every == 0
+    }
+    base_model.save_adapter(directory, weights, -1, 1, 1.0, chosen)
+
+
+def on_mlx_grid(model_path: Path, directory: Path, bits: int) -> Path:
+    """The model with its stored values quantized to MLX's grid, group size 64, bfloat16 scales."""
+    from mlxstacks.files.carry import copy_side_files
+
+    model, _, config = base_model.load(model_path, lazy=True)
+    base_model.dequantize(model)
+    base_model.cast(model, mx.bfloat16)
+    plain = {key: value for key, value in config.items() if not key.startswith("quantization")}
+    base_model.save_model(directory, model, base_model.quantize(model, plain, bits, 64))
+    copy_side_files(model_path, directory)
+    return directory
+
+
+# --- what is measured -----------------------------------------------------------------------------
+
+
+def texts_of(tokenizer: Any, data: Path, rows: int, tokens: int) -> Texts:
+    """GSM8K questions with answers, stories and instructions with answers, `rows` of each.
+
+    From the test file of GSM8K; of the others the last rows of the file.
+    """
+    parts: list[list[str]] = []
+    for name, keys in (
+        ("gsm8k_test", ("question", "answer")),
+        ("tinystories", ("text",)),
+        ("alpaca", ("instruction", "input", "output")),
+    ):
+        lines = (data / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        chosen = lines[:rows] if name == "gsm8k_test" else lines[-rows:]
+        parts.append(["\n".join(json.loads(line)[key] for key in keys).strip() for line in chosen])
+    texts = [text for part in parts for text in part]
+    return [tokenizer.encode(text, add_special_tokens=False)[:tokens] for text in texts]
+
+
+def log_probabilities(model: nn.Module, texts: Texts) -> Iterator[mx.array]:
+    """For each text of T tokens log p of its next tokens, (T - 1, V) float32."""
+    for tokens in texts:
+        logits = model(mx.array([tokens[:-1]]))[0].astype(mx.float32)
+        log_p = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        mx.eval(log_p)
+        yield log_p
+        mx.clear_cache()
+
+
+def compare(
+    model: nn.Module, texts: Texts, references: dict[str, list[mx.array]]
+) -> dict[str, list[dict[str, float]]]:
+    """Per text: tokens, loss, and against each reference the sum of KL(reference || model) and
+    how many most likely next tokens differ.
+    """
+    rows = []
+    for number, log_p in enumerate(log_probabilities(model, texts)):
+        targets = mx.array(texts[number][1:])
+        row: dict[str, float] = {
+            "tokens": len(texts[number]) - 1,
+            "loss": -mx.take_along_axis(log_p, targets[:, None], axis=-1).sum().item(),
+        }
+        for name, reference in references.items():
+            q = reference[number]
+            row[f"kl_{name}"] = mx.sum(mx.exp(q) * (q - log_p)).item()
+            row[f"flips_{name}"] = int(mx.sum(mx.argmax(q, -1) != mx.argmax(log_p, -1)).item())
+        rows.append(row)
+    return {"texts": rows}
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What every arm is asked beside the texts."""
+
+    items: dict[str, list[BenchItem]]
+    prompts: tuple[SuitePrompt, ...]
+
+
+def ask(loaded: Loaded, questions: Questions) -> Figures:
+    """Picks by likelihood (mean over a candidate's tokens), and replies to the identity prompts."""
+    arm = ModelArm("base", loaded, Routes("base"))
+    picks = {}
+    for name, items in questions.items.items():
+        scored = arm.score(items)
+        picks[name] = [
+            int(np.argmax([s / n for s, n in zip(one.sums, one.tokens, strict=True)]))
+            for one in scored
+        ]
+    asked = [
+        BenchItem(prompt.prompt_id, prompt.prompt, "", (), (), prompt.category)
+        for prompt in questions.prompts
+    ]
+    replies = [reply.text for reply in arm.reply(asked, REPLY_TOKENS)]
+    passed = [
+        prompt.verdict(reply).passed
+        for prompt, reply in zip(questions.prompts, replies, strict=True)
+    ]
+    return {"picks": picks, "replies": replies, "passed": passed}
+
+
+def drawn_again(rows: Sequence[dict[str, float]], key: str) -> tuple[float, float, float]:
+    """(value a token, low, high): the interval by drawing texts again."""
+    sums = np.array([row[key] for row in rows])
+    tokens = np.array([row["tokens"] for row in rows])
+    draws = np.random.default_rng(0).integers(0, len(rows), (RESAMPLES, len(rows)))
+    values = sums[draws].sum(1) / tokens[draws].sum(1)
+    low, high = np.quantile(values, (0.025, 0.975))
+    return float(sums.sum() / tokens.sum()), float(low), float(high)
+
+
+# --- refit at zero delta --------------------------------------------------------------------------
+
+
+def refit(options: argparse.Namespace) -> list[Figures]:
+    """The rows of the table `refit`."""
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        grids = {"as stored": options.model}
+        for bits in options.grids:
+            directory = Path(temporary) / f"grid{bits}"
+            grids[f"MLX's grid, {bits} bits, group 64"] = on_mlx_grid(
+                options.model, directory, bits
+            )
+        for grid, path in grids.items():
+            model, tokenizer, _ = load(path)
+            texts = texts_of(tokenizer, options.data, options.rows, options.tokens)
+            if options.gsm8k_only:
+                texts = texts[: options.rows]
+            reference = list(log_probabilities(model, texts))
+            before = compare(model, texts, {})["texts"]
+            for what, every in [(("down_proj",), 3), (PROJECTIONS, 1)]:
+                adapter = Path(temporary) / f"zero-{len(what)}-{path.name}"
+                write_zero_adapter(path, adapter, what, every)
+                model, _, _ = load(path)
+                fused = fuse_in_memory(
+                    model, FuseSettings(model=str(path), adapter_path=(str(adapter),),
+                                        requant="refit", zero_delta=True)
+                )  # fmt: skip
+                after = compare(model, texts, {"base": reference})["texts"]
+                row = {
+                    "grid": grid,
+                    "modules": f"all {len(fused.stages[-1].modules)} projections"
+                    if len(what) > 1
+                    else f"{len(fused.stages[-1].modules)} {what[0]}",
+                    "fuse": fused.as_json()["stages"][-1]["total"],
+                    "before": before,
+                    "after": after,
+                }
+                rows.append(row)
+                print(refit_line(row), flush=True)
+                del model
+    return rows
+
+
+def refit_line(row: Figures) -> str:
+    """A row in Markdown."""
+    tokens = int(sum(text["tokens"] for text in row["after"]))
+    flips = int(sum(text["flips_base"] for text in row["after"]))
+    low, high = _bounds(flips, tokens)
+    kl = drawn_again(row["after"], "kl_base")
+    losses = [drawn_again(row[when], "loss")[0] for when in ("before", "after")]
+    changed = row["fuse"]["codes_changed"]
+    return (
+        f"| {row['grid']} | {row['modules']} | {100 * changed:.1f}% | "
+        f"{kl[0]:.4f} ({kl[1]:.4f} to {kl[2]:.4f}) | "
+        f"{100 * flips / tokens:.1f}% ({low:.1f} to {high:.1f}) of {tokens:,} | "
+        f"{losses[0]:.3f} -> {losses[1]:.3f} |"
+    )
+
+
+def _bounds(count: int, n: int) -> tuple[float, float]:
+    interval = wilson_interval(count, n)
+    return 100 * interval.low, 100 * interval.high
+
+
+# --- one adapter, every policy --------------------------------------------------------------------
+
+Change = Callable[[nn.Module], Figures | None]
+
+
+def policies(options: argparse.Namespace) -> list[Figures]:
+    """Every arm; each is written as it is finished."""
+    out: Path = options.save_path
+    out.mkdir(parents=True, exist_ok=True)
+    zero, random = out / "zero", out / "random"
+    write_controls(options.adapter_path, zero, random, seed=0)
+    model, tokenizer, config = load(options.model)
+    texts = texts_of(tokenizer, options.data, options.rows, options.tokens)
+    references = {"base": list(log_probabilities(model, texts))}
+    del model
+    model, _, _ = load(options.model, options.adapter_path)
+    references["unfused"] = list(log_probabilities(model, texts))
+    del model
+    questions = Questions(
+        {name: read_task(task_named(name), str(options.data))[: options.items] for name in TASKS},
+        open_suite(None, PERSONA),
+    )
+    arms: dict[str, tuple[Path | None, Change]] = {
+        "base": (None, lambda _: None),
+        "unfused": (options.adapter_path, lambda _: None),
+        "random, unfused": (random, lambda _: None),
+        "zero delta, refit": (None, _fuse(options, "refit", options.adapter_path, zero=True)),
+    }
+    for policy in POLICIES:
+        arms[policy] = (None, _fuse(options, policy, options.adapter_path))
+    arms["random, auto"] = (None, _fuse(options, "auto", random))
+    arms["zero delta, auto"] = (None, _fuse(options, "auto", options.adapter_path, zero=True))
+    settings = ArmSettings(model=str(options.model), chat="generate", base="float32")
+    rows = []
+    for name, (adapter, change) in arms.items():
+        file = out / f"{name.replace(', ', '-').replace(' ', '-')}.json"
+        if not file.exists():
+            model, _, _ = load(options.model, adapter)
+            fuse = change(model)
+            loaded = Loaded(model, tokenizer, config, settings)
+            row = {"arm": name, "fuse": fuse, **compare(model, texts, references)}
+            row |= ask(loaded, questions)
+            row["golds"] = {task: [i.gold for i in questions.items[task]] for task in TASKS}
+            file.write_text(json.dumps(row))
+            del model, loaded
+        rows.append(json.loads(file.read_text()))
+        print(policy_line(rows[-1], rows), flush=True)
+    return rows
+
+
+def _fuse(
+    options: argparse.Namespace, policy: PolicyName, adapter: Path, zero: bool = False
+) -> Change:
+    settings = FuseSettings(
+        model=str(options.model), adapter_path=(str(adapter),), requant=policy, zero_delta=zero
+    )
+    return partial(_fused, settings)
+
+
+def _fused(settings: FuseSettings, model: nn.Module) -> Figures:
+    fused = fuse_in_memory(model, settings).as_json()
+    return {"total": fused["stages"][-1]["total"], "extra_bytes": fused["extra_bytes"]}
+
+
+def policy_line(row: Figures, rows: Sequence[Figures]) -> str:
+    """A row in Markdown. Answers are compared with those of the unfused adapter."""
+    unfused = next((other for other in rows if other["arm"] == "unfused"), None)
+    total = (row["fuse"] or {}).get("total") or {}
+    correlation = total.get("correlation")
+    cells = [row["arm"], "" if correlation is None else f"{correlation:.3f}"]
+    tokens = int(sum(text["tokens"] for text in row["texts"]))
+    for reference in ("base", "unfused"):
+        kl = drawn_again(row["texts"], f"kl_{reference}")
+        cells.append(f"{kl[0]:.4f} ({kl[1]:.4f} to {kl[2]:.4f})")
+    flips = int(sum(text["flips_unfused"] for text in row["texts"]))
+    cells.append("{:.1f}% ({:.1f} to {:.1f})".format(100 * flips / tokens, *_bounds(flips, tokens)))
+    cells.append("{:.3f} ({:.3f} to {:.3f})".format(*drawn_again(row["texts"], "loss")))
+    for task in TASKS:
+        picks, golds = row["picks"][task], row["golds"][task]
+        right = sum(pick == gold for pick, gold in zip(picks, golds, strict=True))
+        cell = "{:.1f}% ({:.0f} to {:.0f})".format(
+            100 * right / len(picks), *_bounds(right, len(picks))
+        )
+        if unfused is not None:
+            others = sum(a != b for a, b in zip(picks, unfused["picks"][task], strict=True))
+            cell += f", {others} other"
+        cells.append(cell)
+    passed = sum(row["passed"])
+    cells.append("{} of {} ({:.0f} to {:.0f}%)".format(
+        passed, len(row["passed"]), *_bounds(passed, len(row["passed"])))
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> None:
+    mx.set_default_device(mx.cpu)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("command", choices=("refit", "policies"))
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--adapter-path", type=Path)
+    parser.add_argument("--data", type=Path, required=True, help="gsm8k_test.jsonl and others")
+    parser.add_argument("--rows", type=int, default=12, help="texts of each kind")
+    parser.add_argument("--tokens", type=int, default=192, help="a text is cut to")
+    parser.add_argument("--items", type=int, default=200, help="items of each task")
+    parser.add_argument("--grids", type=int, nargs="*", default=[4, 3], help="bits; refit")
+    parser.add_argument("--gsm8k-only", action="store_true", help="no stories, no instructions")
+    parser.add_argument("--save-path", type=Path, required=True)
+    options = parser.parse_args()
+    rows = {"refit": refit, "policies": policies}[options.command](options)
+    if options.command == "refit":
+        options.save_path.write_text(json.dumps(rows))
+    print(json.dumps({"machine": machine(), "rows": len(rows)}))
+
+
+if __name__ == "__main__":
+    main()
