@@ -28,7 +28,7 @@ LEVELS = {
     **dict.fromkeys(("ops", "data", "stats", "memory"), 0),
     **dict.fromkeys(("files", "base_model"), 1),
     **dict.fromkeys(("layers",), 2),
-    **dict.fromkeys(("fuse", "training", "evaluate"), 3),
+    **dict.fromkeys(("convert", "fuse", "training", "evaluate"), 3),
     **dict.fromkeys(("routing", "guard"), 4),
     **dict.fromkeys(("experiments", "nano"), 5),
     **dict.fromkeys(("recipe", "report", "doctor"), 6),

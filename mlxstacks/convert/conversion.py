@@ -1,0 +1,115 @@
+"""A conversion before a byte is written: what each source tensor becomes, the config, the files.
+
+Readers of a format make a `Conversion`; `write` streams it into an mlx-lm directory. Memory stays
+at the chunk in hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mlxstacks.files.outputs import write_json
+from mlxstacks.files.shard_header import tensor_nbytes
+from mlxstacks.files.shard_writer import Chunk, ShardWriter
+
+MAX_SHARD_BYTES = 5 << 30  # as mlx-lm writes them
+
+ProgressCallback = Callable[[int, int], None]
+TensorSpec = tuple[str, str, tuple[int, ...]]  # name, dtype of safetensors, shape
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of the source and the tensors it becomes; they lie in one shard.
+
+    kind: what it is in the source ("Q4_1", "BF16").
+    stored: what it becomes, in words ("4 bits in groups of 32, the same codes").
+    specs: name, dtype and shape of each tensor to write.
+    chunks: yields (name, C-contiguous bytes), the chunks of one tensor in their order.
+    """
+
+    kind: str
+    stored: str
+    specs: tuple[TensorSpec, ...]
+    chunks: Callable[[], Iterable[tuple[str, Chunk]]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to write."""
+        return sum(tensor_nbytes(dtype, shape) or 0 for _, dtype, shape in self.specs)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Everything of the directory to come.
+
+    config: `config.json`, with `quantization`.
+    write_files: writes tokenizer and other side files into a directory.
+    notes: what a user should know, a sentence each.
+    inputs: paths that are read, which the target may not be or hold.
+    """
+
+    config: dict[str, Any]
+    parts: tuple[Part, ...]
+    write_files: Callable[[Path], None]
+    notes: tuple[str, ...] = ()
+    inputs: tuple[Path, ...] = field(default=())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(part.nbytes for part in self.parts)
+
+
+def shards_of(conversion: Conversion, most: int = MAX_SHARD_BYTES) -> dict[str, list[Part]]:
+    """File name -> parts, filled in order up to `most` bytes; a larger part has its own file."""
+    shards: list[list[Part]] = [[]]
+    size = 0
+    for part in conversion.parts:
+        if shards[-1] and size + part.nbytes > most:
+            shards.append([])
+            size = 0
+        shards[-1].append(part)
+        size += part.nbytes
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": parts
+        for number, parts in enumerate(shards, 1)
+    }
+
+
+def write(
+    conversion: Conversion, directory: Path, progress: ProgressCallback | None = None
+) -> list[dict[str, Any]]:
+    """Write shards, index, config and side files into `directory`; returns file, bytes of shards.
+
+    Raises:
+        TargetError: the disk is full.
+    """
+    shards = shards_of(conversion)
+    done, total = 0, conversion.nbytes
+    files, weight_map = [], {}
+    for file, parts in shards.items():
+        specs = [spec for part in parts for spec in part.specs]
+        with ShardWriter(directory / file, specs, {"format": "mlx"}) as writer:
+            for name, chunk in _chunks(parts):
+                writer.write(name, chunk)
+                done += memoryview(chunk).nbytes
+                if progress is not None:
+                    progress(done, total)
+            files.append({"file": file, "bytes": writer.close()})
+        weight_map.update({name: file for name, _, _ in specs})
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(directory / "model.safetensors.index.json", index)
+    write_json(directory / "config.json", conversion.config, sort_keys=True)
+    conversion.write_files(directory)
+    return files
+
+
+def _chunks(parts: list[Part]) -> Iterator[tuple[str, Chunk]]:
+    for part in parts:
+        yield from part.chunks()
