@@ -88,6 +88,4 @@ def _plan_directory(source: Path, settings: ConvertSettings) -> Conversion:
         return stored_conversion(source)
     from mlxstacks.convert.quantize import checkpoint_conversion
 
-    return checkpoint_conversion(
-        source, settings.bits, settings.group_size, settings.overrides()
-    )
+    return checkpoint_conversion(source, settings.bits, settings.group_size, settings.overrides())
