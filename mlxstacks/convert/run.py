@@ -89,5 +89,5 @@ def _plan_directory(source: Path, settings: ConvertSettings) -> Conversion:
     from mlxstacks.convert.quantize import checkpoint_conversion
 
     return checkpoint_conversion(
-        source, settings.bits, settings.group_size, settings.overrides()
+        source, settings.bits, settings.group_size, settings.overrides(), settings.dtype
     )
