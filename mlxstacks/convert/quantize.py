@@ -33,7 +33,7 @@ from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
 from mlxstacks.files.outputs import copy_side_files
 from mlxstacks.files.shard_header import TensorInfo, read_range
 from mlxstacks.files.shard_writer import COPY_BYTES, Chunk
-from mlxstacks.files.tensor_file import raw_numbers
+from mlxstacks.files.tensor_file import non_finite, raw_numbers
 
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -43,9 +43,16 @@ _SIDECARS = {
     "vision.safetensors": re.compile(r"(^|[._])(visual|vision|image|multi_?modal|mm)([._]|$)"),
 }
 _REST = "extra.safetensors"
+# Of the source's config: its quantization is undone, and its code stays behind.
+_NOT_WRITTEN = {"quantization_config", "auto_map", "_name_or_path"}
+_QUANTIZATION_KEYS = ("quantization", "quantization_config")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
-_MLX_NAMES = {
+# Lines of MLX's graph as text: an array that an operation makes, and one that it takes.
+_OUTPUT = re.compile(r'-> "([^"]+)"$', re.MULTILINE)
+_INPUT = re.compile(r'^"([^"]+)" ->', re.MULTILINE)
+
+_DTYPE_NAMES = {
     mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8", mx.uint16: "U16", mx.int16: "I16",
     mx.uint32: "U32", mx.int32: "I32", mx.uint64: "U64", mx.int64: "I64",
     mx.float16: "F16", mx.bfloat16: "BF16", mx.float32: "F32",
@@ -71,7 +78,7 @@ def checkpoint_conversion(
     """
     checkpoint = open_checkpoint(source)
     config = base_model.read_config(source)
-    _refuse_quantized(checkpoint, config)
+    _refuse(checkpoint, config)
     weights = _lazy_weights(checkpoint)
     model = base_model.model_with(source, config, weights)
     parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
@@ -80,10 +87,9 @@ def checkpoint_conversion(
     if dtype := dtype or _config_dtype(config):
         base_model.cast(model, getattr(mx, dtype))
     # What mlx-lm reads of the config decides; what is written is the file's own text.
-    written = dict(checkpoint.config)
+    written = {k: v for k, v in checkpoint.config.items() if k not in _NOT_WRITTEN}
     if "eos_token_id" in config:
         written["eos_token_id"] = config["eos_token_id"]
-    written.pop("quantization_config", None)
     if bits is not None or module_bits:
         asked = _asked(source, model, module_bits)
         _check_floats(source, model)
@@ -92,27 +98,28 @@ def checkpoint_conversion(
         config=written,
         parts=(*_parts(model, kinds), *_carried(checkpoint, unused)),
         write_files=partial(copy_side_files, source),
+        notes=_notes(source),
         inputs=(source, *(header.path for header in checkpoint.headers)),
     )
 
 
-def _refuse_quantized(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
-    text = config.get("text_config")
-    places = [config, text if isinstance(text, dict) else {}]
-    for place in places:
-        for key in ("quantization", "quantization_config"):
-            entry = place.get(key)
-            if entry and not _dequantized_by_sanitize(entry):
-                method = entry.get("quant_method") if isinstance(entry, dict) else None
-                raise CheckpointError(
-                    f"{checkpoint.directory}: already quantized ({method or 'by MLX'}: config.json "
-                    f"has {key}), and rounding twice loses more than once; convert the unquantized "
-                    "model that it was made of"
-                )
-    if (checkpoint.directory / "hf_quant_config.json").exists():
+def _refuse(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
+    source = checkpoint.directory
+    if "model_file" in config:
         raise CheckpointError(
-            f"{checkpoint.directory}: already quantized (hf_quant_config.json is there); convert "
-            "the unquantized model that it was made of"
+            f"{source}: config.json names code to run (model_file); only classes of mlx-lm are used"
+        )
+    text = config.get("text_config")
+    parts = (config, text if isinstance(text, dict) else {})
+    entries = [part[key] for part in parts for key in _QUANTIZATION_KEYS if part.get(key)]
+    packed = any(not _dequantized_by_sanitize(entry) for entry in entries)
+    if packed or (source / "hf_quant_config.json").exists():
+        methods = [
+            e["quant_method"] for e in entries if isinstance(e, dict) and "quant_method" in e
+        ]
+        raise CheckpointError(
+            f"{source}: already quantized{f' ({methods[0]})' if methods else ''}, and rounding again "
+            "adds its own error; convert the unquantized model that it was made of"
         )
 
 
@@ -156,10 +163,6 @@ def _unused(sources: Mapping[str, mx.array], results: Sequence[mx.array]) -> lis
     nodes = [match[1] for match in islice(_OUTPUT.finditer(graph), len(candidates))]
     used = {match[1] for match in _INPUT.finditer(graph)}
     return [name for name, node in zip(candidates, nodes, strict=True) if node not in used]
-
-
-_OUTPUT = re.compile(r'-> "([^"]+)"$', re.MULTILINE)
-_INPUT = re.compile(r'^"([^"]+)" ->', re.MULTILINE)
 
 
 def _config_dtype(config: Mapping[str, Any]) -> str | None:
@@ -211,8 +214,26 @@ def _parts(model: nn.Module, kinds: Mapping[str, str]) -> Iterator[Part]:
 def _computed(arrays: dict[str, mx.array]) -> Iterator[tuple[str, Chunk]]:
     """Evaluates each array and lets go of it: `arrays` is empty afterwards."""
     for name in list(arrays):
-        yield name, raw_numbers(arrays.pop(name))
+        array = arrays.pop(name)
+        # A group with NaN or Inf has such a scale, and packed codes would hide it.
+        if (
+            name.endswith(".scales")
+            and array.dtype != mx.uint8
+            and (found := non_finite({name: array}))
+        ):
+            raise CheckpointError(
+                f"{found[0]}: the weights hold NaN or Inf, or are too large for the dtype; download "
+                "the model again, or try --dtype bfloat16"
+            )
+        yield name, raw_numbers(array)
     mx.clear_cache()
+
+
+def _notes(source: Path) -> tuple[str, ...]:
+    code = sorted(path.name for path in source.glob("*.py"))
+    if not code:
+        return ()
+    return (f"Code is not carried over: {', '.join(code)}.",)
 
 
 def _carried(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[Part]:
@@ -250,4 +271,4 @@ def _copied(info: TensorInfo) -> Iterator[tuple[str, Chunk]]:
 
 
 def _dtype_name(array: mx.array) -> str:
-    return _MLX_NAMES[array.dtype]
+    return _DTYPE_NAMES[array.dtype]
