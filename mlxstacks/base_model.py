@@ -4,7 +4,7 @@ import copy
 import functools
 import json
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,41 @@ def load(
     if not any(next(path.glob(pattern), None) for pattern in _VOCABULARIES):
         raise CheckpointError(f"{path}: no tokenizer.json or other vocabulary; download it too")
     adapter = None if adapter_path is None else str(adapter_path)
-    try:
+    with _load_errors(path):
         check_layer_count(json.loads((path / "config.json").read_text(encoding="utf-8")))
         return load_with_tokenizer(str(path), adapter_path=adapter, return_config=True, lazy=lazy)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """`config.json` as mlx-lm reads it: with the end marks of `generation_config.json`, and tagged
+    floats as numbers.
+    """
+    from mlx_lm.utils import load_config
+
+    with _load_errors(directory):
+        return load_config(directory)
+
+
+def model_with(directory: Path, config: dict[str, Any], weights: dict[str, mx.array]) -> nn.Module:
+    """The model of `config`, its weights taken from a checkpoint's by mlx-lm's own rules.
+
+    weights: named and laid out as on the hub, or as mlx-lm does. Lazy ones stay lazy; what the class
+        has no use for is left out.
+    Raises: CheckpointError where they do not go together, naming `directory`.
+    """
+    with _load_errors(directory):
+        model = build_model(config)
+        sanitize = getattr(model, "sanitize", dict)
+        model.load_weights(list(sanitize(dict(weights)).items()))
+    model.eval()
+    return model
+
+
+@contextmanager
+def _load_errors(path: Path) -> Iterator[None]:
+    """Says of what mlx-lm raises that the files of `path` do not make a model."""
+    try:
+        yield
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except _NOT_A_MODEL as error:
@@ -95,24 +127,42 @@ def load(
 
 
 def quantize(
-    model: nn.Module, config: dict[str, Any], bits: int, group_size: int = 64
+    model: nn.Module,
+    config: dict[str, Any],
+    bits: int | None,
+    group_size: int = 64,
+    module_bits: Mapping[str, int | None] | None = None,
 ) -> dict[str, Any]:
     """Quantize `model` in place as `mlx_lm.convert` would; return the config that says so.
 
-    Router gates keep 8 bits, as the model's own `quant_predicate` asks.
+    bits: None leaves every module that `module_bits` does not name in floats.
+    module_bits: module path -> bits, None for floats; goes before the model's own
+        `quant_predicate`, by which router gates keep 8 bits.
     """
-    quantization: dict[str, Any] = {"group_size": group_size, "bits": bits, "mode": "affine"}
+    asked = module_bits or {}
+    default = bits or next(filter(None, asked.values()), None)
+    quantization: dict[str, Any] = {"group_size": group_size, "bits": default, "mode": "affine"}
+    standard = dict(quantization)
     own_choice = getattr(model, "quant_predicate", None)
+
+    def choose(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        width = asked.get(path, bits)
+        if path in asked or own_choice is None or width is None:
+            return standard | {"bits": width} if width and width != default else bool(width)
+        choice: bool | dict[str, Any] = own_choice(path, module)
+        if isinstance(choice, dict) and module.weight.shape[-1] % choice.get("group_size", 1):
+            return choice | {"group_size": group_size}
+        return choice
 
     def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
             return False
-        choice = True if own_choice is None else own_choice(path, module)
+        choice = choose(path, module)
         if isinstance(choice, dict):
             quantization[path] = choice
         return choice
 
-    nn.quantize(model, group_size, bits, class_predicate=predicate)
+    nn.quantize(model, group_size, default, class_predicate=predicate)
     return config | {"quantization": quantization, "quantization_config": quantization}
 
 

@@ -28,13 +28,15 @@ class Part:
     kind: what it is in the source ("Q4_1", "BF16").
     stored: what it becomes, in words ("4 bits in groups of 32, the same codes").
     specs: name, dtype and shape of each tensor to write.
-    chunks: yields (name, C-contiguous bytes), the chunks of one tensor in their order.
+    chunks: yields (name, C-contiguous bytes), the chunks of one tensor in their order; called once.
+    file: a safetensors file beside the model's, for what mlx-lm does not load.
     """
 
     kind: str
     stored: str
     specs: tuple[TensorSpec, ...]
     chunks: Callable[[], Iterable[tuple[str, Chunk]]]
+    file: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +56,7 @@ class Conversion:
 
     config: dict[str, Any]
     parts: tuple[Part, ...]
-    write_files: Callable[[Path], None]
+    write_files: Callable[[Path], object]
     notes: tuple[str, ...] = ()
     inputs: tuple[Path, ...] = field(default=())
 
@@ -67,19 +69,23 @@ class Conversion:
 def shards_of(conversion: Conversion, most: int = MAX_SHARD_BYTES) -> dict[str, list[Part]]:
     """File name -> parts, filled in order up to `most` bytes; a larger part has its own file."""
     shards: list[list[Part]] = [[]]
+    sidecars: dict[str, list[Part]] = {}
     size = 0
     for part in conversion.parts:
+        if part.file is not None:
+            sidecars.setdefault(part.file, []).append(part)
+            continue
         if shards[-1] and size + part.nbytes > most:
             shards.append([])
             size = 0
         shards[-1].append(part)
         size += part.nbytes
     if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
+        return {"model.safetensors": shards[0]} | sidecars
     return {
         f"model-{number:05d}-of-{len(shards):05d}.safetensors": parts
         for number, parts in enumerate(shards, 1)
-    }
+    } | sidecars
 
 
 def write(
@@ -105,7 +111,7 @@ def write(
         weight_map.update({name: file for name, _, _ in specs})
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_json(directory / "model.safetensors.index.json", index)
-    write_json(directory / "config.json", conversion.config, sort_keys=True)
+    write_json(directory / "config.json", conversion.config, sort_keys=True, allow_nan=True)
     conversion.write_files(directory)
     return files
 

@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Bits = Literal[2, 3, 4, 5, 6, 8]
+Dtype = Literal["float16", "bfloat16", "float32"]
 ALLOWED_BITS = (2, 3, 4, 5, 6, 8)
 
 
@@ -14,8 +15,10 @@ class ConvertSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str = Field(
-        description="A .gguf file, a model directory, or a Hugging Face id.",
+    model: str | None = Field(
+        None,
+        description="A .gguf file, a model directory, or a Hugging Face id. Default: the built-in "
+        "nano model in float32.",
     )
     save_path: str | None = Field(
         None, description="Directory to write. Default: ./mlxstacks-out/convert."
@@ -32,6 +35,11 @@ class ConvertSettings(BaseModel):
         (),
         description="PATTERN=N: modules whose path matches the shell pattern get N bits, none for "
         "floats. Repeatable; the last match wins.",
+    )
+    dtype: Dtype | None = Field(
+        None,
+        description="Dtype of what stays in floats, and of scales. Default: the `torch_dtype` of "
+        "config.json, else as stored. Not for GGUF files.",
     )
     upcycle: int | None = Field(
         None,
@@ -57,14 +65,14 @@ class ConvertSettings(BaseModel):
             raise ValueError(f"top_k is {self.top_k}, more than the {self.upcycle} experts")
         return self
 
-    def overrides(self) -> dict[str, int | None]:
-        """`module_bits` as a mapping from pattern to bits (None: floats), in order."""
-        return dict(map(_parse_pair, self.module_bits))
+    def overrides(self) -> list[tuple[str, int | None]]:
+        """`module_bits` as (pattern, bits or None for floats), in order."""
+        return list(map(_parse_pair, self.module_bits))
 
     def bits_of(self, module: str) -> int | None:
         """Bits asked for a module path; None where it is to stay in floats."""
         bits: int | None = self.bits
-        for pattern, width in self.overrides().items():
+        for pattern, width in self.overrides():
             if fnmatch.fnmatchcase(module, pattern):
                 bits = width
         return bits
