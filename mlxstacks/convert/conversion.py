@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks.files.outputs import write_json
-from mlxstacks.files.shard_header import tensor_nbytes
-from mlxstacks.files.shard_writer import Chunk, ShardWriter
+from mlxstacks.files.shard_header import TensorInfo, read_range, tensor_nbytes
+from mlxstacks.files.shard_writer import COPY_BYTES, Chunk, ShardWriter
 
 MAX_SHARD_BYTES = 5 << 30  # as mlx-lm writes them
 
@@ -42,6 +42,19 @@ class Part:
     def nbytes(self) -> int:
         """Bytes to write."""
         return sum(tensor_nbytes(dtype, shape) or 0 for _, dtype, shape in self.specs)
+
+
+def stored_part(info: TensorInfo, file: str | None = None) -> Part:
+    """A part that copies a tensor of a file byte for byte."""
+
+    def chunks() -> Iterator[tuple[str, Chunk]]:
+        for start in range(0, info.nbytes, COPY_BYTES):
+            chunk = bytearray(min(COPY_BYTES, info.nbytes - start))
+            read_range(info, start, memoryview(chunk))
+            yield info.name, chunk
+
+    stored = "as it is" if file is None else f"as it is, in {file}"
+    return Part(info.dtype, stored, ((info.name, info.dtype, info.shape),), chunks, file)
 
 
 @dataclass(frozen=True)

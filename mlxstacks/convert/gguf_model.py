@@ -93,7 +93,7 @@ class _Reader:
         """Width to quantize to by values; None where codes or floats stay."""
         if len(tensor.shape) < 2 or tensor.shape[-1] % self.settings.group_size:
             return None
-        named = any(fnmatch.fnmatchcase(module, one) for one in self.settings.overrides())
+        named = any(fnmatch.fnmatchcase(module, one) for one, _ in self.settings.overrides())
         if not named and (tensor.kind in GRIDS or module.endswith(".gate")):
             return None
         return self.settings.bits_of(module)

@@ -27,12 +27,11 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlxstacks import base_model
-from mlxstacks.convert.conversion import Conversion, Part
+from mlxstacks.convert.conversion import Conversion, Part, stored_part
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
 from mlxstacks.files.outputs import copy_side_files
-from mlxstacks.files.shard_header import TensorInfo, read_range
-from mlxstacks.files.shard_writer import COPY_BYTES, Chunk
+from mlxstacks.files.shard_writer import Chunk
 from mlxstacks.files.tensor_file import non_finite, raw_numbers
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -118,8 +117,8 @@ def _refuse(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
             e["quant_method"] for e in entries if isinstance(e, dict) and "quant_method" in e
         ]
         raise CheckpointError(
-            f"{source}: already quantized{f' ({methods[0]})' if methods else ''}, and rounding again "
-            "adds its own error; convert the unquantized model that it was made of"
+            f"{source}: already quantized{f' ({methods[0]})' if methods else ''}, and rounding "
+            "again adds its own error; convert the unquantized model that it was made of"
         )
 
 
@@ -215,18 +214,19 @@ def _computed(arrays: dict[str, mx.array]) -> Iterator[tuple[str, Chunk]]:
     """Evaluates each array and lets go of it: `arrays` is empty afterwards."""
     for name in list(arrays):
         array = arrays.pop(name)
-        # A group with NaN or Inf has such a scale, and packed codes would hide it.
-        if (
-            name.endswith(".scales")
-            and array.dtype != mx.uint8
-            and (found := non_finite({name: array}))
-        ):
-            raise CheckpointError(
-                f"{found[0]}: the weights hold NaN or Inf, or are too large for the dtype; download "
-                "the model again, or try --dtype bfloat16"
-            )
+        # A group with NaN or Inf gets such a scale; in its codes nobody would see it.
+        if name.endswith(".scales") and mx.issubdtype(array.dtype, mx.floating):
+            _check_finite(name, array)
         yield name, raw_numbers(array)
     mx.clear_cache()
+
+
+def _check_finite(name: str, scales: mx.array) -> None:
+    for problem in non_finite({name: scales}):
+        raise CheckpointError(
+            f"{problem}: the weights hold NaN or Inf, or are too large for the dtype; download the "
+            "model again, or try --dtype bfloat16"
+        )
 
 
 def _notes(source: Path) -> tuple[str, ...]:
@@ -245,13 +245,7 @@ def _carried(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[Part]:
         file = _sidecar(name, layers if isinstance(layers, int) else sys.maxsize)
         while (checkpoint.directory / file).exists():  # the hub's own, which is carried as it is
             file = f"extra-{file}"
-        yield Part(
-            info.dtype,
-            f"as it is, in {file}",
-            ((name, info.dtype, info.shape),),
-            partial(_copied, info),
-            file,
-        )
+        yield stored_part(info, file)
 
 
 def _sidecar(name: str, layers: int) -> str:
@@ -261,13 +255,6 @@ def _sidecar(name: str, layers: int) -> str:
         if pattern.search(name):
             return file
     return "mtp.safetensors" if number and int(number[1]) >= layers else _REST
-
-
-def _copied(info: TensorInfo) -> Iterator[tuple[str, Chunk]]:
-    for start in range(0, info.nbytes, COPY_BYTES):
-        chunk = bytearray(min(COPY_BYTES, info.nbytes - start))
-        read_range(info, start, memoryview(chunk))
-        yield info.name, chunk
 
 
 def _dtype_name(array: mx.array) -> str:
