@@ -85,6 +85,7 @@ def checkpoint_conversion(
     kinds = {name: _dtype_name(array) for name, array in parameters.items()}
     if dtype := dtype or _config_dtype(config):
         base_model.cast(model, getattr(mx, dtype))
+        parameters = dict(tree_flatten(model.parameters()))
     # What mlx-lm reads of the config decides; what is written is the file's own text.
     written = {k: v for k, v in checkpoint.config.items() if k not in _NOT_WRITTEN}
     if "eos_token_id" in config:
@@ -95,7 +96,7 @@ def checkpoint_conversion(
         written = base_model.quantize(model, written, bits, group_size, asked)
     return Conversion(
         config=written,
-        parts=(*_parts(model, kinds), *_carried(checkpoint, unused)),
+        parts=(*_parts(model, parameters, kinds), *_carried(checkpoint, unused)),
         write_files=partial(copy_side_files, source),
         notes=_notes(source),
         inputs=(source, *(header.path for header in checkpoint.headers)),
@@ -179,10 +180,10 @@ def _asked(
     for pattern, bits in module_bits:
         matching = fnmatch.filter(paths, pattern)
         if not matching:
+            names = sorted({path.rpartition(".")[2] for path in paths})
             raise InputError(
-                f"{source}: no module that can be quantized matches {pattern!r}; there are "
-                f"{', '.join(paths[:3])} and {max(0, len(paths) - 3)} more; quote the pattern, and "
-                "begin it with '*' to match any layer"
+                f"{source}: no module that can be quantized matches {pattern!r}; patterns match "
+                f"whole paths, like {min(paths)}; the last parts are {', '.join(names)}"
             )
         asked.update(dict.fromkeys(matching, bits))
     return asked
@@ -197,36 +198,42 @@ def _check_floats(source: Path, model: nn.Module) -> None:
             )
 
 
-def _parts(model: nn.Module, kinds: Mapping[str, str]) -> Iterator[Part]:
-    """A part for each module that has parameters of its own, in mlx-lm's order."""
+def _parts(
+    model: nn.Module, floats: Mapping[str, mx.array], kinds: Mapping[str, str]
+) -> Iterator[Part]:
+    """A part for each module that has parameters of its own, in mlx-lm's order.
+
+    floats: the parameters before the quantization. kinds: their dtypes in the source.
+    """
     modules = dict(model.named_modules())
     parameters = tree_flatten(model.parameters())
     for path, group in groupby(parameters, key=lambda item: item[0].rpartition(".")[0]):
         arrays = dict(group)
         specs = tuple((name, _dtype_name(array), array.shape) for name, array in arrays.items())
-        stored = specs[0][1]
+        weight, stored = f"{path}.weight", specs[0][1]
+        quantized = {}
         if f"{path}.scales" in arrays:
             stored = f"{modules[path].bits} bits in groups of {modules[path].group_size}"
-        yield Part(kinds[specs[0][0]], stored, specs, partial(_computed, arrays))
+            quantized[weight] = floats[weight]
+        yield Part(kinds[specs[0][0]], stored, specs, partial(_computed, arrays, quantized))
 
 
-def _computed(arrays: dict[str, mx.array]) -> Iterator[tuple[str, Chunk]]:
-    """Evaluates each array and lets go of it: `arrays` is empty afterwards."""
-    for name in list(arrays):
-        array = arrays.pop(name)
-        # A group with NaN or Inf gets such a scale; in its codes nobody would see it.
-        if name.endswith(".scales") and mx.issubdtype(array.dtype, mx.floating):
-            _check_finite(name, array)
-        yield name, raw_numbers(array)
-    mx.clear_cache()
+def _computed(
+    arrays: dict[str, mx.array], floats: dict[str, mx.array]
+) -> Iterator[tuple[str, Chunk]]:
+    """Evaluates each array and lets go of it: both dicts are empty afterwards.
 
-
-def _check_finite(name: str, scales: mx.array) -> None:
-    for problem in non_finite({name: scales}):
+    floats: what is quantized. NaN and Inf are looked for there, since codes do not show them.
+    """
+    if problems := non_finite(floats):
         raise CheckpointError(
-            f"{problem}: the weights hold NaN or Inf, or are too large for the dtype; download the "
-            "model again, or try --dtype bfloat16"
+            f"{problems[0]}: cannot be quantized; download the model again or, where its numbers "
+            "are too large for the dtype, choose --dtype bfloat16"
         )
+    floats.clear()
+    for name in list(arrays):
+        yield name, raw_numbers(arrays.pop(name))
+    mx.clear_cache()
 
 
 def _notes(source: Path) -> tuple[str, ...]:
