@@ -98,9 +98,7 @@ def same_codes(
         yield from (("weight", packed), ("scales", scales), ("biases", biases))
 
 
-def float_values(
-    file: GGUFFile, tensor: GGUFTensor, order: Array | None = None
-) -> Iterator[Array]:
+def float_values(file: GGUFFile, tensor: GGUFTensor, order: Array | None = None) -> Iterator[Array]:
     """The tensor's values in float32, some rows at a time, by the gguf package's dequantization.
 
     Raises:
@@ -111,7 +109,9 @@ def float_values(
     rows = file.read(tensor)
     for block in row_blocks(rows if order is None else rows[order], 1 << 20):
         try:
-            values = quants.dequantize(_typed(block, tensor.kind), GGMLQuantizationType[tensor.kind])
+            values = quants.dequantize(
+                _typed(block, tensor.kind), GGMLQuantizationType[tensor.kind]
+            )
         except NotImplementedError:
             raise CheckpointError(
                 f"{file.path}: tensor {tensor.name!r}: the gguf package cannot read {tensor.kind}; "

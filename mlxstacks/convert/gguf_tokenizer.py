@@ -116,7 +116,9 @@ def tokenizer_json(file: GGUFFile) -> dict[str, Any]:
     elif model == "llama":
         parts = _sentencepiece(file)
     else:
-        raise _error(file, f"tokenizer.ggml.model is {model!r}; known: gpt2 (byte-level BPE), llama")
+        raise _error(
+            file, f"tokenizer.ggml.model is {model!r}; known: gpt2 (byte-level BPE), llama"
+        )
     return {
         "version": "1.0",
         "truncation": None,
@@ -157,9 +159,7 @@ def _byte_level(file: GGUFFile) -> dict[str, Any]:
         steps.append({"type": "Digits", "individual_digits": True})
     if known.split is not None:
         pattern = {"Regex": known.split}
-        steps.append(
-            {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
-        )
+        steps.append({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False})
     steps.append({**byte_level, "use_regex": known.split is None})
     return {
         "normalizer": {"type": "NFC"} if known.nfc else None,

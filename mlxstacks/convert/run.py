@@ -28,10 +28,10 @@ def convert(
         InputError: the model, an option or the target cannot be used; nothing is left behind.
     """
     started = time.monotonic()
-    if settings.save_path is None:
-        raise InputError("convert needs save_path")
+    if settings.model is None or settings.save_path is None:
+        raise InputError("convert needs model and save_path")
     target = user_path(settings.save_path)
-    conversion = _plan(settings)
+    conversion = _plan(settings.model, settings)
     check_target(target, force=settings.force, inputs=conversion.inputs)
 
     def report(status: str) -> ConvertReport:
@@ -62,14 +62,14 @@ def convert(
     return done
 
 
-def _plan(settings: ConvertSettings) -> Conversion:
-    path = user_path(settings.model)
+def _plan(model: str, settings: ConvertSettings) -> Conversion:
+    path = user_path(model)
     if path.is_file():
         from mlxstacks.convert.gguf_model import gguf_conversion
 
         conversion = gguf_conversion(path, settings)
     else:
-        conversion = _plan_directory(resolve_model(settings.model), settings)
+        conversion = _plan_directory(resolve_model(model), settings)
     if settings.upcycle is None:
         return conversion
     from mlxstacks.convert.upcycle import upcycled

@@ -15,8 +15,10 @@ class ConvertSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: str = Field(
-        description="A .gguf file, a model directory, or a Hugging Face id.",
+    model: str | None = Field(
+        None,
+        description="A .gguf file, a model directory, or a Hugging Face id. Default: the built-in "
+        "nano model in float32.",
     )
     save_path: str | None = Field(
         None, description="Directory to write. Default: ./mlxstacks-out/convert."

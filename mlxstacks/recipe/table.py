@@ -56,6 +56,8 @@ COMMANDS: dict[str, Command] = {
         function="mlxstacks.convert.run:convert",
         render="mlxstacks.cli.convert:render",
         arguments={"model": "MODEL"},
+        nano={"model": "float_model_path"},
+        nano_recipe="convert",
         report="convert_report.json",
     ),
     "adapter zero": Command(
