@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,16 @@ def load(
     if not any(next(path.glob(pattern), None) for pattern in _VOCABULARIES):
         raise CheckpointError(f"{path}: no tokenizer.json or other vocabulary; download it too")
     adapter = None if adapter_path is None else str(adapter_path)
+    with _load_errors(path):
+        return load_with_tokenizer(str(path), adapter_path=adapter, return_config=True, lazy=lazy)
+
+
+@contextmanager
+def _load_errors(path: Path) -> Iterator[None]:
+    """Raises: CheckpointError for whatever mlx-lm raises over a model that it cannot load."""
     try:
         check_layer_count(json.loads((path / "config.json").read_text(encoding="utf-8")))
-        return load_with_tokenizer(str(path), adapter_path=adapter, return_config=True, lazy=lazy)
+        yield
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except _NOT_A_MODEL as error:
@@ -92,6 +100,55 @@ def load(
             f"{path}: mlx-lm cannot load it: {type(error).__name__}: {shown}; its config, weights "
             "and tokenizer have to be of one model"
         ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeight:
+    """The weight of a module as mlx-lm loads it.
+
+    tensor: name of the stored tensor that is the weight, None where mlx-lm computes the weight
+    from other tensors. bits, group_size, mode: None where it is not quantized.
+    """
+
+    tensor: str | None
+    bits: int | None
+    group_size: int | None
+    mode: str | None
+
+
+def loaded_weights(model_path: Path) -> dict[str, LoadedWeight]:
+    """Every module with a weight by its path in the model; the file headers alone are read.
+
+    Raises:
+        CheckpointError: mlx-lm cannot load the model.
+    """
+    from mlx_lm.utils import _get_classes, load_model
+
+    stored: dict[int, tuple[str, mx.array]] = {}  # the array keeps its id taken
+
+    def recording_classes(config: dict[str, Any]) -> tuple[type[nn.Module], Any]:
+        model_class, args_class = _get_classes(config)
+
+        class Recording(model_class):  # type: ignore[misc, valid-type]
+            def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+                stored.update({id(array): (name, array) for name, array in weights.items()})
+                # A model without a `sanitize` of its own takes the weights as they are.
+                own = getattr(super(), "sanitize", None)
+                return weights if own is None else own(weights)
+
+        return Recording, args_class
+
+    path = Path(model_path)
+    with _load_errors(path):
+        model, _ = load_model(path, lazy=True, get_model_classes=recording_classes)
+    return {
+        module_path: LoadedWeight(
+            stored.get(id(module["weight"]), (None,))[0],
+            *(getattr(module, name, None) for name in ("bits", "group_size", "mode")),
+        )
+        for module_path, module in model.named_modules()
+        if "weight" in module
+    }
 
 
 def quantize(
