@@ -27,10 +27,16 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlxstacks import base_model
-from mlxstacks.convert.conversion import Conversion, Part, stored_part
+from mlxstacks.convert.conversion import (
+    Conversion,
+    Part,
+    carried_files,
+    left_behind,
+    stored_part,
+)
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
-from mlxstacks.files.outputs import copy_side_files
+from mlxstacks.files.outputs import carry_side_files
 from mlxstacks.files.shard_writer import Chunk
 from mlxstacks.files.tensor_file import non_finite, raw_numbers
 
@@ -76,12 +82,10 @@ def checkpoint_conversion(
     Raises: CheckpointError, InputError (a pattern that no module matches).
     """
     checkpoint = open_checkpoint(source)
-    config = base_model.read_config(source)
-    _refuse(checkpoint, config)
-    weights = _lazy_weights(checkpoint)
-    model = base_model.model_with(source, config, weights)
+    _refuse(checkpoint)
+    model, config, stored = base_model.load_stored(source)
     parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    unused = _unused(weights, list(parameters.values()))
+    unused = _unused(stored, list(parameters.values()))
     kinds = {name: _dtype_name(array) for name, array in parameters.items()}
     if dtype := dtype or _config_dtype(config):
         base_model.cast(model, getattr(mx, dtype))
@@ -94,17 +98,18 @@ def checkpoint_conversion(
         asked = _asked(source, model, module_bits)
         _check_floats(source, model)
         written = base_model.quantize(model, written, bits, group_size, asked)
+    side = carried_files(checkpoint)
     return Conversion(
         config=written,
         parts=(*_parts(model, parameters, kinds), *_carried(checkpoint, unused)),
-        write_files=partial(copy_side_files, source),
-        notes=_notes(source),
+        write_files=partial(carry_side_files, source, files=side),
+        notes=left_behind(side),
         inputs=(source, *(header.path for header in checkpoint.headers)),
     )
 
 
-def _refuse(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
-    source = checkpoint.directory
+def _refuse(checkpoint: Checkpoint) -> None:
+    source, config = checkpoint.directory, checkpoint.config
     if "model_file" in config:
         raise CheckpointError(
             f"{source}: config.json names code to run (model_file); only classes of mlx-lm are used"
@@ -133,18 +138,6 @@ def _dequantized_by_sanitize(entry: Any) -> bool:
         and entry.get("quant_method") == "fp8"
         and not (entry.get("scale_fmt") == "ue8m0" and entry.get("weight_block_size") == [32, 32])
     )
-
-
-def _lazy_weights(checkpoint: Checkpoint) -> dict[str, mx.array]:
-    weights: dict[str, mx.array] = {}
-    for header in checkpoint.headers:
-        try:
-            loaded = mx.load(str(header.path), format="safetensors")
-        except RuntimeError as error:  # a dtype that MLX has not
-            raise CheckpointError(f"{header.path}: MLX cannot read it: {error}") from None
-        assert isinstance(loaded, dict)
-        weights.update(loaded)
-    return weights
 
 
 def _unused(sources: Mapping[str, mx.array], results: Sequence[mx.array]) -> list[str]:
@@ -236,13 +229,6 @@ def _computed(
     mx.clear_cache()
 
 
-def _notes(source: Path) -> tuple[str, ...]:
-    code = sorted(path.name for path in source.glob("*.py"))
-    if not code:
-        return ()
-    return (f"Code is not carried over: {', '.join(code)}.",)
-
-
 def _carried(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[Part]:
     """Parts that copy tensors byte for byte into files that mlx-lm does not read."""
     text = checkpoint.config.get("text_config")
@@ -250,7 +236,7 @@ def _carried(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[Part]:
     for name in names:
         info = checkpoint.tensors[name]
         file = _sidecar(name, layers if isinstance(layers, int) else sys.maxsize)
-        while (checkpoint.directory / file).exists():  # the hub's own, which is carried as it is
+        while (checkpoint.directory / file).exists():  # the hub's own, carried as it is
             file = f"extra-{file}"
         yield stored_part(info, file)
 

@@ -9,15 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mlxstacks.convert.conversion import Conversion, Part, stored_part
+from mlxstacks.convert.conversion import (
+    Conversion,
+    Part,
+    carried_files,
+    left_behind,
+    stored_part,
+)
 from mlxstacks.errors import CheckpointError
-from mlxstacks.files.carry import copy_side_files
 from mlxstacks.files.checkpoint import open_checkpoint
+from mlxstacks.files.outputs import carry_side_files
 from mlxstacks.files.shard_writer import Chunk
 from mlxstacks.ops import affine
 
@@ -39,16 +46,14 @@ def stored_conversion(directory: Path) -> Conversion:
     """
     checkpoint = open_checkpoint(directory)
 
+    side = carried_files(checkpoint)
     return Conversion(
         config=checkpoint.config,
         parts=tuple(map(stored_part, checkpoint.tensors.values())),
-        write_files=lambda target: _copied(directory, target),
+        write_files=partial(carry_side_files, directory, files=side),
+        notes=left_behind(side),
         inputs=(directory, *(header.path for header in checkpoint.headers)),
     )
-
-
-def _copied(source: Path, target: Path) -> None:
-    copy_side_files(source, target)
 
 
 def upcycled(dense: Conversion, experts: int, top_k: int, seed: int) -> Conversion:

@@ -169,15 +169,25 @@ def test_what_is_carried_and_what_is_not(tmp_path: Path) -> None:
     model, _ = write_hub_model(tmp_path / "hub", "qwen3_5")
     (model / "preprocessor_config.json").write_text('{"size": 2}')
     (model / "modeling_own.py").write_text("raise SystemExit")
+    (model / "onnx").mkdir()
+    (model / "onnx" / "model.onnx").write_bytes(b"weights")
+    (model / "onnx" / "notes.txt").write_text("in a folder")
+    mx.save_safetensors(str(model / "consolidated.safetensors"), {"w": mx.zeros(2)})
+    mx.save_safetensors(str(model / "mtp.safetensors"), {"head": mx.ones(2)})
     config = config_of(model) | {"auto_map": {"AutoModel": "modeling_own.Own"}}
     (model / "config.json").write_text(json.dumps(config))
     report = ours(model, tmp_path / "ours", bits=4)
     names = {path.name for path in (tmp_path / "ours").iterdir()}
     assert {"preprocessor_config.json", "chat_template.jinja", "tokenizer.json"} <= names
-    assert "modeling_own.py" not in names
+    assert (tmp_path / "ours" / "onnx" / "notes.txt").exists()
+    assert not names & {"modeling_own.py", "consolidated.safetensors"}
+    # The hub's own sidecar keeps its name; what its shards held of the kind lies beside it.
+    assert tensors_in(tmp_path / "ours", "mtp.safetensors").keys() == {"head"}
+    assert "mtp.norm.weight" in tensors_in(tmp_path / "ours", "extra-mtp.safetensors")
     assert "auto_map" not in config_of(tmp_path / "ours")
     assert config_of(tmp_path / "ours")["vision_config"] == config["vision_config"]
-    assert any("modeling_own.py" in note for note in report.notes)
+    assert "Left out (code): modeling_own.py." in report.notes
+    assert any("consolidated.safetensors, onnx/model.onnx" in note for note in report.notes)
 
 
 def test_dry_run_writes_nothing_and_plans_the_bytes(tmp_path: Path) -> None:
