@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,39 +80,14 @@ def load(
         raise CheckpointError(f"{path}: no tokenizer.json or other vocabulary; download it too")
     adapter = None if adapter_path is None else str(adapter_path)
     with _load_errors(path):
-        check_layer_count(json.loads((path / "config.json").read_text(encoding="utf-8")))
         return load_with_tokenizer(str(path), adapter_path=adapter, return_config=True, lazy=lazy)
-
-
-def read_config(directory: Path) -> dict[str, Any]:
-    """`config.json` as mlx-lm reads it: with the end marks of `generation_config.json`, and tagged
-    floats as numbers.
-    """
-    from mlx_lm.utils import load_config
-
-    with _load_errors(directory):
-        return load_config(directory)
-
-
-def model_with(directory: Path, config: dict[str, Any], weights: dict[str, mx.array]) -> nn.Module:
-    """The model of `config`, its weights taken from a checkpoint's by mlx-lm's own rules.
-
-    weights: named and laid out as on the hub, or as mlx-lm does. Lazy ones stay lazy; what the class
-        has no use for is left out.
-    Raises: CheckpointError where they do not go together, naming `directory`.
-    """
-    with _load_errors(directory):
-        model = build_model(config)
-        sanitize = getattr(model, "sanitize", dict)
-        model.load_weights(list(sanitize(dict(weights)).items()))
-    model.eval()
-    return model
 
 
 @contextmanager
 def _load_errors(path: Path) -> Iterator[None]:
-    """Says of what mlx-lm raises that the files of `path` do not make a model."""
+    """Raises: CheckpointError for whatever mlx-lm raises over a model that it cannot load."""
     try:
+        check_layer_count(json.loads((path / "config.json").read_text(encoding="utf-8")))
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
@@ -124,6 +100,70 @@ def _load_errors(path: Path) -> Iterator[None]:
             f"{path}: mlx-lm cannot load it: {type(error).__name__}: {shown}; its config, weights "
             "and tokenizer have to be of one model"
         ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWeight:
+    """The weight of a module as mlx-lm loads it.
+
+    tensor: name of the stored tensor that is the weight, None where mlx-lm computes the weight
+    from other tensors. bits, group_size, mode: None where it is not quantized.
+    """
+
+    tensor: str | None
+    bits: int | None
+    group_size: int | None
+    mode: str | None
+
+
+def load_stored(
+    model_path: Path,
+) -> tuple[nn.Module, dict[str, Any], dict[str, mx.array]]:
+    """A model as mlx-lm loads it, its config, and the tensors of its files by their names there.
+
+    Nothing but file headers is read: every array is lazy.
+    Raises:
+        CheckpointError: mlx-lm cannot load the model.
+    """
+    from mlx_lm.utils import _get_classes, load_model
+
+    stored: dict[str, mx.array] = {}
+
+    def recording_classes(config: dict[str, Any]) -> tuple[type[nn.Module], Any]:
+        model_class, args_class = _get_classes(config)
+
+        class Recording(model_class):  # type: ignore[misc, valid-type]
+            def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+                stored.update(weights)
+                # A model without a `sanitize` of its own takes the weights as they are.
+                own = getattr(super(), "sanitize", None)
+                return weights if own is None else own(weights)
+
+        return Recording, args_class
+
+    with _load_errors(model_path):
+        model, config = load_model(model_path, lazy=True, get_model_classes=recording_classes)
+    tensors = dict(stored)
+    stored.clear()  # the class that holds it is part of a circle, and lives on for a while
+    return model, config, tensors
+
+
+def loaded_weights(model_path: Path) -> dict[str, LoadedWeight]:
+    """Every module with a weight by its path in the model; the file headers alone are read.
+
+    Raises:
+        CheckpointError: mlx-lm cannot load the model.
+    """
+    model, _, stored = load_stored(Path(model_path))
+    names = {id(array): name for name, array in stored.items()}
+    return {
+        module_path: LoadedWeight(
+            names.get(id(module["weight"])),
+            *(getattr(module, name, None) for name in ("bits", "group_size", "mode")),
+        )
+        for module_path, module in model.named_modules()
+        if "weight" in module
+    }
 
 
 def quantize(

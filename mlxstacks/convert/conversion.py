@@ -6,14 +6,19 @@ at the chunk in hand.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.files.outputs import write_json
-from mlxstacks.files.shard_header import tensor_nbytes
-from mlxstacks.files.shard_writer import Chunk, ShardWriter
+from mlxstacks.files.checkpoint import Checkpoint
+from mlxstacks.files.outputs import SideFile, side_files, write_json
+from mlxstacks.files.shard_header import TensorInfo, read_range, tensor_nbytes
+from mlxstacks.files.shard_writer import COPY_BYTES, Chunk, ShardWriter
+
+_OTHER_FORMAT = re.compile(r"(^|/)consolidated[^/]*$|\.(gguf|onnx\w*|h5|msgpack|ot)$")
+_SAME_MODEL = "the model in another format"
 
 MAX_SHARD_BYTES = 5 << 30  # as mlx-lm writes them
 
@@ -44,6 +49,19 @@ class Part:
         return sum(tensor_nbytes(dtype, shape) or 0 for _, dtype, shape in self.specs)
 
 
+def stored_part(info: TensorInfo, file: str | None = None) -> Part:
+    """A part that copies a tensor of a file byte for byte."""
+
+    def chunks() -> Iterator[tuple[str, Chunk]]:
+        for start in range(0, info.nbytes, COPY_BYTES):
+            chunk = bytearray(min(COPY_BYTES, info.nbytes - start))
+            read_range(info, start, memoryview(chunk))
+            yield info.name, chunk
+
+    stored = "as it is" if file is None else f"as it is, in {file}"
+    return Part(info.dtype, stored, ((info.name, info.dtype, info.shape),), chunks, file)
+
+
 @dataclass(frozen=True)
 class Conversion:
     """Everything of the directory to come.
@@ -64,6 +82,24 @@ class Conversion:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(part.nbytes for part in self.parts)
+
+
+def carried_files(checkpoint: Checkpoint) -> list[SideFile]:
+    """The files beside a checkpoint's shards, but for the same model in other formats."""
+    files = side_files(checkpoint.directory, [header.path for header in checkpoint.headers])
+    return [
+        replace(file, how=None, reason=_SAME_MODEL) if _OTHER_FORMAT.search(file.name) else file
+        for file in files
+    ]
+
+
+def left_behind(files: Iterable[SideFile]) -> tuple[str, ...]:
+    """Notes on what `carry_side_files` does not carry, a sentence for each reason."""
+    names: dict[str, list[str]] = {}
+    for file in files:
+        if file.reason not in (None, "hidden"):
+            names.setdefault(file.reason, []).append(file.name)
+    return tuple(f"Left out ({reason}): {', '.join(found)}." for reason, found in names.items())
 
 
 def shards_of(conversion: Conversion, most: int = MAX_SHARD_BYTES) -> dict[str, list[Part]]:

@@ -27,12 +27,17 @@ from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlxstacks import base_model
-from mlxstacks.convert.conversion import Conversion, Part
+from mlxstacks.convert.conversion import (
+    Conversion,
+    Part,
+    carried_files,
+    left_behind,
+    stored_part,
+)
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
-from mlxstacks.files.outputs import copy_side_files
-from mlxstacks.files.shard_header import TensorInfo, read_range
-from mlxstacks.files.shard_writer import COPY_BYTES, Chunk
+from mlxstacks.files.outputs import carry_side_files
+from mlxstacks.files.shard_writer import Chunk
 from mlxstacks.files.tensor_file import non_finite, raw_numbers
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -77,15 +82,14 @@ def checkpoint_conversion(
     Raises: CheckpointError, InputError (a pattern that no module matches).
     """
     checkpoint = open_checkpoint(source)
-    config = base_model.read_config(source)
-    _refuse(checkpoint, config)
-    weights = _lazy_weights(checkpoint)
-    model = base_model.model_with(source, config, weights)
+    _refuse(checkpoint)
+    model, config, stored = base_model.load_stored(source)
     parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    unused = _unused(weights, list(parameters.values()))
+    unused = _unused(stored, list(parameters.values()))
     kinds = {name: _dtype_name(array) for name, array in parameters.items()}
     if dtype := dtype or _config_dtype(config):
         base_model.cast(model, getattr(mx, dtype))
+        parameters = dict(tree_flatten(model.parameters()))
     # What mlx-lm reads of the config decides; what is written is the file's own text.
     written = {k: v for k, v in checkpoint.config.items() if k not in _NOT_WRITTEN}
     if "eos_token_id" in config:
@@ -94,17 +98,18 @@ def checkpoint_conversion(
         asked = _asked(source, model, module_bits)
         _check_floats(source, model)
         written = base_model.quantize(model, written, bits, group_size, asked)
+    side = carried_files(checkpoint)
     return Conversion(
         config=written,
-        parts=(*_parts(model, kinds), *_carried(checkpoint, unused)),
-        write_files=partial(copy_side_files, source),
-        notes=_notes(source),
+        parts=(*_parts(model, parameters, kinds), *_carried(checkpoint, unused)),
+        write_files=partial(carry_side_files, source, files=side),
+        notes=left_behind(side),
         inputs=(source, *(header.path for header in checkpoint.headers)),
     )
 
 
-def _refuse(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
-    source = checkpoint.directory
+def _refuse(checkpoint: Checkpoint) -> None:
+    source, config = checkpoint.directory, checkpoint.config
     if "model_file" in config:
         raise CheckpointError(
             f"{source}: config.json names code to run (model_file); only classes of mlx-lm are used"
@@ -118,8 +123,8 @@ def _refuse(checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
             e["quant_method"] for e in entries if isinstance(e, dict) and "quant_method" in e
         ]
         raise CheckpointError(
-            f"{source}: already quantized{f' ({methods[0]})' if methods else ''}, and rounding again "
-            "adds its own error; convert the unquantized model that it was made of"
+            f"{source}: already quantized{f' ({methods[0]})' if methods else ''}, and rounding "
+            "again adds its own error; convert the unquantized model that it was made of"
         )
 
 
@@ -133,18 +138,6 @@ def _dequantized_by_sanitize(entry: Any) -> bool:
         and entry.get("quant_method") == "fp8"
         and not (entry.get("scale_fmt") == "ue8m0" and entry.get("weight_block_size") == [32, 32])
     )
-
-
-def _lazy_weights(checkpoint: Checkpoint) -> dict[str, mx.array]:
-    weights: dict[str, mx.array] = {}
-    for header in checkpoint.headers:
-        try:
-            loaded = mx.load(str(header.path), format="safetensors")
-        except RuntimeError as error:  # a dtype that MLX has not
-            raise CheckpointError(f"{header.path}: MLX cannot read it: {error}") from None
-        assert isinstance(loaded, dict)
-        weights.update(loaded)
-    return weights
 
 
 def _unused(sources: Mapping[str, mx.array], results: Sequence[mx.array]) -> list[str]:
@@ -180,10 +173,10 @@ def _asked(
     for pattern, bits in module_bits:
         matching = fnmatch.filter(paths, pattern)
         if not matching:
+            names = sorted({path.rpartition(".")[2] for path in paths})
             raise InputError(
-                f"{source}: no module that can be quantized matches {pattern!r}; there are "
-                f"{', '.join(paths[:3])} and {max(0, len(paths) - 3)} more; quote the pattern, and "
-                "begin it with '*' to match any layer"
+                f"{source}: no module that can be quantized matches {pattern!r}; patterns match "
+                f"whole paths, like {min(paths)}; the last parts are {', '.join(names)}"
             )
         asked.update(dict.fromkeys(matching, bits))
     return asked
@@ -198,42 +191,42 @@ def _check_floats(source: Path, model: nn.Module) -> None:
             )
 
 
-def _parts(model: nn.Module, kinds: Mapping[str, str]) -> Iterator[Part]:
-    """A part for each module that has parameters of its own, in mlx-lm's order."""
+def _parts(
+    model: nn.Module, floats: Mapping[str, mx.array], kinds: Mapping[str, str]
+) -> Iterator[Part]:
+    """A part for each module that has parameters of its own, in mlx-lm's order.
+
+    floats: the parameters before the quantization. kinds: their dtypes in the source.
+    """
     modules = dict(model.named_modules())
     parameters = tree_flatten(model.parameters())
     for path, group in groupby(parameters, key=lambda item: item[0].rpartition(".")[0]):
         arrays = dict(group)
         specs = tuple((name, _dtype_name(array), array.shape) for name, array in arrays.items())
-        stored = specs[0][1]
+        weight, stored = f"{path}.weight", specs[0][1]
+        quantized = {}
         if f"{path}.scales" in arrays:
             stored = f"{modules[path].bits} bits in groups of {modules[path].group_size}"
-        yield Part(kinds[specs[0][0]], stored, specs, partial(_computed, arrays))
+            quantized[weight] = floats[weight]
+        yield Part(kinds[specs[0][0]], stored, specs, partial(_computed, arrays, quantized))
 
 
-def _computed(arrays: dict[str, mx.array]) -> Iterator[tuple[str, Chunk]]:
-    """Evaluates each array and lets go of it: `arrays` is empty afterwards."""
+def _computed(
+    arrays: dict[str, mx.array], floats: dict[str, mx.array]
+) -> Iterator[tuple[str, Chunk]]:
+    """Evaluates each array and lets go of it: both dicts are empty afterwards.
+
+    floats: what is quantized. NaN and Inf are looked for there, since codes do not show them.
+    """
+    if problems := non_finite(floats):
+        raise CheckpointError(
+            f"{problems[0]}: cannot be quantized; download the model again or, where its numbers "
+            "are too large for the dtype, choose --dtype bfloat16"
+        )
+    floats.clear()
     for name in list(arrays):
-        array = arrays.pop(name)
-        # A group with NaN or Inf has such a scale, and packed codes would hide it.
-        if (
-            name.endswith(".scales")
-            and array.dtype != mx.uint8
-            and (found := non_finite({name: array}))
-        ):
-            raise CheckpointError(
-                f"{found[0]}: the weights hold NaN or Inf, or are too large for the dtype; download "
-                "the model again, or try --dtype bfloat16"
-            )
-        yield name, raw_numbers(array)
+        yield name, raw_numbers(arrays.pop(name))
     mx.clear_cache()
-
-
-def _notes(source: Path) -> tuple[str, ...]:
-    code = sorted(path.name for path in source.glob("*.py"))
-    if not code:
-        return ()
-    return (f"Code is not carried over: {', '.join(code)}.",)
 
 
 def _carried(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[Part]:
@@ -243,15 +236,9 @@ def _carried(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[Part]:
     for name in names:
         info = checkpoint.tensors[name]
         file = _sidecar(name, layers if isinstance(layers, int) else sys.maxsize)
-        while (checkpoint.directory / file).exists():  # the hub's own, which is carried as it is
+        while (checkpoint.directory / file).exists():  # the hub's own, carried as it is
             file = f"extra-{file}"
-        yield Part(
-            info.dtype,
-            f"as it is, in {file}",
-            ((name, info.dtype, info.shape),),
-            partial(_copied, info),
-            file,
-        )
+        yield stored_part(info, file)
 
 
 def _sidecar(name: str, layers: int) -> str:
@@ -261,13 +248,6 @@ def _sidecar(name: str, layers: int) -> str:
         if pattern.search(name):
             return file
     return "mtp.safetensors" if number and int(number[1]) >= layers else _REST
-
-
-def _copied(info: TensorInfo) -> Iterator[tuple[str, Chunk]]:
-    for start in range(0, info.nbytes, COPY_BYTES):
-        chunk = bytearray(min(COPY_BYTES, info.nbytes - start))
-        read_range(info, start, memoryview(chunk))
-        yield info.name, chunk
 
 
 def _dtype_name(array: mx.array) -> str:

@@ -9,16 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mlxstacks.convert.conversion import Conversion, Part
+from mlxstacks.convert.conversion import (
+    Conversion,
+    Part,
+    carried_files,
+    left_behind,
+    stored_part,
+)
 from mlxstacks.errors import CheckpointError
-from mlxstacks.files.carry import copy_side_files
 from mlxstacks.files.checkpoint import open_checkpoint
-from mlxstacks.files.shard_header import TensorInfo, read_range
+from mlxstacks.files.outputs import carry_side_files
 from mlxstacks.files.shard_writer import Chunk
 from mlxstacks.ops import affine
 
@@ -30,7 +36,6 @@ _KEPT_KEYS = (
     "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 _GATE_SCALE = 0.02  # of transformers' own initialisation
-_BLOCK_BYTES = 8 << 20
 
 
 def stored_conversion(directory: Path) -> Conversion:
@@ -41,25 +46,14 @@ def stored_conversion(directory: Path) -> Conversion:
     """
     checkpoint = open_checkpoint(directory)
 
-    def part(info: TensorInfo) -> Part:
-        def chunks() -> Iterator[tuple[str, Chunk]]:
-            for start in range(0, info.nbytes, _BLOCK_BYTES):
-                block = bytearray(min(_BLOCK_BYTES, info.nbytes - start))
-                read_range(info, start, memoryview(block))
-                yield info.name, block
-
-        return Part(info.dtype, "as it is", ((info.name, info.dtype, info.shape),), chunks)
-
+    side = carried_files(checkpoint)
     return Conversion(
         config=checkpoint.config,
-        parts=tuple(part(info) for info in checkpoint.tensors.values()),
-        write_files=lambda target: _copied(directory, target),
+        parts=tuple(map(stored_part, checkpoint.tensors.values())),
+        write_files=partial(carry_side_files, directory, files=side),
+        notes=left_behind(side),
         inputs=(directory, *(header.path for header in checkpoint.headers)),
     )
-
-
-def _copied(source: Path, target: Path) -> None:
-    copy_side_files(source, target)
 
 
 def upcycled(dense: Conversion, experts: int, top_k: int, seed: int) -> Conversion:
@@ -132,9 +126,9 @@ def _expert_part(part: Part, experts: int) -> Part:
         return part
 
     def chunks() -> Iterator[tuple[str, Chunk]]:
+        copy = [(expert_name(name), chunk) for name, chunk in part.chunks()]
         for _ in range(experts):
-            for name, chunk in part.chunks():
-                yield expert_name(name), chunk
+            yield from copy
 
     specs = tuple(
         (expert_name(name), dtype, (experts, *shape)) for name, dtype, shape in part.specs

@@ -25,10 +25,11 @@ from tests.tiny_models import (
 )
 
 Tensors = dict[str, mx.array]
+Shapes = Mapping[str, tuple[int, ...]]
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 
-def _random(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+def _random(shapes: Shapes) -> Tensors:
     key = mx.random.key(0)
     tensors = {}
     for name, shape in shapes.items():
@@ -38,7 +39,7 @@ def _random(shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
     return tensors
 
 
-def _mlx_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _mlx_shapes(config: dict[str, Any]) -> Shapes:
     return {
         name: array.shape
         for name, array in tree_flatten(base_model.build_model(config).parameters())
@@ -104,8 +105,11 @@ _VISION = {"patch_embed.proj.weight": (16, 3, 2, 4, 4), "blocks.0.norm1.weight":
 _MTP = {"fc.weight": (128, 256), "layers.0.input_layernorm.weight": (128,), "norm.weight": (128,)}
 
 
-def _prefixed(prefix: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _prefixed(prefix: str, shapes: Shapes) -> Shapes:
     return {prefix + name: shape for name, shape in shapes.items()}
+
+
+_VISION_AND_MTP = {**_prefixed("model.visual.", _VISION), **_prefixed("mtp.", _MTP)}
 
 
 def _moe(model_type: str, **more: Any) -> dict[str, Any]:
@@ -116,10 +120,14 @@ _QWEN3_MOE = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
     "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
 }  # fmt: skip
-_QWEN3_NEXT = _QWEN3_MOE | {
-    "shared_expert_intermediate_size": 64, "partial_rotary_factor": 0.25,
+_HYBRID = qwen_moe_config()["text_config"]
+_QWEN3_NEXT = {
+    **_QWEN3_MOE,
+    **{key: value for key, value in _HYBRID.items() if key.startswith("linear_")},
+    "shared_expert_intermediate_size": 64,
+    "partial_rotary_factor": 0.25,
     "full_attention_interval": 2,
-} | {k: v for k, v in qwen_moe_config()["text_config"].items() if k.startswith("linear_")}  # fmt: skip
+}
 _DEEPSEEK = {
     "n_shared_experts": 1, "n_routed_experts": 2, "moe_intermediate_size": 64,
     "first_k_dense_replace": 1, "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32,
@@ -146,7 +154,7 @@ def _qwen3_5_dense() -> dict[str, Any]:
 
 
 # name -> (config, layout of the hub, tensors that mlx-lm has no use for)
-CASES: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], dict[str, tuple[int, ...]]]] = {
+CASES: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], Shapes]] = {
     "llama": (
         llama_config() | {"torch_dtype": "float16"},
         _same,
@@ -164,19 +172,17 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], dict[str, t
         _experts_apart({"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}),
         {},
     ),
-    "qwen3_5": (
-        _qwen3_5_dense(), _qwen3_5, _prefixed("model.visual.", _VISION) | _prefixed("mtp.", _MTP),
-    ),
+    "qwen3_5": (_qwen3_5_dense(), _qwen3_5, _VISION_AND_MTP),
     "qwen3_5_moe": (
-        qwen_moe_config() | {"vision_config": {"depth": 1}},
-        _qwen3_5,
-        _prefixed("model.visual.", _VISION) | _prefixed("mtp.", _MTP),
+        qwen_moe_config() | {"vision_config": {"depth": 1}}, _qwen3_5, _VISION_AND_MTP,
     ),
     "gemma3": (
         _with_text("gemma3", "vision_config", query_pre_attn_scalar=32, sliding_window=16),
         _same,
-        _prefixed("vision_tower.vision_model.", _VISION)
-        | {"multi_modal_projector.mm_input_projection_weight": (16, 128)},
+        {
+            **_prefixed("vision_tower.vision_model.", _VISION),
+            "multi_modal_projector.mm_input_projection_weight": (16, 128),
+        },
     ),
     "deepseek_v3-fp8": (
         _moe("deepseek_v3", **_DEEPSEEK), _fp8, _prefixed("model.layers.61.", _MTP),
