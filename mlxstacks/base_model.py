@@ -4,8 +4,9 @@ import copy
 import functools
 import json
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +80,16 @@ def load(
     if not any(next(path.glob(pattern), None) for pattern in _VOCABULARIES):
         raise CheckpointError(f"{path}: no tokenizer.json or other vocabulary; download it too")
     adapter = None if adapter_path is None else str(adapter_path)
+    with _load_errors(path):
+        return load_with_tokenizer(str(path), adapter_path=adapter, return_config=True, lazy=lazy)
+
+
+@contextmanager
+def _load_errors(path: Path) -> Iterator[None]:
+    """Raises: CheckpointError for whatever mlx-lm raises over a model that it cannot load."""
     try:
         check_layer_count(json.loads((path / "config.json").read_text(encoding="utf-8")))
-        return load_with_tokenizer(str(path), adapter_path=adapter, return_config=True, lazy=lazy)
+        yield
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
     except _NOT_A_MODEL as error:
@@ -95,25 +103,107 @@ def load(
         ) from error
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedWeight:
+    """The weight of a module as mlx-lm loads it.
+
+    tensor: name of the stored tensor that is the weight, None where mlx-lm computes the weight
+    from other tensors. bits, group_size, mode: None where it is not quantized.
+    """
+
+    tensor: str | None
+    bits: int | None
+    group_size: int | None
+    mode: str | None
+
+
+def load_stored(
+    model_path: Path,
+) -> tuple[nn.Module, dict[str, Any], dict[str, mx.array]]:
+    """A model as mlx-lm loads it, its config, and the tensors of its files by their names there.
+
+    Nothing but file headers is read: every array is lazy.
+    Raises:
+        CheckpointError: mlx-lm cannot load the model.
+    """
+    from mlx_lm.utils import _get_classes, load_model
+
+    stored: dict[str, mx.array] = {}
+
+    def recording_classes(config: dict[str, Any]) -> tuple[type[nn.Module], Any]:
+        model_class, args_class = _get_classes(config)
+
+        class Recording(model_class):  # type: ignore[misc, valid-type]
+            def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+                stored.update(weights)
+                # A model without a `sanitize` of its own takes the weights as they are.
+                own = getattr(super(), "sanitize", None)
+                return weights if own is None else own(weights)
+
+        return Recording, args_class
+
+    with _load_errors(model_path):
+        model, config = load_model(model_path, lazy=True, get_model_classes=recording_classes)
+    tensors = dict(stored)
+    stored.clear()  # the class that holds it is part of a circle, and lives on for a while
+    return model, config, tensors
+
+
+def loaded_weights(model_path: Path) -> dict[str, LoadedWeight]:
+    """Every module with a weight by its path in the model; the file headers alone are read.
+
+    Raises:
+        CheckpointError: mlx-lm cannot load the model.
+    """
+    model, _, stored = load_stored(Path(model_path))
+    names = {id(array): name for name, array in stored.items()}
+    return {
+        module_path: LoadedWeight(
+            names.get(id(module["weight"])),
+            *(getattr(module, name, None) for name in ("bits", "group_size", "mode")),
+        )
+        for module_path, module in model.named_modules()
+        if "weight" in module
+    }
+
+
 def quantize(
-    model: nn.Module, config: dict[str, Any], bits: int, group_size: int = 64
+    model: nn.Module,
+    config: dict[str, Any],
+    bits: int | None,
+    group_size: int = 64,
+    module_bits: Mapping[str, int | None] | None = None,
 ) -> dict[str, Any]:
     """Quantize `model` in place as `mlx_lm.convert` would; return the config that says so.
 
-    Router gates keep 8 bits, as the model's own `quant_predicate` asks.
+    bits: None leaves every module that `module_bits` does not name in floats.
+    module_bits: module path -> bits, None for floats; goes before the model's own
+        `quant_predicate`, by which router gates keep 8 bits.
     """
-    quantization: dict[str, Any] = {"group_size": group_size, "bits": bits, "mode": "affine"}
+    asked = module_bits or {}
+    default = bits or next(filter(None, asked.values()), None)
+    quantization: dict[str, Any] = {"group_size": group_size, "bits": default, "mode": "affine"}
+    standard = dict(quantization)
     own_choice = getattr(model, "quant_predicate", None)
+
+    def choose(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        width = asked.get(path, bits)
+        if path in asked or own_choice is None or width is None:
+            return standard | {"bits": width} if width and width != default else bool(width)
+        choice: bool | dict[str, Any] = own_choice(path, module)
+        if isinstance(choice, dict) and module.weight.shape[-1] % choice.get("group_size", 1):
+            return choice | {"group_size": group_size}
+        return choice
 
     def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
             return False
-        choice = True if own_choice is None else own_choice(path, module)
+        choice = choose(path, module)
         if isinstance(choice, dict):
             quantization[path] = choice
         return choice
 
-    nn.quantize(model, group_size, bits, class_predicate=predicate)
+    nn.quantize(model, group_size, default, class_predicate=predicate)
     return config | {"quantization": quantization, "quantization_config": quantization}
 
 

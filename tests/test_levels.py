@@ -26,14 +26,15 @@ LEVELS = {
     "errors": FOUNDATION,
     "resources": FOUNDATION,
     **dict.fromkeys(("ops", "data", "stats", "memory"), 0),
-    **dict.fromkeys(("files", "base_model"), 1),
-    **dict.fromkeys(("layers",), 2),
-    **dict.fromkeys(("fuse", "training", "evaluate"), 3),
-    **dict.fromkeys(("routing", "guard"), 4),
-    **dict.fromkeys(("experiments", "nano"), 5),
-    **dict.fromkeys(("recipe", "report", "doctor"), 6),
-    "cli": 7,
-    "__main__": 8,
+    "base_model": 1,
+    "files": 2,
+    **dict.fromkeys(("layers",), 3),
+    **dict.fromkeys(("convert", "fuse", "training", "evaluate"), 4),
+    **dict.fromkeys(("routing", "guard"), 5),
+    **dict.fromkeys(("experiments", "nano"), 6),
+    **dict.fromkeys(("recipe", "report", "doctor"), 7),
+    "cli": 8,
+    "__main__": 9,
 }
 
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

@@ -35,6 +35,7 @@ def render(console: "Console", report: FuseReport) -> None:
     if report.total is None or report.total.survival is not None:
         console.print(_LEGEND, style="dim")
     console.print(_files_line(report), markup=False)
+    console.print(_side_files_line(report), markup=False)
     for note in report.notes:
         console.print(note, markup=False)
     console.print(f"Verdict: {report.verdict}", markup=False, style="bold")
@@ -98,3 +99,23 @@ def _files_line(report: FuseReport) -> str:
         f"Wrote {report.save_path} in {report.seconds:.1f} s: shards {counts}; "
         f"{written} of weights written."
     )
+
+
+def _side_files_line(report: FuseReport) -> str:
+    """What came along: how many files, which hold weights without the adapter, what did not."""
+    names = [file.name for file in report.side_files if file.how is not None]
+    weights = [name for name in names if name.endswith((".safetensors", ".gguf"))]
+    left = [f for f in report.side_files if f.reason not in (None, "hidden")]
+    parts = [
+        f"{'Would carry' if report.status == 'planned' else 'Carried'} {len(names)} side files"
+    ]
+    if weights:
+        parts.append(f"unchanged weights: {_listed(weights)}")
+    if left:
+        parts.append(f"left out: {_listed([f'{file.name} ({file.reason})' for file in left])}")
+    return "; ".join(parts) + "."
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

@@ -15,9 +15,9 @@ from mlxstacks.files.lora_modules import FLOAT_DTYPES, Adapter, LoraModule
 from mlxstacks.files.stored_weight import (
     StoredWeight,
     grid_texts,
-    holds_separate_experts,
+    loaded_or_none,
     other_grids,
-    refuse_unconverted,
+    stored_name,
     stored_weight,
 )
 
@@ -46,20 +46,27 @@ def match_adapter(
 
     allow_base: go on although the adapter names another base; `base` is then "overridden".
 
-    Raises: CheckpointError for a checkpoint of another layout than MLX's. AdapterError listing
-        every module that has no weight (with the nearest names), does not fit it, or whose weight
-        cannot be changed, and a base other than the one trained on.
+    Raises: CheckpointError for files that are not in MLX's layout and that mlx-lm cannot load.
+        AdapterError listing every module that has no weight (with the nearest names), does not fit
+        it, or whose weight cannot be changed, and a base other than the one trained on.
     """
-    refuse_unconverted(checkpoint)
+    if not checkpoint.is_converted:
+        checkpoint.loaded_weights  # noqa: B018 (raises)
     problems: list[str] = []
     base = _check_base(adapter, checkpoint, allow_base, problems)
-    candidates = _module_paths(checkpoint)
-    named = min(_NAMED_NEIGHBOURS, max(1, _COMPARED_NAMES // max(1, len(candidates))))
+    candidates: list[str] = []
+    named = _NAMED_NEIGHBOURS
     matches = []
     for path, module in adapter.modules.items():
-        if f"{path}.weight" not in checkpoint.tensors:
-            near = candidates if len(problems) < named else []
-            problems.append(_no_weight(path, near, checkpoint))
+        try:
+            known = stored_name(checkpoint, path) is not None
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        if not known:
+            candidates = candidates or _module_paths(checkpoint)
+            named = min(named, max(1, _COMPARED_NAMES // max(1, len(candidates))))
+            problems.append(_no_weight(path, candidates if len(problems) < named else []))
             continue
         match = _match_module(module, checkpoint, base, problems)
         if match is not None:
@@ -93,22 +100,17 @@ def _check_base(
 def _module_paths(checkpoint: Checkpoint) -> list[str]:
     """Modules that an adapter could mean: those with a weight of two or three axes."""
     ending = ".weight"
-    return [
+    stored = [
         name.removesuffix(ending)
         for name, info in checkpoint.tensors.items()
         if name.endswith(ending) and len(info.shape) in (2, 3)
     ]
+    return [path for path in loaded_or_none(checkpoint) if "norm" not in path] or stored
 
 
-def _no_weight(path: str, candidates: list[str], checkpoint: Checkpoint) -> str:
-    problem = f"{path}: no such module in the model"
-    if ".switch_mlp." in path and holds_separate_experts(checkpoint):
-        directory = checkpoint.directory
-        return (
-            f"{problem}, which stores experts one by one; convert it first: "
-            f"`mlx_lm.convert --hf-path {directory} --mlx-path {directory}-mlx`"
-        )
+def _no_weight(path: str, candidates: list[str]) -> str:
     near = difflib.get_close_matches(path, candidates, n=2, cutoff=0.6)
+    problem = f"{path}: no such module in the model"
     return f"{problem}; nearest: {', '.join(near)}" if near else problem
 
 
@@ -124,7 +126,7 @@ def _match_module(
     if kind is None:
         problems.append(_misfit(module, stored, checkpoint))
         return None
-    bias = checkpoint.tensors.get(f"{module.path}.bias")
+    bias = checkpoint.tensors.get(f"{stored.weight.name.removesuffix('.weight')}.bias")
     if bias is not None and (bias.shape, bias.dtype in FLOAT_DTYPES) != (stored.shape[:-1], True):
         problems.append(
             f"{bias.name}: {bias.dtype} {list(bias.shape)} in {bias.file.name}; beside a weight "

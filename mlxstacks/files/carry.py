@@ -1,4 +1,8 @@
-"""Carries files of a model over to another directory: clone, hard link or copy."""
+"""Carries what lies in a model's directory beside its shards over to another one.
+
+Nothing is lost but what could harm: code, pickles and archives, which may hold either, and an
+adapter that a loader would apply a second time. What stays behind is listed with the reason.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +11,61 @@ import fcntl
 import os
 import shutil
 import sys
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files.disk import c_function, target_errors
+from mlxstacks.files.shard_header import open_regular, read_header
 
 _FICLONE = 0x40049409
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EPERM, errno.EINVAL}
 _CANNOT_CLONE = _UNSUPPORTED | {errno.ENOTTY, errno.EBADF, errno.ETXTBSY}
 _CANNOT_LINK = _UNSUPPORTED | {errno.EMLINK, errno.EACCES}
 
-# weights, pickles, code and what this package writes itself are never carried
-_SIDE_SUFFIXES = {".json", ".jsonl", ".jinja", ".txt", ".model", ".tiktoken", ".md"}
-_NOT_SIDE = {"config.json", "fuse_report.json", "adapter_config.json"}
+# Shared as shards are; anything else may be edited by hand, so it is never hard-linked.
+_WEIGHT_SUFFIXES = {".safetensors", ".gguf"}
+_CODE = {
+    ".py", ".pyc", ".pyd", ".pyi", ".pyw", ".ipynb", ".so", ".dylib", ".dll", ".exe", ".sh",
+    ".bash", ".zsh", ".command", ".ps1", ".bat", ".cmd", ".js", ".mjs", ".ts", ".rb",
+    ".pl", ".lua", ".wasm",
+}  # fmt: skip
+_PICKLES = {
+    ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".npy", ".npz", ".dill",
+}  # fmt: skip
+_FIRST_BYTES = {
+    b"#!": "a script",
+    **dict.fromkeys((b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe"), "a program"),
+    b"PK\x03\x04": "a zip archive, which may hold pickles",
+    **{bytes((0x80, protocol)): "a pickle" for protocol in range(2, 6)},
+}
+# The writer of the new model makes these anew.
+_REPLACED = {"config.json", "model.safetensors.index.json", "fuse_report.json"}
+_ADAPTER = {"adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"}
 
 
-def clone_or_link(source: Path, destination: Path, copy: bool = False) -> str:
+@dataclass(frozen=True, slots=True)
+class SideFile:
+    """A file or folder beside the shards; `name` is relative to the model's directory.
+
+    how: "cloned", "linked" or "copied", in a plan "shared" or "copied"; None where it stays behind,
+    for which `reason` is given.
+    """
+
+    name: str
+    nbytes: int = 0
+    how: str | None = None
+    reason: str | None = None
+
+
+def clone_or_link(source: Path, destination: Path, copy: bool = False, link: bool = True) -> str:
     """Make `destination` hold the bytes of `source` as cheaply as the file systems allow.
 
     Tried in order: a copy-on-write clone ("cloned"), a hard link to the file behind any symlinks
-    ("linked"), a full copy ("copied", the only one with `copy=True`). Nothing may ever write into
-    a linked file: its other name would change with it. `ShardWriter` opens new files only.
+    ("linked", not with `link=False`), a full copy ("copied", the only one with `copy=True`).
+    Nothing may ever write into a linked file: its other name would change with it. `ShardWriter`
+    opens new files only.
 
     Raises:
         CheckpointError: the source is missing.
@@ -43,7 +81,7 @@ def clone_or_link(source: Path, destination: Path, copy: bool = False) -> str:
         if not copy:
             if _clone(real, destination):
                 return "cloned"
-            if _link(real, destination):
+            if link and _link(real, destination):
                 return "linked"
         with real.open("rb") as reader, destination.open("xb") as writer:
             shutil.copyfileobj(reader, writer, 4 << 20)
@@ -52,30 +90,92 @@ def clone_or_link(source: Path, destination: Path, copy: bool = False) -> str:
     return "copied"
 
 
-def copy_side_files(source_dir: Path, target_dir: Path) -> list[str]:
-    """Copy tokenizer, chat template, generation config and processor files; return their names.
+def side_files(directory: Path, shards: Collection[Path]) -> list[SideFile]:
+    """Every file of a model's directory and of the folders in it but `shards`, in order of names.
 
-    By suffix: json, jsonl, jinja, txt, model, tiktoken, md. Never code, weights, pickles, indices,
-    `config.json` (the caller writes it) or a name that exists in the target. Directories are left
-    out but for `additional_chat_templates/*.jinja`.
+    Names are those to carry (how "shared" or "copied") and to leave behind (with a reason). What
+    the new model's writer makes itself is not listed: config, index, report.
     """
-    source_dir, target_dir = Path(source_dir), Path(target_dir)
-    found = [path for path in source_dir.iterdir() if path.suffix in _SIDE_SUFFIXES]
-    found += (source_dir / "additional_chat_templates").glob("*.jinja")
-    names = []
-    for path in sorted(found):
-        name = path.relative_to(source_dir)
-        skipped = path.name in _NOT_SIDE or path.name.endswith(".index.json")
-        if skipped or path.name.startswith(".") or not path.is_file():
-            continue
-        target = target_dir / name
-        if target.exists():
-            continue
-        with target_errors(target, path.stat().st_size):
-            target.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, target)
-        names.append(str(name))
-    return names
+    directory, own = Path(directory), {Path(path) for path in shards}
+    return [
+        _side_file(directory, path)
+        for path in _walk(directory)
+        if path not in own and not (path.parent == directory and path.name in _REPLACED)
+    ]
+
+
+def carry_side_files(
+    source_dir: Path, target_dir: Path, files: Collection[SideFile], copy: bool = False
+) -> list[SideFile]:
+    """Bring `files` of `source_dir` to `target_dir`; returns them with what was done with each.
+
+    copy: copy sidecars too, instead of cloning or linking them.
+    Raises: CheckpointError, TargetError as `clone_or_link`.
+    """
+    carried = []
+    for file in files:
+        if file.how is not None:
+            target = Path(target_dir) / file.name
+            with target_errors(target, file.nbytes):
+                target.parent.mkdir(parents=True, exist_ok=True)
+            is_weights = target.suffix in _WEIGHT_SUFFIXES
+            how = clone_or_link(Path(source_dir) / file.name, target, copy, link=is_weights)
+            file = SideFile(file.name, file.nbytes, how)
+        carried.append(file)
+    return carried
+
+
+def _walk(directory: Path) -> Iterator[Path]:
+    """Files, folders that stay behind, and links that lead nowhere; real folders are entered."""
+    for path in sorted(directory.iterdir()):
+        if path.is_dir() and not path.is_symlink() and _folder_fault(path) is None:
+            yield from _walk(path)
+        else:
+            yield path
+
+
+def _folder_fault(path: Path) -> str | None:
+    if path.name.startswith("."):
+        return "hidden"
+    if path.is_symlink():
+        return "a link to a folder"
+    if not os.access(path, os.R_OK | os.X_OK):
+        return "not readable"
+    return "an output of mlxstacks" if any(path.glob("*_report.json")) else None
+
+
+def _side_file(directory: Path, path: Path) -> SideFile:
+    name = path.relative_to(directory).as_posix()
+    try:
+        reason = _folder_fault(path) if path.is_dir() else _file_fault(directory, path)
+    except CheckpointError as error:
+        reason = str(error)
+    if reason is not None:
+        return SideFile(name, reason=reason)
+    how = "shared" if path.suffix in _WEIGHT_SUFFIXES else "copied"
+    return SideFile(name, path.stat().st_size, how)
+
+
+def _file_fault(directory: Path, path: Path) -> str | None:
+    """Why a file stays behind; None where it is carried. Raises: CheckpointError as `open_regular`,
+    and for a damaged sidecar.
+    """
+    if path.name.startswith("."):
+        return "hidden"
+    if path.suffix.lower() in _CODE:
+        return "code"
+    if path.suffix.lower() in _PICKLES:
+        return "may be a pickle"
+    if path.name.endswith(".bin.index.json"):
+        return "an index of pickles"
+    if path.parent == directory and path.name in _ADAPTER:
+        return "an adapter, which loaders would apply again"
+    if path.suffix == ".safetensors":
+        read_header(path)
+        return None
+    with os.fdopen(open_regular(path), "rb") as file:
+        start = file.read(4)
+    return next((kind for first, kind in _FIRST_BYTES.items() if start.startswith(first)), None)
 
 
 def _clone(source: Path, destination: Path) -> bool:

@@ -1,7 +1,9 @@
-"""A model directory in mlx-lm's layout: config, shards, index, fingerprint.
+"""A model directory as mlx-lm opens it: config, shards, index, fingerprint.
 
-mlx-lm loads every `model*.safetensors` and ignores the index, so the files decide what the model is
-and the index is checked against them.
+mlx-lm loads every `model*.safetensors` and ignores the index, so the files decide what the model
+is. Indices in public repositories name sidecars that no loader of text reads (`mtp.safetensors`),
+and shards of the repository that a model was converted from. Where an index or the numbers in the
+names of shards say that something is missing, mlx-lm is asked whether it needs that.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files.hub import resolve_model
@@ -28,6 +31,9 @@ from mlxstacks.files.shard_header import (
     read_header,
 )
 
+if TYPE_CHECKING:
+    from mlxstacks.base_model import LoadedWeight
+
 __all__ = ["Checkpoint", "fingerprint", "open_checkpoint", "read_json_object", "resolve_model"]
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -37,6 +43,10 @@ MAX_NAME_BYTES = 255  # of a file, on every file system in use
 WINDOWS, WINDOW_BYTES = 16, 4096
 _PATH_KEYS = {"_name_or_path", "name_or_path"}
 _NUMBERED = re.compile(r"(model.*-)(\d{5})-of-(\d{5})(\.safetensors)")
+# Vision, audio and multi-token-prediction parts: mlx-lm's models of text drop them.
+SIDE_PART = re.compile(r"(^|\.)(mtp|visual|vision_tower|vision_model|audio_tower)\.")
+
+_HUB_LAYOUT = re.compile(r"\.(qweight|qzeros|g_idx|experts\.(gate_up_proj|down_proj|\d+\..+))$")
 
 
 @dataclass(frozen=True)
@@ -49,11 +59,34 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     index: dict[str, Any] | None
 
+    @cached_property
+    def is_converted(self) -> bool:
+        """Whether the files are in MLX's own layout, so that tensors are what mlx-lm computes with.
+
+        Not so: files that another tool wrote, and experts or packed weights in a hub layout.
+        """
+        formats = {header.metadata.get("format", "mlx") for header in self.headers}
+        return formats == {"mlx"} and not any(
+            _HUB_LAYOUT.search(name) and not SIDE_PART.search(name) for name in self.tensors
+        )
+
+    @cached_property
+    def loaded_weights(self) -> dict[str, LoadedWeight]:
+        """What mlx-lm makes of the files: modules by their path in the model.
+
+        Builds the model without reading its tensors, which takes a second or two the first time.
+        Raises: CheckpointError where mlx-lm cannot load the model.
+        """
+        from mlxstacks.base_model import loaded_weights
+
+        return loaded_weights(self.directory)
+
 
 def open_checkpoint(directory: str | Path) -> Checkpoint:
     """Read and check config, headers and index of a model directory; reads no tensor.
 
-    Law: no tensor name occurs in two files, and everything the index names exists where it says.
+    Law: no tensor name occurs in two files. Where a shard seems to be missing, the directory opens
+    if and only if mlx-lm loads it.
 
     Raises:
         CheckpointError: naming the file, shard or tensor at fault and what to do.
@@ -71,11 +104,15 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     index = read_json_object(index_path) if os.path.lexists(index_path) else None
     files = _shard_files(directory)
     weight_map = _weight_map(index_path, index)
-    _check_shards_present(directory, files, weight_map)
     headers = tuple(read_header(path) for path in files)
-    tensors = _gather(headers)
-    _check_index(index_path, weight_map, tensors)
-    return Checkpoint(directory, config, headers, tensors, index)
+    checkpoint = Checkpoint(directory, config, headers, _gather(headers), index)
+    absent = _absent_shard(checkpoint, weight_map)
+    if absent is not None:
+        try:
+            checkpoint.loaded_weights  # noqa: B018
+        except CheckpointError as error:
+            raise CheckpointError(f"{absent}. {error}") from None
+    return checkpoint
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -151,31 +188,41 @@ def _weight_map(index_path: Path, index: dict[str, Any] | None) -> dict[str, str
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index_path}: weight_map must map tensors to files; {AGAIN}")
     for name, file in weight_map.items():
-        plain = isinstance(file, str) and file.isprintable() and file not in {"", ".", ".."}
-        if not plain or "/" in file or "\\" in file or len(file.encode()) > MAX_NAME_BYTES:
+        if not _is_below(file):
             raise CheckpointError(
                 f"{index_path}: tensor {name[:100]!a} is mapped to {ascii(file)[:200]}; only "
-                f"a plain file name in the same directory is allowed; {AGAIN}"
+                f"a file in the same directory or below it is allowed; {AGAIN}"
             )
     return weight_map
 
 
-def _check_shards_present(directory: Path, files: list[Path], weight_map: dict[str, str]) -> None:
-    present = {path.name for path in files}
-    for name in sorted(set(weight_map.values()) - present):
-        if (directory / name).exists():
-            raise CheckpointError(
-                f"{directory / name}: named in {INDEX_NAME}, but mlx-lm loads only "
+def _is_below(file: object) -> bool:
+    """Whether an index's entry is a plain relative path that cannot leave the directory."""
+    if not isinstance(file, str) or not file.isprintable() or "\\" in file:
+        return False
+    return all(
+        part not in {"", ".", ".."} and len(part.encode()) <= MAX_NAME_BYTES
+        for part in file.split("/")
+    )
+
+
+def _absent_shard(checkpoint: Checkpoint, weight_map: dict[str, str]) -> str | None:
+    """What a shard that seems to be missing is called, and why; None where none does."""
+    directory = checkpoint.directory
+    loaded = {header.path.name for header in checkpoint.headers}
+    for name, file in weight_map.items():
+        if name in checkpoint.tensors or file in loaded or SIDE_PART.search(name):
+            continue
+        if (directory / file).exists():
+            return (
+                f"{directory / file}: named in {INDEX_NAME}, but mlx-lm loads only "
                 "model*.safetensors; rename the file or convert the model again"
             )
-        raise CheckpointError(
-            f"{directory / name}: shard is missing ({INDEX_NAME} names it); download it again"
-        )
-    if not weight_map:
-        _check_numbering(directory, present)
+        return f"{directory / file}: shard is missing ({INDEX_NAME} names it); download it again"
+    return None if weight_map else _gap_in_numbers(directory, loaded)
 
 
-def _check_numbering(directory: Path, present: set[str]) -> None:
+def _gap_in_numbers(directory: Path, present: set[str]) -> str | None:
     """Without an index the names still say how many shards there are."""
     for name in sorted(present):
         if match := _NUMBERED.fullmatch(name):
@@ -184,10 +231,11 @@ def _check_numbering(directory: Path, present: set[str]) -> None:
             for number in range(1, int(count) + 1):
                 other = f"{before}{number:05d}-of-{count}{after}"
                 if other not in present:
-                    raise CheckpointError(
+                    return (
                         f"{directory / other}: shard is missing ({name} is there); "
                         "download it again, or remove shards of another version"
                     )
+    return None
 
 
 def _gather(headers: tuple[ShardHeader, ...]) -> dict[str, TensorInfo]:
@@ -203,19 +251,6 @@ def _gather(headers: tuple[ShardHeader, ...]) -> dict[str, TensorInfo]:
     if not tensors:
         raise CheckpointError(f"{headers[0].path}: holds no tensors; {AGAIN}")
     return tensors
-
-
-def _check_index(
-    index_path: Path, weight_map: dict[str, str], tensors: dict[str, TensorInfo]
-) -> None:
-    for name, file in weight_map.items():
-        found = tensors.get(name)
-        if found is None or found.file.name != file:
-            place = "no file" if found is None else found.file.name
-            raise CheckpointError(
-                f"{index_path}: tensor {name[:100]!a} should be in {file}, {place} holds it; "
-                "download or convert the model again"
-            )
 
 
 def _compact(value: Any) -> bytes:

@@ -91,6 +91,11 @@ def user_path(path: str | Path, kind: type[InputError] = InputError) -> Path:
         raise kind(f"{str(path)[:200]!a}: not a usable path: {error}") from None
 
 
+def cache_directory() -> Path:
+    """`$MLXSTACKS_CACHE`, else `~/.cache/mlxstacks`."""
+    return Path(os.environ.get("MLXSTACKS_CACHE") or Path.home() / ".cache" / "mlxstacks")
+
+
 def existing_ancestor(path: Path) -> Path:
     """The nearest directory at or above `path` that exists."""
     while not path.is_dir() and path != path.parent:

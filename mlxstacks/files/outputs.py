@@ -24,7 +24,7 @@ from typing import Any
 import filelock
 
 from mlxstacks.errors import InputError, TargetError
-from mlxstacks.files.carry import clone_or_link, copy_side_files
+from mlxstacks.files.carry import SideFile, carry_side_files, clone_or_link, side_files
 from mlxstacks.files.disk import (
     c_function,
     existing_ancestor,
@@ -36,7 +36,15 @@ from mlxstacks.files.disk import (
     write_all,
 )
 
-__all__ = ["check_target", "clone_or_link", "copy_side_files", "staged_directory", "write_json"]
+__all__ = [
+    "SideFile",
+    "carry_side_files",
+    "check_target",
+    "clone_or_link",
+    "side_files",
+    "staged_directory",
+    "write_json",
+]
 
 # One of these lies in every directory that --force may replace.
 _REPORTS = {

@@ -2,27 +2,27 @@
 
 bits and group_size come from `config["quantization"]`: the module's own entry, else the default
 where it fits the shapes, else the one grid that does. Packed shapes tell bits x group_size alone:
-(4, 64), (8, 32) and (2, 128) look alike, with 64, 32 and 128 inputs to a scale. mlx-lm tells them
-apart by the width in its model class, which is not at hand here. No adapter decides: a wrong one
-would make the weight look as wide as itself. What stays open, and what config and shapes disagree
-about, is an error that names both.
+(4, 64), (8, 32) and (2, 128) look alike, with 64, 32 and 128 inputs to a scale. Where that leaves
+it open, mlx-lm is asked, which knows the width from its model class. No adapter decides: a wrong
+one would make the weight look as wide as itself. What config and shapes disagree about is an error
+that names both.
+
+A module is stored under its path in mlx-lm's model, or under the name that the model had on the
+hub; mlx-lm's loading says which. What it computes while loading (experts stacked, AWQ unpacked,
+FP8 widened) is stored nowhere and cannot be fused in place.
 """
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from mlxstacks.base_model import LoadedWeight
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files.checkpoint import Checkpoint
 from mlxstacks.files.lora_modules import FLOAT_DTYPES
 from mlxstacks.files.shards import TensorInfo
 from mlxstacks.ops.affine import BITS, GROUP_SIZES
 
-# Vision, audio and multi-token-prediction parts keep the hub's layout in converted checkpoints too.
-_SIDE_PART = re.compile(r"(^|\.)(mtp|visual|vision_tower|vision_model|audio_tower)\.")
-_PER_EXPERT = re.compile(r"\.experts\.\d+\.")
-_PACKED_ELSEWHERE = (".qweight", ".qzeros", ".g_idx")
 # bits x group_size of the modes whose scales are bytes; each has one grid.
 _BYTE_SCALED = {4 * 16: "nvfp4", 4 * 32: "mxfp4", 8 * 32: "mxfp8"}
 
@@ -46,44 +46,54 @@ class StoredWeight:
         return (*self.weight.shape[:-1], self.input_dims)
 
 
-def refuse_unconverted(checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError, with the command to run, for a checkpoint not in MLX's own layout.
+def stored_name(checkpoint: Checkpoint, path: str) -> str | None:
+    """The tensor that is the weight of module `path` of mlx-lm's model; None without a module.
 
-    Refused: AWQ and GPTQ tensors, fused or separate hub experts, convolutions of hub layout.
+    Raises: CheckpointError, with the command to run, where mlx-lm computes the weight from other
+        tensors; where the files are not in MLX's layout and mlx-lm cannot load them.
     """
-    directory = checkpoint.directory
-    convert = f"`mlx_lm.convert --hf-path {directory} --mlx-path {directory}-mlx`"
-    for name, info in checkpoint.tensors.items():
-        if _SIDE_PART.search(name):
-            continue
-        if name.endswith(_PACKED_ELSEWHERE):
-            what = "AWQ or GPTQ weights"
-        elif name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
-            what = "an unconverted hub checkpoint (fused experts)"
-        elif name.endswith("conv1d.weight") and len(info.shape) == 3 and info.shape[-1] != 1:
-            what = "an unconverted hub checkpoint (convolution of hub layout)"
-        else:
-            continue
-        raise CheckpointError(f"{directory}: {name} is of {what}; convert it first: {convert}")
+    own_name = f"{path}.weight"
+    is_stored = own_name in checkpoint.tensors
+    if is_stored and checkpoint.is_converted:
+        return own_name
+    loaded = loaded_or_none(checkpoint) if checkpoint.is_converted else checkpoint.loaded_weights
+    module = loaded.get(path)
+    if module is None:
+        return own_name if is_stored else None  # a vision tower, say, that mlx-lm drops
+    if module.tensor is None:
+        directory = checkpoint.directory
+        raise CheckpointError(
+            f"{path}: mlx-lm computes this weight from other tensors as it loads the model "
+            f"({_hub_quantization(checkpoint) or 'an unconverted hub checkpoint'}); convert it "
+            f"first: `mlx_lm.convert --hf-path {directory} --mlx-path {directory}-mlx`"
+        )
+    return module.tensor
 
 
-def holds_separate_experts(checkpoint: Checkpoint) -> bool:
-    """Whether experts are stored one by one, as some hub checkpoints do and mlx-lm's do not."""
-    return any(_PER_EXPERT.search(n) and not _SIDE_PART.search(n) for n in checkpoint.tensors)
+def loaded_or_none(checkpoint: Checkpoint) -> dict[str, LoadedWeight]:
+    """mlx-lm's modules; none where it cannot load the files: they are then all that is known."""
+    try:
+        return checkpoint.loaded_weights
+    except CheckpointError:
+        return {}
 
 
 def stored_weight(checkpoint: Checkpoint, path: str) -> StoredWeight:
-    """The weight of module `path`, which must exist.
+    """The weight of module `path` of mlx-lm's model.
 
-    Raises: CheckpointError for another mode than affine, missing or odd-shaped parts, a config that
-        contradicts the shapes, and a grid that neither of them decides.
+    Raises: CheckpointError for no such module, what `stored_name` refuses, another mode than
+        affine, missing or odd-shaped parts, a config that contradicts the shapes, and a grid that
+        nothing decides.
     """
-    tensors = checkpoint.tensors
-    weight = tensors[f"{path}.weight"]
-    scales, biases = tensors.get(f"{path}.scales"), tensors.get(f"{path}.biases")
+    tensors, name = checkpoint.tensors, stored_name(checkpoint, path)
+    if name is None:
+        raise CheckpointError(f"{path}: no such module in {checkpoint.directory}")
+    weight, stored = tensors[name], name.removesuffix(".weight")
+    scales, biases = tensors.get(f"{stored}.scales"), tensors.get(f"{stored}.biases")
     quantization = checkpoint.config.get("quantization")
     modules = quantization if isinstance(quantization, dict) else {}
-    named, entry = path in modules, modules.get(path)
+    key = config_key(modules, path, weight)
+    named, entry = key in modules, modules.get(key)
     if not weight.shape:
         raise CheckpointError(f"{path}: the weight in {weight.file.name} is a single number")
     if scales is None:
@@ -101,8 +111,14 @@ def stored_weight(checkpoint: Checkpoint, path: str) -> StoredWeight:
         )
     _check_mode(path, _mode(entry, quantization, weight, scales))
     _check_parts(path, weight, scales, biases)
-    bits, group_size = _grid(checkpoint, path, weight, scales)
+    bits, group_size = _grid(checkpoint, path, key, weight, scales)
     return StoredWeight(weight, scales, biases, bits, group_size, scales.shape[-1] * group_size)
+
+
+def config_key(quantization: dict[str, Any], path: str, weight: TensorInfo) -> str:
+    """The name by which the config's `quantization` knows a module: mlx-lm's, else the stored."""
+    stored = weight.name.removesuffix(".weight")
+    return stored if path not in quantization and stored in quantization else path
 
 
 def other_grids(checkpoint: Checkpoint, path: str, stored: StoredWeight) -> list[Grid]:
@@ -138,19 +154,25 @@ def _plain(weight: TensorInfo, biases: TensorInfo | None, path: str, entry: obje
 
 
 def _unknown_quantization(checkpoint: Checkpoint, path: str) -> str:
-    config = checkpoint.config
-    text = config.get("text_config")
-    parts = (config, text if isinstance(text, dict) else {})
-    hub = next((p["quantization_config"] for p in parts if p.get("quantization_config")), None)
-    if isinstance(hub, dict) and "quant_method" in hub:
+    if method := _hub_quantization(checkpoint):
         return (
-            f"{checkpoint.directory}: quantized as {hub['quant_method']}; only MLX's affine grid "
+            f"{checkpoint.directory}: {method}; only MLX's affine grid "
             f"is supported: {_requantize(checkpoint.directory)}"
         )
     return (
         f"{path}: {path}.scales is there, but config.json has no `quantization`; mlx-lm cannot "
         "load this either: restore the config or convert the model again"
     )
+
+
+def _hub_quantization(checkpoint: Checkpoint) -> str | None:
+    """ "quantized as awq", or whatever the config of a hub checkpoint says."""
+    text = checkpoint.config.get("text_config")
+    for part in (checkpoint.config, text if isinstance(text, dict) else {}):
+        hub = part.get("quantization_config")
+        if isinstance(hub, dict) and "quant_method" in hub:
+            return f"quantized as {str(hub['quant_method'])[:40]}"
+    return None
 
 
 def _requantize(model: object) -> str:
@@ -209,10 +231,12 @@ def _check_parts(
         )
 
 
-def _grid(checkpoint: Checkpoint, path: str, weight: TensorInfo, scales: TensorInfo) -> Grid:
-    """By the config's own entry, else its default where that fits, else the one grid that does."""
+def _grid(
+    checkpoint: Checkpoint, path: str, key: str, weight: TensorInfo, scales: TensorInfo
+) -> Grid:
+    """By the config's own entry, else its default where that fits, else as mlx-lm loads it."""
     quantization = checkpoint.config["quantization"]
-    entry = quantization.get(path)
+    entry = quantization.get(key)
     fitting = _fitting(weight, scales)
     shapes = f"weight {list(weight.shape)} and scales {list(scales.shape)} in {weight.file.name}"
     if not fitting:
@@ -229,17 +253,33 @@ def _grid(checkpoint: Checkpoint, path: str, weight: TensorInfo, scales: TensorI
                 f"{path}: config says {own[0]} bits, group_size {own[1]}, which {shapes} contradict"
             )
         return own
+    if len(fitting) == 1:
+        return fitting[0]
     default = quantization.get("bits"), quantization.get("group_size")
-    # The default of a model in another mode says nothing of the affine modules in it.
-    if quantization.get("mode", "affine") == "affine" and _is_one_of(default, fitting):
+    # The default of a model in another mode says nothing of the affine modules in it, and one
+    # beside entries under other names than the stored ones may be meant for other modules.
+    affine = quantization.get("mode", "affine") == "affine"
+    plausible = affine and _is_one_of(default, fitting)
+    if plausible and not _names_unknown_modules(checkpoint, quantization):
         return default
-    if len(fitting) > 1:
-        raise CheckpointError(
-            f"{path}: config has no entry, its default of {default[0]} bits, group_size "
-            f"{default[1]} does not fit {shapes}, and {grid_texts(fitting, scales)} would; add "
-            "the module, with its bits and group_size, to config.json's `quantization`"
-        )
-    return fitting[0]
+    if (module := loaded_or_none(checkpoint).get(path)) is not None:
+        loaded = module.bits, module.group_size
+        if _is_one_of(loaded, fitting):
+            return loaded
+    if plausible:
+        return default
+    raise CheckpointError(
+        f"{path}: config has no entry, its default of {default[0]} bits, group_size "
+        f"{default[1]} does not fit {shapes}, and {grid_texts(fitting, scales)} would; add "
+        "the module, with its bits and group_size, to config.json's `quantization`"
+    )
+
+
+def _names_unknown_modules(checkpoint: Checkpoint, quantization: dict[str, Any]) -> bool:
+    return any(
+        isinstance(entry, dict | bool) and f"{name}.weight" not in checkpoint.tensors
+        for name, entry in quantization.items()
+    )
 
 
 def _fitting(weight: TensorInfo, scales: TensorInfo) -> list[Grid]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlxstacks.files.outputs import SideFile
 from mlxstacks.fuse.fidelity import Fidelity, Sums, fidelity
 from mlxstacks.memory import bytes_in_words
 
@@ -89,6 +90,7 @@ class FuseReport:
     """Result of a fuse or, with `status` "planned", of its dry run.
 
     kernels: the GPU backend whose kernels did modules of it, None where NumPy did all.
+    files: the shards. side_files: all that lies beside them, carried along or left behind.
     """
 
     status: str
@@ -108,6 +110,7 @@ class FuseReport:
     verdict: str
     failed_gate: str | None = None
     notes: list[str] = field(default_factory=list)
+    side_files: list[SideFile] = field(default_factory=list)
 
     @property
     def total(self) -> Fidelity | None:
@@ -127,6 +130,16 @@ class FuseReport:
             "stages": [stage.as_json() for stage in self.stages],
             "total": self.total.as_json() if self.total else None,
             "files": self.files,
+            "carried": [
+                {"name": file.name, "how": file.how, "bytes": file.nbytes}
+                for file in self.side_files
+                if file.how is not None
+            ],
+            "left_out": [
+                {"name": file.name, "reason": file.reason}
+                for file in self.side_files
+                if file.how is None
+            ],
             "extra_bytes": self.extra_bytes,
             "written_bytes": self.written_bytes,
             "seconds": round(self.seconds, 3),

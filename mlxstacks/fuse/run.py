@@ -15,7 +15,15 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import existing_ancestor, user_path
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.outputs import check_target, copy_side_files, staged_directory, write_json
+from mlxstacks.files.outputs import (
+    carry_side_files,
+    check_target,
+    side_files,
+    staged_directory,
+    write_json,
+)
+from mlxstacks.files.shards import TensorInfo, read_header
+from mlxstacks.files.stored_weight import config_key
 from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import Choice, decide, estimate_alternative
 from mlxstacks.fuse.fidelity import Sums
@@ -79,6 +87,7 @@ class _Fuse:
         shards = [header.path for header in self.checkpoint.headers]
         adapters = map(user_path, settings.adapter_path)
         self.inputs = [self.checkpoint.directory, *shards, *adapters]
+        self.side_files = side_files(self.checkpoint.directory, shards)
         # Told before anything slow begins; staged_directory asks again.
         check_target(self.target, force=settings.force, inputs=self.inputs)
 
@@ -92,6 +101,7 @@ class _Fuse:
             files = self._planned_files(works)
             return self._report("planned", works, choices, {}, files, alternative)
         needed = sum(int(file["written_bytes"]) for file in self._planned_files(works))
+        needed += sum(file.nbytes for file in self.side_files if file.how == "copied")
         with staged_directory(
             self.target,
             force=self.settings.force,
@@ -108,7 +118,9 @@ class _Fuse:
                 workers=self.workers,
                 progress=self._advance,
             )
-            copy_side_files(self.checkpoint.directory, directory)
+            self.side_files = carry_side_files(
+                self.checkpoint.directory, directory, self.side_files, self.settings.copy_shards
+            )
             self._write_config(directory, works)
             self._write_index(directory, works)
             report = self._report("fused", works, choices, sums, files, alternative)
@@ -188,7 +200,8 @@ class _Fuse:
                 entry: object = False
                 if work.bits is not None:
                     entry = {"group_size": work.module.stored.group_size, "bits": work.bits}
-                config[key][work.module.path] = entry
+                name = config_key(config[key], work.module.path, work.module.stored.weight)
+                config[key][name] = entry
         # NaN is not JSON, but some configs hold it; what was read goes back.
         write_json(directory / "config.json", config, allow_nan=True)
 
@@ -198,12 +211,29 @@ class _Fuse:
             for name, dtype, shape in new_entries(header, works):
                 weight_map[name] = header.path.name
                 total += entries_bytes([(name, dtype, shape)])
-        metadata = (self.checkpoint.index or {}).get("metadata")
+        index = self.checkpoint.index or {}
+        for name, info in self._indexed_side_tensors(index.get("weight_map", {})).items():
+            weight_map.setdefault(name, info.file.relative_to(self.checkpoint.directory).as_posix())
+            total += info.nbytes
+        metadata = index.get("metadata")
         metadata = {**(metadata if isinstance(metadata, dict) else {}), "total_size": total}
         write_json(
             directory / _INDEX_NAME,
             {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))},
         )
+
+    def _indexed_side_tensors(self, weight_map: dict[str, str]) -> dict[str, TensorInfo]:
+        """Tensors that the index finds in sidecars, where a sidecar holds them and is carried."""
+        carried = {file.name for file in self.side_files if file.how is not None}
+        sidecars = {
+            name: read_header(self.checkpoint.directory / name).tensors
+            for name in sorted(carried & set(weight_map.values()))
+        }
+        return {
+            name: sidecars[file][name]
+            for name, file in weight_map.items()
+            if name in sidecars.get(file, {}) and name not in self.checkpoint.tensors
+        }
 
     def _report(
         self,
@@ -242,6 +272,7 @@ class _Fuse:
             kernels=backend() if any(work.by_kernel for work in works) else None,
             stages=stages,
             files=files,
+            side_files=self.side_files,
             extra_bytes=extra,
             written_bytes=sum(int(file["written_bytes"]) for file in files),
             seconds=time.monotonic() - self.started,

@@ -1,7 +1,6 @@
 """The shipped model as checkpoints: exports at any width, and a cache of them for bare commands."""
 
 import hashlib
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks.errors import InputError, TargetError
+from mlxstacks.files.disk import cache_directory
 from mlxstacks.nano.settings import ADAPTER_BITS, EXPORT_BITS, GROUP_SIZE, ExportSettings
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets" / "nano"
@@ -24,6 +24,11 @@ class NanoPaths:
     model_path: Path
     adapter_path: Path
     store_path: Path
+
+    @property
+    def float_model_path(self) -> Path:
+        """The model in float32, for what begins with unquantized weights; made as data_path is."""
+        return nano_paths(None).model_path
 
     @property
     def data_path(self) -> Path:
@@ -133,11 +138,6 @@ def export(settings: ExportSettings) -> ExportResult:
         write_export(ASSETS / "model", directory, settings.bits)
     written = (settings.save_path / "model.safetensors").stat().st_size
     return ExportResult(settings.save_path, settings.bits, written)
-
-
-def cache_directory() -> Path:
-    """`$MLXSTACKS_CACHE`, else `~/.cache/mlxstacks`."""
-    return Path(os.environ.get("MLXSTACKS_CACHE") or Path.home() / ".cache" / "mlxstacks")
 
 
 def nano_paths(bits: int | None = ADAPTER_BITS) -> NanoPaths:

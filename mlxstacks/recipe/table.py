@@ -50,6 +50,16 @@ COMMANDS: dict[str, Command] = {
         nano={"model": "model_path", "adapter_path": "adapter_path"},
         report="fuse_report.json",
     ),
+    "convert": Command(
+        help="Write a GGUF file or a Hugging Face model as an mlx-lm directory, or with experts.",
+        settings="mlxstacks.convert.settings:ConvertSettings",
+        function="mlxstacks.convert.run:convert",
+        render="mlxstacks.cli.convert:render",
+        arguments={"model": "MODEL"},
+        nano={"model": "float_model_path"},
+        nano_recipe="convert",
+        report="convert_report.json",
+    ),
     "adapter zero": Command(
         help="Write a copy of an adapter whose delta is zero: the control of every fuse.",
         settings="mlxstacks.files.settings:AdapterZeroSettings",

@@ -104,10 +104,35 @@ def test_tensor_missing_from_the_index_is_loaded_as_mlx_lm_does(model: Path) -> 
     assert open_checkpoint(model).tensors.keys() == names
 
 
+@pytest.mark.parametrize(
+    ("tensor", "file"),
+    [
+        ("language_model.lm_head.weight", "model-00001-of-00003.safetensors"),
+        ("ghost", "model-00002-of-00003.safetensors"),
+        ("mtp.fc.weight", "mtp.safetensors"),
+        ("vision_tower.patch_embed.weight", "optiq/optiq_vision.safetensors"),
+        ("model.language_model.layers.0.mlp.gate.weight", "model-00001-of-00011.safetensors"),
+    ],
+)
+def test_stale_index_is_no_error(model: Path, tensor: str, file: str) -> None:
+    """mlx-lm does not read it; where a shard seems to be missing, mlx-lm says that none is."""
+    names = open_checkpoint(model).tensors.keys()
+    edit_index(model, lambda index: index["weight_map"].update({tensor: file}))
+    assert open_checkpoint(model).tensors.keys() == names
+
+
+def test_numbers_in_names_of_shards_may_be_those_of_another_repository(model: Path) -> None:
+    (model / INDEX_NAME).unlink()
+    for path in model.glob("model*.safetensors"):
+        path.rename(model / path.name.replace("of-00003", "of-00014"))
+    assert len(open_checkpoint(model).headers) == 3
+
+
 BAD_NAMES = [
     "../model-00001-of-00003.safetensors",
     "/etc/passwd",
-    "sub/model.safetensors",
+    "sub/../../model.safetensors",
+    "sub//model.safetensors",
     "..\\model.safetensors",
     "..",
     ".",
@@ -122,9 +147,9 @@ BAD_NAMES = [
 
 
 @pytest.mark.parametrize("file", BAD_NAMES)
-def test_index_may_name_only_plain_files(model: Path, file: Any) -> None:
+def test_index_may_name_nothing_outside_the_directory(model: Path, file: Any) -> None:
     edit_index(model, lambda index: index["weight_map"].update({"lm_head.weight": file}))
-    with pytest.raises(CheckpointError, match="plain file name") as caught:
+    with pytest.raises(CheckpointError, match="in the same directory or below") as caught:
         open_checkpoint(model)
     assert "'lm_head.weight'" in str(caught.value)
     assert INDEX_NAME in str(caught.value)
@@ -142,17 +167,6 @@ def damage_missing_shard_no_index(model: Path) -> None:
 def damage_truncated_shard(model: Path) -> None:
     path = model / "model-00002-of-00003.safetensors"
     os.truncate(path, path.stat().st_size - 1)
-
-
-def damage_wrong_place(model: Path) -> None:
-    name = "language_model.lm_head.weight"
-    shard = "model-00001-of-00003.safetensors"
-    edit_index(model, lambda index: index["weight_map"].update({name: shard}))
-
-
-def damage_unknown_tensor(model: Path) -> None:
-    shard = "model-00001-of-00003.safetensors"
-    edit_index(model, lambda index: index["weight_map"].update({"ghost": shard}))
 
 
 def damage_two_files(model: Path) -> None:
@@ -222,8 +236,6 @@ DAMAGE: dict[Callable[[Path], None], str] = {
     damage_missing_shard: "model-00002-of-00003.safetensors: shard is missing",
     damage_missing_shard_no_index: "model-00002-of-00003.safetensors: shard is missing",
     damage_truncated_shard: "model-00002-of-00003.safetensors: tensor",
-    damage_wrong_place: "should be in model-00001-of-00003.safetensors, model-00003",
-    damage_unknown_tensor: "'ghost' should be in model-00001-of-00003.safetensors, no file",
     damage_two_files: "model-00001-of-00003.safetensors and ",
     damage_name_outside_glob: "mlx-lm loads only model*.safetensors",
     damage_index_is_a_list: "must be an object, got list",

@@ -24,16 +24,16 @@ import pytest
 from mlxstacks.errors import CheckpointError, TargetError
 from mlxstacks.files import carry, disk, outputs
 from mlxstacks.files.outputs import (
+    carry_side_files,
     check_target,
     clone_or_link,
-    copy_side_files,
+    side_files,
     staged_directory,
     write_json,
 )
 from mlxstacks.files.shards import ShardWriter
 from tests.files import kill_worker
-from tests.files.raw import mounted, reflink_disk, small_disk
-from tests.tiny_models import write_llama
+from tests.files.raw import entry, file_bytes, mounted, reflink_disk, small_disk
 
 
 def build(target: Path, text: str = "new", **options: Any) -> None:
@@ -237,7 +237,7 @@ def fill_by_copy(staged: Path, big: Path) -> None:
 
 
 def fill_by_side_files(staged: Path, big: Path) -> None:
-    copy_side_files(big.parent, staged)
+    carry_side_files(big.parent, staged, side_files(big.parent, []))
 
 
 def fill_by_json(staged: Path, big: Path) -> None:
@@ -487,46 +487,68 @@ def test_carrying_never_overwrites_and_names_a_missing_source(tmp_path: Path, co
             clone_or_link(tmp_path / name, tmp_path / "c", copy)
 
 
-def test_side_files_are_tokenizer_and_configs_only(tmp_path: Path) -> None:
-    source, target = write_llama(tmp_path / "model"), tmp_path / "out"
-    carried = [
-        "merges.txt",
-        "preprocessor_config.json",
-        "tokenizer.model",
-        "README.md",
-        "a.tiktoken",
-    ]
-    dropped = [
-        "modeling.py",
-        "pytorch_model.bin",
-        "x.pt",
-        "x.pkl",
-        "x.gguf",
-        "x.npz",
-        ".secret.json",
-    ]
-    dropped += ["pytorch_model.bin.index.json", "fuse_report.json", "adapters.safetensors"]
-    for name in (*carried, *dropped):
-        (source / name).write_text(name)
-    (source / "additional_chat_templates").mkdir()
-    (source / "additional_chat_templates" / "tool.jinja").write_text("x")
-    (source / "additional_chat_templates" / "evil.py").write_text("x")
-    (source / "folder.json").mkdir()
-    target.mkdir()
-    (target / "tokenizer_config.json").write_text("mine")
-    copied = copy_side_files(source, target)
-    assert sorted(copied) == sorted(
-        [
-            "additional_chat_templates/tool.jinja",
-            "chat_template.jinja",
-            "generation_config.json",
-            "tokenizer.json",
-            *carried,
-        ]
-    )
-    assert (target / "tokenizer_config.json").read_text() == "mine"
-    assert (target / "merges.txt").read_text() == "merges.txt"
-    assert {path.suffix for path in target.rglob("*")}.isdisjoint({".py", ".bin", ".safetensors"})
+CARRIED = {
+    "tokenizer.model": b"\n\x0e\n\x05<unk>",
+    "README.md": b"# card",
+    "LICENSE": b"Apache",
+    "a.tiktoken": b"a",
+    "vision.gguf": b"GGUF",
+    "mtp.safetensors": file_bytes({"mtp.fc.weight": entry("U8", [1], 0, 1)}, b"x"),
+    "optiq/mtp.safetensors": file_bytes({"mtp.fc.weight": entry("U8", [1], 0, 1)}, b"y"),
+    "additional_chat_templates/tool.jinja": b"x",
+    "adapters/adapter_config.json": b"{}",
+    "draft/config.json": b"{}",
+    "draft/model.safetensors": file_bytes("{}"),
+}
+LEFT = {
+    "modeling.py": (b"x", "code"),
+    "draft/evil.py": (b"x", "code"),
+    "RUN": (b"#!/bin/sh", "a script"),
+    "tool": (b"\x7fELF", "a program"),
+    "pytorch_model.bin": (b"x", "may be a pickle"),
+    "pytorch_model.bin.index.json": (b"{}", "an index of pickles"),
+    "x.NPZ": (b"x", "may be a pickle"),
+    "weights.dat": (b"\x80\x04\x95", "a pickle"),
+    "state": (b"PK\x03\x04data.pkl", "a zip archive"),
+    "torn.safetensors": (b"\x99", "a safetensors file has at least 8"),
+    "adapters.safetensors": (file_bytes("{}"), "an adapter, which loaders would apply again"),
+    ".secret": (b"x", "hidden"),
+}
+
+
+def test_everything_beside_the_shards_is_carried_but_code_and_pickles(tmp_path: Path) -> None:
+    source, target = tmp_path / "model", tmp_path / "out"
+    (source / ".cache" / "huggingface").mkdir(parents=True)
+    (source / "fused").mkdir()
+    contents = CARRIED | {name: content for name, (content, _) in LEFT.items()}
+    contents |= dict.fromkeys(("config.json", "model.safetensors.index.json"), b"{}")
+    contents |= {"fuse_report.json": b"{}", "fused/fuse_report.json": b"{}"}
+    for name, content in contents.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_bytes(content)
+    (source / "model.safetensors").write_bytes(file_bytes("{}"))
+    (source / "elsewhere").symlink_to(tmp_path)
+    os.mkfifo(source / "pipe")
+    reasons = {name: reason for name, (_, reason) in LEFT.items()} | {
+        ".cache": "hidden",
+        "elsewhere": "a link to a folder",
+        "fused": "an output of mlxstacks",
+        "pipe": "not a regular file",
+    }
+    files = side_files(source, [source / "model.safetensors"])
+    assert {f.name for f in files if f.reason is None} == CARRIED.keys()
+    assert {f.name for f in files if f.reason is not None} == reasons.keys()
+    for file in files:
+        assert file.reason is None or reasons[file.name] in file.reason
+    done = carry_side_files(source, target, files)
+    assert [(f.name, f.reason) for f in done] == [(f.name, f.reason) for f in files]
+    written = {p.relative_to(target).as_posix(): p for p in target.rglob("*") if p.is_file()}
+    assert {name: path.read_bytes() for name, path in written.items()} == CARRIED
+    for file in done:  # what people edit never shares its bytes with the source
+        linked = file.how == "linked"
+        assert not linked or file.name.endswith((".safetensors", ".gguf"))
+        if file.how is not None:
+            assert linked == (os.stat(source / file.name).st_nlink > 1)
 
 
 def test_side_files_follow_the_links_of_a_hub_cache(tmp_path: Path) -> None:
@@ -535,7 +557,11 @@ def test_side_files_follow_the_links_of_a_hub_cache(tmp_path: Path) -> None:
     (tmp_path / "blob").write_text("x")
     (tmp_path / "source" / "tokenizer.json").symlink_to("../blob")
     (tmp_path / "source" / "broken.json").symlink_to("../gone")
-    assert copy_side_files(tmp_path / "source", tmp_path / "target") == ["tokenizer.json"]
+    (tmp_path / "source" / "loop.json").symlink_to("loop.json")
+    files = side_files(tmp_path / "source", [])
+    assert [file.name for file in files if file.reason is None] == ["tokenizer.json"]
+    carry_side_files(tmp_path / "source", tmp_path / "target", files)
+    assert [path.name for path in (tmp_path / "target").iterdir()] == ["tokenizer.json"]
     assert not (tmp_path / "target" / "tokenizer.json").is_symlink()
 
 

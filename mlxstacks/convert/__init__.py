@@ -1,0 +1,1 @@
+"""Models of other formats as mlx-lm directories, and dense models as mixtures of experts."""

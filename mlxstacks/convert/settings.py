@@ -1,0 +1,88 @@
+"""Settings of `mlxstacks convert`. Imports neither mlx nor numpy, so that `--help` stays fast."""
+
+import fnmatch
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Bits = Literal[2, 3, 4, 5, 6, 8]
+Dtype = Literal["float16", "bfloat16", "float32"]
+ALLOWED_BITS = (2, 3, 4, 5, 6, 8)
+
+
+class ConvertSettings(BaseModel):
+    """What to convert, and to what."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str | None = Field(
+        None,
+        description="A .gguf file, a model directory, or a Hugging Face id. Default: the built-in "
+        "nano model in float32.",
+    )
+    save_path: str | None = Field(
+        None, description="Directory to write. Default: ./mlxstacks-out/convert."
+    )
+    bits: Bits | None = Field(
+        None,
+        description="Quantize to this many bits a weight. Tensors of a GGUF file whose grid is "
+        "MLX's (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0) keep their codes.",
+    )
+    group_size: Literal[32, 64, 128] = Field(
+        64, description="Neighbouring weights that share a scale, where --bits quantizes."
+    )
+    module_bits: tuple[str, ...] = Field(
+        (),
+        description="PATTERN=N: modules whose path matches the shell pattern get N bits, none for "
+        "floats. Repeatable; the last match wins.",
+    )
+    dtype: Dtype | None = Field(
+        None,
+        description="Dtype of what stays in floats, and of new scales. Default: the `torch_dtype` "
+        "of config.json, else as stored.",
+    )
+    upcycle: int | None = Field(
+        None,
+        ge=2,
+        le=256,
+        description="Make a dense llama-like model a mixture of this many equal experts, with the "
+        "same function.",
+    )
+    top_k: int = Field(2, ge=1, description="Experts a token, with --upcycle.")
+    seed: int = Field(0, ge=0, description="Seed of the routers that --upcycle makes.")
+    force: bool = Field(False, description="Replace an existing save path.")
+
+    @field_validator("module_bits")
+    @classmethod
+    def _module_bits_are_pairs(cls, pairs: tuple[str, ...]) -> tuple[str, ...]:
+        for pair in pairs:
+            _parse_pair(pair)
+        return pairs
+
+    @model_validator(mode="after")
+    def _top_k_is_at_most_upcycle(self) -> "ConvertSettings":
+        if self.upcycle is not None and self.top_k > self.upcycle:
+            raise ValueError(f"top_k is {self.top_k}, more than the {self.upcycle} experts")
+        return self
+
+    def overrides(self) -> list[tuple[str, int | None]]:
+        """`module_bits` as (pattern, bits or None for floats), in order."""
+        return list(map(_parse_pair, self.module_bits))
+
+    def bits_of(self, module: str) -> int | None:
+        """Bits asked for a module path; None where it is to stay in floats."""
+        bits: int | None = self.bits
+        for pattern, width in self.overrides():
+            if fnmatch.fnmatchcase(module, pattern):
+                bits = width
+        return bits
+
+
+def _parse_pair(pair: str) -> tuple[str, int | None]:
+    pattern, _, width = pair.rpartition("=")
+    if pattern and width == "none":
+        return pattern, None
+    if not pattern or not width.isdigit() or int(width) not in ALLOWED_BITS:
+        allowed = ", ".join(map(str, ALLOWED_BITS))
+        raise ValueError(f"module_bits takes PATTERN=N with N one of {allowed}, none; got {pair!r}")
+    return pattern, int(width)
