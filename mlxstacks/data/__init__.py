@@ -4,15 +4,21 @@ Nothing here imports NumPy or `datasets` before it is used.
 """
 
 from mlxstacks.data.batches import Batch, batch_at, make_batch
-from mlxstacks.data.domain import DomainData, read_domains, split_ids
+from mlxstacks.data.domain import (
+    DomainData,
+    data_notes,
+    read_domains,
+    read_train_data,
+    split_ids,
+)
 from mlxstacks.data.encode import ChatTokenizer, encode_messages, encode_record
 from mlxstacks.data.encode_examples import EncodedRows, encode_examples
 from mlxstacks.data.examples import Example
 from mlxstacks.data.json_lines import numbered_records, read_records
 from mlxstacks.data.messages import as_messages
-from mlxstacks.data.row_file import RowFile, read_rows
 from mlxstacks.data.rows import Row, pack_rows
-from mlxstacks.data.settings import DomainDataSettings, SourceSettings
+from mlxstacks.data.settings import DomainDataSettings, SourceSettings, TrainDataSettings
+from mlxstacks.data.sources import train_data_paths, train_data_settings
 from mlxstacks.data.splits import apply_split
 
 __all__ = [
@@ -23,11 +29,12 @@ __all__ = [
     "EncodedRows",
     "Example",
     "Row",
-    "RowFile",
     "SourceSettings",
+    "TrainDataSettings",
     "apply_split",
     "as_messages",
     "batch_at",
+    "data_notes",
     "encode_examples",
     "encode_messages",
     "encode_record",
@@ -36,6 +43,8 @@ __all__ = [
     "pack_rows",
     "read_domains",
     "read_records",
-    "read_rows",
+    "read_train_data",
     "split_ids",
+    "train_data_paths",
+    "train_data_settings",
 ]

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from mlxstacks.data.examples import row_id_of
-from mlxstacks.data.formats import FORMATS, Format, Raw, Record
+from mlxstacks.data.formats import FORMATS, Format, Raw, Reading
 from mlxstacks.errors import InputError
 
-# (row) -> (name of its format, the record)
-RowReader = Callable[[Raw], tuple[str, Record]]
+# (row) -> (name of its format, what it says)
+RowReader = Callable[[Raw], tuple[str, Reading]]
 
 
 def row_reader(name: str, first_pair_only: bool = False) -> RowReader:
@@ -26,7 +26,7 @@ def row_reader(name: str, first_pair_only: bool = False) -> RowReader:
         del formats["chat"]
     by_keys: dict[frozenset[str], list[str]] = {}
 
-    def read_auto(row: Raw) -> tuple[str, Record]:
+    def read_auto(row: Raw) -> tuple[str, Reading]:
         # A column of a table that holds nothing for this row says nothing about its format.
         keys = frozenset(key for key, value in row.items() if value is not None)
         if keys not in by_keys:
@@ -37,25 +37,35 @@ def row_reader(name: str, first_pair_only: bool = False) -> RowReader:
 
 
 def _fitting(keys: frozenset[str], formats: dict[str, Format]) -> list[str]:
-    found = [name for name, form in formats.items() if form.fits(keys)]
-    if not found:
+    # As mlx-lm reads a row: other columns beside a completion say nothing about its form, and a
+    # text beside a conversation is what some template made of it.
+    if {"prompt", "completion"} <= keys:
+        return ["prompt_completion"]
+    names = [name for name, form in formats.items() if form.fits(keys)]
+    if "messages" in keys and "text" in names and len(names) > 1:
+        names.remove("text")
+    if not names:
         known = "; ".join(f"{name}: {form.describe()}" for name, form in formats.items())
-        raise InputError(f"no format fits the keys {sorted(keys)}; known are {known}")
-    return found
+        raise InputError(
+            f"no format fits the keys {sorted(keys)}; write rows with the keys of one, such as "
+            f"prompt and completion. Known are {known}"
+        )
+    return names
 
 
-def _agreed(row: Raw, names: list[str]) -> tuple[str, Record]:
-    """The record, if every format that fits the keys reads the row alike.
+def _agreed(row: Raw, names: list[str]) -> tuple[str, Reading]:
+    """The reading, if every format that fits the keys reads the row alike.
 
     Raises: InputError: two of them read different things; the settings must choose.
     """
     first = FORMATS[names[0]].read(row)
     for other in names[1:]:
-        record = FORMATS[other].read(row)
-        if record != first and row_id_of(record) != row_id_of(first):
+        record = FORMATS[other].read(row).record
+        if record != first.record and row_id_of(record) != row_id_of(first.record):
             raise InputError(
-                f"the keys {sorted(row)} fit the formats {names[0]} ({_short(first)}) and {other} "
-                f"({_short(record)}); say which with format:"
+                f"the keys {sorted(row)} fit the formats {names[0]} ({_short(first.record)}) and "
+                f"{other} ({_short(record)}); say which with the source's format, as in data: "
+                f"{{sources: [{{path: ..., format: {other}}}]}}"
             )
     return names[0], first
 

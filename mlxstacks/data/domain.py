@@ -8,9 +8,17 @@ from typing import Any
 from mlxstacks.data.decontaminate import move_rows
 from mlxstacks.data.examples import Example
 from mlxstacks.data.markers import special_tokens
-from mlxstacks.data.read_source import keep_one, read_source
-from mlxstacks.data.settings import DomainDataSettings
-from mlxstacks.data.splits import PARTS, SplitIds, apply_split, check_split, split_examples
+from mlxstacks.data.read_source import keep_one, read_in_order, read_source
+from mlxstacks.data.settings import DomainDataSettings, TrainDataSettings
+from mlxstacks.data.sources import training_parts
+from mlxstacks.data.splits import (
+    PARTS,
+    SplitIds,
+    apply_split,
+    check_split,
+    divide,
+    split_examples,
+)
 from mlxstacks.errors import InputError
 
 
@@ -50,7 +58,7 @@ def read_domains(
 
     Laws: nothing depends on the order of domains, sources or rows (rows under a cap aside, which
     takes the first); no row of a validation set is in any training set, its own domain's or
-    another's, and with split_by=prompt no prompt of it is.
+    another's, and with split_by=prompt no prompt and no passage of it is.
 
     Raises:
         InputError: a source cannot be used, a part is empty, or a stored split lost rows.
@@ -81,6 +89,54 @@ def read_domains(
             "validation_rows": len(validation),
         }
     return {name: DomainData(name, *split[name], reports[name]) for name in domains}
+
+
+def read_train_data(settings: TrainDataSettings, root: Path, tokenizer: Any = None) -> DomainData:
+    """The rows of `mlxstacks train`: in the order of the sources, repeats too, as mlx-lm has them.
+
+    Validation rows are those that the sources bring along (`training_parts`); where none does,
+    some are held out as `read_domains` does it, or none of too few rows.
+
+    Raises:
+        InputError: a source cannot be used.
+    """
+    tokens = special_tokens(tokenizer) if tokenizer is not None else ()
+    rows: dict[str, list[Example]] = {part: [] for part in PARTS}
+    reports: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS}
+    for listed in settings.sources:
+        for part, source in zip(PARTS, training_parts(listed, root), strict=True):
+            if source is not None:
+                examples, report = read_in_order(source, settings, root, tokens)
+                rows[part] += examples
+                reports[part].append(report)
+    train, validation = rows.values()
+    if not validation:
+        train, validation = divide(train, settings)
+        if not train or not validation:
+            train, validation = [*train, *validation], []
+    trained = {row.row_id for row in train}
+    report = {
+        "sources": reports["train"],
+        "validation_sources": reports["validation"],
+        "train_rows": len(train),
+        "validation_rows": len(validation),
+        "validation_rows_trained_on": sum(row.row_id in trained for row in validation),
+    }
+    return DomainData("train", train, validation, report)
+
+
+def data_notes(name: str, report: Mapping[str, Any]) -> list[str]:
+    """What became of the rows of each source, where something did."""
+    notes = []
+    for source in [*report["sources"], *report.get("validation_sources", ())]:
+        counts = {**source["dropped"], **source["changed"]}
+        if counts:
+            shown = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
+            notes.append(
+                f"{name}: {source['source']}: {source['rows_kept']:,} of {source['rows_read']:,} "
+                f"rows are used ({shown.replace('_', ' ')})."
+            )
+    return notes
 
 
 def _read_domain(
@@ -149,17 +205,18 @@ def _close_leaks(
 
 
 class _Content:
-    """Rows, and their prompts, that must not be met again."""
+    """Rows, their prompts and passages, that must not be met again."""
 
     def __init__(self, rows: Iterable[Example]) -> None:
         rows = list(rows)
         self.rows = {row.row_id for row in rows}
         self.prompts = {row.prompt_id for row in rows}
+        self.passages = {row.passage_id for row in rows} - {""}
 
     def holds(self, row: Example, settings: DomainDataSettings) -> bool:
-        """Whether the row is among them; with split_by=prompt, whether its prompt is."""
-        same_prompt = settings.split_by == "prompt" and row.prompt_id in self.prompts
-        return row.row_id in self.rows or same_prompt
+        """Whether the row is among them; with split_by=prompt, whether its prompt or passage is."""
+        shared = row.prompt_id in self.prompts or row.passage_id in self.passages
+        return row.row_id in self.rows or (settings.split_by == "prompt" and shared)
 
 
 def _count(counts: dict[str, int], reason: str, number: int) -> None:

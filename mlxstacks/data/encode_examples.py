@@ -40,7 +40,7 @@ def encode_examples(
     token. The tokenizer's own special tokens are stripped first (with strip_markers).
 
     Raises:
-        InputError: the template refuses a row, or no row is left; it names source and row id.
+        InputError: the template refuses a row, which is named, or no row is left.
     """
     from jinja2 import TemplateError  # of a chat template; where there is none, ValueError
 
@@ -56,7 +56,7 @@ def encode_examples(
         try:
             row = _encode(record, tokenizer, settings)
         except (ValueError, TemplateError, TypeError, KeyError) as error:
-            where = f"{example.source}, row {example.row_id}"
+            where = example.where or f"{example.source}, row {example.row_id}"
             raise InputError(f"{where}: {error}; the row is {str(record)[:100]}") from error
         if max_tokens is not None and len(row.tokens) > max_tokens:
             row = Row(row.tokens[:max_tokens], row.weights[:max_tokens])

@@ -8,32 +8,46 @@ import hashlib
 import json
 import unicodedata
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mlxstacks.data.messages import as_messages
+
+# A shorter input, such as "2, 3, 5", is no passage: rows share it by chance.
+PASSAGE_CHARACTERS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
     """row_id: of the content alone, so that equal rows of two files have one id.
     source: the label of the source it came from. prompt_id: of what comes before the answer.
+    passage_id: of the passage that it asks about; "" without one. where: file and line, as
+    messages name it.
     """
 
     row_id: str
     record: dict[str, Any]
     source: str
     prompt_id: str = ""
+    passage_id: str = ""
+    where: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         if not self.prompt_id:
             object.__setattr__(self, "prompt_id", prompt_id_of(self.record))
 
 
-def make_example(record: dict[str, Any], source: str) -> Example:
-    """Raises InputError: the record has none of the three forms."""
+def make_example(
+    record: dict[str, Any], source: str, passage: str = "", where: str = ""
+) -> Example:
+    """passage: the text that the row asks about, as long as it is.
+
+    Raises: InputError: the record has none of the three forms.
+    """
     whole, before = _contents(record)
-    return Example(_digest(whole), record, source, _digest(before))
+    plain = _plain(passage)
+    passage_id = _digest(["passage", plain]) if len(plain) >= PASSAGE_CHARACTERS else ""
+    return Example(_digest(whole), record, source, _digest(before), passage_id, where)
 
 
 def row_id_of(record: Mapping[str, Any]) -> str:

@@ -36,7 +36,9 @@ def numbered_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:  # not UTF-8 is a ValueError too
                 reason = getattr(error, "msg", str(error))
-                raise InputError(f"{path}, line {number}: not JSON ({reason})") from error
+                raise InputError(
+                    f"{path}, line {number}: not JSON ({reason}); each line must be one object"
+                ) from error
             if not isinstance(record, dict):
                 raise InputError(
                     f"{path}, line {number}: got {type(record).__name__}, need an object"

@@ -1,6 +1,6 @@
-"""Chat markers and special tokens that are written in data, removed before a template is applied.
+"""Chat markers and special tokens that are written in data, taken out of rows.
 
-A marker left in would be read by the tokenizer as the real thing: the end of a turn, in its middle.
+They are traces of another template, and no part of what a model should learn to say.
 """
 
 import re
@@ -57,18 +57,11 @@ def special_tokens(tokenizer: Any) -> tuple[str, ...]:
 
 
 def strip_markers(text: str, tokens: Iterable[str] = ()) -> str:
-    """Text without the markers and without `tokens`, its blank space tidied.
+    """Text without the markers and without `tokens`; every other character stays as it is.
 
-    Three and more line breaks become two, blanks inside a line one (those that indent it stay: they
-    are part of program code), and both ends are trimmed.
-    Laws: no marker is left, also none that two halves made; a second pass changes nothing.
+    Laws: no marker is left, also none that two halves made; a text without one stays the same.
     """
-    markers = _markers(tuple(sorted(tokens)))
-    while True:
-        stripped = _tidied(_without(text, markers))
-        if stripped == text:
-            return text
-        text = stripped
+    return _without(text, _markers(tuple(sorted(tokens))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +110,3 @@ def _without(text: str, markers: _Markers) -> str:
             if found:
                 del kept[len(kept) - len(found.group()) :]
     return "".join(kept)
-
-
-def _tidied(text: str) -> str:
-    text = text.replace("\r\n", "\n").strip()
-    if "\n\n\n" in text:
-        text = re.sub(r"\n{3,}", "\n\n", text)
-    if "  " in text or "\t" in text:
-        text = re.sub(r"(?<=\S)[ \t]{2,}", " ", text)
-    return text

@@ -22,6 +22,7 @@ FormatName = Literal[
     "openmath_cot",
     "openmath_tool",
     "numina_cot",
+    "multiple_choice",
     "medqa",
     "medical_reasoning",
     "pubmedqa",
@@ -103,11 +104,13 @@ class DomainDataSettings(BaseModel):
     split_by: Literal["prompt", "row"] = Field(
         "prompt",
         description="what may not be on both sides of the split: a prompt, whatever its answer, "
-        "or only a whole row",
+        "and a passage, whatever is asked about it; or only a whole row",
     )
     seed: int = Field(42, ge=0, description="of the split, and of draws under a cap")
     strip_markers: bool = Field(
-        True, description="remove chat markers and special tokens that are written in the rows"
+        True,
+        description="remove chat markers and special tokens that are written in the rows; nothing "
+        "else of a text changes",
     )
     minimum_characters: int = Field(
         10,
@@ -116,7 +119,10 @@ class DomainDataSettings(BaseModel):
         "the forms text, prompt_completion and chat nothing but emptiness is",
     )
     answer_characters: int = Field(
-        2000, ge=1, description="longer answers lose their end (not: text and chat rows)"
+        2000,
+        ge=1,
+        description="longer answers lose their end (not: text and chat rows); runs of blank space "
+        "count once",
     )
     template: Template = Field(
         "chat", description="chat: the tokenizer's own; alpaca: instruction, input, response"
@@ -140,3 +146,11 @@ class DomainDataSettings(BaseModel):
                 "use format messages (the first pair) or template chat"
             )
         return self
+
+
+class TrainDataSettings(DomainDataSettings):
+    """The data of `mlxstacks train`. Rows stay as they are written, as in mlx-lm."""
+
+    strip_markers: bool = Field(
+        False, description="remove chat markers and special tokens that are written in the rows"
+    )

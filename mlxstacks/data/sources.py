@@ -5,6 +5,7 @@ and no code of a data set runs.
 """
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,13 +16,15 @@ from typing import Any
 from mlxstacks.data import arrow_sets
 from mlxstacks.data.json_array import array_records, begins_array
 from mlxstacks.data.json_lines import numbered_records
-from mlxstacks.data.settings import SourceSettings
+from mlxstacks.data.settings import SourceSettings, TrainDataSettings
 from mlxstacks.errors import InputError
 
 # (where it stands, as messages say it, and the row)
 Rows = Iterator[tuple[str, dict[str, Any]]]
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
-KNOWN_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+VALIDATION_SPLITS = ("valid", "validation", "val", "dev")
+KNOWN_SPLITS = ("train", "test", *VALIDATION_SPLITS, "eval")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 
 
 class NotCachedError(InputError):
@@ -48,6 +51,54 @@ class OpenSource:
         return found
 
 
+def train_data_settings(data: str | TrainDataSettings) -> TrainDataSettings:
+    """A plain text stands for one source: a path or, where nothing is there, a data set of the hub
+    as `owner/name`.
+    """
+    if isinstance(data, TrainDataSettings):
+        return data
+    is_id = _HUB_ID.fullmatch(data) and not data.endswith(SUFFIXES) and not os.path.exists(data)
+    source = SourceSettings(dataset=data) if is_id else SourceSettings(path=data)
+    return TrainDataSettings(sources=(source,))
+
+
+def train_data_paths(data: str | TrainDataSettings | None) -> list[str]:
+    """Files and directories of the data, as they were written."""
+    sources = train_data_settings(data).sources if data else ()
+    return [source.path for source in sources if source.path]
+
+
+def training_parts(
+    source: SourceSettings, root: Path
+) -> tuple[SourceSettings, SourceSettings | None]:
+    """What to train on, and what the source itself has to validate with, if anything.
+
+    In a directory as mlx-lm takes it these are train.jsonl and valid.jsonl; elsewhere the source,
+    and a split that is named as one of VALIDATION_SPLITS.
+    """
+    held_out = source.model_copy(update={"cap": None})
+    if source.path:
+        path = _path_of(source, root)
+        if path.is_dir() and os.path.lexists(path / "train.jsonl"):
+            files = {name: str(Path(source.path, name)) for name in ("train.jsonl", "valid.jsonl")}
+            # A link that leads nowhere is told by whoever reads it: it must not pass for none.
+            has_own = os.path.lexists(path / "valid.jsonl")
+            return (
+                source.model_copy(update={"path": files["train.jsonl"]}),
+                held_out.model_copy(update={"path": files["valid.jsonl"]}) if has_own else None,
+            )
+        if path.is_file():
+            return source, None
+    for split in VALIDATION_SPLITS:
+        held_out = held_out.model_copy(update={"split": split})
+        try:
+            open_source(held_out, root)
+        except InputError:
+            continue
+        return source, held_out
+    return source, None
+
+
 def open_source(source: SourceSettings, root: Path) -> OpenSource:
     """Find what a source names; a relative path is taken from `root`.
 
@@ -58,10 +109,7 @@ def open_source(source: SourceSettings, root: Path) -> OpenSource:
     """
     if source.dataset:
         return _cached(source, source.dataset)
-    try:
-        path = root / Path(source.path or "").expanduser()
-    except RuntimeError as error:  # ~name of an unknown user
-        raise InputError(f"{source.label!a}: not a usable path: {error}") from None
+    path = _path_of(source, root)
     if path.is_dir():
         return _directory(source, path)
     if not path.is_file():
@@ -69,6 +117,18 @@ def open_source(source: SourceSettings, root: Path) -> OpenSource:
             f"{path}: no such file or directory; put the data there, or change the source"
         )
     return OpenSource(_file_rows(path), {source.label: path})
+
+
+def _path_of(source: SourceSettings, root: Path) -> Path:
+    """Raises: InputError: nothing can have this path."""
+    try:
+        path = root / Path(source.path or "").expanduser()
+        path.exists()
+    except RuntimeError as error:  # ~name of an unknown user
+        raise InputError(f"{source.label!a}: not a usable path: {error}") from None
+    except OSError as error:
+        raise InputError(f"{source.label[:200]!a}: cannot be opened: {error.strerror}") from None
+    return path
 
 
 def _directory(source: SourceSettings, path: Path) -> OpenSource:

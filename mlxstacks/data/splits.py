@@ -1,5 +1,6 @@
 """Which rows are for validation: by a hash of content, so that nothing else decides it."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,53 +19,76 @@ def split_examples(
     """(train, validation), each in the order of row ids.
 
     Laws: independent of the order of `examples`; with validation_fraction a row's side does not
-    depend on the other rows, so a new source moves none (validation_rows counts rows, so it can);
-    with split_by=prompt rows with one prompt are on one side.
+    depend on rows with other prompts, so a new source moves none (validation_rows counts rows, so
+    it can); with split_by=prompt rows with one prompt, or one passage, are on one side.
 
     Raises:
         InputError: a side would be empty.
     """
     rows = sorted(examples, key=lambda example: example.row_id)
-    groups: dict[str, list[Example]] = {}
-    for row in rows:
-        groups.setdefault(split_key(row, settings), []).append(row)
-    chosen = _validation_keys(groups, settings)
-    train = [row for row in rows if split_key(row, settings) not in chosen]
-    validation = [row for row in rows if split_key(row, settings) in chosen]
+    train, validation = divide(rows, settings)
     if not train or not validation:
         empty = "validation" if train else "training"
+        keys = {split_key(row, settings) for row in rows}
+        what = "rows" if settings.split_by == "row" else "prompts or passages"
         wanted = (
             f"validation_rows {settings.validation_rows}"
             if settings.validation_rows
             else f"validation_fraction {settings.validation_fraction}"
         )
         raise InputError(
-            f"domain {name}: {wanted} leaves no {empty} row of {len(rows)} ({len(groups)} "
-            f"different {settings.split_by}s); set validation_rows to a number below that, or "
-            "another validation_fraction"
+            f"domain {name}: {wanted} leaves no {empty} row of {len(rows)} ({len(keys)} different "
+            f"{what}); set validation_rows to a number below that, another validation_fraction, or "
+            "split_by: row"
         )
     return train, validation
 
 
+def divide(
+    rows: Sequence[Example], settings: DomainDataSettings
+) -> tuple[list[Example], list[Example]]:
+    """(train, validation), each in the order of `rows`; either may be empty."""
+    keys = [split_key(row, settings) for row in rows]
+    held_out = _validation_keys(Counter(keys), settings)
+    if settings.split_by == "prompt":
+        _add_shared_prompts(held_out, rows, keys)
+    parts: tuple[list[Example], list[Example]] = ([], [])
+    for row, key in zip(rows, keys, strict=True):
+        parts[key in held_out].append(row)
+    return parts
+
+
 def split_key(example: Example, settings: DomainDataSettings) -> str:
-    """What decides a row's side, and may not be on both: its prompt, or all of it."""
-    return example.prompt_id if settings.split_by == "prompt" else example.row_id
+    """What decides a row's side, and may not be on both: its passage or else its prompt, or all."""
+    by_prompt = example.passage_id or example.prompt_id
+    return by_prompt if settings.split_by == "prompt" else example.row_id
 
 
-def _validation_keys(groups: Mapping[str, list[Example]], settings: DomainDataSettings) -> set[str]:
+def _validation_keys(sizes: Mapping[str, int], settings: DomainDataSettings) -> set[str]:
+    """sizes: rows of each key."""
+
     def place(key: str) -> int:
         return keyed_hash(settings.seed, "split", key)
 
     if settings.validation_rows is None:
         bound = settings.validation_fraction * 2**64
-        return {key for key in groups if place(key) < bound}
+        return {key for key in sizes if place(key) < bound}
     chosen: set[str] = set()
     left = settings.validation_rows
-    for key in sorted(groups, key=place):
-        if len(groups[key]) <= left:
+    for key in sorted(sizes, key=place):
+        if sizes[key] <= left:
             chosen.add(key)
-            left -= len(groups[key])
+            left -= sizes[key]
     return chosen
+
+
+def _add_shared_prompts(held_out: set[str], rows: Sequence[Example], keys: Sequence[str]) -> None:
+    """One prompt can have two keys: with its passage marked as one, and written into the prompt."""
+    size = -1
+    while len(held_out) > size:
+        size = len(held_out)
+        prompts = {row.prompt_id for row, key in zip(rows, keys, strict=True) if key in held_out}
+        held_out |= {key for row, key in zip(rows, keys, strict=True) if row.prompt_id in prompts}
 
 
 def apply_split(

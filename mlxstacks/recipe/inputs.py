@@ -12,6 +12,8 @@ from mlxstacks.files.hub import in_hub_cache
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from mlxstacks.data.settings import TrainDataSettings
+
 # Settings that name what is read. `save_path` of `stack` is read too, where it is there.
 KEYS = (
     "model", "adapter_path", "store_path", "other_path", "router_path", "routers", "targets",
@@ -56,7 +58,7 @@ def inputs_of(name: str, settings: "BaseModel") -> list[Input]:
         if value is None or (name, key) in _NEED_NOT_BE or (key, value) in _MADE:
             continue
         if key == "data" and name in ("train", "sweep"):
-            found += _rows_of(str(value))
+            found += _rows_of(value)
         elif not (key == "data" and _domains(name, settings)):
             paths = value if isinstance(value, tuple) else (value,)
             # `prompts` is a file, a number of prompts or the prompts themselves, by the command.
@@ -89,12 +91,19 @@ def _domains(name: str, settings: Any) -> Sequence[Any]:
     return domains
 
 
-def _rows_of(data: str) -> list[Input]:
-    path = user_path(data)
-    if path.is_file():
-        return [_input("data", data)]
-    files = [(str(Path(data) / name), needed) for name, needed in _ROWS.items()]
-    return [_input("data", file, needed) for file, needed in files]
+def _rows_of(data: "str | TrainDataSettings") -> Iterator[Input]:
+    from mlxstacks.data.sources import SUFFIXES, train_data_settings
+
+    for source in train_data_settings(data).sources:
+        path = user_path(source.path or "")
+        if source.dataset:
+            here = _is_data_set_here(source.dataset, source.name, source.split)
+            yield Input("data", source.label, here)
+        elif path.suffix in SUFFIXES or (path.exists() and not (path / "train.jsonl").exists()):
+            yield _input("data", source.label)
+        else:
+            for name, needed in _ROWS.items():
+                yield _input("data", str(Path(source.label) / name), needed)
 
 
 def _input(key: str, text: str, needed: bool = True) -> Input:

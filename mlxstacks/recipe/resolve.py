@@ -8,7 +8,7 @@ A command on nano alone may have a recipe of ours between the first two; see `Co
 import json
 import re
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
@@ -265,11 +265,21 @@ def _of_the_result(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _newest(inputs: Iterable[Any]) -> float:
-    """The latest change of a file in the directories named; hub ids and absent paths count 0."""
+    """The latest change of a file or of a directory's files; hub ids and absent paths count 0."""
     times = [0.0]
-    for value in inputs:
-        for text in value if isinstance(value, list) else [value]:
-            if text and user_path(text).is_dir():
-                paths = [path for path in user_path(text).iterdir() if path.exists()]
-                times += [path.stat().st_mtime for path in paths]
+    for text in _paths(list(inputs)):
+        path = user_path(text)
+        files = path.iterdir() if path.is_dir() else [path]
+        times += [file.stat().st_mtime for file in files if file.exists()]
     return max(times)
+
+
+def _paths(value: Any) -> Iterator[str]:
+    """Of a setting as JSON: a path, several, or data with its sources."""
+    if isinstance(value, str) and value:
+        yield value
+    elif isinstance(value, list):
+        for one in value:
+            yield from _paths(one)
+    elif isinstance(value, dict):
+        yield from _paths([value.get("path"), value.get("sources")])

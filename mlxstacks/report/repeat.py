@@ -151,6 +151,7 @@ def _relative(name: str, value: Any, alone: bool) -> bool:
     if name in READ:
         listed = value if isinstance(value, list) else [value]
         found = [one for one in listed if isinstance(one, str) and (name, one) not in _SHIPPED]
+        found += [one for key, one in _strings(name, value) if key == "path"]
     else:
         found = [one for key, one in _strings(name, value) if alone and key in ("path", "unseen")]
     return any(one and not _is_absolute(one) for one in found)

@@ -5,6 +5,7 @@ Run: pytest tests/data/test_domain.py
 
 import json
 import random
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.data import DomainData, DomainDataSettings, apply_split, read_domains, split_ids
+from mlxstacks.data import (
+    DomainData,
+    DomainDataSettings,
+    TrainDataSettings,
+    apply_split,
+    data_notes,
+    read_domains,
+    read_train_data,
+    split_ids,
+)
+from mlxstacks.data.cleaning import counted_length, cut_answer
 from mlxstacks.data.examples import Example, make_example, prompt_id_of, row_id_of
-from mlxstacks.data.splits import split_examples
+from mlxstacks.data.splits import divide, split_examples
 from mlxstacks.errors import InputError
 
 LONG = "an answer that is long enough"
@@ -104,8 +115,13 @@ def test_what_is_dropped_is_counted(tmp_path: Path) -> None:
         "no_prompt": 1,
         "prompt_too_short": 1,
     }
-    counted = {key: source[key] for key in ("rows_read", "duplicates", "rows_kept", "answers_cut")}
-    assert counted == {"rows_read": 47, "duplicates": 2, "rows_kept": 41, "answers_cut": 1}
+    counted = {key: source[key] for key in ("rows_read", "duplicates", "rows_kept", "changed")}
+    assert counted == {
+        "rows_read": 47, "duplicates": 2, "rows_kept": 41, "changed": {"answer_cut": 1}
+    }  # fmt: skip
+    (note,) = data_notes("d", data.report)
+    assert note.startswith("d: d.jsonl: 41 of 47 rows are used (1 answer too short, 1 no answer, ")
+    assert note.endswith(", 1 answer cut).")
     assert data.report["duplicates"] == 2
     assert data.report["train_rows"] + data.report["validation_rows"] == 41
     assert max(len(e.record["answer"]) for e in data.train + data.validation) == 2000
@@ -117,6 +133,50 @@ def test_rows_of_our_own_forms_may_be_short(tmp_path: Path) -> None:
     assert read(tmp_path, sources="d.jsonl").report["sources"][0]["rows_kept"] == 40
     with pytest.raises(InputError, match="none of 40 rows is usable: 40 prompt_too_short"):
         read(tmp_path, sources={"path": "d.jsonl", "format": "alpaca"})
+
+
+TABLE = "| a    | b |\r\n|------|---|\r\n| 1    | 2 |\r\n\r\n\r\n"
+CODE = "    if x:\n\t\treturn  [1,   2]\n\n\n\n    return None\n"
+
+
+@pytest.mark.parametrize("form", [TABLE, CODE, f"\t{LONG}", f"  {LONG}  "])
+def test_only_markers_leave_a_row_and_each_such_row_is_counted(tmp_path: Path, form: str) -> None:
+    marked = [question(i, f"{form}<|im_end|>") for i in range(40, 43)]
+    write(tmp_path / "d.jsonl", [question(i, form) for i in range(40)] + marked)
+    data = read(tmp_path, sources="d.jsonl")
+    rows = data.train + data.validation
+    assert [row.record["answer"] for row in rows] == [form] * 43
+    assert data.report["sources"][0]["changed"] == {"markers_removed": 3}
+
+
+def test_blank_rows_are_still_dropped(tmp_path: Path) -> None:
+    blank = [{"prompt": "p", "answer": " \n"}, {"text": "\t"}, {"prompt": "\r\n", "answer": "a"}]
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": " \n"}]
+    blank += [{"messages": turns}, {"messages": [turns[0], *turns]}]
+    write(tmp_path / "d.jsonl", [{"text": f"text {i}"} for i in range(40)] + blank)
+    dropped = read(tmp_path, sources="d.jsonl").report["sources"][0]["dropped"]
+    assert dropped == {"no_answer": 3, "no_prompt": 1, "text_too_short": 1}
+
+
+def tidied(text: str) -> str:
+    """What cleaning once made of a text: stored splits hold ids of rows that were cut after it."""
+    text = re.sub(r"\n{3,}", "\n\n", text.replace("\r\n", "\n").strip())
+    return re.sub(r"(?<=\S)[ \t]{2,}", " ", text)
+
+
+layouts = st.lists(
+    st.sampled_from([" ", "  ", "\t", "\n", "\r\n", "\n\n\n", "a", "bc", "\u00a0"]), max_size=14
+).map("".join)
+
+
+@given(layouts, st.integers(1, 8))
+def test_a_cut_row_keeps_the_id_that_it_had(text: str, characters: int) -> None:
+    assert counted_length(text) == len(tidied(text))
+    cut, was_cut = cut_answer({"prompt": "p", "answer": text}, characters)
+    before = tidied(text)
+    assert was_cut == (len(before) > characters)
+    assert row_id_of(cut) == row_id_of({"prompt": "p", "answer": before[:characters]})
+    assert text.startswith(cut["answer"])
 
 
 def test_markers_stay_if_asked(tmp_path: Path) -> None:
@@ -242,6 +302,64 @@ def test_a_prompt_is_on_one_side(found: list[int]) -> None:
     assert not {e.prompt_id for e in train} & {e.prompt_id for e in validation}
     assert ids_of(train) == sorted(ids_of(train))
     assert ids_of(validation) == sorted(ids_of(validation))
+
+
+PASSAGES = [
+    f"Passage {p} tells at length of the things that are asked about. " * 2 for p in range(9)
+]
+
+
+def passage_rows(numbers: list[int]) -> list[Example]:
+    """Each passage with several questions; some with the passage written into the prompt."""
+    rows = []
+    for n in {*numbers, *range(100, 160)}:
+        passage, prompt = PASSAGES[n % 9], f"q{n // 2}"
+        whole = {"prompt": f"{prompt}\n\n{passage}", "answer": f"a{n}"}
+        marked = {"prompt": prompt, "input": passage, "answer": f"a{n}"}
+        rows.append(make_example(whole, "x") if n % 5 == 0 else make_example(marked, "x", passage))
+    return rows
+
+
+@given(st.lists(st.integers(0, 90)), st.integers(0, 3), st.sampled_from([None, 30]))
+def test_a_passage_is_on_one_side(numbers: list[int], seed: int, rows: int | None) -> None:
+    about = ABOUT.model_copy(update={"seed": seed, "validation_rows": rows})
+    train, validation = divide(passage_rows(numbers), about)
+    for ids in ("passage_id", "prompt_id"):
+        sides = [{getattr(row, ids) for row in part} - {""} for part in (train, validation)]
+        assert not sides[0] & sides[1]
+
+
+def test_passages_of_a_domain_do_not_validate_another(tmp_path: Path) -> None:
+    for name, first in (("a", 0), ("b", 5)):
+        rows = [
+            {
+                "instruction": f"{name} {n} what?",
+                "input": PASSAGES[first + n % 4] * 2,
+                "output": LONG,
+            }
+            for n in range(60)
+        ]
+        write(tmp_path / f"{name}.jsonl", [*rows, *(question(n + 100 * first) for n in range(60))])
+    about = {
+        name: DomainDataSettings(sources=f"{name}.jsonl", validation_fraction=0.4, seed=3)
+        for name in "ab"
+    }
+    read_both = read_domains(about, tmp_path)
+    held = {e.passage_id for data in read_both.values() for e in data.validation} - {""}
+    assert held
+    assert not held & {e.passage_id for data in read_both.values() for e in data.train}
+    # Where rows alone may not meet, passages may.
+    by_row = {n: s.model_copy(update={"split_by": "row"}) for n, s in about.items()}
+    rows = read_domains(by_row, tmp_path)["a"]
+    assert {e.passage_id for e in rows.train} & {e.passage_id for e in rows.validation} - {""}
+
+
+def test_a_short_input_is_no_passage() -> None:
+    record = {"prompt": "Sort.", "input": "3, 1, 2", "answer": "1, 2, 3"}
+    assert make_example(record, "x", "3, 1, 2").passage_id == ""
+    spaced = PASSAGES[0].replace(" ", "  \n")
+    assert make_example(record, "x", PASSAGES[0]) == make_example(record, "x", spaced)
+    assert make_example(record, "x", PASSAGES[0]).passage_id != ""
 
 
 @given(st.integers(1, 40), st.integers(0, 5))
@@ -372,3 +490,84 @@ def test_progress_names_each_source(tmp_path: Path) -> None:
     data = read_domains({"d": about}, tmp_path, progress=said.append)["d"]
     assert said == ["d: a.jsonl", "d: b.jsonl"]
     assert data.report["duplicates"] == 40
+
+
+# --- rows of `train` ------------------------------------------------------------------------------
+
+
+def train_data(root: Path, **settings: Any) -> DomainData:
+    return read_train_data(TrainDataSettings.model_validate(settings), root)
+
+
+def test_a_directory_of_mlx_lm_keeps_its_rows_their_order_and_repeats(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Hello\n"}]
+    rows = [
+        {"prompt": " b", "completion": "  2\n", "label": "x", "input": "y"},
+        {"text": "<|im_start|>user\n  a  <|im_end|>\n"},
+        {"messages": turns, "text": "rendered"},
+        {"messages": turns, "tools": tools},
+        {"prompt": "c", "completion": "3", "tools": tools},
+        {"text": "again"},
+        {"text": "again"},
+    ]
+    write(tmp_path / "train.jsonl", rows)
+    write(tmp_path / "valid.jsonl", [{"text": "held out"}, {"text": "again"}])
+    write(tmp_path / "test.jsonl", [{"unknown": "rows of a test are not read"}])
+    (tmp_path / "old").mkdir()
+    write(tmp_path / "old" / "train.jsonl", [{"text": "older"}])
+    data = train_data(tmp_path.parent, sources=tmp_path.name)
+    assert [row.record for row in data.train] == [
+        {"prompt": " b", "answer": "  2\n"},
+        rows[1],
+        {"prompt": "Hi", "answer": " Hello\n"},
+        {"messages": turns, "tools": tools},
+        {
+            "messages": [
+                {"role": "user", "content": "c"},
+                {"role": "assistant", "content": "3"},
+            ],
+            "tools": tools,
+        },
+        {"text": "again"},
+        {"text": "again"},
+    ]
+    assert [row.record["text"] for row in data.validation] == ["held out", "again"]
+    assert data.report["validation_rows_trained_on"] == 1
+
+
+def test_rows_are_held_out_where_no_source_brings_any(tmp_path: Path) -> None:
+    rows = [question(i) for i in range(300)]
+    write(tmp_path / "a.jsonl", rows)
+    write(tmp_path / "b.json", [])
+    (tmp_path / "b.json").write_text(json.dumps(rows[:50] + [{"text": f"t{i}"} for i in range(90)]))
+    data = train_data(tmp_path, sources=["a.jsonl", "b.json"])
+    assert len(data.train) + len(data.validation) == 440
+    assert 1 <= len(data.validation) <= 30
+    assert not {e.prompt_id for e in data.train} & {e.prompt_id for e in data.validation}
+    files = [e.where.partition(",")[0] for e in data.train]
+    assert files == sorted(files)
+    assert data.report["validation_rows_trained_on"] == 0
+    # One source of two that brings its own is enough; too few rows are all trained on.
+    (tmp_path / "c").mkdir()
+    write(tmp_path / "c" / "train.jsonl", rows[:2])
+    write(tmp_path / "c" / "valid.jsonl", rows[9:])
+    both = train_data(tmp_path, sources=["a.jsonl", "c"])
+    assert (len(both.train), len(both.validation)) == (302, 291)
+    few = train_data(tmp_path, sources="c/train.jsonl")
+    assert (len(few.train), few.validation) == (2, [])
+
+
+def test_a_split_of_files_by_name_is_validated_with(tmp_path: Path) -> None:
+    for name, first in (("train-00000-of-00002", 0), ("train-00001-of-00002", 30), ("dev", 90)):
+        write(tmp_path / f"{name}.jsonl", [question(i) for i in range(first, first + 30)])
+    data = train_data(tmp_path.parent, sources=tmp_path.name)
+    assert (len(data.train), len(data.validation)) == (60, 30)
+    assert [s["split"] for s in data.report["validation_sources"]] == ["dev"]
+
+
+def test_a_cap_of_train_draws_as_that_of_a_domain(tmp_path: Path) -> None:
+    write(tmp_path / "d.jsonl", [question(i) for i in range(400)])
+    source = {"path": "d.jsonl", "cap": 20}
+    drawn, domain = train_data(tmp_path, sources=source), read(tmp_path, sources=source)
+    assert {*ids_of(drawn.train + drawn.validation)} == {*ids_of(domain.train + domain.validation)}

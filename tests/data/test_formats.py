@@ -30,6 +30,11 @@ FIRST_PAIR = {"prompt": "Name a colour.", "answer": "Red."}
 MEDQA = {"question": "Which?", "options": {"A": "one", "B": "two"}}
 SHOWN = {"prompt": "Which?", "input": "A. one\nB. two", "answer": "The answer is B. two"}
 
+
+def ask(**rest: Any) -> dict[str, Any]:
+    return {"question": "Which?", **rest}
+
+
 # (format, row, record)
 CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("text", {"text": "Once."}, {"text": "Once."}),
@@ -103,6 +108,59 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {**SHOWN, "input": "A tale.\n\nA. one\nB. two"},
     ),
     ("medqa", {**MEDQA, "answer": "C"}, {**SHOWN, "answer": ""}),
+    # ARC, MMLU, CommonsenseQA, OpenBookQA, as llm-foundry writes them
+    (
+        "multiple_choice",
+        ask(choices={"text": ["one", "two"], "label": ["A", "B"]}, answerKey="B"),
+        SHOWN,
+    ),
+    ("multiple_choice", ask(choices=["one", "two"], answer=1), SHOWN),
+    (
+        "multiple_choice",
+        ask(choices=[{"label": "A", "text": "one"}, {"label": "B", "text": "two"}], answerKey="B"),
+        SHOWN,
+    ),
+    ("multiple_choice", {"query": "Which?", "choices": ["one", "two"], "gold": 1}, SHOWN),
+    ("multiple_choice", {"question_stem": "Which?", "choices": ["one", "two"], "label": 1}, SHOWN),
+    ("multiple_choice", ask(choices=["one", "two"], answer="two"), SHOWN),
+    ("multiple_choice", ask(choices={"A": "one", "B": "two", "C": None}, answer="b."), SHOWN),
+    # keys of the row win over places and texts
+    (
+        "multiple_choice",
+        ask(options={"B": "two", "A": "one"}, answer="A"),
+        {**SHOWN, "input": "B. two\nA. one", "answer": "The answer is A. one"},
+    ),
+    *(
+        (
+            "multiple_choice",
+            ask(options={"1": "one", "2": "two"}, answer=answer),
+            {**SHOWN, "input": "1. one\n2. two", "answer": "The answer is 1. one"},
+        )
+        for answer in (1, "1", "(1)", "one")
+    ),
+    (
+        "multiple_choice",
+        ask(choices={"text": ["one", "two"], "label": ["0", "1"]}, answerKey="1"),
+        {**SHOWN, "input": "0. one\n1. two", "answer": "The answer is 1. two"},
+    ),
+    (
+        "multiple_choice",
+        ask(options={"A": "B", "B": "A"}, answer="A"),
+        {**SHOWN, "input": "A. B\nB. A", "answer": "The answer is A. B"},
+    ),
+    # medqa has such a row: the texts of options are letters too
+    (
+        "multiple_choice",
+        ask(options={"A": "B", "B": "C"}, answer_idx="A", answer="B"),
+        {**SHOWN, "input": "A. B\nB. C", "answer": "The answer is A. B"},
+    ),
+    ("multiple_choice", ask(choices=["one", "two"], answer=-1), {**SHOWN, "answer": ""}),
+    ("multiple_choice", ask(choices=["one", "two"], answer=""), {**SHOWN, "answer": ""}),
+    (
+        "multiple_choice",
+        ask(choices=["one", "two"], article="  A tale.\n", answer=1),
+        {**SHOWN, "input": "  A tale.\n\n\nA. one\nB. two"},
+    ),
     (
         "medical_reasoning",
         {"Question": "q", "Complex_CoT": "long", "Response": "<think>a\n</THINK>r"},
@@ -135,7 +193,8 @@ def test_every_name_of_the_settings_has_a_reader() -> None:
 
 @pytest.mark.parametrize(("name", "row", "record"), CASES, ids=lambda value: str(value)[:40])
 def test_a_format_reads_its_rows(name: str, row: dict[str, Any], record: dict[str, Any]) -> None:
-    assert row_reader(name)(row) == (name, record)
+    found, reading = row_reader(name)(row)
+    assert (found, reading.record) == (name, record)
 
 
 # A chat beside a problem can say something else: such rows are refused, below.
@@ -148,9 +207,9 @@ AUTOMATIC = [
 
 @pytest.mark.parametrize(("name", "row", "record"), AUTOMATIC, ids=lambda value: str(value)[:40])
 def test_keys_choose_the_format(name: str, row: dict[str, Any], record: dict[str, Any]) -> None:
-    found, read = row_reader("auto")(row)
-    assert read == record
-    assert found == name or FORMATS[found].read(row) == record
+    found, reading = row_reader("auto")(row)
+    assert reading.record == record
+    assert found == name or FORMATS[found].read(row).record == record
 
 
 @pytest.mark.parametrize(
@@ -159,38 +218,98 @@ def test_keys_choose_the_format(name: str, row: dict[str, Any], record: dict[str
         {"instruction": "i", "output": "o", "text": "t"},
         {"problem": "p", "solution": "s", "generated_solution": "g"},
         {"problem": "p", "solution": "s", "question": "q", "answer": "a"},
-        {"messages": TURNS, "text": "t"},
+        {"conversations": TURNS, "text": "t"},
         {"messages": TURNS, "chosen": SHARED},
         {"problem": "p", "messages": TURNS},
     ],
     ids=lambda row: " ".join(row),
 )
 def test_keys_that_read_two_ways_are_refused(row: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=r"fit the formats .* and .*; say which with format:"):
+    with pytest.raises(
+        InputError, match=r"fit the formats .* and .*; say which with the source's format"
+    ):
         row_reader("auto")(row)
 
 
 def test_two_formats_that_read_alike_are_no_ambiguity() -> None:
     row = {"problem": "p", "solution": "s", "messages": [
         {"role": "user", "content": " p"}, {"role": "assistant", "content": "s\n"}]}  # fmt: skip
-    assert row_reader("auto")(row)[1] == {"prompt": " p", "answer": "s\n"}
+    assert row_reader("auto")(row)[1].record == {"prompt": " p", "answer": "s\n"}
 
 
 def test_a_column_without_a_value_says_nothing() -> None:
     row = {"text": None, "instruction": "i", "input": None, "output": "o"}
-    assert row_reader("auto")(row) == ("alpaca", {"prompt": "i", "answer": "o"})
+    found, reading = row_reader("auto")(row)
+    assert (found, reading.record) == ("alpaca", {"prompt": "i", "answer": "o"})
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (ask(choices=["one", "two"], answer=2), "answer 2 is no key, no place counted from 0"),
+        (ask(choices=["one", "two"], answer="2"), "answer '2' is no key, no place"),
+        (ask(options={"1": "a", "2": "b"}, answer=0), "answer 0 is no key, .* options 1, 2; give"),
+        (ask(choices=["B", "A"], answer="A"), "answer 'A' can mean the options A and B"),
+        (ask(choices=["a", "a"], answer="a "), "answer 'a ' can mean the options A and B"),
+        (
+            ask(choices=["a", "b"], answer="A", answer_index=1),
+            "answer_index 1, answer 'A' can mean",
+        ),
+        (ask(choices=["a", "b"], answer=True), "answer is bool, must be a key, a text or a place"),
+        (ask(choices=["a", "b"], answer=["A"]), "answer is list, must be a key"),
+        (ask(choices={"text": ["a", "b"], "label": ["A"]}, answer="A"), "2 texts and the keys"),
+        (ask(choices={"text": ["a", "b"], "label": ["A", "a"]}, answer="A"), "each needs its own"),
+    ],
+    ids=str,
+)
+def test_answers_that_cannot_be_decided_are_refused(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        row_reader("auto")(row)
+
+
+def test_what_a_format_leaves_out_is_named() -> None:
+    long = {"question": "q", "context": "c" * 400, "long_answer": "l"}
+    assert row_reader("auto")(long)[1].changes == ("context_cut",)
+    thought = {"Question": "q", "Response": "<think>hm</think>\r\n\r\n    r"}
+    reading = row_reader("auto")(thought)[1]
+    assert (reading.record["answer"], reading.changes) == ("    r", ("thoughts_removed",))
+    assert row_reader("messages")({"messages": TURNS[1:3]})[1].changes == ()
+
+
+@pytest.mark.parametrize(
+    ("row", "passage"),
+    [
+        ({"instruction": "i", "input": "p", "output": "o"}, "p"),
+        (ask(options=["one", "two"], context="p", answer="A"), "p"),
+        ({"question": "q", "context": "p" * 400, "long_answer": "l"}, "p" * 400),
+        ({"question": "q", "passage": "p", "answer": "a"}, "p"),
+        ({"instruction": "i", "output": "o"}, ""),
+    ],
+)
+def test_what_a_row_asks_about_is_its_passage(row: dict[str, Any], passage: str) -> None:
+    assert row_reader("auto")(row)[1].passage == passage
+
+
+def test_mlx_lm_rows_are_read_as_mlx_lm_reads_them() -> None:
+    """Whatever else is in them: it looks for prompt and completion, then messages, then text."""
+    pair = {"prompt": "p", "completion": "c"}
+    beside = {"text": "t", "messages": TURNS, "input": "i", "options": ["a"], "label": 1}
+    assert row_reader("auto")({**pair, **beside})[1].record == {"prompt": "p", "answer": "c"}
+    assert row_reader("auto")({"messages": TURNS, "text": "t"})[1].record == {"messages": TURNS}
 
 
 def test_unknown_keys_are_refused_with_what_is_known() -> None:
     with pytest.raises(
-        InputError, match=r"no format fits the keys \['body'\]; known are text: text"
+        InputError, match=r"no format fits the keys \['body'\]; write rows .* Known are text: text"
     ):
         row_reader("auto")({"body": "x"})
 
 
 def test_an_alpaca_template_takes_the_first_pair_of_a_conversation() -> None:
     read = row_reader("auto", first_pair_only=True)
-    assert read({"messages": TURNS}) == ("messages", FIRST_PAIR)
+    name, reading = read({"messages": TURNS})
+    assert (name, reading.record) == ("messages", FIRST_PAIR)
+    assert reading.changes == ("turns_left_out",)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +349,7 @@ def test_no_think_tag_is_left(text: str) -> None:
 
 def test_halves_of_a_thought_are_thoughts_too() -> None:
     assert without_thoughts("hm </think> yes") == "yes"
-    assert without_thoughts("yes <think> or no") == "yes"
+    assert without_thoughts("yes <think> or no") == "yes "
     assert without_thoughts("<think>a</think>one<think>b</think>two") == "onetwo"
 
 
@@ -240,7 +359,7 @@ def test_halves_of_a_thought_are_thoughts_too() -> None:
 def test_any_row_is_read_or_refused(row: dict[str, Any]) -> None:
     for name in get_args(FormatName):
         try:
-            _, record = row_reader(name)(row)
+            record = row_reader(name)(row)[1].record
         except InputError:
             continue
         assert record.keys() <= {"text", "prompt", "input", "answer", "messages", "tools"}

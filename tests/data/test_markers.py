@@ -1,4 +1,4 @@
-"""Chat markers taken out of data, and blank space tidied. Run: pytest tests/data/test_markers.py"""
+"""Chat markers taken out of data, and nothing else. Run: pytest tests/data/test_markers.py"""
 
 from types import SimpleNamespace
 
@@ -38,26 +38,19 @@ def test_no_marker_is_left_and_a_second_pass_changes_nothing(text: str) -> None:
     once = strip_markers(text, tokens)
     assert not holds_marker(once, tokens)
     assert strip_markers(once, tokens) == once
-    assert once == once.strip()
-    assert "\n\n\n" not in once
 
 
 @given(st.text())
-def test_any_text_is_stable_after_one_pass(text: str) -> None:
-    once = strip_markers(text)
-    assert strip_markers(once) == once
+def test_a_text_without_markers_stays_as_it_is(text: str) -> None:
+    assert strip_markers(text) == text
 
 
-@given(st.text(alphabet="abc, .\n"))
-def test_words_of_a_text_without_markers_stay(text: str) -> None:
-    assert strip_markers(text).split() == text.split()
+TABLE = "| a    | b |\r\n|------|---|\r\n| 1    | 2 |\r\n\r\n\r\n\ttabs,  and blanks  \n"
 
 
-def test_blank_space_is_tidied_and_indentation_stays() -> None:
-    assert strip_markers("  a  b\t c \n\n\n\n d  ") == "a b c \n\n d"
-    code = "def f(x):\n    if x:\n        return  1"
-    assert strip_markers(code) == "def f(x):\n    if x:\n        return 1"
-    assert strip_markers("a\r\n\r\n\r\nb") == "a\n\nb"
+def test_only_markers_go() -> None:
+    assert strip_markers(f"<|im_start|>{TABLE}<|im_end|>") == TABLE
+    assert strip_markers("    return x[INST]\n") == "    return x\n"
 
 
 def test_thoughts_are_content() -> None:

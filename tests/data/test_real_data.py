@@ -1,15 +1,26 @@
 """The real sets beside the repository (chat, code, math, medical, reasoning); skipped without them.
 
+What each file there becomes is a table: its format, or the words with which it is refused.
+
 Run: pytest tests/data/test_real_data.py
 """
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mlxstacks.data import DomainData, DomainDataSettings, encode_examples, read_domains
+from mlxstacks.data import (
+    DomainData,
+    DomainDataSettings,
+    encode_examples,
+    read_domains,
+    read_records,
+)
+from mlxstacks.data.read_source import read_source
+from mlxstacks.errors import InputError
 from mlxstacks.nano.exports import ASSETS
 from mlxstacks.nano.tokenizer import load_tokenizer
 
@@ -35,22 +46,70 @@ def domains() -> dict[str, DomainData]:
 
 
 def test_formats_are_found_by_keys(domains: dict[str, DomainData]) -> None:
-    found = {
-        source["source"]: list(source["formats"])
-        for data in domains.values()
-        for source in data.report["sources"]
-    }
-    assert found == {
-        "alpaca.jsonl": ["alpaca"],
-        "code_alpaca.jsonl": ["alpaca"],
-        "gsm8k_train.jsonl": ["gsm8k"],
-        "bench_math500.jsonl": ["openmath_cot"],
-        "medqa.jsonl": ["medqa"],
-        "medmcqa.jsonl": ["medqa"],
-        "pubmedqa.jsonl": ["pubmedqa"],
-        "logiqa.jsonl": ["medqa"],
-        "tinystories.jsonl": ["text"],
-    }
+    for data in domains.values():
+        for source in data.report["sources"]:
+            assert list(source["formats"]) == [BECOMES[source["source"]][0]]
+
+
+# file -> (format, rows that are used with the settings of a domain), or why it is refused
+BECOMES: dict[str, tuple[str, int] | str] = {
+    "alpaca.jsonl": ("alpaca", 5703),
+    "bench_aime24.jsonl": "fit the formats gsm8k .* and openmath_cot .*; say which with",
+    "bench_aime25.jsonl": ("prompt_completion", 30),
+    "bench_arc_challenge.jsonl": ("multiple_choice", 500),
+    "bench_arc_easy.jsonl": ("multiple_choice", 500),
+    "bench_hellaswag.jsonl": "no format fits the keys .*'endings'.* write rows with the keys of",
+    "bench_humaneval.jsonl": "no format fits the keys .*'canonical_solution'.* write rows with",
+    "bench_math500.jsonl": ("openmath_cot", 500),
+    "bench_truthfulqa.jsonl": "no format fits the keys .*'Best Answer'.* write rows with the keys",
+    "code_alpaca.jsonl": ("alpaca", 4934),
+    "gsm8k_test.jsonl": ("gsm8k", 660),
+    "gsm8k_train.jsonl": ("gsm8k", 7473),
+    "logiqa.jsonl": ("multiple_choice", 2994),
+    "medmcqa.jsonl": ("multiple_choice", 727),
+    "medqa.jsonl": ("multiple_choice", 1273),
+    "mmlu_pro.jsonl": ("multiple_choice", 7169),
+    "pubmedqa.jsonl": ("pubmedqa", 800),
+    "tinystories.jsonl": ("text", 1727),
+    "tinyshakespeare.txt": "line 1: not JSON .*; each line must be one object",
+    "stories260K": r"config\.json, line 1: not JSON .*; each line must be one object",
+}
+
+
+def test_the_table_has_every_file() -> None:
+    names = {path.name for path in REAL.iterdir() if path.name != "README.md"}
+    assert names == set(BECOMES)
+
+
+@pytest.mark.parametrize("name", BECOMES)
+def test_each_file_is_one_format_or_refused(name: str) -> None:
+    about, expected = DomainDataSettings.model_validate({"sources": name}), BECOMES[name]
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=expected):
+            read_source(about.sources[0], about, REAL)
+        return
+    rows, report = read_source(about.sources[0], about, REAL)
+    assert (*report["formats"], len(rows)) == expected
+
+
+def test_answers_of_human_eval_stay_python_behind_their_prompts(tmp_path: Path) -> None:
+    tasks = read_records(REAL / "bench_humaneval.jsonl")
+    rows = [{"instruction": t["prompt"], "output": t["canonical_solution"]} for t in tasks]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    about = DomainDataSettings.model_validate({"sources": "rows.jsonl"})
+    examples, report = read_source(about.sources[0], about, tmp_path)
+    assert (len(examples), report["changed"]) == (164, {})
+    for example in examples.values():
+        ast.parse(example.record["prompt"] + example.record["answer"])
+
+
+@pytest.mark.parametrize("name", ["logiqa.jsonl", "pubmedqa.jsonl"])
+def test_no_passage_is_on_both_sides(name: str) -> None:
+    about = {"d": DomainDataSettings.model_validate({"sources": name, "validation_fraction": 0.2})}
+    data = read_domains(about, REAL)["d"]
+    passages = [{e.passage_id for e in part} - {""} for part in (data.train, data.validation)]
+    assert min(map(len, passages)) > 100
+    assert not passages[0] & passages[1]
 
 
 def test_every_row_is_accounted_for(domains: dict[str, DomainData]) -> None:

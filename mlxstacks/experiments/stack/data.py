@@ -13,6 +13,7 @@ from mlxstacks.data import (
     DomainDataSettings,
     EncodedRows,
     Row,
+    data_notes,
     encode_examples,
     pack_rows,
     read_domains,
@@ -173,6 +174,8 @@ def read_rows_of(
         if store is not None and record.split is not None
     }
     domains = read_domains(wanted, root, tokenizer=tokenizer, stored=splits)
+    for name in (name for name in wanted if name not in stored):
+        notes += data_notes(name, domains[name].report)
     return {
         name: _encoded(domains[name], wanted[name], name in stored, settings, tokenizer, notes)
         for name in wanted

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from mlxstacks.data import train_data_paths
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.children import Message, how_it_ended, run_child
 from mlxstacks.experiments.counting import preload
@@ -65,7 +66,7 @@ def run(
     if settings.model is None or settings.data is None or settings.save_path is None:
         raise InputError("sweep needs model, data and save_path")
     target = user_path(settings.save_path)
-    inputs = [user_path(path) for path in (settings.model, settings.data)]
+    inputs = [user_path(path) for path in (settings.model, *train_data_paths(settings.data))]
     check_target(target, force=settings.force, inputs=inputs)
     preload(settings.counting_library)
     return _Sweep(settings, target, base_at or _by_name(settings.model), progress).run(dry_run)

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from mlxstacks.data.settings import TrainDataSettings
 from mlxstacks.fuse.settings import PolicyName
 from mlxstacks.layers.settings import lora_scale, parse_layers
 from mlxstacks.training.settings import TrainSettings
@@ -30,9 +31,10 @@ class SweepSettings(BaseModel):
         description="Model directory or Hugging Face id. With --bits its name holds {bits}: "
         "qwen-{bits}bit. Default: the built-in nano model.",
     )
-    data: str | None = Field(
+    data: str | TrainDataSettings | None = Field(
         None,
-        description="Directory with train.jsonl and valid.jsonl. Default: nano's sample data.",
+        description="Rows, as `mlxstacks train` takes them. Default: nano's sample data.",
+        json_schema_extra={"cli_type": "text"},
     )
     save_path: str | None = Field(
         None, description="Directory to write. Default: ./mlxstacks-out/sweep."

@@ -129,6 +129,7 @@ def planned(
         "train_rows_cut": setup.train.cut,
         "train_rows_empty": setup.train.empty,
         "validation_rows": len(setup.validation_rows),
+        "data": setup.data,
         "widths_tokens": list(plan.widths),
         "padding_percent": round(100 * plan.padding_share(), 1),
         "batches_per_epoch": plan.batches_per_epoch,

@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxstacks import base_model, memory
-from mlxstacks.data import Batch, make_batch
+from mlxstacks.data import Batch, make_batch, train_data_paths
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import evaluate_mean_loss
 from mlxstacks.experiments.guarded import GuardedRun, compiles, guarded
@@ -75,7 +75,8 @@ def run(
     if settings.save_path is None:
         raise InputError("train needs save_path")
     target = user_path(settings.save_path)
-    inputs = [user_path(path) for path in (settings.model, settings.data) if path]
+    read = (settings.model, *train_data_paths(settings.data))
+    inputs = [user_path(path) for path in read if path]
     check_target(target, force=settings.force, inputs=inputs)
     processes = size_and_rank(current_group())[0]
     found = guarded(settings, set_up(settings), processes, plan_only=dry_run)

@@ -1,9 +1,9 @@
 """What `mlxstacks train` works on: base, projections, rows, batches; loaded, checked, not begun."""
 
-import os
+import hashlib
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,18 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks import base_model
-from mlxstacks.data import Row, RowFile, read_rows
+from mlxstacks.data import (
+    EncodedRows,
+    Row,
+    TrainDataSettings,
+    data_notes,
+    encode_examples,
+    read_train_data,
+    train_data_settings,
+)
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import VALIDATION_ROWS
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.layers.attach import attach_lora
 from mlxstacks.layers.settings import LoRASettings, TargetSettings, parse_layers
@@ -30,15 +37,19 @@ MOST_DEFAULT_ITERS = 1000
 
 @dataclass(frozen=True, eq=False)
 class TrainSetup:
-    """The model has its LoRA, new. steps, evaluations and saves count optimizer steps."""
+    """The model has its LoRA, new. steps, evaluations and saves count optimizer steps.
+
+    data: the report of the rows; see `read_train_data`.
+    """
 
     model: nn.Module
     base_fingerprint: str
     float32_base: bool
     lora: LoRASettings
     targets: list[Target]
-    train: RowFile
-    validation: RowFile | None
+    train: EncodedRows
+    validation: EncodedRows | None
+    data: dict[str, Any]
     plan: BatchPlan
     optimizer: OptimizerSettings
     notes: list[str] = field(default_factory=list)
@@ -61,13 +72,15 @@ class TrainSetup:
         about_files = {"save_path", "force", "resume", "model", "data"}
         about_limits = {"guard", "resource_limit", "working_set_bytes"}
         about_time = {"save_every", "steps_per_report"}
+        held_out = self.data["validation_sources"] or self.data["sources"]
         return {
             **settings.model_dump(mode="json", exclude=about_files | about_limits | about_time),
+            **_rules_of(settings.data),
             "iters": self.optimizer.steps * settings.grad_accumulation_steps,
             "base_fingerprint": self.base_fingerprint,
             "base_in_float32": self.float32_base,
-            "train_data_sha256": self.train.sha256,
-            "validation_data_sha256": self.validation.sha256 if self.validation else None,
+            "train_data_sha256": _files_sha256(self.data["sources"]),
+            "validation_data_sha256": _files_sha256(held_out) if self.validation else None,
         }
 
 
@@ -91,12 +104,12 @@ def set_up(settings: TrainSettings) -> TrainSetup:
         attach_lora(model, targets, lora, mx.random.key(settings.seed))
     except ValueError as error:
         raise InputError(str(error)) from error
-    train, validation = read_data(settings, tokenizer, notes)
+    train, validation, data = read_data(settings, tokenizer, notes)
     lengths = tuple(len(row.tokens) for row in train.rows)
     widths = choose_widths(lengths, settings.max_seq_length)
     plan = BatchPlan(lengths, widths, settings.batch_size, settings.seed)
     return TrainSetup(
-        model, fingerprint(checkpoint), in_float32, lora, targets, train, validation, plan,
+        model, fingerprint(checkpoint), in_float32, lora, targets, train, validation, data, plan,
         optimizer_settings(settings, plan.batches_per_epoch, notes), notes,
     )  # fmt: skip
 
@@ -131,46 +144,53 @@ def _target_settings(model: nn.Module, settings: TrainSettings) -> TargetSetting
 
 def read_data(
     settings: TrainSettings, tokenizer: Any, notes: list[str]
-) -> tuple[RowFile, RowFile | None]:
-    """Rows of train.jsonl and, where it exists, of valid.jsonl; or of one file to train on."""
-    path = user_path(settings.data or "")
-    try:
-        file = path / "train.jsonl" if path.is_dir() else path
-        is_there = file.is_file()
-    except OSError as error:
-        raise InputError(f"{str(path)[:200]!a}: cannot be opened: {error.strerror}") from None
-    if not is_there:
-        what = "has no train.jsonl" if path.is_dir() else "is neither a directory nor a file"
-        raise InputError(
-            f"{path}: {what}; --data takes a directory with train.jsonl and valid.jsonl, "
-            "one JSON object a line: messages, prompt and completion, or text. A data set of the "
-            "hub has to be written as such files first"
-        )
-    prompt_weight = 0.0 if settings.mask_prompt else 1.0
+) -> tuple[EncodedRows, EncodedRows | None, dict[str, Any]]:
+    """Rows to train on, rows to validate with, if there are any, and the report of both."""
+    if settings.data is None:
+        raise InputError("train needs data")
+    about = train_data_settings(settings.data)
+    if about.mask_prompt is None:
+        about = about.model_copy(update={"mask_prompt": settings.mask_prompt})
+    data = read_train_data(about, Path(), tokenizer)
+    notes += data_notes("data", data.report)
+    longest = settings.max_seq_length
 
-    def read(file: Path) -> RowFile:
-        found = read_rows(file, tokenizer, prompt_weight, settings.max_seq_length)
-        if found.cut:
-            notes.append(
-                f"{file.name}: {found.cut} of {len(found.rows) + found.empty} rows were cut to "
-                f"max_seq_length {settings.max_seq_length}."
-            )
-        if found.empty:
-            notes.append(f"{file.name}: {found.empty} rows have nothing to learn from; left out.")
-        return found
+    def encode(part: str) -> EncodedRows:
+        rows = encode_examples(getattr(data, part), tokenizer, about, longest)
+        if rows.cut:
+            total = len(rows.rows) + rows.empty
+            notes.append(f"{part}: {rows.cut} of {total} rows were cut to {longest} tokens.")
+        if rows.empty:
+            notes.append(f"{part}: {rows.empty} rows have nothing to learn from; left out.")
+        return rows
 
-    train = read(file)
-    valid = path / "valid.jsonl"
-    # Something of this name that is no file (a dangling link) must not pass for none: a run without
-    # validation keeps other weights. `read` says what is wrong with it.
-    if not path.is_dir() or not os.path.lexists(valid):
-        notes.append("No valid.jsonl: the last weights are kept, better or not.")
-        return train, None
-    found = read(valid)
+    train = encode("train")
+    if not data.validation:
+        notes.append("No rows to validate with: the last weights are kept, better or not.")
+        return train, None, data.report
+    if not data.report["validation_sources"]:
+        notes.append(f"{len(data.validation)} rows of the data were held out to validate with.")
+    if repeated := data.report["validation_rows_trained_on"]:
+        notes.append(f"{repeated} of {len(data.validation)} validation rows are trained on too.")
+    held = encode("validation")
     most = {None: VALIDATION_ROWS, -1: None}.get(
         settings.val_batches, (settings.val_batches or 0) * settings.batch_size
     )
-    return train, RowFile(found.rows[:most], found.cut, found.empty, found.sha256)
+    return train, replace(held, rows=held.rows[:most], ids=held.ids[:most]), data.report
+
+
+def _rules_of(data: str | TrainDataSettings | None) -> dict[str, Any]:
+    """How rows are made of files, where the settings say so; not where the files are."""
+    if not isinstance(data, TrainDataSettings):
+        return {}
+    rules = {"sources": {"__all__": {"path", "dataset"}}}
+    return {"data": data.model_dump(mode="json", exclude=rules)}
+
+
+def _files_sha256(sources: Sequence[Mapping[str, Any]]) -> str:
+    """The hash of one file; of several, of their hashes."""
+    hashes = [sha256 for source in sources for _, sha256 in sorted(source["sha256"].items())]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
 
 
 def optimizer_settings(

@@ -312,7 +312,8 @@ def test_two_runs_to_one_target_do_not_mix(places: tuple[Path, Path], tmp_path: 
         ({"keys": ("donw_proj",)}, "'donw_proj' matches no projection; close: down_proj"),
         ({"keys": ("mlp.gate",)}, "router of a mixture of experts is never adapted"),
         ({"layers": "0", "keys": ("q_proj",)}, "'q_proj': only in layers 1"),
-        ({"data": "/nowhere"}, "neither a directory nor a file"),
+        ({"data": "/nowhere"}, "/nowhere: no such file or directory; put the data there"),
+        ({"data": "an-owner/a-set"}, "an-owner/a-set: not in the cache of Hugging Face data sets"),
         ({"data": "a\0b"}, "not a usable path: embedded null"),
         ({"data": "\ud800"}, "not a usable path"),
         ({"data": "x" * 5000}, "cannot be opened: File name too long"),
@@ -392,12 +393,13 @@ def test_broken_cut_and_empty_rows(places: tuple[Path, Path], tmp_path: Path) ->
     long = {"prompt": "x", "completion": "y" * 100}
     write_rows(data / "train.jsonl", [*chat_rows(4), nothing, long])
     setup = set_up(settings_for(places[0], data, tmp_path / "out", max_seq_length=40))
-    assert (len(setup.train.rows), setup.train.cut, setup.train.empty) == (5, 1, 1)
-    assert "train.jsonl: 1 of 6 rows were cut to max_seq_length 40." in setup.notes
-    assert any("1 rows have nothing to learn from" in note for note in setup.notes)
-    assert any("No valid.jsonl" in note for note in setup.notes)
+    assert (len(setup.train.rows), setup.train.cut, setup.train.empty) == (5, 1, 0)
+    assert setup.data["sources"][0]["dropped"] == {"no_answer": 1}
+    assert "train: 1 of 5 rows were cut to 40 tokens." in setup.notes
+    assert f"data: {data}/train.jsonl: 5 of 6 rows are used (1 no answer)." in setup.notes
+    assert any("No rows to validate with" in note for note in setup.notes)
     write_rows(data / "train.jsonl", [nothing, nothing])
-    with pytest.raises(InputError, match="none of 2 rows has a token to learn from"):
+    with pytest.raises(InputError, match="none of 2 rows is usable: 2 no_answer"):
         set_up(settings_for(places[0], data, tmp_path / "out"))
     with (data / "train.jsonl").open("a") as lines:
         lines.write("{oops\n")
@@ -415,7 +417,7 @@ def test_validation_data_that_cannot_be_read_do_not_pass_for_none(
         (data / "valid.jsonl").symlink_to("elsewhere")
     else:
         (data / "valid.jsonl").mkdir()
-    with pytest.raises(InputError, match=r"valid\.jsonl: (No such file|Is a directory)"):
+    with pytest.raises(InputError, match=r"valid\.jsonl: no (such file|.jsonl,)"):
         set_up(settings_for(places[0], data, tmp_path / "out"))
 
 
