@@ -183,7 +183,8 @@ class Chat:
         from rich.text import Text
 
         console = output.console()
-        console.print(Text(output.safe(text), style=style), soft_wrap=not console.is_terminal)
+        whole = not console.is_terminal or output.holds_command(text)
+        console.print(Text(output.safe(text), style=style), soft_wrap=whole)
         sys.stdout.flush()
 
     def show(self, what: "RenderableType") -> None:

@@ -4,6 +4,7 @@ import re
 from typing import TYPE_CHECKING
 
 from mlxstacks.cli import output
+from mlxstacks.command_line import command_line
 from mlxstacks.fuse.fidelity import Fidelity
 from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport
 from mlxstacks.memory import bytes_in_words
@@ -37,6 +38,8 @@ def render(console: "Console", report: FuseReport) -> None:
     console.print(_files_line(report), markup=False)
     for note in report.notes:
         console.print(note, markup=False)
+    if report.status != "planned":
+        output.next_step(console, "Try it", command_line("mlxstacks chat", model=report.save_path))
     console.print(f"Verdict: {report.verdict}", markup=False, style="bold")
 
 
