@@ -40,6 +40,12 @@ def render(console: "Console", report: FuseReport) -> None:
         console.print(note, markup=False)
     if report.status != "planned":
         output.next_step(console, "Try it", command_line("mlxstacks chat", model=report.save_path))
+        if report.settings["requant"] == "dequantize":
+            rest = command_line(
+                "mlx_lm.convert", hf_path=report.save_path, mlx_path=f"{report.save_path}-plain",
+                dequantize=True,
+            )  # fmt: skip
+            output.next_step(console, "Other modules keep their bits; without", rest)
     console.print(f"Verdict: {report.verdict}", markup=False, style="bold")
 
 

@@ -7,6 +7,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from mlxstacks.files.settings import PeftLayout
 
+MOST_TEMP = 100
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
 
@@ -69,7 +70,7 @@ class AnswerSettings(BaseModel):
         "Default: a quarter of the memory.",
         json_schema_extra={"cli_type": "text"},
     )
-    temp: float = Field(0.0, ge=0, le=100, description="Temperature; 0: the likeliest token.")
+    temp: float = Field(0.0, ge=0, le=MOST_TEMP, description="Temperature; 0: the likeliest token.")
     top_p: float = Field(
         1.0, gt=0, le=1, description="Draw from the likeliest tokens with this share of all."
     )

@@ -198,10 +198,8 @@ def load_prompt_router(
     """
     if router_path is None:
         if store.manifest.router is None:
-            discover, train = (
-                command_line(f"mlxstacks route {step}", store.path)
-                for step in ("discover", "train")
-            )
+            discover = command_line("mlxstacks route discover", store.path)
+            train = command_line("mlxstacks route train", store.path)
             raise InputError(
                 f"{store.path}: the store has no router; `{discover}`, then `{train}` trains one"
             )
