@@ -50,13 +50,12 @@ def open_routed(settings: AnswerSettings) -> RoutedModel:
     else:
         raise InputError("give a model")
     model, tokenizer, config = base_model.load(checkpoint.directory, lazy=True)
-    in_float32 = prepare_base(model, settings.base, notes)
+    dtype = mx.float32 if prepare_base(model, settings.base, notes) else None
     model.eval()
     if settings.adapter_path:
-        notes += attach_adapters(model, checkpoint, _adapters(settings))
+        notes += attach_adapters(model, checkpoint, _adapters(settings), dtype)
     resident = None
     if store is not None:
-        dtype = mx.float32 if in_float32 else None
         resident = Resident(model, store, budget_bytes=_budget(settings), dtype=dtype)
 
     def open_router() -> PromptRouter:

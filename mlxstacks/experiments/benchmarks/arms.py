@@ -174,7 +174,7 @@ def _adapter_arms(names: Sequence[ArmName], settings: ArmSettings) -> Iterator[M
     )  # fmt: skip
     loaded = _load(checkpoint, settings)
     if "adapter" in names:
-        attach_adapters(loaded.model, checkpoint, fuse)
+        attach_adapters(loaded.model, checkpoint, fuse, loaded.dtype)
         yield from _given(ModelArm("adapter", loaded, Routes("adapter")))
         _take_off(loaded.model)
     if "fused" in names:
