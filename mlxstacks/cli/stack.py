@@ -39,7 +39,8 @@ def render(console: "Console", report: "StackReport") -> None:
         "mlxstacks chat", ungated=True, model=report.settings["model"], store_path=report.save_path
     )
     output.next_step(console, "See also", command_line("mlxstacks stacks list", report.save_path))
-    output.next_step(console, "Try it", chat)
+    if any(domain["stacks"] for domain in report.domains.values()):
+        output.next_step(console, "Try it", chat)
 
 
 def _plan_table(report: "StackReport") -> object:
