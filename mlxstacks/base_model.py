@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -294,6 +294,36 @@ def attach_lora(
     model.freeze()
     parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": keys}
     linear_to_lora_layers(model, num_layers, parameters)
+
+
+def attach_pair(
+    model: nn.Module,
+    path: str,
+    kind: Literal["linear", "switch", "embedding"],
+    pair: tuple[mx.array, mx.array],
+    scale: float,
+) -> None:
+    """Put mlx-lm's LoRA layer with this pair over the module at `path`, over LoRA layers that are
+    there already.
+
+    pair: lora_a, lora_b in mlx-lm's axis order (see `files.lora_modules`).
+    """
+    from mlx_lm.tuner import lora
+
+    layers = {
+        "linear": lora.LoRALinear,
+        "switch": lora.LoRASwitchLinear,
+        "embedding": lora.LoRAEmbedding,
+    }
+    inner = "embedding" if kind == "embedding" else "linear"
+    present = base = dict(model.named_modules())[path]
+    while "lora_a" in base:
+        base = base[inner]
+    layer = layers[kind].from_base(base, r=pair[1].shape[-1 if kind == "switch" else 0])
+    setattr(layer, inner, present)
+    layer.scale = scale
+    layer.lora_a, layer.lora_b = pair
+    model.update_modules(tree_unflatten([(path, layer)]))
 
 
 def save_adapter(

@@ -20,9 +20,10 @@ from mlxstacks.recipe.table import COMMANDS
 
 PACKAGE = Path(mlxstacks.__file__).parent
 
-# `errors` and `resources` have no imports of their own, so every level may use them.
+# These have no imports of their own, so every level may use them.
 FOUNDATION = -1
 LEVELS = {
+    "command_line": FOUNDATION,
     "errors": FOUNDATION,
     "resources": FOUNDATION,
     **dict.fromkeys(("ops", "data", "stats", "memory"), 0),

@@ -33,7 +33,11 @@ EPILOG = """Shell completion: put `eval "$(_MLXSTACKS_COMPLETE=zsh_source mlxsta
 def make_group() -> click.Group:
     """The root of all commands."""
     special = {"run": run_command(), "recipes": list_command()}
-    group = TableGroup(special=special, help=HELP, epilog=EPILOG)
+    context = {
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda word: word.replace("_", "-"),  # --max_tokens
+    }
+    group = TableGroup(special=special, help=HELP, epilog=EPILOG, context_settings=context)
     return click.version_option(__version__, prog_name="mlxstacks")(group)
 
 

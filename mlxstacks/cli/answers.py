@@ -21,34 +21,23 @@ MOST_CHARACTERS = 8_000_000
 
 
 def completed(settings: "AnswerSettings") -> "AnswerSettings":
-    """With a model, where none was named: the base of the store, else nano and its sample store.
-
-    Raises: InputError: the base of the store is not found here.
+    """With nano for a model, where none was named: for a store whose base it is, for adapters, or
+    with its sample store.
     """
-    from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-    from mlxstacks.files.hub import resolve_model
-    from mlxstacks.files.store import Store
+    from mlxstacks.cli.route_explain import nano_model
     from mlxstacks.nano.exports import nano_paths
 
     if settings.model is not None:
         return settings
+    if settings.store_path is not None:
+        model = nano_model(settings.store_path)
+        return settings if model is None else settings.model_copy(update={"model": str(model)})
     nano = nano_paths()
-    if settings.store_path is None:
-        output.note("Using nano, the built-in model.")
-        there = nano.store_path is not None and nano.store_path.is_dir()
-        store = str(nano.store_path) if there else None
-        return settings.model_copy(update={"model": str(nano.model_path), "store_path": store})
-    manifest = Store.open(settings.store_path).manifest
-    if manifest.base_fingerprint == fingerprint(open_checkpoint(nano.model_path)):
-        return settings.model_copy(update={"model": str(nano.model_path)})
-    try:
-        resolve_model(manifest.base_model)
-    except InputError as error:
-        raise InputError(
-            f"{settings.store_path}: its base {manifest.base_model!r} is not found here: {error}; "
-            "give it with --model"
-        ) from None
-    return settings.model_copy(update={"model": manifest.base_model})
+    output.note("Using nano, the built-in model.")
+    update = {"model": str(nano.model_path)}
+    if not settings.adapter_path and nano.store_path is not None and nano.store_path.is_dir():
+        update["store_path"] = str(nano.store_path)
+    return settings.model_copy(update=update)
 
 
 def bounded(text: str) -> str:
@@ -87,7 +76,7 @@ def weights_in_words(answer: "Answer") -> str:
     """`routed: islands 0.93, tolu 0.41`; without weights where all of them are 1."""
     mode, weights = answer.route.mode, answer.weights
     if mode == "base":
-        return "base"
+        return " with ".join(filter(None, ["base", ", ".join(answer.adapters)]))
     if not weights:
         return f"{mode}: no domain, base alone"
     ones = all(weight == 1 for weight in weights.values())

@@ -1,12 +1,13 @@
 """Slash commands of a chat: a table of names, what they take, what they do."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlxstacks.cli import chat_view
 from mlxstacks.cli.chat_session import MODES, Chat
 from mlxstacks.errors import InputError
 from mlxstacks.recipe.table import nearest
+from mlxstacks.routing.chat_settings import MOST_TEMP
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,20 @@ class SlashCommand:
     words: Callable[[Chat], Iterable[str]] = lambda chat: ()
 
 
-def run(chat: Chat, line: str) -> None:
-    """Do what a line that begins with a slash says. Raises: InputError: no such command."""
-    name, _, rest = line.strip().partition(" ")
+def run(chat: Chat, text: str) -> bool:
+    """Do what a line that begins with a slash says, or a word of WORDS alone; whether it was one.
+
+    Raises: InputError: no such command.
+    """
+    line = text.strip()
+    name, _, rest = WORDS.get(line, line).partition(" ")
+    if not name.startswith("/") or "\n" in line:
+        return False
+    name = WORDS.get(name, name)
     if name not in COMMANDS:
         raise InputError(f"no command {name!r}{nearest(name, COMMANDS)}; /help lists them")
     COMMANDS[name].run(chat, rest.strip())
+    return True
 
 
 def complete(chat: Chat, before: str) -> list[str]:
@@ -33,7 +42,7 @@ def complete(chat: Chat, before: str) -> list[str]:
         return []
     name, space, rest = before.partition(" ")
     if not space:
-        return [known for known in COMMANDS if known.startswith(name)]
+        return [known for known in (*COMMANDS, *WORDS) if known.startswith(name)]
     if name not in COMMANDS:
         return []
     *given, last = rest.split(" ")
@@ -96,6 +105,20 @@ def _new(chat: Chat, rest: str) -> None:
     chat.say("A new conversation: what was said is forgotten.")
 
 
+def _temp(chat: Chat, rest: str) -> None:
+    sampling = chat.conversation.sampling
+    if rest:
+        try:
+            temp = float(rest)
+        except ValueError:
+            temp = -1.0
+        if not 0 <= temp <= MOST_TEMP:
+            raise InputError(f"got {rest!r}; /temp takes a number from 0 to {MOST_TEMP}, as 0.7")
+        chat.conversation.sampling = sampling = replace(sampling, temp=temp)
+    drawn = "tokens are drawn" if sampling.temp else "the likeliest token is taken"
+    chat.say(f"Temperature {sampling.temp:g}: {drawn}.")
+
+
 def _stats(chat: Chat, rest: str) -> None:
     chat.show(chat_view.stats_table(chat.conversation))
 
@@ -122,9 +145,15 @@ COMMANDS: Mapping[str, SlashCommand] = {
     "/unpin": SlashCommand("", "the mode decides again", _unpin),
     "/mode": SlashCommand("|".join(MODES), "what answers from now on", _mode, lambda c: MODES),
     "/compare": SlashCommand("[TEXT]", "base, ungated and routed, beside each other", _compare),
-    "/new": SlashCommand("", "a new conversation, with mode and pins as they are", _new),
+    "/new": SlashCommand("", "a new conversation, mode and pins as they are; or /clear, r", _new),
+    "/temp": SlashCommand("[NUMBER]", "temperature of what is drawn; 0: the likeliest", _temp),
     "/stats": SlashCommand("", "tokens, caches, what was read from disk", _stats),
     "/save": SlashCommand("FILE", "write the conversation as JSONL", _save),
-    "/help": SlashCommand("", "this list", _help),
-    "/quit": SlashCommand("", "leave; so do the end of input and Ctrl-C twice", _quit),
+    "/help": SlashCommand("", "this list; or h", _help),
+    "/quit": SlashCommand("", "leave; or /exit, exit, quit, q, the end of input", _quit),
 }
+# Other names; those without a slash are commands only where they are all that was typed.
+WORDS: Mapping[str, str] = {
+    "/clear": "/new", "/exit": "/quit",
+    "exit": "/quit", "quit": "/quit", "q": "/quit", "r": "/new", "h": "/help",
+}  # fmt: skip

@@ -46,15 +46,15 @@ class ChatReport:
 
 
 class Chat:
-    """The conversation, and what the slash commands do to it. command: does what a line that begins
-    with a slash says.
+    """The conversation, and what commands do to it. command: does what a line says, if it is a
+    command; whether it was.
     """
 
     def __init__(
         self,
         settings: "ChatSettings",
         engine: "RoutedModel",
-        command: Callable[["Chat", str], None],
+        command: Callable[["Chat", str], bool],
     ) -> None:
         from mlxstacks.routing.conversation import Conversation
         from mlxstacks.routing.open_routed import sampling_of
@@ -95,8 +95,8 @@ class Chat:
         if not text.strip():
             return
         try:
-            if text.lstrip().startswith("/") and "\n" not in text.strip():
-                self._command(self, text)
+            if self._command(self, text):
+                pass
             elif self.settings.compare:
                 self.compare(text, record=True)
             else:
@@ -183,7 +183,8 @@ class Chat:
         from rich.text import Text
 
         console = output.console()
-        console.print(Text(output.safe(text), style=style), soft_wrap=not console.is_terminal)
+        whole = not console.is_terminal or output.holds_command(text)
+        console.print(Text(output.safe(text), style=style), soft_wrap=whole)
         sys.stdout.flush()
 
     def show(self, what: "RenderableType") -> None:

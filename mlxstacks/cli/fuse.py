@@ -4,6 +4,7 @@ import re
 from typing import TYPE_CHECKING
 
 from mlxstacks.cli import output
+from mlxstacks.command_line import command_line
 from mlxstacks.fuse.fidelity import Fidelity
 from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport
 from mlxstacks.memory import bytes_in_words
@@ -38,6 +39,14 @@ def render(console: "Console", report: FuseReport) -> None:
     console.print(_side_files_line(report), markup=False)
     for note in report.notes:
         console.print(note, markup=False)
+    if report.status != "planned":
+        output.next_step(console, "Try it", command_line("mlxstacks chat", model=report.save_path))
+        if report.settings["requant"] == "dequantize":
+            rest = command_line(
+                "mlx_lm.convert", hf_path=report.save_path, mlx_path=f"{report.save_path}-plain",
+                dequantize=True,
+            )  # fmt: skip
+            output.next_step(console, "Other modules keep their bits; without", rest)
     console.print(f"Verdict: {report.verdict}", markup=False, style="bold")
 
 

@@ -1,11 +1,13 @@
 """Click commands and groups made from the command table, each built when it is first asked for."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import click
 
 from mlxstacks.cli.execute import Common, execute
+from mlxstacks.cli.mlx_lm_options import refusal
 from mlxstacks.recipe.file import recipe_names
 from mlxstacks.recipe.table import ALIASES, COMMANDS, GROUPS, command_named, load, nearest
 
@@ -55,14 +57,54 @@ def make_command(name: str) -> click.Command:
     def callback(ctx: click.Context, /, **values: Any) -> int:
         names = list(settings_class.model_fields)
         shared = {key: values[key] for key in ("as_json", "dry_run", "recipe", "sets", "verbosity")}
-        return execute(name, given(ctx, names), Common(**shared))
+        return execute(name, given(ctx, names, name), Common(**shared))
 
-    return click.Command(
-        name.split()[-1],
-        params=[*parameters(settings_class, row.arguments), *common_options()],
+    return TableCommand(
+        name,
+        params=[*parameters(settings_class, row.arguments, name), *common_options()],
         callback=callback,
         help=row.help,
     )
+
+
+class TableCommand(click.Command):
+    """A command of the table, which reads and answers mlx-lm's options too."""
+
+    def __init__(self, full_name: str, **kwargs: Any) -> None:
+        self.full_name = full_name
+        super().__init__(full_name.split()[-1], **kwargs)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        for word, value in itertools.pairwise(args):
+            if word == "--verbose" and value.lower() in ("true", "t", "false", "f"):
+                self._refuse(f"{word} {value}", word, ctx)
+        try:
+            return super().parse_args(ctx, self._spread(args))
+        except click.NoSuchOption as error:
+            self._refuse(error.option_name, error.option_name, ctx)
+            raise
+
+    def _refuse(self, typed: str, option: str, ctx: click.Context) -> None:
+        """Raises: click.UsageError saying what to do instead, where mlx-lm has the option."""
+        instead = refusal(self.full_name, option)
+        if instead is not None:
+            raise click.UsageError(f"{self.name} has no option {typed}: {instead}", ctx) from None
+
+    def _spread(self, args: list[str]) -> list[str]:
+        """`--tasks a b` is `--tasks a --tasks b`, where nothing is given by position."""
+        if any(isinstance(parameter, click.Argument) for parameter in self.params):
+            return args
+        options = [option for option in self.params if isinstance(option, click.Option)]
+        several = {name for option in options if option.multiple for name in option.opts}
+        spread: list[str] = []
+        repeated: str | None = None
+        for place, word in enumerate(args):
+            if word.startswith("-"):
+                repeated = word if word in several else None
+            elif repeated and args[place - 1] != repeated:
+                spread.append(repeated)
+            spread.append(word)
+        return spread
 
 
 class TableGroup(click.Group):

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import output
+from mlxstacks.command_line import command_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,8 +40,8 @@ def render_export(console: "Console", result: "ExportResult") -> None:
     width = "float32" if result.bits is None else f"{result.bits} bits"
     size = output.bytes_text(result.model_bytes)
     console.print(f"Wrote {result.model_path} at {width}, {size}.", markup=False)
-    command = f'mlx_lm.generate --model {result.model_path} --prompt "Who are you?"'
-    console.print(f"Try it: {command}", markup=False)
+    command = command_line("mlx_lm.generate", model=result.model_path, prompt="Who are you?")
+    output.next_step(console, "Try it", command)
 
 
 def _print_measured(console: "Console", manifest: dict[str, Any]) -> None:

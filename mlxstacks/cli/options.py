@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 
 import click
 
+from mlxstacks.cli.mlx_lm_options import FLAGS, SPELLINGS
 from mlxstacks.cli.output import setting
 from mlxstacks.recipe.table import nearest
 
@@ -55,17 +56,30 @@ def _spelled(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
+# What an option's name begins with that gives a setting which has a parameter of its own.
+_ALSO = "also_"
+
+
 def parameters(
-    settings_class: "type[BaseModel]", arguments: Mapping[str, str]
+    settings_class: "type[BaseModel]", arguments: Mapping[str, str], command: str = ""
 ) -> list[click.Parameter]:
-    """Arguments and options of a command, in the order of the model's fields."""
+    """Arguments and options of a command, in the order of the model's fields; with the spellings
+    that mlx-lm has for them.
+    """
+    spellings = SPELLINGS.get(command, {})
     made: list[click.Parameter] = [
         _argument(settings_class, name, shown) for name, shown in arguments.items()
     ]
     for name, known in settings_class.model_fields.items():
+        others = spellings.get(name, ())
         if name not in arguments:
-            option = _option(settings_class, name, known)
+            option = _option(settings_class, name, known, others)
             made += [option] if option else []
+        elif others:
+            help_text = f"{_help(known, str)} The same as {arguments[name]}."
+            made.append(click.Option([*others, _ALSO + name], help=help_text))
+    for flag, (name, _, help_text) in FLAGS.get(command, {}).items():
+        made.append(click.Option([flag, _ALSO + name], is_flag=True, help=help_text))
     return made
 
 
@@ -88,9 +102,9 @@ def _kind(name: str, annotation: Any) -> click.ParamType:
 
 
 def _option(
-    settings_class: "type[BaseModel]", name: str, known: "FieldInfo"
+    settings_class: "type[BaseModel]", name: str, known: "FieldInfo", others: Sequence[str]
 ) -> click.Option | None:
-    """The option of one field, or None for a nested model."""
+    """The option of one field, or None for a nested model. others: further spellings."""
     annotation, optional = _without_none(known.annotation)
     extra = known.json_schema_extra if isinstance(known.json_schema_extra, dict) else {}
     flag = str(extra.get("cli_name", "--" + name.replace("_", "-")))
@@ -98,7 +112,7 @@ def _option(
     if annotation is bool:
         if known.default is True or optional:
             flag += f"/--no-{flag.removeprefix('--')}"
-        return click.Option([flag, name], is_flag=True, default=False, help=help_text)
+        return click.Option([flag, *others, name], is_flag=True, default=False, help=help_text)
     multiple = get_origin(annotation) is tuple
     if multiple:
         annotation, _ = _without_none(get_args(annotation)[0])
@@ -116,7 +130,7 @@ def _option(
         return None
     else:
         raise TypeError(f"{settings_class.__name__}.{name}: no option for {known.annotation}")
-    return click.Option([flag, name], type=kind, multiple=multiple, help=help_text)
+    return click.Option([flag, *others, name], type=kind, multiple=multiple, help=help_text)
 
 
 def _without_none(annotation: Any) -> tuple[Any, bool]:
@@ -146,11 +160,28 @@ def _default(value: Any) -> str:
     return shown if isinstance(shown, str) else str(value)
 
 
-def given(ctx: click.Context, names: Sequence[str]) -> dict[str, Any]:
-    """The parameters that were typed (or came from the environment), as plain values."""
+def given(ctx: click.Context, names: Sequence[str], command: str = "") -> dict[str, Any]:
+    """The settings that were typed (or came from the environment), as plain values.
+
+    Raises: click.UsageError: a setting that two parameters give, each another value.
+    """
     typed = (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.ENVIRONMENT)
-    return {
+    values = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in ctx.params.items()
-        if name in names and ctx.get_parameter_source(name) in typed
+        if ctx.get_parameter_source(name) in typed
     }
+    flags = {name: value for name, value, _ in FLAGS.get(command, {}).values()}
+    for parameter in ctx.command.params:
+        if parameter.name is None or not parameter.name.startswith(_ALSO):
+            continue
+        name = parameter.name.removeprefix(_ALSO)
+        if parameter.name not in values:
+            continue
+        value = flags.get(name, values[parameter.name])
+        if values.setdefault(name, value) != value:
+            raise click.UsageError(
+                f"{name} is given twice: {values[name]!r}, and {value!r} by {parameter.opts[-1]}",
+                ctx,
+            )
+    return {name: value for name, value in values.items() if name in names}

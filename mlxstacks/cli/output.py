@@ -9,6 +9,7 @@ import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +32,31 @@ LOG_SECONDS = 15.0
 
 def console(stderr: bool = False) -> "Console":
     """A rich console without guessing: what is printed is neither highlighted nor emoji-fied."""
+    return _console_class()(stderr=stderr, highlight=False, emoji=False)
+
+
+@cache
+def _console_class() -> "type[Console]":
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False, emoji=False)
+    class CommandsWhole(Console):
+        """Breaks no line that holds a command: what is broken cannot be pasted."""
+
+        def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
+            whole = any(isinstance(what, str) and holds_command(what) for what in objects)
+            super().print(*objects, soft_wrap=whole if soft_wrap is None else soft_wrap, **options)
+
+    return CommandsWhole
+
+
+def holds_command(text: str) -> bool:
+    """Whether somebody may paste a part of a line of ours into a shell."""
+    return "`mlx" in text
+
+
+def next_step(console: "Console", what: str, command: str) -> None:
+    """`what: command`, in one line however narrow the terminal is."""
+    console.print(f"{what}: {command}", markup=False, soft_wrap=True)
 
 
 def table(
@@ -196,13 +219,16 @@ def _spelled(character: str) -> str:
 def note(text: str) -> None:
     """A remark on stderr, where it does not mix with the result; made `safe`.
 
-    On a terminal lines break between words; in a log they stay whole.
+    On a terminal lines break between words, but those that hold a command; in a log they stay
+    whole.
     """
     text = safe(text)
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns
         text = "\n".join(
-            textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+            line
+            if holds_command(line)
+            else textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
             for line in text.split("\n")
         )
     sys.stderr.write(text + "\n")

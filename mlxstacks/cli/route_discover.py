@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import output
 from mlxstacks.cli.route_explain import nano_model
+from mlxstacks.command_line import command_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -77,10 +78,11 @@ def render(console: "Console", report: "DiscoverReport") -> None:
             markup=False,
         )
         console.print(f"Verdict: {report.verdict}", markup=False, style="bold")
-        console.print(
-            f"Next: mlxstacks route train {report.store_path} --targets {report.save_path}",
-            markup=False,
-        )
+        train = command_line(
+            "mlxstacks route train", report.store_path, targets=report.save_path,
+            model=report.settings["model"],
+        )  # fmt: skip
+        output.next_step(console, "Next", train)
 
 
 def _render_done(console: "Console", report: "DiscoverReport") -> None:

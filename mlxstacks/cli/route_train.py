@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import output
 from mlxstacks.cli.route_explain import nano_model
+from mlxstacks.command_line import command_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,6 +63,11 @@ def render(console: "Console", report: "RouteTrainReport") -> None:
     store = f"; the store {report.store_path} has it too" if report.installed else ""
     console.print(f"Wrote {report.save_path}: router.safetensors{store}.", markup=False)
     console.print(f"Verdict: {report.verdict}", markup=False, style="bold")
+    chat = command_line(
+        "mlxstacks chat", routed=True, model=report.settings["model"],
+        store_path=report.store_path, router_path=None if report.installed else report.save_path,
+    )  # fmt: skip
+    output.next_step(console, "Next", chat)
 
 
 def _facts(report: "RouteTrainReport") -> dict[str, output.Cell]:

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import output
+from mlxstacks.command_line import command_line
 from mlxstacks.memory import bytes_in_words
 
 if TYPE_CHECKING:
@@ -34,7 +35,12 @@ def render(console: "Console", report: "StackReport") -> None:
     console.print(report.verdict, markup=False, style="bold")
     seconds, peak = report.figures["seconds"], bytes_in_words(report.figures["peak_bytes"])
     console.print(f"Store: {report.save_path}. {seconds:.0f} s, peak {peak}.", markup=False)
-    console.print(f"See also: mlxstacks stacks list {report.save_path}", markup=False)
+    chat = command_line(
+        "mlxstacks chat", ungated=True, model=report.settings["model"], store_path=report.save_path
+    )
+    output.next_step(console, "See also", command_line("mlxstacks stacks list", report.save_path))
+    if any(domain["stacks"] for domain in report.domains.values()):
+        output.next_step(console, "Try it", chat)
 
 
 def _plan_table(report: "StackReport") -> object:

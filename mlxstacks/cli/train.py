@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from mlxstacks.cli import output
+from mlxstacks.command_line import command_line
 from mlxstacks.memory import bytes_in_words
 
 if TYPE_CHECKING:
@@ -24,9 +25,10 @@ def render(console: "Console", report: "TrainReport") -> None:
         console.print(f"Planned only: would write {report.save_path}.", markup=False)
         return
     console.print(_verdict(report), markup=False, style="bold")
-    model = report.settings["model"]
-    command = f"mlx_lm.generate --model {model} --adapter-path {report.save_path} --prompt ..."
-    console.print(f"Try it: {command}", markup=False, soft_wrap=True)
+    command = command_line(
+        "mlxstacks chat", model=report.settings["model"], adapter_path=report.save_path
+    )
+    output.next_step(console, "Try it", command)
 
 
 def _plan_table(report: "TrainReport") -> object:

@@ -20,6 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 import mlx.core as mx
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from mlxstacks.command_line import command_line
 from mlxstacks.errors import StoreError
 from mlxstacks.files.manifest import DomainName, Manifest, Sha256
 from mlxstacks.files.stack_header import Dim, Text
@@ -187,12 +188,12 @@ def check_router(header: RouterHeader, store: HasManifest) -> list[str]:
     Raises: StoreError: a router of another base, or trained for other stacks of a domain that is
         served, which would be weighted for what it is not.
     """
-    manifest = store.manifest
+    manifest, train = store.manifest, command_line("mlxstacks route train", store.path)
     if header.base_fingerprint != manifest.base_fingerprint:
         raise StoreError(
             f"{store.path}: the router was trained on {header.base_model} with fingerprint "
             f"{header.base_fingerprint[:12]}, the store's base has "
-            f"{manifest.base_fingerprint[:12]}; `mlxstacks route train` trains one for this store"
+            f"{manifest.base_fingerprint[:12]}; `{train}` trains one for this store"
         )
     served = {d.name: d for d in manifest.domains if d.enabled and d.stacks}
     changed = [
@@ -204,7 +205,7 @@ def check_router(header: RouterHeader, store: HasManifest) -> list[str]:
     if changed:
         raise StoreError(
             f"{store.path}: the router was trained for other stacks of {', '.join(changed)}; "
-            "`mlxstacks route train` trains one for these"
+            f"`{train}` trains one for these"
         )
     notes = []
     known = {domain.name for domain in manifest.domains}
@@ -216,6 +217,6 @@ def check_router(header: RouterHeader, store: HasManifest) -> list[str]:
     if unknown:
         notes.append(
             f"the router does not know {', '.join(unknown)}: nothing is routed there before "
-            "`mlxstacks route train`"
+            f"`{train}`"
         )
     return notes

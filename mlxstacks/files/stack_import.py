@@ -18,6 +18,7 @@ from mlxstacks.files.adapter_commands import adapter_format
 from mlxstacks.files.adapter_match import match_adapter
 from mlxstacks.files.adapter_names import is_embedding_name, is_router_name
 from mlxstacks.files.adapters import WEIGHTS, load_any_adapter
+from mlxstacks.files.base_location import base_name, remember_base
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint, resolve_model
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.lora_modules import Adapter, LoraModule, first_non_finite
@@ -87,6 +88,8 @@ def import_adapter(settings: StacksImportSettings, dry_run: bool = False) -> Imp
         if store is None:
             assert settings.store_path is not None
             store = Store.create(settings.store_path, base_model, base)
+        if settings.model is not None:
+            remember_base(store, settings.model)
         with store.change("import", domain=domain) as change:
             _check_new(store, header)
             record = change.add_stack(tensors, header)
@@ -122,7 +125,7 @@ def _store_for(
     if path is not None and not user_path(path).exists():
         if model is None:
             raise InputError(f"{path}: no store there; --model makes one for that base")
-        return None, model.directory.resolve().name, fingerprint(model)
+        return None, base_name(settings.model or ""), fingerprint(model)
     store = open_store(path)
     if model is not None:
         store.check_base(fingerprint(model))

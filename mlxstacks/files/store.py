@@ -23,6 +23,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxstacks import __version__
+from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import target_errors, user_path
 from mlxstacks.files.manifest import (
@@ -187,9 +188,8 @@ class Store:
         """
         record = record or self.manifest.router
         if record is None:
-            raise InputError(
-                f"{self.path}: the store has no router; `mlxstacks route train` trains one"
-            )
+            train = command_line("mlxstacks route train", self.path)
+            raise InputError(f"{self.path}: the store has no router; `{train}` trains one")
         return read_router(file_of(self.path, record), record.sha256)
 
     @contextmanager

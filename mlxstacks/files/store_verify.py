@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from mlxstacks.command_line import command_line
 from mlxstacks.errors import CheckpointError, StoreError
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint, resolve_model
 from mlxstacks.files.manifest import FOLDERS, FileRecord, Manifest, StackRecord
@@ -235,7 +236,8 @@ def model_differences(header: StackHeader, model: Checkpoint) -> list[str]:
 def _notes(store: Store, records: list[FileRecord]) -> Iterator[str]:
     content, strange = unnamed_files(store.path, {record.file for record in records})
     for path in content:
-        yield f"{path.relative_to(store.path)}: named by nothing; `mlxstacks stacks gc` removes it"
+        collect = command_line("mlxstacks stacks gc", store.path)
+        yield f"{path.relative_to(store.path)}: named by nothing; `{collect}` removes it"
     for path in temporaries(store.path):
         yield f"{path.relative_to(store.path)}: left by a writer that died, or is at work"
     for path in strange:

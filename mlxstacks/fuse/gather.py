@@ -41,7 +41,7 @@ def _base_note(path: str, adapter: Adapter, matches: list[Match], model: str) ->
     """What is known of the base that the adapter was trained on, where that is not this one."""
     bases = {match.base for match in matches}
     if "overridden" in bases:
-        return [f"{path} was trained on another base than this one; fused because of --allow-base."]
+        return [f"{path} was trained on another base than this one; taken because of --allow-base."]
     named = adapter.config.get("model") or adapter.config.get("base_model_name_or_path")
     if "not verifiable" not in bases or not isinstance(named, str) or not named:
         return []

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
+from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.recipe.file import Recipe, load_recipe, read_yaml
@@ -90,9 +91,9 @@ def resolve(
     name = ALIASES.get(name, name)
     row = command_named(name)
     if recipe is not None and name != recipe.command:
+        run = command_line("mlxstacks run", recipe.path)
         raise InputError(
-            f"recipe {recipe.path}: is for `{recipe.command}`, not for `{name}`; "
-            f"`mlxstacks run {recipe.name}` runs it"
+            f"recipe {recipe.path}: is for `{recipe.command}`, not for `{name}`; `{run}` runs it"
         )
     values = merge(merge(recipe.values if recipe else {}, parse_sets(sets)), options)
     if recipe is None and row.nano_recipe and not any(values.get(key) for key in row.nano):

@@ -18,7 +18,8 @@ class Answer:
     weights: of the domains that answered; missing: domain -> why its stacks did not, though the
     route has them. loaded, resident: domains read from disk for it, and those that were there.
     cached_tokens: of the prompt, that were not computed again. tokens: said, without the end mark.
-    prompt_seconds: until the first token; seconds: from there to the last.
+    prompt_seconds: until the first token; seconds: from there to the last. adapters: names of those
+    beside the base.
     """
 
     text: str
@@ -36,6 +37,7 @@ class Answer:
     tokens: int
     prompt_seconds: float
     seconds: float
+    adapters: tuple[str, ...] = ()
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -74,6 +76,7 @@ class Answer:
             "prompt_seconds": self.prompt_seconds,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
+            "adapters": list(self.adapters),
         }
 
 

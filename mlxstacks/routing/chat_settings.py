@@ -5,6 +5,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from mlxstacks.files.settings import PeftLayout
+
+MOST_TEMP = 100
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
 
@@ -35,6 +38,17 @@ class AnswerSettings(BaseModel):
         description="Model directory or Hugging Face id. Default: the base of the store; without "
         "one the built-in nano model.",
     )
+    adapter_path: tuple[str, ...] = Field(
+        (),
+        description="Adapter directory (mlx-lm or PEFT), beside the base and not fused. Repeat it "
+        "for several, whose changes add up. Not with a store: its stacks know the bare base.",
+    )
+    peft_layout: PeftLayout | None = Field(
+        None, description="Expert layout of a PEFT adapter whose shapes fit two layouts."
+    )
+    allow_base: bool = Field(
+        False, description="Take an adapter whose recorded fingerprint is not this base's."
+    )
     store_path: str | None = Field(
         None, description="Store of stacks. Default: with nano its sample store."
     )
@@ -56,10 +70,14 @@ class AnswerSettings(BaseModel):
         "Default: a quarter of the memory.",
         json_schema_extra={"cli_type": "text"},
     )
-    temp: float = Field(0.0, ge=0, le=100, description="Temperature; 0: the likeliest token.")
+    temp: float = Field(0.0, ge=0, le=MOST_TEMP, description="Temperature; 0: the likeliest token.")
     top_p: float = Field(
         1.0, gt=0, le=1, description="Draw from the likeliest tokens with this share of all."
     )
+    min_p: float = Field(
+        0.0, ge=0, le=1, description="Drop tokens with less than this share of the likeliest's."
+    )
+    top_k: int = Field(0, ge=0, description="Draw from this many likeliest tokens; 0: from all.")
     max_tokens: int = Field(256, ge=1, description="Most tokens of an answer.")
     repetition_penalty: float = Field(
         1.0, gt=0, le=100, description="Divides the logits of the last 20 tokens; 1: no penalty."
@@ -84,6 +102,12 @@ class AnswerSettings(BaseModel):
         asked = [name for name in ("routed", "ungated", "pin") if getattr(self, name)]
         if len(asked) > 1:
             raise ValueError(f"give only one of {', '.join(asked)}")
+        if self.adapter_path and (self.store_path or self.wants_store):
+            raise ValueError(
+                "adapter_path goes with the base alone: a store's stacks were trained on the base "
+                "as it is. `mlxstacks stacks import` takes an adapter into a store as a stack; or "
+                "fuse the adapter, and train a store on the fused model"
+            )
         for name in ("router_path", "hard"):
             if getattr(self, name) and not (self.routed or self.compare):
                 raise ValueError(f"{name} is of no use without routed or compare")

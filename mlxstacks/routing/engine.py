@@ -42,7 +42,8 @@ class RoutedModel:
 
     resident: the owner of what is loaded; None without a store. router: None where there is none;
     open_router: opens it when it is first needed. context_tokens: most tokens of prompt and answer,
-    None where the model does not say. notes: what is worth saying to the user; it grows.
+    None where the model does not say. notes: what is worth saying to the user; it grows. adapters:
+    names of those that are beside the base, whatever the mode.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class RoutedModel:
         hard: bool = False,
         gap_log: GapLog | None = None,
         notes: list[str] | None = None,
+        adapters: Sequence[str] = (),
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.store, self.resident = store, resident
-        self.context_tokens, self.hard = context_tokens, hard
+        self.context_tokens, self.hard, self.adapters = context_tokens, hard, tuple(adapters)
         self.notes: list[str] = [] if notes is None else notes
         self._router, self._open_router, self._gap_log = router, open_router, gap_log
 
@@ -229,7 +231,7 @@ class AnswerStream:
             text, thoughts, finish, self.route, dict(lease.weights), dict(lease.missing),
             tuple(lease.loaded), tuple(lease.hits), lease.seconds, lease.bytes_read,
             len(self.prompt.tokens), said.cached or 0, said.tokens, first - said.began,
-            last - first,
+            last - first, self._engine.adapters,
         )  # fmt: skip
 
 

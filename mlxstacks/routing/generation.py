@@ -7,6 +7,7 @@ instead, the same numbers to rounding. Rounding is all that a cached beginning c
 is then cut into other pieces.
 """
 
+import math
 from collections.abc import Callable, Generator, Hashable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ PENALTY_TOKENS = 20
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen. temp 0: the likeliest one. top_p: of the likeliest tokens that share
-    so much probability; 1 for all. repetition_penalty: 1 for none.
+    so much probability; 1 for all. repetition_penalty: 1 for none. min_p: least probability, in
+    shares of the likeliest token's. top_k: of so many likeliest tokens; 0 for all.
     """
 
     temp: float = 0.0
@@ -41,6 +43,8 @@ class Sampling:
     max_tokens: int = 256
     repetition_penalty: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    top_k: int = 0
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,12 @@ def _sampler(sampling: Sampling) -> Callable[[mx.array], mx.array]:
         log_p = log_p.astype(mx.float32)
         if sampling.top_p < 1:
             log_p = likeliest(log_p, sampling.top_p)
+        if sampling.min_p > 0:
+            least = mx.max(log_p, axis=-1, keepdims=True) + math.log(sampling.min_p)
+            log_p = mx.where(log_p < least, -mx.inf, log_p)
+        if 0 < sampling.top_k < log_p.shape[-1]:
+            least = mx.topk(log_p, sampling.top_k, axis=-1).min(axis=-1, keepdims=True)
+            log_p = mx.where(log_p < least, -mx.inf, log_p)
         # the likeliest stays 0 however small the temperature is
         below = log_p - mx.max(log_p, axis=-1, keepdims=True)
         return mx.random.categorical(below / max(sampling.temp, LEAST_TEMP), key=now)

@@ -11,9 +11,13 @@ import mlx.core as mx
 
 from mlxstacks import base_model, memory
 from mlxstacks.errors import InputError
-from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.base_location import find_base
+from mlxstacks.files.checkpoint import open_checkpoint
+from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.store import Store
+from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.fuse.unfused import attach_adapters
 from mlxstacks.routing.chat_settings import AnswerSettings
 from mlxstacks.routing.engine import RoutedModel
 from mlxstacks.routing.gaps import GapLog
@@ -32,24 +36,26 @@ def open_routed(settings: AnswerSettings) -> RoutedModel:
     Raises: InputError: model, store or router cannot be used, an unknown domain is pinned.
         StoreError: the store is of another base, or damaged.
     """
-    if settings.model is None:
-        raise InputError("give a model")
     if settings.wants_store and settings.store_path is None:
         raise InputError(
             "routed, ungated, pin and compare need stacks; give --store-path, a store that "
             "`mlxstacks stack` made for this model"
         )
-    checkpoint = open_checkpoint(resolve_model(settings.model))
     store = None if settings.store_path is None else Store.open(settings.store_path)
-    if store is not None:
-        store.check_base(fingerprint(checkpoint))
-    model, tokenizer, config = base_model.load(checkpoint.directory, lazy=True)
     notes: list[str] = []
-    in_float32 = prepare_base(model, settings.base, notes)
+    if store is not None:
+        checkpoint = find_base(store, settings.model, notes)
+    elif settings.model is not None:
+        checkpoint = open_checkpoint(resolve_model(settings.model))
+    else:
+        raise InputError("give a model")
+    model, tokenizer, config = base_model.load(checkpoint.directory, lazy=True)
+    dtype = mx.float32 if prepare_base(model, settings.base, notes) else None
     model.eval()
+    if settings.adapter_path:
+        notes += attach_adapters(model, checkpoint, _adapters(settings), dtype)
     resident = None
     if store is not None:
-        dtype = mx.float32 if in_float32 else None
         resident = Resident(model, store, budget_bytes=_budget(settings), dtype=dtype)
 
     def open_router() -> PromptRouter:
@@ -63,11 +69,20 @@ def open_routed(settings: AnswerSettings) -> RoutedModel:
         model, tokenizer, store=store, resident=resident, open_router=open_router,
         context_tokens=context_tokens(config, tokenizer), hard=settings.hard,
         gap_log=_gap_log(settings), notes=notes,
+        adapters=[user_path(path).resolve().name for path in settings.adapter_path],
     )  # fmt: skip
     engine.check_domains(settings.pin) if settings.pin else None
     if settings.routed or settings.compare:
         _ = engine.router  # a router that does not fit is bad input now, not at the first prompt
     return engine
+
+
+def _adapters(settings: AnswerSettings) -> FuseSettings:
+    """The adapters as the fuse reads them."""
+    return FuseSettings(
+        model=settings.model, adapter_path=settings.adapter_path,
+        peft_layout=settings.peft_layout, allow_base=settings.allow_base,
+    )  # fmt: skip
 
 
 def context_tokens(config: dict[str, Any], tokenizer: Any) -> int | None:
@@ -111,4 +126,5 @@ def _gap_log(settings: AnswerSettings) -> GapLog | None:
 def sampling_of(settings: AnswerSettings) -> Sampling:
     """How the settings choose tokens."""
     return Sampling(settings.temp, settings.top_p, settings.max_tokens,
-                    settings.repetition_penalty, settings.seed)  # fmt: skip
+                    settings.repetition_penalty, settings.seed, settings.min_p,
+                    settings.top_k)  # fmt: skip

@@ -21,6 +21,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.router_file import RouterFile, RouterHeader, check_router, read_router
@@ -197,9 +198,10 @@ def load_prompt_router(
     """
     if router_path is None:
         if store.manifest.router is None:
+            discover = command_line("mlxstacks route discover", store.path)
+            train = command_line("mlxstacks route train", store.path)
             raise InputError(
-                f"{store.path}: the store has no router; `mlxstacks route train {store.path}` "
-                "trains one (after `mlxstacks route discover`)"
+                f"{store.path}: the store has no router; `{discover}`, then `{train}` trains one"
             )
         file = store.read_router()
     else:

@@ -27,6 +27,7 @@ from mlxstacks.routing.chat_settings import ChatSettings, parse_bytes
 from mlxstacks.routing.open_routed import open_routed
 from tests.cli.conftest import Run
 from tests.routing.engine_cases import Places, add_router, write_places
+from tests.tiny_models import random_adapter
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +117,7 @@ def test_json_is_one_document_with_everything(
         (["--store-path", "nowhere"], 2, "not there"),
         (["--temp", "-1"], 2, "temp: got -1"),
         (["--routed", "--router-path", "nowhere"], 2, "no router there"),
+        (["--adapter-path", "nowhere"], 2, "adapter_path goes with the base alone"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -290,6 +292,72 @@ def test_commands_show_and_change(talk: Any, tmp_path: Path) -> None:
 )
 def test_commands_that_cannot_be_done_say_why(talk: Any, line: str, message: str) -> None:
     assert message in talk(line)[1].replace("\n", " ")
+
+
+@pytest.mark.parametrize("word", ["/quit", "/exit", "exit", "quit", "q", " q "])
+def test_words_that_leave(talk: Any, word: str) -> None:
+    chat, _ = talk(word, "never asked")
+    assert (chat.done, chat.conversation.turns) == (True, [])
+
+
+@pytest.mark.parametrize("word", ["/new", "/clear", "r"])
+def test_words_that_begin_anew(talk: Any, word: str) -> None:
+    chat, out = talk("seven apples", word, "exit the island", "h")
+    assert [turn.question for turn in chat.conversation.turns] == ["exit the island"]
+    assert "A new conversation" in out
+    assert "/clear" in out.partition("/new")[2], "h lists the commands"
+
+
+def test_temperature_changes_between_answers(talk: Any) -> None:
+    chat, out = talk("/temp", "/temp 0.7", "/temp hot", "/temp -1", "/temp nan", "/temp 101")
+    assert chat.conversation.sampling.temp == 0.7
+    assert "Temperature 0: the likeliest token is taken." in out
+    assert "Temperature 0.7: tokens are drawn." in out
+    assert out.count("takes a number from 0 to 100") == 4
+
+
+def test_adapter_beside_the_base_answers(
+    places: Places, tmp_path: Path, command: Run, work_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (
+        random_adapter(places.model, ["self_attn.q_proj"], std=0.5, seed=seed,
+                       directory=tmp_path / f"persona {seed}")
+        for seed in (1, 2)
+    )  # fmt: skip
+    arguments = ["chat", "--model", str(places.model), "--max-tokens", "4"]
+    texts = []
+    for adapters in ((), (first,), (first, second)):
+        piped(monkeypatch, b"seven apples\n")
+        given = [word for path in adapters for word in ("--adapter-path", str(path))]
+        code, out, _ = command(*arguments, *given, "--json")
+        [turn] = json.loads(out)["turns"]
+        assert (code, turn["adapters"]) == (0, [path.name for path in adapters])
+        texts.append(turn["text"])
+    assert len(set(texts)) == 3
+    piped(monkeypatch, b"seven apples\n")
+    _, out, _ = command(*arguments, "--adapter-path", str(first))
+    assert "model; adapter persona 1; base." in out
+    assert "base with persona 1 | " in out
+
+
+def test_base_of_the_store_is_found_from_anywhere(
+    places: Places, command: Run, work_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest says `tiny`; the model lies elsewhere."""
+    arguments = ["chat", "--routed", "--store-path", str(places.store), "--gap-log", "none",
+                 "--max-tokens", "2"]  # fmt: skip
+    piped(monkeypatch, b"seven apples\n")
+    code, _, err = command(*arguments)
+    assert (code, "is not found here" in err, "--model" in err) == (2, True, True), err
+    location = places.store / "base.json"
+    location.write_text(json.dumps({"relative_path": "../model"}))
+    try:
+        piped(monkeypatch, b"seven apples\n")
+        code, out, _ = command(*arguments)
+        assert (code, "tiny; domains" in out) == (0, True)
+        assert f"The base of the store is {places.model}." in " ".join(out.split())
+    finally:
+        location.unlink()
 
 
 @pytest.mark.parametrize("columns", ["80", "120"])

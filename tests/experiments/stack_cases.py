@@ -71,7 +71,8 @@ def hashes(directory: Path) -> dict[str, str]:
     return {
         str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.name not in (".lock", "log.jsonl", "stack_report.json")
+        if path.is_file()
+        and path.name not in (".lock", "base.json", "log.jsonl", "stack_report.json")
     }
 
 

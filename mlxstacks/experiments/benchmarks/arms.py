@@ -11,9 +11,6 @@ taken off again, then fused in memory.
 
 import difflib
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,15 +30,13 @@ from mlxstacks.experiments.benchmarks.arm_settings import (
 from mlxstacks.experiments.route.data import stack_hashes
 from mlxstacks.experiments.route.evaluate_losses import with_controls
 from mlxstacks.experiments.route.evaluate_served import open_served
-from mlxstacks.files.adapter_commands import adapter_format, convert_adapter
-from mlxstacks.files.adapters import load_any_adapter, match_adapter
+from mlxstacks.files.base_location import find_base
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
-from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.settings import AdapterConvertSettings
 from mlxstacks.files.store import Store
 from mlxstacks.fuse.in_memory import fuse_in_memory
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.fuse.unfused import attach_adapters
 from mlxstacks.layers.selection import base
 from mlxstacks.layers.stacked import set_mode
 from mlxstacks.routing.router import load_prompt_router
@@ -133,9 +128,7 @@ def _store_arms(names: Sequence[ArmName], settings: ArmSettings) -> Iterator[Mod
     store = Store.open(settings.store_path)
     served = open_served(store, settings.model, settings.base)
     set_mode(served.model, base(), served.dtype)
-    config = dict(
-        open_checkpoint(resolve_model(settings.model or store.manifest.base_model)).config
-    )
+    config = dict(_checkpoint(settings).config)
     loaded = Loaded(
         served.model, served.tokenizer, config, settings, served.dtype, served.notes
     )  # fmt: skip
@@ -153,15 +146,14 @@ def _store_arms(names: Sequence[ArmName], settings: ArmSettings) -> Iterator[Mod
 
 def _checkpoint(settings: ArmSettings) -> Checkpoint:
     """Of the model named, else of the store's base."""
-    name = settings.model
-    if name is None:
-        assert settings.store_path is not None
-        name = Store.open(settings.store_path).manifest.base_model
-    return open_checkpoint(resolve_model(name))
+    if settings.model is not None:
+        return open_checkpoint(resolve_model(settings.model))
+    assert settings.store_path is not None
+    return find_base(Store.open(settings.store_path), None)
 
 
-def _load(checkpoint: Checkpoint, settings: ArmSettings, adapter: Path | None = None) -> Loaded:
-    model, tokenizer, config = base_model.load(checkpoint.directory, adapter, lazy=True)
+def _load(checkpoint: Checkpoint, settings: ArmSettings) -> Loaded:
+    model, tokenizer, config = base_model.load(checkpoint.directory, lazy=True)
     notes: list[str] = []
     in_float32 = prepare_base(model, settings.base, notes)
     model.eval()
@@ -176,37 +168,20 @@ def _adapter_arms(names: Sequence[ArmName], settings: ArmSettings) -> Iterator[M
     assert settings.adapter_path is not None
     checkpoint = _checkpoint(settings)
     model = str(checkpoint.directory)
-    # mlx-lm loads an adapter of another model without a word, and leaves out what does not fit.
-    match_adapter(load_any_adapter(settings.adapter_path, None, checkpoint), checkpoint)
-    with ExitStack() as places:
-        beside = (
-            _in_mlx_format(settings.adapter_path, model, places) if "adapter" in names else None
-        )
-        loaded = _load(checkpoint, settings, beside)
-        if "adapter" in names:
-            yield from _given(ModelArm("adapter", loaded, Routes("adapter")))
-            _take_off(loaded.model)
-        if "fused" in names:
-            fuse = FuseSettings(
-                model=model, adapter_path=(settings.adapter_path,),
-                requant=settings.requant, seed=settings.seed,
-            )  # fmt: skip
-            found = fuse_in_memory(loaded.model, fuse)
-            notes = [f"fused ({settings.requant}): {found.verdict}", *found.notes]
-            details = {"requant": settings.requant, "fuse": found.as_json()}
-            yield from _given(ModelArm("fused", loaded, Routes("fused"), notes, details))
-
-
-def _in_mlx_format(adapter: str, model: str, places: ExitStack) -> Path:
-    """The adapter as mlx-lm reads it; one of PEFT is written anew, for as long as it is used."""
-    path = user_path(adapter)
-    if adapter_format(path) == "mlx":
-        return path
-    target = Path(places.enter_context(TemporaryDirectory(prefix="mlxstacks-"))) / "adapter"
-    convert_adapter(
-        AdapterConvertSettings(adapter_path=str(path), save_path=str(target), model=model, to="mlx")
-    )
-    return target
+    fuse = FuseSettings(
+        model=model, adapter_path=(settings.adapter_path,),
+        requant=settings.requant, seed=settings.seed,
+    )  # fmt: skip
+    loaded = _load(checkpoint, settings)
+    if "adapter" in names:
+        attach_adapters(loaded.model, checkpoint, fuse, loaded.dtype)
+        yield from _given(ModelArm("adapter", loaded, Routes("adapter")))
+        _take_off(loaded.model)
+    if "fused" in names:
+        found = fuse_in_memory(loaded.model, fuse)
+        notes = [f"fused ({settings.requant}): {found.verdict}", *found.notes]
+        details = {"requant": settings.requant, "fuse": found.as_json()}
+        yield from _given(ModelArm("fused", loaded, Routes("fused"), notes, details))
 
 
 def _take_off(model: nn.Module) -> None:

@@ -21,6 +21,7 @@ from mlxstacks.experiments.power import (
     power_table,
 )
 from mlxstacks.experiments.prereg import Evidence, Plan, ids_sha256
+from mlxstacks.files.base_location import find_base
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import in_hub_cache, may_be_hub_id, resolve_model
@@ -187,21 +188,14 @@ def hashes_of(settings: ArmSettings, arms: Sequence[str]) -> dict[str, str]:
     Raises: InputError or CheckpointError where one is not there.
     """
     found: dict[str, str] = {}
-    name = settings.model
-    if name is None and settings.store_path is not None:
-        name = Store.open(settings.store_path).manifest.base_model
-    if name is not None:
-        try:
-            model = resolve_model(name)
-        except InputError as error:
-            if settings.model is not None:
-                raise
-            raise InputError(
-                f"{settings.store_path}: its base {name!r} is not found here: {error}; give it "
-                "with --model"
-            ) from None
-        found["model"] = fingerprint(open_checkpoint(model))
-        found["tokenizer"] = _files_sha256(model, _TOKENIZER)
+    checkpoint = None
+    if settings.model is not None:
+        checkpoint = open_checkpoint(resolve_model(settings.model))
+    elif settings.store_path is not None:
+        checkpoint = find_base(Store.open(settings.store_path), None)
+    if checkpoint is not None:
+        found["model"] = fingerprint(checkpoint)
+        found["tokenizer"] = _files_sha256(checkpoint.directory, _TOKENIZER)
     if settings.adapter_path is not None and {"adapter", "fused"} & {*arms}:
         adapter = user_path(settings.adapter_path)
         names = ("adapter_config.json", *sorted(p.name for p in adapter.glob("*.safetensors")))

@@ -33,8 +33,8 @@ from mlxstacks.experiments.route.discover_tables import (
 from mlxstacks.experiments.route.evaluate_losses import with_controls
 from mlxstacks.experiments.route.evaluate_served import Served, open_served
 from mlxstacks.experiments.run_directory import RunDirectory, plain
+from mlxstacks.files.base_location import find_base
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
 from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import json_sha256
@@ -109,8 +109,8 @@ def run(
     rules = rules_of(settings, routed_domains(store), notes)
     template = template_of(settings, store)
     if dry_run:
-        resolved = resolve_model(settings.model or store.manifest.base_model)
-        tokenizer = base_model.load(resolved, lazy=True)[1]
+        checkpoint = find_base(store, settings.model, notes)
+        tokenizer = base_model.load(checkpoint.directory, lazy=True)[1]
         served = None
     else:
         served = open_served(store, settings.model, settings.base)

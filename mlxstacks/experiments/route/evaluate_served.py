@@ -13,8 +13,7 @@ import mlx.nn as nn
 from mlxstacks import base_model
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.route.data import routed_domains
-from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.base_location import find_base
 from mlxstacks.files.store import Store
 from mlxstacks.layers.selection import Selection, base, routed, ungated
 from mlxstacks.layers.stack_files import serve
@@ -66,21 +65,11 @@ def open_served(store: Store, model: str | None, base_numbers: str) -> Served:
     """
     if not store.enabled_stacks():
         raise InputError(f"{store.path}: holds no enabled stack; there is nothing to route to")
-    name = model or store.manifest.base_model
-    try:
-        checkpoint = open_checkpoint(resolve_model(name))
-    except InputError as error:
-        if model:
-            raise
-        raise InputError(
-            f"{store.path}: its base {name!r} is not found here: {error}; give it with --model"
-        ) from None
-    found = fingerprint(checkpoint)
-    store.check_base(found)
-    loaded, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
     notes: list[str] = []
+    checkpoint = find_base(store, model, notes)
+    loaded, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
     in_float32 = prepare_base(loaded, base_numbers, notes)
-    serve(loaded, store, base_fingerprint=found)
+    serve(loaded, store, base_fingerprint=store.manifest.base_fingerprint)
     return Served(loaded, tokenizer, store, mx.float32 if in_float32 else None, notes)
 
 

@@ -14,9 +14,8 @@ from typing import Any
 from mlxstacks import base_model, memory
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.route.data import routed_domains, stack_hashes
-from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.base_location import find_base
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
 from mlxstacks.files.router_file import RouterFile, RouterHeader, write_router
 from mlxstacks.files.stack_file import file_sha256
@@ -193,9 +192,7 @@ def _features(
     settings: RouterTrainSettings, store: Store, start: RouterFile | None, notes: list[str]
 ) -> PromptFeatures:
     """Of the base alone: no stack is attached. An extended router keeps its own features."""
-    name = settings.model or store.manifest.base_model
-    checkpoint = open_checkpoint(resolve_model(name))
-    store.check_base(fingerprint(checkpoint))
+    checkpoint = find_base(store, settings.model, notes)
     model, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
     prepare_base(model, settings.base, notes)
     about = settings if start is None else start.header

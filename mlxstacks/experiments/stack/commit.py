@@ -9,6 +9,7 @@ from mlxstacks.experiments.stack.plan import DomainPlan
 from mlxstacks.experiments.stack.report import protected_json
 from mlxstacks.experiments.stack.setup import StackSetup
 from mlxstacks.experiments.stack.work import StackWork
+from mlxstacks.files.base_location import remember_base
 from mlxstacks.files.manifest import DomainRecord, StackRecord
 from mlxstacks.files.store import Change, Store
 from mlxstacks.files.strict_json import json_sha256
@@ -36,6 +37,8 @@ def commit_domain(
             target, setup.base_model, setup.base_fingerprint,
             force=pending and there,
         )  # fmt: skip
+    assert setup.settings.model is not None
+    remember_base(store, setup.settings.model)
     before = setup.store.manifest if setup.store else store.manifest
     with store.change("trained", domain=plan.name) as change:
         if replace(change.manifest, code_version="") != replace(before, code_version=""):

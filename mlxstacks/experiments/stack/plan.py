@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from mlxstacks.command_line import command_line
 from mlxstacks.data import Batch, make_batch
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.run_directory import what_differs
@@ -155,10 +156,11 @@ def plan_domains(
                 notes.append(f"{domain.name} is in the store already, before {plans[0].name}.")
             problems += _differences(domain, record, rows[domain.name], settings, in_float32)
     if problems and store is not None:
+        remove = command_line("mlxstacks stacks remove", store.path, "NAME")
         raise InputError(
             "\n  ".join([f"{store.path} has domains that were trained otherwise:", *problems])
             + "\ngive the settings and data that they were trained with; or, to train one again, "
-            f"first `mlxstacks stacks remove {store.path} NAME`; or list new domains only; or "
+            f"first `{remove}`; or list new domains only; or "
             "--force to begin the whole store anew"
         )
     return plans

@@ -15,9 +15,8 @@ from mlxstacks.errors import InputError
 from mlxstacks.experiments.stack.analysis_settings import StacksAnalyseSettings
 from mlxstacks.experiments.stack.data import data_settings_of
 from mlxstacks.experiments.stack.passes import Prompt
-from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.base_location import find_base
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.manifest import DomainRecord
 from mlxstacks.files.store import Store
 from mlxstacks.layers.stack_files import serve
@@ -31,21 +30,13 @@ def load_served(
 
     Raises: InputError: no model is found. StoreError: it is another base.
     """
-    name = settings.model or store.manifest.base_model
     try:
-        checkpoint = open_checkpoint(resolve_model(name))
+        checkpoint = find_base(store, settings.model, notes)
     except InputError as error:
-        if settings.model:
-            raise
-        raise InputError(
-            f"{store.path}: its base {name!r} is not found here: {error}; give it with --model, or "
-            "--weights-only to do without it"
-        ) from None
-    found = fingerprint(checkpoint)
-    store.check_base(found)
+        raise type(error)(f"{error}; --weights-only does without it") from None
     model, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
     prepare_base(model, "auto", notes)
-    serve(model, store, base_fingerprint=found)
+    serve(model, store, base_fingerprint=store.manifest.base_fingerprint)
     return model, tokenizer
 
 

@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -26,6 +25,7 @@ from mlxstacks.experiments.stack.plan import (
     plan_domains,
     wanted_data,
 )
+from mlxstacks.files.base_location import base_name
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.manifest import Manifest
@@ -143,7 +143,7 @@ def set_up(settings: StackRunSettings, store: Store | None) -> StackSetup:
     except ValueError as error:
         raise InputError(str(error)) from error
     return StackSetup(
-        settings, model, _base_name(settings.model), base_fingerprint, in_float32, targets, latent,
+        settings, model, base_name(settings.model), base_fingerprint, in_float32, targets, latent,
         store, rows, to_train, served, notes,
     )  # fmt: skip
 
@@ -169,11 +169,6 @@ def _pairs(dims: Mapping[str, Dims], latent_dim: int, base: str) -> Mapping[str,
         return fixed_pairs(dims, latent_dim, base)
     except ValueError as error:
         raise InputError(str(error)) from error
-
-
-def _base_name(model: str) -> str:
-    """A hub id, or the name of a directory without where it is on this machine."""
-    return Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else model
 
 
 def _serve_store(

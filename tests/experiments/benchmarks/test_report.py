@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +24,8 @@ from mlxstacks.experiments.benchmarks.settings import EvalSettings
 from mlxstacks.experiments.benchmarks.tasks import task_named
 from mlxstacks.experiments.benchmarks.types import BenchItem
 from mlxstacks.experiments.power import items_for_mcnemar
+from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.store import Store
 from tests.experiments.eval_cases import HASHES, outcome, outcomes_of
 from tests.experiments.train_cases import write_tiny_model
 from tests.tiny_models import random_adapter
@@ -165,9 +166,7 @@ def test_claims_are_against_base_ungated_random_and_the_unfused_adapter() -> Non
     assert claims_of(("ungated", "routed")) == (("routed", "ungated"),)
 
 
-def test_all_that_arms_are_made_from_is_hashed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_that_arms_are_made_from_is_hashed(tmp_path: Path) -> None:
     """A model that only the store names, tokens and end marks, adapter, store, router."""
     model = write_tiny_model(tmp_path / "model")
     adapter = random_adapter(
@@ -175,15 +174,14 @@ def test_all_that_arms_are_made_from_is_hashed(
     )
     router, store = tmp_path / "router.safetensors", tmp_path / "store"
     router.write_bytes(b"router")
-    store.mkdir()
-    (store / "manifest.json").write_text("{}")
-    manifest = SimpleNamespace(base_model=str(model))
-    monkeypatch.setattr(
-        plan.Store, "open", classmethod(lambda cls, path: SimpleNamespace(manifest=manifest))
-    )
+    Store.create(store, model.name, fingerprint(open_checkpoint(model)))
+    of_the_store = ArmSettings(store_path=str(store))
+    found = plan.hashes_of(of_the_store, ("base",))
+    assert set(found) == {"model", "tokenizer"}
     settings = ArmSettings(
-        store_path=str(store), adapter_path=str(adapter), router_path=str(router)
-    )  # fmt: skip
+        model=str(model), store_path=str(store), adapter_path=str(adapter), router_path=str(router)
+    )
+    assert found.items() <= plan.hashes_of(settings, ARMS).items()
 
     def changed(path: Path, content: str) -> set[str]:
         before = plan.hashes_of(settings, ARMS)
@@ -201,10 +199,9 @@ def test_all_that_arms_are_made_from_is_hashed(
     assert changed(router, "another") == {"router"}
     own = json.loads((adapter / "adapter_config.json").read_text())
     assert changed(adapter / "adapter_config.json", json.dumps({**own, "x": 1})) == {"adapter"}
-    assert set(plan.hashes_of(settings, ("base",))) == {"model", "tokenizer"}
-    manifest.base_model = "/nowhere/at/all"
-    with pytest.raises(InputError, match="its base '/nowhere/at/all' is not found here"):
-        plan.hashes_of(settings, ("base",))
+    Store.create(store, "/nowhere/at/all", "c" * 64, force=True)
+    with pytest.raises(InputError, match=r"its base /nowhere/at/all .* is not found here"):
+        plan.hashes_of(of_the_store, ("base",))
 
 
 def test_power_shares_alpha_among_the_tests() -> None:

@@ -227,7 +227,7 @@ def test_mistakes_are_told(place: Path, tmp_path: Path) -> None:
         run(settings_of(place, tmp_path / "out", store_path=str(tmp_path / "none")))
     with pytest.raises(TargetError, match="must not be replaced"):
         run(settings_of(place, place / "store", force=True))
-    with pytest.raises(InputError, match="give it with --model, or --weights-only"):
+    with pytest.raises(InputError, match="with --model; --weights-only does without"):
         run(settings_of(place, tmp_path / "out", model=None))
     other = write_qwen_moe(tmp_path / "other", bits=4, hidden_size=64, shards=1, seed=7)
     with pytest.raises(StoreError, match="fingerprint"):

@@ -261,7 +261,9 @@ def test_nothing_but_the_store_is_left(trained: Any) -> None:
     _, store, _ = trained
     assert [path.name for path in store.path.parent.iterdir()] == [store.path.name]
     files = {path.name for path in store.path.iterdir()} - {".lock"}
-    assert files == {"manifest.json", "stack_report.json", "log.jsonl", "stacks", "splits"}
+    assert files == {
+        "manifest.json", "base.json", "stack_report.json", "log.jsonl", "stacks", "splits",
+    }  # fmt: skip
 
 
 def test_report_log_and_manifest_agree(trained: Any) -> None:
