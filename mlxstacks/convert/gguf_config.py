@@ -90,7 +90,7 @@ class Architecture:
 
     @property
     def interleaved(self) -> bool:
-        """Whether q and k rows are stored for a rope over neighbours (llama) and not over halves."""
+        """Whether q and k rows are stored for a rope over neighbours, not over halves."""
         return self.name == "llama"
 
     def module_of(self, name: str) -> str | None:
@@ -112,7 +112,7 @@ class Architecture:
         )
 
     def check_complete(self) -> None:
-        """Raises: CheckpointError listing tensors that the architecture needs and the file lacks."""
+        """Raises: CheckpointError listing tensors that are needed and not in the file."""
         needed = ["token_embd.weight", "output_norm.weight"]
         needed += [f"blk.{n}.{name}.weight" for n in range(self.layers) for name in self._blocks]
         missing = [name for name in needed if name not in self.file.tensors]
@@ -249,7 +249,7 @@ class Architecture:
         )
 
     def _llama3_scaling(self) -> dict[str, Any] | None:
-        """Llama 3's scaling is stored as a divisor for each frequency; its factor is the largest."""
+        """Llama 3's scaling, stored as a divisor for each frequency; its factor is the largest."""
         tensor = self.file.tensors.get("rope_freqs.weight")
         if tensor is None:
             return None

@@ -96,8 +96,8 @@ class _Reader:
         fields = self._fields(key_count)
         if fields.get("split.count", 0) > 1:
             raise CheckpointError(
-                f"{self.path}: part {fields.get('split.no', 0) + 1} of {fields['split.count']}; join "
-                "them first: `llama-gguf-split --merge FIRST-PART OUT.gguf`"
+                f"{self.path}: part {fields.get('split.no', 0) + 1} of {fields['split.count']}; "
+                "join them first: `llama-gguf-split --merge FIRST-PART OUT.gguf`"
             )
         return GGUFFile(self.path, fields, self._tensors(tensor_count, fields))
 

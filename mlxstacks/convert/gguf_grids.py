@@ -25,7 +25,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Layout of a block. zero: the code that stands for zero; None where the block has a minimum."""
+    """Layout of a block. zero: the code that stands for zero; None with a minimum."""
 
     bits: int
     block: np.dtype
@@ -119,7 +119,7 @@ def float_values(file: GGUFFile, tensor: GGUFTensor, order: Array | None = None)
             ) from None
         if not np.isfinite(values).all():
             raise CheckpointError(f"{file.path}: tensor {tensor.name!r}: NaN or infinite values")
-        yield np.asarray(values, np.float32)
+        yield np.array(values, np.float32)  # a copy: floats are a view of the file
 
 
 def _typed(raw: Array, kind: str) -> Array:

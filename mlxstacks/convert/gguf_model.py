@@ -16,6 +16,7 @@ from mlxstacks.convert.gguf_file import GGUFFile, GGUFTensor, open_gguf
 from mlxstacks.convert.gguf_grids import FLOATS, GRIDS, GROUP_SIZE, float_values, same_codes
 from mlxstacks.convert.gguf_tokenizer import end_of_text_ids, write_tokenizer
 from mlxstacks.convert.settings import ConvertSettings
+from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.shard_writer import Chunk
 from mlxstacks.ops import affine
 
@@ -46,6 +47,7 @@ class _Reader:
         self.architecture.check_complete()
         self.dtype = self._model_dtype()
         self.quantization: dict[str, Any] = {}
+        self.patterns = {pattern for pattern, _ in settings.overrides()}
         self.inexact: list[str] = []
         self.float32: list[str] = []
 
@@ -56,6 +58,11 @@ class _Reader:
             for tensor in self.file.tensors.values()
             if (name := self.architecture.module_of(tensor.name)) is not None
         )
+        if self.patterns:
+            raise InputError(
+                f"{self.file.path}: module_bits {', '.join(sorted(self.patterns))}: no module of "
+                f"this model matches; they are named like {parts[-1].specs[0][0]}"
+            )
         config |= end_of_text_ids(self.file) | self._quantization()
         return Conversion(
             config=config,
@@ -66,19 +73,37 @@ class _Reader:
         )
 
     def _model_dtype(self) -> str:
-        """What the weights are computed in: the scales' dtype, else that of the unpacked weights."""
+        """What is computed in: the dtype of scales, else of most weights; `--dtype` where given."""
         kinds = [tensor.kind for tensor in self.file.tensors.values() if len(tensor.shape) > 1]
-        if all(kind in FLOATS for kind in kinds):
-            return max(set(kinds), key=kinds.count)
-        return "F16"
+        floats = all(kind in FLOATS for kind in kinds)
+        dtype = max(set(kinds), key=kinds.count) if floats else "F16"
+        if self.settings.dtype is None:
+            return dtype
+        given = _DTYPES[self.settings.dtype]
+        if given != "F16" and any(kind in GRIDS for kind in kinds):
+            raise InputError(
+                f"{self.file.path}: --dtype {self.settings.dtype}: the file's scales are float16; "
+                "take float16, or none"
+            )
+        return given
 
     def _part(self, tensor: GGUFTensor, name: str) -> Part:
         module, _, leaf = name.rpartition(".")
         order = self._order(tensor)
-        bits = self._bits(tensor, module) if leaf == "weight" else None
-        if bits is not None:
+        if leaf == "bias" or len(tensor.shape) == 1:
+            return self._floats(tensor, name, order)
+        named = [
+            pattern
+            for pattern, _ in self.settings.overrides()
+            if fnmatch.fnmatchcase(module, pattern)
+        ]
+        self.patterns.difference_update(named)
+        bits = self.settings.bits_of(module)
+        has_grid = tensor.kind in GRIDS
+        by_value = bool(named) or not (has_grid or module.endswith(".gate"))
+        if by_value and bits is not None and tensor.shape[-1] % self.settings.group_size == 0:
             return self._quantized(tensor, module, bits, order)
-        if leaf == "weight" and tensor.kind in GRIDS and len(tensor.shape) > 1:
+        if has_grid and not (named and bits is None):
             return self._same_codes(tensor, module, order)
         return self._floats(tensor, name, order)
 
@@ -88,15 +113,6 @@ class _Reader:
         if not self.architecture.interleaved or role not in heads:
             return None
         return head_order(tensor.shape[0], heads[role])
-
-    def _bits(self, tensor: GGUFTensor, module: str) -> int | None:
-        """Width to quantize to by values; None where codes or floats stay."""
-        if len(tensor.shape) < 2 or tensor.shape[-1] % self.settings.group_size:
-            return None
-        named = any(fnmatch.fnmatchcase(module, one) for one, _ in self.settings.overrides())
-        if not named and (tensor.kind in GRIDS or module.endswith(".gate")):
-            return None
-        return self.settings.bits_of(module)
 
     def _same_codes(self, tensor: GGUFTensor, module: str, order: np.ndarray | None) -> Part:
         bits = GRIDS[tensor.kind].bits
@@ -115,8 +131,8 @@ class _Reader:
         self.quantization[module] = {"group_size": group_size, "bits": bits}
 
         def chunks() -> Iterator[tuple[str, Chunk]]:
-            for values in float_values(self.file, tensor, order):
-                groups = affine.round_to(values.reshape(-1, group_size), dtype)
+            for values in self._rounded(tensor, dtype, order):
+                groups = values.reshape(-1, group_size)
                 codes, scales, biases = affine.quantize(groups, bits, dtype)
                 yield f"{module}.weight", affine.pack(codes.reshape(values.shape), bits)
                 yield f"{module}.scales", affine.to_storage(scales, dtype)
@@ -133,19 +149,31 @@ class _Reader:
         dtype = self.dtype
         if tensor.kind not in (*FLOATS, *GRIDS):
             self.inexact.append(tensor.kind)
-        elif tensor.kind != dtype and not self._fits(tensor, dtype):
+        elif self.settings.dtype is None and not self._fits(tensor, dtype):
             dtype = "F32"
             self.float32.append(name)
 
         def chunks() -> Iterator[tuple[str, Chunk]]:
-            for values in float_values(self.file, tensor, order):
+            for values in self._rounded(tensor, dtype, order):
                 yield name, affine.to_storage(values, dtype)
 
         return Part(tensor.kind, _DTYPE_NAMES[dtype], ((name, dtype, tensor.shape),), chunks)
 
+    def _rounded(
+        self, tensor: GGUFTensor, dtype: str, order: np.ndarray | None
+    ) -> Iterator[np.ndarray]:
+        for values in float_values(self.file, tensor, order):
+            affine.round_to(values, dtype)
+            if not np.isfinite(values).all():
+                raise CheckpointError(
+                    f"{self.file.path}: tensor {tensor.name!r}: values too large for "
+                    f"{_DTYPE_NAMES[dtype]}; try --dtype float32"
+                )
+            yield values
+
     def _fits(self, tensor: GGUFTensor, dtype: str) -> bool:
         """Whether every value of the tensor is one of `dtype`."""
-        return all(
+        return tensor.kind == dtype or all(
             np.array_equal(affine.round_to(values.copy(), dtype), values)
             for values in float_values(self.file, tensor)
         )
@@ -171,11 +199,13 @@ class _Reader:
         if self.float32:
             yield (
                 f"{len(self.float32)} tensors hold values that are none of "
-                f"{_DTYPE_NAMES[self.dtype]} and stay float32: mlx-lm then computes in float32."
+                f"{_DTYPE_NAMES[self.dtype]} and stay float32: mlx-lm then computes in float32. "
+                f"--dtype {_DTYPE_NAMES[self.dtype]} rounds them."
             )
 
 
 _DTYPE_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+_DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
 def _quantized_specs(

@@ -190,6 +190,10 @@ def _sentencepiece(file: GGUFFile) -> dict[str, Any]:
     scores = file.fields.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
         raise _error(file, "tokenizer.ggml.scores is missing or of another length than the tokens")
+    if file.fields.get("tokenizer.ggml.remove_extra_whitespaces", False):
+        raise _error(
+            file, "tokenizer.ggml.remove_extra_whitespaces is set, which is not known here"
+        )
     merges = [
         (float(score), (vocabulary[token[:cut]], vocabulary[token[cut:]]), token, cut)
         for token, score in zip(tokens, scores, strict=True)

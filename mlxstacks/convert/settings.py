@@ -38,8 +38,8 @@ class ConvertSettings(BaseModel):
     )
     dtype: Dtype | None = Field(
         None,
-        description="Dtype of what stays in floats, and of scales. Default: the `torch_dtype` of "
-        "config.json, else as stored. Not for GGUF files.",
+        description="Dtype of what stays in floats, and of new scales. Default: the `torch_dtype` "
+        "of config.json, else as stored.",
     )
     upcycle: int | None = Field(
         None,
