@@ -10,11 +10,10 @@ from pathlib import Path
 import mlx_lm
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from mlx import nn
 
 from mlxstacks import base_model
-from mlxstacks.cli import main
+from mlxstacks.cli import run as main
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapters import LoraModule, mlx_config, write_adapter
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
@@ -185,14 +184,16 @@ def test_dry_run_lists_what_will_be_carried(bases: Path, tmp_path: Path) -> None
     assert json.loads((tmp_path / "fused" / "fuse_report.json").read_text()) == fused
 
 
-def test_screen_says_what_came_along_and_what_did_not(bases: Path, tmp_path: Path) -> None:
+def test_screen_says_what_came_along_and_what_did_not(
+    bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (layout,) = (layout for layout in LAYOUTS if layout.name == "sidecars_in_a_folder")
     model = built(layout, bases, tmp_path / "model")
     (model / "modeling.py").write_text("raise SystemExit\n")
     adapter = adapter_for(base_model.load(model, lazy=True)[0], MOE_DOWN, tmp_path / "adapter")
     command = ["fuse", "--model", str(model), "--adapter-path", str(adapter)]
-    result = CliRunner().invoke(main, [*command, "--save-path", str(tmp_path / "out")])
-    text = " ".join(result.output.split())
+    assert main([*command, "--save-path", str(tmp_path / "out")]) == 0
+    text = " ".join(capsys.readouterr().out.split())
     assert "Carried 7 side files; unchanged weights: optiq/mtp.safetensors, " in text
     assert "optiq/optiq_vision.safetensors; left out: modeling.py (code)." in text
 
