@@ -69,6 +69,7 @@ def _row(costs: dict[str, list[Cost]], name: str) -> dict[str, Any]:
     pairs = list(zip(costs[name], costs[PEER], strict=True))
     return {
         "wall_seconds": spread([own.wall_seconds for own, _ in pairs]).__dict__,
+        "cpu_seconds": spread([own.cpu_seconds for own, _ in pairs]).__dict__,
         "time_ratio": spread(
             [own.wall_seconds / peer.wall_seconds for own, peer in pairs]
         ).__dict__,
@@ -83,11 +84,13 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         result = measure(Path(work), options.rounds)
-    print("| process | wall s (p20 to p80) | ratio | peak MB | ratio |\n|---|---|---|---|---|")
+    print("| process | wall s (p20 to p80) | ratio | CPU s | peak MB | ratio |")
+    print("|---|---|---|---|---|---|")
     for name, row in result["rows"].items():
         wall, ratio, memory = row["wall_seconds"], row["time_ratio"], row["memory_ratio"]
         print(f"| {name} | {wall['median']:.2f} ({wall['p20']:.2f} to {wall['p80']:.2f}) "
-              f"| {ratio['median']:.3f} | {row['peak_bytes'] / 1e6:.0f} "
+              f"| {ratio['median']:.3f} | {row['cpu_seconds']['median']:.1f} "
+              f"| {row['peak_bytes'] / 1e6:.0f} "
               f"| {memory['median']:.3f} |")  # fmt: skip
     print(json.dumps({"machine": machine(), "convert": result}))
 

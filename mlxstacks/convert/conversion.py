@@ -34,7 +34,7 @@ class Part:
     stored: what it becomes, in words ("4 bits in groups of 32, the same codes").
     specs: name, dtype and shape of each tensor to write.
     chunks: yields (name, C-contiguous bytes), the chunks of one tensor in their order; called once.
-    file: a safetensors file beside the model's, for what mlx-lm does not load.
+    file: a safetensors file beside the model's, for what mlx-lm does not load; in the hub's layout.
     """
 
     kind: str
@@ -137,7 +137,8 @@ def write(
     files, weight_map = [], {}
     for file, parts in shards.items():
         specs = [spec for part in parts for spec in part.specs]
-        with ShardWriter(directory / file, specs, {"format": "mlx"}) as writer:
+        layout = "mlx" if parts[0].file is None else "pt"
+        with ShardWriter(directory / file, specs, {"format": layout}) as writer:
             for name, chunk in _chunks(parts):
                 writer.write(name, chunk)
                 done += memoryview(chunk).nbytes

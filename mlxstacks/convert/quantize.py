@@ -7,7 +7,7 @@ written: memory holds one module and the tensors that it is made of.
 
 `sanitize` also drops what the text model does not compute with: vision towers, heads that predict
 several tokens. The recorded graph says which tensors nothing is made of; they are copied byte for
-byte into files beside the model's, which mlx-lm does not read and its index names.
+byte into files beside the model's. mlx-lm does not read those; mlx-vlm finds them by the index.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _INPUT = re.compile(r'^"([^"]+)" ->', re.MULTILINE)
 _DTYPE_NAMES = {
     mx.bool_: "BOOL", mx.uint8: "U8", mx.int8: "I8", mx.uint16: "U16", mx.int16: "I16",
     mx.uint32: "U32", mx.int32: "I32", mx.uint64: "U64", mx.int64: "I64",
-    mx.float16: "F16", mx.bfloat16: "BF16", mx.float32: "F32",
+    mx.float16: "F16", mx.bfloat16: "BF16", mx.float32: "F32", mx.float64: "F64",
 }  # fmt: skip
 
 

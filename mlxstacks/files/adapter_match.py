@@ -11,7 +11,7 @@ from typing import Literal
 from mlxstacks.errors import AdapterError, CheckpointError
 from mlxstacks.files.adapter_names import is_embedding_name
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint
-from mlxstacks.files.lora_modules import FLOAT_DTYPES, Adapter, LoraModule
+from mlxstacks.files.lora_modules import FLOAT_DTYPES, Adapter, LoraModule, with_experts
 from mlxstacks.files.stored_weight import (
     StoredWeight,
     grid_texts,
@@ -122,6 +122,8 @@ def _match_module(
     except CheckpointError as error:
         problems.append(str(error))
         return None
+    if module.is_switch and len(stored.shape) == 3:
+        module = with_experts(module, stored.shape[0])
     kind = _kind(module, stored)
     if kind is None:
         problems.append(_misfit(module, stored, checkpoint))

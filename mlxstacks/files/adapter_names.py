@@ -18,6 +18,11 @@ EXPERTS = re.compile(r"^(?P<block>.+\.mlp)\.experts$")
 ONE_EXPERT = re.compile(
     r"^(?P<block>.+\.mlp)\.experts\.(?P<expert>\d+)\.(?P<name>gate_proj|up_proj|down_proj)$"
 )
+# All experts in one tensor of three axes, as Tinker and SGLang name them; w1, w3, w2 are gate, up
+# and down.
+STACKED_EXPERTS = re.compile(
+    r"^(?P<block>.+\.mlp)\.experts\.(?P<name>gate_up_proj|gate_proj|up_proj|down_proj|w[123])$"
+)
 SWITCH = re.compile(r"^(?P<block>.+\.mlp)\.switch_mlp\.(?P<name>gate_proj|up_proj|down_proj)$")
 
 _EMBEDDING = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe)$")

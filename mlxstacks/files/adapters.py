@@ -23,7 +23,14 @@ from mlxstacks.files.adapter_file import (
 from mlxstacks.files.adapter_match import Match, match_adapter
 from mlxstacks.files.checkpoint import Checkpoint
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.lora_modules import Adapter, LoraModule, is_finite_number, mlx_config, widened
+from mlxstacks.files.lora_modules import (
+    Adapter,
+    LoraModule,
+    is_finite_number,
+    mlx_config,
+    widened,
+    with_experts,
+)
 from mlxstacks.files.peft_adapters import read_peft
 from mlxstacks.files.peft_config import PEFT_WEIGHTS
 from mlxstacks.files.settings import PeftLayout
@@ -176,11 +183,13 @@ def _read_pair(
     raw_a, raw_b = read_float(a, problems), read_float(b, problems)
     if raw_a is None or raw_b is None:
         return None
-    if a.dtype == b.dtype:
-        return LoraModule(path, raw_a, raw_b, a.dtype, scale)
-    wide_a = widened(LoraModule(path, raw_a, raw_a, a.dtype, scale)).lora_a
-    wide_b = widened(LoraModule(path, raw_b, raw_b, b.dtype, scale)).lora_b
-    return LoraModule(path, wide_a, wide_b, "F32", scale)
+    dtype = a.dtype
+    if a.dtype != b.dtype:
+        raw_a = widened(LoraModule(path, raw_a, raw_a, a.dtype, scale)).lora_a
+        raw_b = widened(LoraModule(path, raw_b, raw_b, b.dtype, scale)).lora_b
+        dtype = "F32"
+    module = LoraModule(path, raw_a, raw_b, dtype, scale)
+    return with_experts(module, max(a.shape[0], b.shape[0])) if module.is_switch else module
 
 
 def _shape_problem(a: tuple[int, ...], b: tuple[int, ...]) -> str | None:
@@ -188,8 +197,8 @@ def _shape_problem(a: tuple[int, ...], b: tuple[int, ...]) -> str | None:
     if (len(a), len(b)) == (2, 2):
         return None if a[1] == b[0] else f"ranks {a[1]} and {b[0]} differ"
     if (len(a), len(b)) == (3, 3):
-        if a[0] != b[0]:
-            return f"{a[0]} and {b[0]} experts"
+        if a[0] != b[0] and 1 not in (a[0], b[0]):
+            return f"{a[0]} and {b[0]} experts; either half has all of them, or one for all"
         return None if a[1] == b[2] else f"ranks {a[1]} and {b[2]} differ"
     if (len(a), len(b)) == (2, 3):
         return "the expert layout of an old mlx-lm; lora_a must be (experts, rank, input_dims)"

@@ -7,7 +7,8 @@ mlx-lm's, which differs by kind:
     switch     lora_a (E, R, K)  lora_b (E, N, R)  delta of the weight (E, N, K) = scale * B A
     embedding  lora_a (V, R)     lora_b (R, K)     delta of the weight (V, K) = scale * A B
 
-A dense pair and an embedding pair look alike; only the base's shapes tell them apart.
+A dense pair and an embedding pair look alike; only the base's shapes tell them apart. In a file
+either half of a switch pair may hold one expert that stands for all ("shared outer" adapters).
 """
 
 import re
@@ -69,6 +70,18 @@ class Adapter:
         """Fingerprint of the base that it was trained on; None where the adapter names none."""
         value = self.config.get(FINGERPRINT_KEY) or self.metadata.get(FINGERPRINT_KEY)
         return str(value) if value else None
+
+
+def with_experts(module: LoraModule, experts: int) -> LoraModule:
+    """The same switch pair with one expert for all seen as `experts` equal ones; nothing is copied.
+
+    Law: the delta of every expert is that of the shared half with its own.
+    """
+    a, b = (
+        np.broadcast_to(half, (experts, *half.shape[1:])) if half.shape[0] == 1 else half
+        for half in (module.lora_a, module.lora_b)
+    )
+    return replace(module, lora_a=a, lora_b=b)
 
 
 def is_finite_number(value: object) -> TypeGuard[float]:

@@ -21,7 +21,13 @@ from mlxstacks.files.adapter_file import (
     read_config,
     read_float,
 )
-from mlxstacks.files.adapter_names import EXPERTS, ONE_EXPERT, has_language_model, to_mlx
+from mlxstacks.files.adapter_names import (
+    EXPERTS,
+    ONE_EXPERT,
+    STACKED_EXPERTS,
+    has_language_model,
+    to_mlx,
+)
 from mlxstacks.files.checkpoint import Checkpoint
 from mlxstacks.files.lora_modules import (
     FINGERPRINT_KEY,
@@ -30,6 +36,7 @@ from mlxstacks.files.lora_modules import (
     mlx_config,
     unified,
     widened,
+    with_experts,
 )
 from mlxstacks.files.peft_config import PEFT_WEIGHTS, PeftConfig, parse_peft_config
 from mlxstacks.files.peft_experts import (
@@ -65,7 +72,10 @@ _WRITES_HIDDEN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A stored pair by hub name: lora_A (R, K), lora_B (N, R); an embedding's (R, V), (K, R)."""
+    """A stored pair by hub name: lora_A (R, K), lora_B (N, R); an embedding's (R, V), (K, R).
+
+    Stacked experts: (E, R, K) and (E, N, R), where either E may be 1, one for all.
+    """
 
     path: str
     nested: int
@@ -152,10 +162,8 @@ def _read_pair(
         problems.append(f"{path}: lora_{lacks} is missing, {pair[have].name} is there")
         return None
     a, b = pair["A"], pair["B"]
-    if len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1]:
-        problems.append(
-            f"{path}: lora_A {list(a.shape)}, lora_B {list(b.shape)}; expected (R, K) and (N, R)"
-        )
+    if (problem := _shape_problem(path, a.shape, b.shape)) is not None:
+        problems.append(f"{path}: lora_A {list(a.shape)}, lora_B {list(b.shape)}; {problem}")
         return None
     raw_a, raw_b = read_float(a, problems), read_float(b, problems)
     if raw_a is None or raw_b is None:
@@ -170,16 +178,29 @@ def _read_pair(
     return _Pair(path, nested, embedding, raw_a, raw_b, dtype)
 
 
+def _shape_problem(path: str, a: tuple[int, ...], b: tuple[int, ...]) -> str | None:
+    """Why a pair of shapes is no LoRA; None when it is one."""
+    if (len(a), len(b)) == (3, 3) and STACKED_EXPERTS.match(path):
+        if a[1] != b[2] or (a[0] != b[0] and 1 not in (a[0], b[0])):
+            return "expected (E, R, K) and (E, N, R), where either E may be 1"
+        return None
+    if (len(a), len(b)) != (2, 2) or a[0] != b[1]:
+        return "expected (R, K) and (N, R)"
+    return None
+
+
 def _sort_pairs(
     pairs: list[_Pair], config: PeftConfig, problems: list[str]
 ) -> tuple[list[LoraModule], list[FusedPair]]:
-    """Dense modules (hub names, mlx-lm's axes) and fused expert pairs."""
+    """Dense modules and stacked experts (hub names, mlx-lm's axes), and fused expert pairs."""
     dense, fused = [], []
     for pair in pairs:
         if block := EXPERTS.match(pair.path):
             found = _fused_pair(pair, block["block"], config, problems)
             if found is not None:
                 fused.append(found)
+        elif pair.lora_a.ndim == 3:
+            dense += _stacked_modules(pair, config, problems)
         elif pair.nested:
             problems.append(f"{pair.path}: nested LoRA on parameters of this module is not known")
         else:
@@ -193,13 +214,39 @@ def _dense_module(pair: _Pair, config: PeftConfig, problems: list[str]) -> LoraM
     parameter = f"{pair.path}.weight"
     name = parameter if config.targets_parameter(parameter) else pair.path
     if pair.lora_a.shape[0] != config.rank(name):
-        problems.append(
-            f"{pair.path}: rank {pair.lora_a.shape[0]} in the file, {config.rank(name)} by the "
-            "config's r and rank_pattern"
-        )
+        problems.append(_rank_problem(name, pair.lora_a.shape[0], config))
         return None
     a, b = np.ascontiguousarray(pair.lora_a.T), np.ascontiguousarray(pair.lora_b.T)
     return LoraModule(pair.path, a, b, pair.dtype, config.scale(name))
+
+
+def _stacked_modules(pair: _Pair, config: PeftConfig, problems: list[str]) -> list[LoraModule]:
+    """Switch modules of one tensor pair of all experts: two of a gate_up_proj, else one."""
+    match = STACKED_EXPERTS.match(pair.path)
+    assert match is not None
+    if pair.lora_a.shape[1] != config.rank(pair.path):
+        problems.append(_rank_problem(pair.path, pair.lora_a.shape[1], config))
+        return []
+    name = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(match["name"], match["name"])
+    path = f"{match['block']}.switch_mlp."
+    module = LoraModule(path + name, pair.lora_a, pair.lora_b, pair.dtype, config.scale(pair.path))
+    module = with_experts(module, max(len(module.lora_a), len(module.lora_b)))
+    if name != "gate_up_proj":
+        return [module]
+    if module.lora_b.shape[1] % 2:
+        problems.append(f"{pair.path}: {module.lora_b.shape[1]} rows are no gate and up")
+        return []
+    gate, up = np.split(module.lora_b, 2, axis=1)  # (E, I, R)
+    return [
+        replace(module, path=f"{path}gate_proj", lora_b=gate),
+        replace(module, path=f"{path}up_proj", lora_b=up),
+    ]
+
+
+def _rank_problem(path: str, rank: int, config: PeftConfig) -> str:
+    return (
+        f"{path}: rank {rank} in the file, {config.rank(path)} by the config's r and rank_pattern"
+    )
 
 
 def _fused_pair(

@@ -61,11 +61,13 @@ def stored_name(checkpoint: Checkpoint, path: str) -> str | None:
     if module is None:
         return own_name if is_stored else None  # a vision tower, say, that mlx-lm drops
     if module.tensor is None:
-        directory = checkpoint.directory
+        directory, method = checkpoint.directory, _hub_quantization(checkpoint)
+        command = f"mlx_lm.convert --hf-path {directory} --mlx-path {directory}-mlx"
+        if method is None:
+            command = f"mlxstacks convert {directory} --bits 4 --save-path {directory}-4bit"
         raise CheckpointError(
             f"{path}: mlx-lm computes this weight from other tensors as it loads the model "
-            f"({_hub_quantization(checkpoint) or 'an unconverted hub checkpoint'}); convert it "
-            f"first: `mlx_lm.convert --hf-path {directory} --mlx-path {directory}-mlx`"
+            f"({method or 'an unconverted hub checkpoint'}); convert it first: `{command}`"
         )
     return module.tensor
 

@@ -22,8 +22,10 @@ from mlxstacks.convert.report import ConvertReport
 from mlxstacks.convert.run import convert
 from mlxstacks.convert.settings import ConvertSettings
 from mlxstacks.errors import CheckpointError, InputError
+from mlxstacks.fuse.run import run as fuse
+from mlxstacks.fuse.settings import FuseSettings
 from tests.convert.hub_cases import CASES, Tensors, write_hub_model
-from tests.tiny_models import write_llama
+from tests.tiny_models import random_adapter, write_llama
 
 SIDECARS = {
     "llama": {"extra.safetensors"},
@@ -87,17 +89,16 @@ def test_bytes_are_those_of_mlx_lm_and_the_rest_is_kept(name: str, tmp_path: Pat
     sidecars = {f.name for f in (tmp_path / "ours").glob("*.safetensors")} - {"model.safetensors"}
     assert sidecars == SIDECARS.get(name, set())
     unused = {name: source[name] for name in CASES[name][2]}
-    assert_same_bytes(tensors_in(tmp_path / "ours", "[!m]*.safetensors") | mtp_in(tmp_path), unused)
+    kept: Tensors = {}
+    for sidecar in sidecars:
+        kept |= tensors_in(tmp_path / "ours", sidecar)
+    assert_same_bytes(kept, unused)
     index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == tensors_in(tmp_path / "ours").keys() | unused.keys()
     written = {file["file"]: file["bytes"] for file in report.files}
     assert written.keys() == sidecars | {"model.safetensors"}
     assert sum(written.values()) == index["metadata"]["total_size"]
     load_model(tmp_path / "ours")
-
-
-def mtp_in(tmp_path: Path) -> Tensors:
-    return tensors_in(tmp_path / "ours", "mtp.safetensors")
 
 
 def test_floats_and_dtype_are_those_of_mlx_lm(tmp_path: Path) -> None:
@@ -126,8 +127,10 @@ def test_mixed_widths_by_pattern(tmp_path: Path) -> None:
         return {"group_size": 64, "bits": width, "mode": "affine"} if width else True
 
     model, _ = write_hub_model(tmp_path / "hub", "qwen3_moe")
-    pairs = ("*.gate_proj=8", "*.gate_proj=3", "*.mlp.gate=5", "*v_proj=8", "*embed*=none")
-    pairs += ("model.layers.1.*gate_proj=6",)
+    pairs = [
+        "*.gate_proj=8", "*.gate_proj=3", "*.mlp.gate=5", "*v_proj=8", "*embed*=none",
+        "model.layers.1.*gate_proj=6",
+    ]  # fmt: skip
     ours(model, tmp_path / "ours", bits=4, module_bits=pairs)
     theirs(model, tmp_path / "theirs", quantize=True, q_bits=4, quant_predicate=choose)
     assert_same_bytes(tensors_in(tmp_path / "ours"), tensors_in(tmp_path / "theirs"))
@@ -148,13 +151,13 @@ def test_patterns_alone_quantize_only_what_they_name(tmp_path: Path) -> None:
     load_model(tmp_path / "ours")
 
 
-def test_memory_follows_the_largest_tensor_not_the_model(tmp_path: Path) -> None:
+def test_memory_follows_the_largest_tensor_not_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config, *rest = CASES["llama"]
-    CASES["deep"] = (config | {"num_hidden_layers": 24, "hidden_size": 256}, *rest)
-    try:
-        model, source = write_hub_model(tmp_path / "hub", "deep")
-    finally:
-        del CASES["deep"]
+    deep = (config | {"num_hidden_layers": 24, "hidden_size": 256}, *rest)
+    monkeypatch.setitem(CASES, "deep", deep)
+    model, source = write_hub_model(tmp_path / "hub", "deep")
     total = sum(array.nbytes for array in source.values())
     largest = max(array.nbytes for array in source.values())
     del source
@@ -188,6 +191,24 @@ def test_what_is_carried_and_what_is_not(tmp_path: Path) -> None:
     assert config_of(tmp_path / "ours")["vision_config"] == config["vision_config"]
     assert "Left out (code): modeling_own.py." in report.notes
     assert any("consolidated.safetensors, onnx/model.onnx" in note for note in report.notes)
+
+
+def test_a_fuse_refuses_the_hub_layout_and_takes_the_converted_model(tmp_path: Path) -> None:
+    """The refusal names the command; what it carries survives the fuse too."""
+    model, source = write_hub_model(tmp_path / "hub", "qwen3_5_moe")
+    ours(model, tmp_path / "ours", bits=4)
+    adapter = random_adapter(tmp_path / "ours", ["mlp.switch_mlp.gate_proj"])
+
+    def fuse_into(base: Path) -> None:
+        settings = {"model": str(base), "adapter_path": (str(adapter),)}
+        fuse(FuseSettings(save_path=str(tmp_path / "fused"), **settings))
+
+    with pytest.raises(InputError, match=r"first: `mlxstacks convert \S+hub --bits 4 "):
+        fuse_into(model)
+    fuse_into(tmp_path / "ours")
+    for sidecar in SIDECARS["qwen3_5_moe"]:
+        kept = tensors_in(tmp_path / "fused", sidecar)
+        assert_same_bytes(kept, {name: source[name] for name in kept})
 
 
 def test_dry_run_writes_nothing_and_plans_the_bytes(tmp_path: Path) -> None:

@@ -1,0 +1,223 @@
+"""Whatever mlx-lm opens, opens here, and a fuse loses no tensor and no file.
+
+The directories are those of tests/model_layouts.py. Run: pytest tests/test_model_layouts.py
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx_lm
+import numpy as np
+import pytest
+from mlx import nn
+
+from mlxstacks import base_model
+from mlxstacks.cli import run as main
+from mlxstacks.errors import InputError
+from mlxstacks.files.adapters import LoraModule, mlx_config, write_adapter
+from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.lora_modules import Adapter
+from mlxstacks.files.shards import TensorInfo, read_header
+from mlxstacks.fuse.report import FuseReport
+from mlxstacks.fuse.run import run
+from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.guard.build import lazy_model, read_config
+from mlxstacks.layers.targets import find_targets
+from tests.model_layouts import (
+    INDEX,
+    LAYOUTS,
+    MOE_DOWN,
+    MTP,
+    VISION,
+    Layout,
+    sidecar,
+    write_bases,
+)
+from tests.tiny_models import random_adapter, write_qwen_moe
+
+WRITTEN_ANEW = {"config.json", "fuse_report.json", INDEX}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("bases")
+    write_bases(directory)
+    return directory
+
+
+def built(layout: Layout, bases: Path, directory: Path) -> Path:
+    if layout.base is not None:
+        shutil.copytree(bases / layout.base, directory)
+    layout.build(directory)
+    return directory
+
+
+def test_corpus_is_of_many_sources() -> None:
+    assert len({layout.source for layout in LAYOUTS}) == len(LAYOUTS) >= 25
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_opens_if_and_only_if_mlx_lm_opens_it(layout: Layout, bases: Path, tmp_path: Path) -> None:
+    model = built(layout, bases, tmp_path / "model")
+    if not layout.opens:
+        with pytest.raises(InputError) as caught:
+            base_model.load(model, lazy=True)
+        assert str(model) in str(caught.value)
+        with pytest.raises(Exception):  # noqa: B017, PT011 (whatever mlx-lm raises)
+            mlx_lm.load(str(model), lazy=True)
+        return
+    loaded = every_command_opens(model)
+    adapter = adapter_for(loaded, layout.touch, tmp_path / "adapter")
+    if layout.refuses is not None:
+        with pytest.raises(InputError) as caught:
+            fuse(model, adapter, tmp_path / "fused")
+        assert f"{layout.touch}: " in str(caught.value)
+        assert layout.refuses in str(caught.value)
+        return
+    report = fuse(model, adapter, tmp_path / "fused")
+    assert sorted(f.name for f in report.side_files if f.reason) == sorted(layout.left)
+    assert_nothing_is_lost(model, tmp_path / "fused", layout)
+    assert_only_the_touched_module_changed(model, tmp_path / "fused", layout.touch)
+
+
+def every_command_opens(model: Path) -> nn.Module:
+    """What each command does with a base; returns the loaded model.
+
+    `base_model.load` is `mlx_lm.load`: what it opens, mlx-lm opens.
+    """
+    assert fingerprint(open_checkpoint(model))
+    lazy_model(read_config(str(model))[0])  # guard
+    loaded, tokenizer, _ = base_model.load(model, lazy=True)  # generate, chat, eval, train
+    assert tokenizer.encode("a")
+    if any(".layers." in path for path, _ in base_model.named_quantizable(loaded)):
+        assert find_targets(loaded)  # BitNet has none, in mlx-lm's own trainer either
+    return loaded
+
+
+def adapter_for(model: nn.Module, path: str, directory: Path) -> Path:
+    """A rank 1 adapter of one module whose delta changes what the module computes."""
+    module = dict(model.named_modules())[path]
+    *experts, rows, width = module["weight"].shape
+    if "scales" in module:
+        width = width * 32 // module.bits
+    if "embed" in path:
+        shapes: tuple[tuple[int, ...], tuple[int, ...]] = ((rows, 1), (1, width))
+    elif experts:
+        shapes = ((*experts, 1, width), (*experts, rows, 1))
+    else:
+        shapes = ((width, 1), (1, rows))
+    a, b = (np.full(shape, 0.5, np.float32) for shape in shapes)
+    modules = {path: LoraModule(path, a, b, "F32", 1.0)}
+    write_adapter(Adapter(Path("new"), mlx_config(modules), modules, {}), directory)
+    return directory
+
+
+def fuse(model: Path, adapter: Path, target: Path, dry_run: bool = False) -> FuseReport:
+    settings = FuseSettings(
+        model=str(model), adapter_path=(str(adapter),), save_path=str(target), requant="nearest"
+    )
+    return run(settings, dry_run=dry_run)
+
+
+def assert_nothing_is_lost(model: Path, fused: Path, layout: Layout) -> None:
+    shards = {path.name for path in model.glob("model*.safetensors")}
+    kept = {
+        name: content
+        for name, content in contents(model).items()
+        if name not in layout.left and name.split("/")[0] not in layout.left
+    }
+    carried = contents(fused)
+    assert carried.keys() == kept.keys() | WRITTEN_ANEW
+    for name in kept.keys() - shards - WRITTEN_ANEW:
+        assert carried[name] == kept[name], name
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+def assert_only_the_touched_module_changed(model: Path, fused: Path, path: str) -> None:
+    old, new = open_checkpoint(model), open_checkpoint(fused)
+    assert new.tensors.keys() == old.tensors.keys()
+    changed = {
+        name
+        for name, info in old.tensors.items()
+        if (new.tensors[name].dtype, new.tensors[name].shape) != (info.dtype, info.shape)
+        or (info.nbytes and raw_bytes(info) != raw_bytes(new.tensors[name]))
+    }
+    weight = old.loaded_weights[path].tensor
+    assert weight is not None
+    prefix = weight.removesuffix("weight")
+    assert changed
+    assert changed <= {weight, f"{prefix}scales", f"{prefix}biases"}
+    assert new.loaded_weights[path] == old.loaded_weights[path]
+    weight_map = json.loads((fused / INDEX).read_text())["weight_map"]
+    for name, file in weight_map.items():
+        assert name in read_header(fused / file).tensors
+    assert weight_map.keys() >= new.tensors.keys()
+
+
+def raw_bytes(info: TensorInfo) -> bytes:
+    with info.file.open("rb") as file:
+        file.seek(info.start)
+        return file.read(info.nbytes)
+
+
+def test_dry_run_lists_what_will_be_carried(bases: Path, tmp_path: Path) -> None:
+    (layout,) = (layout for layout in LAYOUTS if layout.name == "sidecars_in_a_folder")
+    model = built(layout, bases, tmp_path / "model")
+    (model / "modeling.py").write_text("raise SystemExit\n")
+    adapter = adapter_for(base_model.load(model, lazy=True)[0], MOE_DOWN, tmp_path / "adapter")
+    planned = fuse(model, adapter, tmp_path / "fused", dry_run=True).as_json()
+    assert not (tmp_path / "fused").exists()
+    fused = fuse(model, adapter, tmp_path / "fused").as_json()
+    for report in (planned, fused):
+        assert [(file["name"], file["bytes"]) for file in report["carried"]] == [
+            (name, len(content))
+            for name, content in sorted(contents(model).items(), key=lambda item: item[0])
+            if not name.startswith("model") and name != "config.json"
+        ]
+        assert report["left_out"] == [{"name": "modeling.py", "reason": "code"}]
+    assert {file["how"] for file in planned["carried"]} == {"shared", "copied"}
+    assert json.loads((tmp_path / "fused" / "fuse_report.json").read_text()) == fused
+
+
+def test_screen_says_what_came_along_and_what_did_not(
+    bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (layout,) = (layout for layout in LAYOUTS if layout.name == "sidecars_in_a_folder")
+    model = built(layout, bases, tmp_path / "model")
+    (model / "modeling.py").write_text("raise SystemExit\n")
+    adapter = adapter_for(base_model.load(model, lazy=True)[0], MOE_DOWN, tmp_path / "adapter")
+    command = ["fuse", "--model", str(model), "--adapter-path", str(adapter)]
+    assert main([*command, "--save-path", str(tmp_path / "out")]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Carried 7 side files; unchanged weights: optiq/mtp.safetensors, " in text
+    assert "optiq/optiq_vision.safetensors; left out: modeling.py (code)." in text
+
+
+def test_vision_and_mtp_survive_our_fuse_and_not_that_of_mlx_lm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sentence of README, on one model: tensors in its shards, in a sidecar and in a folder."""
+    from mlx_lm.fuse import main as mlx_lm_fuse
+
+    model = write_qwen_moe(tmp_path / "model", bits=4, extra_tensors={**VISION, **MTP})
+    sidecar(model, "mtp.safetensors", MTP)
+    sidecar(model, "optiq/optiq_vision.safetensors", VISION)
+    adapter = random_adapter(model, ["self_attn.o_proj"])
+    fuse(model, adapter, tmp_path / "ours")
+    options = ["--model", str(model), "--adapter-path", str(adapter)]
+    monkeypatch.setattr(
+        "sys.argv", ["mlx_lm.fuse", *options, "--save-path", str(tmp_path / "theirs")]
+    )
+    mlx_lm_fuse()
+    side = VISION.keys() | MTP.keys()
+    ours, theirs = (open_checkpoint(tmp_path / name).tensors.keys() for name in ("ours", "theirs"))
+    assert side <= ours
+    assert theirs == ours - side
+    sidecars = {"mtp.safetensors", "optiq/optiq_vision.safetensors"}
+    assert sidecars <= contents(tmp_path / "ours").keys()
+    assert not sidecars & contents(tmp_path / "theirs").keys()
