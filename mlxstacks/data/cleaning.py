@@ -56,11 +56,11 @@ def _uncounted(match: re.Match[str]) -> int:
     return len(match.group()) - (min(match.group().count("\n"), 2) or 1)
 
 
-def cut_answer(record: dict[str, Any], characters: int) -> tuple[dict[str, Any], bool]:
+def cut_answer(record: dict[str, Any], characters: int | None) -> tuple[dict[str, Any], bool]:
     """The record with at most so many counted characters of answer, and whether it had more."""
     answer = record.get("answer", "")
     # Only a text with more characters can have more that count.
-    if len(answer) <= characters or counted_length(answer) <= characters:
+    if characters is None or len(answer) <= characters or counted_length(answer) <= characters:
         return record, False
     body = answer.lstrip()
     end = characters

@@ -118,11 +118,11 @@ class DomainDataSettings(BaseModel):
         description="rows of a published format with a shorter prompt or answer are dropped; in "
         "the forms text, prompt_completion and chat nothing but emptiness is",
     )
-    answer_characters: int = Field(
+    answer_characters: int | None = Field(
         2000,
         ge=1,
         description="longer answers lose their end (not: text and chat rows); runs of blank space "
-        "count once",
+        "count once; none: answers stay whole",
     )
     template: Template = Field(
         "chat", description="chat: the tokenizer's own; alpaca: instruction, input, response"
@@ -149,8 +149,14 @@ class DomainDataSettings(BaseModel):
 
 
 class TrainDataSettings(DomainDataSettings):
-    """The data of `mlxstacks train`. Rows stay as they are written, as in mlx-lm."""
+    """The data of `mlxstacks train`. As in mlx-lm, rows stay as they are written, long or short."""
 
     strip_markers: bool = Field(
         False, description="remove chat markers and special tokens that are written in the rows"
+    )
+    minimum_characters: int = Field(
+        0, ge=0, description="rows with a shorter prompt or answer are dropped, as by stack"
+    )
+    answer_characters: int | None = Field(
+        None, ge=1, description="longer answers lose their end, as in stack; none: they stay whole"
     )

@@ -154,7 +154,8 @@ def _benchmarks(settings: Any) -> Iterator[Input]:
 
 def _sources(name: str, settings: Any) -> Iterator[str]:
     """Files of the domains, labels and unseen data that settings list."""
-    root = Path(getattr(settings, "data", None) or ".")
+    data = getattr(settings, "data", None)
+    root = Path(data if isinstance(data, str) else ".")
     for domain in _domains(name, settings):
         if domain.data is None:
             yield str(root / f"{domain.name}.jsonl")

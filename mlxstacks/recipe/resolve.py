@@ -95,7 +95,14 @@ def resolve(
         raise InputError(
             f"recipe {recipe.path}: is for `{recipe.command}`, not for `{name}`; `{run}` runs it"
         )
-    values = merge(merge(recipe.values if recipe else {}, parse_sets(sets)), options)
+    pairs = parse_sets(sets)
+    for key, value in options.items():
+        if isinstance(pairs.get(key), dict) and not isinstance(value, dict):
+            raise InputError(
+                f"--set {key}.{next(iter(pairs[key]))} is lost beside --{key.replace('_', '-')}; "
+                f"give all of {key} with --set"
+            )
+    values = merge(merge(recipe.values if recipe else {}, pairs), options)
     if recipe is None and row.nano_recipe and not any(values.get(key) for key in row.nano):
         values = merge(load_recipe(row.nano_recipe).values, values)
     settings_class = load(row.settings)
@@ -130,7 +137,11 @@ def validate(settings_class: "type[BaseModel]", values: Mapping[str, Any]) -> "B
     try:
         return settings_class.model_validate(ready)
     except ValidationError as error:
-        problems = [_explain(settings_class, detail) for detail in error.errors()]
+        problems = [
+            _explain(settings_class, {**detail, "loc": _location(detail)})
+            for detail in error.errors()
+            if not (detail["loc"][-1:] == ("str",) and isinstance(detail["input"], dict))
+        ]
         raise InputError("\n".join(dict.fromkeys(problems))) from None
 
 
@@ -151,6 +162,14 @@ def _wants_list(settings_class: "type[BaseModel]", key: str, value: Any) -> bool
     known = settings_class.model_fields.get(key)
     is_list = known is not None and get_origin(known.annotation) in (tuple, list)
     return is_list and isinstance(value, str | int | float)
+
+
+# Where `data` is a text or a mapping, pydantic puts which of them it tried into the location.
+_FORM = re.compile(r"str|function-after\[.*\]")
+
+
+def _location(detail: "ErrorDetails") -> tuple[int | str, ...]:
+    return tuple(part for part in detail["loc"] if not _FORM.fullmatch(str(part)))
 
 
 def _explain(settings_class: "type[BaseModel]", detail: "ErrorDetails") -> str:

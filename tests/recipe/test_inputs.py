@@ -1,12 +1,15 @@
 """What a command reads. Run: pytest tests/recipe/test_inputs.py"""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mlxstacks.data import TrainDataSettings
 from mlxstacks.experiments.benchmarks.settings import EvalSettings
 from mlxstacks.recipe import inputs
 from mlxstacks.recipe.inputs import Input, inputs_of
+from mlxstacks.training.settings import TrainSettings
 
 ARC = ("arc_easy", "arc_challenge")
 
@@ -19,6 +22,30 @@ def test_a_data_set_of_two_tasks_is_here_where_both_their_parts_are(
     for tasks in (ARC, ARC[::-1]):
         (found,) = inputs_of("eval", EvalSettings(tasks=tasks))
         assert found == Input("data", "allenai/ai2_arc", " " in here)
+
+
+def test_rows_to_train_on_are_listed_as_they_are_read(work_dir: Path) -> None:
+    for name in ("mlx/train.jsonl", "mlx/valid.jsonl", "parts/train-0.jsonl", "a.jsonl"):
+        (work_dir / name).parent.mkdir(exist_ok=True)
+        (work_dir / name).write_text('{"text": "a"}\n')
+
+    def data_of(data: Any) -> list[Input]:
+        return [i for i in inputs_of("train", TrainSettings(data=data)) if i.key == "data"]
+
+    mlx = [
+        Input("data", f"mlx/{part}.jsonl", True, 1, part == "train") for part in ("train", "valid")
+    ]
+    assert data_of("mlx") == mlx
+    assert data_of("a.jsonl") == [Input("data", "a.jsonl", True, 1)]
+    assert data_of("parts") == [Input("data", "parts", True)]
+    assert data_of("gone.jsonl") == [Input("data", "gone.jsonl", False)]
+    assert data_of("owner/set") == [Input("data", "owner/set", False)]
+    assert [(i.path, i.here, i.needed) for i in data_of("gone")] == [
+        ("gone/train.jsonl", False, True),
+        ("gone/valid.jsonl", False, False),
+    ]
+    several = TrainDataSettings.model_validate({"sources": ["a.jsonl", "mlx"]})
+    assert data_of(several) == [Input("data", "a.jsonl", True, 1), *mlx]
 
 
 def test_a_run_that_grades_again_reads_no_benchmark(tmp_path: Path) -> None:

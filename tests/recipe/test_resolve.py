@@ -103,6 +103,47 @@ def test_other_settings_or_a_broken_report_are_not(made: Resolved, work_dir: Pat
     assert finished("toy", made) is not None
 
 
+def test_data_is_a_path_or_says_how_it_is_read(work_dir: Path) -> None:
+    def data(*sets: str, **options: Any) -> Any:
+        values = {"model": "m", **options}
+        return resolve("train", values, None, sets).settings.data  # type: ignore[attr-defined]
+
+    assert data(data="rows.jsonl") == "rows.jsonl"
+    read = data("data.sources=[a.jsonl, {path: b.jsonl, format: alpaca}]", "data.validation_rows=3")
+    assert [source.format for source in read.sources] == ["auto", "alpaca"]
+    assert (read.validation_rows, read.strip_markers) == (3, False)
+    for sets, message in (
+        (["data.validation_rows=3"], r"data\.sources is missing; give --set data\.sources="),
+        (["data.sources=a", "data.sed=3"], r"unknown key 'data\.sed'; did you mean 'seed'"),
+        (["data=3"], "data: got 3; must be a valid string"),
+    ):
+        with pytest.raises(InputError, match=message) as refused:
+            data(*sets)
+        assert "TrainDataSettings." not in str(refused.value)
+    with pytest.raises(InputError, match=r"--set data\.seed is lost beside --data; give all of"):
+        data("data.seed=3", data="rows.jsonl")
+
+
+def test_newer_rows_are_not_finished(work_dir: Path) -> None:
+    """Wherever they are: a directory, a file, or a file among several sources."""
+    (work_dir / "rows").mkdir()
+    files = [work_dir / "a.jsonl", work_dir / "b.jsonl", work_dir / "rows" / "train.jsonl"]
+    for file in files:
+        file.touch()
+    listed = {"sources": ["a.jsonl", {"path": "b.jsonl"}, "rows", {"dataset": "o/n"}]}
+    resolved = resolve("train", {"model": "m", "data": listed, "save_path": "out"})
+    (work_dir / "out").mkdir()
+    report = work_dir / "out" / "train_report.json"
+    settings = resolved.settings.model_dump(mode="json")
+    report.write_text(json.dumps({"settings": settings}))
+    assert finished("train", resolved) is not None
+    now = report.stat().st_mtime
+    for file in files:
+        os.utime(file, (now + 10, now + 10))
+        assert finished("train", resolved) is None
+        os.utime(file, (now, now))
+
+
 def test_newer_input_is_not_finished(made: Resolved, work_dir: Path, monkeypatch: Any) -> None:
     from dataclasses import replace
 

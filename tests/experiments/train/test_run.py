@@ -3,6 +3,7 @@
 Run: pytest tests/experiments/train/test_run.py
 """
 
+import hashlib
 import itertools
 import json
 import shutil
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from mlxstacks import base_model
-from mlxstacks.data import make_batch
+from mlxstacks.data import TrainDataSettings, make_batch
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.experiments.run_directory import work_path
 from mlxstacks.experiments.train import run as train_run
@@ -405,6 +406,52 @@ def test_broken_cut_and_empty_rows(places: tuple[Path, Path], tmp_path: Path) ->
         lines.write("{oops\n")
     with pytest.raises(InputError, match=r"train\.jsonl, line 3: not JSON"):
         set_up(settings_for(places[0], data, tmp_path / "out"))
+
+
+def test_several_sources_in_their_formats(places: tuple[Path, Path], tmp_path: Path) -> None:
+    """As a domain of `stack` has them; what was read is in the report, what was not in a note."""
+    alpaca = [
+        {"instruction": f"Say {i} twice", "output": f"    {i}  {i}, {i}\n"} for i in range(60)
+    ]
+    write_rows(tmp_path / "a.jsonl", [*alpaca, {"instruction": "Say nothing", "output": ""}])
+    write_rows(tmp_path / "b.jsonl", chat_rows(9))
+    sources = [str(tmp_path / "a.jsonl"), {"path": str(tmp_path / "b.jsonl"), "format": "chat"}]
+    data = TrainDataSettings.model_validate({"sources": sources, "validation_fraction": 0.2})
+    settings = settings_for(places[0], tmp_path, tmp_path / "out").model_copy(update={"data": data})
+    setup = set_up(settings)
+    report = train_run.planned(settings, setup, tmp_path / "out").as_json()
+    read = [(s["formats"], s["rows_kept"]) for s in report["data"]["sources"]]
+    assert read == [({"alpaca": 61}, 60), ({"chat": 9}, 9)]
+    assert report["train_rows"] + report["validation_rows"] == 69
+    assert any("were held out to validate with" in note for note in setup.notes)
+    assert any("60 of 61 rows are used (1 no answer)" in note for note in setup.notes)
+    assert all(not s["changed"] for s in report["data"]["sources"])
+    text = base_model.load(places[0])[1].decode(setup.train.rows[0].tokens)
+    assert "    0  0, 0" in text or "    1  1, 1" in text
+    # The same rows read by other rules are another run, the same files elsewhere are not.
+    identity = setup.identity(settings)
+    moved = tmp_path / "moved"
+    write_rows(moved / "a.jsonl", [*alpaca, {"instruction": "Say nothing", "output": ""}])
+    write_rows(moved / "b.jsonl", chat_rows(9))
+    elsewhere = TrainDataSettings.model_validate(
+        {"sources": [str(moved / "a.jsonl"), {**sources[1], "path": str(moved / "b.jsonl")}],
+         "validation_fraction": 0.2}
+    )  # fmt: skip
+    again = settings.model_copy(update={"data": elsewhere})
+    assert set_up(again).identity(again) == identity
+    other = settings.model_copy(update={"data": data.model_copy(update={"seed": 7})})
+    assert set_up(other).identity(other) != identity
+
+
+def test_a_file_without_validation_is_no_old_run_of_it(
+    places: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Rows that are held out now were trained on before: its state must not go on."""
+    file = write_rows(tmp_path / "rows.jsonl", [{"text": f"row number {i}"} for i in range(200)])
+    settings = settings_for(places[0], file, tmp_path / "out")
+    identity = set_up(settings).identity(settings)
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert identity["train_data_sha256"] == identity["validation_data_sha256"] == sha256
 
 
 @pytest.mark.parametrize("kind", ["dangling", "directory"])
