@@ -24,8 +24,7 @@ def completed(settings: "AnswerSettings") -> "AnswerSettings":
     """With nano for a model, where none was named: for a store whose base it is, for adapters, or
     with its sample store.
     """
-    from mlxstacks.cli.route_explain import nano_model
-    from mlxstacks.nano.exports import nano_paths
+    from mlxstacks.nano.exports import nano_model, nano_paths
 
     if settings.model is not None:
         return settings

@@ -143,7 +143,7 @@ COMMANDS: Mapping[str, SlashCommand] = {
     "/stacks": SlashCommand("", "domains of the store: size, enabled, resident", _stacks),
     "/pin": SlashCommand("DOMAIN...", "these domains answer, whatever the prompt", _pin, _domains),
     "/unpin": SlashCommand("", "the mode decides again", _unpin),
-    "/mode": SlashCommand("|".join(MODES), "what answers from now on", _mode, lambda c: MODES),
+    "/mode": SlashCommand("MODE", "what answers: base, ungated or routed", _mode, lambda c: MODES),
     "/compare": SlashCommand("[TEXT]", "base, ungated and routed, beside each other", _compare),
     "/new": SlashCommand("", "a new conversation, mode and pins as they are; or /clear, r", _new),
     "/temp": SlashCommand("[NUMBER]", "temperature of what is drawn; 0: the likeliest", _temp),

@@ -100,7 +100,7 @@ class TableCommand(click.Command):
         repeated: str | None = None
         for place, word in enumerate(args):
             if word.startswith("-"):
-                repeated = word if word in several else None
+                repeated = word if word.replace("_", "-") in several else None
             elif repeated and args[place - 1] != repeated:
                 spread.append(repeated)
             spread.append(word)

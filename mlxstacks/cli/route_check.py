@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mlxstacks.cli import output
-from mlxstacks.cli.route_explain import nano_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,6 +22,7 @@ def run(
 ) -> "RouteCheckReport":
     """The check. nano stands in for a base that is nano; experiments know no nano."""
     from mlxstacks.experiments.route import check as route_check
+    from mlxstacks.nano.exports import nano_model
 
     if not settings.model and (model := nano_model(settings.store_path)):
         settings = settings.model_copy(update={"model": str(model)})

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import output
-from mlxstacks.cli.route_explain import nano_model
 from mlxstacks.command_line import command_line
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def run(
 
 def nano_parts(settings: "OutcomeSettings") -> dict[str, str]:
     """nano's model and data, for a store whose base is nano."""
-    from mlxstacks.nano.exports import nano_paths
+    from mlxstacks.nano.exports import nano_model, nano_paths
 
     model = nano_model(settings.store_path)
     if model is None:

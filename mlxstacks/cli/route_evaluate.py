@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import output
-from mlxstacks.cli.route_explain import nano_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +34,7 @@ def _nano_parts(settings: "RouteEvaluateSettings") -> dict[str, Any]:
     from mlxstacks.files.store import Store
     from mlxstacks.nano.curriculum import HELD_OUT_DIRECTORY
     from mlxstacks.nano.curriculum_settings import HELD_OUT
-    from mlxstacks.nano.exports import nano_paths
+    from mlxstacks.nano.exports import nano_model, nano_paths
 
     model = nano_model(settings.store_path)
     if model is None:

@@ -1,6 +1,5 @@
 """Runs `mlxstacks route explain`, on nano where the store is nano's, and prints what it found."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mlxstacks.cli import output
@@ -15,23 +14,11 @@ if TYPE_CHECKING:
 def run(settings: "RouteExplainSettings") -> "Explanation":
     """The explanation. nano stands in for a base that is nano; experiments know no nano."""
     from mlxstacks.experiments.route import explain as route_explain
+    from mlxstacks.nano.exports import nano_model
 
     if not settings.model and (model := nano_model(settings.store_path)):
         settings = settings.model_copy(update={"model": str(model)})
     return route_explain.run(settings)
-
-
-def nano_model(store_path: str | None) -> Path | None:
-    """nano's model, for a store whose base it is."""
-    from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-    from mlxstacks.files.store import Store
-    from mlxstacks.nano.exports import nano_paths
-
-    if store_path is None:
-        return None
-    wanted = Store.open(store_path).manifest.base_fingerprint
-    path = nano_paths().model_path
-    return path if fingerprint(open_checkpoint(path)) == wanted else None
 
 
 def render(console: "Console", found: "Explanation") -> None:

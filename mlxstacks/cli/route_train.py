@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import output
-from mlxstacks.cli.route_explain import nano_model
 from mlxstacks.command_line import command_line
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ def run(
     package, is read and not changed.
     """
     from mlxstacks.experiments.route import train as route_train
+    from mlxstacks.nano.exports import nano_model
 
     notes: list[str] = []
     if settings.store_path:

@@ -32,17 +32,13 @@ def run(
 
 
 def _nano_parts(settings: "StacksAnalyseSettings") -> dict[str, str]:
-    """nano's model and data, for a store whose base is nano at one of its widths."""
-    from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-    from mlxstacks.files.store import Store
-    from mlxstacks.nano.exports import nano_paths
+    """nano's model and data, for a store whose base is nano."""
+    from mlxstacks.nano.exports import nano_model, nano_paths
 
-    paths = nano_paths()
-    wanted = Store.open(str(settings.store_path)).manifest.base_fingerprint
-    if fingerprint(open_checkpoint(paths.model_path)) != wanted:
+    model = nano_model(settings.store_path)
+    if model is None:
         return {}
-    data = settings.data or str(paths.curriculum_path)
-    return {"model": str(paths.model_path), "data": data}
+    return {"model": str(model), "data": settings.data or str(nano_paths().curriculum_path)}
 
 
 def render(console: "Console", report: "AnalysisReport") -> None:

@@ -80,7 +80,7 @@ def fuse_in_memory(model: nn.Module, settings: FuseSettings) -> MemoryFuse:
         raise InputError("a fuse in memory needs model and adapter_path")
     checkpoint = open_checkpoint(resolve_model(settings.model))
     modules, notes = gather_modules(checkpoint, settings)
-    _check_places(model, modules)
+    check_places(model, modules)
     workers = max(1, min(os.cpu_count() or 1, _MOST_WORKERS))
     with ThreadPoolExecutor(workers) as pool:
 
@@ -153,14 +153,14 @@ def _as_mlx(raw: Array, dtype: str, shape: tuple[int, ...]) -> mx.array:
 # --- into the model -------------------------------------------------------------------------------
 
 
-def _check_places(model: nn.Module, modules: list[Module]) -> None:
+def check_places(model: nn.Module, modules: list[Module]) -> None:
     """Raises: CheckpointError listing the modules that are not in the model as they are stored."""
     there = dict(model.named_modules())
     problems = list(_misfits(there, modules))
     if problems:
         raise CheckpointError(
             "\n  ".join(
-                ["the model in memory is not the one the adapter is fused into:", *problems]
+                ["the model in memory is not the one the adapter was matched with:", *problems]
             )
         )
 

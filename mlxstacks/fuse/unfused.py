@@ -6,6 +6,7 @@ import mlx.nn as nn
 from mlxstacks import base_model
 from mlxstacks.files.checkpoint import Checkpoint
 from mlxstacks.fuse.gather import gather_modules
+from mlxstacks.fuse.in_memory import check_places
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops.affine import Array
 
@@ -19,9 +20,11 @@ def attach_adapters(
     dtype: that the pairs compute in, as in `prepare_base`; None: their own.
     Law: what the model computes is what mlx-lm computes with the adapter, to the bit; with several,
     each adds its delta to the same inputs.
-    Raises: AdapterError, CheckpointError: as the fuse, for what does not fit.
+    Raises: AdapterError, CheckpointError: as the fuse, for what does not fit; the model has LoRA
+        layers already.
     """
     modules, notes = gather_modules(checkpoint, settings)
+    check_places(model, modules)
     for module in modules:
         for _, match in sorted(module.stages.items()):
             lora = match.module

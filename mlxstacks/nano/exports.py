@@ -154,6 +154,18 @@ def nano_paths(bits: int | None = ADAPTER_BITS) -> NanoPaths:
     return NanoPaths(target, ASSETS / "adapter", ASSETS / "store")
 
 
+def nano_model(store_path: str | None) -> Path | None:
+    """nano's model, for a store whose base it is."""
+    from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+    from mlxstacks.files.store import Store
+
+    if store_path is None:
+        return None
+    wanted = Store.open(store_path).manifest.base_fingerprint
+    path = nano_paths().model_path
+    return path if fingerprint(open_checkpoint(path)) == wanted else None
+
+
 def nano_data() -> Path:
     """The sample data of `mlxstacks train`, made in the cache at the first call. Law: as above."""
     from mlxstacks.nano.sample_data import write_sample_data

@@ -27,6 +27,7 @@ OUT = Path("mlxstacks-out")
 # In a directory that a bare run wrote: the next bare run may replace it.
 BARE_MARKER = ".mlxstacks-bare-run"
 NANO_PATHS = "mlxstacks.nano.exports:nano_paths"
+NANO_MODEL = "mlxstacks.nano.exports:nano_model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +237,9 @@ def _with_nano(
         if needed:
             raise InputError(f"{name}: a model of your own needs {', '.join(needed)} too")
         return settings, ()
+    store = None if "store_path" in empty else getattr(settings, "store_path", None)
+    if "model" in empty and store and load(NANO_MODEL)(store) is None:
+        return settings, ()  # the store names its base
     paths = load(NANO_PATHS)()
     filled: dict[str, Any] = {}
     for key in empty:

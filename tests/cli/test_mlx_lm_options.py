@@ -98,6 +98,7 @@ def test_no_table_names_a_setting_that_is_not_there() -> None:
         ("eval --tasks a b --limit 3 --output-dir o",
          {"tasks": ["a", "b"], "limit": 3, "save_path": "o"}),
         ("eval --tasks a --tasks b", {"tasks": ["a", "b"]}),
+        ("fuse --adapter_path a b --force", {"adapter_path": ["a", "b"], "force": True}),
         ("eval --confirm-run-unsafe-code", {"allow_code": True}),
     ],
 )  # fmt: skip

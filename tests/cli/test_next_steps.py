@@ -75,6 +75,10 @@ def test_fuse_and_train(place: Path, paste: Run) -> None:
     assert out, err
     [chat] = run_steps(paste, out, ["mlxstacks chat"])
     assert "my model; adapter it's new; base" in " ".join(chat.split())
+    (place / "my recipe.yaml").write_text("command: adapter show\nadapter_path: my adapter\n")
+    code, _, err = paste("mlxstacks fuse --recipe 'my recipe.yaml'")
+    [run] = _IN_BACKTICKS.findall(err.replace("`adapter show`", "").replace("`fuse`", ""))
+    assert (code, paste(run)[0]) == (2, 0), err
 
 
 def test_from_stacks_to_a_routed_chat(place: Path, paste: Run, command: Run) -> None:

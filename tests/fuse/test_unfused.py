@@ -10,7 +10,7 @@ import mlx.nn as nn
 import pytest
 
 from mlxstacks import base_model
-from mlxstacks.errors import AdapterError
+from mlxstacks.errors import AdapterError, CheckpointError
 from mlxstacks.files.adapter_commands import convert_adapter
 from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.settings import AdapterConvertSettings
@@ -86,3 +86,6 @@ def test_what_does_not_fit_is_refused(moe: Path, tmp_path: Path) -> None:
     adapter = random_adapter(other, directory=tmp_path / "adapter")
     with pytest.raises(AdapterError, match="does not fit"):
         attached(moe, adapter)
+    again = FuseSettings(model=str(other), adapter_path=(str(adapter),))
+    with pytest.raises(CheckpointError, match="take adapters off first"):
+        attach_adapters(attached(other, adapter), open_checkpoint(other), again)

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.benchmarks.settings import EvalSettings
+from mlxstacks.files.store import Store
+from mlxstacks.nano.exports import nano_paths
 from mlxstacks.nano.settings import RebuildSettings
 from mlxstacks.recipe import table
 from mlxstacks.recipe.resolve import (
@@ -200,3 +202,13 @@ def test_a_check_of_ours_says_once_what_came() -> None:
     with pytest.raises(InputError) as raised:
         validate(EvalSettings, {"domains": ["medical"]})
     assert str(raised.value).startswith("domains: got ['medical']; each is SUBJECT=DOMAIN")
+
+
+def test_a_store_names_its_own_base(tmp_path: Path) -> None:
+    """nano is no stand-in for the base of somebody's store; for its own it is."""
+    Store.create(tmp_path / "store", "tiny", "c" * 64)
+    resolved = resolve("eval", {"store_path": str(tmp_path / "store")})
+    assert isinstance(resolved.settings, EvalSettings)
+    assert (resolved.settings.model, resolved.from_nano) == (None, ())
+    resolved = resolve("eval", {"store_path": str(nano_paths().store_path)})
+    assert "model" in resolved.from_nano

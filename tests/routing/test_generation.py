@@ -219,6 +219,25 @@ def test_next_to_no_temperature_draws_the_likeliest(dtype: mx.Dtype, temp: float
     assert [draw(log_p).item() for _ in range(8)] == [2] * 8
 
 
+@pytest.mark.parametrize(
+    ("limits", "drawn"),
+    [
+        ({}, {0, 1, 2, 3}),
+        ({"top_k": 1}, {2}),
+        ({"top_k": 2}, {1, 2}),
+        ({"top_k": 9}, {0, 1, 2, 3}),
+        ({"min_p": 1.0}, {2}),
+        ({"min_p": 0.3}, {1, 2}),
+        ({"min_p": 0.01, "top_k": 3}, {1, 2, 3}),
+        ({"min_p": 0.3, "top_p": 0.4}, {2}),
+    ],
+)
+def test_draws_are_among_the_likeliest(limits: dict[str, Any], drawn: set[int]) -> None:
+    log_p = mx.log(mx.array([[0.05, 0.25, 0.55, 0.15]]))
+    draw = generation._sampler(Sampling(temp=3.0, **limits))
+    assert {draw(log_p).item() for _ in range(80)} == drawn
+
+
 def test_repetition_penalty_sees_the_prompt(loaded: Any) -> None:
     prompt = ids("qrst")
     plain = generation._processors(Sampling(repetition_penalty=5.0), prompt[:-1])[0]
