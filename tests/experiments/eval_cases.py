@@ -133,7 +133,7 @@ def write_places(directory: Path, items: int = 60) -> Path:
 def settings_for(data: Path, save_path: Path, /, **changes: Any) -> EvalSettings:
     values: dict[str, Any] = {
         "model": "made-up", "store_path": "made-up-store", "data": str(data), "tasks": ("items",),
-        "arms": ("base", "ungated", "routed", "oracle", "random"), "limit": None,
+        "arms": ("base", "ungated", "routed", "oracle", "random"), "items_per_task": None,
         "save_path": str(save_path), "save_every": 8, "plots": False,
         "domains": tuple(f"{name}={name}" for name in SUBJECTS),
     }  # fmt: skip

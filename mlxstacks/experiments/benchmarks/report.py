@@ -87,8 +87,11 @@ def find(
     *,
     alpha: float,
     seed: int,
+    part_of_harness: bool = False,
 ) -> Findings:
     """Everything from outcomes (task -> arm -> items). data: task -> hashes as they are now.
+
+    part_of_harness: the lm-evaluation-harness was given fewer items than planned.
 
     Raises: ValueError where two arms answered different items.
     """
@@ -118,9 +121,10 @@ def find(
             one, scores[name], [c for c in family if c.task == name],
             found, marks_of(one, scores[name]),
         )  # fmt: skip
-    overall = Standing(
-        tuple(dict.fromkeys(reason for one in tasks.values() for reason in one.standing.reasons))
-    )
+    reasons = [reason for one in tasks.values() for reason in one.standing.reasons]
+    if part_of_harness:
+        reasons.append("tasks of the lm-evaluation-harness: a subset of the planned items")
+    overall = Standing(tuple(dict.fromkeys(reasons)))
     differences = mean_differences(family, alpha)
     return Findings(
         tasks, arm_means(scores), differences, len(family), overall,
