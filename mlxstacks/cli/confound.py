@@ -80,7 +80,7 @@ def _render_plan(console: "Console", report: "ConfoundReport") -> None:
 
 
 def _arm_table(report: "ConfoundReport", found: "Findings", title: str) -> object:
-    """Accuracy of each arm, and beside it the correlation of its fuse, and what that did by itself."""
+    """Accuracy of each arm; the correlation of its fuse, and what that did by itself."""
     boxes = report.settings["scoring"] == "generate"
     rows: list[list[output.Cell]] = []
     for name, arm in found.arms.items():

@@ -59,7 +59,16 @@ def render(console: "Console", report: "EvalReport") -> None:
 
 def _render_plan(console: "Console", report: "EvalReport") -> None:
     settings = report.settings
-    keys = ("model", "adapter_path", "store_path", "data", "items_per_task", "limit", "sample", "normalisation")
+    keys = (
+        "model",
+        "adapter_path",
+        "store_path",
+        "data",
+        "items_per_task",
+        "limit",
+        "sample",
+        "normalisation",
+    )
     console.print(output.details((key, settings[key]) for key in keys))
     rows: list[list[output.Cell]] = [
         [name, one["kind"], one["n"], one["available"], ", ".join(one["arms"])]
@@ -223,11 +232,13 @@ def _mean(mean: float, interval: Mapping[str, float], form: str) -> tuple[str, s
 
 
 def _published_table(found: "Findings") -> object | None:
-    """Scores of the paper, of another model: beside, never compared."""
+    """Scores of the paper, where the model is its own: beside, never compared."""
+    from mlxstacks.experiments.benchmarks.tasks import PUBLISHED_MODEL
+
     rows: list[list[output.Cell]] = []
     old = any(arm.reference for one in found.tasks.values() for arm in one.arms.values())
     for finding in found.tasks.values():
-        published = finding.asked.task.published
+        published = finding.published
         if published is None:
             continue
         ours = [finding.arms.get(name) for name in ("base", "routed")]
@@ -238,5 +249,5 @@ def _published_table(found: "Findings") -> object | None:
         ])  # fmt: skip
     columns = ["task", "published base", "published routed", "base", "routed",
                *(("base, old rule", "routed, old rule") if old else ())]  # fmt: skip
-    title = "published (Gemma 3 12B IT, 200 first rows, old rule): another model, not measured here"
+    title = f"published, not measured here: {PUBLISHED_MODEL}, old rule"
     return output.table(columns, rows, title=title) if rows else None

@@ -9,7 +9,6 @@ from mlxstacks.fuse.fidelity import Fidelity, Sums, fidelity
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.memory import bytes_in_words
 
-
 # Of modules below the target so many are named; all are in the report.
 _MOST_SHORTFALLS = 8
 

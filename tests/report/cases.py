@@ -203,7 +203,7 @@ def eval_report() -> dict[str, Any]:
     found = found_of({
         "arc_easy": {"base": marks(100), "routed": marks(130)},
         "medqa": {"base": marks(100), "routed": marks(60)},
-    })  # fmt: skip
+    }, is_published_model=True)  # fmt: skip
     plan = {"hypothesis": "A mode answers more or fewer."}
     report = EvalReport(
         "done", "out", {"tasks": ["arc_easy"]}, {}, plan, json_sha256(plan), findings=found

@@ -36,6 +36,7 @@ from mlxstacks.experiments.benchmarks.plan import (
     claims_of,
     data_of,
     hashes_of,
+    is_published_model,
     plan_document,
     power_lines,
 )
@@ -85,6 +86,7 @@ def run(
     try:
         keep_plan(work.path / PLAN, document, "answers")
         evaluation = _Evaluation(settings, asked, arms, document, work.path, progress)
+        evaluation.is_published_model = is_published_model(settings)
         evaluation.answer()
         report = write_target(target, work.path, evaluation.report(target), settings)
         work.remove()
@@ -139,6 +141,9 @@ def _regrade(settings: EvalSettings, dry_run: bool) -> EvalReport:
     _check_answers(source, before)
     asked, arms = _asked(settings)
     evaluation = _Evaluation(settings, asked, arms, document, source, None)
+    # The model need not be here; the first grading knew it.
+    tasks = before.get("tasks") or {}
+    evaluation.is_published_model = any(task.get("published") for task in tasks.values())
     missing = [str(file.path) for file in evaluation.files() if file.missing]
     if missing:
         raise InputError(f"{source}: answers are missing in {', '.join(missing[:5])}")
@@ -194,6 +199,7 @@ class _Evaluation:
         self.sha256 = json_sha256(document)
         self.started = time.monotonic()
         self.made_from: MadeFrom = {}
+        self.is_published_model = False
 
     # --- answers ----------------------------------------------------------------------------------
 
@@ -288,7 +294,7 @@ class _Evaluation:
             {name: plan_from(plan) for name, plan in self.document["tasks"].items()},
             {one.task.name: data_of(one, self.hashes) for one in self.planned},
             alpha=self.settings.alpha, seed=self.settings.seed,
-            part_of_harness=self._part_of_harness(),
+            part_of_harness=self._part_of_harness(), is_published_model=self.is_published_model,
         )  # fmt: skip
         harness: dict[str, Any] = {}
         if self.settings.harness_tasks:

@@ -55,6 +55,7 @@ from mlxstacks.experiments.identity.plan import (
     source_sha256,
 )
 from mlxstacks.experiments.identity.report import (
+    PUBLISHED_MODEL,
     IdentityReport,
     find,
     flips_note,
@@ -69,9 +70,11 @@ from mlxstacks.experiments.run_directory import RunDirectory, work_path
 from mlxstacks.experiments.sealed import write_rows
 from mlxstacks.experiments.train import run as train_run
 from mlxstacks.experiments.train.report import versions
+from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import check_target, write_json
+from mlxstacks.files.shipped_configs import has_shape_of
 
 SPLIT, DATA = "split.json", "data"
 _NOT_HASHED = "0" * 64  # of inputs that a plan for another machine cannot see
@@ -153,7 +156,7 @@ class _Identity:
         every = read_items(str(settings.items))
         self.planned_items = stratified_sample(every, settings.regression_items, settings.seed)
         self.items = stratified_sample(self.planned_items, settings.most_items, settings.seed)
-        self.asked = as_items(in_turns(suite))
+        self.asked = as_items(in_turns(suite))[: settings.limit]
         self.prompts = {one.prompt_id: one for one in suite}
         base, persona = resolve_model(str(settings.model)), user_path(str(settings.persona))
         self.has_adapter = is_adapter(persona)
@@ -161,8 +164,7 @@ class _Identity:
             persona = resolve_model(str(settings.persona))
         self.models = Models(settings, work, base, persona, self.has_adapter)
         self.of_items = item_settings(settings)
-        self.prompt_count = min(settings.limit or len(self.asked), len(self.asked))
-        total = self.prompt_count * len(suite_arms(settings, self.has_adapter))
+        total = len(self.asked) * len(suite_arms(settings, self.has_adapter))
         total += len(self.items) * len(item_arms(settings, self.has_adapter))
         self.progress = WholeProgress(progress, total + 2 * settings.training.iters)
         self.made_from: MadeFrom = {}
@@ -188,6 +190,9 @@ class _Identity:
             {name: self.answers[name] for name in item_arms(self.settings, self.has_adapter)},
             suite=self.suite, settings=self.settings, has_adapter=self.has_adapter,
             standing=self._standing(plan, evidence),
+            is_published_model=has_shape_of(
+                open_checkpoint(self.models.base).config, PUBLISHED_MODEL
+            ),
         )  # fmt: skip
         fuses, of_fuses = self.models.figures()
         device = memory.device()
@@ -223,7 +228,10 @@ class _Identity:
     def _plan(self) -> Plan:
         """Fixed before any answer, or found the same."""
         plan = plan_of(
-            self.settings, self.suite, self.planned_items, self._hashes(),
+            self.settings,
+            self.suite,
+            self.planned_items,
+            self._hashes(),
             has_adapter=self.has_adapter,
         )
         results = sorted((self.work / "answers").glob("*.jsonl"))
@@ -306,7 +314,7 @@ class _Identity:
     def _ask(self, name: str, load: Callable[[], Arm], with_items: bool) -> None:
         """An arm's replies to the suite and, for some, its answers to the items."""
         found = self._answered(
-            self._file(f"suite_{name}", "suite", name, self.asked), self.prompt_count,
+            self._file(f"suite_{name}", "suite", name, self.asked), len(self.asked),
             lambda items: ask(load(), items, self.prompts),
         )  # fmt: skip
         check_verdicts(name, found, self.suite)

@@ -71,7 +71,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     place = tmp_path_factory.mktemp("eval")
     data = write_places(place / "data")
     with pytest.MonkeyPatch.context() as patch:
-        use(patch, FakeArms())
+        use(patch, FakeArms()).is_published_model = True
         changes = {
             "tasks": ("items", "mmlu_pro", "gsm8k"), "letters": True, "reference_offset": True,
         }  # fmt: skip
@@ -139,7 +139,11 @@ def test_recipes_are_settings_of_tasks_that_there_are(name: str) -> None:
 def test_the_published_recipe_holds_the_published_settings() -> None:
     settings = validate(EvalSettings, load_recipe("eval-published-gemma-3-12b").values)
     assert isinstance(settings, EvalSettings)
-    assert (settings.items_per_task, settings.sample, settings.normalisation) == (200, "first", "token")
+    assert (settings.items_per_task, settings.sample, settings.normalisation) == (
+        200,
+        "first",
+        "token",
+    )
     assert (settings.repetition_penalty, settings.max_context_tokens) == (1.2, 512)
     assert settings.reference_offset
     assert {name for name, task in TASKS.items() if task.published} == set(settings.tasks)

@@ -136,7 +136,21 @@ def test_arms_without_labels_are_left_out_and_said(done: tuple[EvalReport, Path]
     assert list(done[0].as_json()["tasks"]["items"]["arms"]) == list(ARMS)
 
 
-def test_pairs_are_one_family_and_published_scores_are_marked(
+def test_published_scores_stand_beside_those_of_the_published_model_alone(
+    data: Path, tmp_path: Path, fakes: FakeArms
+) -> None:
+    options = {"tasks": ("gsm8k",), "arms": ("base",)}
+    fakes.is_published_model = True
+    target = tmp_path / "out"
+    report = run(settings_for(data, target, **options)).as_json()
+    published = report["tasks"]["gsm8k"]["published"]
+    assert (published["base"], published["measured_here"]) == (0.665, False)
+    fakes.is_published_model = False
+    again = run(settings_for(data, tmp_path / "again", regrade=str(target)))
+    assert again.as_json()["tasks"]["gsm8k"]["published"] == published
+
+
+def test_pairs_are_one_family_and_nothing_published_is_beside_another_model(
     done: tuple[EvalReport, Path],
 ) -> None:
     report = done[0].as_json()
@@ -150,8 +164,7 @@ def test_pairs_are_one_family_and_published_scores_are_marked(
     p_values = [c["mcnemar"]["p_value"] for t in report["tasks"].values() for c in t["comparisons"]]
     adjusted = [c["p_adjusted"] for t in report["tasks"].values() for c in t["comparisons"]]
     assert min(adjusted) == pytest.approx(min(1, len(p_values) * min(p_values)))
-    published = report["tasks"]["gsm8k"]["published"]
-    assert (published["base"], published["measured_here"]) == (0.665, False)
+    assert report["tasks"]["gsm8k"]["published"] is None
     assert "Routed less ungated" in report["verdict"]
     assert report["verdict"].endswith("As planned beforehand.")
 
