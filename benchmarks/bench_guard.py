@@ -113,6 +113,7 @@ def predicted(row: Row) -> Iterator[tuple[int, int, int | None]]:
     settings = GuardSettings(
         max_seq_length=max(LENGTHS), rank=2, layers=row.layers, keys=("switch_mlp.down_proj",),
         checkpointing=row.checkpointing, recurrence=row.recurrence, compile=row.compile,
+        loss="whole", optimizer="adam", adapter_copies=0,
     )  # fmt: skip
     model = lazy_model(CONFIG)
     weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))

@@ -192,7 +192,15 @@ def _look_at_backends(health: Health) -> Iterator[Finding]:
 
 def _look_at_cpu(health: Health) -> Iterator[Finding]:
     speed = health.matmul_gflops
-    if health.device.kind == "cpu" and speed is not None and speed < SLOW_GFLOPS:
+    if health.device.kind == "cpu" and health.blas == "openblas":
+        measured = "" if speed is None else f" ({speed:.1f} GFLOP/s now)"
+        yield Finding(
+            "note",
+            f"float32 matmul is fast{measured}; bfloat16, float16 and quantized ones are not",
+            "MLX's CPU backend calls OpenBLAS for float32 alone",
+            "compute in float32: `train` and all that answers do by default here (base: auto)",
+        )
+    elif health.device.kind == "cpu" and speed is not None and speed < SLOW_GFLOPS:
         yield Finding(
             "slow",
             f"float32 matmul at {speed:.1f} GFLOP/s",

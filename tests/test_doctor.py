@@ -38,8 +38,21 @@ def test_slow_machine_is_told_why_and_what_to_do(health: doctor.Health) -> None:
     found = {finding.what: finding for look in doctor._LOOKS for finding in look(slow)}
     assert "libopenblas0-pthread" in found["float32 matmul at 3.0 GFLOP/s"].remedy
     assert found["no C++ compiler"].kind == "problem"
-    fast = replace(health, device=cpu, matmul_gflops=300.0, compiler="/usr/bin/c++")
+    fast = replace(slow, matmul_gflops=300.0, compiler="/usr/bin/c++")
     assert not any("matmul" in finding.what for finding in doctor._look_at_cpu(fast))
+
+
+@pytest.mark.parametrize("gflops", [3.0, 140.0, None])
+def test_openblas_is_not_called_slow_even_on_a_busy_machine(
+    health: doctor.Health, gflops: float | None
+) -> None:
+    cpu = replace(health.device, kind="cpu")
+    loaded = replace(health, device=cpu, matmul_gflops=gflops, blas="openblas", compiler="c++")
+    (finding,) = doctor._look_at_cpu(loaded)
+    assert finding.kind == "note"
+    assert "float32 matmul is fast" in finding.what
+    assert "quantized ones are not" in finding.what
+    assert "LD_PRELOAD" not in finding.remedy
 
 
 def test_full_and_read_only_disks(health: doctor.Health) -> None:

@@ -29,7 +29,7 @@ def greeting(settings: "ChatSettings", conversation: "Conversation") -> str:
     return f"{Path(name).name}{there}; {how}. /help lists commands."
 
 
-def route_table(engine: "RoutedModel", turn: "Turn") -> "Table":
+def route_table(engine: "RoutedModel", turn: "Turn") -> output.Table:
     """Domain by domain: score, weight, and why it answered or not."""
     answer, rows = turn.answer, []
     route = answer.route
@@ -79,7 +79,7 @@ def _why(engine: "RoutedModel", turn: "Turn", name: str) -> str:
     return f"not above {header.threshold}"
 
 
-def stacks_table(engine: "RoutedModel") -> "Table":
+def stacks_table(engine: "RoutedModel") -> output.Table:
     """Every domain of the store."""
     assert engine.store is not None
     assert engine.resident is not None

@@ -80,7 +80,7 @@ def _render_plan(console: "Console", report: "ConfoundReport") -> None:
 
 
 def _arm_table(report: "ConfoundReport", found: "Findings", title: str) -> object:
-    """Accuracy of each arm, and beside it what its fuse kept of the delta and did by itself."""
+    """Accuracy of each arm; the correlation of its fuse, and what that did by itself."""
     boxes = report.settings["scoring"] == "generate"
     rows: list[list[output.Cell]] = []
     for name, arm in found.arms.items():
@@ -94,11 +94,12 @@ def _arm_table(report: "ConfoundReport", found: "Findings", title: str) -> objec
             _rounded(total.get("correlation")), _rounded(total.get("artifact")),
         ])  # fmt: skip
     last = "boxed" if boxes else "ties"
-    columns = ["arm", "by", "right", "share", "95%", last, "kept", "artifact"]
+    columns = ["arm", "by", "right", "share", "95%", last, "correlation", "artifact"]
     return output.table(
         columns, rows,
         title=f"{title}; guessing {found.guess_rate:.1%}\n"
-        "kept: correlation with the delta; artifact: what the fuse does to the weights by itself",
+        "correlation: of the fuse with the delta; artifact: what the fuse does to the weights by "
+        "itself",
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Prints what `mlxstacks eval` found, or what it would ask."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import output
@@ -31,6 +31,8 @@ def render(console: "Console", report: "EvalReport") -> None:
         _render_plan(console, report)
         return
     console.print(f"Plan {str(report.plan_sha256)[:16]}, {found.standing.status}.", markup=False)
+    for reason in found.standing.reasons:
+        console.print(f"EXPLORATORY: {reason}", markup=False, style="bold")
     for finding in found.tasks.values():
         _render_task(console, finding, report.settings["normalisation"])
     if len(found.tasks) > 1:
@@ -41,7 +43,7 @@ def render(console: "Console", report: "EvalReport") -> None:
     if published is not None:
         console.print(published)
     for name, task in report.harness.get("tasks", {}).items():
-        console.print(_harness_table(name, task))
+        console.print(_harness_table(name, task, found.standing.mark))
     for line in report.power:
         console.print(line, markup=False, style="dim")
     for note in (*_arm_notes(report), *report.notes):
@@ -57,7 +59,16 @@ def render(console: "Console", report: "EvalReport") -> None:
 
 def _render_plan(console: "Console", report: "EvalReport") -> None:
     settings = report.settings
-    keys = ("model", "adapter_path", "store_path", "data", "limit", "sample", "normalisation")
+    keys = (
+        "model",
+        "adapter_path",
+        "store_path",
+        "data",
+        "items_per_task",
+        "limit",
+        "sample",
+        "normalisation",
+    )
     console.print(output.details((key, settings[key]) for key in keys))
     rows: list[list[output.Cell]] = [
         [name, one["kind"], one["n"], one["available"], ", ".join(one["arms"])]
@@ -151,7 +162,7 @@ def _reply_table(finding: "TaskFinding", title: str) -> object:
     return output.table(columns, rows, title=title)
 
 
-def _harness_table(name: str, task: Mapping[str, Any]) -> object:
+def _harness_table(name: str, task: Mapping[str, Any], mark: Callable[[str], str]) -> object:
     """An arm a row, with its difference from base where there is one."""
     against = {one["arm"]: one for one in task["comparisons"] if one["control"] == "base"}
     rows: list[list[output.Cell]] = []
@@ -169,7 +180,7 @@ def _harness_table(name: str, task: Mapping[str, Any]) -> object:
             pair["in_words"] if pair else None,
         ])  # fmt: skip
     columns = ["arm", "metrics", "95%", "points", "against base"]
-    title = f"lm-evaluation-harness, by its own scoring: {name}, tested: {task['metric']}"
+    title = mark(f"lm-evaluation-harness, by its own scoring: {name}, tested: {task['metric']}")
     return output.table(columns, rows, title=title)
 
 
@@ -221,11 +232,13 @@ def _mean(mean: float, interval: Mapping[str, float], form: str) -> tuple[str, s
 
 
 def _published_table(found: "Findings") -> object | None:
-    """Scores of the paper, of another model: beside, never compared."""
+    """Scores of the paper, where the model is its own: beside, never compared."""
+    from mlxstacks.experiments.benchmarks.tasks import PUBLISHED_MODEL
+
     rows: list[list[output.Cell]] = []
     old = any(arm.reference for one in found.tasks.values() for arm in one.arms.values())
     for finding in found.tasks.values():
-        published = finding.asked.task.published
+        published = finding.published
         if published is None:
             continue
         ours = [finding.arms.get(name) for name in ("base", "routed")]
@@ -236,5 +249,5 @@ def _published_table(found: "Findings") -> object | None:
         ])  # fmt: skip
     columns = ["task", "published base", "published routed", "base", "routed",
                *(("base, old rule", "routed, old rule") if old else ())]  # fmt: skip
-    title = "published (Gemma 3 12B IT, 200 first rows, old rule): another model, not measured here"
+    title = f"published, not measured here: {PUBLISHED_MODEL}, old rule"
     return output.table(columns, rows, title=title) if rows else None

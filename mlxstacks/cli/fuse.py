@@ -11,14 +11,13 @@ from mlxstacks.memory import bytes_in_words
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 _MOST_ROWS = 16
-_COLUMNS = ("module", "how", "steps", "kept", "corr.", "noise", "artifact")
+_COLUMNS = ("module", "policy", "steps", "correlation", "survival", "noise", "artifact")
 _LEGEND = (
-    "steps: size of the delta in quantization steps; kept: share of the delta in the weights; "
-    "corr.: realised with intended delta; noise: in sizes of the delta; "
-    "artifact: change at zero delta, in sizes of the weights"
+    "steps: size of the trained change D in quantization steps; correlation: of the fused change F "
+    "with D; survival: <F,D>/<D,D>; noise: in sizes of D; artifact: change at zero delta, in sizes "
+    "of the weights"
 )
 
 
@@ -29,7 +28,8 @@ def render(console: "Console", report: FuseReport) -> None:
         console.print(_stage_table(stage, title))
         hidden = len(stage.modules) - _MOST_ROWS
         if hidden > 0:
-            console.print(f"... and {hidden} modules with a higher correlation; all in the report")
+            rest = "have a correlation at least as high" if _has_correlation(stage) else "changed less"
+            console.print(f"{hidden} more modules {rest}; --json has all of them")
     if report.status == "planned":
         trained = " of the trained adapter" if report.zero_delta else ""
         console.print(f"figures{trained} are estimates from a sample of rows", style="dim")
@@ -50,34 +50,49 @@ def render(console: "Console", report: FuseReport) -> None:
     console.print(f"Verdict: {report.verdict}", markup=False, style="bold")
 
 
-def _stage_table(stage: StageReport, title: str | None) -> "Table":
-    def correlation(module: ModuleReport) -> float:
-        found = module.fidelity.correlation if module.fidelity else None
-        return 2.0 if found is None else found
+def _has_correlation(stage: StageReport) -> bool:
+    return any(module.figures and module.figures.correlation is not None for module in stage.modules)
 
-    shown = stage.modules
-    if len(shown) > _MOST_ROWS:
-        shown = sorted(shown, key=correlation)[:_MOST_ROWS]
+
+def _worst_first(module: ModuleReport) -> tuple[float, float]:
+    """By correlation; where there is none, as at zero delta, by what the fuse itself changed."""
+    figures = module.figures
+    if figures is None or figures.correlation is None:
+        return 2.0, -(figures.artifact or 0.0) if figures else 0.0
+    return figures.correlation, 0.0
+
+
+def _stage_table(stage: StageReport, title: str | None) -> output.Table:
+    shown = sorted(stage.modules, key=_worst_first)[:_MOST_ROWS]
+    names = _short_names(stage)
+    rows = [_row(names[module.path], module) for module in shown]
     many = "module" if len(stage.modules) == 1 else "modules"
     total = [f"total of {len(stage.modules)} {many}", "", *_cells(stage.total)]
     footer = total if stage.total else None
-    return output.table(_COLUMNS, [_row(m) for m in shown], title=title, footer=footer)
+    heading = f"{title}, worst modules first" if title else "worst modules first"
+    return output.table(_COLUMNS, rows, title=heading, footer=footer)
 
 
-def _row(module: ModuleReport) -> list[output.Cell]:
-    return [_short(module.path), module.policy, *_cells(module.fidelity or _estimate(module))]
+def _row(name: str, module: ModuleReport) -> list[output.Cell]:
+    return [name, module.policy, *_cells(module.figures)]
 
 
-def _short(path: str) -> str:
-    """Layer and last two names of a module path: "3 switch_mlp.down_proj"."""
-    found = re.search(r"layers\.(\d+)\.(.+)$", path)
-    last = ".".join((found[2] if found else path).split(".")[-2:])
-    return f"{found[1]} {last}" if found else last
+def _short_names(stage: StageReport) -> dict[str, str]:
+    """Layer and last name of each module path, "3 down_proj"; with more names where that is not
+    one module's alone.
+    """
+    paths = [module.path for module in stage.modules]
+    for names in range(1, max((path.count(".") for path in paths), default=0) + 1):
+        short = {path: _ending(path, names) for path in paths}
+        if len(set(short.values())) == len(paths):
+            return short
+    return {path: path for path in paths}
 
 
-def _estimate(module: ModuleReport) -> Fidelity | None:
-    """The sample's figures for what was chosen: all that a dry run knows."""
-    return module.tried.get(module.policy)
+def _ending(path: str, names: int) -> str:
+    layer = re.search(r"layers\.(\d+)\.(.+)$", path)
+    ending = ".".join((layer[2] if layer else path).split(".")[-names:])
+    return f"{layer[1]} {ending}" if layer else ending
 
 
 def _cells(found: Fidelity | None) -> list[output.Cell]:
@@ -85,8 +100,8 @@ def _cells(found: Fidelity | None) -> list[output.Cell]:
         return [None] * 5
     return [
         _number(found.delta_over_step),
-        None if found.survival is None else f"{100 * found.survival:.1f}%",
         _number(found.correlation),
+        None if found.survival is None else f"{100 * found.survival:.1f}%",
         _number(found.noise),
         None if found.artifact is None else f"{100 * found.artifact:.2g}%",
     ]

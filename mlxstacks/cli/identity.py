@@ -37,7 +37,8 @@ def render(console: "Console", report: "IdentityReport") -> None:
             "those that both get wrong.",
             markup=False,
         )
-    console.print(_published_table())
+    if found.is_published_model:
+        console.print(_published_table())
     for note in report.notes:
         console.print(note, markup=False, style="dim")
     console.print(

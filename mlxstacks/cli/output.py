@@ -9,16 +9,17 @@ import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mlxstacks.memory import bytes_in_words
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.progress import Progress as RichProgress
-    from rich.table import Table
+    from rich.table import Table as Grid
 
 Cell = str | int | float | bool | None
 
@@ -59,50 +60,99 @@ def next_step(console: "Console", what: str, command: str) -> None:
     console.print(f"{what}: {command}", markup=False, soft_wrap=True)
 
 
+@dataclass(frozen=True)
+class Table:
+    """Plain cells that rich prints as a table or, on a terminal too narrow for it, row by row.
+
+    Columns that hold only numbers (or nothing) are aligned right, and texts fold instead of being
+    cut. Cells are plain text, never markup. `footer` is a last row, set apart (totals).
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    title: str | None = None
+    footer: Sequence[Cell] | None = None
+
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> Iterator["RenderableType"]:
+        widths = [self._least_width(index) for index in range(len(self.columns))]
+        # Three blanks between columns, one at each edge.
+        if sum(widths) + 3 * len(widths) - 1 <= options.max_width:
+            yield self._grid(widths)
+        else:
+            yield from self._records()
+
+    def _all_rows(self) -> list[Sequence[Cell]]:
+        return [*self.rows, self.footer] if self.footer is not None else [*self.rows]
+
+    def _is_numeric(self, index: int) -> bool:
+        return all(_is_number(row[index]) for row in self._all_rows())
+
+    def _least_width(self, index: int) -> int:
+        """Of a column of numbers the head may wrap between words, a number never; texts fold."""
+        head = self.columns[index].split()
+        cells = [_shown(row[index]) for row in self._all_rows()]
+        if self._is_numeric(index):
+            return max(map(len, [*head, *cells]), default=1)
+        words = [word for cell in cells for word in cell.split()]
+        return max([*map(len, head), *(min(len(word), _LEAST_TEXT) for word in words)], default=1)
+
+    def _grid(self, widths: Sequence[int]) -> "RenderableType":
+        from rich import box
+        from rich.table import Table as Grid
+        from rich.text import Text
+
+        title = Text(self.title) if self.title is not None else None  # may hold [brackets]
+        grid = Grid(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for index, column in enumerate(self.columns):
+            justify: Literal["left", "right"] = "right" if self._is_numeric(index) else "left"
+            grid.add_column(
+                Text(column), justify=justify, overflow="fold", min_width=widths[index]
+            )
+        for row in self.rows:
+            grid.add_row(*[Text(_shown(cell)) for cell in row])
+        if self.footer is not None:
+            grid.add_section()
+            grid.add_row(*[Text(_shown(cell), style="bold") for cell in self.footer])
+        return grid
+
+    def _records(self) -> "Iterator[RenderableType]":
+        """The first cell of a row, below it the others by name."""
+        from rich.padding import Padding
+        from rich.text import Text
+
+        if self.title is not None:
+            yield Text(self.title, style="italic")
+        for row in self._all_rows():
+            yield Text(_shown(row[0]), style="bold")
+            pairs = zip(self.columns[1:], row[1:], strict=True)
+            shown = [(name, cell) for name, cell in pairs if cell is not None and cell != ""]
+            yield Padding(details(shown), (0, 0, 0, 2))
+        yield Text("")
+
+
+# Narrower than this a column of text is no longer read.
+_LEAST_TEXT = 12
+
+
 def table(
     columns: Sequence[str],
     rows: Iterable[Sequence[Cell]],
     *,
     title: str | None = None,
     footer: Sequence[Cell] | None = None,
-) -> "Table":
-    """A table that fits 80 columns if its texts allow.
-
-    Columns that hold only numbers (or nothing) are aligned right, and texts fold instead of being
-    cut. Cells are plain text, never markup. `footer` is a last row, set apart (totals).
-    """
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    listed = [list(row) for row in rows]
-    with_footer = [*listed, list(footer)] if footer is not None else listed
-    shown_title = Text(title) if title is not None else None  # a path may hold [brackets]
-    made = Table(title=shown_title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, column in enumerate(columns):
-        numeric = all(_is_number(row[index]) for row in with_footer)
-        # Of a column of numbers the head may wrap between words, a number never.
-        words = [*column.split(), *(_shown(row[index]) for row in with_footer)] if numeric else []
-        made.add_column(
-            Text(column),
-            justify="right" if numeric else "left",
-            overflow="fold",
-            min_width=max(map(len, words), default=None),
-        )
-    for row in listed:
-        made.add_row(*[Text(_shown(cell)) for cell in row])
-    if footer is not None:
-        made.add_section()
-        made.add_row(*[Text(_shown(cell), style="bold") for cell in footer])
-    return made
+) -> Table:
+    """The `Table` of these cells."""
+    return Table(columns, [list(row) for row in rows], title, footer)
 
 
-def details(pairs: Mapping[str, Cell] | Iterable[tuple[str, Cell]]) -> "Table":
+def details(pairs: Mapping[str, Cell] | Iterable[tuple[str, Cell]]) -> "Grid":
     """Names and values in two columns, without a head."""
-    from rich.table import Table
+    from rich.table import Table as Grid
     from rich.text import Text
 
-    made = Table(box=None, show_header=False, pad_edge=False)
+    made = Grid(box=None, show_header=False, pad_edge=False)
     made.add_column(no_wrap=True)
     made.add_column(overflow="fold")
     for name, value in pairs.items() if isinstance(pairs, Mapping) else pairs:

@@ -73,7 +73,11 @@ def _render_point(
     kept = [row for row in rows if any(row.survival.values())]
     if kept:
         columns = ["rank", "steps", *policies]
-        title = "share of the adapter that a fuse keeps (correlation)"
+        seeds = max((found.n for row in kept for found in row.correlation.values() if found), default=0)
+        title = (
+            f"correlation of a fuse with the trained change (survival, <F,D>/<D,D>); means over "
+            f"{seeds} seed{'s' if seeds != 1 else ''}, 95% intervals"
+        )
         table = output.table(columns, [_survival_row(row, policies) for row in kept], title=title)
         console.print(table)
 
@@ -102,15 +106,14 @@ def _survival_row(row: "MatrixRow", policies: list[str]) -> list[output.Cell]:
     steps = row.mean("delta_over_step")
     cells: list[output.Cell] = [row.rank, None if steps is None else f"{steps:.3f}"]
     for policy in policies:
-        kept, correlation = row.survival[policy], row.correlation[policy]
-        if kept is None:
+        survival, correlation = row.survival[policy], row.correlation[policy]
+        if survival is None or correlation is None:
             cells.append(None)
             continue
         spread = ""
-        if kept.low is not None and kept.high is not None:
-            spread = f" +-{100 * (kept.high - kept.low) / 2:.0f}"
-        along = "" if correlation is None else f" ({correlation.mean:.2f})"
-        cells.append(f"{100 * kept.mean:.0f}%{spread}{along}")
+        if correlation.low is not None and correlation.high is not None:
+            spread = f" +-{(correlation.high - correlation.low) / 2:.2f}"
+        cells.append(f"{correlation.mean:.3f}{spread} ({100 * survival.mean:.0f}%)")
     return cells
 
 

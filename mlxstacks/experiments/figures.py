@@ -1,10 +1,18 @@
-"""Figures as files, where matplotlib is installed (the extra `plots`)."""
+"""Figures as files, where matplotlib is installed (the extra `plots`), no text over another."""
 
+import math
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 FORMATS = ("png", "svg")
+# Longer names of ticks are cut, with three dots; tables have them whole.
+LONGEST_TICK = 34
+_LEAST_PANEL_INCHES = 1.3
+_TURN_DEGREES = 40
+_MOST_PASSES = 5
 Drawing = tuple[str, Callable[[Any], None]]
 """(name of the file, what draws on an empty figure)"""
 
@@ -35,8 +43,153 @@ def write_figures(
         for name, draw in drawings:
             figure = Figure(layout="constrained")
             draw(figure)
+            fit(figure)
             for suffix in formats:
                 options = {"metadata": {"Date": None}} if suffix == "svg" else {"dpi": dpi}
                 figure.savefig(directory / f"{name}.{suffix}", **options)
                 names.append(f"{name}.{suffix}")
     return names, []
+
+
+def fit(figure: Any) -> None:
+    """Wrap, turn and make room until no label lies over another or leaves the figure; then keep
+    the layout as it is.
+
+    Titles and labels of axes are wrapped to what they belong to, names below a plot are turned, and
+    the figure grows where that is not enough.
+    """
+    for ax in _panels(figure):
+        for axis in (ax.xaxis, ax.yaxis):
+            _shorten(axis)
+    for _ in range(_MOST_PASSES):
+        figure.draw_without_rendering()
+        wide, high = _wanted_inches(figure)
+        changed = [_wrap(*each) for each in _texts(figure)]
+        changed += [_turn(ax.xaxis) for ax in _panels(figure)]
+        changed += [_stack(figure, legend) for legend in [*figure.legends]]
+        if (wide, high) != tuple(figure.get_size_inches()):
+            figure.set_size_inches(wide, high)
+        elif not any(changed):
+            break
+    else:
+        figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+
+
+def _panels(figure: Any) -> list[Any]:
+    """Axes of a figure, of its subfigures too; scales of colours are axes."""
+    return [*figure.axes]
+
+
+def _shorten(axis: Any) -> None:
+    """Names given to ticks; numbers are never long."""
+    names = getattr(axis.get_major_formatter(), "seq", None)
+    if names and any(len(str(name)) > LONGEST_TICK for name in names):
+        cut = [n if len(n) <= LONGEST_TICK else f"{n[: LONGEST_TICK - 1]}\u2026" for n in names]
+        axis.set_ticklabels(cut)
+
+
+def tick_texts(axis: Any) -> list[Any]:
+    """The drawn names of the ticks within the axis' view, in their order on it."""
+    low, high = sorted(axis.get_view_interval())
+    ticks = [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    texts = [tick.label1 for tick in ticks if tick.label1.get_visible() and tick.label1.get_text()]
+    place = 0 if axis.axis_name == "x" else 1
+    return sorted(texts, key=lambda text: float(text.get_window_extent().get_points()[0][place]))
+
+
+def crowding(axis: Any) -> float:
+    """How much more room the names of the ticks need than they have; at most 1 where they fit."""
+    texts = tick_texts(axis)
+    place = 0 if axis.axis_name == "x" else 1
+    worst = 0.0
+    for first, second in pairwise(texts):
+        one, two = (text.get_window_extent() for text in (first, second))
+        size = (one.width + two.width, one.height + two.height)[place] / 2
+        middles = [(box.x0 + box.x1, box.y0 + box.y1)[place] / 2 for box in (one, two)]
+        if first.get_rotation() % 90:
+            # Turned by the same angle, lines of text are as far apart as that angle leaves them.
+            line = first.get_fontsize() * first.figure.dpi / 72
+            size = (
+                line
+                * len(first.get_text().split("\n"))
+                / math.sin(math.radians(first.get_rotation()))
+            )
+            middles = [box.x1 for box in (one, two)]
+        worst = max(worst, size / max(1.0, abs(middles[1] - middles[0])))
+    return worst
+
+
+def _turn(axis: Any) -> bool:
+    """Names below a plot that lie over each other stand aslant."""
+    texts = tick_texts(axis)
+    if crowding(axis) <= 1 or not texts or texts[0].get_rotation():
+        return False
+    for tick in axis.get_major_ticks():
+        tick.label1.set(rotation=_TURN_DEGREES, ha="right", rotation_mode="anchor")
+    return True
+
+
+def _wanted_inches(figure: Any) -> tuple[float, float]:
+    """The figure's size with room for names of ticks and for panels themselves."""
+    wide, high = figure.get_size_inches()
+    more_wide, more_high = 1.0, 1.0
+    for ax in _panels(figure):
+        box = ax.get_window_extent()
+        texts = tick_texts(ax.xaxis)
+        if texts and texts[0].get_rotation():
+            more_wide = max(more_wide, crowding(ax.xaxis))
+        more_high = max(more_high, crowding(ax.yaxis))
+        if hasattr(ax, "_colorbar"):
+            continue
+        lacking = _LEAST_PANEL_INCHES - box.width / figure.dpi
+        if lacking > 0.01:
+            columns = max(1, round(wide * figure.dpi / max(box.width, wide * figure.dpi / 3)))
+            more_wide = max(more_wide, 1 + columns * lacking / wide)
+        lacking = _LEAST_PANEL_INCHES / 2 - box.height / figure.dpi
+        if lacking > 0.01 and len(tick_texts(ax.yaxis)) > 1:
+            more_high = max(more_high, 1 + lacking / high)
+    return float(wide * min(2.0, more_wide)), float(high * min(2.0, more_high))
+
+
+def _texts(figure: Any) -> Iterable[tuple[Any, float, int]]:
+    """(title or label, pixels that it may take, along which side of the page it is written)."""
+    for ax in _panels(figure):
+        box, alone = ax.get_window_extent(), len(figure.axes) == 1
+        yield ax.title, figure.bbox.width * 0.98 if alone else box.width, 0
+        yield ax._left_title, figure.bbox.width * 0.98 if alone else box.width, 0
+        yield ax.xaxis.label, max(box.width, 0.9 * figure.bbox.width if alone else 0), 0
+        yield ax.yaxis.label, box.height, 1
+
+
+def _wrap(text: Any, room: float, side: int) -> bool:
+    """Break a text that is longer than its room; whether it was."""
+    box = text.get_window_extent()
+    length = (box.width, box.height)[side]
+    words = text.get_text()
+    if not words or length <= max(room, 20.0):
+        return False
+    longest = max(map(len, words.split("\n")))
+    wrapped = textwrap.fill(" ".join(words.split()), max(10, int(longest * room / length)))
+    if wrapped == words:
+        return False
+    text.set_text(wrapped)
+    return True
+
+
+def _stack(figure: Any, legend: Any) -> bool:
+    """A legend that is wider than its figure gets fewer columns; of one, a wider figure."""
+    width = legend.get_window_extent().width
+    if width <= figure.bbox.width:
+        return False
+    if legend._ncols > 1:
+        labels = [text.get_text() for text in legend.get_texts()]
+        legend.remove()
+        figure.legend(
+            legend.legend_handles, labels, loc="outside lower center",
+            ncols=max(1, int(legend._ncols * figure.bbox.width / width)),
+            title=legend.get_title().get_text() or None,
+        )  # fmt: skip
+    else:
+        figure.set_size_inches(1.02 * width / figure.dpi, figure.get_size_inches()[1])
+    return True

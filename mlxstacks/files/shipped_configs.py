@@ -12,6 +12,7 @@ sizes of stacks on them, are recomputed in tests/files/test_shipped_configs.py.
 import functools
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,3 +61,38 @@ def shipped_config(model: str) -> ShippedConfig | None:
     if bits is not None:
         config["quantization"] = {"group_size": GROUP_SIZE, "bits": bits, "mode": "affine"}
     return ShippedConfig(name, bits, config)
+
+
+def has_shape_of(config: Mapping[str, Any], model: str) -> bool:
+    """Whether a config is that of a shipped model: every size that both name, and the bits, agree.
+
+    Raises: ValueError for a model whose config is not shipped.
+    """
+    shipped = shipped_config(model)
+    if shipped is None:
+        raise ValueError(f"got {model!r}; shipped are {', '.join(shipped_names())}")
+    quantization = config.get("quantization")
+    bits = quantization.get("bits") if isinstance(quantization, Mapping) else None
+    sizes, own = (_sizes(one) for one in (shipped.config, config))
+    shared = sizes.keys() & own.keys()
+    return (
+        bits == shipped.bits
+        and {"hidden_size", "num_hidden_layers"} <= shared
+        and all(sizes[name] == own[name] for name in shared)
+    )
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Of the text part; the vocabulary is not among them, since converters pad it."""
+    text = config.get("text_config")
+    values = text if isinstance(text, Mapping) else config
+    return {
+        name: value for name, value in values.items() if name in _SIZES and isinstance(value, int)
+    }
+
+
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok",
+    "moe_intermediate_size", "linear_num_key_heads", "linear_num_value_heads",
+)  # fmt: skip

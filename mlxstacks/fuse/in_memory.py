@@ -99,8 +99,7 @@ def fuse_in_memory(model: nn.Module, settings: FuseSettings) -> MemoryFuse:
     )
     before = sum(info.nbytes for work in works for info in work.module.tensors())
     extra = sum(entries_bytes(work.outputs()) for work in works) - before
-    words = verdict(list(stages), settings.zero_delta, None, extra, settings.target_correlation)
-    return MemoryFuse(stages, extra, words, tuple(notes))
+    return MemoryFuse(stages, extra, verdict(stages, settings, None, extra), tuple(notes))
 
 
 def _works(

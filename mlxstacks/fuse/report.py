@@ -1,14 +1,17 @@
 """What a fuse reports: per stage and module, in total, and as a verdict in words."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlxstacks.files.outputs import SideFile
 from mlxstacks.fuse.fidelity import Fidelity, Sums, fidelity
+from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.memory import bytes_in_words
 
-# Below this share of a quantization step no same-bits rounding keeps an adapter (DESIGN section 6).
-LOST_BELOW_STEPS = 0.25
+# Of modules below the target so many are named; all are in the report.
+_MOST_SHORTFALLS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,11 @@ class ModuleReport:
     bytes_after: int
     fidelity: Fidelity | None
     tried: dict[str, Fidelity]
+
+    @property
+    def figures(self) -> Fidelity | None:
+        """As measured; of a dry run, the estimate for the chosen policy."""
+        return self.fidelity or self.tried.get(self.policy)
 
     def as_json(self) -> dict[str, Any]:
         figures = self.fidelity.as_json() if self.fidelity else None
@@ -155,57 +163,161 @@ def total_fidelity(sums: list[Sums]) -> Fidelity:
     return fidelity(sum(sums, Sums()))
 
 
+def below_target(
+    stages: Sequence[StageReport], settings: FuseSettings
+) -> list[tuple[float, ModuleReport]]:
+    """(correlation, module) of the modules that miss the target, the worst first.
+
+    Only `auto` and `promote` seek the target; of other policies, and at zero delta, none is listed.
+    """
+    if settings.requant not in ("auto", "promote") or settings.zero_delta:
+        return []
+    return [
+        (correlation, module)
+        for correlation, module in _by_correlation(stages)
+        if correlation < settings.target_correlation
+    ]
+
+
+def _by_correlation(stages: Sequence[StageReport]) -> list[tuple[float, ModuleReport]]:
+    found = [
+        (module.figures.correlation, module)
+        for stage in stages
+        for module in stage.modules
+        if module.figures is not None and module.figures.correlation is not None
+    ]
+    return sorted(found, key=lambda pair: (pair[0], pair[1].stage, pair[1].path))
+
+
+def shortfall_notes(
+    stages: Sequence[StageReport], settings: FuseSettings, dequantized: Mapping[str, Fidelity]
+) -> list[str]:
+    """The modules below the target with their correlations, by what can be done about them.
+
+    dequantized: module path -> estimated figures of `--requant dequantize` in its last stage.
+    """
+    helped, lost = [], []
+    for correlation, module in below_target(stages, settings):
+        name = f"{module.path}{_of_stage(module.stage, stages)} {_floored(correlation)}"
+        plain = dequantized.get(module.path)
+        if plain and plain.correlation and 1 - plain.correlation < 0.9 * (1 - correlation):
+            helped.append(f"{name} (then about {_floored(plain.correlation)})")
+        else:
+            lost.append(name)
+    below = f"Correlation below the target of {settings.target_correlation:g}"
+    notes = []
+    if helped:
+        notes.append(f"{below}; --requant dequantize does better: {_listed(helped)}.")
+    if lost:
+        notes.append(
+            f"{below}, and no policy does better: {_listed(lost)}. Serve the adapter unfused "
+            "(--adapter-path), or train a larger change."
+        )
+    return notes
+
+
+def _listed(names: list[str]) -> str:
+    hidden = len(names) - _MOST_SHORTFALLS
+    return ", ".join(names[:_MOST_SHORTFALLS]) + (f" and {hidden} more" if hidden > 0 else "")
+
+
+def _floored(correlation: float) -> str:
+    """Four digits, never rounded up to a target that was missed."""
+    return f"{math.floor(correlation * 1e4) / 1e4:.4f}"
+
+
 def verdict(
-    stages: list[StageReport],
-    zero_delta: bool,
+    stages: Sequence[StageReport],
+    settings: FuseSettings,
     alternative: Alternative | None,
     extra_bytes: int,
-    target_correlation: float,
 ) -> str:
-    """One or two sentences that say what the fuse did to the adapters and to the base.
+    """One to three sentences that say what the fuse did to the adapters and to the base.
 
-    Every stage is measured against the weights it was given, so each one is spoken of. The
-    alternative is named where the last stage stays below the target and it is better.
+    Every stage is measured against the weights it was given, so each one is spoken of. The worst
+    module below the target is named, and the alternative where it is better.
     """
     totals = [stage.total for stage in stages if stage.total is not None]
     if not totals:
-        return "nothing was measured"
-    if zero_delta:
+        return _planned_verdict(stages, settings, alternative)
+    if settings.zero_delta:
         return _zero_verdict(totals)
     if all(total.survival is None for total in totals):
         return "the delta is zero, or too small for float32; " + _zero_verdict(totals)
     many = len(totals) > 1
-    kept = "; ".join(_stage(n, many) + _kept(total) for n, total in enumerate(totals, 1))
-    words = [kept, _cost(extra_bytes), *_artifacts(totals)]
-    sentence = ", ".join(words) + "."
-    reached = totals[-1].correlation or 0.0
-    if alternative and reached < min(target_correlation, alternative.correlation - 0.01):
-        sentence += (
-            f" --requant {alternative.policy} keeps {_percent(alternative.survival)} "
-            f"(correlation {alternative.correlation:.2f}) for "
-            f"{bytes_in_words(alternative.extra_bytes)} more."
-        )
-    return sentence
+    parts = [
+        (f"stage {number}: " if many else "") + _fidelity_words(total)
+        for number, total in enumerate(totals, 1)
+    ]
+    sentence = "; ".join([*parts, _cost(extra_bytes), *_artifacts(totals)]) + "."
+    sentence += _shortfall_words(stages, settings)
+    return sentence + _alternative_words(alternative, totals[-1].correlation, settings)
 
 
-def _stage(number: int, many: bool) -> str:
-    return f"stage {number} " if many else ""
+def _planned_verdict(
+    stages: Sequence[StageReport], settings: FuseSettings, alternative: Alternative | None
+) -> str:
+    opening = "planned only, nothing was written"
+    ordered = _by_correlation(stages)
+    if not ordered:
+        return f"{opening}."
+    (low, worst), (high, _) = ordered[0], ordered[-1]
+    trained = ", with the trained delta" if settings.zero_delta else ""
+    sentence = (
+        f"{opening}; estimated correlation{trained} {low:.3f} ({worst.path}"
+        f"{_of_stage(worst.stage, stages)})"
+    )
+    sentence += f" to {high:.3f}." if len(ordered) > 1 else "."
+    sentence += _shortfall_words(stages, settings)
+    return sentence + _alternative_words(alternative, low, settings)
 
 
-def _kept(total: Fidelity) -> str:
-    if total.survival is None or total.noise is None:
-        return "had nothing to add"
-    kept = f"kept {_percent(total.survival)} of the adapter"
-    if total.noise < 0.005:
-        return f"{kept} and added next to no noise"
-    return f"{kept} and added {total.noise:.2g} times its size as noise"
+def _shortfall_words(stages: Sequence[StageReport], settings: FuseSettings) -> str:
+    below = below_target(stages, settings)
+    if not below:
+        return ""
+    correlation, worst = below[0]
+    count = sum(len(stage.modules) for stage in stages)
+    return (
+        f" {len(below)} of {count} module{'s' if count > 1 else ''} below the target of "
+        f"{settings.target_correlation:g}, the worst {worst.path}"
+        f"{_of_stage(worst.stage, stages)} with {_floored(correlation)}."
+    )
+
+
+def _alternative_words(
+    alternative: Alternative | None, reached: float | None, settings: FuseSettings
+) -> str:
+    if alternative is None or (reached or 0.0) >= min(
+        settings.target_correlation, alternative.correlation - 0.01
+    ):
+        return ""
+    return (
+        f" --requant {alternative.policy}: correlation {alternative.correlation:.3f}, survival "
+        f"{_percent(alternative.survival)}, {_cost(alternative.extra_bytes)}."
+    )
+
+
+def _of_stage(stage: int, stages: Sequence[StageReport]) -> str:
+    return f" in stage {stage + 1}" if len(stages) > 1 else ""
+
+
+def _fidelity_words(total: Fidelity) -> str:
+    if total.correlation is None or total.survival is None or total.noise is None:
+        return "nothing to add"
+    noise = "next to no noise"
+    if total.noise >= 0.005:
+        noise = f"noise {total.noise:.2g} times that change"
+    return (
+        f"correlation {total.correlation:.3f} with the trained change, survival "
+        f"{_percent(total.survival)}, {noise}"
+    )
 
 
 def _cost(extra_bytes: int) -> str:
     if extra_bytes == 0:
-        return "at no extra bytes"
-    word = "more" if extra_bytes > 0 else "less"
-    return f"for {bytes_in_words(abs(extra_bytes))} {word}"
+        return "no extra bytes"
+    return f"{bytes_in_words(abs(extra_bytes))} {'more' if extra_bytes > 0 else 'less'}"
 
 
 def _artifacts(totals: list[Fidelity]) -> list[str]:
@@ -215,7 +327,7 @@ def _artifacts(totals: list[Fidelity]) -> list[str]:
         return []
     codes = f" ({_percent(share)} of the codes)" if share else ""
     up_to = "up to " if len(totals) > 1 else ""
-    return [f"while the fuse itself moves the weights by {up_to}{_percent(artifact)}{codes}"]
+    return [f"the fuse itself moves the weights by {up_to}{_percent(artifact)}{codes}"]
 
 
 def _zero_verdict(totals: list[Fidelity]) -> str:

@@ -28,11 +28,11 @@ from mlxstacks.files.shards import TensorInfo, read_header
 from mlxstacks.files.stored_weight import config_key
 from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import Choice, decide, estimate_alternative
-from mlxstacks.fuse.fidelity import Sums
+from mlxstacks.fuse.fidelity import Fidelity, Sums
 from mlxstacks.fuse.gather import gather_modules
 from mlxstacks.fuse.kernel_task import kernel_fault, takes_kernel
 from mlxstacks.fuse.module import Module
-from mlxstacks.fuse.report import Alternative, FuseReport, verdict
+from mlxstacks.fuse.report import Alternative, FuseReport, shortfall_notes, verdict
 from mlxstacks.fuse.rewrite import (
     ModuleWork,
     measure_module,
@@ -48,6 +48,8 @@ REPORT_NAME = "fuse_report.json"
 _INDEX_NAME = "model.safetensors.index.json"
 _MOST_WORKERS = 8  # beyond this the interpreter lock, not the cores, is the limit
 
+# (weights, figures, extra bytes) of a module under another policy.
+Estimate = tuple[int, Fidelity, int]
 # What is told of the work: (weights done, weights in all).
 ProgressCallback = Callable[[int, int], None]
 
@@ -98,10 +100,10 @@ class _Fuse:
         works = [
             self._work(module, choices[module.path].decisions, dry_run) for module in self.modules
         ]
-        alternative = self._alternative(choices)
+        alternatives = self._alternatives(choices)
         if dry_run:
             files = self._planned_files(works)
-            return self._report("planned", works, choices, {}, files, alternative)
+            return self._report("planned", works, choices, {}, files, alternatives)
         needed = sum(int(file["written_bytes"]) for file in self._planned_files(works))
         shared = self._shares_bytes(self.checkpoint.directory)
         needed += sum(file.nbytes for file in self.side_files if file.how == "copied" or not shared)
@@ -126,7 +128,7 @@ class _Fuse:
             )
             self._write_config(directory, works)
             self._write_index(directory, works)
-            report = self._report("fused", works, choices, sums, files, alternative)
+            report = self._report("fused", works, choices, sums, files, alternatives)
             write_json(directory / REPORT_NAME, report.as_json())
         return report
 
@@ -153,13 +155,13 @@ class _Fuse:
                 for module in self.modules
             }
 
-    def _alternative(self, choices: dict[str, Choice]) -> Alternative | None:
-        """What a policy that keeps more would give, estimated on samples."""
-        if self.settings.requant == "dequantize" or self.settings.zero_delta:
-            return None
+    def _alternatives(self, choices: dict[str, Choice]) -> tuple[str, dict[str, Estimate]]:
+        """A policy that keeps more, and what it would give each module, estimated on samples."""
         wide = self.settings.requant in ("auto", "promote")
         policy = "dequantize" if wide else "promote"
-        found = []
+        estimates: dict[str, Estimate] = {}
+        if self.settings.requant == "dequantize" or self.settings.zero_delta:
+            return policy, estimates
         for module in self.modules:
             choice = choices[module.path]
             estimate = estimate_alternative(
@@ -169,8 +171,8 @@ class _Fuse:
                 decision, figures = estimate
                 chosen = choice.decisions[max(choice.decisions)].bits
                 extra = tensor_bytes(module, decision.bits) - tensor_bytes(module, chosen)
-                found.append((module.weights, figures, extra))
-        return Alternative.of(policy, found)
+                estimates[module.path] = (module.weights, figures, extra)
+        return policy, estimates
 
     def _advance(self, weights: int) -> None:
         self.done_weights += weights
@@ -258,7 +260,7 @@ class _Fuse:
         choices: dict[str, Choice],
         sums: dict[str, dict[int, Sums]],
         files: list[dict[str, Any]],
-        alternative: Alternative | None,
+        alternatives: tuple[str, dict[str, Estimate]],
     ) -> FuseReport:
         stages = [
             stage_report(index, adapter, works, choices, sums)
@@ -268,13 +270,9 @@ class _Fuse:
             entries_bytes(work.outputs()) - sum(i.nbytes for i in work.module.tensors())
             for work in works
         )
-        words = verdict(
-            stages,
-            self.settings.zero_delta,
-            alternative,
-            extra,
-            self.settings.target_correlation,
-        )
+        policy, estimates = alternatives
+        alternative = Alternative.of(policy, list(estimates.values()))
+        plain = {path: figures for path, (_, figures, _) in estimates.items()}
         settings = self.settings.model_dump(mode="json", exclude={"force", "save_path"})
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         report = FuseReport(
@@ -293,10 +291,8 @@ class _Fuse:
             written_bytes=sum(int(file["written_bytes"]) for file in files),
             seconds=time.monotonic() - self.started,
             versions={name: version(name) for name in ("mlxstacks", "mlx", "numpy")},
-            verdict=words
-            if sums
-            else "planned only, nothing was written; the figures are estimates.",
-            notes=self.notes,
+            verdict=verdict(stages, self.settings, alternative, extra),
+            notes=[*self.notes, *shortfall_notes(stages, self.settings, plain)],
         )
         return replace(report, failed_gate=self._failed_gate(report))
 

@@ -38,7 +38,7 @@ class GuardSettings(BaseModel):
         description="Projections that get an adapter, by the end of their path (down_proj, or "
         "switch_mlp.down_proj). Repeatable. Default: the usual ones.",
     )
-    optimizer: OptimizerName = Field("adam", description="What holds optimizer state.")
+    optimizer: OptimizerName = Field("adamw", description="What holds optimizer state.")
     checkpointing: CheckpointingName = Field(
         "none",
         description="none; layers: each decoder layer is computed again in the backward pass; "
@@ -46,20 +46,20 @@ class GuardSettings(BaseModel):
     )
     compile: bool = Field(False, description="The whole step goes through mx.compile.")
     recurrence: RecurrenceName = Field(
-        "loop",
-        description="Linear attention in training: loop, over tokens, is mlx-lm's; chunked is "
-        "mlxstacks'.",
+        "chunked",
+        description="Linear attention in training: chunked is that of `mlxstacks train`; loop, "
+        "over tokens, is mlx-lm's.",
     )
     loss: Literal["whole", "pieces"] = Field(
-        "whole",
-        description="whole: mlx-lm's, the logits of all tokens at once; pieces: mlxstacks', a few "
-        "tokens at a time, where the model's head allows it.",
+        "pieces",
+        description="pieces: that of `mlxstacks train`, a few tokens at a time, where the model's "
+        "head allows it; whole: mlx-lm's, the logits of all tokens at once.",
     )
     adapter_copies: int = Field(
-        0,
+        1,
         ge=0,
         description="Further copies of the adapter that the run holds: one for the best weights so "
-        "far, one for gradients that are accumulated.",
+        "far, where `mlxstacks train` validates, one for gradients that are accumulated.",
     )
     decode_tokens: int = Field(0, ge=0, description="Also predict generating so many tokens.")
     decode_batch: int = Field(1, ge=1, le=1_000_000, description="Sequences generated at once.")

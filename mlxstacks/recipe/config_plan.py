@@ -284,7 +284,8 @@ def _buffers(settings: "BufferSettings") -> Iterator[PlannedTraining]:
         asked = GuardSettings(
             model=model, max_seq_length=longest, rank=rank, layers=settings.layers,
             keys=settings.projections,
-            recurrence="loop" if by_mlx_lm else "chunked",
+            recurrence="loop" if by_mlx_lm else "chunked", loss="whole", optimizer="adam",
+            adapter_copies=0,
             checkpointing="none" if "off" in settings.checkpointing
             else "mlx" if by_mlx_lm else "layers",
         )  # fmt: skip

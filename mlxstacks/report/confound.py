@@ -91,7 +91,7 @@ def _claim_plot(document: Value, mark: Mark) -> Plot:
 
 
 def _arm_table(document: Value, mark: Mark) -> Block:
-    """Beside each accuracy what the arm's fuse kept of the delta and did by itself."""
+    """Beside each accuracy the correlation of the arm's fuse, and what that did by itself."""
     rows: list[list[Cell]] = []
     for name, arm in document["arms"].items():
         kind, _, way = name.partition("_")
@@ -101,7 +101,7 @@ def _arm_table(document: Value, mark: Mark) -> Block:
             percent(arm["accuracy"].number), bounds(arm["interval"], 1, scale=100),
             number(arm["unanswered"].number),
             listed(f"{rule} {number(count.number)}" for rule, count in arm["rules"].items()),
-            _kept(total, kind), percent(total["artifact"].number, 2) if total else "not fused",
+            _correlation(total, kind), percent(total["artifact"].number, 2) if total else "not fused",
         ])  # fmt: skip
     columns = ("arm", "right", "share", "95%, points", "no answer or tie", "answer taken by",
                "correlation of the fuse", "artifact")  # fmt: skip
@@ -109,7 +109,7 @@ def _arm_table(document: Value, mark: Mark) -> Block:
     return table(mark("Arms"), columns, rows, note=f"Guessing gives {guess}.")
 
 
-def _kept(total: Value, kind: str) -> Cell:
+def _correlation(total: Value, kind: str) -> Cell:
     """Correlation of the realised with the intended delta; the control has no delta."""
     if not total:
         return "not fused"

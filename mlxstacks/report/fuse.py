@@ -8,13 +8,13 @@ from mlxstacks.report.values import Value
 from mlxstacks.report.words import fixed, nbytes, number, percent
 
 _COLUMNS = (
-    "module", "how", "bits", "delta, steps", "kept", "correlation", "noise", "artifact",
+    "module", "policy", "bits", "delta, steps", "correlation", "survival", "noise", "artifact",
     "codes changed", "at zero delta",
 )  # fmt: skip
 _LEGEND = (
-    "delta: its size in quantization steps. kept: share of the delta that is in the weights. "
-    "noise: in sizes of the delta. artifact: change of the weights at zero delta, in their own "
-    "size. codes changed: share of all codes."
+    "The worst modules first. delta: the trained change D in quantization steps. correlation: of "
+    "the fused change F with D. survival: <F,D>/<D,D>. noise: in sizes of D. artifact: change of "
+    "the weights at zero delta, in their own size. codes changed: share of all codes."
 )
 
 
@@ -36,12 +36,13 @@ def _outcome(total: Value, zero: bool) -> str:
         if artifact is None:
             return "not measured"
         return f"the fuse alone moves weights by {percent(artifact)}" if artifact else "no artifact"
-    said = f"kept {percent(survival)}, noise {number(total['noise'].number, 2)}"
-    return f"{said}, artifact {percent(artifact)}" if artifact else said
+    words = f"correlation {fixed(total['correlation'].number)}, survival {percent(survival)}"
+    words += f", noise {number(total['noise'].number, 2)}"
+    return f"{words}, artifact {percent(artifact)}" if artifact else words
 
 
 def _stage(stage: Value, zero: bool, which: str, mark: Mark, name: str) -> list[Block]:
-    modules = stage["modules"].each()
+    modules = sorted(stage["modules"].each(), key=_worst_first)
     names = [module["module"].text or "?" for module in modules]
     prefix = _common_prefix(names)
     adapter = stage["adapter"].text or "unknown"
@@ -66,11 +67,19 @@ def _stage(stage: Value, zero: bool, which: str, mark: Mark, name: str) -> list[
     if tried:
         blocks.append(
             table(
-                mark(f"What other ways would give, estimated{which}"),
-                ("module", "how", *_COLUMNS[3:]), tried, folded=True,
+                mark(f"What other policies would give, estimated{which}"),
+                ("module", "policy", *_COLUMNS[3:]), tried, folded=True,
             )
         )  # fmt: skip
     return blocks
+
+
+def _worst_first(module: Value) -> tuple[float, float]:
+    """By correlation; where there is none, as at zero delta, by what the fuse itself changed."""
+    correlation = module["fidelity"]["correlation"].number
+    if correlation is None:
+        return 2.0, -(module["fidelity"]["artifact"].number or 0.0)
+    return correlation, 0.0
 
 
 def _row(name: str, module: Value) -> list[Cell]:
@@ -83,8 +92,8 @@ def _row(name: str, module: Value) -> list[Cell]:
 
 def _figures(found: Value) -> list[Cell]:
     return [
-        fixed(found["delta_over_step"].number), percent(found["survival"].number),
-        fixed(found["correlation"].number), fixed(found["noise"].number),
+        fixed(found["delta_over_step"].number), fixed(found["correlation"].number),
+        percent(found["survival"].number), fixed(found["noise"].number),
         percent(found["artifact"].number, 2), percent(found["codes_changed"].number),
         percent(found["codes_changed_at_zero"].number),
     ]  # fmt: skip
@@ -94,8 +103,8 @@ def _plot(
     modules: list[Value], names: list[str], prefix: str, zero: bool, which: str, mark: Mark,
     name: str,
 ) -> Plot:  # fmt: skip
-    """Survival and correlation of each module; of a control what the fuse changed by itself."""
-    keys = {"survival": "kept, share of the delta", "correlation": "correlation with the delta"}
+    """Correlation and survival of each module, the worst first; of a control what the fuse changed by itself."""
+    keys = {"correlation": "correlation with the delta", "survival": "survival, <F,D>/<D,D>"}
     if zero:
         keys = {
             "artifact": "artifact, |change| / |weights|",
@@ -115,7 +124,7 @@ def _plot(
     references = {} if zero else {"all of the delta": 1.0}
     draw = partial(
         draw_series, labels=_endings(short), series=series,
-        xlabel="share" if zero else "share or correlation",
+        xlabel="share" if zero else "correlation or survival",
         title=title, references=references,
     )  # fmt: skip
     return Plot(name, title, alt, draw)

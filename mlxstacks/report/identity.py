@@ -22,7 +22,8 @@ def identity_content(document: Value, mark: Mark) -> Content:
         blocks.append(_prompt_map(document, mark))
     blocks += [
         _condition_table(document, mark), _compared_table(document, mark), _words(document),
-        _regression_table(document, mark), _published_table(document, mark),
+        _regression_table(document, mark),
+        *([_published_table(document, mark)] if document["published"] else []),
         _reply_table(document, mark),
     ]  # fmt: skip
     return Content(_outcome(document), document["verdict"].text or "", tuple(blocks))

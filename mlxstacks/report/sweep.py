@@ -64,13 +64,13 @@ def _survival_plot(rows: list[Value], labels: list[str], policies: list[str], ma
     values = [
         [_percent(row["survival"][policy]["mean"].number) for policy in policies] for row in rows
     ]
-    title = mark("Survival matrix: what a fuse keeps of the adapter")
+    title = mark("Survival of the adapter in a fuse, <F,D>/<D,D>")
     known = [v for line in values for v in line if v is not None]
     span = f"{min(known):.0f} to {max(known):.0f}%" if known else "nothing measured"
     alt = f"{title}. Rows: {listed(labels)}; columns: {listed(policies)}; {span}."
     draw = partial(
         draw_heat_map, rows=labels, columns=policies, values=values, title=title,
-        xlabel="policy of the fuse", ylabel="", unit="kept, %", form="{:.0f}%",
+        xlabel="policy of the fuse", ylabel="", unit="survival, %: brighter is more", form="{:.0f}%",
         limits=(0, 100),
     )  # fmt: skip
     return Plot("survival", title, alt, draw)
@@ -83,14 +83,25 @@ def _percent(share: float | None) -> float | None:
 def _survival_table(rows: list[Value], labels: list[str], policies: list[str], mark: Mark) -> Block:
     cells: list[list[Cell]] = [
         [
-            label, policy, estimate(row["survival"][policy], digits=1, scale=100),
-            estimate(row["correlation"][policy]), nbytes(row["extra_bytes"][policy].number),
+            label, policy, estimate(row["correlation"][policy]),
+            estimate(row["survival"][policy], digits=1, scale=100), nbytes(row["extra_bytes"][policy].number),
         ]
         for label, row in zip(labels, rows, strict=True)
         for policy in policies
     ]  # fmt: skip
-    columns = ("rank", "policy", "kept, %", "correlation", "more bytes")
-    return table(mark("What a fuse keeps"), columns, cells, note="Means over seeds, 95% intervals.")
+    columns = ("rank", "policy", "correlation", "survival, %", "more bytes")
+    note = f"Means over seeds{_seed_counts(rows)}, 95% intervals. Survival: <F,D>/<D,D>."
+    return table(mark("Correlation and survival of a fuse"), columns, cells, note=note)
+
+
+def _seed_counts(rows: list[Value]) -> str:
+    counts = {
+        number(interval["n"].number)
+        for row in rows
+        for _, interval in row["survival"].items()
+        if interval["n"]
+    }
+    return f" (n = {listed(sorted(filter(None, counts)))})" if counts else ""
 
 
 def _means_table(rows: list[Value], labels: list[str], mark: Mark) -> Block:

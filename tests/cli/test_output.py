@@ -41,6 +41,20 @@ def test_settings_are_shown_as_a_person_writes_them(value: object, shown: output
     assert output.setting(value) == shown
 
 
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_a_table_without_room_is_told_row_by_row(width: int) -> None:
+    columns = [f"measure {number}" for number in range(8)]
+    rows = [[f"arm {row}", *(1000 * row + n for n in range(7))] for row in (1, 2)]
+    text = printed(output.table(columns, rows, title="t", footer=["all", *[None] * 7]), width)
+    assert max(map(len, text.splitlines())) <= width
+    for row in rows:
+        for cell in row[1:]:
+            assert f"{cell:,}" in text
+    if width < 80:
+        assert "measure 3" in text
+        assert text.index("arm 1") < text.index("1,006") < text.index("arm 2") < text.index("all")
+
+
 def test_numbers_go_right_and_markup_is_text() -> None:
     text = printed(output.table(["a [b]", "n"], [["[red]x[/red]", 1], ["y", 1234], ["z", None]]))
     assert "a [b]" in text

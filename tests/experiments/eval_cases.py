@@ -77,6 +77,8 @@ class FakeArm:
 class FakeArms:
     """In the place of `open_arms`. opened: names, in order."""
 
+    is_published_model = False
+
     def __init__(self, pause: float = 0.0, stop_after: int | None = None) -> None:
         self.pause, self.stop_after = pause, stop_after
         self.opened: list[str] = []
@@ -97,6 +99,7 @@ def use(patch: pytest.MonkeyPatch, arms: FakeArms) -> FakeArms:
     patch.setattr(eval_run, "open_arms", arms)
     patch.setattr(eval_run, "hashes_of", lambda settings, names: dict(HASHES))
     patch.setattr(eval_run, "check_places", lambda settings: [])
+    patch.setattr(eval_run, "is_published_model", lambda settings: arms.is_published_model)
     return arms
 
 
@@ -133,7 +136,7 @@ def write_places(directory: Path, items: int = 60) -> Path:
 def settings_for(data: Path, save_path: Path, /, **changes: Any) -> EvalSettings:
     values: dict[str, Any] = {
         "model": "made-up", "store_path": "made-up-store", "data": str(data), "tasks": ("items",),
-        "arms": ("base", "ungated", "routed", "oracle", "random"), "limit": None,
+        "arms": ("base", "ungated", "routed", "oracle", "random"), "items_per_task": None,
         "save_path": str(save_path), "save_every": 8, "plots": False,
         "domains": tuple(f"{name}={name}" for name in SUBJECTS),
     }  # fmt: skip

@@ -8,10 +8,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxstacks.errors import CheckpointError
-from mlxstacks.files.shipped_configs import shipped_config, shipped_names
+from mlxstacks.files.shipped_configs import has_shape_of, shipped_config, shipped_names
 from mlxstacks.guard.build import lazy_model, read_config
 from mlxstacks.layers.settings import StackSettings
 from mlxstacks.layers.targets import find_targets, stack_size
+from mlxstacks.nano.exports import nano_paths
 
 QWEN = Path(__file__).resolve().parents[2] / "mlxstacks/assets/configs/qwen3.5-35b-a3b.json"
 
@@ -73,6 +74,26 @@ def test_stacks_have_the_published_size(name: str, parameters: int) -> None:
     model = lazy_model(read_config(name)[0])
     size = stack_size(find_targets(model), StackSettings(rank=16, num_experts=4))
     assert size.parameters == parameters
+
+
+def test_a_model_is_known_by_its_sizes_and_bits() -> None:
+    published = "qwen3.5-35b-a3b-3bit"
+    config = read_config(published)[0]
+    assert has_shape_of(config, published)
+    assert not has_shape_of(config, "qwen3.5-35b-a3b-4bit")
+    assert not has_shape_of(config, "gemma-3-12b-4bit")
+    for name in ("num_hidden_layers", "num_experts"):
+        other = {**config, "text_config": {**config["text_config"], name: 7}}
+        assert not has_shape_of(other, published)
+    # What a converter pads or leaves to the class's defaults is no other model.
+    text = {k: v for k, v in config["text_config"].items() if k != "head_dim"}
+    assert has_shape_of({**config, "text_config": {**text, "vocab_size": 1}}, published)
+    assert not has_shape_of({"quantization": {"bits": 3}}, published)
+    assert not has_shape_of(
+        json.loads((nano_paths(3).model_path / "config.json").read_text()), published
+    )
+    with pytest.raises(ValueError, match="shipped are"):
+        has_shape_of(config, "gpt-2")
 
 
 def test_a_directory_of_that_name_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

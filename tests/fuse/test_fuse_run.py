@@ -11,7 +11,8 @@ import pytest
 
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.adapters import read_adapter, write_adapter, zero_adapter
-from mlxstacks.fuse.report import FuseReport
+from mlxstacks.fuse.fidelity import Fidelity
+from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport, shortfall_notes
 from mlxstacks.fuse.run import run
 from mlxstacks.fuse.settings import FuseSettings
 from tests.fuse.test_fuse_parity import assert_same_bytes, raw, tensors
@@ -307,11 +308,78 @@ def test_swapped_model_and_adapter_are_recognised(
 def test_alternative_is_named_only_below_the_target(
     model: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    assert "--requant promote keeps" in fuse(model, adapter, tmp_path / "a", requant="keep").verdict
+    assert "--requant promote: correlation 0.9" in fuse(
+        model, adapter, tmp_path / "a", requant="keep"
+    ).verdict
     assert (
         "--requant"
         not in fuse(model, adapter, tmp_path / "b", requant="keep", target_correlation=0.01).verdict
     )
+
+
+@pytest.mark.parametrize("requant", ["refit", "keep", "auto"])
+def test_a_verdict_leads_with_correlation(
+    model: Path, adapter: Path, tmp_path: Path, requant: str
+) -> None:
+    report = fuse(model, adapter, tmp_path / "out", requant=requant)
+    total = report.total
+    assert total is not None
+    assert total.correlation is not None
+    assert total.survival is not None
+    opening = f"correlation {total.correlation:.3f} with the trained change, survival "
+    assert report.verdict.startswith(opening)
+    assert float(report.verdict.removeprefix(opening).partition("%")[0]) == pytest.approx(
+        100 * total.survival, abs=0.5
+    )
+    assert "noise" in report.verdict
+    assert "kept" not in report.verdict
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_modules_below_the_target_are_named_with_what_to_do(
+    model: Path, adapter: Path, tmp_path: Path, dry_run: bool
+) -> None:
+    options = {"target_correlation": 0.9999999, "dry_run": dry_run}
+    report = fuse(model, adapter, tmp_path / "out", **options)
+    figures = {m.path: m.figures.correlation for m in report.stages[0].modules if m.figures}
+    below = {path: c for path, c in figures.items() if c is not None and c < 0.9999999}
+    worst = min(below, key=lambda path: below[path])
+    assert len(below) > 1
+    assert f"{len(below)} of {len(figures)} modules below the target of 1" in report.verdict
+    assert f"the worst {worst} with 0.9" in report.verdict
+    notes = " ".join(report.notes)
+    assert all(f"{path} 0.9" in notes for path in below)
+    assert "--requant dequantize does better" in notes or "no policy does better" in notes
+    reached = fuse(model, adapter, tmp_path / "reached", dry_run=dry_run)
+    assert "below the target" not in " ".join([reached.verdict, *reached.notes])
+
+
+def test_the_remedy_is_the_one_that_the_estimates_show() -> None:
+    def figures(correlation: float) -> Fidelity:
+        return Fidelity(1, 0.1, 1.0, correlation, 0.1, 0.1, 0.0, 0.0, 0.0)
+
+    modules = [
+        ModuleReport(name, 0, "nearest", 8, 8, "verified", 1, 1, figures(0.97999), {})
+        for name in ("helped", "lost")
+    ]
+    stages = [StageReport("a", modules, figures(0.97999))]
+    plain = {"helped": figures(0.9999), "lost": figures(0.975)}
+    helped, lost = shortfall_notes(stages, FuseSettings(), plain)
+    assert "does better: helped 0.9799 (then about 0.9999)." in helped
+    assert "no policy does better: lost 0.9799. Serve the adapter unfused" in lost
+    for settings in (FuseSettings(requant="refit"), FuseSettings(zero_delta=True)):
+        assert shortfall_notes(stages, settings, plain) == []
+
+
+def test_a_dry_run_says_what_correlation_to_expect(
+    model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    report = fuse(model, adapter, tmp_path / "out", requant="refit", dry_run=True)
+    figures = {m.path: m.figures.correlation for m in report.stages[0].modules if m.figures}
+    worst = min(figures, key=lambda path: figures[path] or 0.0)
+    expected = f"nothing was written; estimated correlation {figures[worst]:.3f} ({worst}) to "
+    assert expected in report.verdict
+    assert "--requant promote: correlation 0.9" in report.verdict
 
 
 def test_dry_run_touches_nothing(model: Path, adapter: Path, tmp_path: Path) -> None:

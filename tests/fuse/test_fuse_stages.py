@@ -79,8 +79,8 @@ def test_verdict_and_gate_see_every_stage(
     model: Path, adapter: Path, zeros: Path, tmp_path: Path
 ) -> None:
     report = fuse(model, [adapter, zeros], tmp_path / "out", requant="keep", fail_under=0.95)
-    assert report.verdict.startswith("stage 1 kept ")
-    assert "stage 2 had nothing to add" in report.verdict
+    assert report.verdict.startswith("stage 1: correlation 0.")
+    assert "; stage 2: nothing to add; " in report.verdict
     assert report.failed_gate is not None
     assert report.failed_gate.startswith("total correlation of stage 1 ")
 

@@ -63,7 +63,7 @@ class Case:
             layers=self.adapted, keys=KEYS[self.keys], compile=self.compile,
             checkpointing=self.checkpointing,
             recurrence=self.recurrence,
-            optimizer=self.optimizer,
+            optimizer=self.optimizer, loss="whole", adapter_copies=0,
         )  # fmt: skip
 
     @contextmanager

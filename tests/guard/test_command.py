@@ -26,6 +26,10 @@ from tests.guard.cases import Case
 from tests.tiny_models import llama_config
 
 Run = Callable[..., tuple[int, str, str]]
+# A run by mlx-lm; the defaults are those of `mlxstacks train`.
+MLX_LM: dict[str, Any] = {
+    "recurrence": "loop", "loss": "whole", "optimizer": "adam", "adapter_copies": 0,
+}  # fmt: skip
 TINY = Case(96, layers=4, interval=4)
 # The public architecture of Qwen3.5-35B-A3B.
 LARGE: dict[str, Any] = {
@@ -73,7 +77,7 @@ def large_config() -> dict[str, Any]:
 def test_published_count_of_the_large_model_comes_out() -> None:
     """158,073 live buffers at T=512, LoRA on {8,14,20}, in the loop over tokens."""
     settings = GuardSettings(
-        max_seq_length=512, rank=2, layers="8,14,20", keys=("switch_mlp.down_proj",)
+        max_seq_length=512, rank=2, layers="8,14,20", keys=("switch_mlp.down_proj",), **MLX_LM
     )
     found = predict_training(large_config(), settings, with_bytes=False)
     assert found.buffers == pytest.approx(158_073, rel=0.002)
@@ -88,7 +92,7 @@ def test_published_count_of_the_large_model_comes_out() -> None:
 def test_published_counts_with_checkpointing_come_out(checkpointing: str, published: int) -> None:
     settings = GuardSettings(
         max_seq_length=512, rank=2, layers="8,14,20", keys=("switch_mlp.down_proj",),
-        checkpointing=checkpointing,
+        checkpointing=checkpointing, **MLX_LM,
     )  # fmt: skip
     found = predict_training(large_config(), settings, with_bytes=False)
     assert found.buffers == pytest.approx(published, rel=0.01)
@@ -97,7 +101,7 @@ def test_published_counts_with_checkpointing_come_out(checkpointing: str, publis
 def test_chunks_need_a_fraction_on_the_large_model() -> None:
     settings = GuardSettings(
         max_seq_length=512, rank=2, layers="8,14,20", keys=("switch_mlp.down_proj",),
-        recurrence="chunked",
+        **MLX_LM | {"recurrence": "chunked"},
     )  # fmt: skip
     found = predict_training(large_config(), settings, with_bytes=False)
     assert found.buffers < 0.06 * 158_073
@@ -166,7 +170,8 @@ def test_longer_rows_are_on_the_line_of_shorter_ones() -> None:
 
 
 def limited(config: str, **more: Any) -> GuardReport:
-    return guard(GuardSettings(model=config, max_seq_length=96, **more))
+    """Of a run by mlx-lm, in which there is something to change."""
+    return guard(GuardSettings(model=config, max_seq_length=96, **MLX_LM | more))
 
 
 @pytest.fixture(scope="module")
@@ -284,6 +289,8 @@ def test_json_is_one_document(command: Run, config: str) -> None:
 
 def test_over_the_limit_exits_with_3_unless_forced(command: Run, config: str) -> None:
     arguments = ["--model", config, "--max-seq-length", "64", "--resource-limit", "2600"]
+    for name, value in MLX_LM.items():
+        arguments += [f"--{name.replace('_', '-')}", str(value)]
     code, out, err = command(*arguments)
     assert code == 3
     assert "Gate not met: does not fit" in err
@@ -293,6 +300,8 @@ def test_over_the_limit_exits_with_3_unless_forced(command: Run, config: str) ->
 
 def test_apply_prints_settings_that_a_recipe_can_hold(command: Run, config: str) -> None:
     arguments = ["--model", config, "--max-seq-length", "64", "--resource-limit", "2600"]
+    for name, value in MLX_LM.items():
+        arguments += [f"--{name.replace('_', '-')}", str(value)]
     _, out, _ = command(*arguments, "--apply")
     recipe = Path("fits.yaml")
     recipe.write_text("command: guard\n" + out)

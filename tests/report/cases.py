@@ -58,7 +58,7 @@ def fuse_report(zero: bool = False) -> dict[str, Any]:
         "fused", "m", "out", SETTINGS.model_dump(mode="json"), "0" * 64, "1" * 64,
         zero, None, [StageReport("a", modules, figures)],
         [{"name": "model.safetensors", "how": "rewritten", "written_bytes": 10}], 0, 10, 0.5,
-        versions(), "kept half of it.",
+        versions(), "correlation 0.5.",
     )  # fmt: skip
     return report.as_json()
 
@@ -203,7 +203,7 @@ def eval_report() -> dict[str, Any]:
     found = found_of({
         "arc_easy": {"base": marks(100), "routed": marks(130)},
         "medqa": {"base": marks(100), "routed": marks(60)},
-    })  # fmt: skip
+    }, is_published_model=True)  # fmt: skip
     plan = {"hypothesis": "A mode answers more or fewer."}
     report = EvalReport(
         "done", "out", {"tasks": ["arc_easy"]}, {}, plan, json_sha256(plan), findings=found

@@ -46,7 +46,7 @@ def test_runs_are_given_by_position(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("one", "two"):
         write_run(Path(name), "fuse_report.json", fuse_report())
     assert command(["report", "two", "one", "--save-path", "page", "--formats", "svg"]) == 0
-    assert "kept 50.0%" in capsys.readouterr().out
+    assert "survival 50.0%" in capsys.readouterr().out
     found = json.loads(Path("page/report.json").read_text())
     assert [run["path"] for run in found["runs"]] == ["two", "one"]
     assert command(["report", "two", "--save-path", "page"]) == 2

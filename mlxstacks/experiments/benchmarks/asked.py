@@ -100,13 +100,22 @@ def ask(settings: EvalSettings, task: Task) -> AskedTask:
     bare = task.kind == "generate" and settings.chat == "none"
     data = open_task(task, settings.data, reference=bare)
     first = settings.sample == "first"
-    sample = sample_items(data.items, settings.limit, settings.seed, first=first)
+    sample = sample_items(data.items, settings.items_per_task, settings.seed, first=first)
     items = tuple(_labelled(task.name, sample, settings))
     reference: tuple[BenchItem, ...] = ()
     if settings.reference_offset and task.kind == "likelihood":
         by_id = {i.item_id: i for i in open_task(task, settings.data, reference=True).items}
         reference = tuple(replace(by_id[i.item_id], domain=i.domain) for i in items)
     return AskedTask(task, items, len(data.items), (), reference, data.source, data.notes)
+
+
+def limited(settings: EvalSettings, asked: AskedTask) -> AskedTask:
+    """The part of a task's planned items that `settings.limit` leaves, drawn as the sample is."""
+    first = settings.sample == "first"
+    items = tuple(sample_items(asked.items, settings.limit, settings.seed, first=first))
+    answered = {item.item_id for item in items}
+    reference = tuple(item for item in asked.reference if item.item_id in answered)
+    return replace(asked, items=items, reference=reference)
 
 
 def _labelled(task: str, items: Sequence[BenchItem], settings: EvalSettings) -> list[BenchItem]:

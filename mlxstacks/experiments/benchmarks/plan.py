@@ -13,6 +13,7 @@ from mlxstacks.experiments.benchmarks.asked import NEED_LABELS, AskedTask
 from mlxstacks.experiments.benchmarks.outcomes import Outcome
 from mlxstacks.experiments.benchmarks.settings import NOT_OF_THE_PLAN, EvalSettings
 from mlxstacks.experiments.benchmarks.task_data import bench_items_sha256
+from mlxstacks.experiments.benchmarks.tasks import PUBLISHED_SHAPE
 from mlxstacks.experiments.confound.plan import file_sha256
 from mlxstacks.experiments.power import (
     POWER,
@@ -25,6 +26,7 @@ from mlxstacks.files.base_location import find_base
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import in_hub_cache, may_be_hub_id, resolve_model
+from mlxstacks.files.shipped_configs import has_shape_of
 from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import json_sha256
 
@@ -207,6 +209,16 @@ def hashes_of(settings: ArmSettings, arms: Sequence[str]) -> dict[str, str]:
         names = tuple(sorted(p.name for p in router.iterdir())) if router.is_dir() else ()
         found["router"] = _files_sha256(router, names) if names else file_sha256(router)
     return found
+
+
+def is_published_model(settings: ArmSettings) -> bool:
+    """Whether the model has the shape of the paper's. Raises: as `hashes_of`."""
+    name = settings.model
+    if name is None and settings.store_path is not None:
+        name = Store.open(settings.store_path).manifest.base_model
+    return name is not None and has_shape_of(
+        open_checkpoint(resolve_model(name)).config, PUBLISHED_SHAPE
+    )
 
 
 def _files_sha256(directory: Path, names: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from mlxstacks.experiments.benchmarks.means import (
     mean_differences,
 )
 from mlxstacks.experiments.benchmarks.plan import AskedTask, claims_of, evidence_of, least_effect
-from mlxstacks.experiments.benchmarks.tasks import PUBLISHED_MODEL
+from mlxstacks.experiments.benchmarks.tasks import PUBLISHED_MODEL, Published
 from mlxstacks.experiments.prereg import Plan, Standing, standing
 
 REPORT = "eval_report.json"
@@ -32,17 +32,20 @@ _LARGE = 0.2
 
 @dataclass(frozen=True)
 class TaskFinding:
-    """What one benchmark says. marks: what a reader of its scores must know."""
+    """What one benchmark says. marks: what a reader of its scores must know. published: the paper's
+    scores, where the model is the paper's.
+    """
 
     asked: AskedTask
     arms: dict[str, ArmScore]
     comparisons: list[Comparison]
     standing: Standing
     marks: list[str]
+    published: Published | None = None
 
     def as_json(self) -> dict[str, Any]:
         task = self.asked.task
-        published = asdict(task.published) if task.published else None
+        published = asdict(self.published) if self.published else None
         return {
             "title": task.title,
             "kind": task.kind,
@@ -87,8 +90,13 @@ def find(
     *,
     alpha: float,
     seed: int,
+    part_of_harness: bool = False,
+    is_published_model: bool = False,
 ) -> Findings:
     """Everything from outcomes (task -> arm -> items). data: task -> hashes as they are now.
+
+    part_of_harness: the lm-evaluation-harness was given fewer items than planned.
+    is_published_model: the model is the paper's, whose scores then stand beside.
 
     Raises: ValueError where two arms answered different items.
     """
@@ -116,11 +124,12 @@ def find(
         found = standing(plans[name], evidence_of(plans[name], outcomes[name], data[name], seed))
         tasks[name] = TaskFinding(
             one, scores[name], [c for c in family if c.task == name],
-            found, marks_of(one, scores[name]),
+            found, marks_of(one, scores[name]), one.task.published if is_published_model else None,
         )  # fmt: skip
-    overall = Standing(
-        tuple(dict.fromkeys(reason for one in tasks.values() for reason in one.standing.reasons))
-    )
+    reasons = [reason for one in tasks.values() for reason in one.standing.reasons]
+    if part_of_harness:
+        reasons.append("tasks of the lm-evaluation-harness: a subset of the planned items")
+    overall = Standing(tuple(dict.fromkeys(reasons)))
     differences = mean_differences(family, alpha)
     return Findings(
         tasks, arm_means(scores), differences, len(family), overall,

@@ -21,7 +21,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.experiments.benchmarks.analysis import Outcomes
 from mlxstacks.experiments.benchmarks.answers import AnswerFile, Given, Of
 from mlxstacks.experiments.benchmarks.arms import ModelArm, open_arms
-from mlxstacks.experiments.benchmarks.asked import AskedTask, ask_all, with_arms
+from mlxstacks.experiments.benchmarks.asked import AskedTask, ask_all, limited, with_arms
 from mlxstacks.experiments.benchmarks.grading import GradingTools, grade, grading_tools
 from mlxstacks.experiments.benchmarks.harness.results import (
     ask_harness,
@@ -36,6 +36,7 @@ from mlxstacks.experiments.benchmarks.plan import (
     claims_of,
     data_of,
     hashes_of,
+    is_published_model,
     plan_document,
     power_lines,
 )
@@ -85,6 +86,7 @@ def run(
     try:
         keep_plan(work.path / PLAN, document, "answers")
         evaluation = _Evaluation(settings, asked, arms, document, work.path, progress)
+        evaluation.is_published_model = is_published_model(settings)
         evaluation.answer()
         report = write_target(target, work.path, evaluation.report(target), settings)
         work.remove()
@@ -99,6 +101,8 @@ def _planned(settings: EvalSettings, target: Path) -> EvalReport:
     asked, _ = with_arms(settings, asked)
     tests = sum(len(claims_of(one.arms)) for one in asked)
     notes = [f"Not read: {problem}" for problem in unread.in_words()]
+    if settings.limit is not None:
+        notes.append(f"--limit {settings.limit}: a quick look, and its result is exploratory.")
     if settings.harness_tasks:
         notes.append(f"By the lm-evaluation-harness: {', '.join(settings.harness_tasks)}.")
     return EvalReport(
@@ -137,6 +141,9 @@ def _regrade(settings: EvalSettings, dry_run: bool) -> EvalReport:
     _check_answers(source, before)
     asked, arms = _asked(settings)
     evaluation = _Evaluation(settings, asked, arms, document, source, None)
+    # The model need not be here; the first grading knew it.
+    tasks = before.get("tasks") or {}
+    evaluation.is_published_model = any(task.get("published") for task in tasks.values())
     missing = [str(file.path) for file in evaluation.files() if file.missing]
     if missing:
         raise InputError(f"{source}: answers are missing in {', '.join(missing[:5])}")
@@ -185,12 +192,14 @@ class _Evaluation:
         work: Path,
         progress: Progress | None,
     ) -> None:
-        self.settings, self.asked, self.arms = settings, asked, arms
+        self.settings, self.arms, self.planned = settings, arms, asked
+        self.asked = [limited(settings, one) for one in asked]
         self.document, self.work, self.progress = document, work, progress
         self.hashes: Mapping[str, str] = document["hashes"]
         self.sha256 = json_sha256(document)
         self.started = time.monotonic()
         self.made_from: MadeFrom = {}
+        self.is_published_model = False
 
     # --- answers ----------------------------------------------------------------------------------
 
@@ -283,8 +292,9 @@ class _Evaluation:
         found = find(
             self.asked, outcomes,
             {name: plan_from(plan) for name, plan in self.document["tasks"].items()},
-            {one.task.name: data_of(one, self.hashes) for one in self.asked},
+            {one.task.name: data_of(one, self.hashes) for one in self.planned},
             alpha=self.settings.alpha, seed=self.settings.seed,
+            part_of_harness=self._part_of_harness(), is_published_model=self.is_published_model,
         )  # fmt: skip
         harness: dict[str, Any] = {}
         if self.settings.harness_tasks:
@@ -293,7 +303,7 @@ class _Evaluation:
         device = memory.device()
         return EvalReport(
             "done", str(target), _shown(self.settings),
-            {one.task.name: one.as_json() for one in self.asked},
+            {one.task.name: one.as_json() for one in self.planned},
             plan=dict(self.document), plan_sha256=self.sha256,
             power=power_lines(
                 self.settings, {one.task.name: len(one.items) for one in self.asked}, found.tests
@@ -303,6 +313,12 @@ class _Evaluation:
             seconds=time.monotonic() - self.started, versions=versions(),
             device=f"{device.name} ({device.kind})", made_from=self.made_from,
         )  # fmt: skip
+
+    def _part_of_harness(self) -> bool:
+        """Whether the harness's tasks were put to fewer items than planned."""
+        planned, limit = self.settings.items_per_task, self.settings.limit
+        is_part = limit is not None and (planned is None or limit < planned)
+        return is_part and bool(self.settings.harness_tasks)
 
     def _outcomes(self, one: AskedTask, tools: GradingTools) -> Outcomes:
         return {arm: self._outcomes_of(one, arm, tools) for arm in one.arms}

@@ -14,7 +14,8 @@ HARNESS = "lm_eval/"
 # How a run writes, goes on and grades; not what the arms answer or what is tested.
 NOT_OF_THE_PLAN = {
     "save_path", "resume", "force", "save_every", "regrade", "allow_code", "plots", "data", "model",
-    "adapter_path", "store_path", "router_path", "limit", "sample", "arms", "tasks",
+    "adapter_path", "store_path", "router_path", "items_per_task", "limit", "sample", "arms",
+    "tasks",
     "task_files",
 }  # fmt: skip
 
@@ -39,8 +40,12 @@ class EvalSettings(ArmSettings):
         (), description="Modes to compare. Repeatable. Default: all that there is an adapter, a "
         "store or labelled items for.",
     )  # fmt: skip
+    items_per_task: Annotated[int, Field(ge=1)] | None = Field(
+        200, description="Items of each task, drawn before any answer; none: all there are."
+    )
     limit: Annotated[int, Field(ge=1)] | None = Field(
-        200, description="Items of each task; none: all there are."
+        None,
+        description="Answer only so many items of each task: a quick look, marked exploratory.",
     )
     sample: Literal["stratified", "first"] = Field(
         "stratified",

@@ -15,6 +15,7 @@ from mlxstacks.experiments.benchmarks.types import Kind
 
 Metric = Literal["accuracy", "pass@1"]
 Grader = Literal["number", "boxed", "integer", "letter", "code"]
+PUBLISHED_SHAPE = "gemma-3-12b-4bit"
 PUBLISHED_MODEL = "Gemma 3 12B IT in 4-bit NF4, 512 tokens, the first 200 rows in file order"
 
 

@@ -42,6 +42,7 @@ from mlxstacks.stats import wilson_interval
 
 KIND = "identity"
 PUBLISHED_OF = "Qwen3.5-35B-A3B, 3-bit; published, not measured here"
+PUBLISHED_MODEL = "qwen3.5-35b-a3b-3bit"
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class Findings:
     missing_controls: dict[str, list[str]]
     standing: Standing
     verdict: str
+    is_published_model: bool = False
 
     def as_json(self) -> dict[str, Any]:
         def each(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +96,7 @@ class Findings:
             "regression_words": self.credits,
             "missing_controls": self.missing_controls,
             "standing": self.standing.as_json(),
-            "published": published(),
+            "published": published() if self.is_published_model else None,
             "replies": {name: [r.as_json() for r in found] for name, found in self.replies.items()},
         }
 
@@ -107,8 +109,11 @@ def find(
     settings: IdentitySettings,
     has_adapter: bool,
     standing: Standing,
+    is_published_model: bool = False,
 ) -> Findings:
     """Everything from answers. answers: of each arm to the suite; item_answers: to the items.
+
+    is_published_model: the base is the study's own, whose scores then stand for comparison.
 
     Raises: ValueError where the base or a policy's persona has no answers, or arms answered
     different prompts.
@@ -140,7 +145,7 @@ def find(
     regressions, words = regression(item_answers, settings)
     return Findings(
         labels, scores, replies_of(there, suite), gates, compared, judgements, regressions, words,
-        missing, standing, verdict(case, judgements),
+        missing, standing, verdict(case, judgements), is_published_model,
     )  # fmt: skip
 
 

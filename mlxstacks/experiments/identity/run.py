@@ -55,6 +55,7 @@ from mlxstacks.experiments.identity.plan import (
     source_sha256,
 )
 from mlxstacks.experiments.identity.report import (
+    PUBLISHED_MODEL,
     IdentityReport,
     find,
     flips_note,
@@ -64,14 +65,16 @@ from mlxstacks.experiments.identity.settings import DEFAULT_SUITE, IdentitySetti
 from mlxstacks.experiments.identity.suite import Suite, as_items, in_turns, open_suite
 from mlxstacks.experiments.identity.target import write_target
 from mlxstacks.experiments.made_from import MadeFrom, of_bytes
-from mlxstacks.experiments.prereg import PLAN, Plan, fix_plan, standing
+from mlxstacks.experiments.prereg import PLAN, Evidence, Plan, Standing, fix_plan, standing
 from mlxstacks.experiments.run_directory import RunDirectory, work_path
 from mlxstacks.experiments.sealed import write_rows
 from mlxstacks.experiments.train import run as train_run
 from mlxstacks.experiments.train.report import versions
+from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import check_target, write_json
+from mlxstacks.files.shipped_configs import has_shape_of
 
 SPLIT, DATA = "split.json", "data"
 _NOT_HASHED = "0" * 64  # of inputs that a plan for another machine cannot see
@@ -104,8 +107,10 @@ def run(
         inputs.append(user_path(str(settings.suite)))
     check_target(target, force=settings.force, inputs=[path for path in inputs if path.exists()])
     # Before there is a work directory: inputs that cannot be used leave none to go on with.
-    prepared = _Identity(settings, suite, work_path(target), progress)
-    work = RunDirectory(target, {"kind": "identity"}, resume=settings.resume)
+    # A quick look has its own: its split and adapters are not those of the whole run.
+    of_work = target if settings.limit is None else Path(f"{target}.limit-{settings.limit}")
+    prepared = _Identity(settings, suite, work_path(of_work), progress)
+    work = RunDirectory(of_work, {"kind": "identity"}, resume=settings.resume)
     try:
         made = prepared.run(report)
         write_target(target, work.path, made, suite, settings)
@@ -125,15 +130,33 @@ def _planned(settings: IdentitySettings, suite: Suite, has_adapter: bool) -> dic
     return {"power": power_lines(plan), "notes": notes}
 
 
+class WholeProgress:
+    """One count over all parts of a run, an answer or a batch of training each."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._begun = progress, total, 0
+
+    def part(self, size: int, what: str) -> Progress:
+        """The callback of the next part, `size` of the whole; its own counts are scaled to that."""
+        start, self._begun = self._begun, self._begun + size
+
+        def step(done: float, total: float, detail: str = "") -> None:
+            if self._progress and total:
+                self._progress(start + size * done / total, self._total, what)
+
+        return step
+
+
 class _Identity:
     def __init__(
         self, settings: IdentitySettings, suite: Suite, work: Path, progress: Progress | None
     ) -> None:
-        self.settings, self.suite, self.work, self.progress = settings, suite, work, progress
+        self.settings, self.suite, self.work = settings, suite, work
         self.started = time.monotonic()
         every = read_items(str(settings.items))
-        self.items = stratified_sample(every, settings.regression_items, settings.seed)
-        self.asked = as_items(in_turns(suite))
+        self.planned_items = stratified_sample(every, settings.regression_items, settings.seed)
+        self.items = stratified_sample(self.planned_items, settings.most_items, settings.seed)
+        self.asked = as_items(in_turns(suite))[: settings.limit]
         self.prompts = {one.prompt_id: one for one in suite}
         base, persona = resolve_model(str(settings.model)), user_path(str(settings.persona))
         self.has_adapter = is_adapter(persona)
@@ -141,6 +164,9 @@ class _Identity:
             persona = resolve_model(str(settings.persona))
         self.models = Models(settings, work, base, persona, self.has_adapter)
         self.of_items = item_settings(settings)
+        total = len(self.asked) * len(suite_arms(settings, self.has_adapter))
+        total += len(self.items) * len(item_arms(settings, self.has_adapter))
+        self.progress = WholeProgress(progress, total + 2 * settings.training.iters)
         self.made_from: MadeFrom = {}
         self.replies: dict[str, list[Answer]] = {}
         self.answers: dict[str, list[Answer]] = {}
@@ -156,14 +182,17 @@ class _Identity:
             self._train(name, rank)
         for policy in self.settings.policies:
             self._ask_policy(policy)
-        data = data_of(self._hashes(), self.suite, self.items)
+        data = data_of(self._hashes(), self.suite, self.planned_items)
         evidence = evidence_of(self.replies, plan.sha256, data, self.settings.seed)
         findings = find(
             # In the plan's order, whatever came first.
             {name: self.replies[name] for name in plan.arms},
             {name: self.answers[name] for name in item_arms(self.settings, self.has_adapter)},
             suite=self.suite, settings=self.settings, has_adapter=self.has_adapter,
-            standing=standing(plan, evidence),
+            standing=self._standing(plan, evidence),
+            is_published_model=has_shape_of(
+                open_checkpoint(self.models.base).config, PUBLISHED_MODEL
+            ),
         )  # fmt: skip
         fuses, of_fuses = self.models.figures()
         device = memory.device()
@@ -183,12 +212,27 @@ class _Identity:
         }
         return IdentityReport(**values)
 
+    def _standing(self, plan: Plan, evidence: Evidence) -> Standing:
+        """Of a quick look with all that it left out."""
+        reasons = list(standing(plan, evidence).reasons)
+        planned, answered = len(self.planned_items), len(self.items)
+        if answered < planned:
+            reasons.append(f"a subset of the regression, {answered} of {planned} items")
+        iters, cut = self.settings.train.iters, self.settings.training.iters
+        if cut < iters:
+            reasons.append(f"factual adapters trained for {cut} of {iters} batches")
+        return Standing(tuple(reasons))
+
     # --- before the conditions --------------------------------------------------------------------
 
     def _plan(self) -> Plan:
         """Fixed before any answer, or found the same."""
         plan = plan_of(
-            self.settings, self.suite, self.items, self._hashes(), has_adapter=self.has_adapter
+            self.settings,
+            self.suite,
+            self.planned_items,
+            self._hashes(),
+            has_adapter=self.has_adapter,
         )
         results = sorted((self.work / "answers").glob("*.jsonl"))
         fix_plan(self.work / PLAN, plan, results)
@@ -232,6 +276,8 @@ class _Identity:
     def _train(self, name: str, rank: int) -> None:
         """A factual adapter, unless it is there."""
         target = self.work / name
+        training = self.settings.training
+        progress = self.progress.part(training.iters, f"training {name}")
         if target.exists():
             return
         change = {
@@ -239,7 +285,7 @@ class _Identity:
             "data": str(self.work / DATA), "save_path": str(target), "rank": rank,
             "seed": self.settings.seed,
         }  # fmt: skip
-        train_run.run(self.settings.train.model_copy(update=change), progress=self.progress)
+        train_run.run(training.model_copy(update=change), progress=progress)
         mx.clear_cache()
 
     # --- conditions -------------------------------------------------------------------------------
@@ -267,9 +313,8 @@ class _Identity:
 
     def _ask(self, name: str, load: Callable[[], Arm], with_items: bool) -> None:
         """An arm's replies to the suite and, for some, its answers to the items."""
-        count = min(self.settings.limit or len(self.asked), len(self.asked))
         found = self._answered(
-            self._file(f"suite_{name}", "suite", name, self.asked), count,
+            self._file(f"suite_{name}", "suite", name, self.asked), len(self.asked),
             lambda items: ask(load(), items, self.prompts),
         )  # fmt: skip
         check_verdicts(name, found, self.suite)
@@ -286,7 +331,8 @@ class _Identity:
         return AnswerFile(self.work / "answers" / f"{stem}.jsonl", header, items)
 
     def _answered(self, file: AnswerFile, count: int, answer: AnswerItems) -> list[Answer]:
-        found = ask_missing(file, count, self.settings.batch_size, answer, self.progress)
+        progress = self.progress.part(count, file.path.stem.replace("_", " "))
+        found = ask_missing(file, count, self.settings.batch_size, answer, progress)
         self.made_from[f"answers/{file.path.name}"] = file.made_from(count)
         return found
 

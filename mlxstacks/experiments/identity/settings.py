@@ -24,6 +24,10 @@ NOT_OF_THE_PLAN = {
 Text = Annotated[str, Field(pattern=r"\S")]
 
 
+# What --limit leaves, for each prompt that it asks.
+_ITEMS_PER_PROMPT, _BATCHES_PER_PROMPT = 20, 10
+
+
 class PersonaCard(BaseModel):
     """Who the persona is, for the default suite."""
 
@@ -130,7 +134,9 @@ class IdentitySettings(BaseModel):
         16, ge=1, description="Prompts or items answered before they are written down."
     )
     limit: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Ask only so many prompts: a quick look, marked exploratory."
+        None,
+        description="Ask only so many prompts and 20 times as many items, and train only 10 times "
+        "as many batches: a quick look, marked exploratory.",
     )
     keep_models: bool = Field(
         False, description="Keep the fused models; by default each goes once it has answered."
@@ -138,6 +144,19 @@ class IdentitySettings(BaseModel):
     resume: bool = Field(True, description="Go on with a run that was interrupted.")
     force: bool = Field(False, description="Replace an existing save path.")
     seed: int = Field(0, ge=0, lt=2**64, description="Seed of sample, split and training.")
+
+    @property
+    def most_items(self) -> int | None:
+        """Of the regression, under `limit`."""
+        return None if self.limit is None else _ITEMS_PER_PROMPT * self.limit
+
+    @property
+    def training(self) -> TrainSettings:
+        """Of the factual adapters, cut short under `limit`."""
+        if self.limit is None:
+            return self.train
+        iters = min(self.train.iters, _BATCHES_PER_PROMPT * self.limit)
+        return self.train.model_copy(update={"iters": iters})
 
     @field_validator("policies")
     @classmethod

@@ -29,7 +29,7 @@ def _points(report: SweepReport) -> list[Point]:
 
 
 def _draw_survival(figure: Any, report: SweepReport) -> None:
-    """A matrix of rank by policy for each point: the share of the adapter that a fuse keeps."""
+    """A matrix of rank by policy for each point: survival of the adapter in a fuse."""
     points = _points(report)
     policies = list(report.settings["policies"])
     figure.set_size_inches(1.5 + 1.1 * len(policies) * len(points), 1.5 + 0.5 * len(report.rows))
@@ -46,7 +46,7 @@ def _draw_survival(figure: Any, report: SweepReport) -> None:
                 # viridis is bright at its upper end
                 colour = "black" if _share(row.survival[policy]) > _BRIGHT else "white"
                 ax.text(x, y, _cell_text(row, policy), ha="center", va="center", color=colour)
-    figure.colorbar(image, ax=list(axes), label="share of the delta kept by the fuse")
+    figure.colorbar(image, ax=list(axes), label="survival, <F,D>/<D,D>: brighter is more")
 
 
 def _share(found: MeanInterval | None) -> float:

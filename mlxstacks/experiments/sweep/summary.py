@@ -195,7 +195,7 @@ def _point_sentences(
     if steps:
         size = _span([f"{value:.3f}" for value in steps])
         words.append(f"From low to high rank the delta is {size} of a quantization step.")
-    kept = []
+    fused = []
     for policy in settings.policies:
         values = [i.mean for row in rows if (i := row.survival[policy]) is not None]
         if values:
@@ -203,10 +203,10 @@ def _point_sentences(
             cost = f" (for up to {bytes_in_words(int(grown))} more)" if grown else ""
             along = [i.mean for row in rows if (i := row.correlation[policy]) is not None]
             shares = _span([f"{100 * value:.0f}%" for value in values])
-            close = f", correlation {_span([f'{r:.2f}' for r in along])}" if along else ""
-            kept.append(f"{policy} {shares}{close}{cost}")
-    if kept:
-        words.append(f"Of it a fuse keeps: {'; '.join(kept)}.")
+            close = f"correlation {_span([f'{r:.2f}' for r in along])}, " if along else ""
+            fused.append(f"{policy}: {close}survival {shares}{cost}")
+    if fused:
+        words.append(f"Fused by {'; '.join(fused)}.")
     predicted = [int(b) for row in rows if (b := row.mean("predicted_buffers")) is not None]
     if predicted:
         same = min(predicted) == max(predicted)

@@ -39,7 +39,8 @@ def test_a_tiny_model_end_to_end(tmp_path: Path) -> None:
     ]
     data = write_rows(tmp_path / "items.jsonl", rows)
     settings = EvalSettings(
-        model=str(model), adapter_path=str(adapter), data=str(data), tasks=("items",), limit=18,
+        model=str(model), adapter_path=str(adapter), data=str(data), tasks=("items",),
+        items_per_task=18,
         reference_offset=True, chat="none", save_path=str(tmp_path / "out"), save_every=7,
         requant="nearest", plots=False,
     )  # fmt: skip
@@ -70,7 +71,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     place = tmp_path_factory.mktemp("eval")
     data = write_places(place / "data")
     with pytest.MonkeyPatch.context() as patch:
-        use(patch, FakeArms())
+        use(patch, FakeArms()).is_published_model = True
         changes = {
             "tasks": ("items", "mmlu_pro", "gsm8k"), "letters": True, "reference_offset": True,
         }  # fmt: skip
@@ -113,7 +114,7 @@ def test_the_verdict_comes_last(text: str) -> None:
 
 def test_a_dry_run_says_what_would_be_asked(tmp_path: Path) -> None:
     data = write_places(tmp_path / "data")
-    text = printed(run(settings_for(data, tmp_path / "out", limit=20), dry_run=True))
+    text = printed(run(settings_for(data, tmp_path / "out", items_per_task=20), dry_run=True))
     assert "smallest effect at 80% power" in text
     assert "Planned only: would write" in text
 
@@ -138,7 +139,11 @@ def test_recipes_are_settings_of_tasks_that_there_are(name: str) -> None:
 def test_the_published_recipe_holds_the_published_settings() -> None:
     settings = validate(EvalSettings, load_recipe("eval-published-gemma-3-12b").values)
     assert isinstance(settings, EvalSettings)
-    assert (settings.limit, settings.sample, settings.normalisation) == (200, "first", "token")
+    assert (settings.items_per_task, settings.sample, settings.normalisation) == (
+        200,
+        "first",
+        "token",
+    )
     assert (settings.repetition_penalty, settings.max_context_tokens) == (1.2, 512)
     assert settings.reference_offset
     assert {name for name, task in TASKS.items() if task.published} == set(settings.tasks)

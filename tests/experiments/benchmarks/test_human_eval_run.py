@@ -57,7 +57,7 @@ def test_reference_solutions_pass_and_broken_ones_do_not(
     use(monkeypatch, FakeArms())
     limit = len(campaign(164))
     settings = settings_for(
-        HUMAN_EVAL, tmp_path / "out", tasks=("humaneval",), limit=limit, allow_code=True,
+        HUMAN_EVAL, tmp_path / "out", tasks=("humaneval",), items_per_task=limit, allow_code=True,
         arms=("base", "routed"), domains=(),
     )  # fmt: skip
     arms = run(settings).as_json()["tasks"]["humaneval"]["arms"]

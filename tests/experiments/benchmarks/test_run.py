@@ -3,6 +3,7 @@
 Run: pytest tests/experiments/benchmarks/test_run.py
 """
 
+import io
 import json
 import os
 import signal
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from mlxstacks.cli.eval import render
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.benchmarks import run as eval_run
 from mlxstacks.experiments.benchmarks.asked import ask
@@ -28,6 +31,9 @@ from mlxstacks.experiments.run_directory import work_path
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import validate
+from mlxstacks.report.content import Table
+from mlxstacks.report.find import find_sources
+from mlxstacks.report.runs import run_of
 from tests.experiments.answer_files import forge, rows_of
 from tests.experiments.eval_cases import FakeArms, item_row, settings_for, use, write_places
 
@@ -130,7 +136,21 @@ def test_arms_without_labels_are_left_out_and_said(done: tuple[EvalReport, Path]
     assert list(done[0].as_json()["tasks"]["items"]["arms"]) == list(ARMS)
 
 
-def test_pairs_are_one_family_and_published_scores_are_marked(
+def test_published_scores_stand_beside_those_of_the_published_model_alone(
+    data: Path, tmp_path: Path, fakes: FakeArms
+) -> None:
+    options = {"tasks": ("gsm8k",), "arms": ("base",)}
+    fakes.is_published_model = True
+    target = tmp_path / "out"
+    report = run(settings_for(data, target, **options)).as_json()
+    published = report["tasks"]["gsm8k"]["published"]
+    assert (published["base"], published["measured_here"]) == (0.665, False)
+    fakes.is_published_model = False
+    again = run(settings_for(data, tmp_path / "again", regrade=str(target)))
+    assert again.as_json()["tasks"]["gsm8k"]["published"] == published
+
+
+def test_pairs_are_one_family_and_nothing_published_is_beside_another_model(
     done: tuple[EvalReport, Path],
 ) -> None:
     report = done[0].as_json()
@@ -144,8 +164,7 @@ def test_pairs_are_one_family_and_published_scores_are_marked(
     p_values = [c["mcnemar"]["p_value"] for t in report["tasks"].values() for c in t["comparisons"]]
     adjusted = [c["p_adjusted"] for t in report["tasks"].values() for c in t["comparisons"]]
     assert min(adjusted) == pytest.approx(min(1, len(p_values) * min(p_values)))
-    published = report["tasks"]["gsm8k"]["published"]
-    assert (published["base"], published["measured_here"]) == (0.665, False)
+    assert report["tasks"]["gsm8k"]["published"] is None
     assert "Routed less ungated" in report["verdict"]
     assert report["verdict"].endswith("As planned beforehand.")
 
@@ -215,7 +234,7 @@ def test_answers_of_another_plan_are_refused(data: Path, tmp_path: Path, monkeyp
     arms = use(monkeypatch, FakeArms())
     for change, said in (
         ({"normalisation": "sum"}, "settings[^:]*: was"),
-        ({"limit": 30}, "tasks[^:]*: was"),
+        ({"items_per_task": 30}, "tasks[^:]*: was"),
         ({"arms": ("base", "routed")}, "tasks[^:]*: was"),
     ):
         with pytest.raises(InputError, match=f"another plan(?s:.*){said}"):
@@ -280,7 +299,8 @@ def test_tasks_of_the_harness_are_asked_once_an_arm_and_kept(
     ]
     (place / "bench_arc_easy.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows_of_arc))
     settings = settings_for(
-        place, tmp_path / "out", tasks=("items", "lm_eval/arc_easy_local"), limit=6,
+        place, tmp_path / "out", tasks=("items", "lm_eval/arc_easy_local"),
+        items_per_task=6,
         arms=("base", "routed"), domains=("lm_eval/arc_easy_local=science",),
     )  # fmt: skip
     with pytest.raises(KeyboardInterrupt):
@@ -401,7 +421,7 @@ def test_programs_are_graded_only_where_they_may_run(
 
 
 def test_a_dry_run_reads_data_and_nothing_else(data: Path, tmp_path: Path) -> None:
-    settings = settings_for(data, tmp_path / "out", tasks=("items", "mmlu"), limit=30)
+    settings = settings_for(data, tmp_path / "out", tasks=("items", "mmlu"), items_per_task=30)
     report = run(settings, dry_run=True)
     assert report.status == "planned"
     assert report.tasks["items"]["n"] == 30
@@ -411,11 +431,62 @@ def test_a_dry_run_reads_data_and_nothing_else(data: Path, tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
+def test_a_limit_asks_a_part_of_the_plan_and_is_exploratory(
+    data: Path, tmp_path: Path, fakes: FakeArms
+) -> None:
+    options = {"arms": ("base", "routed"), "items_per_task": 30}
+    whole = run(settings_for(data, tmp_path / "whole", **options))
+    part = run(settings_for(data, tmp_path / "part", limit=9, **options))
+    assert part.plan_sha256 == whole.plan_sha256
+    assert [arm.calls for arm in fakes.made] == [30, 30, 9, 9]
+    assert whole.findings is not None
+    assert part.findings is not None
+    assert whole.findings.standing.status == "confirmatory"
+    document = part.as_json()
+    for standing in (document["standing"], document["tasks"]["items"]["standing"]):
+        assert standing["status"] == "exploratory"
+        assert list(standing["reasons"]) == ["every arm: a subset, 9 of 30 items"]
+    assert "Exploratory, not what was planned" in (part.verdict or "")
+    console = Console(width=200, record=True, file=io.StringIO())
+    render(console, part)
+    text = console.export_text()
+    assert "EXPLORATORY: every arm: a subset, 9 of 30 items" in text
+    assert "9 of 60 items, by token (EXPLORATORY)" in text
+    run_of_page = run_of(find_sources([str(tmp_path / "part")]).found[0], "part")
+    assert run_of_page.standing == "EXPLORATORY"
+    titles = [block.title for block in run_of_page.content.blocks if isinstance(block, Table)]
+    assert any(title.endswith("(EXPLORATORY)") for title in titles)
+
+
+def test_a_limit_of_the_harness_is_exploratory_too(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def fake(arms: Sequence[Any], names: Sequence[str], **options: Any) -> dict[str, Any]:
+        asked.append(options["limit"])
+        samples = [{"doc_id": 0, "filter": "none", "metrics": {"acc": 1.0}}]
+        result = {"metrics": {"acc,none": 1.0}, "samples": samples, "ties": 0, "seconds": 1.0}
+        return {
+            "lm_eval": "0", "tasks": {names[0]: {}},
+            "arms": {arms[0].name: {"tasks": {names[0]: result}}},
+        }  # fmt: skip
+
+    use(monkeypatch, FakeArms())
+    monkeypatch.setattr(harness, "run_harness", fake)
+    monkeypatch.setattr(eval_run, "harness_plan", lambda settings: {})
+    options = {"tasks": ("lm_eval/a",), "arms": ("base",), "items_per_task": 4}
+    for limit, status in ((None, "confirmatory"), (1, "exploratory"), (4, "confirmatory")):
+        found = run(settings_for(data, tmp_path / str(limit), limit=limit, **options))
+        assert found.as_json()["standing"]["status"] == status
+    assert asked == [4, 1, 4]
+
+
 def test_the_sample_is_stratified_and_the_first_rows_only_where_asked(
     data: Path, tmp_path: Path, fakes: FakeArms
 ) -> None:
     for sample in ("stratified", "first"):
-        run(settings_for(data, tmp_path / sample, limit=9, sample=sample, arms=("base",)))
+        run(settings_for(data, tmp_path / sample, items_per_task=9, sample=sample, arms=("base",)))
     ids = {
         sample: [
             r["item_id"] for r in rows_of(tmp_path / sample / "answers/items/base.texts.jsonl")[1:]

@@ -86,6 +86,7 @@ def case(
     without: Sequence[str] = (),
     standing: Standing | None = None,
     items: dict[str, list[Answer]] | None = None,
+    is_published_model: bool = False,
     **passed: int | Iterable[int],
 ) -> Findings:
     """Findings where base passes 2 and everything with the persona 18 of 20, but for `passed`."""
@@ -96,7 +97,7 @@ def case(
             arms[name] = replies(passed.get(name, usual))
     return find(
         arms, items or {}, suite=SUITE, settings=settings, has_adapter=True,
-        standing=standing or Standing(),
+        standing=standing or Standing(), is_published_model=is_published_model,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -90,15 +91,26 @@ def test_a_run_has_tables_and_a_verdict_last(typed: Typed, tmp_path: Path) -> No
     assert (code, json.loads(out)["settings"]["policies"]) == (0, ["keep"]), err
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_tables_fit_and_say_what_differs(width: int) -> None:
-    found = case(factual_promote=range(2, 20))
+def printed(width: int, **changes: Any) -> str:
+    found = case(**changes)
     report = IdentityReport(
         "done", "out", SETTINGS.model_dump(mode="json"), [], findings=found, plan_sha256="0" * 64
     )
     console = Console(width=width, record=True, file=io.StringIO())
     render(console, report)
-    text = console.export_text()
+    return console.export_text()
+
+
+def test_published_scores_stand_beside_those_of_the_published_model_alone() -> None:
+    assert "published, not measured here" in printed(120, is_published_model=True)
+    assert "published" not in printed(120)
+    assert case().as_json()["published"] is None
+    assert case(is_published_model=True).as_json()["published"]["passed"]["base"] == 2
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_tables_fit_and_say_what_differs(width: int) -> None:
+    text = printed(width, factual_promote=range(2, 20), is_published_model=True)
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
     for words in ("+ factual r2", "lost", "gained", "Who are you?", "of 20", "70-97"):
         assert words in text

@@ -230,7 +230,7 @@ def test_a_process_that_is_killed_with_signal_9_goes_on(
 def test_a_model_whose_removal_was_cut_short_is_fused_again(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A quick look is killed while a fused model goes; the whole run then needs it again."""
+    """A run is killed while a fused model goes; when it goes on it needs that again."""
     target = places[0].parent / "cut-short"
     rmtree = shutil.rmtree
 
@@ -244,9 +244,11 @@ def test_a_model_whose_removal_was_cut_short_is_fused_again(
         patched.setattr(shutil, "rmtree", killed)
         with pytest.raises(Killed):
             run(settings_for(places, target, limit=2))
-    report = run(settings_for(places, target, keep_models=True))
+    work = work_path(target.with_name("cut-short.limit-2"))
+    (work / "answers" / "suite_factual_keep.jsonl").unlink()
+    report = run(settings_for(places, target, limit=2, keep_models=True))
     assert report.findings is not None
-    assert report.findings.scores["factual_keep"].n == 4
+    assert report.findings.scores["factual_keep"].n == 2
     kept = {path.name for path in (target / "models").iterdir()}
     assert "factual_keep" in kept
     assert not any(name.startswith(".") for name in kept)
@@ -337,6 +339,36 @@ def test_a_persona_that_is_a_model_has_fewer_conditions_and_a_subset_is_explorat
     assert {one.category for one in found.replies["base"]} == {"self", "boundaries"}
     assert any("given as a model" in note for note in report.notes)
     assert (target / "models" / "factual_keep" / "config.json").is_file()
+
+
+def test_a_limit_is_quick_and_says_what_it_left_out(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, items and training are cut together, and one count goes from nothing to all."""
+    monkeypatch.setattr("mlxstacks.experiments.identity.settings._ITEMS_PER_PROMPT", 9)
+    monkeypatch.setattr("mlxstacks.experiments.identity.settings._BATCHES_PER_PROMPT", 2)
+    target = places[0].parent / "quick"
+    told: list[tuple[float, float]] = []
+    report = run(
+        settings_for(places, target, limit=1),
+        progress=lambda done, total, what="": told.append((done, total)),
+    )
+    assert len(lines(target / "answers" / "suite_base.jsonl")) == 1 + 1
+    for arm in item_arms(settings_for(places, target), True):
+        assert len(lines(target / "answers" / f"items_{arm}.jsonl")) == 1 + 9
+    config = json.loads((target / "factual" / "adapter_config.json").read_text())
+    assert config.get("iters", 2) == 2
+    assert report.findings is not None
+    assert report.findings.standing.reasons == (
+        "every arm: a subset, 1 of 4 items",
+        "a subset of the regression, 9 of 18 items",
+        "factual adapters trained for 2 of 3 batches",
+    )
+    assert len({total for _, total in told}) == 1
+    done = [count for count, _ in told]
+    assert done == sorted(done)
+    assert done[0] == 0
+    assert 0.8 * told[0][1] < done[-1] <= told[0][1]
 
 
 @pytest.mark.parametrize(

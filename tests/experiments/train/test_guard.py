@@ -54,6 +54,25 @@ def test_a_run_that_fits_says_what_it_will_need(
     assert not any("guard" in note for note in report["notes"])
 
 
+def test_guard_by_itself_says_the_same_of_the_same_settings(
+    places: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only what hangs on the data is given to it: how long the longest row is."""
+    model, data = map(str, places)
+    common = ["--model", model, "--layers", "0", "--keys", "down_proj", "--rank", "3", "--json"]
+    code = run_cli([
+        "train", *common, "--data", data, "--save-path", str(tmp_path / "out"), "--base", "stored",
+        "--batch-size", "2", "--dry-run",
+    ])  # fmt: skip
+    plan = json.loads(capsys.readouterr().out)
+    assert code == 0
+    longest = max(plan["widths_tokens"]) - 1
+    assert run_cli(["guard", *common, "--batch-size", "2", "--max-seq-length", str(longest)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["buffers"] == plan["guard"]["buffers"]
+    assert found["bytes"]["total_bytes"] == plan["guard"]["bytes"]
+
+
 def test_from_half_the_limit_on_it_warns_and_runs(
     places: tuple[Path, Path], needed: int, tmp_path: Path
 ) -> None:

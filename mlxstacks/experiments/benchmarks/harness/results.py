@@ -31,7 +31,7 @@ def harness_plan(settings: EvalSettings) -> dict[str, Any]:
     from mlxstacks.experiments.benchmarks.harness.named import find_tasks
 
     return {
-        one.name: {**one.fingerprint(settings.data), "limit": settings.limit}
+        one.name: {**one.fingerprint(settings.data), "limit": settings.items_per_task}
         for one in find_tasks(settings.harness_tasks, settings.task_files)
     }
 
@@ -46,10 +46,16 @@ def ask_harness(work: Path, settings: EvalSettings, arm: Any, plan_sha256: str) 
 
     found = run_harness(
         [arm], settings.harness_tasks, include_path=settings.task_files, data=settings.data,
-        limit=settings.limit, seed=settings.seed, chat=settings.chat == "all",
+        limit=_limit(settings), seed=settings.seed, chat=settings.chat == "all",
         domains=_domains(settings),
     )  # fmt: skip
     write_sealed(kept_path(work, arm.name), {"plan_sha256": plan_sha256, **found})
+
+
+def _limit(settings: EvalSettings) -> int | None:
+    """Items of each task: the planned ones, or the fewer of a quick look."""
+    limits = (settings.items_per_task, settings.limit)
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _domains(settings: EvalSettings) -> dict[str, str]:
