@@ -14,6 +14,7 @@ from mlxstacks.data.row_file import RowFile, read_rows
 from mlxstacks.data.rows import Row, pack_rows
 from mlxstacks.data.settings import DomainDataSettings, SourceSettings
 from mlxstacks.data.splits import apply_split
+from mlxstacks.data.text_settings import Rendering
 
 __all__ = [
     "Batch",
@@ -22,6 +23,7 @@ __all__ = [
     "DomainDataSettings",
     "EncodedRows",
     "Example",
+    "Rendering",
     "Row",
     "RowFile",
     "SourceSettings",

@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from mlxstacks.data.text_settings import AllowSpecial, Thinking
+
 # One name a reader (mlxstacks/data/formats.py), some readers under several.
 FormatName = Literal[
     "auto",
@@ -126,6 +128,8 @@ class DomainDataSettings(BaseModel):
         description="true: the loss counts answers only; false: every token. Default: answers "
         "only. Rows of plain text always count whole.",
     )
+    thinking: Thinking = "auto"
+    allow_special: AllowSpecial = False
     decontaminate: Decontaminate = Field(
         "off",
         description="move rows that read like another trained domain (code, medical, math) to "

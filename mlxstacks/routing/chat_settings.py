@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from mlxstacks.data.text_settings import AllowSpecial, Thinking
+
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
           "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
 
@@ -65,9 +67,8 @@ class AnswerSettings(BaseModel):
         1.0, gt=0, le=100, description="Divides the logits of the last 20 tokens; 1: no penalty."
     )
     system_prompt: str | None = Field(None, description="Said to the model before anything else.")
-    thinking: bool | None = Field(
-        None, description="Let a model that can think do so, or not. Default: its template decides."
-    )
+    thinking: Thinking = "auto"
+    allow_special: AllowSpecial = False
     gap_log: str = Field(
         "./mlxstacks-out/gaps.jsonl",
         description="Where routed prompts that no domain fits are noted; none: nowhere.",

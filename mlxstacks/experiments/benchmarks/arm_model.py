@@ -170,7 +170,11 @@ class ModelArm:
         self, pairs: Sequence[tuple[Tokens, Tokens]], prompts: Sequence[tuple[str, str | None]]
     ) -> list[Pair]:
         return [
-            Pair(self.prompts.before_candidates(c, [a]), a, self._routes.of(text, domain))
+            Pair(
+                self.prompts.before_candidates(c, [a]),
+                a,
+                self._routes.of(self.prompts.own.unsigned(text), domain),
+            )
             for (c, a), (text, domain) in zip(pairs, prompts, strict=True)
         ]
 
@@ -217,7 +221,12 @@ class ModelArm:
         asked = []
         for text, label in zip(texts, labels, strict=True):
             tokens = self.prompts.text(text)
-            asked.append((Prompt(tokens, max(0, len(tokens) - 1)), self._routes.of(text, label)))
+            asked.append(
+                (
+                    Prompt(tokens, max(0, len(tokens) - 1)),
+                    self._routes.of(self.prompts.own.unsigned(text), label),
+                )
+            )
         return self._replies(asked, max_tokens, until)
 
     def _replies(

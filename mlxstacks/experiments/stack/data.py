@@ -108,10 +108,9 @@ def listed_domains(settings: StackRunSettings) -> list[DomainSettings]:
             + f" (there: {there}); a domain takes data: sources, or a file of its name in `data`"
         )
     return [
-        d if d.data is not None
-        else d.model_copy(update={"data": _of_name(d.name, settings)})
+        d.model_copy(update={"data": _as_run(d.data or _of_name(d.name, settings), settings)})
         for d in domains
-    ]  # fmt: skip
+    ]
 
 
 def _file_of(root: Path, settings: StackRunSettings, domain: DomainSettings) -> bool:
@@ -120,6 +119,12 @@ def _file_of(root: Path, settings: StackRunSettings, domain: DomainSettings) -> 
 
 def _of_name(name: str, settings: StackRunSettings) -> DomainDataSettings:
     return DomainDataSettings(sources=(f"{name}.jsonl",), validation_rows=settings.validation_rows)
+
+
+def _as_run(data: DomainDataSettings, settings: StackRunSettings) -> DomainDataSettings:
+    """What a domain does not say of rendering is as the run says."""
+    names = {"thinking", "allow_special"} - data.model_fields_set
+    return data.model_copy(update={name: getattr(settings, name) for name in sorted(names)})
 
 
 def _every_file(root: Path) -> list[DomainSettings]:
@@ -222,6 +227,7 @@ def _encoded(
         notes.append(f"{data.name}: {cut} rows were cut to max_seq_length {longest}.")
     if empty:
         notes.append(f"{data.name}: {empty} rows have nothing to learn from; left out.")
+    notes.extend(f"{data.name}: {note}" for note in dict.fromkeys((*held.notes, *train.notes)))
     rows = train.rows
     if settings.packing:
         validation, rows = pack_rows(validation, longest), pack_rows(rows, longest)

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks import base_model
-from mlxstacks.data import Row, RowFile, read_rows
+from mlxstacks.data import Rendering, Row, RowFile, read_rows
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import VALIDATION_ROWS
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
@@ -149,7 +149,9 @@ def read_data(
     prompt_weight = 0.0 if settings.mask_prompt else 1.0
 
     def read(file: Path) -> RowFile:
-        found = read_rows(file, tokenizer, prompt_weight, settings.max_seq_length)
+        found = read_rows(
+            file, tokenizer, prompt_weight, settings.max_seq_length, Rendering.of(settings)
+        )
         if found.cut:
             notes.append(
                 f"{file.name}: {found.cut} of {len(found.rows) + found.empty} rows were cut to "
@@ -157,6 +159,7 @@ def read_data(
             )
         if found.empty:
             notes.append(f"{file.name}: {found.empty} rows have nothing to learn from; left out.")
+        notes.extend(f"{file.name}: {note}" for note in found.notes)
         return found
 
     train = read(file)
