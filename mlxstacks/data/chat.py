@@ -13,6 +13,7 @@ from mlxstacks.data.special_text import (
     encode_marked,
     free_marks,
     mark_literals,
+    template_text,
     unescaped,
 )
 from mlxstacks.data.text_settings import PLAIN, Rendering
@@ -115,6 +116,12 @@ def reasoning_of(turn: Mapping[str, Any], tokenizer: Any) -> str:
     block, _ = split_reasoning(turn["content"], tokenizer)
     begin, end = reasoning_tags(tokenizer)
     return block.strip().removeprefix(begin).removesuffix(end).strip()
+
+
+def writes_reasoning(tokenizer: Any) -> bool:
+    """Whether the chat template has a place for what stands under `REASONING_KEYS`."""
+    source = template_text(tokenizer)
+    return not source or re.search(rf"\b({'|'.join(REASONING_KEYS)})\b", source) is not None
 
 
 def reasoning_tags(tokenizer: Any) -> tuple[str, str]:

@@ -4,7 +4,6 @@ A record is one JSON object: `messages` (and `tools`), or `prompt` and `completi
 or `text`.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ from mlxstacks.data.chat import (
     reasoning_tags,
     split_reasoning,
     strings_of,
+    writes_reasoning,
 )
 from mlxstacks.data.messages import as_messages
 from mlxstacks.data.rows import Row, row_of
@@ -75,12 +75,12 @@ def _as_trained(turn: dict[str, Any], tokenizer: Any, mode: ThinkingMode) -> dic
     """
     if turn["role"] != "assistant":
         return turn
-    reasoning = "" if mode == "off" else reasoning_of(turn, tokenizer)
-    given = any(turn.get(key) for key in REASONING_KEYS)
     plain = {key: value for key, value in turn.items() if key not in REASONING_KEYS}
-    if reasoning:
-        return {**plain, **dict.fromkeys(REASONING_KEYS, reasoning)} if given else plain
-    return {**plain, "content": _without_block(turn["content"], tokenizer)}
+    by_key = writes_reasoning(tokenizer) and any(turn.get(key) for key in REASONING_KEYS)
+    reasoning = reasoning_of(turn if by_key else plain, tokenizer)
+    if mode == "off" or not reasoning:
+        return {**plain, "content": _without_block(turn["content"], tokenizer)}
+    return {**plain, **dict.fromkeys(REASONING_KEYS, reasoning)} if by_key else plain
 
 
 def _without_block(content: str, tokenizer: Any) -> str:
@@ -238,10 +238,10 @@ class RowNotes:
             lines.append(
                 f"{self._with_reasoning:,} rows have reasoning, which is left out: thinking is off."
             )
-        elif self._by_key and not re.search(rf"\b({'|'.join(REASONING_KEYS)})\b", source):
+        elif self._by_key and not writes_reasoning(self._tokenizer):
             lines.append(
-                f"{self._by_key:,} rows have {' or '.join(REASONING_KEYS)}, which the chat template "
-                "has no place for: their reasoning is not trained."
+                f"{self._by_key:,} rows have {' or '.join(REASONING_KEYS)}, for which the chat "
+                "template has no place: their reasoning is not trained."
             )
         if self._without and mode == "on" and "think" in source:
             lines.append(

@@ -4,7 +4,8 @@ A tokenizer reads `<|im_end|>` as the end of a turn wherever it stands. So each 
 content gets a cut mark behind its first character before a template is applied, wherever the
 template then puts it; the template's own markers have none. Text is encoded piece by piece
 between the marks, and no piece holds the literal. Text without such a literal has no mark: its ids
-are those of the whole text.
+are those of the whole text. (transformers has this since 5.23 as `sanitize_control_tokens`, for a
+whole chat at once: without loss masks and cuts, and not for names of arguments or plain texts.)
 """
 
 import json
@@ -107,7 +108,7 @@ class OwnMarkers:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._sign = f"{_MARKS[0]}{secrets.token_hex(8)}{_MARKS[0]}"
+        self._sign = f"{_MARKS[-1]}{secrets.token_hex(8)}{_MARKS[-1]}"
 
     def signed(self, text: str, mark: str) -> str:
         """Text of a template, with `mark` in the literals that are not its own."""
@@ -146,8 +147,10 @@ def first_tokens(text: str, encode: Callable[[str], list[int]], limit: int) -> l
 def _encode_pieces(text: str, mark: str, tokenizer: Any) -> list[int]:
     first, *others = text.split(mark)
     tokens = _encode(first, tokenizer)
+    # Whoever writes one literal often writes many.
+    ids = {piece: _encode_behind(piece, tokenizer) for piece in set(others)}
     for piece in others:
-        tokens += _encode_behind(piece, tokenizer)
+        tokens += ids[piece]
     return tokens
 
 
@@ -194,6 +197,7 @@ def _find_literals(tokenizer: Any, template: Any) -> _Literals:
     source = template_text(tokenizer)
     names = ("think_start", "think_end", "tool_call_start", "tool_call_end")
     markers = {getattr(tokenizer, name, None) for name in names}
+    markers |= {*(getattr(tokenizer, "chat_control_tokens", None) or ())}
     added = (getattr(tokenizer, "added_tokens_decoder", None) or {}).values()
     chosen = [t for t in added if t.special or str(t) in source or str(t) in markers]
     literals = {*map(str, chosen), *(getattr(tokenizer, "all_special_tokens", None) or ())}
