@@ -15,6 +15,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map_with_path, tree_unflatten
 
+from mlxstacks.data.chat import prompt_tokens
+from mlxstacks.data.text_settings import PLAIN, Rendering
 from mlxstacks.errors import CheckpointError
 from mlxstacks.ops import gated_delta
 
@@ -384,17 +386,12 @@ def generate(
     tokenizer: Any,
     messages: list[dict[str, str]],
     max_tokens: int = 32,
-    thinking: bool | None = None,
+    rendering: Rendering = PLAIN,
 ) -> str:
-    """The greedy reply to a chat, without the end mark.
-
-    thinking: whether a template that knows it asks for reasoning first; None: as the template does.
-    """
+    """The greedy reply to a chat, without the end mark."""
     from mlx_lm import stream_generate
 
-    # Templates that do not know the word ignore it.
-    options = {} if thinking is None else {"enable_thinking": thinking}
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options)
+    prompt = prompt_tokens(messages, tokenizer, rendering)
     replies = stream_generate(model, tokenizer, prompt=prompt, max_tokens=max_tokens)
     return "".join(reply.text for reply in replies)
 

@@ -4,7 +4,7 @@
     save_path: str | None         --save-path TEXT
     zero_delta: bool = False      --zero-delta
     resume: bool = True           --resume / --no-resume
-    thinking: bool | None = None  --thinking / --no-thinking
+    verify: bool | None = None    --verify / --no-verify
     requant: Literal["a", "b"]    --requant [a|b]
     bits: Literal[3, 4] | None    --bits [3|4|none]
     adapter_path: tuple[str,...]  --adapter-path TEXT, repeatable
@@ -12,6 +12,8 @@
 
 `json_schema_extra={"cli_name": "--copy"}` on a field gives its option another name, and
 `{"cli_type": "text"}` an option of text to a field whose model takes text for its shortest form.
+`{"cli_switch": True}` on a choice between on, off and more: `--thinking` alone is on, and
+`--no-thinking` off.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,6 +52,18 @@ class LiteralChoice(click.Choice):
             hint = nearest(text, self.values)
             self.fail(f"got {text!r}, allowed: {', '.join(self.values)}{hint}", param, ctx)
         return self.values[text]
+
+
+class SwitchOption(click.Option):
+    """A choice that may stand alone for on; `--no-NAME` is off."""
+
+    def __init__(self, declarations: list[str], **attributes: Any) -> None:
+        super().__init__(declarations, is_flag=False, flag_value="on", **attributes)
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        super().add_to_parser(parser, ctx)
+        negated = [f"--no-{name.removeprefix('--')}" for name in self.opts]
+        parser.add_option(self, negated, self.name, action="store_const", const="off")
 
 
 def _spelled(value: Any) -> str:
@@ -130,6 +144,8 @@ def _option(
         return None
     else:
         raise TypeError(f"{settings_class.__name__}.{name}: no option for {known.annotation}")
+    if extra.get("cli_switch"):
+        return SwitchOption([flag, *others, name], type=kind, help=help_text)
     return click.Option([flag, *others, name], type=kind, multiple=multiple, help=help_text)
 
 

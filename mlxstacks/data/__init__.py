@@ -20,6 +20,7 @@ from mlxstacks.data.rows import Row, pack_rows
 from mlxstacks.data.settings import DomainDataSettings, SourceSettings, TrainDataSettings
 from mlxstacks.data.sources import train_data_paths, train_data_settings
 from mlxstacks.data.splits import apply_split
+from mlxstacks.data.text_settings import Rendering
 
 __all__ = [
     "Batch",
@@ -28,6 +29,7 @@ __all__ = [
     "DomainDataSettings",
     "EncodedRows",
     "Example",
+    "Rendering",
     "Row",
     "SourceSettings",
     "TrainDataSettings",

@@ -4,12 +4,23 @@ A record is one JSON object: `messages` (and `tools`), or `prompt` and `completi
 or `text`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from mlxstacks.data.chat import (
+    REASONING_KEYS,
+    Chat,
+    open_chat,
+    reasoning_of,
+    reasoning_tags,
+    split_reasoning,
+    strings_of,
+    writes_reasoning,
+)
 from mlxstacks.data.messages import as_messages
 from mlxstacks.data.rows import Row, row_of
+from mlxstacks.data.special_text import encode_text, special_literals, template_text
+from mlxstacks.data.text_settings import PLAIN, Rendering, ThinkingMode
 from mlxstacks.errors import InputError
 
 
@@ -30,97 +41,148 @@ class ChatTokenizer(Protocol):
     ) -> Any: ...
 
 
-# (messages, add_generation_prompt=False) -> the template's text.
-Render = Callable[..., str]
-# Stands for an answer while its place in the text is looked for; no real text holds it.
-_MARK = "\ue000"
-
-
 def encode_messages(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: ChatTokenizer,
     prompt_weight: float = 0.0,
     tools: list[dict[str, Any]] | None = None,
+    rendering: Rendering = PLAIN,
+    limit: int | None = None,
 ) -> Row:
     """A chat as one row: every assistant turn and its end mark weigh 1, all else `prompt_weight`.
 
-    Laws: the template's text is unchanged; a turn begins where the template with a generation
+    limit: no more than so many tokens are made, the first ones.
+    Laws: what stands before the last answer is the prompt that generation would give, with thinking
+    as the turn has it, or as `rendering` says; a turn begins where the template with a generation
     prompt ends, or, where the template writes earlier turns otherwise than the last one (some drop
     their reasoning), at what the turn itself brings.
     """
-    options: dict[str, Any] = {} if tools is None else {"tools": tools}
-    template: Render = tokenizer.apply_chat_template
-    render = partial(template, tokenize=False, add_generation_prompt=False, **options)
-    turns = [dict(message) for message in messages]
-    text = render(turns)
+    turns = [_as_trained(dict(m), tokenizer, rendering.thinking) for m in messages]
+    chat = open_chat(turns, tokenizer, rendering, tools)
     tokens: list[int] = []
     weights: list[float] = []
+    for text, is_answer in _parts(chat, rendering.thinking):
+        left = None if limit is None else limit - len(tokens)
+        ids = chat.encode(text, left)
+        tokens += ids
+        weights += [1.0 if is_answer else prompt_weight] * len(ids)
+    return row_of(tokens, weights)
+
+
+def _as_trained(turn: dict[str, Any], tokenizer: Any, mode: ThinkingMode) -> dict[str, Any]:
+    """An assistant's turn with its reasoning under every key that templates look at, or, where it
+    has none or none is wanted, without an empty block too.
+    """
+    if turn["role"] != "assistant":
+        return turn
+    plain = {key: value for key, value in turn.items() if key not in REASONING_KEYS}
+    by_key = writes_reasoning(tokenizer) and any(turn.get(key) for key in REASONING_KEYS)
+    reasoning = reasoning_of(turn if by_key else plain, tokenizer)
+    if mode == "off" or not reasoning:
+        return {**plain, "content": _without_block(turn["content"], tokenizer)}
+    return {**plain, **dict.fromkeys(REASONING_KEYS, reasoning)} if by_key else plain
+
+
+def _without_block(content: str, tokenizer: Any) -> str:
+    block, rest = split_reasoning(content, tokenizer)
+    return rest.lstrip("\n") if block else content
+
+
+def _parts(chat: Chat, mode: ThinkingMode) -> Iterator[tuple[str, bool]]:
+    """(text, whether it is an answer) from the beginning of a chat to its end."""
+    answers = [i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
+    thinking = {index: _thinks(chat, index, mode) for index in answers}
+    text = chat.text(enable_thinking=thinking[answers[-1]] if answers else None)
     done = 0
-    for index, turn in enumerate(turns):
-        if turn["role"] != "assistant":
-            continue
-        start, end = _answer_span(render, turns, index, text)
-        for part, weight in ((text[done:start], prompt_weight), (text[start:end], 1.0)):
-            ids = tokenizer.encode(part, add_special_tokens=False)
-            tokens += ids
-            weights += [weight] * len(ids)
+    for index in answers:
+        prompt = chat.prompt(chat.turns[:index], thinking[index]) if index else chat.stand_in
+        start, end = _answer_span(chat, index, text, prompt, thinking[index])
+        before = text[done:start]
+        if 0 < index == len(chat.turns) - 1 and not text.startswith(prompt):
+            before = _as_prompted(chat, text, prompt, thinking[index])[done:] or before
+        yield before, False
+        yield text[start:end], True
         done = end
-    rest = tokenizer.encode(text[done:], add_special_tokens=False)
-    return row_of(tokens + rest, weights + [prompt_weight] * len(rest))
+    yield text[done:], False
 
 
-def _answer_span(
-    render: Render, turns: list[dict[str, Any]], index: int, text: str
-) -> tuple[int, int]:
+def _thinks(chat: Chat, index: int, mode: ThinkingMode) -> bool:
+    return bool(reasoning_of(chat.turns[index], chat.tokenizer)) if mode == "auto" else mode == "on"
+
+
+def _answer_span(chat: Chat, index: int, text: str, prompt: str, thinks: bool) -> tuple[int, int]:
     """Where in the text of a chat the assistant's turn `index` and its end mark stand."""
-    before = render(turns[:index], add_generation_prompt=True) if index else _MARK
-    after = render(turns[: index + 1])
-    if not text.startswith(before) or not text.startswith(after):
-        return _replaced_span(render, turns, index, text)
+    after = chat.text(chat.turns[: index + 1], thinks)
+    if not text.startswith(prompt) or not text.startswith(after):
+        return _replaced_span(chat, index, text, thinks)
     # A line break after the end mark is not the model's to predict.
-    return len(before), len(before) + len(text[len(before) : len(after)].rstrip("\n"))
+    return len(prompt), len(prompt) + len(text[len(prompt) : len(after)].rstrip("\n"))
 
 
-def _replaced_span(
-    render: Render, turns: list[dict[str, Any]], index: int, text: str
-) -> tuple[int, int]:
+def _as_prompted(chat: Chat, text: str, prompt: str, thinks: bool) -> str:
+    """The prompt of the last answer, where the template writes the answer without the empty block
+    that it puts into the prompt; "" where it writes the turns before otherwise too.
+    """
+    history = chat.text(chat.turns[:-1], thinks)
+    return prompt if prompt.startswith(history) and text.startswith(history) else ""
+
+
+def _replaced_span(chat: Chat, index: int, text: str, thinks: bool) -> tuple[int, int]:
     """The part of the text that changes when the turn says something else, and its end mark."""
-    other = {"role": "assistant", "content": _MARK}
-    changed = render([*turns[:index], other, *turns[index + 1 :]])
-    as_last = render([*turns[:index], other])
-    if _MARK not in changed or _MARK not in as_last:
+    other = {"role": "assistant", "content": chat.stand_in}
+    turns = chat.turns
+    changed = chat.text([*turns[:index], other, *turns[index + 1 :]], thinks)
+    as_last = chat.text([*turns[:index], other], thinks)
+    if chat.stand_in not in changed or chat.stand_in not in as_last:
         raise InputError("the chat template drops earlier turns: loss masks cannot be placed")
     start = _shared(text, changed)
     end = len(text) - _shared(text[start:][::-1], changed[start:][::-1])
-    end_mark = as_last.rpartition(_MARK)[2].rstrip("\n")
+    end_mark = as_last.rpartition(chat.stand_in)[2].rstrip("\n")
     return start, end + len(end_mark) * text.startswith(end_mark, end)
 
 
 def _shared(one: str, other: str) -> int:
     """How many characters two texts begin with in common."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    least, most = 0, min(len(one), len(other))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if one.startswith(other[least:middle], least):
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 def encode_record(
-    record: Mapping[str, Any], tokenizer: ChatTokenizer, prompt_weight: float = 0.0
+    record: Mapping[str, Any],
+    tokenizer: ChatTokenizer,
+    prompt_weight: float = 0.0,
+    rendering: Rendering = PLAIN,
+    limit: int | None = None,
 ) -> Row:
     """One JSONL record as a row: chat rows count answers (and, by `prompt_weight`, the rest), text
-    rows everything.
+    rows everything. limit: no more than so many tokens.
     """
     messages = as_messages(record)
     if messages is not None:
-        return encode_messages(messages, tokenizer, prompt_weight, record.get("tools"))
-    tokens = text_tokens(record["text"], tokenizer)
+        tools = record.get("tools")
+        return encode_messages(messages, tokenizer, prompt_weight, tools, rendering, limit)
+    tokens = text_tokens(record["text"], tokenizer, rendering, limit)
     return row_of(tokens, [1.0] * len(tokens))
 
 
-def text_tokens(text: str, tokenizer: ChatTokenizer) -> list[int]:
+def text_tokens(
+    text: str,
+    tokenizer: ChatTokenizer,
+    rendering: Rendering = PLAIN,
+    limit: int | None = None,
+) -> list[int]:
     """Text between the tokenizer's begin mark, if it has one, and its end mark; as in mlx-lm, an
-    end mark that the text has is enough.
+    end mark that the text has is enough. limit: of all tokens, the first ones.
     """
-    tokens, end = tokenizer.encode(text, add_special_tokens=False), end_mark(tokenizer)
-    return [*begin_mark(tokenizer), *tokens, *(end if tokens[-1:] != end else [])]
+    tokens, end = encode_text(text, tokenizer, rendering.allow_special, limit), end_mark(tokenizer)
+    whole = [*begin_mark(tokenizer), *tokens, *(end if tokens[-1:] != end else [])]
+    return whole[:limit]
 
 
 def begin_mark(tokenizer: ChatTokenizer) -> list[int]:
@@ -133,3 +195,57 @@ def begin_mark(tokenizer: ChatTokenizer) -> list[int]:
 
 def end_mark(tokenizer: ChatTokenizer) -> list[int]:
     return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+
+
+class RowNotes:
+    """What a reader of training rows should know of how they were rendered: feed it every record,
+    then print `lines`.
+    """
+
+    def __init__(self, tokenizer: Any, rendering: Rendering) -> None:
+        self._tokenizer, self._rendering = tokenizer, rendering
+        self._special = self._with_reasoning = self._without = self._by_key = 0
+        self._literals: dict[str, None] = {}
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """A record of one of the forms that `encode_record` takes."""
+        tokenizer = self._tokenizer
+        turns = as_messages(record) or ()
+        answers = [turn for turn in turns if turn["role"] == "assistant"]
+        thoughts = [reasoning_of(turn, tokenizer) for turn in answers]
+        literals = [x for text in strings_of(record) for x in special_literals(text, tokenizer)]
+        # The tags of a reasoning block are read as what they are.
+        blocks = sum(bool(split_reasoning(turn["content"], tokenizer)[0]) for turn in answers)
+        tags = len(special_literals("".join(reasoning_tags(tokenizer)), tokenizer))
+        if len(literals) > blocks * tags:
+            self._special += 1
+            self._literals |= dict.fromkeys(literals)
+        self._with_reasoning += any(thoughts)
+        self._without += bool(answers) and not any(thoughts)
+        self._by_key += any(turn.get(key) for turn in answers for key in REASONING_KEYS)
+
+    def lines(self) -> list[str]:
+        """Sentences, none where rows and settings agree."""
+        mode, source = self._rendering.thinking, template_text(self._tokenizer)
+        lines = []
+        if self._special and not self._rendering.allow_special:
+            shown = ", ".join(list(self._literals)[:3])
+            lines.append(
+                f"{self._special:,} rows hold text of special tokens ({shown}), which was read as "
+                "plain text; with --allow-special they are tokens."
+            )
+        if self._with_reasoning and mode == "off":
+            lines.append(
+                f"{self._with_reasoning:,} rows have reasoning, which is left out: thinking is off."
+            )
+        elif self._by_key and not writes_reasoning(self._tokenizer):
+            lines.append(
+                f"{self._by_key:,} rows have {' or '.join(REASONING_KEYS)}, for which the chat "
+                "template has no place: their reasoning is not trained."
+            )
+        if self._without and mode == "on" and "think" in source:
+            lines.append(
+                f"{self._without:,} rows have no reasoning, and thinking is on: they teach the "
+                "model to end its thoughts at once; --thinking auto or off."
+            )
+        return lines

@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from mlxstacks.data.text_settings import AllowSpecial, Thinking
+
 # One name a reader (mlxstacks/data/formats.py), some readers under several.
 FormatName = Literal[
     "auto",
@@ -132,11 +134,18 @@ class DomainDataSettings(BaseModel):
         description="true: the loss counts answers only; false: every token. Default: answers "
         "only. Rows of plain text always count whole.",
     )
+    thinking: Thinking = "auto"
+    allow_special: AllowSpecial = False
     decontaminate: Decontaminate = Field(
         "off",
         description="move rows that read like another trained domain (code, medical, math) to "
         "it, by keywords as whole words or as substrings",
     )
+
+    def rendered_as(self, run: Any) -> Self:
+        """With the `thinking` and `allow_special` of a run's settings where none are said here."""
+        names = sorted({"thinking", "allow_special"} - self.model_fields_set)
+        return self.model_copy(update={name: getattr(run, name) for name in names})
 
     @model_validator(mode="after")
     def _check(self) -> Self:

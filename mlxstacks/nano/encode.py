@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mlxstacks.data import Row, encode_messages
+from mlxstacks.data.chat import prompt_tokens
+from mlxstacks.data.special_text import encode_text
 from mlxstacks.evaluate import ChoiceItem
 from mlxstacks.nano.corpus import Document, Item
 from mlxstacks.nano.tokenizer import TURN_END
@@ -23,9 +25,9 @@ def encode_items(items: Sequence[Item], tokenizer: Any) -> list[ChoiceItem]:
     encoded = []
     for item in items:
         messages = [{"role": "user", "content": item.prompt}]
-        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        context = tokenizer.encode(prompt, add_special_tokens=False)
-        options = [tokenizer.encode(o + TURN_END, add_special_tokens=False) for o in item.options]
+        context = prompt_tokens(messages, tokenizer, before_answer=True)
+        end = tokenizer.encode(TURN_END, add_special_tokens=False)
+        options = [[*encode_text(option, tokenizer), *end] for option in item.options]
         characters = tuple(len(option) for option in item.options)
         continuations = tuple(tuple(option) for option in options)
         encoded.append(ChoiceItem(tuple(context), continuations, characters, item.answer_index))

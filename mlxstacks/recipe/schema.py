@@ -22,7 +22,7 @@ FILE = "recipe.schema.json"
 _REF = "#/$defs/"
 _COMMAND = "What to run; it decides which other keys there are."
 # Of pydantic or of ours, and no words of the draft.
-_FOREIGN = ("cli_type", "cli_name", "ge")
+_FOREIGN = ("cli_type", "cli_name", "cli_switch", "ge")
 _SCALARS = ("string", "integer", "number")
 
 

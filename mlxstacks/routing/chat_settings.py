@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.files.settings import PeftLayout
 
 MOST_TEMP = 100
@@ -83,9 +84,8 @@ class AnswerSettings(BaseModel):
         1.0, gt=0, le=100, description="Divides the logits of the last 20 tokens; 1: no penalty."
     )
     system_prompt: str | None = Field(None, description="Said to the model before anything else.")
-    thinking: bool | None = Field(
-        None, description="Let a model that can think do so, or not. Default: its template decides."
-    )
+    thinking: Thinking = "auto"
+    allow_special: AllowSpecial = False
     gap_log: str = Field(
         "./mlxstacks-out/gaps.jsonl",
         description="Where routed prompts that no domain fits are noted; none: nowhere.",

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from mlxstacks.data.text_settings import ThinkingMode
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.disk import sync_directory, target_errors, user_path
 from mlxstacks.files.store_files import write_new
@@ -58,7 +59,7 @@ class Conversation:
         sampling: Sampling,
         *,
         system_prompt: str | None = None,
-        thinking: bool | None = None,
+        thinking: ThinkingMode = "auto",
         mode: Mode = "base",
         pins: Sequence[str] = (),
         reroute: Literal["set", "always"] = "set",

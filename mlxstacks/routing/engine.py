@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import mlx.nn as nn
 
 from mlxstacks import base_model
+from mlxstacks.data.text_settings import Rendering, ThinkingMode
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.store import Store
 from mlxstacks.routing.answer import Answer, Finish, begins_in_thought, split_thoughts
@@ -42,8 +43,8 @@ class RoutedModel:
 
     resident: the owner of what is loaded; None without a store. router: None where there is none;
     open_router: opens it when it is first needed. context_tokens: most tokens of prompt and answer,
-    None where the model does not say. notes: what is worth saying to the user; it grows. adapters:
-    names of those that are beside the base, whatever the mode.
+    None where the model does not say. allow_special: as in `Rendering`. notes: what is worth saying
+    to the user; it grows. adapters: names of those that are beside the base, whatever the mode.
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class RoutedModel:
         context_tokens: int | None = None,
         hard: bool = False,
         gap_log: GapLog | None = None,
+        allow_special: bool = False,
         notes: list[str] | None = None,
         adapters: Sequence[str] = (),
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.store, self.resident = store, resident
         self.context_tokens, self.hard, self.adapters = context_tokens, hard, tuple(adapters)
+        self.allow_special = allow_special
         self.notes: list[str] = [] if notes is None else notes
         self._router, self._open_router, self._gap_log = router, open_router, gap_log
 
@@ -134,18 +137,19 @@ class RoutedModel:
             with self.resident.lease(self.weights(route)) as lease:
                 yield lease
 
-    def prompt(self, messages: Sequence[dict[str, Any]], thinking: bool | None = None) -> Prompt:
+    def prompt(self, messages: Sequence[dict[str, Any]], thinking: ThinkingMode = "auto") -> Prompt:
         """What the model reads of these messages.
 
         Raises: InputError: nothing, or more than the model's context holds beside an answer; the
             chat template refuses them; they are no text.
         """
-        prompt = encode_prompt(self.tokenizer, messages, thinking)
+        rendering = Rendering(thinking, self.allow_special)
+        prompt = encode_prompt(self.tokenizer, messages, rendering, self.context_tokens)
         if self._room(prompt) < 1:
             raise InputError(
-                f"the prompt has {len(prompt.tokens):,} tokens with all that was said before; the "
-                f"model's context is {self.context_tokens:,} and has to hold the answer too; "
-                "shorten it, or begin a new conversation (/new in a chat)"
+                f"the prompt has at least {len(prompt.tokens):,} tokens with all that was said "
+                f"before; the model's context is {self.context_tokens:,} and has to hold the "
+                "answer too; shorten it, or begin a new conversation (/new in a chat)"
             )
         return prompt
 

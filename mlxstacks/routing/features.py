@@ -16,6 +16,7 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxstacks import base_model
+from mlxstacks.data.special_text import encode_text
 from mlxstacks.errors import InputError
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.layers.stacked import StackedLayer, stacked_layers
@@ -58,10 +59,10 @@ class PromptFeatures:
         """At most `max_tokens` ids. Raises: InputError for an empty prompt."""
         found: list[int] = []
         if text.strip():
-            found = list(self._tokenizer.encode(text, add_special_tokens=False))
+            found = encode_text(text, self._tokenizer, limit=self.max_tokens)
         if not found:
             raise InputError("the prompt is empty; there is nothing to route by")
-        return found[: self.max_tokens]
+        return found
 
     def of(self, texts: Sequence[str], batch_size: int = 16) -> list[np.ndarray]:
         """Features (S, D) float32 of each text. Raises: InputError for an empty one."""

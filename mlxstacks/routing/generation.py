@@ -17,6 +17,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks import base_model
+from mlxstacks.data.chat import open_chat
+from mlxstacks.data.encode import begin_mark
+from mlxstacks.data.special_text import encode_text
+from mlxstacks.data.text_settings import PLAIN, Rendering
 from mlxstacks.errors import InputError
 from mlxstacks.routing.prompt_cache import PromptCache
 from mlxstacks.training.modes import evaluating
@@ -65,34 +69,34 @@ class Piece(NamedTuple):
 
 
 def encode_prompt(
-    tokenizer: Any, messages: Sequence[dict[str, Any]], thinking: bool | None = None
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    rendering: Rendering = PLAIN,
+    limit: int | None = None,
 ) -> Prompt:
     """A conversation as the model's chat template writes it, up to where the answer begins.
 
-    thinking: switch a template's thoughts on or off; None leaves it to the template, as training
-        does. Without a template the texts go in as they are, a line break between them.
+    Without a template the texts go in as they are, a line break between them. limit: no more than
+    so many tokens are made, the first ones.
     Raises: InputError: the template refuses the messages, or nothing is left of them; a text with
-        half a character (what is not UTF-8 becomes that on a command line).
+    half a character (what is not UTF-8 becomes that on a command line).
     """
     from jinja2 import TemplateError
 
     for message in messages:
         _check_text(message["content"])
-    options: dict[str, Any] = {} if thinking is None else {"enable_thinking": thinking}
-    quiet = {"verbose": False}  # the engine says what is too long
-
-    def tokens_of(begin_answer: bool) -> list[int]:
-        if not getattr(tokenizer, "has_chat_template", True):
-            return list(tokenizer.encode("\n".join(str(m["content"]) for m in messages), **quiet))
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=begin_answer, **options
-        )
-        return list(tokenizer.encode(text, add_special_tokens=False, **quiet))
-
-    try:
-        tokens, closed = tokens_of(True), tokens_of(False)
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
-        raise InputError(f"the model's chat template refuses the messages: {error}") from error
+    if not getattr(tokenizer, "has_chat_template", True):
+        text = "\n".join(str(message["content"]) for message in messages)
+        plain = encode_text(text, tokenizer, rendering.allow_special, limit)
+        tokens = [*begin_mark(tokenizer), *plain][:limit]
+        closed = tokens
+    else:
+        try:
+            chat = open_chat(messages, tokenizer, rendering)
+            tokens = chat.encode(chat.prompt(enable_thinking=rendering.enable_thinking), limit)
+            closed = chat.encode(chat.text(enable_thinking=rendering.enable_thinking), limit)
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise InputError(f"the model's chat template refuses the messages: {error}") from error
     if not tokens:
         raise InputError("the prompt is empty: it has no tokens")
     pairs = enumerate(zip(tokens, closed, strict=False))

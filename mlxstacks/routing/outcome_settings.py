@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from mlxstacks.data.settings import DomainDataSettings, Template
+from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.routing.route_settings import RouteSettings
 
 SearchName = Literal["greedy", "greedy_first", "exhaustive"]
@@ -90,6 +91,8 @@ class OutcomeSettings(RouteSettings):
     template: Template | None = Field(
         None, description="chat or alpaca. Default: what the store's domains were trained with."
     )
+    thinking: Thinking = "auto"
+    allow_special: AllowSpecial = False
     random_control: bool = Field(
         False,
         description="Try, beside each domain, a random stack of equal norm; reported, never a "

@@ -6,6 +6,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mlxstacks.data.settings import TrainDataSettings
+from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.layers.settings import LayersText
 
 Schedule = Literal["cosine", "linear", "constant"]
@@ -109,6 +110,8 @@ class TrainSettings(BaseModel):
     mask_prompt: bool = Field(
         True, description="Chat rows: the loss counts the assistant's turns, not what they answer."
     )
+    thinking: Thinking = "auto"
+    allow_special: AllowSpecial = False
     val_batches: int | None = Field(
         None, ge=-1, description="Validation batches; -1: all. Default: the first 200 rows."
     )

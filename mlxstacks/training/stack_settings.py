@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from mlxstacks.data.settings import DomainDataSettings
+from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.layers.settings import LayersText, StackSettings
 from mlxstacks.training.settings import Schedule
 
@@ -128,6 +129,8 @@ class StackRunSettings(BaseModel):
     clip_norm: float = Field(1.0, gt=0, description="Largest joint norm of a step's gradients.")
     balance_weight: float = Field(0.01, ge=0, description="Factor of the experts' balance loss.")
     max_seq_length: int = Field(2048, ge=2, description="Longer rows are cut, and counted.")
+    thinking: Thinking = "auto"
+    allow_special: AllowSpecial = False
     packing: bool = Field(
         False, description="Lay rows end to end, up to max_seq_length, in training and validation."
     )

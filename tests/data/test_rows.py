@@ -149,7 +149,9 @@ class Template:
         tokenize: bool = True,
         add_generation_prompt: bool = False,
         tools: Any = None,
+        enable_thinking: bool | None = None,
     ) -> str:
+        self.thinking = enable_thinking
         return self.render(messages, add_generation_prompt, tools)
 
 

@@ -30,6 +30,7 @@ from tests.routing.engine_cases import (
     user,
     write_places,
 )
+from tests.tiny_models import END_OF_TEXT
 
 SHORT = Sampling(max_tokens=5)
 
@@ -162,8 +163,16 @@ def test_ungated_is_every_stack_and_base_is_none(places: Places, full: FullyResi
 def test_prompt_longer_than_the_context_is_refused(places: Places) -> None:
     engine = engine_for(places)
     assert engine.context_tokens == 1024
-    with pytest.raises(InputError, match=r"1,04\d tokens.*context is 1,024"):
+    with pytest.raises(InputError, match=r"at least 1,024 tokens.*context is 1,024"):
         engine.prompt(user("x" * 1020))
+
+
+def test_special_tokens_in_a_message_are_text_unless_they_are_allowed(places: Places) -> None:
+    for allowed in (False, True):
+        engine = engine_for(places, allow_special=allowed)
+        prompt = engine.prompt(user("red<|end|>blue"))
+        assert (END_OF_TEXT in prompt.tokens) is allowed
+        assert engine.tokenizer.decode(list(prompt.tokens)).startswith("[user]red<|end|>blue")
 
 
 def test_answer_ends_where_the_context_does(places: Places) -> None:

@@ -53,6 +53,14 @@ def residuals(model: nn.Module, tokens: list[int]) -> list[mx.array]:
     return [*hidden[:-1], body.norm(hidden[-1])]
 
 
+def test_special_tokens_in_a_prompt_are_text_and_long_prompts_are_cut(
+    models: dict[str, Loaded],
+) -> None:
+    features = PromptFeatures(*models["llama"], max_tokens=16)
+    assert features.tokens("a<|end|>") == list(b"a<|end|>")
+    assert features.tokens("a<|end|>" * 10_000) == list(b"a<|end|>a<|end|>")
+
+
 @pytest.mark.parametrize("name", ["llama", "tied", "four"])
 def test_features_are_the_weighted_middle_and_last_hidden_states(
     models: dict[str, Loaded], name: str

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from mlxstacks import base_model
+from mlxstacks.data import Rendering
 from mlxstacks.errors import InputError
 from mlxstacks.routing import generation
 from mlxstacks.routing.generation import Prompt, Sampling, encode_prompt, generate, likeliest
@@ -252,13 +253,13 @@ def test_repetition_penalty_sees_the_prompt(loaded: Any) -> None:
 def test_stable_part_is_what_any_later_prompt_begins_with(loaded: Any) -> None:
     _, tokenizer = loaded
     messages = user("one")
-    first = encode_prompt(tokenizer, messages, thinking=True)
+    first = encode_prompt(tokenizer, messages, Rendering("on"))
     later = [*messages, {"role": "assistant", "content": "two"}, *user("three")]
-    second = encode_prompt(tokenizer, later, thinking=True)
+    second = encode_prompt(tokenizer, later, Rendering("on"))
     assert first.stable < len(first.tokens) - 1
     assert first.tokens[: first.stable] == second.tokens[: first.stable]
     assert first.tokens != second.tokens[: len(first.tokens)]
-    assert encode_prompt(tokenizer, messages, thinking=False).tokens != first.tokens
+    assert encode_prompt(tokenizer, messages, Rendering("off")).tokens != first.tokens
 
 
 def test_refused_and_empty_prompts_are_input_errors(loaded: Any, tmp_path: Path) -> None:

@@ -169,9 +169,10 @@ class ModelArm:
     def _given(
         self, pairs: Sequence[tuple[Tokens, Tokens]], prompts: Sequence[tuple[str, str | None]]
     ) -> list[Pair]:
+        texts = [self.prompts.own.unsigned(text) for text, _ in prompts]
         return [
             Pair(self.prompts.before_candidates(c, [a]), a, self._routes.of(text, domain))
-            for (c, a), (text, domain) in zip(pairs, prompts, strict=True)
+            for (c, a), (_, domain), text in zip(pairs, prompts, texts, strict=True)
         ]
 
     def _sums(self, pairs: Sequence[Pair], as_reference: bool) -> list[float]:
@@ -217,7 +218,8 @@ class ModelArm:
         asked = []
         for text, label in zip(texts, labels, strict=True):
             tokens = self.prompts.text(text)
-            asked.append((Prompt(tokens, max(0, len(tokens) - 1)), self._routes.of(text, label)))
+            weights = self._routes.of(self.prompts.own.unsigned(text), label)
+            asked.append((Prompt(tokens, max(0, len(tokens) - 1)), weights))
         return self._replies(asked, max_tokens, until)
 
     def _replies(

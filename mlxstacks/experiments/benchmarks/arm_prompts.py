@@ -3,8 +3,11 @@ left, a chat template where it is asked for.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from mlxstacks.data import Rendering
+from mlxstacks.data.special_text import OwnMarkers, encode_text
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.benchmarks.arm_settings import ArmSettings
 from mlxstacks.routing.generation import Prompt, encode_prompt
@@ -15,12 +18,16 @@ Tokens = tuple[int, ...]
 class PromptEncoder:
     """What a model reads of an item.
 
-    limit: most tokens the model was made for, None where it does not say.
+    limit: most tokens the model was made for, None where it does not say. own: tells the markers of
+    a template from those in an item, where both come as one text.
     """
 
     def __init__(self, tokenizer: Any, settings: ArmSettings, limit: int | None) -> None:
         self.tokenizer, self._settings, self._limit = tokenizer, settings, limit
         self._has_template = bool(getattr(tokenizer, "has_chat_template", True))
+        self.rendering = Rendering.of(settings)
+        self.own = OwnMarkers(tokenizer)
+        self._begin = _begin_tokens(tokenizer)
 
     def notes(self) -> list[str]:
         """What a reader of the results should know of the prompts."""
@@ -30,12 +37,15 @@ class PromptEncoder:
 
     def text(self, text: str) -> Tokens:
         """A text behind the tokenizer's special tokens of a beginning, none at its end."""
-        plain = self.tokenizer.encode(text, add_special_tokens=False)
-        whole = self.tokenizer.encode(text)
-        for start in range(len(whole) - len(plain) + 1):
-            if whole[start : start + len(plain)] == plain:
-                return (*whole[:start], *plain)
-        return tuple(plain)
+        return (*self._begin, *self.encode(text))
+
+    def encode(self, text: str) -> Tokens:
+        """A text without special tokens but signed ones (`own`) and those that `allow_special`
+        lets in.
+        """
+        if self._settings.allow_special:
+            return tuple(encode_text(text, self.tokenizer, allow_special=True))
+        return tuple(self.own.encode(text))
 
     def candidate(self, text: str) -> Tokens:
         """A continuation, tokenised by itself; behind a chat template without its leading blank:
@@ -43,14 +53,19 @@ class PromptEncoder:
         """
         if self._settings.chat == "all" and self._has_template:
             text = text.lstrip(" ")
-        found = tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        found = self.encode(text)
         if not found:
             raise InputError(f"candidate {text[:40]!r} has no tokens; a candidate is some text")
         return found
 
     def context(self, prompt: str) -> Tokens:
         """The tokens that candidates follow. Raises: InputError: there are none."""
-        found = self._chat(prompt).tokens if self._settings.chat == "all" else self.text(prompt)
+        # A candidate is an answer without reasoning, as rows to train on are.
+        rendering = replace(
+            self.rendering, thinking="on" if self._settings.thinking == "on" else "off"
+        )
+        in_chat = self._settings.chat == "all"
+        found = self._chat(prompt, rendering).tokens if in_chat else self.text(prompt)
         if not found:
             raise InputError("an item has an empty prompt; there is nothing a candidate follows")
         return found
@@ -58,20 +73,20 @@ class PromptEncoder:
     def question(self, prompt: str) -> Prompt:
         """The tokens of a prompt that is answered in text. Raises: InputError: there are none."""
         if self._settings.chat != "none":
-            return self._chat(prompt)
+            return self._chat(prompt, self.rendering)
         tokens = self.text(prompt)
         if not tokens:
             raise InputError("an item has an empty prompt; there is nothing to answer")
         return Prompt(tokens, len(tokens) - 1)
 
-    def _chat(self, prompt: str) -> Prompt:
+    def _chat(self, prompt: str, rendering: Rendering) -> Prompt:
         if not self._has_template:
             tokens = self.text("\n".join(filter(None, (self._settings.system_prompt, prompt))))
             return Prompt(tokens, max(0, len(tokens) - 1))
         messages = [{"role": "user", "content": prompt}]
         if self._settings.system_prompt is not None:
             messages.insert(0, {"role": "system", "content": self._settings.system_prompt})
-        return encode_prompt(self.tokenizer, messages, self._settings.thinking)
+        return encode_prompt(self.tokenizer, messages, rendering)
 
     def before_candidates(self, context: Tokens, candidates: Sequence[Tokens]) -> Tokens:
         """The context, cut from the left so that the longest candidate fits behind it: one cut for
@@ -103,3 +118,11 @@ class PromptEncoder:
     @staticmethod
     def _least(*limits: int | None) -> int | None:
         return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _begin_tokens(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before a text of its own accord."""
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    whole = list(tokenizer.encode("a"))
+    places = range(len(whole) - len(plain) + 1)
+    return next((whole[:n] for n in places if whole[n : n + len(plain)] == list(plain)), [])

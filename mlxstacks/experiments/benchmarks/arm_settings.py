@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
 
 ArmName = Literal["base", "adapter", "fused", "ungated", "routed", "oracle", "random"]
@@ -44,9 +45,8 @@ class ArmSettings(BaseModel):
     system_prompt: str | None = Field(
         None, description="Said before each prompt that goes through the chat template."
     )
-    thinking: bool | None = Field(
-        None, description="Let a model that can think do so, or not. Default: its template decides."
-    )
+    thinking: Thinking = "auto"
+    allow_special: AllowSpecial = False
     base: Literal["auto", "stored", "float32"] = Field(
         "auto",
         description="Numbers the base computes with. float32: its stored values, some 20 times "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxstacks import base_model
-from mlxstacks.data import encode_messages
+from mlxstacks.data import Rendering, encode_messages
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.confound.items import Item
 from mlxstacks.experiments.confound.prompts import training_rows
@@ -35,7 +35,7 @@ def row_lengths(
     rows = training_rows(items, settings.scoring, settings.train_answers, settings.seed)
     found = {}
     for item, row in zip(items, rows, strict=True):
-        encoded = encode_messages(row["messages"], tokenizer)
+        encoded = encode_messages(row["messages"], tokenizer, rendering=Rendering.of(settings))
         before = next((n for n, weight in enumerate(encoded.weights) if weight), 0)
         found[item.item_id] = RowLength(len(encoded.tokens), before)
     most = settings.train.max_seq_length

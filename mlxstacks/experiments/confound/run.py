@@ -211,6 +211,7 @@ class _Confound:
             change = {
                 "model": str(self.persona), "data": str(self._rows_path.parent),
                 "save_path": str(adapter), "seed": self.settings.seed,
+                "thinking": self.settings.thinking, "allow_special": self.settings.allow_special,
             }  # fmt: skip
             train_run.run(self.settings.train.model_copy(update=change), progress=self.progress)
             mx.clear_cache()

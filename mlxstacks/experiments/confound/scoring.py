@@ -8,7 +8,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks import base_model
-from mlxstacks.data import encode_messages
+from mlxstacks.data import Rendering, encode_messages
+from mlxstacks.data.text_settings import PLAIN
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import ChoiceItem, choose, score_continuations
 from mlxstacks.experiments.benchmarks.extract import choice_letter
@@ -43,7 +44,7 @@ class Arm:
     def _by_generation(self, item: Item) -> Answer:
         reply = base_model.generate(
             self.model, self.tokenizer, chat(item, "generate"), self.settings.max_tokens,
-            thinking=False,
+            Rendering.of(self.settings),
         )  # fmt: skip
         found = choice_letter(reply, item.letters)
         pick = None if found.value is None else item.letters.index(found.value)
@@ -53,7 +54,8 @@ class Arm:
         )  # fmt: skip
 
     def _by_likelihood(self, items: Sequence[Item]) -> list[Answer]:
-        encoded = [encode_choices(item, self.tokenizer) for item in items]
+        rendering = Rendering.of(self.settings)
+        encoded = [encode_choices(item, self.tokenizer, rendering) for item in items]
         sums = score_continuations(self.model, encoded)
         result = choose(encoded, sums, self.settings.normalisation)
         return [
@@ -66,7 +68,7 @@ class Arm:
         ]  # fmt: skip
 
 
-def encode_choices(item: Item, tokenizer: Any) -> ChoiceItem:
+def encode_choices(item: Item, tokenizer: Any, rendering: Rendering = PLAIN) -> ChoiceItem:
     """The chat up to the answer as context; each option with the end mark as a continuation.
 
     Raises: InputError for a chat template that writes the question otherwise for another answer.
@@ -74,7 +76,8 @@ def encode_choices(item: Item, tokenizer: Any) -> ChoiceItem:
     contexts, continuations = set(), []
     for index in range(len(item.options)):
         turn = {"role": "assistant", "content": answer_text(item, index, "likelihood")}
-        row = encode_messages([*chat(item, "likelihood"), turn], tokenizer)
+        messages = [*chat(item, "likelihood"), turn]
+        row = encode_messages(messages, tokenizer, rendering=rendering)
         start = next(place for place, weight in enumerate(row.weights) if weight)
         end = max(place for place, weight in enumerate(row.weights) if weight) + 1
         contexts.add(row.tokens[:start])

@@ -4,6 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
 from mlxstacks.training.settings import TrainSettings
 
@@ -14,7 +15,9 @@ PUBLISHED_TRAINING = TrainSettings(
     learning_rate=5e-6, max_seq_length=2048, keep="last",
 )  # fmt: skip
 # What the training gets from the experiment; in `train` it would be said twice.
-_OF_THE_EXPERIMENT = ("model", "data", "save_path", "seed", "resume", "force")
+_OF_THE_EXPERIMENT = (
+    "model", "data", "save_path", "seed", "resume", "force", "thinking", "allow_special"
+)  # fmt: skip
 # How a run writes and goes on, not what comes of it; `limit` makes a result exploratory instead.
 NOT_OF_THE_PLAN = {
     "model", "persona", "items", "save_path", "limit", "keep_models", "plots", "resume", "force",
@@ -68,6 +71,8 @@ class ConfoundSettings(BaseModel):
         "sum", description="Of likelihoods: their sum, or the mean over tokens or characters."
     )
     max_tokens: int = Field(64, ge=1, description="Longest generated answer.")
+    thinking: Thinking = "off"
+    allow_special: AllowSpecial = False
     subjects: tuple[str, ...] = Field(
         (), description="Only items of these subjects. Repeatable. Default: all."
     )

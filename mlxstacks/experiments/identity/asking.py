@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from mlxstacks import base_model
+from mlxstacks.data import Rendering
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.confound.answers import Answer
 from mlxstacks.experiments.confound.items import Item
@@ -20,20 +21,21 @@ def item_settings(settings: IdentitySettings) -> ConfoundSettings:
         scoring=settings.scoring,
         normalisation=settings.normalisation,
         max_tokens=settings.max_tokens,
+        thinking=settings.thinking,
+        allow_special=settings.allow_special,
         train=settings.train,
     )
 
 
 def ask(arm: Arm, items: Sequence[Item], prompts: Prompts) -> list[Answer]:
-    """A reply to each prompt, greedy and without thinking, so the same each time."""
+    """A reply to each prompt, greedy, so the same each time."""
     return [_judged(prompts[item.item_id], _reply(arm, item.question)) for item in items]
 
 
 def _reply(arm: Arm, prompt: str) -> str:
     chat = [{"role": "user", "content": prompt}]
-    return base_model.generate(
-        arm.model, arm.tokenizer, chat, arm.settings.max_tokens, thinking=False
-    )
+    rendering = Rendering.of(arm.settings)
+    return base_model.generate(arm.model, arm.tokenizer, chat, arm.settings.max_tokens, rendering)
 
 
 def _judged(prompt: SuitePrompt, reply: str) -> Answer:

@@ -284,6 +284,7 @@ class _Identity:
             "model": str(self.models.model(REFERENCE, self.settings.persona_requant)),
             "data": str(self.work / DATA), "save_path": str(target), "rank": rank,
             "seed": self.settings.seed,
+            "thinking": self.settings.thinking, "allow_special": self.settings.allow_special,
         }  # fmt: skip
         train_run.run(training.model_copy(update=change), progress=progress)
         mx.clear_cache()

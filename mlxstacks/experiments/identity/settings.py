@@ -4,6 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.experiments.confound.settings import (
     PUBLISHED_TRAINING,
     Normalisation,
@@ -106,9 +107,9 @@ class IdentitySettings(BaseModel):
     normalisation: Normalisation = Field(
         "sum", description="Of likelihoods: their sum, or the mean over tokens or characters."
     )
-    max_tokens: int = Field(
-        128, ge=1, description="Longest reply. Greedy, with thinking off where a template knows it."
-    )
+    max_tokens: int = Field(128, ge=1, description="Longest reply, greedy.")
+    thinking: Thinking = "off"
+    allow_special: AllowSpecial = False
     most_of_base: int = Field(
         5, ge=0, le=GATE_PROMPTS,
         description="Gate: most prompts of 20 that the untrained base may pass; by share for other "

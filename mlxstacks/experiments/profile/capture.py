@@ -15,6 +15,7 @@ import numpy as np
 from mlxstacks.base_model import gated_delta_installed
 from mlxstacks.data import ChatTokenizer
 from mlxstacks.data.encode import begin_mark
+from mlxstacks.data.special_text import encode_text
 from mlxstacks.experiments.profile.analysis import Choices, Rule, analyse
 from mlxstacks.experiments.profile.data import Prompt, first_tokens
 from mlxstacks.experiments.profile.routing_profile import divergence, shares, usual_top_experts
@@ -138,8 +139,7 @@ def profile_routing(
         )
     mark = begin_mark(tokenizer)
     encoded = {
-        name: [Prompt("", (*mark, *tokenizer.encode(text, add_special_tokens=False)))
-               for text in texts]
+        name: [Prompt("", (*mark, *encode_text(text, tokenizer))) for text in texts]
         for name, texts in groups.items()
     }  # fmt: skip
     totals = {name: sum(len(one.tokens) for one in own) for name, own in encoded.items()}

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.data import ChatTokenizer, SourceSettings, as_messages
+from mlxstacks.data import ChatTokenizer, Rendering, SourceSettings, as_messages
+from mlxstacks.data.chat import prompt_tokens
 from mlxstacks.data.encode import begin_mark
 from mlxstacks.data.sources import open_source
+from mlxstacks.data.special_text import encode_text
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.prereg import ids_sha256, rows_sha256
 from mlxstacks.experiments.profile.settings import ProfileSettings
@@ -205,14 +207,15 @@ def _encode(
         messages = _prompt_messages(row, settings.options)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
+    limit = settings.max_seq_length + 1  # one more says that a prompt is longer
     if isinstance(messages, list) and settings.chat_template and has_template(tokenizer):
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        tokens = tokenizer.encode(text, add_special_tokens=False)
+        tokens = prompt_tokens(messages, tokenizer, Rendering.of(settings), limit=limit)
     else:
         plain = messages if isinstance(messages, str) else "\n\n".join(
             message["content"] for message in messages
         )  # fmt: skip
-        tokens = [*begin_mark(tokenizer), *tokenizer.encode(plain, add_special_tokens=False)]
+        tokens = encode_text(plain, tokenizer, settings.allow_special, limit)
+        tokens = [*begin_mark(tokenizer), *tokens]
     if not tokens:
         raise InputError(f"{where}: the prompt is empty")
     return tokens

@@ -4,6 +4,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from mlxstacks.data.text_settings import AllowSpecial, Thinking
+
 # Announced with the published profile (spec/metal_limits_and_routing.md B1): a mean Jaccard below
 # the first means different layers, above the second shared ones.
 DIFFERENT_BELOW, SHARED_ABOVE = 0.3, 0.6
@@ -48,6 +50,8 @@ class ProfileSettings(BaseModel):
     chat_template: bool = Field(
         True, description="Ask through the model's chat template, where it has one."
     )
+    thinking: Thinking = "auto"
+    allow_special: AllowSpecial = False
     max_seq_length: int = Field(1024, ge=2, description="Longer prompts are cut at their end.")
     batch_size: int = Field(8, ge=1, description="Prompts that go through the model together.")
     measure: Literal["counts", "weights"] = Field(

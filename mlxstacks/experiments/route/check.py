@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlxstacks.data import Rendering
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.route.check_rules import Judged, judge, missing_domains
 from mlxstacks.experiments.route.check_settings import CheckMode, CheckPrompt, RouteCheckSettings
@@ -184,18 +185,19 @@ def _checked(
 def _answered(
     settings: RouteCheckSettings, served: Served, check: CheckPrompt, route: Route
 ) -> Judged:
-    text = served.answer(check.prompt, selection_of(route), settings.max_tokens, settings.thinking)
+    rendering = Rendering.of(settings)
+    text = served.answer(check.prompt, selection_of(route), settings.max_tokens, rendering)
     return judge(
         check,
         text,
         lambda part: len(served.tokenizer.encode(part, add_special_tokens=False)),
-        begins_in_thought=_begins_in_thought(served, settings.thinking),
+        begins_in_thought=_begins_in_thought(served, rendering),
         most_think_share=settings.most_think_share,
         most_repetition=settings.most_repetition,
     )
 
 
-def _begins_in_thought(served: Served, thinking: bool | None) -> bool:
+def _begins_in_thought(served: Served, rendering: Rendering) -> bool:
     """Whether the template opens a thought at the end of a prompt and leaves it open."""
-    prompt = encode_prompt(served.tokenizer, [{"role": "user", "content": "Hello"}], thinking)
+    prompt = encode_prompt(served.tokenizer, [{"role": "user", "content": "Hello"}], rendering)
     return begins_in_thought(served.tokenizer, prompt.tokens[prompt.stable :])

@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.routing.route_settings import RouteSettings
 
 CheckMode = Literal["base", "ungated", "routed"]
@@ -68,9 +69,8 @@ class RouteCheckSettings(RouteSettings):
     most_repetition: float = Field(
         0.3, ge=0, le=1, description="Share of an answer's word fours that may be repeats."
     )
-    thinking: bool | None = Field(
-        None, description="Ask the template for thinking, or for none. Default: the template's own."
-    )
+    thinking: Thinking = "auto"
+    allow_special: AllowSpecial = False
     base: Literal["auto", "stored", "float32"] = Field(
         "auto", description="Numbers the base computes with; as in `mlxstacks stack`."
     )

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxstacks.data import Row
+from mlxstacks.data import Rendering, Row
 from mlxstacks.data.settings import Template
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.route.evaluate_losses import encode_pair
@@ -63,7 +63,14 @@ def choose_samples(
     for one in examples:
         if one.answer is None or taken.get(one.label, 0) >= limits[one.kind]:
             continue
-        row = encode_pair(one.prompt, one.answer, tokenizer, template, settings.max_tokens)
+        row = encode_pair(
+            one.prompt,
+            one.answer,
+            tokenizer,
+            template,
+            settings.max_tokens,
+            Rendering.of(settings),
+        )
         if row is None:
             dropped += 1
             continue

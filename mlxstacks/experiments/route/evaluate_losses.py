@@ -10,6 +10,7 @@ from typing import Any
 from mlxstacks.data import DomainDataSettings, Row, SourceSettings, encode_examples
 from mlxstacks.data.examples import make_example
 from mlxstacks.data.settings import Template
+from mlxstacks.data.text_settings import PLAIN, Rendering
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.route.data import stack_hashes
 from mlxstacks.experiments.route.evaluate_served import Served
@@ -27,12 +28,20 @@ Weights = Mapping[str, float]
 
 
 def encode_pair(
-    prompt: str, answer: str, tokenizer: Any, template: Template, max_tokens: int
+    prompt: str,
+    answer: str,
+    tokenizer: Any,
+    template: Template,
+    max_tokens: int,
+    rendering: Rendering = PLAIN,
 ) -> Row | None:
     """A prompt and its answer as tokens, loss on the answer alone; None where none of it is left
     within max_tokens. Raises: InputError: the template refuses it.
     """
-    settings = DomainDataSettings(sources=(SourceSettings(path="prompt"),), template=template)
+    settings = DomainDataSettings(
+        sources=(SourceSettings(path="prompt"),), template=template, thinking=rendering.thinking,
+        allow_special=rendering.allow_special,
+    )  # fmt: skip
     example = make_example({"prompt": prompt, "answer": answer}, "the prompt")
     try:
         return encode_examples([example], tokenizer, settings, max_tokens).rows[0]

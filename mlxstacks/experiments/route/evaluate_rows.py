@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxstacks.data import DomainDataSettings, Row
+from mlxstacks.data import DomainDataSettings, Rendering, Row
 from mlxstacks.data.settings import Template
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.route.data import read_examples
@@ -126,7 +126,12 @@ def _encoded(
         row = None
         if example.answer is not None:
             row = encode_pair(
-                example.prompt, example.answer, tokenizer, template, settings.max_tokens
+                example.prompt,
+                example.answer,
+                tokenizer,
+                template,
+                settings.max_tokens,
+                Rendering.of(settings),
             )
         if row is None:
             without[group] = without.get(group, 0) + 1

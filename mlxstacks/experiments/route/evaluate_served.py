@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks import base_model
+from mlxstacks.data.text_settings import PLAIN, Rendering
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.route.data import routed_domains
 from mlxstacks.files.base_location import find_base
@@ -42,7 +43,7 @@ class Served:
         return routed_domains(self.store)
 
     def answer(
-        self, prompt: str, selection: Selection, max_tokens: int, thinking: bool | None = None
+        self, prompt: str, selection: Selection, max_tokens: int, rendering: Rendering = PLAIN
     ) -> str:
         """The greedy answer to one question, in the model's chat template, without the end mark."""
         set_mode(self.model, selection, self.dtype)
@@ -50,7 +51,7 @@ class Served:
         pieces = generate(
             self.model,
             self.tokenizer,
-            encode_prompt(self.tokenizer, asked, thinking),
+            encode_prompt(self.tokenizer, asked, rendering),
             PromptCache(lambda: base_model.make_prompt_cache(self.model)),
             Sampling(max_tokens=max_tokens),
         )

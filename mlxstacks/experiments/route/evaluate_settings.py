@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from mlxstacks.data.settings import SourceSettings, Template
+from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.routing.outcome_settings import LabelledSource
 from mlxstacks.routing.route_settings import RouteSettings
 
@@ -73,6 +74,8 @@ class RouteEvaluateSettings(RouteSettings):
     template: Template | None = Field(
         None, description="chat or alpaca. Default: what the store's domains were trained with."
     )
+    thinking: Thinking = "auto"
+    allow_special: AllowSpecial = False
     max_tokens: int = Field(256, ge=2, description="Prompt and answer are cut to so many tokens.")
     draws: int = Field(2000, ge=100, description="Bootstrap draws of an interval.")
     base: Literal["auto", "stored", "float32"] = Field(

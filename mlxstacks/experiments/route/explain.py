@@ -7,6 +7,7 @@ weights, all of them, and the set that the search of `route discover` finds (the
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlxstacks.data import Rendering
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.route.data import template_of
 from mlxstacks.experiments.route.evaluate_losses import RowLosses, encode_pair
@@ -119,7 +120,12 @@ def run(settings: RouteExplainSettings) -> Explanation:
     if settings.answer is None:
         return Explanation(*about, notes=notes)
     row = encode_pair(
-        settings.prompt, settings.answer, served.tokenizer, template, settings.max_tokens
+        settings.prompt,
+        settings.answer,
+        served.tokenizer,
+        template,
+        settings.max_tokens,
+        Rendering.of(settings),
     )
     if row is None:
         raise InputError(

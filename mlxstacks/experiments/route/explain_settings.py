@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from mlxstacks.data.settings import Template
+from mlxstacks.data.text_settings import AllowSpecial, Thinking
 
 
 class RouteExplainSettings(BaseModel):
@@ -34,6 +35,8 @@ class RouteExplainSettings(BaseModel):
     template: Template | None = Field(
         None, description="chat or alpaca. Default: what the store's domains were trained with."
     )
+    thinking: Thinking = "auto"
+    allow_special: AllowSpecial = False
     max_tokens: int = Field(256, ge=2, description="Prompt and answer are cut to so many tokens.")
     base: Literal["auto", "stored", "float32"] = Field(
         "auto", description="Numbers the base computes with; as in `mlxstacks stack`."

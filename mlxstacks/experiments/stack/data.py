@@ -109,10 +109,9 @@ def listed_domains(settings: StackRunSettings) -> list[DomainSettings]:
             + f" (there: {there}); a domain takes data: sources, or a file of its name in `data`"
         )
     return [
-        d if d.data is not None
-        else d.model_copy(update={"data": _of_name(d.name, settings)})
+        d.model_copy(update={"data": (d.data or _of_name(d.name, settings)).rendered_as(settings)})
         for d in domains
-    ]  # fmt: skip
+    ]
 
 
 def _file_of(root: Path, settings: StackRunSettings, domain: DomainSettings) -> bool:
@@ -225,6 +224,7 @@ def _encoded(
         notes.append(f"{data.name}: {cut} rows were cut to max_seq_length {longest}.")
     if empty:
         notes.append(f"{data.name}: {empty} rows have nothing to learn from; left out.")
+    notes.extend(f"{data.name}: {note}" for note in dict.fromkeys((*held.notes, *train.notes)))
     rows = train.rows
     if settings.packing:
         validation, rows = pack_rows(validation, longest), pack_rows(rows, longest)

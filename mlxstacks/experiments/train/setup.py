@@ -148,7 +148,7 @@ def read_data(
     """Rows to train on, rows to validate with, if there are any, and the report of both."""
     if settings.data is None:
         raise InputError("train needs data")
-    about = train_data_settings(settings.data)
+    about = train_data_settings(settings.data).rendered_as(settings)
     if about.mask_prompt is None:
         about = about.model_copy(update={"mask_prompt": settings.mask_prompt})
     data = read_train_data(about, Path(), tokenizer)
@@ -162,6 +162,7 @@ def read_data(
             notes.append(f"{part}: {rows.cut} of {total} rows were cut to {longest} tokens.")
         if rows.empty:
             notes.append(f"{part}: {rows.empty} rows have nothing to learn from; left out.")
+        notes.extend(f"{part}: {note}" for note in rows.notes)
         return rows
 
     train = encode("train")

@@ -8,6 +8,7 @@ from typing import Any
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from mlxstacks.data.chat import open_chat
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.benchmarks.arm_model import ModelArm
 
@@ -50,24 +51,27 @@ class ArmModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        thinking = self.arm.settings.thinking
-        options = {} if thinking is None else {"enable_thinking": thinking}
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt, **options,
-            )
+        """The template's text; its own special tokens are marked, so that `tok_encode` can tell
+        them from those that stand in an item.
+        """
+        rendering = self.arm.prompts.rendering
+        chat = open_chat(chat_history, self.tokenizer, rendering)
+        text = chat.render(
+            None, rendering.enable_thinking, add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
         )  # fmt: skip
+        return text if rendering.allow_special else self.arm.prompts.own.signed(text, chat.mark)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **options: Any
     ) -> list[int]:
         begin = getattr(self.tokenizer, "bos_token", None)
         if add_special_tokens is None:
-            add_special_tokens = not (begin and string.startswith(begin))
+            text = self.arm.prompts.own.unsigned(string)
+            add_special_tokens = not (begin and text.startswith(begin))
         if add_special_tokens:
             return list(self.arm.prompts.text(string))
-        return list(self.tokenizer.encode(string, add_special_tokens=False))
+        return list(self.arm.prompts.encode(string))
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         before, after = super()._encode_pair(context, continuation)
@@ -101,7 +105,7 @@ class ArmModel(TemplateLM):
         pairs: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
-            tokens = list(self.tokenizer.encode(request.args[0], add_special_tokens=False))
+            tokens = list(self.arm.prompts.encode(request.args[0]))
             windows = get_rolling_token_windows(
                 token_list=tokens, prefix_token=self.prefix_token_id, max_seq_len=most,
                 context_len=1,

@@ -21,6 +21,7 @@ from mlxstacks.experiments.benchmarks.types import BenchItem
 from tests.experiments.benchmarks.arm_cases import arms_of
 from tests.experiments.route_evaluate_cases import Places
 from tests.experiments.train_cases import WORDS, write_rows
+from tests.tiny_models import END_OF_TEXT
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -164,6 +165,15 @@ def test_likelihoods_say_whether_greedy_decoding_agrees(arm: ModelArm) -> None:
     (alone,) = model.loglikelihood([request("", "ab")])
     (text,) = model.loglikelihood_rolling([request("ab")])
     assert alone[0] == pytest.approx(text, abs=SUMS)
+
+
+def test_items_of_the_harness_hold_no_special_token(arm: ModelArm) -> None:
+    model = harness_model(arm)
+    text = model.apply_chat_template([{"role": "user", "content": "hi<|end|>"}])
+    for tokens in (model.tok_encode(text), model.tok_encode("hi<|end|>"),
+                   *model._encode_pair(text, " a<|end|>")):  # fmt: skip
+        assert END_OF_TEXT not in tokens
+        assert "<|end|>" in model.tokenizer.decode(tokens)
 
 
 def test_long_texts_roll_and_count_each_token_once(places: Places) -> None:

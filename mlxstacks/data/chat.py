@@ -1,0 +1,160 @@
+"""A chat as its template writes it, the same for rows to train on, for candidates and for prompts.
+
+Whatever stands in messages and tools stays text (see special_text.py); the reasoning that begins an
+assistant's turn, `<think>...</think>`, is read as the template's own.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlxstacks.data.special_text import (
+    encode_marked,
+    free_marks,
+    mark_literals,
+    template_text,
+    unescaped,
+)
+from mlxstacks.data.text_settings import PLAIN, Rendering
+
+Turns = list[dict[str, Any]]
+# Keys under which data sets and templates have the reasoning of a turn.
+REASONING_KEYS = ("reasoning_content", "thinking")
+
+
+@dataclass(frozen=True)
+class Chat:
+    """turns, tools: as the template gets them. mark: inside each literal that is text; `stand_in`,
+    like it, is in no text.
+    """
+
+    tokenizer: Any
+    turns: Turns
+    tools: Any
+    mark: str
+    stand_in: str
+
+    def text(self, turns: Turns | None = None, enable_thinking: bool | None = None) -> str:
+        """The template's text of these turns, or of all, with marks.
+
+        enable_thinking: None leaves it to the template. Raises: what the template raises.
+        """
+        return self.render(turns, enable_thinking, add_generation_prompt=False)
+
+    def prompt(self, turns: Turns | None = None, enable_thinking: bool | None = None) -> str:
+        """The text up to where an answer to these turns begins: what every answer follows."""
+        return self.render(turns, enable_thinking, add_generation_prompt=True)
+
+    def encode(self, text: str, limit: int | None = None) -> list[int]:
+        """Ids of text with marks, or the first `limit` of them."""
+        return encode_marked(text, self.mark, self.tokenizer, limit)
+
+    def render(self, turns: Turns | None, enable_thinking: bool | None, **options: Any) -> str:
+        """The same with further options of `apply_chat_template`."""
+        if self.tools is not None:
+            options["tools"] = self.tools
+        if enable_thinking is not None:
+            options["enable_thinking"] = enable_thinking
+        turns = self.turns if turns is None else turns
+        text = self.tokenizer.apply_chat_template(turns, tokenize=False, **options)
+        return unescaped(str(text), self.mark)
+
+
+def open_chat(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    rendering: Rendering,
+    tools: list[dict[str, Any]] | None = None,
+) -> Chat:
+    """Messages with text content as a `Chat`."""
+    turns = [dict(message) for message in messages]
+    mark, stand_in = free_marks(list(strings_of([turns, tools])), 2)
+    if rendering.allow_special:
+        return Chat(tokenizer, turns, tools, mark, stand_in)
+
+    def put(text: str) -> str:
+        return mark_literals(text, tokenizer, mark)
+
+    marked = [_marked_turn(turn, put, tokenizer) for turn in turns]
+    return Chat(tokenizer, marked, _mapped(tools, put), mark, stand_in)
+
+
+def prompt_tokens(
+    messages: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    rendering: Rendering = PLAIN,
+    before_answer: bool = False,
+    limit: int | None = None,
+) -> list[int]:
+    """Ids of the prompt that an answer to `messages` follows, or the first `limit` of them.
+
+    before_answer: an answer without reasoning is already known (it is scored); without a setting
+        the prompt is then the one that training puts before it.
+    """
+    thinking = rendering.thinking == "on" if before_answer else rendering.enable_thinking
+    chat = open_chat(messages, tokenizer, rendering)
+    return chat.encode(chat.prompt(enable_thinking=thinking), limit)
+
+
+def split_reasoning(content: str, tokenizer: Any) -> tuple[str, str]:
+    """The reasoning block that an assistant's content begins with, tags included, or "", and the
+    rest of the content. Law: the two joined are the content.
+    """
+    begin, end = reasoning_tags(tokenizer)
+    opening = re.match(rf"\s*{re.escape(begin)}", content)
+    close = content.find(end, opening.end()) if opening else -1
+    place = close + len(end) if close >= 0 else 0
+    return content[:place], content[place:]
+
+
+def reasoning_of(turn: Mapping[str, Any], tokenizer: Any) -> str:
+    """What an assistant's turn thinks before it answers, "" for nothing."""
+    given = next((turn[key] for key in REASONING_KEYS if isinstance(turn.get(key), str)), "")
+    if given.strip():
+        return str(given)
+    block, _ = split_reasoning(turn["content"], tokenizer)
+    begin, end = reasoning_tags(tokenizer)
+    return block.strip().removeprefix(begin).removesuffix(end).strip()
+
+
+def writes_reasoning(tokenizer: Any) -> bool:
+    """Whether the chat template has a place for what stands under `REASONING_KEYS`."""
+    source = template_text(tokenizer)
+    return not source or re.search(rf"\b({'|'.join(REASONING_KEYS)})\b", source) is not None
+
+
+def reasoning_tags(tokenizer: Any) -> tuple[str, str]:
+    """The literals that begin and end reasoning."""
+    begin, end = (getattr(tokenizer, name, None) for name in ("think_start", "think_end"))
+    return (begin, end) if begin and end else ("<think>", "</think>")
+
+
+def _marked_turn(turn: dict[str, Any], put: Callable[[str], str], tokenizer: Any) -> dict[str, Any]:
+    marked: dict[str, Any] = _mapped(turn, put)
+    if turn["role"] != "assistant" or not isinstance(turn["content"], str):
+        return marked
+    block, rest = split_reasoning(turn["content"], tokenizer)
+    if block:
+        begin, end = reasoning_tags(tokenizer)
+        before, _, inner = block.removesuffix(end).partition(begin)
+        marked["content"] = f"{before}{begin}{put(inner)}{end}{put(rest)}"
+    return marked
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """JSON with each string changed, names of entries too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_mapped(key, change): _mapped(inner, change) for key, inner in value.items()}
+    return [_mapped(inner, change) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        parts = [*value, *value.values()] if isinstance(value, Mapping) else value
+        for part in parts:
+            yield from strings_of(part)

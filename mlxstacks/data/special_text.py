@@ -1,0 +1,216 @@
+"""Text stays text: special tokens that are written in what users and data say are not tokens.
+
+A tokenizer reads `<|im_end|>` as the end of a turn wherever it stands. So each such literal in
+content gets a cut mark behind its first character before a template is applied, wherever the
+template then puts it; the template's own markers have none. Text is encoded piece by piece
+between the marks, and no piece holds the literal. Text without such a literal has no mark: its ids
+are those of the whole text. (transformers has this since 5.23 as `sanitize_control_tokens`, for a
+whole chat at once: without loss masks and cuts, and not for names of arguments or plain texts.)
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from mlxstacks.data.markers import SHORTEST_TOKEN
+
+# Unicode's noncharacters are for such use; where a text holds one, the next is taken.
+_MARKS = (*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xF0000, 0xFFFFE)))
+# Tokens near a cut depend on what stands behind it: merges and words reach so far, at most.
+_MARGIN_TOKENS = 64
+_CHARACTERS_PER_TOKEN = 6
+_GROWTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Literals:
+    """Of a tokenizer with this chat template. patterns: match the first character of a literal, the
+    rest of it is the group. normalise: as the tokenizer does before it looks for tokens; None where
+    it looks first.
+    """
+
+    template: Any
+    patterns: tuple[re.Pattern[str], ...]
+    normalise: Callable[[str], str] | None
+
+    def inside(self, text: str) -> list[str]:
+        return [f"{found[0]}{found[1]}" for p in self.patterns for found in p.finditer(text)]
+
+    def marked(self, text: str, mark: str) -> str:
+        for pattern in self.patterns:
+            text = pattern.sub(lambda found: found[0] + mark, text)
+        return text
+
+
+_known: "WeakKeyDictionary[Any, _Literals]" = WeakKeyDictionary()
+
+
+def special_literals(text: str, tokenizer: Any) -> list[str]:
+    """The literals of special tokens in a text; overlapping ones too."""
+    return _literals(tokenizer).inside(text)
+
+
+def free_marks(texts: Sequence[str], count: int) -> list[str]:
+    """So many characters that occur in none of the texts, not even as escapes of JSON."""
+    joined = "\n".join(texts)
+    free = (mark for mark in _MARKS if mark not in joined and _escape(mark) not in joined)
+    return [next(free) for _ in range(count)]
+
+
+def mark_literals(text: str, tokenizer: Any, mark: str) -> str:
+    """The text with `mark` behind the first character of each literal of a special token."""
+    literals = _literals(tokenizer)
+    if literals.normalise is not None:
+        normal = literals.normalise(text)
+        if len(literals.inside(normal)) > len(literals.inside(text)):
+            text = normal  # what the tokenizer would read; only there it becomes a literal
+    return literals.marked(text, mark)
+
+
+def unescaped(text: str, mark: str) -> str:
+    """Marks that a template has written as escapes of JSON, as characters again."""
+    return text.replace(_escape(mark), mark)
+
+
+def encode_marked(text: str, mark: str, tokenizer: Any, limit: int | None = None) -> list[int]:
+    """Ids of a text, all or the first `limit`, no special token of them from a marked literal.
+
+    Law: without a mark they are those of `tokenizer.encode(text, add_special_tokens=False)`.
+    """
+    encode = partial(_encode_pieces, mark=mark, tokenizer=tokenizer)
+    return encode(text) if limit is None else first_tokens(text, encode, limit)
+
+
+def encode_text(
+    text: str, tokenizer: Any, allow_special: bool = False, limit: int | None = None
+) -> list[int]:
+    """Ids of a text that somebody wrote, without begin and end marks; all or the first `limit`."""
+
+    def encode(part: str) -> list[int]:
+        if allow_special:
+            return _encode(part, tokenizer)
+        mark = free_marks([part], 1)[0]
+        return _encode_pieces(mark_literals(part, tokenizer, mark), mark, tokenizer)
+
+    return encode(text) if limit is None else first_tokens(text, encode, limit)
+
+
+class OwnMarkers:
+    """A template's text as one string that others pass on and put together with texts of theirs:
+    its own markers have a sign before them that nobody else knows.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._sign = f"{_MARKS[-1]}{secrets.token_hex(8)}{_MARKS[-1]}"
+
+    def signed(self, text: str, mark: str) -> str:
+        """Text of a template, with `mark` in the literals that are not its own."""
+        for pattern in _literals(self._tokenizer).patterns:
+            text = pattern.sub(lambda found: self._sign + found[0], text)
+        return text.replace(mark, "")
+
+    def unsigned(self, text: str) -> str:
+        return text.replace(self._sign, "")
+
+    def encode(self, text: str) -> list[int]:
+        """Ids; a special token for each literal that is signed, and for no other."""
+        mark = free_marks([text], 1)[0]
+        first, *others = (mark_literals(t, self._tokenizer, mark) for t in text.split(self._sign))
+        own = [part.replace(mark, "", 1) if part[1:2] == mark else part for part in others]
+        return _encode_pieces("".join([first, *own]), mark, self._tokenizer)
+
+
+def first_tokens(text: str, encode: Callable[[str], list[int]], limit: int) -> list[int]:
+    """`encode(text)[:limit]` in time and memory of what is kept.
+
+    A beginning of the text is encoded, longer ones until the first ids are the same for three ends
+    at different characters: then what is behind does not reach back to them.
+    """
+    size = _CHARACTERS_PER_TOKEN * (limit + _MARGIN_TOKENS)
+    while size < len(text):
+        tokens = encode(text[:size])
+        if len(tokens) >= limit + _MARGIN_TOKENS:
+            kept = tokens[:limit]
+            if all(encode(text[: size - less])[:limit] == kept for less in (1, 2)):
+                return kept
+        size *= _GROWTH
+    return encode(text)[:limit]
+
+
+def _encode_pieces(text: str, mark: str, tokenizer: Any) -> list[int]:
+    first, *others = text.split(mark)
+    tokens = _encode(first, tokenizer)
+    # Whoever writes one literal often writes many.
+    ids = {piece: _encode_behind(piece, tokenizer) for piece in set(others)}
+    for piece in others:
+        tokens += ids[piece]
+    return tokens
+
+
+def _encode_behind(text: str, tokenizer: Any) -> list[int]:
+    """Ids of a text that goes on: without the blank that some tokenizers put before a beginning."""
+    before, both = _encode("\n", tokenizer), _encode("\n" + text, tokenizer)
+    if before and both[: len(before)] == before:
+        return both[len(before) :]
+    return _encode(text, tokenizer)
+
+
+def _encode(text: str, tokenizer: Any) -> list[int]:
+    # transformers would log that a text is longer than the model's context: callers say it.
+    quiet = {"verbose": False} if hasattr(tokenizer, "model_max_length") else {}
+    return list(tokenizer.encode(text, add_special_tokens=False, **quiet))
+
+
+def _escape(mark: str) -> str:
+    """A character as JSON in ASCII writes it."""
+    return json.dumps(mark)[1:-1]
+
+
+def template_text(tokenizer: Any) -> str:
+    """The source of the chat template, of all where it has several; "" where it has none."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    return (
+        "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
+    )
+
+
+def _literals(tokenizer: Any) -> _Literals:
+    template = getattr(tokenizer, "chat_template", None)
+    literals = _known.get(tokenizer)
+    if literals is None or literals.template != template:
+        literals = _known[tokenizer] = _find_literals(tokenizer, template)
+    return literals
+
+
+def _find_literals(tokenizer: Any, template: Any) -> _Literals:
+    """Special tokens, and added tokens that the template or mlx-lm's parsers take for markers.
+
+    Other added tokens (tags of HTML, runs of blanks) are words like any other.
+    """
+    source = template_text(tokenizer)
+    names = ("think_start", "think_end", "tool_call_start", "tool_call_end")
+    markers = {getattr(tokenizer, name, None) for name in names}
+    markers |= {*(getattr(tokenizer, "chat_control_tokens", None) or ())}
+    added = (getattr(tokenizer, "added_tokens_decoder", None) or {}).values()
+    chosen = [t for t in added if t.special or str(t) in source or str(t) in markers]
+    literals = {*map(str, chosen), *(getattr(tokenizer, "all_special_tokens", None) or ())}
+    # Some tokenizers call "!" or a line break a special token; such a one cannot be told from text.
+    literals = {text for text in literals if len(text) >= SHORTEST_TOKEN and text.strip()}
+    # A pattern for each first character: the search for one character is many times faster.
+    by_initial = groupby(sorted(literals, key=lambda t: (t[0], -len(t), t)), lambda t: t[0])
+    patterns = tuple(
+        re.compile(f"{re.escape(initial)}(?=({'|'.join(re.escape(t[1:]) for t in same)}))")
+        for initial, same in by_initial
+    )
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    normaliser = getattr(backend, "normalizer", None)
+    is_normalised = any(t.normalized and str(t) in literals for t in chosen)
+    normalise = normaliser.normalize_str if normaliser is not None and is_normalised else None
+    return _Literals(template, patterns, normalise)

@@ -1,0 +1,65 @@
+"""How chats and texts become tokens: settings that all commands which render share. Imports neither
+mlx nor numpy.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol, Self
+
+from pydantic import BeforeValidator, Field
+
+ThinkingMode = Literal["auto", "on", "off"]
+# YAML reads on and off as true and false; none was the word for auto.
+_SPELLINGS = {True: "on", False: "off", None: "auto"}
+
+
+def _spelled(value: Any) -> Any:
+    return _SPELLINGS[value] if value is None or isinstance(value, bool) else value
+
+
+Thinking = Annotated[
+    ThinkingMode,
+    BeforeValidator(_spelled, json_schema_input_type=ThinkingMode | bool | None),
+    Field(
+        description="Whether a chat template that knows reasoning asks for it: on, off, or auto: "
+        "as each row has it in training (and for answers that are scored), as the template does in "
+        "generation. --no-thinking is off.",
+        json_schema_extra={"cli_switch": True},
+    ),
+]
+AllowSpecial = Annotated[
+    bool,
+    Field(
+        description="Special tokens that are written in a text, as <|im_end|>, are read as tokens; "
+        "otherwise text stays text."
+    ),
+]
+
+
+class _RenderingSettings(Protocol):
+    @property
+    def thinking(self) -> ThinkingMode: ...
+    @property
+    def allow_special(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """thinking: see `Thinking`. allow_special: whether literals of special tokens in texts of users
+    and data are tokens.
+    """
+
+    thinking: ThinkingMode = "auto"
+    allow_special: bool = False
+
+    @classmethod
+    def of(cls, settings: _RenderingSettings) -> Self:
+        return cls(settings.thinking, settings.allow_special)
+
+    @property
+    def enable_thinking(self) -> bool | None:
+        """For a prompt that is answered: None leaves it to the template."""
+        return None if self.thinking == "auto" else self.thinking == "on"
+
+
+# The default of every command but those that say otherwise.
+PLAIN = Rendering()
