@@ -74,6 +74,9 @@ def test_opens_if_and_only_if_mlx_lm_opens_it(layout: Layout, bases: Path, tmp_p
     adapter = adapter_for(loaded, layout.touch, tmp_path / "adapter")
     shape = logical_shape(loaded, layout.touch)
     assert weight_shape(open_checkpoint(model), layout.touch) == shape  # stacks verify
+    if layout.name != "bitnet":  # needs Metal to run
+        prepare_base(loaded, "float32", [])
+        assert mx.isfinite(loaded(mx.array([[1, 2, 3]]))).all()
     if layout.refuses is not None:
         with pytest.raises(InputError) as caught:
             fuse(model, adapter, tmp_path / "fused")
@@ -96,11 +99,8 @@ def every_command_opens(model: Path) -> nn.Module:
     loaded, tokenizer, _ = base_model.load(model, lazy=True)  # generate, chat, eval, train
     assert tokenizer.encode("a")
     if any(".layers." in path for path, _ in base_model.named_quantizable(loaded)):
-        assert find_targets(loaded)
-        widened, _, _ = base_model.load(model, lazy=True)
-        prepare_base(widened, "float32", [])
-        assert mx.isfinite(widened(mx.array([[1, 2, 3]]))).all()
-    return loaded  # BitNet has nothing to adapt in mlx-lm's trainer either, and needs Metal to run
+        assert find_targets(loaded)  # BitNet has none, in mlx-lm's own trainer either
+    return loaded
 
 
 def adapter_for(model: nn.Module, path: str, directory: Path) -> Path:
@@ -167,9 +167,10 @@ def assert_only_the_touched_module_changed(model: Path, fused: Path, path: str) 
     assert changed <= {weight, f"{prefix}scales", f"{prefix}biases"}
     assert new.loaded_weights[path] == old.loaded_weights[path]
     weight_map = json.loads((fused / INDEX).read_text())["weight_map"]
-    for name, file in weight_map.items():
-        assert name in read_header(fused / file).tensors
     assert weight_map.keys() >= new.tensors.keys()
+    for file in set(weight_map.values()):
+        held = read_header(fused / file).tensors.keys()
+        assert held >= {name for name in weight_map if weight_map[name] == file}
 
 
 def raw_bytes(info: TensorInfo) -> bytes:
