@@ -564,6 +564,11 @@ def test_a_split_of_files_by_name_is_validated_with(tmp_path: Path) -> None:
     data = train_data(tmp_path.parent, sources=tmp_path.name)
     assert (len(data.train), len(data.validation)) == (60, 30)
     assert [s["split"] for s in data.report["validation_sources"]] == ["dev"]
+    source = {"path": tmp_path.name, "split": "dev"}
+    chosen = train_data(tmp_path.parent, sources=source, validation_rows=5)
+    assert (len(chosen.train), len(chosen.validation)) == (25, 5)
+    write(tmp_path / "train.jsonl", [question(1)])
+    assert len(train_data(tmp_path.parent, sources=source, validation_rows=5).train) == 25
 
 
 def test_a_cap_of_train_draws_as_that_of_a_domain(tmp_path: Path) -> None:
