@@ -95,7 +95,8 @@ def read_train_data(settings: TrainDataSettings, root: Path, tokenizer: Any = No
     """The rows of `mlxstacks train`: in the order of the sources, repeats too, as mlx-lm has them.
 
     Validation rows are those that the sources bring along (`training_parts`); where none does,
-    some are held out as `read_domains` does it, or none of too few rows.
+    some are held out as `read_domains` does it, or none of too few rows. Of mlx-lm's train.jsonl
+    none are, unless validation_rows asks for them.
 
     Raises:
         InputError: a source cannot be used.
@@ -103,14 +104,17 @@ def read_train_data(settings: TrainDataSettings, root: Path, tokenizer: Any = No
     tokens = special_tokens(tokenizer) if tokenizer is not None else ()
     rows: dict[str, list[Example]] = {part: [] for part in PARTS}
     reports: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS}
+    hold_out = True
     for listed in settings.sources:
-        for part, source in zip(PARTS, training_parts(listed, root), strict=True):
+        parts = training_parts(listed, root)
+        hold_out &= parts[0] == listed or settings.validation_rows is not None
+        for part, source in zip(PARTS, parts, strict=True):
             if source is not None:
                 examples, report = read_in_order(source, settings, root, tokens)
                 rows[part] += examples
                 reports[part].append(report)
     train, validation = rows.values()
-    if not validation:
+    if hold_out and not validation:
         train, validation = divide(train, settings)
         if not train or not validation:
             train, validation = [*train, *validation], []

@@ -74,8 +74,10 @@ def training_parts(
     """What to train on, and what the source itself has to validate with, if anything.
 
     In a directory as mlx-lm takes it these are train.jsonl and valid.jsonl; elsewhere the source,
-    and a split that is named as one of VALIDATION_SPLITS.
+    and a split that is named as one of VALIDATION_SPLITS. A source of another split has none.
     """
+    if source.split != "train":
+        return source, None
     held_out = source.model_copy(update={"cap": None})
     if source.path:
         path = _path_of(source, root)
@@ -153,7 +155,7 @@ def _cached(source: SourceSettings, dataset: str) -> OpenSource:
         raise NotCachedError(
             f"{dataset}: not in the cache of Hugging Face data sets, and nothing is downloaded "
             f"here; get it with `hf download --repo-type dataset {dataset}`, or with "
-            "datasets.load_dataset, or give a local path",
+            "datasets.load_dataset, or give the path of a file or directory that is there",
             dataset,
         )
     files = data_files(snapshot, source.split, dataset, source.name)

@@ -68,9 +68,10 @@ class TrainSettings(BaseModel):
     data: str | TrainDataSettings | None = Field(
         None,
         description="Rows in any format: a file, a directory (with train.jsonl and valid.jsonl, as "
-        "in mlx-lm, or other files by split), or the id of a cached Hugging Face data set. Where "
-        "nothing is there to validate with, 2% of the rows are held out. In a recipe also sources, "
-        "as a domain of stack has them. Default: nano's sample data, a persona.",
+        "in mlx-lm, or other files by split), or the id of a cached Hugging Face data set. Of a "
+        "file or data set with nothing to validate with, 2% of the rows are held out; train.jsonl "
+        "without valid.jsonl is trained on whole. In a recipe also sources, as a domain of stack "
+        "has them. Default: nano's sample data, a persona.",
         json_schema_extra={"cli_type": "text"},
     )
     save_path: str | None = Field(

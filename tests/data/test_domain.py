@@ -558,12 +558,26 @@ def test_rows_are_held_out_where_no_source_brings_any(tmp_path: Path) -> None:
     assert (len(few.train), few.validation) == (2, [])
 
 
+def test_all_rows_of_mlx_lm_are_trained_on(tmp_path: Path) -> None:
+    """Studies count on it: confound and identity write such a directory, and plan its rows."""
+    write(tmp_path / "train.jsonl", [question(i) for i in range(300)])
+    whole = train_data(tmp_path.parent, sources=tmp_path.name)
+    assert (len(whole.train), whole.validation) == (300, [])
+    asked = train_data(tmp_path.parent, sources=tmp_path.name, validation_rows=7)
+    assert (len(asked.train), len(asked.validation)) == (293, 7)
+
+
 def test_a_split_of_files_by_name_is_validated_with(tmp_path: Path) -> None:
     for name, first in (("train-00000-of-00002", 0), ("train-00001-of-00002", 30), ("dev", 90)):
         write(tmp_path / f"{name}.jsonl", [question(i) for i in range(first, first + 30)])
     data = train_data(tmp_path.parent, sources=tmp_path.name)
     assert (len(data.train), len(data.validation)) == (60, 30)
     assert [s["split"] for s in data.report["validation_sources"]] == ["dev"]
+    source = {"path": tmp_path.name, "split": "dev"}
+    chosen = train_data(tmp_path.parent, sources=source, validation_rows=5)
+    assert (len(chosen.train), len(chosen.validation)) == (25, 5)
+    write(tmp_path / "train.jsonl", [question(1)])
+    assert len(train_data(tmp_path.parent, sources=source, validation_rows=5).train) == 25
 
 
 def test_a_cap_of_train_draws_as_that_of_a_domain(tmp_path: Path) -> None:

@@ -166,14 +166,21 @@ def read_data(
         return rows
 
     train = encode("train")
-    if not data.validation:
+    held = None
+    if data.validation:
+        try:
+            held = encode("validation")
+        except InputError as error:
+            if data.report["validation_sources"]:
+                raise
+            notes.append(f"Rows that were held out cannot be validated with: {error}.")
+    if held is None:
         notes.append("No rows to validate with: the last weights are kept, better or not.")
         return train, None, data.report
     if not data.report["validation_sources"]:
         notes.append(f"{len(data.validation)} rows of the data were held out to validate with.")
     if repeated := data.report["validation_rows_trained_on"]:
         notes.append(f"{repeated} of {len(data.validation)} validation rows are trained on too.")
-    held = encode("validation")
     most = {None: VALIDATION_ROWS, -1: None}.get(
         settings.val_batches, (settings.val_batches or 0) * settings.batch_size
     )

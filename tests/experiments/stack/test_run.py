@@ -299,6 +299,18 @@ def test_a_dry_run_plans_and_touches_nothing(places: Places, trained: Any, tmp_p
     assert report.plan["stack_bytes"] == sum(array.nbytes for array in tensors.values())
 
 
+def test_what_cleaning_changed_is_in_the_plan(places: Places, tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{i}", "completion": f"    a{i}  b\n"} for i in range(24)]
+    rows += [{"prompt": f"q{i}", "completion": "a<|im_end|>"} for i in range(3)]
+    rows += [{"prompt": "q", "completion": "<|im_end|>"}]
+    write_rows(tmp_path / "data" / "code.jsonl", rows)
+    report = stack_run.run(settings_for(places[0], tmp_path / "data", tmp_path / "o"), dry_run=True)
+    (source,) = report.as_json()["domains"]["code"]["data"]["sources"]
+    assert source["changed"] == {"markers_removed": 3}
+    note = "code: code.jsonl: 27 of 28 rows are used (1 no answer, 3 markers removed)."
+    assert note in report.notes
+
+
 def test_a_complete_store_is_left_alone(places: Places, trained: Any) -> None:
     _, store, _ = trained
     before = hashes(store.path)

@@ -34,7 +34,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         ({"projections": ("switch_mpl.down_proj",)}, ["close: mlp.switch_mlp.down_proj"]),
         ({"projections": ("down_proj", "gate")}, ["the router of a mixture of experts is never"]),
         ({"layers": ("0",), "projections": ("self_attn.q_proj",)}, ["only in layers 1"]),
-        ({"data": "/nowhere/data"}, ["/nowhere/data: is neither a directory nor a file"]),
+        ({"data": "/nowhere/data"}, ["/nowhere/data: no such file or directory"]),
         ({"model": "/nowhere/model"}, ["/nowhere/model"]),
         ({"counting_library": "/nowhere/count.so"}, ["counting_library: /nowhere/count.so"]),
     ],

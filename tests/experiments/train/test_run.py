@@ -449,9 +449,31 @@ def test_a_file_without_validation_is_no_old_run_of_it(
     """Rows that are held out now were trained on before: its state must not go on."""
     file = write_rows(tmp_path / "rows.jsonl", [{"text": f"row number {i}"} for i in range(200)])
     settings = settings_for(places[0], file, tmp_path / "out")
-    identity = set_up(settings).identity(settings)
+    setup = set_up(settings)
+    identity = setup.identity(settings)
+    assert setup.validation is not None
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     assert identity["train_data_sha256"] == identity["validation_data_sha256"] == sha256
+
+
+def test_held_out_rows_that_say_nothing_do_not_stop_a_run(
+    places: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Cut before their answers; with rows that are given for it, that is a mistake to be told."""
+    long = [{"prompt": "why " * 90 + str(i), "completion": "so"} for i in range(9)]
+    write_rows(tmp_path / "rows" / "train.jsonl", [*chat_rows(1), *long])
+    data = TrainDataSettings.model_validate(
+        {"sources": str(tmp_path / "rows"), "validation_rows": 1}
+    )
+    short = settings_for(places[0], tmp_path, tmp_path / "out", max_seq_length=30)
+    seeds = (data.model_copy(update={"seed": seed}) for seed in range(2))
+    for settings in (short.model_copy(update={"data": data}) for data in seeds):
+        setup = set_up(settings)
+        assert setup.validation is None
+        assert any("held out cannot be validated with: none of 1" in n for n in setup.notes)
+    write_rows(tmp_path / "rows" / "valid.jsonl", long)
+    with pytest.raises(InputError, match="none of 9 rows has a token to learn from"):
+        set_up(settings)
 
 
 @pytest.mark.parametrize("kind", ["dangling", "directory"])
