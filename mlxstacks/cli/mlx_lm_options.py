@@ -113,7 +113,6 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "-q": "--bits N quantizes; leave it out",
         "--q-mode": "MLX's affine grid alone is written; `mlx_lm.convert` writes the others",
         "--quant-predicate": "--module-bits PATTERN=N gives modules their own bits",
-        "--dtype": "floats keep the dtype they are stored in; `mlx_lm.convert --dtype` changes it",
         "--dequantize": "`mlx_lm.convert --dequantize` does that",
         "-d": "`mlx_lm.convert --dequantize` does that",
     },

@@ -3,6 +3,7 @@
     manifest.json    what is there, with hashes and a checksum of itself
     stacks/ splits/ shared/ routers/    content files, never changed
     log.jsonl        when what was done; the only place with times
+    base.json        where the base is on this machine (base_location.py); may be left out
     .lock            held by the one writer
 
 Readers take no lock. They read the manifest once and find every file it names, whatever a writer

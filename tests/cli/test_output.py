@@ -182,3 +182,28 @@ def test_a_note_breaks_between_words_on_a_terminal_alone(monkeypatch: pytest.Mon
     stream.tty = False
     output.note(text)
     assert stream.getvalue().splitlines()[-1] == text
+
+
+def test_no_line_with_a_command_is_broken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stderr", stream)
+    line = "the store has no router; `mlxstacks route train '/disk one/a store'` trains one"
+    prose = "a remark that is longer than the forty columns of this terminal"
+    output.note(f"{line}\n{prose}")
+    assert line in stream.getvalue().splitlines()
+    assert prose not in stream.getvalue().splitlines()
+    console = output.console()
+    console.print(line, markup=False)
+    console.print(prose, markup=False)
+    output.next_step(console, "Next", "mlxstacks chat --model '/disk one/the fused model of today'")
+    lines = capsys.readouterr().out.splitlines()
+    assert line in lines
+    assert prose not in lines
+    assert lines[-1].endswith("of today'")

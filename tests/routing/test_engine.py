@@ -4,6 +4,7 @@ Run: pytest tests/routing/test_engine.py
 """
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +76,8 @@ def ask(engine: Any, text: str, route: Route, **options: Any) -> Any:
     return said, stream.answer
 
 
-def test_hundred_prompts_are_answered_as_by_a_fully_resident_model(
-    places: Places, full: FullyResident
+def test_prompts_are_answered_as_by_a_fully_resident_model(
+    places: Places, full: FullyResident, campaign: Callable[[int], range]
 ) -> None:
     """With room for two domains, so that stacks come and go; soft and hard weights."""
     room = engine_for(places, routed=True)
@@ -86,7 +87,7 @@ def test_hundred_prompts_are_answered_as_by_a_fully_resident_model(
         engine_for(places, routed=True, hard=hard, budget=2 * budget) for hard in (False, True)
     ]
     seen, differ = set(), 0
-    for index, text in enumerate(prompts(100)):
+    for index, text in enumerate(prompts(len(campaign(400)))):
         engine = engines[index % 2]
         route = engine.route(text, "routed")
         said, answer = ask(engine, text, route)
