@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,7 +28,7 @@ _CHARACTERS_PER_TOKEN = 6
 _GROWTH = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Literals:
     """Of a tokenizer with this chat template. patterns: match the first character of a literal, the
     rest of it is the group. normalise: as the tokenizer does before it looks for tokens; None where
@@ -36,8 +36,21 @@ class _Literals:
     """
 
     template: Any
+    literals: frozenset[str]
     patterns: tuple[re.Pattern[str], ...]
     normalise: Callable[[str], str] | None
+
+    @cached_property
+    def beginnings(self) -> frozenset[str]:
+        return frozenset(text[:n] for text in self.literals for n in range(1, len(text)))
+
+    @cached_property
+    def endings(self) -> frozenset[str]:
+        return frozenset(text[n:] for text in self.literals for n in range(1, len(text)))
+
+    @cached_property
+    def longest(self) -> int:
+        return max(map(len, self.literals), default=0)
 
     def inside(self, text: str) -> list[str]:
         return [f"{found[0]}{found[1]}" for p in self.patterns for found in p.finditer(text)]
@@ -71,6 +84,25 @@ def mark_literals(text: str, tokenizer: Any, mark: str) -> str:
         if len(literals.inside(normal)) > len(literals.inside(text)):
             text = normal  # what the tokenizer would read; only there it becomes a literal
     return literals.marked(text, mark)
+
+
+def mark_ends(text: str, tokenizer: Any, mark: str) -> str:
+    """The text with marks at its ends, where a template's text could make a literal with it."""
+    core = text.strip()
+    if not core or not _is_part(core, _literals(tokenizer)):
+        return text
+    start = text.index(core[0])
+    return f"{text[:start]}{mark}{core}{mark}{text[start + len(core) :]}"
+
+
+def _is_part(text: str, literals: _Literals) -> bool:
+    """Whether a literal could begin at the end of a text, end at its beginning, or enclose it."""
+    lengths = range(1, min(len(text) + 1, literals.longest))
+    return (
+        any(text[-n:] in literals.beginnings or text[:n] in literals.endings for n in lengths)
+        or len(text) < literals.longest
+        and any(text in literal for literal in literals.literals)
+    )
 
 
 def unescaped(text: str, mark: str) -> str:
@@ -213,4 +245,4 @@ def _find_literals(tokenizer: Any, template: Any) -> _Literals:
     normaliser = getattr(backend, "normalizer", None)
     is_normalised = any(t.normalized and str(t) in literals for t in chosen)
     normalise = normaliser.normalize_str if normaliser is not None and is_normalised else None
-    return _Literals(template, patterns, normalise)
+    return _Literals(template, frozenset(literals), patterns, normalise)
