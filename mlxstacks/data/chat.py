@@ -14,6 +14,7 @@ from mlxstacks.data.special_text import (
     free_marks,
     mark_ends,
     mark_literals,
+    reasoning_tags,
     special_literals,
     template_text,
     unescaped,
@@ -91,7 +92,10 @@ def _with_ends_marked(chat: Chat) -> Chat:
     def put(text: str) -> str:
         return mark_ends(text, chat.tokenizer, chat.mark)
 
-    turns = [{**_mapped(turn, put), "role": turn["role"]} for turn in chat.turns]
+    turns = [
+        {key: value if key == "role" else _mapped(value, put) for key, value in turn.items()}
+        for turn in chat.turns
+    ]
     ended = replace(chat, turns=turns, tools=_mapped(chat.tools, put))
     if (ended.turns, ended.tools) == (chat.turns, chat.tools):
         return chat
@@ -143,14 +147,8 @@ def writes_reasoning(tokenizer: Any) -> bool:
     return not source or re.search(rf"\b({'|'.join(REASONING_KEYS)})\b", source) is not None
 
 
-def reasoning_tags(tokenizer: Any) -> tuple[str, str]:
-    """The literals that begin and end reasoning."""
-    begin, end = (getattr(tokenizer, name, None) for name in ("think_start", "think_end"))
-    return (begin, end) if begin and end else ("<think>", "</think>")
-
-
 def _marked_turn(turn: dict[str, Any], put: Callable[[str], str], tokenizer: Any) -> dict[str, Any]:
-    marked: dict[str, Any] = _mapped(turn, put)
+    marked = {key: _mapped(value, put) for key, value in turn.items()}
     if turn["role"] != "assistant" or not isinstance(turn["content"], str):
         return marked
     block, rest = split_reasoning(turn["content"], tokenizer)

@@ -40,8 +40,9 @@ ROLES = (
 # Names of arguments as tags.
 JOINING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call><{{ c.name | trim }}>{{ c.argument }}></tool_call>{% endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{# </think> #}{% endif %}"
+    "{% for c in m.tool_calls or [] %}<tool_call><{{ c.name | trim }}>{{ c.argument }}>"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{# </think> #}{% endif %}"
 )
 # The prompt opens the thoughts, or closes them at once; answers before the last question have none.
 _ANSWERS = (
