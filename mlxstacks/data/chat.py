@@ -6,13 +6,16 @@ assistant's turn, `<think>...</think>`, is read as the template's own.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mlxstacks.data.special_text import (
     encode_marked,
     free_marks,
+    mark_ends,
     mark_literals,
+    reasoning_tags,
+    special_literals,
     template_text,
     unescaped,
 )
@@ -77,7 +80,27 @@ def open_chat(
         return mark_literals(text, tokenizer, mark)
 
     marked = [_marked_turn(turn, put, tokenizer) for turn in turns]
-    return Chat(tokenizer, marked, _mapped(tools, put), mark, stand_in)
+    chat = Chat(tokenizer, marked, _mapped(tools, put), mark, stand_in)
+    return _with_ends_marked(chat)
+
+
+def _with_ends_marked(chat: Chat) -> Chat:
+    """The chat, or, where its template joins text and content into literals, `</think` and `>`, one
+    with marks between them. Roles are the template's to judge: some write them as `<|role|>`.
+    """
+
+    def put(text: str) -> str:
+        return mark_ends(text, chat.tokenizer, chat.mark)
+
+    turns = [
+        {key: value if key == "role" else _mapped(value, put) for key, value in turn.items()}
+        for turn in chat.turns
+    ]
+    ended = replace(chat, turns=turns, tools=_mapped(chat.tools, put))
+    if (ended.turns, ended.tools) == (chat.turns, chat.tools):
+        return chat
+    counts = [len(special_literals(c.prompt(), chat.tokenizer)) for c in (chat, ended)]
+    return ended if counts[1] < counts[0] else chat
 
 
 def prompt_tokens(
@@ -124,14 +147,8 @@ def writes_reasoning(tokenizer: Any) -> bool:
     return not source or re.search(rf"\b({'|'.join(REASONING_KEYS)})\b", source) is not None
 
 
-def reasoning_tags(tokenizer: Any) -> tuple[str, str]:
-    """The literals that begin and end reasoning."""
-    begin, end = (getattr(tokenizer, name, None) for name in ("think_start", "think_end"))
-    return (begin, end) if begin and end else ("<think>", "</think>")
-
-
 def _marked_turn(turn: dict[str, Any], put: Callable[[str], str], tokenizer: Any) -> dict[str, Any]:
-    marked: dict[str, Any] = _mapped(turn, put)
+    marked = {key: _mapped(value, put) for key, value in turn.items()}
     if turn["role"] != "assistant" or not isinstance(turn["content"], str):
         return marked
     block, rest = split_reasoning(turn["content"], tokenizer)

@@ -12,14 +12,18 @@ from mlxstacks.data.chat import (
     Chat,
     open_chat,
     reasoning_of,
-    reasoning_tags,
     split_reasoning,
     strings_of,
     writes_reasoning,
 )
 from mlxstacks.data.messages import as_messages
 from mlxstacks.data.rows import Row, row_of
-from mlxstacks.data.special_text import encode_text, special_literals, template_text
+from mlxstacks.data.special_text import (
+    encode_text,
+    reasoning_tags,
+    special_literals,
+    template_text,
+)
 from mlxstacks.data.text_settings import PLAIN, Rendering, ThinkingMode
 from mlxstacks.errors import InputError
 

@@ -13,7 +13,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, cached_property, partial
 from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,16 +28,31 @@ _CHARACTERS_PER_TOKEN = 6
 _GROWTH = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Literals:
-    """Of a tokenizer with this chat template. patterns: match the first character of a literal, the
+    """Of a tokenizer with this chat template. tags: that begin and
+    end reasoning. patterns: match the first character of a literal, the
     rest of it is the group. normalise: as the tokenizer does before it looks for tokens; None where
     it looks first.
     """
 
     template: Any
+    tags: tuple[str, str]
+    literals: frozenset[str]
     patterns: tuple[re.Pattern[str], ...]
     normalise: Callable[[str], str] | None
+
+    @cached_property
+    def beginnings(self) -> frozenset[str]:
+        return frozenset(text[:n] for text in self.literals for n in range(1, len(text)))
+
+    @cached_property
+    def endings(self) -> frozenset[str]:
+        return frozenset(text[n:] for text in self.literals for n in range(1, len(text)))
+
+    @cached_property
+    def longest(self) -> int:
+        return max(map(len, self.literals), default=0)
 
     def inside(self, text: str) -> list[str]:
         return [f"{found[0]}{found[1]}" for p in self.patterns for found in p.finditer(text)]
@@ -71,6 +86,23 @@ def mark_literals(text: str, tokenizer: Any, mark: str) -> str:
         if len(literals.inside(normal)) > len(literals.inside(text)):
             text = normal  # what the tokenizer would read; only there it becomes a literal
     return literals.marked(text, mark)
+
+
+def mark_ends(text: str, tokenizer: Any, mark: str) -> str:
+    """The text with marks at its ends, where a template's text could make a literal with it."""
+    core = text.strip()
+    if not core or not _is_part(core, _literals(tokenizer)):
+        return text
+    start = text.index(core[0])
+    return f"{text[:start]}{mark}{core}{mark}{text[start + len(core) :]}"
+
+
+def _is_part(text: str, literals: _Literals) -> bool:
+    """Whether a literal could begin at the end of a text, end at its beginning, or enclose it."""
+    lengths = range(1, min(len(text) + 1, literals.longest))
+    return any(
+        text[-n:] in literals.beginnings or text[:n] in literals.endings for n in lengths
+    ) or (len(text) < literals.longest and any(text in literal for literal in literals.literals))
 
 
 def unescaped(text: str, mark: str) -> str:
@@ -168,6 +200,7 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False, **quiet))
 
 
+@cache
 def _escape(mark: str) -> str:
     """A character as JSON in ASCII writes it."""
     return json.dumps(mark)[1:-1]
@@ -179,6 +212,11 @@ def template_text(tokenizer: Any) -> str:
     return (
         "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template)
     )
+
+
+def reasoning_tags(tokenizer: Any) -> tuple[str, str]:
+    """The literals that begin and end reasoning."""
+    return _literals(tokenizer).tags
 
 
 def _literals(tokenizer: Any) -> _Literals:
@@ -213,4 +251,6 @@ def _find_literals(tokenizer: Any, template: Any) -> _Literals:
     normaliser = getattr(backend, "normalizer", None)
     is_normalised = any(t.normalized and str(t) in literals for t in chosen)
     normalise = normaliser.normalize_str if normaliser is not None and is_normalised else None
-    return _Literals(template, patterns, normalise)
+    begin, end = (getattr(tokenizer, name, None) for name in names[:2])
+    tags = (begin, end) if begin and end else ("<think>", "</think>")
+    return _Literals(template, tags, frozenset(literals), patterns, normalise)

@@ -33,6 +33,17 @@ HEADERS = (
     "{{ m.content | trim }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
+ROLES = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# Names of arguments as tags.
+JOINING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call><{{ c.name | trim }}>{{ c.argument }}>"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{# </think> #}{% endif %}"
+)
 # The prompt opens the thoughts, or closes them at once; answers before the last question have none.
 _ANSWERS = (
     "{% set ns = namespace(asked=-1) %}{% for m in messages %}"
@@ -115,6 +126,8 @@ KINDS = {
         ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         HEADERS, "<|begin_of_text|>",
     ),
+    "roles": Kind(_byte_level, ("<|user|>", "<|assistant|>", "<|end|>"), ROLES),
+    "joining": Kind(_byte_level, _CHATML, JOINING, added=_MARKERS),
     "opened": Kind(_byte_level, _CHATML, OPENED, added=_MARKERS),
     "closed": Kind(_byte_level, _CHATML, CLOSED, added=_MARKERS),
     "forgetful": Kind(_byte_level, _CHATML, FORGETFUL, added=_MARKERS),

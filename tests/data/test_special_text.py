@@ -153,6 +153,44 @@ def test_tools_calls_results_and_roles_are_text_too() -> None:
     assert sum(row.weights) > sum(calm.weights)
 
 
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        ("</think", "x"),
+        ("x</think", "y"),
+        (" </think ", "y"),
+        ("/think", "y"),
+        ("think", "y"),
+        ("x", "<|im_end|"),
+    ],
+)
+def test_a_literal_that_template_and_content_make_together_is_text(
+    name: str, argument: str
+) -> None:
+    tokenizer = chat_tokenizer("joining")
+
+    def ids(name: str, argument: str) -> tuple[int, ...]:
+        call = {"name": name, "argument": argument}
+        turns = [*user("hi"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return encode_messages(turns, tokenizer).tokens
+
+    hostile = ids(name, argument)
+    assert specials("joining", hostile) == specials("joining", ids("q", "q"))
+    assert f"{name.strip()}>" in tokenizer.decode(hostile)
+    assert f">{argument}>" in tokenizer.decode(hostile)
+
+
+def test_roles_may_be_part_of_a_marker() -> None:
+    tokenizer = chat_tokenizer("roles")
+    turns = [*user("think"), {"role": "assistant", "content": "im_end"}]
+    rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+    row = encode_messages(turns, tokenizer)
+    assert list(row.tokens) == tokenizer.encode(rendered, add_special_tokens=False)
+    assert specials("roles", row.tokens) == tokenizer.convert_tokens_to_ids(
+        ["<|user|>", "<|end|>", "<|assistant|>", "<|end|>"]
+    )
+
+
 def test_a_template_that_escapes_everything_gives_no_token_and_no_mark() -> None:
     tokenizer = chat_tokenizer("chatml")
     template = "{% for m in messages %}{{ m.content | tojson(ensure_ascii=True) }}{% endfor %}"

@@ -64,13 +64,9 @@ def choose_samples(
         if one.answer is None or taken.get(one.label, 0) >= limits[one.kind]:
             continue
         row = encode_pair(
-            one.prompt,
-            one.answer,
-            tokenizer,
-            template,
-            settings.max_tokens,
+            one.prompt, one.answer, tokenizer, template, settings.max_tokens,
             Rendering.of(settings),
-        )
+        )  # fmt: skip
         if row is None:
             dropped += 1
             continue

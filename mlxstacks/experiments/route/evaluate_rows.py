@@ -126,13 +126,9 @@ def _encoded(
         row = None
         if example.answer is not None:
             row = encode_pair(
-                example.prompt,
-                example.answer,
-                tokenizer,
-                template,
-                settings.max_tokens,
+                example.prompt, example.answer, tokenizer, template, settings.max_tokens,
                 Rendering.of(settings),
-            )
+            )  # fmt: skip
         if row is None:
             without[group] = without.get(group, 0) + 1
         yield EvaluatedRow(example, group, row)

@@ -120,13 +120,9 @@ def run(settings: RouteExplainSettings) -> Explanation:
     if settings.answer is None:
         return Explanation(*about, notes=notes)
     row = encode_pair(
-        settings.prompt,
-        settings.answer,
-        served.tokenizer,
-        template,
-        settings.max_tokens,
+        settings.prompt, settings.answer, served.tokenizer, template, settings.max_tokens,
         Rendering.of(settings),
-    )
+    )  # fmt: skip
     if row is None:
         raise InputError(
             f"nothing is left of the answer within max_tokens {settings.max_tokens}: it is blank, "
