@@ -84,9 +84,7 @@ class Table:
         grid = Grid(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for index, column in enumerate(self.columns):
             justify: Literal["left", "right"] = "right" if self._is_numeric(index) else "left"
-            grid.add_column(
-                Text(column), justify=justify, overflow="fold", min_width=widths[index]
-            )
+            grid.add_column(Text(column), justify=justify, overflow="fold", min_width=widths[index])
         for row in self.rows:
             grid.add_row(*[Text(_shown(cell)) for cell in row])
         if self.footer is not None:
