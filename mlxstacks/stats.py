@@ -45,6 +45,20 @@ def wilson_interval(count: int, n: int, confidence: float = 0.95) -> Interval:
     return Interval(low, high, confidence)
 
 
+def share_note(n: int, what: str = "items") -> str:
+    """What stands below a table whose shares have no interval of their own.
+
+    The rule of all tables, pages and verdicts: a share that estimates something (of prompts, items,
+    answers, picks) has its n and its 95% interval beside it, or this note below its table. A share
+    of a known whole (bytes, weights, codes, buffers) is no estimate and needs neither.
+
+    Raises: ValueError: n < 1.
+    """
+    widest = wilson_interval(n // 2, n)
+    half = 50 * (widest.high - widest.low)
+    return f"shares are of n = {n:,} {what}; 95% intervals are at most +-{half:.1f} points"
+
+
 @dataclass(frozen=True, slots=True)
 class MeanInterval:
     """A mean with its two-sided interval by Student's t; no bounds where n is 1."""

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from mlxstacks.cli import output
+from mlxstacks.stats import share_note
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +39,8 @@ def render(console: "Console", report: "ConfoundReport") -> None:
         console.print(_right_table(found, mark("items that both models got right")))
     console.print(_subject_table(report, found, mark("right answers by subject")))
     console.print(_position_table(report, found, mark("which options are picked, percent")))
+    n = next(iter(found.arms.values())).n
+    console.print(f"Of arms and picks {share_note(n)}.", markup=False, style="dim")
     for line in _code_lines(report):
         console.print(line, markup=False)
     for way, words in found.floors.items():
@@ -142,10 +145,13 @@ def _decomposition_table(found: "Findings", title: str) -> object:
 
 def _right_table(found: "Findings", title: str) -> object:
     rows: list[list[output.Cell]] = [
-        [name, f"{arm.correct}/{arm.n}", f"{100 * arm.accuracy:.1f}%"]
+        [
+            name, f"{arm.correct}/{arm.n}", f"{100 * arm.accuracy:.1f}%",
+            f"{100 * arm.interval.low:.1f}-{100 * arm.interval.high:.1f}",
+        ]
         for name, arm in found.right_arms.items()
-    ]
-    return output.table(["arm", "right", "share"], rows, title=title)
+    ]  # fmt: skip
+    return output.table(["arm", "right", "share", "95%"], rows, title=title)
 
 
 def _position_table(report: "ConfoundReport", found: "Findings", title: str) -> object:

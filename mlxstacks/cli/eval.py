@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import output
+from mlxstacks.stats import share_note
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,6 +95,7 @@ def _render_task(console: "Console", finding: "TaskFinding", normalisation: str)
             console.print(table)
     else:
         console.print(_reply_table(finding, mark(title)))
+    console.print(f"All {share_note(len(asked.items))}.", markup=False, style="dim")
     if finding.comparisons:
         console.print(_pair_table(finding.comparisons, mark(f"{asked.task.title}, pairs of arms")))
         if any(one.in_words != one.label for one in finding.comparisons):

@@ -28,9 +28,9 @@ def render(console: "Console", report: FuseReport) -> None:
         console.print(_stage_table(stage, title))
         hidden = len(stage.modules) - _MOST_ROWS
         if hidden > 0:
-            rest = (
-                "have a correlation at least as high" if _has_correlation(stage) else "changed less"
-            )
+            rest = "changed less"
+            if any(m.figures and m.figures.correlation is not None for m in stage.modules):
+                rest = "have a correlation at least as high"
             console.print(f"{hidden} more modules {rest}; --json has all of them")
     if report.status == "planned":
         trained = " of the trained adapter" if report.zero_delta else ""
@@ -50,12 +50,6 @@ def render(console: "Console", report: FuseReport) -> None:
             )  # fmt: skip
             output.next_step(console, "Other modules keep their bits; without", rest)
     console.print(f"Verdict: {report.verdict}", markup=False, style="bold")
-
-
-def _has_correlation(stage: StageReport) -> bool:
-    return any(
-        module.figures and module.figures.correlation is not None for module in stage.modules
-    )
 
 
 def _worst_first(module: ModuleReport) -> tuple[float, float]:

@@ -55,7 +55,8 @@ def render(console: "Console", report: "RouteTrainReport") -> None:
             console.print(note, markup=False, style="dim")
         console.print(f"Planned only: would write {report.save_path}.", markup=False)
         return
-    console.print(_epochs(report.history, report.best_epoch))
+    held_out = (report.metrics.get("examples") or {}).values()
+    console.print(_epochs(report.history, report.best_epoch, sum(held_out)))
     console.print(_domains(report.metrics["domains"]))
     console.print(_calibration(report.metrics["calibration"]))
     for note in report.notes:
@@ -84,7 +85,7 @@ def _facts(report: "RouteTrainReport") -> dict[str, output.Cell]:
     return facts
 
 
-def _epochs(history: list[dict[str, Any]], best: int | None) -> object:
+def _epochs(history: list[dict[str, Any]], best: int | None, held_out: int) -> object:
     rows: list[list[output.Cell]] = [
         [
             f"{one['epoch']}{' *' if one['epoch'] == best else ''}",
@@ -97,7 +98,10 @@ def _epochs(history: list[dict[str, Any]], best: int | None) -> object:
         for one in history
     ]
     columns = ["epoch (* kept)", "loss", "single", "mixed", "validation BCE", "score"]
-    return output.table(columns, rows, title="epochs, on held-out prompts but for the loss")
+    title = "epochs, on held-out prompts but for the loss"
+    if held_out:
+        title += f"; of up to {held_out:,}, intervals in the verdict"
+    return output.table(columns, rows, title=title)
 
 
 def _domains(domains: Mapping[str, Mapping[str, Any]]) -> object:

@@ -151,6 +151,8 @@ def _separation_table(points: Mapping[str, Any] | None) -> tuple[str, list[str],
     columns = ["routing of", "right", "interval", "chance", "shuffled", "silhouette"]
     if points is None:
         return title, columns, []
+    if points["separation"]:
+        title += f"; n = {points['separation']['n']} prompts, 95% intervals"
     named = {
         "all projections": points["separation"],
         "two components": points["separation_on_two_components"],

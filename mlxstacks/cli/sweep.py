@@ -73,9 +73,8 @@ def _render_point(
     kept = [row for row in rows if any(row.survival.values())]
     if kept:
         columns = ["rank", "steps", *policies]
-        seeds = max(
-            (found.n for row in kept for found in row.correlation.values() if found), default=0
-        )
+        intervals = [interval for row in kept for interval in row.correlation.values()]
+        seeds = max((interval.n for interval in intervals if interval), default=0)
         title = (
             f"correlation of a fuse with the trained change (survival, <F,D>/<D,D>); means over "
             f"{seeds} seed{'s' if seeds != 1 else ''}, 95% intervals"

@@ -52,41 +52,38 @@ def write_figures(
 
 
 def fit(figure: Any) -> None:
-    """Wrap, turn and make room until no label lies over another or leaves the figure; then keep
-    the layout as it is.
+    """Cut, wrap and turn labels and make room until none lies over another or leaves the figure.
 
-    Titles and labels of axes are wrapped to what they belong to, names below a plot are turned, and
-    the figure grows where that is not enough.
+    Long names end in three dots, titles and labels of axes are wrapped to what they belong to,
+    names below a plot are turned, and the figure grows where that is not enough.
     """
-    for ax in _panels(figure):
+    for ax in figure.axes:
         for axis in (ax.xaxis, ax.yaxis):
             _shorten(axis)
+    legends = [*figure.legends, *(ax.get_legend() for ax in figure.axes)]
+    for text in [text for legend in legends if legend for text in legend.get_texts()]:
+        text.set_text(_cut(text.get_text()))
     for _ in range(_MOST_PASSES):
         figure.draw_without_rendering()
         wide, high = _wanted_inches(figure)
         changed = [_wrap(*each) for each in _texts(figure)]
-        changed += [_turn(ax.xaxis) for ax in _panels(figure)]
+        changed += [_turn(ax.xaxis) for ax in figure.axes]
         changed += [_stack(figure, legend) for legend in [*figure.legends]]
         if (wide, high) != tuple(figure.get_size_inches()):
             figure.set_size_inches(wide, high)
         elif not any(changed):
             break
-    else:
-        figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-
-
-def _panels(figure: Any) -> list[Any]:
-    """Axes of a figure, of its subfigures too; scales of colours are axes."""
-    return [*figure.axes]
 
 
 def _shorten(axis: Any) -> None:
     """Names given to ticks; numbers are never long."""
-    names = getattr(axis.get_major_formatter(), "seq", None)
-    if names and any(len(str(name)) > LONGEST_TICK for name in names):
-        cut = [n if len(n) <= LONGEST_TICK else f"{n[: LONGEST_TICK - 1]}\u2026" for n in names]
-        axis.set_ticklabels(cut)
+    names = [text.get_text() for text in axis.get_ticklabels()]
+    if any(len(name) > LONGEST_TICK for name in names):
+        axis.set_ticklabels([_cut(name) for name in names])
+
+
+def _cut(name: str) -> str:
+    return name if len(name) <= LONGEST_TICK else f"{name[: LONGEST_TICK - 1]}\u2026"
 
 
 def tick_texts(axis: Any) -> list[Any]:
@@ -134,7 +131,7 @@ def _wanted_inches(figure: Any) -> tuple[float, float]:
     """The figure's size with room for names of ticks and for panels themselves."""
     wide, high = figure.get_size_inches()
     more_wide, more_high = 1.0, 1.0
-    for ax in _panels(figure):
+    for ax in figure.axes:
         box = ax.get_window_extent()
         texts = tick_texts(ax.xaxis)
         if texts and texts[0].get_rotation():
@@ -154,11 +151,16 @@ def _wanted_inches(figure: Any) -> tuple[float, float]:
 
 def _texts(figure: Any) -> Iterable[tuple[Any, float, int]]:
     """(title or label, pixels that it may take, along which side of the page it is written)."""
-    for ax in _panels(figure):
-        box, alone = ax.get_window_extent(), len(figure.axes) == 1
-        yield ax.title, figure.bbox.width * 0.98 if alone else box.width, 0
-        yield ax._left_title, figure.bbox.width * 0.98 if alone else box.width, 0
-        yield ax.xaxis.label, max(box.width, 0.9 * figure.bbox.width if alone else 0), 0
+    for ax in figure.axes:
+        box = ax.get_window_extent()
+        room = box.width
+        beside = any(legend.get_window_extent().x0 >= box.x1 for legend in figure.legends)
+        if len(figure.axes) == 1 and not beside:
+            middle = (box.x0 + box.x1) / 2
+            room = 2 * min(middle, figure.bbox.width - middle)  # both are centred on the plot
+        yield ax.title, room, 0
+        yield ax._left_title, max(box.width, room / 2), 0
+        yield ax.xaxis.label, room, 0
         yield ax.yaxis.label, box.height, 1
 
 

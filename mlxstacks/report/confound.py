@@ -14,6 +14,7 @@ from mlxstacks.report.words import (
     percent,
     points,
 )
+from mlxstacks.stats import share_note
 
 _KINDS = {
     "persona": "persona, unfused", "a0": "A0, zero delta", "a1": "A1, trained",
@@ -101,7 +102,8 @@ def _arm_table(document: Value, mark: Mark) -> Block:
             percent(arm["accuracy"].number), bounds(arm["interval"], 1, scale=100),
             number(arm["unanswered"].number),
             listed(f"{rule} {number(count.number)}" for rule, count in arm["rules"].items()),
-            _correlation(total, kind), percent(total["artifact"].number, 2) if total else "not fused",
+            _correlation(total, kind),
+            percent(total["artifact"].number, 2) if total else "not fused",
         ])  # fmt: skip
     columns = ("arm", "right", "share", "95%, points", "no answer or tie", "answer taken by",
                "correlation of the fuse", "artifact")  # fmt: skip
@@ -143,7 +145,8 @@ def _parts_table(document: Value, mark: Mark) -> Block:
     ]  # fmt: skip
     columns = ("by", "floor", "content", "total", "floor share", "content share", "A0 / A1")
     return table(mark("Where the score of A1 comes from, in points"), columns, rows,
-                 note="A share has no value where the total is not positive.")  # fmt: skip
+                 note="A share has no value where the total is not positive; the differences that "
+                 "it is made of have their 95% intervals above.")  # fmt: skip
 
 
 def _words(document: Value) -> Words:
@@ -226,6 +229,11 @@ def _right_table(document: Value, mark: Mark) -> Block:
     return table(mark("Items that both models got right"), columns, rows, folded=True)
 
 
+def _picks_note(arms: Value) -> str:
+    n = min((arm["n"].count or 0 for _, arm in arms.items()), default=0)
+    return f"Picks: {share_note(n)}." if n else ""
+
+
 def _position_table(document: Value, mark: Mark) -> Block:
     """Where the right option stands, and which places the arms prefer: a guess has a place, too."""
     right, arms = document["right_positions"], document["arms"]
@@ -243,5 +251,5 @@ def _position_table(document: Value, mark: Mark) -> Block:
     return table(
         mark("Which options are picked"), ("arm", *letters, "by place"), rows, folded=True,
         note="By place: what these picks score in the mean when they are dealt to the items by "
-        "chance.",
+        f"chance. {_picks_note(arms)}",
     )  # fmt: skip

@@ -103,7 +103,7 @@ def _plot(
     modules: list[Value], names: list[str], prefix: str, zero: bool, which: str, mark: Mark,
     name: str,
 ) -> Plot:  # fmt: skip
-    """Correlation and survival of each module, the worst first; of a control what the fuse changed by itself."""
+    """Correlation and survival, the worst module first; of a control what the fuse changed."""
     keys = {"correlation": "correlation with the delta", "survival": "survival, <F,D>/<D,D>"}
     if zero:
         keys = {

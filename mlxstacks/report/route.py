@@ -8,6 +8,7 @@ from mlxstacks.report.route_evaluate import rate
 from mlxstacks.report.train import curve, loss_plot
 from mlxstacks.report.values import Value
 from mlxstacks.report.words import estimate, fixed, listed, number, percent, short
+from mlxstacks.stats import wilson_interval
 
 
 def discover_content(document: Value, mark: Mark) -> Content:
@@ -68,8 +69,8 @@ def route_train_content(document: Value, mark: Mark) -> Content:
     if curves:
         blocks.append(loss_plot("losses", mark("Losses of the router by epoch"), curves))
     rows: list[list[Cell]] = [
-        ["right domain first, single prompts", percent(metrics["single_top1"].number)],
-        ["both domains, mixed prompts", percent(metrics["mixed_set"].number)],
+        ["right domain first, single prompts", _hits(metrics, "single_top1", "single")],
+        ["both domains, mixed prompts", _hits(metrics, "mixed_set", "mixed")],
         ["calibration error", fixed(metrics["calibration"]["expected_calibration_error"].number)],
         ["best epoch", number(document["best_epoch"].number)],
         ["parameters", number(document["parameters"].number)],
@@ -79,8 +80,19 @@ def route_train_content(document: Value, mark: Mark) -> Content:
         ["router in the store", document["installed"].text or "not put there"],
     ]
     blocks.append(table(mark("On prompts that were held out"), ("what", "value"), rows))
-    outcome = f"right domain first: {percent(metrics['single_top1'].number) or 'not measured'}"
+    hits = _hits(metrics, "single_top1", "single")
+    outcome = f"right domain first: {hits or 'not measured'}"
     return Content(outcome, document["verdict"].text or "", tuple(blocks))
+
+
+def _hits(metrics: Value, share: str, kind: str) -> str | None:
+    """A share of held-out prompts of a kind, with its n and interval."""
+    value, n = metrics[share].number, metrics["examples"][kind].count
+    if value is None or not n or not 0 <= value <= 1:
+        return None
+    interval = wilson_interval(round(value * n), n)
+    low, high = 100 * interval.low, 100 * interval.high
+    return f"{percent(value)} of {n:,} ({low:.0f} to {high:.0f})"
 
 
 def _by_epoch(history: Value, key: str) -> list[tuple[float, float]]:

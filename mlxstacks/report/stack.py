@@ -94,6 +94,7 @@ def analysis_content(document: Value, mark: Mark) -> Content:
                  percent(one["chance"].number), fixed(one["silhouette"].number, 2)]
                 for name, one in (("trained", found), ("random", random))
             ],
+            note=f"n = {number(found['n'].number) or 'unknown'} prompts.",
         )
     )  # fmt: skip
     cosine = fixed(geometry["weights"]["mean"].number) or "not measured"

@@ -70,8 +70,8 @@ def _survival_plot(rows: list[Value], labels: list[str], policies: list[str], ma
     alt = f"{title}. Rows: {listed(labels)}; columns: {listed(policies)}; {span}."
     draw = partial(
         draw_heat_map, rows=labels, columns=policies, values=values, title=title,
-        xlabel="policy of the fuse", ylabel="", unit="survival, %: brighter is more", form="{:.0f}%",
-        limits=(0, 100),
+        xlabel="policy of the fuse", ylabel="", unit="survival, %",
+        form="{:.0f}%", limits=(0, 100),
     )  # fmt: skip
     return Plot("survival", title, alt, draw)
 
@@ -84,7 +84,8 @@ def _survival_table(rows: list[Value], labels: list[str], policies: list[str], m
     cells: list[list[Cell]] = [
         [
             label, policy, estimate(row["correlation"][policy]),
-            estimate(row["survival"][policy], digits=1, scale=100), nbytes(row["extra_bytes"][policy].number),
+            estimate(row["survival"][policy], digits=1, scale=100),
+            nbytes(row["extra_bytes"][policy].number),
         ]
         for label, row in zip(labels, rows, strict=True)
         for policy in policies

@@ -308,9 +308,10 @@ def test_swapped_model_and_adapter_are_recognised(
 def test_alternative_is_named_only_below_the_target(
     model: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    assert "--requant promote: correlation 0.9" in fuse(
-        model, adapter, tmp_path / "a", requant="keep"
-    ).verdict
+    assert (
+        "--requant promote: correlation 0.9"
+        in fuse(model, adapter, tmp_path / "a", requant="keep").verdict
+    )
     assert (
         "--requant"
         not in fuse(model, adapter, tmp_path / "b", requant="keep", target_correlation=0.01).verdict

@@ -138,7 +138,7 @@ def route_reports() -> dict[str, dict[str, Any]]:
     train = RouteTrainReport(
         "trained", "store", "out", {"seed": 0}, ["letters"], {"all": 4, "discovered": 2},
         best_epoch=2, history=[{"epoch": 1, "loss": 0.9}, {"epoch": 2, "loss": 0.5}],
-        metrics={"single_top1": 0.9, "mixed_set": None,
+        metrics={"single_top1": 0.9, "mixed_set": None, "examples": {"single": 10, "mixed": 0},
                  "calibration": {"expected_calibration_error": 0.02}},
     )  # fmt: skip
     row = {"letters": Estimate(1.0, 0.9, 1.1), ALL: Estimate(1.0, None, None)}

@@ -82,7 +82,7 @@ def draw_differences(figure: Any, findings: Findings) -> None:
         ax.plot([mean], [y], "o", color="#0072B2" if apart else "0.5", ms=5)
     ax.axvline(0, color="0.6", lw=0.8, zorder=0)
     ax.set_yticks(range(len(pairs)), [f"{one.arm} - {one.control}" for one in pairs])
-    ax.set_xlabel(f"points, mean of {_tasks(pairs)}, 95% interval; grey: holds 0")
+    ax.set_xlabel(f"points, mean of {_tasks(pairs)}, 95% interval; grey: not told from 0")
     ax.set_title(findings.standing.mark("paired differences"))
 
 

@@ -52,7 +52,7 @@ def _draw_differences(figure: Any, report: CompareReport) -> None:
     figure.set_size_inches(7, 1.5 + 0.4 * len(names) * max(1, len(others)))
     ax = figure.subplots()
     margin = report.settings["margin"]
-    ax.axvspan(-margin, margin, alpha=0.15, color="grey")
+    ax.axvspan(-margin, margin, alpha=0.15, color="grey", label="within the margin: no difference")
     ax.axvline(0, color="black", linewidth=0.8)
     for place, result in enumerate(others):
         for row, name in enumerate(names):

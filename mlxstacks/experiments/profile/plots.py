@@ -65,7 +65,7 @@ def draw_divergence(
             [places[layer] for layer in own[name]], [row - 0.36] * len(own[name]),
             marker="v", s=9, color="#D55E00", linewidths=0,
         )  # fmt: skip
-    figure.colorbar(image, ax=above, label="KL to the pooled routing, nats / 1000")
+    figure.colorbar(image, ax=above, label="KL to the pooled routing, nats / 1000 (brighter: more)")
     above.set_title(
         f"divergence of each group by layer; marks: its top {tables['top_layers']['k']}"
     )
@@ -93,7 +93,8 @@ def draw_jaccard(figure: Any, tables: Mapping[str, Any], names: Sequence[str]) -
     ax.set_yticks(range(len(names)), names)
     k = tables["top_layers"]["k"]
     found = tables["jaccard"][str(k)]
-    figure.colorbar(image, ax=ax, label=f"Jaccard of the top-{k} layers", shrink=0.8)
+    scale = f"Jaccard of the top-{k} layers (brighter: more)"
+    figure.colorbar(image, ax=ax, label=scale, shrink=0.8)
     ax.set_title(
         f"mean {found['mean']:.3f}; random layers {found['chance']:.3f}, shuffled labels "
         f"{found['shuffled']:.3f}"
@@ -126,7 +127,7 @@ def draw_experts(
         else:
             ax.set_xticks([])
         ax.set_title(f"layer {layer}")
-        figure.colorbar(image, ax=ax, label="percent")
+        figure.colorbar(image, ax=ax, label="percent (brighter: more)")
     ax.set_xlabel("expert, by its pooled share")
 
 

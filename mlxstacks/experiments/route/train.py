@@ -31,6 +31,7 @@ from mlxstacks.routing.outcome_files import (
 from mlxstacks.routing.router import ROUTER_FILE, parameter_count, router_tensors
 from mlxstacks.routing.router_settings import RouterTrainSettings
 from mlxstacks.routing.router_training import TrainedRouter, train_router
+from mlxstacks.stats import wilson_interval
 from mlxstacks.training.prepare_base import prepare_base
 
 REPORT = "train_report.json"
@@ -251,12 +252,18 @@ def _figures(seconds: float) -> dict[str, Any]:
 
 
 def _verdict(metrics: Mapping[str, Any], best_epoch: int) -> str:
-    def share(name: str) -> str:
-        value = metrics[name]
-        return "not measured" if value is None else f"{100 * value:.1f}%"
+    def share(name: str, kind: str) -> str:
+        value, n = metrics[name], metrics["examples"][kind]
+        if value is None or not n:
+            return "none of 0"
+        interval = wilson_interval(round(value * n), n)
+        return (
+            f"{100 * value:.1f}% (95% {100 * interval.low:.0f} to {100 * interval.high:.0f}) of {n}"
+        )
 
     return (
-        f"epoch {best_epoch}: the right domain first on {share('single_top1')} of single prompts, "
-        f"both domains on {share('mixed_set')} of mixed ones, calibration error "
+        f"epoch {best_epoch}: the right domain first on {share('single_top1', 'single')} "
+        f"single prompts, both domains on {share('mixed_set', 'mixed')} mixed ones, "
+        "calibration error "
         f"{metrics['calibration']['expected_calibration_error']:.3f}."
     )

@@ -125,7 +125,8 @@ def draw_matrix(figure: Any, mode: str, rows: Mapping[str, Mapping[str, float]])
     image = _heat_map(ax, values, names, "{:.3f}")
     ax.set_xlabel("measured on")
     ax.set_ylabel("after training")
-    figure.colorbar(image, ax=ax, label="validation loss, nats a token", shrink=0.8)
+    scale = "validation loss, nats a token (brighter: higher)"
+    figure.colorbar(image, ax=ax, label=scale, shrink=0.8)
     ax.set_title(f"forgetting matrix, {mode}")
 
 
@@ -163,7 +164,8 @@ def draw_cosines(figure: Any, found: Mapping[str, Document]) -> None:
         image = _heat_map(ax, rows, names, "{:.2f}", vmin=0, vmax=top)
         chance = found[what]["mean_chance"]
         ax.set_title(f"from {what}" + ("" if chance is None else f" (chance {chance:.2f})"))
-    above.colorbar(image, ax=list(axes), label="largest |cosine|, mean", shrink=0.8)
+    scale = "largest |cosine|, mean (brighter: more)"
+    above.colorbar(image, ax=list(axes), label=scale, shrink=0.8)
     _draw_by_projection(below.subplots(), found, kinds)
 
 

@@ -46,7 +46,7 @@ def _draw_survival(figure: Any, report: SweepReport) -> None:
                 # viridis is bright at its upper end
                 colour = "black" if _share(row.survival[policy]) > _BRIGHT else "white"
                 ax.text(x, y, _cell_text(row, policy), ha="center", va="center", color=colour)
-    figure.colorbar(image, ax=list(axes), label="survival, <F,D>/<D,D>: brighter is more")
+    figure.colorbar(image, ax=list(axes), label="survival, <F,D>/<D,D> (brighter: more)")
 
 
 def _share(found: MeanInterval | None) -> float:

@@ -219,7 +219,8 @@ def test_data_that_is_not_there_is_named_with_the_way_to_it(
 
 
 def test_plans_hold_the_rows_and_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = EvalSettings(model="m", tasks=("lm_eval/arc_easy", "lm_eval/gsm8k"), items_per_task=3)
+    tasks = ("lm_eval/arc_easy", "lm_eval/gsm8k")
+    settings = EvalSettings(model="m", tasks=tasks, items_per_task=3)
     first = harness_plan(settings)
     assert list(first) == ["arc_easy", "gsm8k"]
     assert first["gsm8k"]["limit"] == 3
