@@ -107,13 +107,14 @@ class LoadedWeight:
     """The weight of a module as mlx-lm loads it.
 
     tensor: name of the stored tensor that is the weight, None where mlx-lm computes the weight
-    from other tensors. bits, group_size, mode: None where it is not quantized.
+    from other tensors. shape: (N, K) or (E, N, K), unpacked. bits, group_size: None where it is
+    not quantized.
     """
 
     tensor: str | None
+    shape: tuple[int, ...]
     bits: int | None
     group_size: int | None
-    mode: str | None
 
 
 def load_stored(
@@ -157,13 +158,18 @@ def loaded_weights(model_path: Path) -> dict[str, LoadedWeight]:
     model, _, stored = load_stored(Path(model_path))
     names = {id(array): name for name, array in stored.items()}
     return {
-        module_path: LoadedWeight(
-            names.get(id(module["weight"])),
-            *(getattr(module, name, None) for name in ("bits", "group_size", "mode")),
-        )
+        module_path: _loaded_weight(module, names.get(id(module["weight"])))
         for module_path, module in model.named_modules()
         if "weight" in module
     }
+
+
+def _loaded_weight(module: nn.Module, tensor: str | None) -> LoadedWeight:
+    *leading, width = module["weight"].shape
+    bits = module.bits if "scales" in module else None
+    width = width * 32 // bits if bits else width
+    group_size = module.group_size if bits else None
+    return LoadedWeight(tensor, (*leading, width), bits, group_size)
 
 
 def quantize(
