@@ -1,6 +1,7 @@
 # Works with GNU make 3.81 and bash 3.2, as macOS ships them.
 #   make demo     set everything up and do the main job on the built-in model
 #   make test     all tests that a plain CPU can run, without network, in minutes
+#   make test-real  the same questions to a real model, which it fetches (93 MB) and converts once
 SHELL := /bin/bash
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -21,11 +22,13 @@ PRELOAD = $(if $(BLAS),LD_PRELOAD=$(BLAS)$${LD_PRELOAD:+:$$LD_PRELOAD},)
 RUN = $(PRELOAD) $(BIN)/mlxstacks
 OUT = mlxstacks-out
 
-.PHONY: help install install-dev demo test soak check bench bench-metal wheel clean
+.PHONY: help install install-dev demo test real-model test-real soak check bench bench-metal wheel clean
 
 help:
 	@echo "make demo     set up, fuse the sample adapter and its zero-delta control, compare the answers"
 	@echo "make test     run the tests (no network, no GPU)"
+	@echo "make real-model  fetch SmolLM2-135M-Instruct (93 MB) into the cache, dense and with experts"
+	@echo "make test-real   run the tests on that model"
 	@echo "make soak     run the long campaigns in full"
 	@echo "make check    ruff and mypy"
 	@echo "make bench    run the benchmarks"
@@ -121,6 +124,13 @@ SHARED = -n $(JOBS) --dist worksteal
 # bytecode on disk each of them would compile the package again.
 test: install-dev
 	$(PRELOAD) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SHARED) $(PYTEST_ARGS)
+
+# SmolLM2-135M-Instruct in a cache that all checkouts share; a second call only says where it is.
+real-model: install
+	@$(BIN)/python -m mlxstacks.convert.real_model
+
+test-real: install-dev real-model
+	$(PRELOAD) MLXSTACKS_REAL_MODEL="$$($(BIN)/python -m mlxstacks.convert.real_model)" $(BIN)/python -m pytest tests/real $(PYTEST_ARGS)
 
 soak: install-dev
 	MLXSTACKS_SOAK=1 $(PRELOAD) OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SHARED) $(PYTEST_ARGS)
