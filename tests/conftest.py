@@ -106,7 +106,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Campaign sizes: how many cases of each long test really ran."""
+    """Campaign sizes: how many cases of each long test really ran; CPU time of all processes."""
     lines = [
         f"{report.nodeid}: {value} cases"
         for reports in terminalreporter.stats.values()
@@ -121,3 +121,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
         for line in sorted(lines):
             terminalreporter.write_line(line)
+    # worker processes and theirs count once they have ended, which they have by now
+    times = os.times()
+    user = times.user + times.children_user
+    system = times.system + times.children_system
+    terminalreporter.write_line(
+        f"CPU time of all processes: {user + system:.0f} s ({user:.0f} user, {system:.0f} system)"
+    )

@@ -139,9 +139,10 @@ def write(
         specs = [spec for part in parts for spec in part.specs]
         layout = "mlx" if parts[0].file is None else "pt"
         with ShardWriter(directory / file, specs, {"format": layout}) as writer:
-            for name, chunk in _chunks(parts):
-                writer.write(name, chunk)
-                done += memoryview(chunk).nbytes
+            for part in parts:
+                for name, chunk in part.chunks():
+                    writer.write(name, chunk)
+                done += part.nbytes
                 if progress is not None:
                     progress(done, total)
             files.append({"file": file, "bytes": writer.close()})
@@ -151,8 +152,3 @@ def write(
     write_json(directory / "config.json", conversion.config, sort_keys=True, allow_nan=True)
     conversion.write_files(directory)
     return files
-
-
-def _chunks(parts: list[Part]) -> Iterator[tuple[str, Chunk]]:
-    for part in parts:
-        yield from part.chunks()

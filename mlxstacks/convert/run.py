@@ -31,13 +31,14 @@ def convert(
     if settings.model is None or settings.save_path is None:
         raise InputError("convert needs model and save_path")
     target = user_path(settings.save_path)
-    conversion = _plan(settings.model, settings)
+    model = settings.model
+    conversion = _plan(model, settings)
     check_target(target, force=settings.force, inputs=conversion.inputs)
 
     def report(status: str) -> ConvertReport:
         return ConvertReport(
             status=status,
-            model=settings.model,
+            model=model,
             save_path=str(target),
             model_type=str(conversion.config["model_type"]),
             settings=settings.model_dump(mode="json"),

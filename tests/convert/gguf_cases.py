@@ -113,7 +113,9 @@ def write_gguf(
     model_type = config["model_type"]
     architecture = {"mixtral": "llama", "qwen3_moe": "qwen3moe"}.get(model_type, model_type)
     writer = gguf.GGUFWriter(path, architecture)
-    keys = _keys(architecture, config) | (_byte_tokenizer() if tokenizer else {}) | (extra or {})
+    keys = (
+        _keys(architecture, config) | (_byte_tokenizer() if tokenizer else {}) | dict(extra or {})
+    )
     for key, value in keys.items():
         if key not in without:
             add_key(writer, key, value)

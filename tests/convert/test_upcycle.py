@@ -89,11 +89,11 @@ def test_a_gguf_file_becomes_experts_at_once(tmp_path: Path) -> None:
 def test_one_copy_at_a_time_is_in_memory(tmp_path: Path) -> None:
     """Chunks are bounded by the source's tensors whatever the number of experts."""
     dense = stored_conversion(write_llama(tmp_path / "dense"))
-    largest = max(memoryview(chunk).nbytes for part in dense.parts for _, chunk in part.chunks())
+    largest = max(len(bytes(chunk)) for part in dense.parts for _, chunk in part.chunks())
     experts = upcycled(dense, 64, 2, seed=0)
     for part in experts.parts:
         for _, chunk in part.chunks():
-            assert memoryview(chunk).nbytes <= max(largest, 64 * 128 * 2)
+            assert len(bytes(chunk)) <= max(largest, 64 * 128 * 2)
     assert experts.nbytes > 20 * dense.nbytes
 
 

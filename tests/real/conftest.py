@@ -4,7 +4,6 @@ Arithmetic is in float32: MLX's CPU backend takes minutes for float16.
 """
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +38,10 @@ def load_float32(directory: Path) -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="session")
-def dense(real_model: Path) -> Iterator[tuple[Any, Any]]:
-    yield load_float32(real_model / "dense")
+def dense(real_model: Path) -> tuple[Any, Any]:
+    return load_float32(real_model / "dense")
 
 
 @pytest.fixture(scope="session")
-def experts(real_model: Path) -> Iterator[tuple[Any, Any]]:
-    yield load_float32(real_model / "experts")
+def experts(real_model: Path) -> tuple[Any, Any]:
+    return load_float32(real_model / "experts")

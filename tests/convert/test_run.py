@@ -1,0 +1,127 @@
+"""`mlxstacks convert` as a command: what it prints, what it leaves where it stops.
+
+Run: pytest tests/convert/test_run.py
+"""
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+from mlxstacks.convert import run as convert_run
+from mlxstacks.convert.gguf_file import open_gguf
+from mlxstacks.convert.settings import ConvertSettings
+from mlxstacks.errors import InputError, TargetError
+from tests.cli.conftest import Run, command
+from tests.convert.gguf_cases import config_of, random_tensors, write_gguf
+
+__all__ = ["command"]  # a fixture
+
+
+@pytest.fixture
+def plain(work_dir: Path) -> Path:
+    config = config_of("llama", tied=True)
+    kinds = lambda name, array: "F32" if array.ndim == 1 else "Q5_0"  # noqa: E731
+    return write_gguf(work_dir / "m.gguf", config, random_tensors(config), kinds)
+
+
+def test_it_says_what_became_of_the_tensors(plain: Path, command: Run) -> None:
+    code, out, err = command("convert", "m.gguf", "--save-path", "out")
+    assert code == 0, err
+    text = " ".join(out.split())
+    assert "Q5_0 5 bits in groups of 32, the same codes 15" in text
+    assert "F32 float16 5" in text
+    assert "Try it: mlxstacks chat --model out" in out
+    report = json.loads(Path("out/convert_report.json").read_text())
+    assert report["status"] == "converted"
+    assert report["settings"]["model"] == "m.gguf"
+    assert sum(row["bytes"] for row in report["tensors"]) == report["written_bytes"]
+
+
+def test_a_dry_run_plans_in_json_and_writes_nothing(plain: Path, command: Run) -> None:
+    code, out, _ = command("convert", "m.gguf", "--upcycle", "3", "--dry-run", "--json")
+    plan = json.loads(out)
+    assert code == 0
+    assert (plan["status"], plan["model_type"]) == ("planned", "mixtral")
+    assert plan["files"] == [{"file": "model.safetensors", "bytes": plan["written_bytes"]}]
+    assert [path.name for path in Path().iterdir()] == ["m.gguf"]
+
+
+def test_an_existing_target_needs_force(plain: Path, command: Run) -> None:
+    assert command("convert", "m.gguf", "--save-path", "out")[0] == 0
+    code, _, err = command("convert", "m.gguf", "--save-path", "out", "--upcycle", "2")
+    assert code == 2
+    assert "--force to replace it" in err
+    code, _, _ = command("convert", "m.gguf", "--save-path", "out", "--upcycle", "2", "--force")
+    assert code == 0
+    assert json.loads(Path("out/config.json").read_text())["model_type"] == "mixtral"
+
+
+def test_the_target_may_not_hold_the_source(plain: Path, command: Run) -> None:
+    Path("models").mkdir()
+    plain.rename("models/m.gguf")
+    Path("models/config.json").write_text("{}")  # what --force may replace
+    code, _, err = command("convert", "models/m.gguf", "--save-path", "models", "--force")
+    assert code == 2
+    assert "must not be replaced" in err
+    assert Path("models/m.gguf").is_file()
+
+
+def test_a_full_disk_leaves_nothing(
+    plain: Path, work_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("mlxstacks.files.shard_writer.write_all", full)
+    settings = ConvertSettings(model=str(plain), save_path=str(work_dir / "out"))
+    with pytest.raises(TargetError, match="the disk is full"):
+        convert_run.convert(settings)
+    assert [path.name for path in work_dir.iterdir()] == ["m.gguf"]
+
+
+def test_a_fault_found_late_leaves_nothing(plain: Path, work_dir: Path) -> None:
+    """A scale in the last layer is a NaN, which is seen when it is written."""
+    content = bytearray(plain.read_bytes())
+    start = open_gguf(plain).tensors["blk.1.ffn_up.weight"].start
+    content[start : start + 2] = b"\xff\x7f"
+    plain.write_bytes(content)
+    settings = ConvertSettings(model=str(plain), save_path=str(work_dir / "out"))
+    with pytest.raises(InputError, match="no finite float16"):
+        convert_run.convert(settings)
+    assert [path.name for path in work_dir.iterdir()] == ["m.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--module-bits", "x"], "PATTERN=N"),
+        (["--upcycle", "2", "--top-k", "3"], "top_k is 3, more than the 2 experts"),
+        (["--upcycle", "1"], "greater than or equal to 2"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(
+    options: list[str], message: str, plain: Path, command: Run
+) -> None:
+    code, _, err = command("convert", "m.gguf", "--save-path", "out", *options)
+    assert code == 2
+    assert message in err
+    assert not Path("out").exists()
+
+
+def test_what_is_no_model_is_refused(work_dir: Path, command: Run) -> None:
+    (work_dir / "m.bin").write_bytes(b"PK\3\4" + bytes(100))
+    for model, message in (("m.bin", "does not begin with 'GGUF'"), ("./no", "no such directory")):
+        code, _, err = command("convert", model, "--save-path", "out")
+        assert code == 2
+        assert message in err
+
+
+def test_nano_is_converted_where_nothing_is_given(work_dir: Path, command: Run) -> None:
+    from mlx_lm.utils import load_model
+
+    code, _, err = command("convert")
+    assert code == 0, err
+    _, config = load_model(Path("mlxstacks-out/convert"))
+    assert config["quantization"]["bits"] == 4
