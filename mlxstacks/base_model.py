@@ -188,15 +188,15 @@ def quantize(
     module_bits: module path -> bits, None for floats; goes before the model's own
         `quant_predicate`, by which router gates keep 8 bits.
     """
-    asked = module_bits or {}
-    default = bits or next(filter(None, asked.values()), None)
+    overrides = module_bits or {}
+    default = bits or next(filter(None, overrides.values()), None)
     quantization: dict[str, Any] = {"group_size": group_size, "bits": default, "mode": "affine"}
     standard = dict(quantization)
     own_choice = getattr(model, "quant_predicate", None)
 
     def choose(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        width = asked.get(path, bits)
-        if path in asked or own_choice is None or width is None:
+        width = overrides.get(path, bits)
+        if path in overrides or own_choice is None or width is None:
             return standard | {"bits": width} if width and width != default else bool(width)
         choice: bool | dict[str, Any] = own_choice(path, module)
         if isinstance(choice, dict) and module.weight.shape[-1] % choice.get("group_size", 1):
