@@ -92,7 +92,7 @@ def main() -> None:
               f"| {ratio['median']:.3f} | {row['cpu_seconds']['median']:.1f} "
               f"| {row['peak_bytes'] / 1e6:.0f} "
               f"| {memory['median']:.3f} |")  # fmt: skip
-    print(json.dumps({"machine": machine(), "convert": result}))
+    print(json.dumps({"benchmark": "convert", "machine": machine(), "result": result}))
 
 
 if __name__ == "__main__":

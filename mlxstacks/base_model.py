@@ -107,13 +107,14 @@ class LoadedWeight:
     """The weight of a module as mlx-lm loads it.
 
     tensor: name of the stored tensor that is the weight, None where mlx-lm computes the weight
-    from other tensors. bits, group_size, mode: None where it is not quantized.
+    from other tensors. shape: (N, K) or (E, N, K), unpacked. bits, group_size: None where it is
+    not quantized.
     """
 
     tensor: str | None
+    shape: tuple[int, ...]
     bits: int | None
     group_size: int | None
-    mode: str | None
 
 
 def load_stored(
@@ -157,13 +158,18 @@ def loaded_weights(model_path: Path) -> dict[str, LoadedWeight]:
     model, _, stored = load_stored(Path(model_path))
     names = {id(array): name for name, array in stored.items()}
     return {
-        module_path: LoadedWeight(
-            names.get(id(module["weight"])),
-            *(getattr(module, name, None) for name in ("bits", "group_size", "mode")),
-        )
+        module_path: _loaded_weight(module, names.get(id(module["weight"])))
         for module_path, module in model.named_modules()
         if "weight" in module
     }
+
+
+def _loaded_weight(module: nn.Module, tensor: str | None) -> LoadedWeight:
+    *leading, width = module["weight"].shape
+    bits = module.bits if "scales" in module else None
+    width = width * 32 // bits if bits else width
+    group_size = module.group_size if bits else None
+    return LoadedWeight(tensor, (*leading, width), bits, group_size)
 
 
 def quantize(
@@ -179,15 +185,15 @@ def quantize(
     module_bits: module path -> bits, None for floats; goes before the model's own
         `quant_predicate`, by which router gates keep 8 bits.
     """
-    asked = module_bits or {}
-    default = bits or next(filter(None, asked.values()), None)
+    overrides = module_bits or {}
+    default = bits or next(filter(None, overrides.values()), None)
     quantization: dict[str, Any] = {"group_size": group_size, "bits": default, "mode": "affine"}
     standard = dict(quantization)
     own_choice = getattr(model, "quant_predicate", None)
 
     def choose(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        width = asked.get(path, bits)
-        if path in asked or own_choice is None or width is None:
+        width = overrides.get(path, bits)
+        if path in overrides or own_choice is None or width is None:
             return standard | {"bits": width} if width and width != default else bool(width)
         choice: bool | dict[str, Any] = own_choice(path, module)
         if isinstance(choice, dict) and module.weight.shape[-1] % choice.get("group_size", 1):

@@ -219,7 +219,7 @@ def sidecars_in_a_folder(directory: Path) -> None:
     index_names(directory, dict.fromkeys(VISION, "optiq/optiq_vision.safetensors"))
 
 
-@layout("moe")
+@layout("moe", left=("optiq/optiq_vision.safetensors",))
 def sidecars_flattened_by_a_download(directory: Path) -> None:
     """LM Studio's downloader flattens folders: the index names optiq/..., which lies at the root"""
     sidecars_in_a_folder(directory)
@@ -234,6 +234,12 @@ def vision_sidecar_at_the_root(directory: Path) -> None:
     sidecar(directory, "optiq_vision.safetensors", VISION)
     index_names(directory, dict.fromkeys(VISION, "optiq_vision.safetensors"))
     (directory / "kv_config.json").write_text("{}")
+
+
+@layout("moe", left=("mtp.safetensors",))
+def sidecar_not_downloaded(directory: Path) -> None:
+    """mlx_lm's download of wang-yang/Ornith-1.0-35B-MTPLX: the index names what it leaves out"""
+    index_names(directory, dict.fromkeys(MTP, "mtp.safetensors"))
 
 
 @layout("moe")

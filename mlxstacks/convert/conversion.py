@@ -99,7 +99,7 @@ def left_behind(files: Iterable[SideFile]) -> tuple[str, ...]:
     for file in files:
         if file.reason not in (None, "hidden"):
             names.setdefault(file.reason, []).append(file.name)
-    return tuple(f"Left out ({reason}): {', '.join(found)}." for reason, found in names.items())
+    return tuple(f"Left out ({reason}): {', '.join(named)}." for reason, named in names.items())
 
 
 def shards_of(conversion: Conversion, most: int = MAX_SHARD_BYTES) -> dict[str, list[Part]]:

@@ -95,9 +95,9 @@ def checkpoint_conversion(
     if "eos_token_id" in config:
         written["eos_token_id"] = config["eos_token_id"]
     if bits is not None or module_bits:
-        asked = _asked(source, model, module_bits)
         _check_floats(source, model)
-        written = base_model.quantize(model, written, bits, group_size, asked)
+        overrides = _overrides(source, model, module_bits)
+        written = base_model.quantize(model, written, bits, group_size, overrides)
     side = carried_files(checkpoint)
     return Conversion(
         config=written,
@@ -146,10 +146,9 @@ def _unused(sources: Mapping[str, mx.array], results: Sequence[mx.array]) -> lis
     In the text of MLX's graph a source is an output line of the operation that loads it, and a used
     one begins an input line. Arrays are named as they are met, so sources given first come first.
     """
-    kept = set(map(id, results))
-    candidates = [name for name, array in sources.items() if id(array) not in kept]
-    taken = set(map(id, sources.values()))
-    computed = [array for array in results if id(array) not in taken]
+    result_ids, source_ids = set(map(id, results)), set(map(id, sources.values()))
+    candidates = [name for name, array in sources.items() if id(array) not in result_ids]
+    computed = [array for array in results if id(array) not in source_ids]
     text = io.StringIO()
     mx.export_to_dot(text, *(sources[name] for name in candidates), *computed)
     graph = text.getvalue()
@@ -164,12 +163,12 @@ def _config_dtype(config: Mapping[str, Any]) -> str | None:
     return dtype if dtype in DTYPES else None
 
 
-def _asked(
+def _overrides(
     source: Path, model: nn.Module, module_bits: Sequence[tuple[str, int | None]]
 ) -> dict[str, int | None]:
     """Module path -> bits, for modules that a pattern names."""
     paths = [path for path, _ in base_model.named_quantizable(model)]
-    asked: dict[str, int | None] = {}
+    overrides: dict[str, int | None] = {}
     for pattern, bits in module_bits:
         matching = fnmatch.filter(paths, pattern)
         if not matching:
@@ -178,8 +177,8 @@ def _asked(
                 f"{source}: no module that can be quantized matches {pattern!r}; patterns match "
                 f"whole paths, like {min(paths)}; the last parts are {', '.join(names)}"
             )
-        asked.update(dict.fromkeys(matching, bits))
-    return asked
+        overrides.update(dict.fromkeys(matching, bits))
+    return overrides
 
 
 def _check_floats(source: Path, model: nn.Module) -> None:

@@ -141,7 +141,8 @@ def _folder_fault(path: Path) -> str | None:
         return "a link to a folder"
     if not os.access(path, os.R_OK | os.X_OK):
         return "not readable"
-    return "an output of mlxstacks" if any(path.glob("*_report.json")) else None
+    own = path.name == "mlxstacks-out" or (path / "fuse_report.json").exists()
+    return "an output of mlxstacks" if own else None
 
 
 def _side_file(directory: Path, path: Path) -> SideFile:

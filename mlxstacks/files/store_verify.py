@@ -21,7 +21,7 @@ from mlxstacks.files.store import Store, header_problems
 from mlxstacks.files.store_commands import open_store, router_notes
 from mlxstacks.files.store_files import file_of, temporaries, unnamed_files
 from mlxstacks.files.store_settings import StacksVerifySettings
-from mlxstacks.files.stored_weight import stored_weight
+from mlxstacks.files.stored_weight import weight_shape
 
 Kind = Literal["missing", "size", "bytes", "swapped", "content", "header", "shape", "base"]
 Checked = Literal["not checked", "same", "another"]
@@ -215,15 +215,13 @@ def model_differences(header: StackHeader, model: Checkpoint) -> list[str]:
     """Projections of a stack that the model lacks, or has in another shape."""
     problems = []
     for path, p in header.projections.items():
-        if f"{path}.weight" not in model.tensors:
-            problems.append(f"{path}: no such module in {model.directory}")
-            continue
         experts = () if p.base_experts is None else (p.base_experts,)
         wanted = (*experts, p.output_dims, p.input_dims)
         try:
-            shape = stored_weight(model, path).shape
+            shape = weight_shape(model, path)
         except CheckpointError as error:
-            problems.append(f"{path}: {error}")
+            text = str(error)
+            problems.append(text if text.startswith(path) else f"{path}: {text}")
             continue
         if shape != wanted:
             problems.append(

@@ -117,6 +117,20 @@ def stored_weight(checkpoint: Checkpoint, path: str) -> StoredWeight:
     return StoredWeight(weight, scales, biases, bits, group_size, scales.shape[-1] * group_size)
 
 
+def weight_shape(checkpoint: Checkpoint, path: str) -> tuple[int, ...]:
+    """Logical shape of a module's weight, (N, K) or (E, N, K), where it can be fused or not.
+
+    Raises: CheckpointError as `stored_weight`, where mlx-lm does not load the module either.
+    """
+    try:
+        return stored_weight(checkpoint, path).shape
+    except CheckpointError:
+        module = loaded_or_none(checkpoint).get(path)
+        if module is None:
+            raise
+        return module.shape
+
+
 def config_key(quantization: dict[str, Any], path: str, weight: TensorInfo) -> str:
     """The name by which the config's `quantization` knows a module: mlx-lm's, else the stored."""
     stored = weight.name.removesuffix(".weight")

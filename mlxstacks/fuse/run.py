@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import existing_ancestor, user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import (
+    SideFile,
     carry_side_files,
     check_target,
     side_files,
@@ -87,7 +89,7 @@ class _Fuse:
         shards = [header.path for header in self.checkpoint.headers]
         adapters = map(user_path, settings.adapter_path)
         self.inputs = [self.checkpoint.directory, *shards, *adapters]
-        self.side_files = side_files(self.checkpoint.directory, shards)
+        self.side_files = [*side_files(self.checkpoint.directory, shards), *self._absent_sidecars()]
         # Told before anything slow begins; staged_directory asks again.
         check_target(self.target, force=settings.force, inputs=self.inputs)
 
@@ -101,7 +103,8 @@ class _Fuse:
             files = self._planned_files(works)
             return self._report("planned", works, choices, {}, files, alternative)
         needed = sum(int(file["written_bytes"]) for file in self._planned_files(works))
-        needed += sum(file.nbytes for file in self.side_files if file.how == "copied")
+        shared = self._shares_bytes(self.checkpoint.directory)
+        needed += sum(file.nbytes for file in self.side_files if file.how == "copied" or not shared)
         with staged_directory(
             self.target,
             force=self.settings.force,
@@ -177,16 +180,29 @@ class _Fuse:
     def _planned_files(self, works: list[ModuleWork]) -> list[dict[str, Any]]:
         touched = touched_files(works)
         files = []
-        # Neither a clone nor a hard link leaves its file system.
-        device = existing_ancestor(self.target.absolute()).stat().st_dev
         for header in self.checkpoint.headers:
             how, written = "shared", 0
             if header.path in touched:
                 how, written = "rewritten", entries_bytes(new_entries(header, works))
-            elif self.settings.copy_shards or header.path.stat().st_dev != device:
+            elif not self._shares_bytes(header.path):
                 how, written = "copied", header.file_bytes
             files.append({"name": header.path.name, "how": how, "written_bytes": written})
         return files
+
+    def _shares_bytes(self, source: Path) -> bool:
+        """Whether clones and links do: neither leaves its file system."""
+        device = existing_ancestor(self.target.absolute()).stat().st_dev
+        return not self.settings.copy_shards and source.stat().st_dev == device
+
+    def _absent_sidecars(self) -> list[SideFile]:
+        """Sidecars that the index names and that were not downloaded, as mlx-lm does not."""
+        weight_map = (self.checkpoint.index or {}).get("weight_map", {})
+        return [
+            SideFile(name, reason=f"named in {_INDEX_NAME}, not in the directory")
+            for name in sorted(set(weight_map.values()))
+            if not fnmatchcase(name, "model*.safetensors")
+            and not (self.checkpoint.directory / name).exists()
+        ]
 
     def _write_config(self, directory: Path, works: list[ModuleWork]) -> None:
         """The config with an entry for every module whose bits changed, under both keys."""

@@ -51,13 +51,13 @@ def theirs(model: Path, target: Path, **options: Any) -> None:
 
 
 def tensors_in(directory: Path, pattern: str = "model*.safetensors") -> Tensors:
-    found: Tensors = {}
+    tensors: Tensors = {}
     for file in sorted(directory.glob(pattern)):
-        tensors = mx.load(str(file))
-        assert isinstance(tensors, dict)
-        assert not found.keys() & tensors.keys()
-        found |= tensors
-    return found
+        loaded = mx.load(str(file))
+        assert isinstance(loaded, dict)
+        assert not tensors.keys() & loaded.keys()
+        tensors |= loaded
+    return tensors
 
 
 def assert_same_bytes(actual: Tensors, expected: Tensors) -> None:

@@ -133,6 +133,7 @@ BAD_NAMES = [
     "/etc/passwd",
     "sub/../../model.safetensors",
     "sub//model.safetensors",
+    3000 * "a/" + "model.safetensors",
     "..\\model.safetensors",
     "..",
     ".",
