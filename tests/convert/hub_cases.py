@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten
 
 from mlxstacks import base_model
 from tests.tiny_models import (
+    END_OF_TEXT,
     NUM_LAYERS,
     VOCAB_SIZE,
     llama_config,
@@ -26,6 +27,8 @@ from tests.tiny_models import (
 
 Tensors = dict[str, mx.array]
 Shapes = Mapping[str, tuple[int, ...]]
+_PROJECTIONS = ("gate", "up", "down")
+_EXPERT_NAMES = ("gate_proj", "up_proj", "down_proj")
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 
@@ -50,15 +53,19 @@ def _same(tensors: Tensors) -> Tensors:
     return tensors
 
 
-def _experts_apart(names: Mapping[str, str]) -> Callable[[Tensors], Tensors]:
-    """`switch_mlp.gate_proj.weight` (E, N, K) as E tensors `experts.0.<name>.weight`."""
+def _experts_apart(names: Sequence[str]) -> Callable[[Tensors], Tensors]:
+    """`switch_mlp.gate_proj.weight` (E, N, K) as E tensors `experts.0.<name>.weight` (N, K).
+
+    names: of gate, up and down.
+    """
+    hub_names = dict(zip(_PROJECTIONS, names, strict=True))
 
     def apart(tensors: Tensors) -> Tensors:
         hub: Tensors = {}
         for name, array in tensors.items():
-            if match := re.fullmatch(r"(.*)\.switch_mlp\.(\w+)\.weight", name):
+            if match := re.fullmatch(r"(.*)\.switch_mlp\.(\w+)_proj\.weight", name):
                 for expert, part in enumerate(array):
-                    hub[f"{match[1]}.experts.{expert}.{names[match[2]]}.weight"] = part
+                    hub[f"{match[1]}.experts.{expert}.{hub_names[match[2]]}.weight"] = part
             else:
                 hub[name] = array
         return hub
@@ -67,27 +74,22 @@ def _experts_apart(names: Mapping[str, str]) -> Callable[[Tensors], Tensors]:
 
 
 def _qwen3_5(tensors: Tensors) -> Tensors:
+    """Convolutions (C, 1, width); experts' gate and up in one tensor (E, 2N, K)."""
     hub: Tensors = {}
     for name, array in tensors.items():
         name = name.replace("language_model.model.", "model.language_model.")
         name = name.removeprefix("language_model.")
-        if name.endswith("conv1d.weight"):
-            array = array.moveaxis(2, 1)
-        if name.endswith("switch_mlp.gate_proj.weight"):
-            up = tensors[
-                name.replace("model.language_model.", "language_model.model.").replace("gate", "up")
-            ]
-            name = name.replace("switch_mlp.gate_proj.weight", "experts.gate_up_proj")
-            array = mx.concatenate([array, up], axis=1)
-        elif name.endswith("switch_mlp.up_proj.weight"):
-            continue
-        hub[name.replace("switch_mlp.down_proj.weight", "experts.down_proj")] = array
+        hub[name] = array.moveaxis(2, 1) if name.endswith("conv1d.weight") else array
+    for mlp in [name.split(".switch_mlp.")[0] for name in hub if "switch_mlp.gate_proj" in name]:
+        gate, up, down = (hub.pop(f"{mlp}.switch_mlp.{n}_proj.weight") for n in _PROJECTIONS)
+        hub[f"{mlp}.experts.gate_up_proj"] = mx.concatenate([gate, up], axis=1)
+        hub[f"{mlp}.experts.down_proj"] = down
     return hub
 
 
 def _fp8(tensors: Tensors) -> Tensors:
     """deepseek_v3: projections in FP8 with a scale for 128 x 128 blocks, MLA's kv_b_proj whole."""
-    hub = _experts_apart({n: n for n in ("gate_proj", "up_proj", "down_proj")})(tensors)
+    hub = _experts_apart(_EXPERT_NAMES)(tensors)
     for layer in range(NUM_LAYERS):
         attention = f"model.layers.{layer}.self_attn"
         keys = hub.pop(f"{attention}.embed_q.weight").swapaxes(1, 2)  # (H, nope, rank)
@@ -134,16 +136,16 @@ _DEEPSEEK = {
     "v_head_dim": 64, "qk_nope_head_dim": 64, "num_key_value_heads": 4,
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }  # fmt: skip
-_PROJECTIONS = {name: name for name in ("gate_proj", "up_proj", "down_proj")}
 
 
-def _with_text(model_type: str, vision: str, **text: Any) -> dict[str, Any]:
+def _gemma3() -> dict[str, Any]:
+    text = {"model_type": "gemma3_text", "query_pre_attn_scalar": 32, "sliding_window": 16}
     return {
-        "model_type": model_type,
-        "text_config": llama_config() | {"model_type": f"{model_type}_text", **HEADS} | text,
-        vision: {"hidden_size": 16},
+        "model_type": "gemma3",
+        "text_config": llama_config() | HEADS | text,
+        "vision_config": {"hidden_size": 16},
         "vocab_size": VOCAB_SIZE,
-        "eos_token_id": 256,
+        "eos_token_id": END_OF_TEXT,
     }
 
 
@@ -163,13 +165,13 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], Shapes]] = 
     "llama-tied": (llama_config(tied=True), _same, {"lm_head.weight": (VOCAB_SIZE, 128)}),
     "qwen2": (llama_config() | {"model_type": "qwen2"}, _same, {}),
     "qwen3": (llama_config() | {"model_type": "qwen3", **HEADS}, _same, {}),
-    "qwen3_moe": (_moe("qwen3_moe", **_QWEN3_MOE), _experts_apart(_PROJECTIONS), {}),
+    "qwen3_moe": (_moe("qwen3_moe", **_QWEN3_MOE), _experts_apart(_EXPERT_NAMES), {}),
     "qwen3_next": (
-        _moe("qwen3_next", **_QWEN3_NEXT), _experts_apart(_PROJECTIONS), _prefixed("mtp.", _MTP),
+        _moe("qwen3_next", **_QWEN3_NEXT), _experts_apart(_EXPERT_NAMES), _prefixed("mtp.", _MTP),
     ),
     "mixtral": (
         _moe("mixtral", num_local_experts=2, num_experts_per_tok=2),
-        _experts_apart({"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}),
+        _experts_apart(("w1", "w3", "w2")),
         {},
     ),
     "qwen3_5": (_qwen3_5_dense(), _qwen3_5, _VISION_AND_MTP),
@@ -177,7 +179,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Tensors], Tensors], Shapes]] = 
         qwen_moe_config() | {"vision_config": {"depth": 1}}, _qwen3_5, _VISION_AND_MTP,
     ),
     "gemma3": (
-        _with_text("gemma3", "vision_config", query_pre_attn_scalar=32, sliding_window=16),
+        _gemma3(),
         _same,
         {
             **_prefixed("vision_tower.vision_model.", _VISION),
