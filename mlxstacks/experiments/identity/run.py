@@ -166,7 +166,7 @@ class _Identity:
         self.of_items = item_settings(settings)
         total = len(self.asked) * len(suite_arms(settings, self.has_adapter))
         total += len(self.items) * len(item_arms(settings, self.has_adapter))
-        self.progress = WholeProgress(progress, total + 2 * settings.training.iters)
+        self.progress = WholeProgress(progress, total + 2 * (settings.training.iters or 1))
         self.made_from: MadeFrom = {}
         self.replies: dict[str, list[Answer]] = {}
         self.answers: dict[str, list[Answer]] = {}
@@ -218,9 +218,10 @@ class _Identity:
         planned, answered = len(self.planned_items), len(self.items)
         if answered < planned:
             reasons.append(f"a subset of the regression, {answered} of {planned} items")
-        iters, cut = self.settings.train.iters, self.settings.training.iters
-        if cut < iters:
-            reasons.append(f"factual adapters trained for {cut} of {iters} batches")
+        whole, cut = self.settings.train.iters, self.settings.training.iters
+        if cut != whole:
+            planned_batches = "" if whole is None else f" of {whole}"
+            reasons.append(f"factual adapters trained for {cut}{planned_batches} batches")
         return Standing(tuple(reasons))
 
     # --- before the conditions --------------------------------------------------------------------
@@ -277,7 +278,7 @@ class _Identity:
         """A factual adapter, unless it is there."""
         target = self.work / name
         training = self.settings.training
-        progress = self.progress.part(training.iters, f"training {name}")
+        progress = self.progress.part(training.iters or 1, f"training {name}")
         if target.exists():
             return
         change = {
