@@ -134,14 +134,20 @@ class WholeProgress:
     """One count over all parts of a run, an answer or a batch of training each."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._begun = progress, total, 0
+        self._progress, self._total, self._done = progress, total, 0
+        self._starts: dict[str, int] = {}
 
     def part(self, size: int, what: str) -> Progress:
-        """The callback of the next part, `size` of the whole; its own counts are scaled to that."""
-        start, self._begun = self._begun, self._begun + size
+        """The callback of the next part, `size` of the whole; its own counts are scaled to that.
+
+        A part that is begun again, as answers that two steps need, adds nothing and says nothing.
+        """
+        again = what in self._starts
+        start = self._starts.setdefault(what, self._done)
+        self._done = max(self._done, start + size)
 
         def step(done: float, total: float, detail: str = "") -> None:
-            if self._progress and total:
+            if self._progress and total and not again:
                 self._progress(start + size * done / total, self._total, what)
 
         return step
