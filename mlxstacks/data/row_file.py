@@ -46,7 +46,7 @@ def read_rows(
         try:
             row = encode_record(record, tokenizer, prompt_weight, rendering, limit)
             notes.add(record)
-        except (ValueError, TemplateError, TypeError, KeyError) as error:
+        except (ValueError, TemplateError, TypeError, KeyError, RecursionError) as error:
             raise InputError(f"{path}, line {number}: {error}") from error
         if max_tokens is not None and len(row.tokens) > max_tokens:
             row = Row(row.tokens[:max_tokens], row.weights[:max_tokens])

@@ -290,6 +290,15 @@ def test_templated_text_is_text_unless_it_is_allowed_and_a_note_says_so(tmp_path
     assert plain.rows[1] == allowed.rows[1]
 
 
+def test_what_is_nested_too_deeply_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    calls = "[" * 900 + "]" * 900
+    turn = f'{{"role": "assistant", "content": "a", "tool_calls": {calls}}}'
+    path.write_text(f'{{"messages": [{turn}]}}\n')
+    with pytest.raises(InputError, match=r"line 1: .*recursion"):
+        read_rows(path, chat_tokenizer("chatml"))
+
+
 # --- prompts of strings that others put together --------------------------------------------------
 
 
