@@ -29,7 +29,7 @@ _VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab*", "merges.tx
 # What transformers and mlx-lm raise for files that are damaged or do not go together.
 _NOT_A_MODEL = (
     ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError, OSError,
-    RuntimeError,
+    OverflowError, RuntimeError,
 )  # fmt: skip
 
 
@@ -90,7 +90,10 @@ def load(
 def _load_errors(path: Path) -> Iterator[None]:
     """Raises: CheckpointError for whatever mlx-lm raises over a model that it cannot load."""
     try:
-        check_layer_count(json.loads((path / "config.json").read_text(encoding="utf-8")))
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(config.get("model_type"), str):
+            raise CheckpointError("config.json has no model_type; give a model that mlx-lm knows")
+        check_layer_count(config)
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None

@@ -59,7 +59,7 @@ class Architecture:
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
-        self.name = file.fields.get("general.architecture")
+        self.name = file.value("general.architecture", str)
         if self.name not in ARCHITECTURES:
             raise CheckpointError(
                 f"{file.path}: architecture {self.name!r}; known: {', '.join(ARCHITECTURES)}. "
@@ -84,6 +84,11 @@ class Architecture:
         self.heads = self._count("attention.head_count")
         self.key_value_heads = self._count("attention.head_count_kv", self.heads)
         self.layers = self._count("block_count")
+        if self.layers > len(file.tensors):
+            raise CheckpointError(
+                f"{file.path}: {self.name}.block_count is {self.layers:,}, and there are "
+                f"{len(file.tensors)} tensors"
+            )
         self.hidden = self._count("embedding_length")
         self.head_dim = self._head_dim()
         self._blocks = self._block_names()
@@ -136,10 +141,10 @@ class Architecture:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.key_value_heads,
             "head_dim": self.head_dim,
-            "rms_norm_eps": self._epsilon(),
+            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
             "vocab_size": vocabulary,
             "max_position_embeddings": self._count("context_length"),
-            "rope_theta": float(self.keys.get("rope.freq_base", 10000.0)),
+            "rope_theta": self._number("rope.freq_base", 10000.0),
             "tie_word_embeddings": "output.weight" not in self.file.tensors,
         }
         config |= self._rope_scaling()
@@ -167,12 +172,12 @@ class Architecture:
             )
         return value
 
-    def _epsilon(self) -> float:
-        """The shortest decimal of the stored float32: 1e-05, not 9.999999747378752e-06."""
-        value = self.keys.get("attention.layer_norm_rms_epsilon")
-        if not isinstance(value, float) or not math.isfinite(value):
+    def _number(self, key: str, default: float | None = None) -> float:
+        """The shortest decimal of a stored float32: 1e-05, not 9.999999747378752e-06."""
+        value = self.file.value(f"{self.name}.{key}", float, default)
+        if value is None or not 0 < value < math.inf:
             raise CheckpointError(
-                f"{self.file.path}: key {self.name}.attention.layer_norm_rms_epsilon is {value!r}"
+                f"{self.file.path}: key {self.name}.{key} is {value}; a number above 0 is needed"
             )
         return float(str(np.float32(value)))
 
@@ -185,6 +190,8 @@ class Architecture:
         }
         if self.model_type in ("qwen2", "mixtral"):
             same["embedding_length / attention.head_count"] = default
+        if head_dim < 2 or head_dim % 2:
+            raise CheckpointError(f"{self.file.path}: heads of {head_dim}; an even size is needed")
         for key, value in same.items():
             if value != head_dim:
                 raise CheckpointError(
@@ -231,8 +238,8 @@ class Architecture:
         return {"rope_scaling": scaling} if scaling else {}
 
     def _named_scaling(self) -> dict[str, Any] | None:
-        kind = self.keys.get("rope.scaling.type", "none")
-        factor = self.keys.get("rope.scaling.factor", 1.0)
+        kind = self.file.value(f"{self.name}.rope.scaling.type", str, "none")
+        factor = self._number("rope.scaling.factor", 1.0)
         if kind == "none" or (kind == "linear" and factor == 1.0):
             return None
         if kind == "linear":
@@ -257,7 +264,7 @@ class Architecture:
             raise CheckpointError(f"{self.file.path}: rope_freqs.weight has {tensor.shape} numbers")
         divisors = self.file.read(tensor).view("<f4").reshape(-1)
         scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **_LLAMA3_ROPE}
-        expected = llama3_divisors(scaling, self.head_dim, float(self.keys["rope.freq_base"]))
+        expected = llama3_divisors(scaling, self.head_dim, self._number("rope.freq_base", 10000.0))
         if not np.allclose(divisors, expected, rtol=1e-4):
             raise CheckpointError(
                 f"{self.file.path}: rope_freqs.weight is not Llama 3's scaling by any factor"

@@ -56,6 +56,22 @@ class GGUFFile:
     fields: dict[str, Any]
     tensors: dict[str, GGUFTensor]
 
+    def value(self, key: str, kind: type, default: Any = None) -> Any:
+        """The value of a key, of this type; `default` where there is none.
+
+        Raises:
+            CheckpointError: the value has another type.
+        """
+        value = self.fields.get(key)
+        if value is None:
+            return default
+        if type(value) is not kind:
+            shown = ascii(value)[:60]
+            raise CheckpointError(
+                f"{self.path}: key {key} is {shown}, a {kind.__name__} is needed; {AGAIN}"
+            )
+        return value
+
     def read(self, tensor: GGUFTensor) -> np.ndarray:
         """The tensor's bytes as they lie in the file: (rows, bytes a row) uint8, read-only."""
         rows = math.prod(tensor.shape[:-1])
@@ -94,9 +110,10 @@ class _Reader:
     def file(self) -> GGUFFile:
         tensor_count, key_count = self._counts()
         fields = self._fields(key_count)
-        if fields.get("split.count", 0) > 1:
+        parts = fields.get("split.count", 0)
+        if type(parts) is int and parts > 1:
             raise CheckpointError(
-                f"{self.path}: part {fields.get('split.no', 0) + 1} of {fields['split.count']}; "
+                f"{self.path}: one of {parts} parts; "
                 "join them first: `llama-gguf-split --merge FIRST-PART OUT.gguf`"
             )
         return GGUFFile(self.path, fields, self._tensors(tensor_count, fields))

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mlx.utils import tree_flatten
 
+from mlxstacks import base_model
 from mlxstacks.convert.conversion import Conversion, Part
 from mlxstacks.convert.gguf_config import Architecture
 from mlxstacks.convert.gguf_file import GGUFFile, GGUFTensor, open_gguf
 from mlxstacks.convert.gguf_grids import FLOATS, GRIDS, GROUP_SIZE, float_values, same_codes
-from mlxstacks.convert.gguf_tokenizer import end_of_text_ids, write_tokenizer
+from mlxstacks.convert.gguf_tokenizer import end_of_text_ids, tokenizer_files, write_files
 from mlxstacks.convert.settings import ConvertSettings
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.shard_writer import Chunk
@@ -22,10 +24,12 @@ from mlxstacks.ops import affine
 
 
 def gguf_conversion(path: Path, settings: ConvertSettings) -> Conversion:
-    """Plan of a GGUF file: reads its header, and no tensor but small ones.
+    """Plan of a GGUF file: reads its header, and of tensors only
+    floats that are to become another dtype.
 
     Raises:
-        CheckpointError: see `open_gguf`, `Architecture`, `write_tokenizer`.
+        CheckpointError: see `open_gguf`, `Architecture`, `tokenizer_files`; tensors of other shapes
+            than the keys say.
     """
     return _Reader(open_gguf(path), settings).conversion()
 
@@ -53,6 +57,7 @@ class _Reader:
 
     def conversion(self) -> Conversion:
         config = self.architecture.config()
+        self._check_shapes(config)
         parts = tuple(
             self._part(tensor, name)
             for tensor in self.file.tensors.values()
@@ -67,10 +72,30 @@ class _Reader:
         return Conversion(
             config=config,
             parts=parts,
-            write_files=partial(write_tokenizer, self.file),
+            write_files=partial(write_files, tokenizer_files(self.file)),
             notes=tuple(self._notes()),
             inputs=(self.file.path,),
         )
+
+    def _check_shapes(self, config: dict[str, Any]) -> None:
+        """Raises: CheckpointError listing tensors of another shape than the config asks for."""
+        expected = {
+            name: array.shape
+            for name, array in tree_flatten(base_model.build_model(config).parameters())
+        }
+        names = {self.architecture.module_of(name): t for name, t in self.file.tensors.items()}
+        shapes = {name: tensor.shape for name, tensor in names.items() if name is not None}
+        faults = [
+            f"{name} {shapes.get(name, 'is missing')}, not {expected.get(name, 'known')}"
+            for name in sorted(shapes.keys() | expected.keys())
+            if shapes.get(name) != expected.get(name)
+        ]
+        if faults:
+            more = f" and {len(faults) - 4} more" if len(faults) > 4 else ""
+            raise CheckpointError(
+                f"{self.file.path}: tensors do not fit the keys of {self.architecture.name}: "
+                f"{'; '.join(faults[:4])}{more}"
+            )
 
     def _model_dtype(self) -> str:
         """What is computed in: the dtype of scales, else of most weights; `--dtype` where given."""

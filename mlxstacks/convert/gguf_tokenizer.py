@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mlxstacks.convert.gguf_file import GGUFFile
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files.outputs import write_json
@@ -94,23 +96,30 @@ def end_of_text_ids(file: GGUFFile) -> dict[str, Any]:
     return ids
 
 
-def write_tokenizer(file: GGUFFile, directory: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and generation_config.json.
+def tokenizer_files(file: GGUFFile) -> dict[str, dict[str, Any]]:
+    """Contents of tokenizer.json, tokenizer_config.json and generation_config.json.
 
     Law: texts have the ids that the original tokenizer gives them.
 
     Raises:
         CheckpointError: a tokenizer or pre-tokenizer that is not known, or keys that do not fit.
     """
-    tokenizer, config = tokenizer_json(file), tokenizer_config(file)
-    write_json(directory / "tokenizer.json", tokenizer)
-    write_json(directory / "tokenizer_config.json", config)
-    write_json(directory / "generation_config.json", end_of_text_ids(file))
+    return {
+        "tokenizer.json": tokenizer_json(file),
+        "tokenizer_config.json": tokenizer_config(file),
+        "generation_config.json": end_of_text_ids(file),
+    }
+
+
+def write_files(files: dict[str, dict[str, Any]], directory: Path) -> None:
+    """Write JSON files by their names."""
+    for name, content in files.items():
+        write_json(directory / name, content)
 
 
 def tokenizer_json(file: GGUFFile) -> dict[str, Any]:
-    """The tokenizer in the format of the `tokenizers` library. Raises: see `write_tokenizer`."""
-    model = file.fields.get("tokenizer.ggml.model")
+    """The tokenizer in the format of the `tokenizers` library. Raises: see `tokenizer_files`."""
+    model = file.value("tokenizer.ggml.model", str)
     if model == "gpt2":
         parts = _byte_level(file)
     elif model == "llama":
@@ -142,10 +151,10 @@ def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
         token_id = _token_id(file, name)
         if token_id is not None:
             config[key] = tokens[token_id]
-    length = file.fields.get(f"{file.fields.get('general.architecture')}.context_length")
+    length = file.value(f"{file.fields.get('general.architecture')}.context_length", int)
     if length is not None:
         config["model_max_length"] = length
-    template = file.fields.get("tokenizer.chat_template")
+    template = file.value("tokenizer.chat_template", str)
     if template is not None:
         config["chat_template"] = template
     return config
@@ -187,13 +196,13 @@ def _sentencepiece(file: GGUFFile) -> dict[str, Any]:
     It joins the pair whose union has the best score; merges in the order of the scores do the same.
     """
     tokens, vocabulary = _tokens(file), _vocabulary(file)
-    scores = file.fields.get("tokenizer.ggml.scores")
-    if scores is None or len(scores) != len(tokens):
-        raise _error(file, "tokenizer.ggml.scores is missing or of another length than the tokens")
-    if file.fields.get("tokenizer.ggml.remove_extra_whitespaces", False):
+    if file.value("tokenizer.ggml.remove_extra_whitespaces", bool, False):
         raise _error(
             file, "tokenizer.ggml.remove_extra_whitespaces is set, which is not known here"
         )
+    scores = file.fields.get("tokenizer.ggml.scores")
+    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
+        raise _error(file, "tokenizer.ggml.scores is missing or of another length than the tokens")
     merges = [
         (float(score), (vocabulary[token[:cut]], vocabulary[token[cut:]]), token, cut)
         for token, score in zip(tokens, scores, strict=True)
@@ -201,7 +210,7 @@ def _sentencepiece(file: GGUFFile) -> dict[str, Any]:
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
     merges.sort(key=lambda merge: (-merge[0], merge[1]))
-    prefix = file.fields.get("tokenizer.ggml.add_space_prefix", True)
+    prefix = file.value("tokenizer.ggml.add_space_prefix", bool, True)
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     first = [{"type": "Prepend", "prepend": "▁"}] if prefix else []
     last = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
@@ -235,7 +244,7 @@ def _sentencepiece(file: GGUFFile) -> dict[str, Any]:
 
 
 def _pre_tokenizer(file: GGUFFile) -> PreTokenizer:
-    name = file.fields.get("tokenizer.ggml.pre")
+    name = file.value("tokenizer.ggml.pre", str)
     if name not in PRE_TOKENIZERS:
         raise _error(
             file,
@@ -268,15 +277,16 @@ def _post_processor(file: GGUFFile) -> dict[str, Any] | None:
 
 
 def _adds_begin(file: GGUFFile) -> bool:
-    sentencepiece = file.fields.get("tokenizer.ggml.model") == "llama"
+    sentencepiece = file.value("tokenizer.ggml.model", str) == "llama"
     default = True if sentencepiece else _pre_tokenizer(file).bos
-    return bool(file.fields.get("tokenizer.ggml.add_bos_token", default))
+    adds: bool = file.value("tokenizer.ggml.add_bos_token", bool, default)
+    return adds
 
 
 def _added_tokens(file: GGUFFile) -> list[dict[str, Any]]:
     """Tokens that are found in a text before it is split."""
     tokens, types = _tokens(file), file.fields.get("tokenizer.ggml.token_type")
-    if types is None or len(types) != len(tokens):
+    if not isinstance(types, np.ndarray) or len(types) != len(tokens):
         raise _error(file, "tokenizer.ggml.token_type is missing or of another length")
     added = (_UNKNOWN, _CONTROL, _USER_DEFINED)
     return [

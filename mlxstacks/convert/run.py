@@ -79,6 +79,9 @@ def _plan(model: str, settings: ConvertSettings) -> Conversion:
 
 
 def _plan_directory(source: Path, settings: ConvertSettings) -> Conversion:
+    files = sorted(source.glob("*.gguf"))
+    if files and not any(source.glob("*.safetensors")):
+        raise InputError(f"{source}: no model*.safetensors; give a file: {files[0]}")
     if settings.bits is None and not settings.module_bits:
         from mlxstacks.convert.upcycle import stored_conversion
 

@@ -107,17 +107,11 @@ def prompt_tokens(
     messages: Sequence[Mapping[str, Any]],
     tokenizer: Any,
     rendering: Rendering = PLAIN,
-    before_answer: bool = False,
     limit: int | None = None,
 ) -> list[int]:
-    """Ids of the prompt that an answer to `messages` follows, or the first `limit` of them.
-
-    before_answer: an answer without reasoning is already known (it is scored); without a setting
-        the prompt is then the one that training puts before it.
-    """
-    thinking = rendering.thinking == "on" if before_answer else rendering.enable_thinking
+    """Ids of the prompt that an answer to `messages` follows, or the first `limit` of them."""
     chat = open_chat(messages, tokenizer, rendering)
-    return chat.encode(chat.prompt(enable_thinking=thinking), limit)
+    return chat.encode(chat.prompt(enable_thinking=rendering.enable_thinking), limit)
 
 
 def split_reasoning(content: str, tokenizer: Any) -> tuple[str, str]:

@@ -68,7 +68,7 @@ def encode_examples(
         try:
             row = _encode(record, tokenizer, settings, limit)
             notes.add(record)
-        except (ValueError, TemplateError, TypeError, KeyError) as error:
+        except (ValueError, TemplateError, TypeError, KeyError, RecursionError) as error:
             where = example.where or f"{example.source}, row {example.row_id}"
             raise InputError(f"{where}: {error}; the row is {str(record)[:100]}") from error
         if max_tokens is not None and len(row.tokens) > max_tokens:

@@ -30,10 +30,9 @@ _GROWTH = 4
 
 @dataclass(frozen=True)
 class _Literals:
-    """Of a tokenizer with this chat template. tags: that begin and
-    end reasoning. patterns: match the first character of a literal, the
-    rest of it is the group. normalise: as the tokenizer does before it looks for tokens; None where
-    it looks first.
+    """Of a tokenizer with this chat template. tags: that begin and end reasoning. patterns: match
+    the first character of a literal, the rest of it is the group. normalise: as the tokenizer does
+    before it looks for tokens; None where it looks first.
     """
 
     template: Any
@@ -55,11 +54,11 @@ class _Literals:
         return max(map(len, self.literals), default=0)
 
     def inside(self, text: str) -> list[str]:
-        return [f"{found[0]}{found[1]}" for p in self.patterns for found in p.finditer(text)]
+        return [f"{match[0]}{match[1]}" for p in self.patterns for match in p.finditer(text)]
 
     def marked(self, text: str, mark: str) -> str:
         for pattern in self.patterns:
-            text = pattern.sub(lambda found: found[0] + mark, text)
+            text = pattern.sub(lambda match: match[0] + mark, text)
         return text
 
 
@@ -133,7 +132,7 @@ def encode_text(
     return encode(text) if limit is None else first_tokens(text, encode, limit)
 
 
-class OwnMarkers:
+class SignedMarkers:
     """A template's text as one string that others pass on and put together with texts of theirs:
     its own markers have a sign before them that nobody else knows.
     """
@@ -145,7 +144,7 @@ class OwnMarkers:
     def signed(self, text: str, mark: str) -> str:
         """Text of a template, with `mark` in the literals that are not its own."""
         for pattern in _literals(self._tokenizer).patterns:
-            text = pattern.sub(lambda found: self._sign + found[0], text)
+            text = pattern.sub(lambda match: self._sign + match[0], text)
         return text.replace(mark, "")
 
     def unsigned(self, text: str) -> str:
@@ -154,9 +153,9 @@ class OwnMarkers:
     def encode(self, text: str) -> list[int]:
         """Ids; a special token for each literal that is signed, and for no other."""
         mark = free_marks([text], 1)[0]
-        first, *others = (mark_literals(t, self._tokenizer, mark) for t in text.split(self._sign))
-        own = [part.replace(mark, "", 1) if part[1:2] == mark else part for part in others]
-        return _encode_pieces("".join([first, *own]), mark, self._tokenizer)
+        first, *signed = (mark_literals(t, self._tokenizer, mark) for t in text.split(self._sign))
+        begun = [part.replace(mark, "", 1) if part[1:2] == mark else part for part in signed]
+        return _encode_pieces("".join([first, *begun]), mark, self._tokenizer)
 
 
 def first_tokens(text: str, encode: Callable[[str], list[int]], limit: int) -> list[int]:

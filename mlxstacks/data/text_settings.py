@@ -2,7 +2,7 @@
 mlx nor numpy.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import BeforeValidator, Field
@@ -59,6 +59,12 @@ class Rendering:
     def enable_thinking(self) -> bool | None:
         """For a prompt that is answered: None leaves it to the template."""
         return None if self.thinking == "auto" else self.thinking == "on"
+
+    def before_answer(self) -> Self:
+        """For a prompt behind which an answer without reasoning stands: as rows to train on have
+        it, whatever the template does in generation.
+        """
+        return replace(self, thinking="on" if self.thinking == "on" else "off")
 
 
 # The default of every command but those that say otherwise.

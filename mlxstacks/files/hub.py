@@ -33,6 +33,10 @@ def resolve_model(path_or_hub_id: str | Path) -> Path:
     try:
         if text and path.is_dir():
             return path
+        if text and path.suffix == ".gguf" and path.is_file():
+            raise CheckpointError(
+                f"{path}: a GGUF file; convert it first: `mlxstacks convert {path} --save-path DIR`"
+            )
         if text and path.exists():
             raise CheckpointError(f"{path}: is a file; give the model's directory")
     except OSError as error:

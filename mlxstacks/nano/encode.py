@@ -6,6 +6,7 @@ from typing import Any
 from mlxstacks.data import Row, encode_messages
 from mlxstacks.data.chat import prompt_tokens
 from mlxstacks.data.special_text import encode_text
+from mlxstacks.data.text_settings import PLAIN
 from mlxstacks.evaluate import ChoiceItem
 from mlxstacks.nano.corpus import Document, Item
 from mlxstacks.nano.tokenizer import TURN_END
@@ -25,7 +26,7 @@ def encode_items(items: Sequence[Item], tokenizer: Any) -> list[ChoiceItem]:
     encoded = []
     for item in items:
         messages = [{"role": "user", "content": item.prompt}]
-        context = prompt_tokens(messages, tokenizer, before_answer=True)
+        context = prompt_tokens(messages, tokenizer, PLAIN.before_answer())
         end = tokenizer.encode(TURN_END, add_special_tokens=False)
         options = [[*encode_text(option, tokenizer), *end] for option in item.options]
         characters = tuple(len(option) for option in item.options)

@@ -95,7 +95,7 @@ def encode_prompt(
             chat = open_chat(messages, tokenizer, rendering)
             tokens = chat.encode(chat.prompt(enable_thinking=rendering.enable_thinking), limit)
             closed = chat.encode(chat.text(enable_thinking=rendering.enable_thinking), limit)
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+        except (ValueError, TemplateError, TypeError, KeyError, RecursionError) as error:
             raise InputError(f"the model's chat template refuses the messages: {error}") from error
     if not tokens:
         raise InputError("the prompt is empty: it has no tokens")

@@ -44,7 +44,9 @@ def test_settings_are_shown_as_a_person_writes_them(value: object, shown: output
 @pytest.mark.parametrize("width", [20, 40, 80])
 def test_a_table_without_room_is_told_row_by_row(width: int) -> None:
     columns = [f"measure {number}" for number in range(8)]
-    rows = [[f"arm {row}", *(1000 * row + n for n in range(7))] for row in (1, 2)]
+    rows: list[list[output.Cell]] = [
+        [f"arm {row}", *(1000 * row + n for n in range(7))] for row in (1, 2)
+    ]
     text = printed(output.table(columns, rows, title="t", footer=["all", *[None] * 7]), width)
     assert max(map(len, text.splitlines())) <= width
     for row in rows:

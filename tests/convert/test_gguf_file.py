@@ -126,7 +126,7 @@ _PAD = bytes(256)
         ),
         (
             _header(3, 0, 1, _key(b"split.count", 2, struct.pack("<H", 3))),
-            "part 1 of 3; join them first",
+            "one of 3 parts; join them first",
         ),
         (_header(3, 1, 0, _tensor(b"t", (), 0, 0) + _PAD), "tensor 't': 0 dimensions"),
         (_header(3, 1, 0, _tensor(b"t", (2,) * 5, 0, 0) + _PAD), "5 dimensions"),

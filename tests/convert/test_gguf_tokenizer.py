@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -17,8 +18,9 @@ from mlxstacks.convert.gguf_file import GGUFFile
 from mlxstacks.convert.gguf_tokenizer import (
     PRE_TOKENIZERS,
     end_of_text_ids,
+    tokenizer_files,
     tokenizer_json,
-    write_tokenizer,
+    write_files,
 )
 from mlxstacks.errors import CheckpointError
 
@@ -71,7 +73,7 @@ def gguf_of(trained: dict[str, Any], pre: str, **more: Any) -> GGUFFile:
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": pre,
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [kinds.get(token, 1) for token in tokens],
+        "tokenizer.ggml.token_type": np.array([kinds.get(token, 1) for token in tokens]),
         "tokenizer.ggml.merges": [" ".join(merge) for merge in trained["merges"]],
         "tokenizer.ggml.bos_token_id": 0,
         "tokenizer.ggml.eos_token_id": 1,
@@ -135,7 +137,7 @@ def test_template_special_tokens_and_ends_are_carried_over(
     template = "{% for m in messages %}<|begin|>{{ m['content'] }}<|end|>{% endfor %}"
     more = {"tokenizer.chat_template": template, "tokenizer.ggml.eot_token_id": 0}
     file = gguf_of(trained, "smollm", **more, **{"llama.context_length": 99})
-    write_tokenizer(file, tmp_path)
+    write_files(tokenizer_files(file), tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     message = [{"role": "user", "content": "ab"}]
@@ -168,8 +170,8 @@ def test_sentencepiece_ids_are_those_of_the_library(prefix: bool) -> None:
     fields = {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": [library.id_to_piece(n) for n in range(size)],
-        "tokenizer.ggml.scores": [library.get_score(n) for n in range(size)],
-        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.scores": np.array([library.get_score(n) for n in range(size)]),
+        "tokenizer.ggml.token_type": np.array(kinds),
         "tokenizer.ggml.unknown_token_id": library.unk_id(),
         "tokenizer.ggml.bos_token_id": library.bos_id(),
         "tokenizer.ggml.eos_token_id": library.eos_id(),
@@ -187,10 +189,13 @@ def test_sentencepiece_ids_are_those_of_the_library(prefix: bool) -> None:
     [
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is 't5'; known"),
         ({"tokenizer.ggml.pre": "default"}, "tokenizer.ggml.pre is 'default'; known: gpt-2"),
+        ({"tokenizer.ggml.pre": np.zeros(3)}, "a str is needed"),
+        ({"tokenizer.chat_template": 7}, "chat_template is 7, a str is needed"),
+        ({"tokenizer.ggml.add_bos_token": 1}, "add_bos_token is 1, a bool is needed"),
         ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre is None"),
         ({"tokenizer.ggml.tokens": []}, "tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.tokens": ["a", "a"]}, "'a' is given twice"),
-        ({"tokenizer.ggml.token_type": [1]}, "token_type is missing or of another length"),
+        ({"tokenizer.ggml.token_type": np.ones(1)}, "token_type is missing or of another length"),
         ({"tokenizer.ggml.merges": ["a b c"]}, "the merge 'a b c'"),
         ({"tokenizer.ggml.merges": ["a zzz"]}, "the merge 'a zzz'"),
         ({"tokenizer.ggml.merges": None}, "tokenizer.ggml.merges, a list of text, is missing"),
@@ -199,7 +204,6 @@ def test_sentencepiece_ids_are_those_of_the_library(prefix: bool) -> None:
         (
             {
                 "tokenizer.ggml.model": "llama",
-                "tokenizer.ggml.scores": [0.0] * 481,
                 "tokenizer.ggml.remove_extra_whitespaces": True,
             },
             "remove_extra_whitespaces is set",
@@ -211,11 +215,11 @@ def test_sentencepiece_ids_are_those_of_the_library(prefix: bool) -> None:
     ],
 )
 def test_keys_that_do_not_fit_are_named(
-    changes: dict[str, Any], message: str, trained: dict[str, Any], tmp_path: Path
+    changes: dict[str, Any], message: str, trained: dict[str, Any]
 ) -> None:
     if changes.get("tokenizer.ggml.tokens") == ["a", "a"]:
-        changes = {**changes, "tokenizer.ggml.token_type": [1, 1]}
+        changes = {**changes, "tokenizer.ggml.token_type": np.ones(2)}
     with pytest.raises(CheckpointError) as error:
-        write_tokenizer(gguf_of(trained, "smollm", **changes), tmp_path)
+        tokenizer_files(gguf_of(trained, "smollm", **changes))
     assert message in str(error.value)
     assert str(error.value).startswith("m.gguf: ")

@@ -12,7 +12,8 @@ import pytest
 from mlxstacks.convert import run as convert_run
 from mlxstacks.convert.gguf_file import open_gguf
 from mlxstacks.convert.settings import ConvertSettings
-from mlxstacks.errors import InputError, TargetError
+from mlxstacks.errors import CheckpointError, InputError, TargetError
+from mlxstacks.files.hub import resolve_model
 from tests.cli.conftest import Run, command
 from tests.convert.gguf_cases import config_of, random_tensors, write_gguf
 
@@ -116,6 +117,16 @@ def test_what_is_no_model_is_refused(work_dir: Path, command: Run) -> None:
         code, _, err = command("convert", model, "--save-path", "out")
         assert code == 2
         assert message in err
+
+
+def test_where_a_gguf_file_goes_is_said(plain: Path, command: Run) -> None:
+    Path("models").mkdir()
+    plain.rename("models/m.gguf")
+    code, _, err = command("convert", "models", "--save-path", "out")
+    assert code == 2
+    assert "give a file: models/m.gguf" in err
+    with pytest.raises(CheckpointError, match=r"mlxstacks convert models/m.gguf --save-path DIR"):
+        resolve_model("models/m.gguf")
 
 
 def test_nano_is_converted_where_nothing_is_given(work_dir: Path, command: Run) -> None:

@@ -97,7 +97,9 @@ def test_a_text_keeps_its_opening_mark_and_ends_once() -> None:
 
 
 def test_a_model_without_a_chat_template_is_told_at_the_row(tmp_path: Path) -> None:
-    def missing(messages: list[dict[str, Any]], generate: bool, tools: Any) -> str:
+    def missing(
+        messages: list[dict[str, Any]], generate: bool, tools: Any, thinking: Any = None
+    ) -> str:
         raise ValueError("tokenizer.chat_template is not set")  # as transformers raises
 
     path = tmp_path / "rows.jsonl"
@@ -151,11 +153,12 @@ class Template:
         tools: Any = None,
         enable_thinking: bool | None = None,
     ) -> str:
-        self.thinking = enable_thinking
-        return self.render(messages, add_generation_prompt, tools)
+        return self.render(messages, add_generation_prompt, tools, enable_thinking)
 
 
-def reasoning(messages: list[dict[str, Any]], generate: bool, tools: Any) -> str:
+def reasoning(
+    messages: list[dict[str, Any]], generate: bool, tools: Any, thinking: Any = None
+) -> str:
     """As Qwen3's: the last answer gets a think block, earlier ones lose theirs."""
     last = max((i for i, m in enumerate(messages) if m["role"] == "user"), default=-1)
     text = f"<tools>{json.dumps(tools)}</tools>" if tools else ""
@@ -166,7 +169,8 @@ def reasoning(messages: list[dict[str, Any]], generate: bool, tools: Any) -> str
         if message["role"] == "assistant" and index > last:
             content = f"<think>\n\n</think>\n\n{content}"
         text += f"<{message['role']}>{content}<end>\n"
-    return text + ("<assistant><think>\n" if generate else "")
+    opening = "<think>\n" if thinking else "<think>\n\n</think>\n\n"
+    return text + (f"<assistant>{opening}" if generate else "")
 
 
 def counted(row: Row) -> str:
@@ -177,7 +181,7 @@ def test_every_turn_counts_where_the_template_rewrites_earlier_ones() -> None:
     tokenizer = Template(reasoning)
     row = encode_messages(CHAT, tokenizer)
     assert "".join(map(chr, row.tokens)) == reasoning(CHAT, False, None)
-    assert counted(row) == "5<end>\n</think>\n\nIt is 9.<end>"
+    assert counted(row) == "5<end>It is 9.<end>"
 
 
 def test_a_chat_may_begin_with_the_assistant() -> None:
@@ -193,11 +197,13 @@ def test_tools_reach_the_template_and_calls_count_as_answers() -> None:
     row = encode_record(record, Template(reasoning))
     text = "".join(map(chr, row.tokens))
     assert text.startswith('<tools>[{"name": "add"}]</tools><user>')
-    assert counted(row) == "<call>add</call><end>5<end>\n</think>\n\nIt is 9.<end>"
+    assert counted(row) == "<call>add</call><end>5<end>It is 9.<end>"
 
 
 def test_a_template_that_drops_turns_is_refused() -> None:
-    def forgetful(messages: list[dict[str, Any]], generate: bool, tools: Any) -> str:
+    def forgetful(
+        messages: list[dict[str, Any]], generate: bool, tools: Any, thinking: Any = None
+    ) -> str:
         return f"<{messages[-1]['role']}>{messages[-1]['content']}<end>"
 
     with pytest.raises(InputError, match="drops earlier turns"):
@@ -237,7 +243,9 @@ def test_a_broken_row_names_file_and_line(
 def test_what_a_template_raises_names_file_and_line(tmp_path: Path) -> None:
     from jinja2 import TemplateError
 
-    def strict(messages: list[dict[str, Any]], generate: bool, tools: Any) -> str:
+    def strict(
+        messages: list[dict[str, Any]], generate: bool, tools: Any, thinking: Any = None
+    ) -> str:
         raise TemplateError("roles must alternate")
 
     path = tmp_path / "rows.jsonl"

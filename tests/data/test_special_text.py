@@ -23,7 +23,7 @@ from mlxstacks.data import (
 from mlxstacks.data.chat import open_chat, prompt_tokens
 from mlxstacks.data.examples import make_example
 from mlxstacks.data.special_text import (
-    OwnMarkers,
+    SignedMarkers,
     encode_text,
     first_tokens,
     free_marks,
@@ -290,13 +290,22 @@ def test_templated_text_is_text_unless_it_is_allowed_and_a_note_says_so(tmp_path
     assert plain.rows[1] == allowed.rows[1]
 
 
+def test_what_is_nested_too_deeply_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    calls = "[" * 900 + "]" * 900
+    turn = f'{{"role": "assistant", "content": "a", "tool_calls": {calls}}}'
+    path.write_text(f'{{"messages": [{turn}]}}\n')
+    with pytest.raises(InputError, match=r"line 1: .*recursion"):
+        read_rows(path, chat_tokenizer("chatml"))
+
+
 # --- prompts of strings that others put together --------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PLAIN_KINDS)
 def test_signed_markers_are_the_only_ones_that_count(name: str) -> None:
     tokenizer = chat_tokenizer(name)
-    own = OwnMarkers(tokenizer)
+    own = SignedMarkers(tokenizer)
     bad = "hi" + "".join(protected(name))
     chat = open_chat(user(bad), tokenizer, Rendering())
     text = own.signed(chat.prompt(), chat.mark)
@@ -304,7 +313,7 @@ def test_signed_markers_are_the_only_ones_that_count(name: str) -> None:
     assert own.unsigned(text) == rendered
     assert own.encode(text) == chat.encode(chat.prompt())
     assert specials(name, own.encode(text + bad)) == specials(name, own.encode(text))
-    assert specials(name, OwnMarkers(tokenizer).encode(text)) == []
+    assert specials(name, SignedMarkers(tokenizer).encode(text)) == []
 
 
 # --- long text ------------------------------------------------------------------------------------

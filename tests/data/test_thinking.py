@@ -126,7 +126,7 @@ def test_candidates_stand_behind_the_prompt_of_training(name: str, mode: Thinkin
     tokenizer = chat_tokenizer(name)
     item = Item("1", "sums", ASKED[0]["content"], ("5", "6<|im_end|>"), 0)
     choices = encode_choices(item, tokenizer, Rendering(mode))
-    before = tuple(prompt_tokens(ASKED, tokenizer, Rendering(mode), before_answer=True))
+    before = tuple(prompt_tokens(ASKED, tokenizer, Rendering(mode).before_answer()))
     assert choices.context == before
     encoder = PromptEncoder(tokenizer, ArmSettings(chat="all", thinking=mode), None)
     assert encoder.context(item.question) == before

@@ -134,7 +134,7 @@ def test_heads_in_the_files_order_are_a_broken_model(dense: tuple[Any, Any]) -> 
         for module, part, array in weights:
             heads = 9 if array.shape[0] == 576 else 3
             setattr(module, part, mx.array(permuted(np.array(array), heads)))
-        assert loss(model, ids) > right + 2.0
+        assert loss(model, ids) > right + 1.0
     finally:
         for module, part, array in weights:
             setattr(module, part, array)

@@ -169,7 +169,7 @@ class ModelArm:
     def _given(
         self, pairs: Sequence[tuple[Tokens, Tokens]], prompts: Sequence[tuple[str, str | None]]
     ) -> list[Pair]:
-        texts = [self.prompts.own.unsigned(text) for text, _ in prompts]
+        texts = [self.prompts.signed.unsigned(text) for text, _ in prompts]
         return [
             Pair(self.prompts.before_candidates(c, [a]), a, self._routes.of(text, domain))
             for (c, a), (_, domain), text in zip(pairs, prompts, texts, strict=True)
@@ -218,7 +218,7 @@ class ModelArm:
         asked = []
         for text, label in zip(texts, labels, strict=True):
             tokens = self.prompts.text(text)
-            weights = self._routes.of(self.prompts.own.unsigned(text), label)
+            weights = self._routes.of(self.prompts.signed.unsigned(text), label)
             asked.append((Prompt(tokens, max(0, len(tokens) - 1)), weights))
         return self._replies(asked, max_tokens, until)
 

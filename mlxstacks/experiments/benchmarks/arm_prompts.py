@@ -3,11 +3,10 @@ left, a chat template where it is asked for.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from mlxstacks.data import Rendering
-from mlxstacks.data.special_text import OwnMarkers, encode_text
+from mlxstacks.data.special_text import SignedMarkers, encode_text
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.benchmarks.arm_settings import ArmSettings
 from mlxstacks.routing.generation import Prompt, encode_prompt
@@ -18,15 +17,15 @@ Tokens = tuple[int, ...]
 class PromptEncoder:
     """What a model reads of an item.
 
-    limit: most tokens the model was made for, None where it does not say. own: tells the markers of
-    a template from those in an item, where both come as one text.
+    limit: most tokens the model was made for, None where it does not say. signed: tells the markers
+    of a template from those in an item, where both come as one text.
     """
 
     def __init__(self, tokenizer: Any, settings: ArmSettings, limit: int | None) -> None:
         self.tokenizer, self._settings, self._limit = tokenizer, settings, limit
         self._has_template = bool(getattr(tokenizer, "has_chat_template", True))
         self.rendering = Rendering.of(settings)
-        self.own = OwnMarkers(tokenizer)
+        self.signed = SignedMarkers(tokenizer)
         self._begin = _begin_tokens(tokenizer)
 
     def notes(self) -> list[str]:
@@ -40,12 +39,12 @@ class PromptEncoder:
         return (*self._begin, *self.encode(text))
 
     def encode(self, text: str) -> Tokens:
-        """A text without special tokens but signed ones (`own`) and those that `allow_special`
+        """A text without special tokens but signed ones (`signed`) and those that `allow_special`
         lets in.
         """
         if self._settings.allow_special:
             return tuple(encode_text(text, self.tokenizer, allow_special=True))
-        return tuple(self.own.encode(text))
+        return tuple(self.signed.encode(text))
 
     def candidate(self, text: str) -> Tokens:
         """A continuation, tokenised by itself; behind a chat template without its leading blank:
@@ -60,12 +59,10 @@ class PromptEncoder:
 
     def context(self, prompt: str) -> Tokens:
         """The tokens that candidates follow. Raises: InputError: there are none."""
-        # A candidate is an answer without reasoning, as rows to train on are.
-        rendering = replace(
-            self.rendering, thinking="on" if self._settings.thinking == "on" else "off"
-        )
-        in_chat = self._settings.chat == "all"
-        found = self._chat(prompt, rendering).tokens if in_chat else self.text(prompt)
+        if self._settings.chat == "all":
+            found = self._chat(prompt, self.rendering.before_answer()).tokens
+        else:
+            found = self.text(prompt)
         if not found:
             raise InputError("an item has an empty prompt; there is nothing a candidate follows")
         return found

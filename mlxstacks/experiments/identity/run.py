@@ -134,14 +134,20 @@ class WholeProgress:
     """One count over all parts of a run, an answer or a batch of training each."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._begun = progress, total, 0
+        self._progress, self._total, self._done = progress, total, 0
+        self._starts: dict[str, int] = {}
 
     def part(self, size: int, what: str) -> Progress:
-        """The callback of the next part, `size` of the whole; its own counts are scaled to that."""
-        start, self._begun = self._begun, self._begun + size
+        """The callback of the next part, `size` of the whole; its own counts are scaled to that.
+
+        A part that is begun again, as answers that two steps need, adds nothing and says nothing.
+        """
+        again = what in self._starts
+        start = self._starts.setdefault(what, self._done)
+        self._done = max(self._done, start + size)
 
         def step(done: float, total: float, detail: str = "") -> None:
-            if self._progress and total:
+            if self._progress and total and not again:
                 self._progress(start + size * done / total, self._total, what)
 
         return step
@@ -166,7 +172,7 @@ class _Identity:
         self.of_items = item_settings(settings)
         total = len(self.asked) * len(suite_arms(settings, self.has_adapter))
         total += len(self.items) * len(item_arms(settings, self.has_adapter))
-        self.progress = WholeProgress(progress, total + 2 * settings.training.iters)
+        self.progress = WholeProgress(progress, total + 2 * (settings.training.iters or 1))
         self.made_from: MadeFrom = {}
         self.replies: dict[str, list[Answer]] = {}
         self.answers: dict[str, list[Answer]] = {}
@@ -218,9 +224,10 @@ class _Identity:
         planned, answered = len(self.planned_items), len(self.items)
         if answered < planned:
             reasons.append(f"a subset of the regression, {answered} of {planned} items")
-        iters, cut = self.settings.train.iters, self.settings.training.iters
-        if cut < iters:
-            reasons.append(f"factual adapters trained for {cut} of {iters} batches")
+        whole, cut = self.settings.train.iters, self.settings.training.iters
+        if cut != whole:
+            planned_batches = "" if whole is None else f" of {whole}"
+            reasons.append(f"factual adapters trained for {cut}{planned_batches} batches")
         return Standing(tuple(reasons))
 
     # --- before the conditions --------------------------------------------------------------------
@@ -277,7 +284,7 @@ class _Identity:
         """A factual adapter, unless it is there."""
         target = self.work / name
         training = self.settings.training
-        progress = self.progress.part(training.iters, f"training {name}")
+        progress = self.progress.part(training.iters or 1, f"training {name}")
         if target.exists():
             return
         change = {

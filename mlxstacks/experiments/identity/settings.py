@@ -156,7 +156,8 @@ class IdentitySettings(BaseModel):
         """Of the factual adapters, cut short under `limit`."""
         if self.limit is None:
             return self.train
-        iters = min(self.train.iters, _BATCHES_PER_PROMPT * self.limit)
+        most = _BATCHES_PER_PROMPT * self.limit
+        iters = most if self.train.iters is None else min(self.train.iters, most)
         return self.train.model_copy(update={"iters": iters})
 
     @field_validator("policies")

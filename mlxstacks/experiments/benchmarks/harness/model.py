@@ -23,13 +23,15 @@ DEFAULT_CONTEXT = 2048
 
 class ArmModel(TemplateLM):
     """wants_greedy: whether loglikelihoods say if greedy decoding would agree, which takes
-    another pass; False where no metric asks.
+    another pass; False where no metric asks. scores_answers: prompts are followed by answers that
+    are known, not by generation.
     """
 
     def __init__(self, arm: ModelArm, domains: Mapping[str, str]) -> None:
         super().__init__()
         self.arm, self.tokenizer, self.domains = arm, arm.tokenizer, dict(domains)
         self.wants_greedy = True
+        self.scores_answers = False
         self._labels: list[str | None] = []
 
     @property
@@ -55,19 +57,21 @@ class ArmModel(TemplateLM):
         them from those that stand in an item.
         """
         rendering = self.arm.prompts.rendering
+        if self.scores_answers:
+            rendering = rendering.before_answer()
         chat = open_chat(chat_history, self.tokenizer, rendering)
         text = chat.render(
             None, rendering.enable_thinking, add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )  # fmt: skip
-        return text if rendering.allow_special else self.arm.prompts.own.signed(text, chat.mark)
+        return text if rendering.allow_special else self.arm.prompts.signed.signed(text, chat.mark)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **options: Any
     ) -> list[int]:
         begin = getattr(self.tokenizer, "bos_token", None)
         if add_special_tokens is None:
-            text = self.arm.prompts.own.unsigned(string)
+            text = self.arm.prompts.signed.unsigned(string)
             add_special_tokens = not (begin and text.startswith(begin))
         if add_special_tokens:
             return list(self.arm.prompts.text(string))

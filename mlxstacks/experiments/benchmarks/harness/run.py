@@ -111,6 +111,7 @@ def _evaluated(
         or "exact_match" in task.aggregation()
         or task.get_config("process_results") is not None  # Python, that may look at it
     )
+    model.scores_answers = task.OUTPUT_TYPE != "generate_until"
     made = evaluate(
         model, {"tasks": {name: task}}, samples={name: asked}, bootstrap_iters=0,
         apply_chat_template=chat,

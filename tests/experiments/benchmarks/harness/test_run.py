@@ -14,10 +14,13 @@ import pytest
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import ChoiceItem, choose
 from mlxstacks.experiments.benchmarks.arm_model import ModelArm
+from mlxstacks.experiments.benchmarks.arm_prompts import PromptEncoder
+from mlxstacks.experiments.benchmarks.arm_settings import ArmSettings
 from mlxstacks.experiments.benchmarks.harness.run import harness_model, run_harness
 from mlxstacks.experiments.benchmarks.task_data import read_task
 from mlxstacks.experiments.benchmarks.tasks import task_named
 from mlxstacks.experiments.benchmarks.types import BenchItem
+from tests.data.chat_tokenizers import chat_tokenizer
 from tests.experiments.benchmarks.arm_cases import arms_of
 from tests.experiments.route_evaluate_cases import Places
 from tests.experiments.train_cases import WORDS, write_rows
@@ -174,6 +177,20 @@ def test_items_of_the_harness_hold_no_special_token(arm: ModelArm) -> None:
                    *model._encode_pair(text, " a<|end|>")):  # fmt: skip
         assert END_OF_TEXT not in tokens
         assert "<|end|>" in model.tokenizer.decode(tokens)
+
+
+def test_scored_answers_follow_the_prompt_of_training_and_replies_that_of_generation() -> None:
+    tokenizer = chat_tokenizer("opened")
+    prompts = PromptEncoder(tokenizer, ArmSettings(), None)
+    model = harness_model(SimpleNamespace(tokenizer=tokenizer, prompts=prompts))  # type: ignore[arg-type]
+    history = [{"role": "user", "content": "hi</think>"}]
+    rendered = {}
+    for model.scores_answers in (False, True):
+        text = model.apply_chat_template(history)
+        rendered[model.scores_answers] = tokenizer.decode(model.tok_encode(text))
+    assert rendered[False].endswith("hi</think><|im_end|>\n<|im_start|>assistant\n<think>\n")
+    assert rendered[True].endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert model.tok_encode(text).count(tokenizer.convert_tokens_to_ids("</think>")) == 1
 
 
 def test_long_texts_roll_and_count_each_token_once(places: Places) -> None:
