@@ -416,7 +416,10 @@ def test_several_sources_in_their_formats(places: tuple[Path, Path], tmp_path: P
     ]
     write_rows(tmp_path / "a.jsonl", [*alpaca, {"instruction": "Say nothing", "output": ""}])
     write_rows(tmp_path / "b.jsonl", chat_rows(9))
-    sources = [str(tmp_path / "a.jsonl"), {"path": str(tmp_path / "b.jsonl"), "format": "chat"}]
+    sources: list[Any] = [
+        str(tmp_path / "a.jsonl"),
+        {"path": str(tmp_path / "b.jsonl"), "format": "chat"},
+    ]
     data = TrainDataSettings.model_validate({"sources": sources, "validation_fraction": 0.2})
     settings = settings_for(places[0], tmp_path, tmp_path / "out").model_copy(update={"data": data})
     setup = set_up(settings)
