@@ -53,10 +53,12 @@ class OpenSource:
 
 def train_data_settings(data: str | TrainDataSettings) -> TrainDataSettings:
     """A plain text stands for one source: a path or, where nothing is there, a data set of the hub
-    as `owner/name`.
+    as `owner/name`. Raises: InputError: it is empty.
     """
     if isinstance(data, TrainDataSettings):
         return data
+    if not data:
+        raise InputError("data is empty; give a file, a directory or the id of a data set")
     is_id = _HUB_ID.fullmatch(data) and not data.endswith(SUFFIXES) and not os.path.exists(data)
     source = SourceSettings(dataset=data) if is_id else SourceSettings(path=data)
     return TrainDataSettings(sources=(source,))

@@ -150,7 +150,11 @@ def test_only_markers_leave_a_row_and_each_such_row_is_counted(tmp_path: Path, f
 
 
 def test_blank_rows_are_still_dropped(tmp_path: Path) -> None:
-    blank = [{"prompt": "p", "answer": " \n"}, {"text": "\t"}, {"prompt": "\r\n", "answer": "a"}]
+    blank: list[dict[str, Any]] = [
+        {"prompt": "p", "answer": " \n"},
+        {"text": "\t"},
+        {"prompt": "\r\n", "answer": "a"},
+    ]
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": " \n"}]
     blank += [{"messages": turns}, {"messages": [turns[0], *turns]}]
     write(tmp_path / "d.jsonl", [{"text": f"text {i}"} for i in range(40)] + blank)
@@ -350,8 +354,8 @@ def test_passages_of_a_domain_do_not_validate_another(tmp_path: Path) -> None:
     assert not held & {e.passage_id for data in read_both.values() for e in data.train}
     # Where rows alone may not meet, passages may.
     by_row = {n: s.model_copy(update={"split_by": "row"}) for n, s in about.items()}
-    rows = read_domains(by_row, tmp_path)["a"]
-    assert {e.passage_id for e in rows.train} & {e.passage_id for e in rows.validation} - {""}
+    split = read_domains(by_row, tmp_path)["a"]
+    assert {e.passage_id for e in split.train} & {e.passage_id for e in split.validation} - {""}
 
 
 def test_a_short_input_is_no_passage() -> None:
@@ -502,7 +506,7 @@ def train_data(root: Path, **settings: Any) -> DomainData:
 def test_a_directory_of_mlx_lm_keeps_its_rows_their_order_and_repeats(tmp_path: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " Hello\n"}]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"prompt": " b", "completion": "  2\n", "label": "x", "input": "y"},
         {"text": "<|im_start|>user\n  a  <|im_end|>\n"},
         {"messages": turns, "text": "rendered"},

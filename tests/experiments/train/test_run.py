@@ -315,6 +315,7 @@ def test_two_runs_to_one_target_do_not_mix(places: tuple[Path, Path], tmp_path: 
         ({"layers": "0", "keys": ("q_proj",)}, "'q_proj': only in layers 1"),
         ({"data": "/nowhere"}, "/nowhere: no such file or directory; put the data there"),
         ({"data": "an-owner/a-set"}, "an-owner/a-set: not in the cache of Hugging Face data sets"),
+        ({"data": ""}, "data is empty; give a file, a directory or the id"),
         ({"data": "a\0b"}, "not a usable path: embedded null"),
         ({"data": "\ud800"}, "not a usable path"),
         ({"data": "x" * 5000}, "cannot be opened: File name too long"),
@@ -415,7 +416,10 @@ def test_several_sources_in_their_formats(places: tuple[Path, Path], tmp_path: P
     ]
     write_rows(tmp_path / "a.jsonl", [*alpaca, {"instruction": "Say nothing", "output": ""}])
     write_rows(tmp_path / "b.jsonl", chat_rows(9))
-    sources = [str(tmp_path / "a.jsonl"), {"path": str(tmp_path / "b.jsonl"), "format": "chat"}]
+    sources: list[Any] = [
+        str(tmp_path / "a.jsonl"),
+        {"path": str(tmp_path / "b.jsonl"), "format": "chat"},
+    ]
     data = TrainDataSettings.model_validate({"sources": sources, "validation_fraction": 0.2})
     settings = settings_for(places[0], tmp_path, tmp_path / "out").model_copy(update={"data": data})
     setup = set_up(settings)
