@@ -14,7 +14,8 @@ def test_the_cpu_time_is_that_of_child_processes_too() -> None:
         lines: list[str] = []
         reporter: Any = SimpleNamespace(stats={}, write_line=lines.append)
         pytest_terminal_summary(reporter)
-        match = re.fullmatch(r"CPU time of all processes: (\d+) s \(\d+ user, \d+ system\)", *lines)
+        [line] = lines
+        match = re.fullmatch(r"CPU time of all processes: (\d+) s \(\d+ user, \d+ system\)", line)
         assert match is not None
         return int(match[1])
 

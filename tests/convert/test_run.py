@@ -125,7 +125,7 @@ def test_where_a_gguf_file_goes_is_said(plain: Path, command: Run) -> None:
     code, _, err = command("convert", "models", "--save-path", "out")
     assert code == 2
     assert "give a file: models/m.gguf" in err
-    with pytest.raises(CheckpointError, match=r"mlxstacks convert models/m.gguf --save-path DIR"):
+    with pytest.raises(CheckpointError, match=r"mlxstacks convert models/m\.gguf --save-path"):
         resolve_model("models/m.gguf")
 
 
