@@ -26,7 +26,7 @@ _VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab*", "merges.tx
 # What transformers and mlx-lm raise for files that are damaged or do not go together.
 _NOT_A_MODEL = (
     ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError, OSError,
-    RuntimeError,
+    OverflowError, RuntimeError,
 )  # fmt: skip
 
 
@@ -87,7 +87,10 @@ def load(
 def _load_errors(path: Path) -> Iterator[None]:
     """Raises: CheckpointError for whatever mlx-lm raises over a model that it cannot load."""
     try:
-        check_layer_count(json.loads((path / "config.json").read_text(encoding="utf-8")))
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(config.get("model_type"), str):
+            raise CheckpointError("config.json has no model_type; give a model that mlx-lm knows")
+        check_layer_count(config)
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
@@ -126,11 +129,11 @@ def load_stored(
     Raises:
         CheckpointError: mlx-lm cannot load the model.
     """
-    from mlx_lm.utils import _get_classes, load_model
-
     stored: dict[str, mx.array] = {}
 
     def recording_classes(config: dict[str, Any]) -> tuple[type[nn.Module], Any]:
+        from mlx_lm.utils import _get_classes
+
         model_class, args_class = _get_classes(config)
 
         class Recording(model_class):  # type: ignore[misc, valid-type]
@@ -143,6 +146,8 @@ def load_stored(
         return Recording, args_class
 
     with _load_errors(model_path):
+        from mlx_lm.utils import load_model
+
         model, config = load_model(model_path, lazy=True, get_model_classes=recording_classes)
     tensors = dict(stored)
     stored.clear()  # the class that holds it is part of a circle, and lives on for a while

@@ -12,6 +12,7 @@ import mlx_lm
 import numpy as np
 import pytest
 from mlx import nn
+from mlx_lm.utils import load_model
 
 from mlxstacks import base_model
 from mlxstacks.cli import run as main
@@ -21,6 +22,7 @@ from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.lora_modules import Adapter
 from mlxstacks.files.shards import TensorInfo, read_header
 from mlxstacks.files.stored_weight import weight_shape
+from mlxstacks.fuse.in_memory import fuse_in_memory
 from mlxstacks.fuse.report import FuseReport
 from mlxstacks.fuse.run import run
 from mlxstacks.fuse.settings import FuseSettings
@@ -74,19 +76,32 @@ def test_opens_if_and_only_if_mlx_lm_opens_it(layout: Layout, bases: Path, tmp_p
     adapter = adapter_for(loaded, layout.touch, tmp_path / "adapter")
     shape = logical_shape(loaded, layout.touch)
     assert weight_shape(open_checkpoint(model), layout.touch) == shape  # stacks verify
-    if layout.name != "bitnet":  # needs Metal to run
-        prepare_base(loaded, "float32", [])
-        assert mx.isfinite(loaded(mx.array([[1, 2, 3]]))).all()
     if layout.refuses is not None:
         with pytest.raises(InputError) as caught:
             fuse(model, adapter, tmp_path / "fused")
         assert f"{layout.touch}: " in str(caught.value)
         assert layout.refuses in str(caught.value)
+        prepare_base(loaded, "float32", [])
+        assert mx.isfinite(loaded(mx.array([[1, 2, 3]]))).all()
         return
     report = fuse(model, adapter, tmp_path / "fused")
     assert sorted(f.name for f in report.side_files if f.reason) == sorted(layout.left)
     assert_nothing_is_lost(model, tmp_path / "fused", layout)
     assert_only_the_touched_module_changed(model, tmp_path / "fused", layout.touch)
+    if layout.name != "bitnet":  # needs Metal to run
+        runs_as_fused(loaded, settings(model, adapter, tmp_path / "fused"))
+
+
+def runs_as_fused(loaded: nn.Module, fuse_settings: FuseSettings) -> None:
+    """A forward of the widened model, fused in memory, is that of the fused directory."""
+    fuse_in_memory(loaded, fuse_settings)
+    fused, _ = load_model(Path(str(fuse_settings.save_path)), lazy=True)
+    logits = []
+    for model in (loaded, fused):
+        prepare_base(model, "float32", [])
+        logits.append(model(mx.array([[1, 2, 3]])))
+    assert mx.isfinite(logits[0]).all()
+    assert mx.array_equal(*logits)
 
 
 def every_command_opens(model: Path) -> nn.Module:
@@ -126,11 +141,14 @@ def logical_shape(model: nn.Module, path: str) -> tuple[int, ...]:
     return (*module["scales"].shape[:-1], module["scales"].shape[-1] * module.group_size)
 
 
-def fuse(model: Path, adapter: Path, target: Path, dry_run: bool = False) -> FuseReport:
-    settings = FuseSettings(
+def settings(model: Path, adapter: Path, target: Path) -> FuseSettings:
+    return FuseSettings(
         model=str(model), adapter_path=(str(adapter),), save_path=str(target), requant="nearest"
     )
-    return run(settings, dry_run=dry_run)
+
+
+def fuse(model: Path, adapter: Path, target: Path, dry_run: bool = False) -> FuseReport:
+    return run(settings(model, adapter, target), dry_run=dry_run)
 
 
 def assert_nothing_is_lost(model: Path, fused: Path, layout: Layout) -> None:

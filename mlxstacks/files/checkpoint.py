@@ -198,10 +198,9 @@ def _weight_map(index_path: Path, index: dict[str, Any] | None) -> dict[str, str
 
 def _is_below(file: object) -> bool:
     """Whether an index's entry is a plain relative path that cannot leave the directory."""
-    plain = isinstance(file, str) and file.isprintable() and "\\" not in file
-    return (
-        plain and len(file.encode()) <= MAX_NAME_BYTES and not {"", ".", ".."} & {*file.split("/")}
-    )
+    if not isinstance(file, str) or not file.isprintable() or "\\" in file:
+        return False
+    return len(file.encode()) <= MAX_NAME_BYTES and not {"", ".", ".."} & set(file.split("/"))
 
 
 def _absent_shard(checkpoint: Checkpoint, weight_map: dict[str, str]) -> str | None:

@@ -137,8 +137,11 @@ def _fused(
         for stage, sums in done.sums.items():
             total[stage] = total[stage] + sums
     assert all(filled[name] == raw[name].size for name in raw), "a block is missing"
+    weight = work.module.stored.weight.name  # without a last name in some hub checkpoints
     tensors = {
-        name.rpartition(".")[2]: _as_mlx(raw.pop(name), dtype, shape)
+        "weight" if name == weight else name.rpartition(".")[2]: _as_mlx(
+            raw.pop(name), dtype, shape
+        )
         for name, dtype, shape in work.outputs()
     }
     return tensors, total

@@ -121,6 +121,16 @@ def test_stale_index_is_no_error(model: Path, tensor: str, file: str) -> None:
     assert open_checkpoint(model).tensors.keys() == names
 
 
+@pytest.mark.parametrize("hidden_size", [2**40, -1, "wide"])
+def test_config_that_no_model_can_have_is_one_clear_error(model: Path, hidden_size: Any) -> None:
+    config = json.loads((model / "config.json").read_text())
+    config["text_config"]["hidden_size"] = hidden_size
+    (model / "config.json").write_text(json.dumps(config))
+    edit_index(model, lambda index: index["weight_map"].update(ghost="ghost.safetensors"))
+    with pytest.raises(CheckpointError, match=r"ghost\.safetensors: shard .* mlx-lm cannot load"):
+        open_checkpoint(model)
+
+
 def test_numbers_in_names_of_shards_may_be_those_of_another_repository(model: Path) -> None:
     (model / INDEX_NAME).unlink()
     for path in model.glob("model*.safetensors"):

@@ -13,6 +13,7 @@ import numpy as np
 
 from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.shards import read_tensor
+from mlxstacks.files.stored_weight import stored_weight
 from mlxstacks.fuse.report import FuseReport
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
@@ -93,7 +94,7 @@ def codes_that_differ(first: Path, second: Path, bits: Mapping[str, int | None])
     one, two = open_checkpoint(first), open_checkpoint(second)
     different = count = 0
     for module, width in bits.items():
-        a, b = (checkpoint.tensors[f"{module}.weight"] for checkpoint in (one, two))
+        a, b = (stored_weight(checkpoint, module).weight for checkpoint in (one, two))
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return None
         raw = read_tensor(a), read_tensor(b)
