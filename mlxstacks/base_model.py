@@ -132,11 +132,11 @@ def load_stored(
     Raises:
         CheckpointError: mlx-lm cannot load the model.
     """
-    from mlx_lm.utils import _get_classes, load_model
-
     stored: dict[str, mx.array] = {}
 
     def recording_classes(config: dict[str, Any]) -> tuple[type[nn.Module], Any]:
+        from mlx_lm.utils import _get_classes
+
         model_class, args_class = _get_classes(config)
 
         class Recording(model_class):  # type: ignore[misc, valid-type]
@@ -149,6 +149,8 @@ def load_stored(
         return Recording, args_class
 
     with _load_errors(model_path):
+        from mlx_lm.utils import load_model
+
         model, config = load_model(model_path, lazy=True, get_model_classes=recording_classes)
     tensors = dict(stored)
     stored.clear()  # the class that holds it is part of a circle, and lives on for a while
