@@ -13,6 +13,7 @@ texts again, of shares by Wilson. A finished arm is a file in --save-path, and i
 
 import argparse
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -87,14 +88,13 @@ def write_zero_adapter(
 
 def on_mlx_grid(model_path: Path, directory: Path, bits: int) -> Path:
     """The model with its stored values quantized to MLX's grid, group size 64, bfloat16 scales."""
-    from mlxstacks.files.carry import copy_side_files
-
     model, _, config = base_model.load(model_path, lazy=True)
     base_model.dequantize(model)
     base_model.cast(model, mx.bfloat16)
     plain = {key: value for key, value in config.items() if not key.startswith("quantization")}
     base_model.save_model(directory, model, base_model.quantize(model, plain, bits, 64))
-    copy_side_files(model_path, directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(model_path / name, directory / name)
     return directory
 
 

@@ -248,7 +248,7 @@ def group_experts(model: nn.Module) -> None:
 def _grouped_switch_linear() -> type[nn.Module]:
     from mlx_lm.models.switch_layers import SwitchLinear
 
-    class GroupedSwitchLinear(SwitchLinear):  # type: ignore[misc]
+    class GroupedSwitchLinear(SwitchLinear):
         def __call__(
             self, x: mx.array, indices: mx.array, sorted_indices: bool = False
         ) -> mx.array:

@@ -11,22 +11,19 @@ from hypothesis import strategies as st
 
 from mlxstacks.data import (
     ChatTokenizer,
-    EncodedRows,
     Row,
-    TrainDataSettings,
     batch_at,
-    encode_examples,
     encode_messages,
     encode_record,
     make_batch,
     pack_rows,
     read_records,
-    read_train_data,
 )
 from mlxstacks.data.rows import row_of
 from mlxstacks.errors import InputError
 from mlxstacks.nano.exports import ASSETS
 from mlxstacks.nano.tokenizer import load_tokenizer
+from tests.data.train_rows import read_rows
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -35,15 +32,6 @@ CHAT = [
     {"role": "user", "content": "And 4 more?"},
     {"role": "assistant", "content": "It is 9."},
 ]
-
-
-def read_rows(
-    path: Path, tokenizer: Any, max_tokens: int | None = None, **settings: Any
-) -> EncodedRows:
-    """A file as `train` reads and encodes it, without validation."""
-    about = TrainDataSettings.model_validate({"sources": str(path), **settings})
-    data = read_train_data(about, Path(), tokenizer)
-    return encode_examples([*data.train, *data.validation], tokenizer, about, max_tokens)
 
 
 @pytest.fixture(scope="module")

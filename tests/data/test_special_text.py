@@ -18,7 +18,6 @@ from mlxstacks.data import (
     encode_examples,
     encode_messages,
     encode_record,
-    read_rows,
 )
 from mlxstacks.data.chat import open_chat, prompt_tokens
 from mlxstacks.data.examples import make_example
@@ -32,6 +31,7 @@ from mlxstacks.data.special_text import (
 from mlxstacks.errors import InputError
 from mlxstacks.routing.generation import encode_prompt
 from tests.data.chat_tokenizers import KINDS, PLAIN_KINDS, chat_tokenizer
+from tests.data.train_rows import read_rows
 
 ALLOWED = Rendering(allow_special=True)
 HARMLESS = "q0q"
@@ -284,7 +284,7 @@ def test_templated_text_is_text_unless_it_is_allowed_and_a_note_says_so(tmp_path
     assert note.startswith("2 rows hold text of special tokens (<|im_start|>, <|im_end|>)")
     assert "--allow-special" in note
     assert specials("chatml", plain.rows[0].tokens) == [tokenizer.eos_token_id]
-    allowed = read_rows(path, tokenizer, rendering=ALLOWED)
+    allowed = read_rows(path, tokenizer, allow_special=True)
     assert allowed.notes == ()
     assert list(allowed.rows[0].tokens[:-1]) == tokenizer.encode(records[0]["text"])
     assert plain.rows[1] == allowed.rows[1]
@@ -382,7 +382,7 @@ def test_a_long_row_costs_what_is_kept_of_it(record: dict[str, Any], tmp_path: P
     tokenizer = Counting("chatml")
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{json.dumps(record)}\n{{"text": "the"}}\n')
-    found = read_rows(path, tokenizer, 1.0, max_tokens=128)
+    found = read_rows(path, tokenizer, mask_prompt=False, max_tokens=128)
     assert (found.cut, len(found.rows[0].tokens)) == (1, 128)
     assert tokenizer.characters < 10_000
     whole = encode_record(record, chat_tokenizer("chatml"), 1.0)

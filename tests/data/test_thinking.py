@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from mlxstacks.data import DomainDataSettings, Rendering, Row, encode_messages, read_rows
+from mlxstacks.data import DomainDataSettings, Rendering, Row, encode_messages
 from mlxstacks.data.chat import prompt_tokens
 from mlxstacks.data.text_settings import Thinking, ThinkingMode
 from mlxstacks.experiments.benchmarks.arm_prompts import PromptEncoder
@@ -19,6 +19,7 @@ from mlxstacks.experiments.confound.items import Item
 from mlxstacks.experiments.confound.scoring import encode_choices
 from mlxstacks.routing.generation import encode_prompt
 from tests.data.chat_tokenizers import chat_tokenizer
+from tests.data.train_rows import read_rows
 
 ASKED = [{"role": "user", "content": "What is 2 + 3?"}]
 BLOCK = "<think>\n\n</think>\n\n"
@@ -153,7 +154,7 @@ def test_a_note_where_rows_and_settings_disagree(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": [*ASKED, turn]}) + "\n")
-    found = read_rows(path, chat_tokenizer(name), rendering=Rendering(mode)).notes
+    found = read_rows(path, chat_tokenizer(name), thinking=mode).notes
     assert [line.startswith(note or "") for line in found] == [True] * (note is not None)
 
 
