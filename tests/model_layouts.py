@@ -596,7 +596,7 @@ def hub_mixture_up_experts(directory: Path) -> None:
     as_hub_moe(directory)
 
 
-@layout(base=None, touch="model.layers.1.mlp.switch_mlp.up_proj", refuses="mlx_lm.convert")
+@layout(base=None, touch="model.layers.1.mlp.switch_mlp.up_proj", refuses="mlxstacks convert")
 def hub_experts_one_by_one(directory: Path) -> None:
     """Qwen/Qwen3-30B-A3B-Instruct-2507: mlp.experts.7.up_proj.weight"""
     config = {

@@ -16,6 +16,8 @@ from mlx_lm.utils import load_model
 
 from mlxstacks import base_model
 from mlxstacks.cli import run as main
+from mlxstacks.convert.run import convert
+from mlxstacks.convert.settings import ConvertSettings
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapters import LoraModule, mlx_config, write_adapter
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
@@ -115,7 +117,18 @@ def every_command_opens(model: Path) -> nn.Module:
     assert tokenizer.encode("a")
     if any(".layers." in path for path, _ in base_model.named_quantizable(loaded)):
         assert find_targets(loaded)  # BitNet has none, in mlx-lm's own trainer either
+    converts_unless_quantized(model)
     return loaded
+
+
+def converts_unless_quantized(model: Path) -> None:
+    to = ConvertSettings(model=str(model), save_path=str(model.with_name("converted")), bits=4)
+    config = json.loads((model / "config.json").read_text())
+    if config.keys() & {"quantization", "quantization_config"}:
+        with pytest.raises(InputError, match="already quantized"):
+            convert(to, dry_run=True)
+    else:
+        assert convert(to, dry_run=True).status == "planned"
 
 
 def adapter_for(model: nn.Module, path: str, directory: Path) -> Path:

@@ -1,9 +1,9 @@
 """Prints what `mlxstacks convert` did: tensors by kind, notes, and how to try the result."""
 
-import shlex
 from typing import TYPE_CHECKING
 
 from mlxstacks.cli import output
+from mlxstacks.command_line import command_line
 from mlxstacks.convert.report import ConvertReport
 from mlxstacks.memory import bytes_in_words
 
@@ -28,5 +28,4 @@ def render(console: "Console", report: ConvertReport) -> None:
         f"Wrote {report.save_path} in {report.seconds:.1f} s: {report.model_type}, {size}.",
         markup=False,
     )
-    target = shlex.quote(report.save_path)
-    console.print(f"Try it: mlxstacks chat --model {target}", markup=False, soft_wrap=True)
+    output.next_step(console, "Try it", command_line("mlxstacks chat", model=report.save_path))

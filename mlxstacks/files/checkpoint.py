@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlxstacks.command_line import command_line
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.shard_header import (
@@ -98,11 +99,11 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         raise CheckpointError(
             f"{directory}: an adapter, not a model; are the model and the adapter swapped?"
         )
+    files = _shard_files(directory)  # a directory of GGUF files has no config
     config = read_json_object(directory / "config.json", unique_keys=False)
     _check_depth(directory / "config.json", config)
     index_path = directory / INDEX_NAME
     index = read_json_object(index_path) if os.path.lexists(index_path) else None
-    files = _shard_files(directory)
     weight_map = _weight_map(index_path, index)
     headers = tuple(read_header(path) for path in files)
     checkpoint = Checkpoint(directory, config, headers, _gather(headers), index)
@@ -176,9 +177,16 @@ def _shard_files(directory: Path) -> list[Path]:
         if path.suffix in {".bin", ".pt", ".pth", ".npz", ".gguf", ".safetensors"}
     )  # fmt: skip
     if others:
+        advice = (
+            "nothing else is read: rename a safetensors file that is the whole model, else "
+            "download the model as safetensors"
+        )
+        if gguf := next((name for name in others if name.endswith(".gguf")), None):
+            source = directory / gguf
+            command = command_line("mlxstacks convert", source, save_path=source.with_suffix(""))
+            advice = f"convert it: `{command}`"
         raise CheckpointError(
-            f"{directory}: no model*.safetensors, only {', '.join(others[:3])}; safetensors in "
-            f"mlx-lm's layout are needed: run `mlx_lm.convert --hf-path {directory} --mlx-path OUT`"
+            f"{directory}: no model*.safetensors, only {', '.join(others[:3])}; {advice}"
         )
     raise CheckpointError(f"{directory}: no model*.safetensors; download or convert the model")
 

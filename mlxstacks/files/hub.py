@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from mlxstacks.command_line import command_line
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files.disk import user_path
 
@@ -34,9 +35,8 @@ def resolve_model(path_or_hub_id: str | Path) -> Path:
         if text and path.is_dir():
             return path
         if text and path.suffix == ".gguf" and path.is_file():
-            raise CheckpointError(
-                f"{path}: a GGUF file; convert it first: `mlxstacks convert {path} --save-path DIR`"
-            )
+            command = command_line("mlxstacks convert", path, save_path=path.with_suffix(""))
+            raise CheckpointError(f"{path}: a GGUF file; convert it first: `{command}`")
         if text and path.exists():
             raise CheckpointError(f"{path}: is a file; give the model's directory")
     except OSError as error:

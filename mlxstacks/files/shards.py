@@ -81,6 +81,6 @@ def _numpy_dtype(info: TensorInfo) -> np.dtype[Any]:
     if info.dtype not in DTYPES:
         raise CheckpointError(
             f"{info.file}: tensor {info.name!r} has dtype {info.dtype}, which can be copied, "
-            f"not read; readable: {', '.join(DTYPES)}; convert the model with mlx_lm.convert"
+            f"not read; readable: {', '.join(DTYPES)}; take the model in a dtype that mlx-lm reads"
         )
     return DTYPES[info.dtype][1]

@@ -14,9 +14,11 @@ FP8 widened) is stored nowhere and cannot be fused in place.
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeGuard
 
 from mlxstacks.base_model import LoadedWeight
+from mlxstacks.command_line import command_line
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files.checkpoint import Checkpoint
 from mlxstacks.files.lora_modules import FLOAT_DTYPES
@@ -61,13 +63,10 @@ def stored_name(checkpoint: Checkpoint, path: str) -> str | None:
     if module is None:
         return own_name if is_stored else None  # a vision tower, say, that mlx-lm drops
     if module.tensor is None:
-        directory, method = checkpoint.directory, _hub_quantization(checkpoint)
-        command = f"mlx_lm.convert --hf-path {directory} --mlx-path {directory}-mlx"
-        if method is None:
-            command = f"mlxstacks convert {directory} --bits 4 --save-path {directory}-4bit"
+        method = _hub_quantization(checkpoint) or "an unconverted hub checkpoint"
         raise CheckpointError(
             f"{path}: mlx-lm computes this weight from other tensors as it loads the model "
-            f"({method or 'an unconverted hub checkpoint'}); convert it first: `{command}`"
+            f"({method}); convert it first: `{_conversion(checkpoint)}`"
         )
     return module.tensor
 
@@ -99,7 +98,7 @@ def stored_weight(checkpoint: Checkpoint, path: str) -> StoredWeight:
     if not weight.shape:
         raise CheckpointError(f"{path}: the weight in {weight.file.name} is a single number")
     if scales is None:
-        return _plain(weight, biases, path, entry)
+        return _plain(checkpoint, weight, biases, path, entry)
     if not isinstance(quantization, dict):
         raise CheckpointError(_unknown_quantization(checkpoint, path))
     if named and not entry:  # mlx-lm leaves the module plain for null and {} too
@@ -111,7 +110,7 @@ def stored_weight(checkpoint: Checkpoint, path: str) -> StoredWeight:
             f"{path}: config's quantization is {str(entry)[:40]!a}; true, false or an object with "
             "bits and group_size is allowed"
         )
-    _check_mode(path, _mode(entry, quantization, weight, scales))
+    _check_mode(checkpoint, path, _mode(entry, quantization, weight, scales))
     _check_parts(path, weight, scales, biases)
     bits, group_size = _grid(checkpoint, path, key, weight, scales)
     return StoredWeight(weight, scales, biases, bits, group_size, scales.shape[-1] * group_size)
@@ -154,7 +153,13 @@ def grid_texts(grids: list[Grid], scales: TensorInfo) -> str:
     )
 
 
-def _plain(weight: TensorInfo, biases: TensorInfo | None, path: str, entry: object) -> StoredWeight:
+def _plain(
+    checkpoint: Checkpoint,
+    weight: TensorInfo,
+    biases: TensorInfo | None,
+    path: str,
+    entry: object,
+) -> StoredWeight:
     if isinstance(entry, dict) or entry is True:
         raise CheckpointError(f"{path}: config says it is quantized ({entry}), no {path}.scales")
     if weight.dtype == "U32":
@@ -162,7 +167,7 @@ def _plain(weight: TensorInfo, biases: TensorInfo | None, path: str, entry: obje
     if weight.dtype not in FLOAT_DTYPES:
         raise CheckpointError(
             f"{path}: weight dtype {weight.dtype}; allowed are {', '.join(FLOAT_DTYPES)} or packed "
-            "U32: convert the checkpoint with `mlx_lm.convert`"
+            f"U32: convert the checkpoint with `{_conversion(checkpoint)}`"
         )
     if biases is not None:
         raise CheckpointError(f"{path}: {biases.name} is there, {path}.scales is missing")
@@ -191,11 +196,22 @@ def _hub_quantization(checkpoint: Checkpoint) -> str | None:
     return None
 
 
-def _requantize(model: object) -> str:
-    return (
-        f"dequantize with `mlx_lm.convert --hf-path {model} --mlx-path PLAIN -d`, then "
-        "`mlx_lm.convert --hf-path PLAIN --mlx-path AFFINE -q --q-mode affine`"
+def _conversion(checkpoint: Checkpoint) -> str:
+    """The command that writes a hub checkpoint in MLX's layout."""
+    directory = checkpoint.directory
+    if _hub_quantization(checkpoint) in (None, "quantized as fp8"):
+        return command_line("mlxstacks convert", directory, bits=4, save_path=f"{directory}-4bit")
+    # codes of AWQ and GPTQ, which mlx-lm unpacks
+    return command_line("mlx_lm.convert", hf_path=directory, mlx_path=f"{directory}-mlx")
+
+
+def _requantize(directory: Path) -> str:
+    plain = f"{directory}-plain"
+    commands = (
+        command_line("mlx_lm.convert", hf_path=directory, mlx_path=plain, dequantize=True),
+        command_line("mlxstacks convert", plain, bits=4, save_path=f"{directory}-affine"),
     )
+    return "dequantize with `{}`, then `{}`".format(*commands)
 
 
 def _mode(
@@ -216,10 +232,11 @@ def _mode(
     return str(default) if default != "affine" else " or ".join(sorted(_BYTE_SCALED.values()))
 
 
-def _check_mode(path: str, mode: str) -> None:
+def _check_mode(checkpoint: Checkpoint, path: str, mode: str) -> None:
     if mode != "affine":
         raise CheckpointError(
-            f"{path}: quantized as {mode}; only affine is supported: {_requantize('MODEL')}"
+            f"{path}: quantized as {mode}; only affine is supported: "
+            f"{_requantize(checkpoint.directory)}"
         )
 
 
@@ -230,7 +247,7 @@ def _check_parts(
         raise CheckpointError(f"{path}: {scales.name} is there, but the weight is {weight.dtype}")
     if biases is None:
         raise CheckpointError(
-            f"{path}: {path}.biases is missing; an affine grid needs them: {_requantize('MODEL')}"
+            f"{path}: {path}.biases is missing; an affine grid needs them: download the model again"
         )
     if scales.dtype not in FLOAT_DTYPES:
         raise CheckpointError(

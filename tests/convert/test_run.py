@@ -13,6 +13,7 @@ from mlxstacks.convert import run as convert_run
 from mlxstacks.convert.gguf_file import open_gguf
 from mlxstacks.convert.settings import ConvertSettings
 from mlxstacks.errors import CheckpointError, InputError, TargetError
+from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.hub import resolve_model
 from tests.cli.conftest import Run, command
 from tests.convert.gguf_cases import config_of, random_tensors, write_gguf
@@ -120,13 +121,14 @@ def test_what_is_no_model_is_refused(work_dir: Path, command: Run) -> None:
 
 
 def test_where_a_gguf_file_goes_is_said(plain: Path, command: Run) -> None:
-    Path("models").mkdir()
-    plain.rename("models/m.gguf")
-    code, _, err = command("convert", "models", "--save-path", "out")
+    Path("my models").mkdir()
+    plain.rename("my models/m.gguf")
+    code, _, err = command("convert", "my models", "--save-path", "out")
     assert code == 2
-    assert "give a file: models/m.gguf" in err
-    with pytest.raises(CheckpointError, match=r"mlxstacks convert models/m\.gguf --save-path"):
-        resolve_model("models/m.gguf")
+    assert "give a file: my models/m.gguf" in err
+    for open_it, model in ((resolve_model, "my models/m.gguf"), (open_checkpoint, "my models")):
+        with pytest.raises(CheckpointError, match=r"`mlxstacks convert 'my models/m\.gguf' --save"):
+            open_it(model)
 
 
 def test_nano_is_converted_where_nothing_is_given(work_dir: Path, command: Run) -> None:

@@ -135,7 +135,7 @@ CONTRADICTIONS: list[tuple[Callable[[Checkpoint], Checkpoint], str]] = [
     (lambda c: with_config(c, **{Q_PROJ: False}), "not quantized.*scales is there"),
     (
         lambda c: with_config(c, **{Q_PROJ: {"mode": "mxfp4"}}),
-        "quantized as mxfp4.*--q-mode affine",
+        "quantized as mxfp4.*`mlxstacks convert ",
     ),
     (lambda c: without(c, f"{Q_PROJ}.scales"), "packed.*scales is missing"),
     (lambda c: without(c, f"{Q_PROJ}.biases"), "biases is missing"),

@@ -258,7 +258,7 @@ DAMAGE: dict[Callable[[Path], None], str] = {
     damage_config_binary: "config.json: not valid",
     damage_config_deep: "config.json: not valid: JSON is nested too deeply",
     damage_config_list: "must be an object, got list",
-    damage_only_bin: "mlx_lm.convert --hf-path",
+    damage_only_bin: "download the model as safetensors",
     damage_no_weights: "no model*.safetensors",
     damage_no_tensors: "holds no tensors",
 }
