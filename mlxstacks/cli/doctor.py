@@ -37,8 +37,8 @@ def render(console: "Console", health: Health) -> None:
     rows = [[disk.path, output.bytes_text(disk.free_bytes), disk.sharing] for disk in health.disks]
     console.print(output.table(["disk", "free", "unchanged shards"], rows))
     for finding in sorted(health.findings, key=lambda each: list(_MARKS).index(each.kind)):
-        console.print(f"{finding.kind}: ", style=_MARKS[finding.kind], end="")
-        console.print(finding.what, markup=False, style="bold")
+        kind = (f"{finding.kind}: ", _MARKS[finding.kind])
+        console.print(Text.assemble(kind, (finding.what, "bold")))
         for line in (f"because {finding.why}", finding.remedy):
             console.print(Padding(Text(line), (0, 0, 0, 2)))
 

@@ -2,6 +2,7 @@
 
 import math
 import textwrap
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -37,7 +38,9 @@ def write_figures(
     # No window, no date, fixed ids in the SVG.
     settings: dict[Any, Any] = {"backend": "Agg", "svg.hashsalt": "mlxstacks", **(style or {})}
     names = []
-    with library.rc_context(settings):
+    with library.rc_context(settings), warnings.catch_warnings():
+        # Texts that leave no room for a plot, as a hostile file may hold, are drawn all the same.
+        warnings.filterwarnings("ignore", message=".*axes sizes collapsed to zero")
         from matplotlib.figure import Figure
 
         for name, draw in drawings:

@@ -27,7 +27,7 @@ def report_of(correlations: list[float | None], status: str = "planned") -> Fuse
         )  # fmt: skip
     total = None if status == "planned" else FIGURES
     return FuseReport(
-        status, "m", "out", {}, "0" * 64, "1" * 64, False, None,
+        status, "m", "out", {"requant": "auto"}, "0" * 64, "1" * 64, False, None,
         [StageReport("a", modules, total)], [], 0, 0, 0.5, {}, VERDICT,
     )  # fmt: skip
 

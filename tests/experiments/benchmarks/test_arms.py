@@ -116,7 +116,7 @@ def test_base_adapter_and_fused_are_the_models_they_name(
     for name, values in wanted.items():
         assert sums(asked[name]["scored"]) == pytest.approx(values, abs=SUMS), name
     assert sums(asked["adapter"]["scored"]) != pytest.approx(wanted["base"], abs=0.05)
-    assert "kept" in asked["fused"]["notes"][-1]
+    assert "survival" in asked["fused"]["notes"][-1]
     total = asked["fused"]["details"]["fuse"]["stages"][0]["total"]
     assert total["correlation"] > 0.98
 
