@@ -70,7 +70,7 @@ def _plan(model: str, settings: ConvertSettings) -> Conversion:
 
         conversion = gguf_conversion(path, settings)
     else:
-        conversion = _plan_directory(resolve_model(model), settings)
+        conversion = _plan_directory(resolve_model(model, sidecars=True), settings)
     if settings.upcycle is None:
         return conversion
     from mlxstacks.convert.upcycle import upcycled

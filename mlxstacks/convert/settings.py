@@ -1,13 +1,13 @@
 """Settings of `mlxstacks convert`. Imports neither mlx nor numpy, so that `--help` stays fast."""
 
-import fnmatch
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from mlxstacks.files.module_bits import ModuleBits, bits_of_module, parse_module_bits
+
 Bits = Literal[2, 3, 4, 5, 6, 8]
 Dtype = Literal["float16", "bfloat16", "float32"]
-ALLOWED_BITS = (2, 3, 4, 5, 6, 8)
 
 
 class ConvertSettings(BaseModel):
@@ -56,7 +56,7 @@ class ConvertSettings(BaseModel):
     @classmethod
     def _module_bits_are_pairs(cls, pairs: tuple[str, ...]) -> tuple[str, ...]:
         for pair in pairs:
-            _parse_pair(pair)
+            parse_module_bits(pair, "module_bits", floats=True)
         return pairs
 
     @model_validator(mode="after")
@@ -65,24 +65,10 @@ class ConvertSettings(BaseModel):
             raise ValueError(f"top_k is {self.top_k}, more than the {self.upcycle} experts")
         return self
 
-    def overrides(self) -> list[tuple[str, int | None]]:
-        """`module_bits` as (pattern, bits or None for floats), in order."""
-        return list(map(_parse_pair, self.module_bits))
+    def overrides(self) -> list[ModuleBits]:
+        """`module_bits`, parsed, in order."""
+        return [parse_module_bits(p, "module_bits", floats=True) for p in self.module_bits]
 
     def bits_of(self, module: str) -> int | None:
         """Bits asked for a module path; None where it is to stay in floats."""
-        bits: int | None = self.bits
-        for pattern, width in self.overrides():
-            if fnmatch.fnmatchcase(module, pattern):
-                bits = width
-        return bits
-
-
-def _parse_pair(pair: str) -> tuple[str, int | None]:
-    pattern, _, width = pair.rpartition("=")
-    if pattern and width == "none":
-        return pattern, None
-    if not pattern or not width.isdigit() or int(width) not in ALLOWED_BITS:
-        allowed = ", ".join(map(str, ALLOWED_BITS))
-        raise ValueError(f"module_bits takes PATTERN=N with N one of {allowed}, none; got {pair!r}")
-    return pattern, int(width)
+        return bits_of_module(module, self.overrides(), self.bits)

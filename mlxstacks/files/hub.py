@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
+from typing import Any
 
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import CheckpointError
@@ -20,11 +22,18 @@ ALLOW_PATTERNS = [
     "*.jsonl",
     "*.jinja",
 ]
+# The rest of what public repositories keep in safetensors: heads, vision towers, drafters. Not the
+# same weights a second time, as Mistral and OpenAI ship them.
+_SIDECARS = "*.safetensors"
+_TWICE = ["consolidated*", "original/*"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def resolve_model(path_or_hub_id: str | Path) -> Path:
+def resolve_model(path_or_hub_id: str | Path, sidecars: bool = False) -> Path:
     """The directory of a model: a local directory, else the hub cache, else a download.
+
+    sidecars: with the weights that mlx-lm does not read, for who writes the model anew. What is in
+    the cache gets those of its own revision, where the hub answers.
 
     Raises:
         CheckpointError: neither a directory nor a hub id, or not in the cache and not to be had.
@@ -43,7 +52,7 @@ def resolve_model(path_or_hub_id: str | Path) -> Path:
         raise CheckpointError(f"{text[:200]!a}: cannot be opened: {error.strerror}") from None
     if isinstance(path_or_hub_id, Path) or not _HUB_ID.fullmatch(text):
         raise CheckpointError(f"{text!r}: no such directory, and not a hub id like owner/name")
-    return _snapshot(text)
+    return _snapshot(text, sidecars)
 
 
 def may_be_hub_id(text: str) -> bool:
@@ -62,21 +71,28 @@ def in_hub_cache(model: str) -> bool:
         return False
 
 
-def _snapshot(hub_id: str) -> Path:
+def _snapshot(hub_id: str, sidecars: bool) -> Path:
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     # the HTTP library differs between versions of the hub client; its base error is here in all
     http_error: type[BaseException] = HfHubHTTPError.__bases__[0]
+    wanted: dict[str, Any] = {"allow_patterns": ALLOW_PATTERNS}
+    if sidecars:
+        wanted = {"allow_patterns": [*ALLOW_PATTERNS, _SIDECARS], "ignore_patterns": _TWICE}
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=ALLOW_PATTERNS, local_files_only=True))
+        cached = Path(snapshot_download(hub_id, **wanted, local_files_only=True))
+        if sidecars and not constants.HF_HUB_OFFLINE:
+            with contextlib.suppress(http_error, OSError):
+                snapshot_download(hub_id, **wanted, revision=cached.name)
+        return cached
     except LocalEntryNotFoundError:
         reason = "HF_HUB_OFFLINE is set"
     except HFValidationError as error:
         raise CheckpointError(f"{hub_id}: no such directory, and no hub id: {error}") from None
     if not constants.HF_HUB_OFFLINE:
         try:
-            return Path(snapshot_download(hub_id, allow_patterns=ALLOW_PATTERNS))
+            return Path(snapshot_download(hub_id, **wanted))
         except (http_error, OSError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
     raise CheckpointError(

@@ -80,7 +80,7 @@ class _Fuse:
         self.settings = settings
         self.started = time.monotonic()
         self.workers = max(1, min(os.cpu_count() or 1, _MOST_WORKERS))
-        self.checkpoint = open_checkpoint(resolve_model(settings.model))
+        self.checkpoint = open_checkpoint(resolve_model(settings.model, sidecars=True))
         self.modules, self.notes = gather_modules(self.checkpoint, settings)
         if settings.zero_delta and settings.fail_under is not None:
             self.notes.append("--fail-under does not apply at zero delta: nothing is intended.")

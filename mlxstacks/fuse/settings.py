@@ -1,14 +1,13 @@
 """Settings of a fuse. Imports neither mlx nor numpy, so that `--help` stays fast."""
 
-import fnmatch
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from mlxstacks.files.module_bits import bits_of_module, parse_module_bits
 from mlxstacks.files.settings import PeftLayout
 
 PolicyName = Literal["auto", "refit", "keep", "nearest", "promote", "stochastic", "dequantize"]
-ALLOWED_BITS = (2, 3, 4, 5, 6, 8)
 
 
 class FuseSettings(BaseModel):
@@ -81,7 +80,7 @@ class FuseSettings(BaseModel):
     @classmethod
     def _bits_are_pairs(cls, pairs: tuple[str, ...]) -> tuple[str, ...]:
         for pair in pairs:
-            _parse_bits(pair)
+            parse_module_bits(pair, "bits")
         return pairs
 
     @model_validator(mode="after")
@@ -92,21 +91,8 @@ class FuseSettings(BaseModel):
 
     def bits_for(self, module: str) -> int | None:
         """Bits asked for a module path, or None."""
-        wanted = None
-        for pair in self.bits:
-            pattern, bits = _parse_bits(pair)
-            if fnmatch.fnmatchcase(module, pattern):
-                wanted = bits
-        return wanted
+        return bits_of_module(module, (parse_module_bits(p, "bits") for p in self.bits), None)
 
     def bits_patterns(self) -> list[str]:
         """The patterns of `bits`, in order."""
-        return [_parse_bits(pair)[0] for pair in self.bits]
-
-
-def _parse_bits(pair: str) -> tuple[str, int]:
-    pattern, separator, bits = pair.rpartition("=")
-    if not separator or not pattern or not bits.isdigit() or int(bits) not in ALLOWED_BITS:
-        allowed = ", ".join(map(str, ALLOWED_BITS))
-        raise ValueError(f"bits takes PATTERN=N with N one of {allowed}; got {pair!r}")
-    return pattern, int(bits)
+        return [parse_module_bits(pair, "bits")[0] for pair in self.bits]

@@ -20,6 +20,7 @@ from mlx_lm import load
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files import checkpoint as checkpoint_module
 from mlxstacks.files.checkpoint import INDEX_NAME, fingerprint, open_checkpoint, resolve_model
+from mlxstacks.files.hub import ALLOW_PATTERNS
 from mlxstacks.files.shards import read_tensor
 from tests.files.raw import entry, file_bytes
 from tests.tiny_models import (
@@ -445,6 +446,37 @@ def test_failed_download_gives_its_reason(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(CheckpointError, match="not downloaded: Name or service not known"):
         resolve_model("owner/none")
+
+
+def test_sidecars_of_a_cached_model_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mlx-lm leaves `mtp.safetensors` on the hub; a fuse would lose it without a word."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    asked: list[dict[str, Any]] = []
+
+    def download(hub_id: str, **options: Any) -> str:
+        asked.append(options)
+        if "revision" in options and unreachable:
+            raise ConnectionError
+        return str(tmp_path / "a1b2")
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    for unreachable in (False, True):  # noqa: B007 (download reads it)
+        assert resolve_model("owner/name", sidecars=True) == tmp_path / "a1b2"
+        assert asked[-1]["revision"] == "a1b2"
+        sidecars = ["mtp.safetensors", "optiq/optiq_vision.safetensors"]
+        chosen = huggingface_hub.utils.filter_repo_objects(
+            [*sidecars, "consolidated.safetensors", "m.py"],
+            allow_patterns=asked[-1]["allow_patterns"],
+            ignore_patterns=asked[-1]["ignore_patterns"],
+        )
+        assert list(chosen) == sidecars
+    resolve_model("owner/name")
+    assert asked[-1] == {"allow_patterns": ALLOW_PATTERNS, "local_files_only": True}
 
 
 def test_local_paths_never_go_to_the_hub(tmp_path: Path, model: Path) -> None:
