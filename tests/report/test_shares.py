@@ -46,7 +46,7 @@ def bare_shares(table: Table) -> list[tuple[str, str]]:
 
 
 def test_no_page_prints_a_bare_estimate() -> None:
-    bare = {}
+    bare: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for name, (file, document) in every_report().items():
         if file != "manifest.json":
             kind = KINDS[document.get("kind") or RESULT_FILES[file]]
