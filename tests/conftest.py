@@ -6,6 +6,7 @@ instead of a seeded tenth. The sizes that ran are printed at the end.
 """
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -33,6 +34,14 @@ settings.register_profile(
     "soak", max_examples=1000, deadline=None, print_blob=True, suppress_health_check=_SLOW_OK
 )
 settings.load_profile("soak" if SOAK else "normal")
+
+# What is imported and collected stays: the garbage collector need not walk it, again and again.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 DEVICES = ("metal", "cuda")

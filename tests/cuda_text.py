@@ -12,12 +12,13 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+
+from tests.emulator.cache import compiler_says
 
 # Like mlx/backend/cuda/device/utils.cuh: the float types, and Shape and Strides of fixed length.
 UTILS = """
@@ -201,15 +202,13 @@ def compile_with_nvcc(text: str, folder: Path, architecture: str) -> dict[str, U
     header = folder / UTILS_NAME
     header.parent.mkdir(parents=True, exist_ok=True)
     header.write_text(UTILS)
-    source = folder / "unit.cu"
-    source.write_text(text)
-    command = [compiler, "-cubin", f"-arch={architecture}", "-std=c++17", "-Xptxas", "-v"]
-    command += ["-diag-suppress", "177"]  # a thread attribute that a body does not use
-    command += ["-I", str(folder), "-o", str(folder / f"unit.{architecture}.cubin"), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return read_usage(done.stdout + done.stderr)
+    options = ["-cubin", f"-arch={architecture}", "-std=c++17", "-Xptxas", "-v", "-x", "cu"]
+    options += ["-diag-suppress", "177"]  # a thread attribute that a body does not use
+    places = ["-I", str(folder), "-o", str(folder / f"unit.{architecture}.cubin"), "-"]
+    code, printed = compiler_says([compiler, *options, *places], [*options, UTILS], text)
+    if code:
+        raise RuntimeError(f"{' '.join([compiler, *options, *places])} failed:\n{printed}")
+    return read_usage(printed)
 
 
 def read_usage(log: str) -> dict[str, Usage]:

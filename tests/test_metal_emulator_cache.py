@@ -109,6 +109,24 @@ def test_damaged_objects_and_notes_are_made_again(own_cache: Path) -> None:
         assert path.read_bytes() == content
 
 
+def test_a_compiler_is_asked_once_for_each_text_until_its_answer_is_damaged(
+    own_cache: Path, tmp_path: Path
+) -> None:
+    asked, objects = tmp_path / "asked", own_cache / "objects"
+    text = f"printf x >> '{asked}'; echo refused; exit 3"
+    before = set(objects.iterdir())
+    for options in ([], [], ["-O1"]):
+        assert cache.compiler_says(["sh"], options, text) == (3, "refused\n")
+    assert asked.read_text() == "xx"
+    for damage in (cut, zero, empty, another, Path.unlink):
+        asked.unlink()
+        for note in set(objects.iterdir()) - before:
+            damage(note)
+        for _ in range(2):
+            assert cache.compiler_says(["sh"], [], text) == (3, "refused\n")
+        assert asked.read_text() == "x"
+
+
 # --- headers and the scheduler -------------------------------------------------------------------
 
 

@@ -5,14 +5,17 @@ its content has the hash that was written down; anything else is made again.
 """
 
 import hashlib
+import json
 import os
 import re
 import shutil
 import stat
+import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 KEPT_DAYS = 14
@@ -85,6 +88,35 @@ def write_whole(path: Path, text: str) -> None:
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix="draft-", delete=False) as draft:
         draft.write(text)
     os.replace(draft.name, path)
+
+
+def compiler_says(command: Sequence[str], depends_on: Sequence[str], text: str) -> tuple[int, str]:
+    """Exit status of a compiler that reads `text`, and what it prints; asked once for each text.
+
+    depends_on: what else decides the answer: options without temporary paths, texts included.
+    """
+    try:
+        note = objects_dir() / f"{digest([_version(command[0]), *depends_on, text])}.json"
+    except OSError:
+        note = None
+    if note is not None:
+        with suppress(OSError, ValueError):
+            seal, answer = note.read_text().split("\n", 1)
+            if seal == digest([answer]):
+                keep(note)
+                code, printed = json.loads(answer)
+                return code, printed
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    code, printed = done.returncode, done.stdout + done.stderr
+    if note is not None and code >= 0:  # not one that was killed
+        answer = json.dumps([code, printed])
+        write_whole(note, f"{digest([answer])}\n{answer}")
+    return code, printed
+
+
+@cache
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
 
 
 def keep(path: Path) -> None:

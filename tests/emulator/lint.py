@@ -11,12 +11,12 @@ that every pointer says where it points and never changes it. It knows Metal's l
 
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tests.emulator.cache import compiler_says
 from tests.emulator.text import ATTRIBUTES
 
 _STDLIB = Path(__file__).with_name("lint_stdlib.h")
@@ -181,8 +181,9 @@ def compiler_missing() -> str | None:
     """Why address spaces cannot be checked here, or None."""
     if shutil.which("clang") is None:
         return "no clang, which alone knows address spaces"
-    answer = _run_clang("__kernel void probe(const __global float* x, __constant int& n) {}\n")
-    return None if answer.returncode == 0 else f"this clang takes no OpenCL C++: {answer.stderr}"
+    probe = "__kernel void probe(const __global float* x, __constant int& n) {}\n"
+    code, complaint = _run_clang(probe)
+    return None if code == 0 else f"this clang takes no OpenCL C++: {complaint}"
 
 
 def compile_problems(generated: str, *, newer: bool = False) -> list[str]:
@@ -203,15 +204,15 @@ def compile_problems(generated: str, *, newer: bool = False) -> list[str]:
 
 
 def _errors(text: str, extensions: str, newer: bool) -> list[str]:
-    answer = _run_clang(text, extensions)
+    code, printed = _run_clang(text, extensions)
     found = []
-    for line in answer.stderr.splitlines():
+    for line in printed.splitlines():
         match = _LINE_OF_ERROR.search(line)
         modern = match is not None and "C++ standards before" in match["what"]
         if match and (match["kind"] == "error" or (modern and not newer)):
             found.append(f"{match['where']}:{match['line']}: {match['what']}")
-    if answer.returncode and not found:
-        raise RuntimeError(f"clang failed:\n{answer.stderr}")
+    if code and not found:
+        raise RuntimeError(f"clang failed:\n{printed}")
     return found
 
 
@@ -247,11 +248,6 @@ def _as_opencl(generated: str) -> str:
     )
 
 
-def _run_clang(text: str, extensions: str = _NO_GENERIC) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["clang", *_CLANG, "-Xclang", extensions, "-"],
-        input=text,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def _run_clang(text: str, extensions: str = _NO_GENERIC) -> tuple[int, str]:
+    options = [*_CLANG, "-Xclang", extensions, "-"]
+    return compiler_says(["clang", *options], [*options, _STDLIB.read_text()], text)

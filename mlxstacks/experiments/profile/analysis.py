@@ -135,7 +135,7 @@ def _tops(choices: Choices, found: Measures, null: Null, rule: Rule) -> dict[str
         "k": k,
         "by_kl": _sets(choices.names, numbers[found.top[k]]),
         "by_excess": _sets(choices.names, numbers[excess]),
-        "excess_jaccard": mean_of_pairs(set_jaccard(membership(excess, len(numbers)))),
+        "excess_jaccard": float(mean_of_pairs(set_jaccard(membership(excess, len(numbers))))),
         "groups_by_layer": {str(n): int(c) for n, c in zip(numbers, counted, strict=True) if c},
         "halves_of_one_group": halves.same_group,
         "halves_of_two_groups": halves.other_group,

@@ -107,7 +107,7 @@ def random_sets_jaccard(groups: int, k: int, layers: int, seed: int) -> np.ndarr
     """Mean pairwise Jaccard of random k-sets of layers, a number a draw, (RANDOM_SETS,)."""
     rng = np.random.default_rng([seed, 2])
     sets = rng.random((RANDOM_SETS, groups, layers)).argpartition(k - 1, axis=-1)[..., :k]
-    return np.array([mean_of_pairs(set_jaccard(membership(one, layers))) for one in sets])
+    return mean_of_pairs(set_jaccard(membership(sets, layers)))
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def measure(counts: np.ndarray, ks: Sequence[int], top_experts: int) -> Measures
     kl = divergence(p)
     top = {k: top_layers(kl, k) for k in ks}
     layers = counts.shape[1]
-    jaccard = {k: mean_of_pairs(set_jaccard(membership(top[k], layers))) for k in ks}
+    jaccard = {k: float(mean_of_pairs(set_jaccard(membership(top[k], layers)))) for k in ks}
     return Measures(kl, top, jaccard, expert_overlap(p, top_experts))
 
 
@@ -95,16 +95,19 @@ def membership(sets: np.ndarray, size: int) -> np.ndarray:
 
 
 def set_jaccard(inside: np.ndarray, other: np.ndarray | None = None) -> np.ndarray:
-    """inside (S, m), other (S', m) bool, no empty set -> |A & B| / |A | B|, (S, S')."""
+    """inside (..., S, m), other (..., S', m) bool, no empty set -> |A & B| / |A | B|,
+    (..., S, S').
+    """
     one = inside.astype(np.float64)
     two = one if other is None else other.astype(np.float64)
-    both = one @ two.T
-    return both / (one.sum(axis=1)[:, None] + two.sum(axis=1)[None] - both)
+    both = one @ two.swapaxes(-1, -2)
+    return both / (one.sum(axis=-1)[..., :, None] + two.sum(axis=-1)[..., None, :] - both)
 
 
-def mean_of_pairs(matrix: np.ndarray) -> float:
-    """Mean of a symmetric (S, S) over the S (S - 1) / 2 pairs."""
-    return float(matrix[np.triu_indices(len(matrix), 1)].mean())
+def mean_of_pairs(matrix: np.ndarray) -> np.ndarray:
+    """Mean of symmetric (..., S, S) over the S (S - 1) / 2 pairs, (...)."""
+    rows, columns = np.triu_indices(matrix.shape[-1], 1)
+    return np.ascontiguousarray(matrix[..., rows, columns]).mean(axis=-1)
 
 
 def mean_jaccard(sets: Sequence[frozenset[int]]) -> Fraction:
