@@ -43,7 +43,7 @@ from mlxstacks.stats import wilson_interval
 from mlxstacks.training.prepare_base import prepare_base
 
 POLICIES: tuple[PolicyName, ...] = (
-    "refit", "keep", "nearest", "stochastic", "promote", "dequantize", "auto",
+    "refit", "keep", "nearest", "auto", "stochastic", "dequantize", "promote",
 )  # fmt: skip
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 TASKS = ("arc_easy", "hellaswag")
@@ -210,8 +210,8 @@ def refit(options: argparse.Namespace) -> list[Figures]:
                 texts = texts[: options.rows]
             reference = list(log_probabilities(model, texts))
             before = compare(model, texts, {})["texts"]
-            for what, every in [(("down_proj",), 3), (PROJECTIONS, 1)]:
-                adapter = Path(temporary) / f"zero-{len(what)}-{path.name}"
+            for what, every in [(("down_proj",), 3), (("down_proj",), 1), (PROJECTIONS, 1)]:
+                adapter = Path(temporary) / f"zero-{len(what)}-{every}-{path.name}"
                 write_zero_adapter(path, adapter, what, every)
                 model, _, _ = load(path)
                 fused = fuse_in_memory(
