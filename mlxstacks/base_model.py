@@ -29,7 +29,7 @@ _VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab*", "merges.tx
 # What transformers and mlx-lm raise for files that are damaged or do not go together.
 _NOT_A_MODEL = (
     ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError, OSError,
-    OverflowError, RuntimeError,
+    OverflowError, RuntimeError, AssertionError,
 )  # fmt: skip
 
 

@@ -127,11 +127,18 @@ class Architecture:
 
     def config(self) -> dict[str, Any]:
         """`config.json` without `quantization`; end and begin of text as the tokenizer has them."""
-        vocabulary, width = self.file.tensors["token_embd.weight"].shape
-        if width != self.hidden:
+        vocabulary, *width = self.file.tensors["token_embd.weight"].shape
+        if width != [self.hidden]:
             raise CheckpointError(
-                f"{self.file.path}: token_embd.weight has rows of {width}, "
+                f"{self.file.path}: token_embd.weight has rows of "
+                f"{' x '.join(map(str, width)) or 'no numbers'}, "
                 f"{self.name}.embedding_length is {self.hidden}"
+            )
+        tokens = self.file.fields.get("tokenizer.ggml.tokens", ())
+        if len(tokens) > vocabulary:
+            raise CheckpointError(
+                f"{self.file.path}: {len(tokens)} tokens, but token_embd.weight has only "
+                f"{vocabulary} rows"
             )
         config: dict[str, Any] = {
             "model_type": self.model_type,
@@ -217,6 +224,11 @@ class Architecture:
         if not self.experts:
             return {}
         used = self._count("expert_used_count")
+        if used > self.experts:
+            raise CheckpointError(
+                f"{self.file.path}: {self.name}.expert_used_count is {used}, and there are "
+                f"{self.experts} experts"
+            )
         if self.model_type == "mixtral":
             return {"num_local_experts": self.experts, "num_experts_per_tok": used}
         return {
@@ -263,6 +275,10 @@ class Architecture:
         if tensor.kind != "F32" or tensor.shape != (self.head_dim // 2,):
             raise CheckpointError(f"{self.file.path}: rope_freqs.weight has {tensor.shape} numbers")
         divisors = self.file.read(tensor).view("<f4").reshape(-1)
+        if not (divisors > 0).all():
+            raise CheckpointError(
+                f"{self.file.path}: rope_freqs.weight holds divisors that are not above 0"
+            )
         scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **_LLAMA3_ROPE}
         expected = llama3_divisors(scaling, self.head_dim, self._number("rope.freq_base", 10000.0))
         if not np.allclose(divisors, expected, rtol=1e-4):

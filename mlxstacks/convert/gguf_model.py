@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -101,7 +102,7 @@ class _Reader:
         """What is computed in: the dtype of scales, else of most weights; `--dtype` where given."""
         kinds = [tensor.kind for tensor in self.file.tensors.values() if len(tensor.shape) > 1]
         floats = all(kind in FLOATS for kind in kinds)
-        dtype = max(set(kinds), key=kinds.count) if floats else "F16"
+        dtype = Counter(kinds).most_common(1)[0][0] if floats else "F16"
         if self.settings.dtype is None:
             return dtype
         given = _DTYPES[self.settings.dtype]

@@ -19,6 +19,7 @@ from mlxstacks.files.outputs import write_json
 
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+MAX_TOKEN = 4096  # letters; every cut of a token is tried, and public ones have some hundred
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +204,8 @@ def _sentencepiece(file: GGUFFile) -> dict[str, Any]:
     scores = file.fields.get("tokenizer.ggml.scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
         raise _error(file, "tokenizer.ggml.scores is missing or of another length than the tokens")
+    if not np.isfinite(scores).all():
+        raise _error(file, "tokenizer.ggml.scores holds NaN or infinite numbers")
     merges = [
         (float(score), (vocabulary[token[:cut]], vocabulary[token[cut:]]), token, cut)
         for token, score in zip(tokens, scores, strict=True)
@@ -308,6 +311,9 @@ def _tokens(file: GGUFFile) -> list[str]:
     tokens = file.fields.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise _error(file, "tokenizer.ggml.tokens, a list of text, is missing")
+    longest = max(map(len, tokens))
+    if longest > MAX_TOKEN:
+        raise _error(file, f"a token of {longest:,} letters, at most {MAX_TOKEN:,} are allowed")
     return tokens
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def convert(
 
 def _plan(model: str, settings: ConvertSettings) -> Conversion:
     path = user_path(model)
-    if path.is_file():
+    if path.is_file() or (path.suffix == ".gguf" and os.path.lexists(path) and not path.is_dir()):
         from mlxstacks.convert.gguf_model import gguf_conversion
 
         conversion = gguf_conversion(path, settings)

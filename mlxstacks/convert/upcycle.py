@@ -39,13 +39,14 @@ _GATE_SCALE = 0.02  # of transformers' own initialisation
 
 
 def stored_conversion(directory: Path) -> Conversion:
-    """A model directory as it is: each tensor copied.
+    """A dense model's directory as it is: each tensor copied.
 
     Raises:
-        CheckpointError: see `open_checkpoint`.
+        CheckpointError: see `open_checkpoint`; no model to upcycle, or mlx-lm cannot load it.
     """
     checkpoint = open_checkpoint(directory)
-
+    _check_dense(checkpoint.config)
+    checkpoint.loaded_weights  # noqa: B018
     side = carried_files(checkpoint)
     return Conversion(
         config=checkpoint.config,
@@ -65,6 +66,7 @@ def upcycled(dense: Conversion, experts: int, top_k: int, seed: int) -> Conversi
     Raises:
         CheckpointError: the model is no llama, or has what mlx-lm's mixtral cannot do.
     """
+    _check_dense(dense.config)
     config = _mixtral_config(dense.config, experts, top_k)
     parts = [_expert_part(part, experts) for part in dense.parts]
     generator = np.random.default_rng(seed)
@@ -76,17 +78,19 @@ def upcycled(dense: Conversion, experts: int, top_k: int, seed: int) -> Conversi
     return replace(dense, config=config, parts=tuple(parts))
 
 
-def _mixtral_config(config: dict[str, Any], experts: int, top_k: int) -> dict[str, Any]:
+def _check_dense(config: dict[str, Any]) -> None:
+    """Raises: CheckpointError where mlx-lm's mixtral would compute something else."""
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    countable = all(type(size) is int and size > 0 for size in (heads, hidden))
     faults = {
         f"model_type {config.get('model_type')!r}": config.get("model_type") != "llama",
         "rope_scaling": bool(config.get("rope_scaling")),
         "attention_bias": bool(config.get("attention_bias")),
         "mlp_bias": bool(config.get("mlp_bias")),
-        "layers of sliding_attention": "sliding_attention" in (config.get("layer_types") or ()),
+        "layers of sliding_attention": "sliding_attention" in str(config.get("layer_types")),
         "rope_traditional": bool(config.get("rope_traditional")),
         "head_dim that is not hidden_size / num_attention_heads": (
-            config.get("head_dim") not in (None, hidden // heads if hidden and heads else None)
+            countable and config.get("head_dim") not in (None, hidden // heads)
         ),
     }
     refused = [fault for fault, there in faults.items() if there]
@@ -95,6 +99,9 @@ def _mixtral_config(config: dict[str, Any], experts: int, top_k: int) -> dict[st
             f"--upcycle takes llama models that mlx-lm's mixtral can compute; this one has "
             f"{', '.join(refused)}"
         )
+
+
+def _mixtral_config(config: dict[str, Any], experts: int, top_k: int) -> dict[str, Any]:
     kept = {key: config[key] for key in _KEPT_KEYS if key in config}
     mixtral = {
         **kept,
@@ -102,7 +109,7 @@ def _mixtral_config(config: dict[str, Any], experts: int, top_k: int) -> dict[st
         "model_type": "mixtral",
         "rope_theta": config.get("rope_theta", 10000.0),
         "tie_word_embeddings": config.get("tie_word_embeddings", True),
-        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
         "num_local_experts": experts,
         "num_experts_per_tok": top_k,
     }

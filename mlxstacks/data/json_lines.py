@@ -2,10 +2,13 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlxstacks.errors import InputError
+
+MAX_LINE_BYTES = 256 << 20  # a book is some MB; what is longer is no row
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -27,7 +30,12 @@ def numbered_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             f"{path}: {error.strerror}; give a file with a JSON object a line"
         ) from None
     with lines:
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(iter(partial(lines.readline, MAX_LINE_BYTES), b""), start=1):
+            if len(line) == MAX_LINE_BYTES:
+                raise InputError(
+                    f"{path}, line {number}: {MAX_LINE_BYTES:,} bytes or more; each line must be "
+                    "one object"
+                )
             if not line.strip():
                 continue
             found += 1

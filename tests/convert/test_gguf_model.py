@@ -259,6 +259,25 @@ def test_llama_3s_rope_is_recognized_by_its_divisors(made: Made) -> None:
             {"more_tensors": {"blk.0.new.weight": np.zeros(128, np.float32)}},
             "'blk.0.new.weight' belongs to no llama",
         ),
+        (
+            "llama",
+            {"more_tensors": {"rope_freqs.weight": np.zeros(16, np.float32)}},
+            "rope_freqs.weight holds divisors that are not above 0",
+        ),
+        (
+            "qwen3moe", {"extra": {"qwen3moe.expert_used_count": 5}},
+            "expert_used_count is 5, and there are 4",
+        ),
+        (
+            "llama",
+            {"extra": {"tokenizer.ggml.tokens": [chr(1000 + n) for n in range(321)]}},
+            "321 tokens, but token_embd.weight has only 320 rows",
+        ),
+        (
+            "llama",
+            {"extra": {"tokenizer.ggml.tokens": ["a" * 1_000_000]}},
+            "a token of 1,000,000 letters",
+        ),
     ],
 )  # fmt: skip
 def test_what_mlx_lm_cannot_compute_is_refused(
@@ -270,6 +289,26 @@ def test_what_mlx_lm_cannot_compute_is_refused(
     assert message in str(error.value)
     assert "m.gguf" in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_embedding_without_rows_is_refused(made: Made) -> None:
+    config = config_of("llama")
+    tensors = random_tensors(config)
+    name = "model.embed_tokens.weight"
+    with pytest.raises(CheckpointError, match="rows of no numbers"):
+        made(config, {**tensors, name: tensors[name].reshape(-1)})
+
+
+def test_a_tie_of_dtypes_is_the_first_in_the_file(made: Made) -> None:
+    """The order of a set would depend on the hash seed of the process."""
+    config = config_of("llama")
+    tensors = random_tensors(config)
+    matrices = [name for name, array in tensors.items() if array.ndim > 1]
+    order = ["F16", "BF16"] * (len(matrices) // 2)
+    for first, expected in (("F16", "float16"), ("BF16", "bfloat16")):
+        kinds = dict(zip(matrices, order if first == "F16" else order[::-1], strict=True))
+        out, _ = made(config, tensors, lambda name, _, kinds=kinds: kinds.get(name, "F32"))
+        assert str(_tensors(out)[matrices[0]].dtype).endswith(expected)
 
 
 def test_names_of_the_cases_are_llama_cpps() -> None:

@@ -5,6 +5,7 @@ Run: pytest tests/convert/test_run.py
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,12 @@ def test_settings_that_cannot_be_are_refused(
 
 def test_what_is_no_model_is_refused(work_dir: Path, command: Run) -> None:
     (work_dir / "m.bin").write_bytes(b"PK\3\4" + bytes(100))
-    for model, message in (("m.bin", "does not begin with 'GGUF'"), ("./no", "no such directory")):
+    os.mkfifo(work_dir / "pipe.gguf")
+    for model, message in (
+        ("m.bin", "does not begin with 'GGUF'"),
+        ("./no", "no such directory"),
+        ("pipe.gguf", "not a regular file"),
+    ):
         code, _, err = command("convert", model, "--save-path", "out")
         assert code == 2
         assert message in err
