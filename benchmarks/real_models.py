@@ -289,7 +289,8 @@ def policies(options: argparse.Namespace) -> list[Figures]:
     arms["zero delta, auto"] = (None, _fuse(options, "auto", options.adapter_path, zero=True))
     settings = ArmSettings(model=str(options.model), chat="generate", base="float32")
     rows = []
-    for name, (adapter, change) in arms.items():
+    for name in options.arms or arms:
+        adapter, change = arms[name]
         file = out / f"{name.replace(', ', '-').replace(' ', '-')}.json"
         if not file.exists():
             model, _, _ = load(options.model, adapter)
@@ -359,6 +360,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=12, help="texts of each kind")
     parser.add_argument("--tokens", type=int, default=192, help="a text is cut to")
     parser.add_argument("--items", type=int, default=200, help="items of each task")
+    parser.add_argument("--arms", nargs="*", help="some arms of policies, by name")
     parser.add_argument("--grids", type=int, nargs="*", default=[4, 3], help="bits; refit")
     parser.add_argument("--gsm8k-only", action="store_true", help="no stories, no instructions")
     parser.add_argument("--save-path", type=Path, required=True)

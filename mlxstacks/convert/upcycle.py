@@ -80,7 +80,8 @@ def upcycled(dense: Conversion, experts: int, top_k: int, seed: int) -> Conversi
 
 def _check_dense(config: dict[str, Any]) -> None:
     """Raises: CheckpointError where mlx-lm's mixtral would compute something else."""
-    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    heads: Any = config.get("num_attention_heads")
+    hidden: Any = config.get("hidden_size")
     countable = all(type(size) is int and size > 0 for size in (heads, hidden))
     faults = {
         f"model_type {config.get('model_type')!r}": config.get("model_type") != "llama",
