@@ -206,8 +206,6 @@ def refit(options: argparse.Namespace) -> list[Figures]:
         for grid, path in grids.items():
             model, tokenizer, _ = load(path)
             texts = texts_of(tokenizer, options.data, options.rows, options.tokens)
-            if options.gsm8k_only:
-                texts = texts[: options.rows]
             reference = list(log_probabilities(model, texts))
             before = compare(model, texts, {})["texts"]
             for what, every in [(("down_proj",), 3), (("down_proj",), 1), (PROJECTIONS, 1)]:
@@ -362,7 +360,6 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=200, help="items of each task")
     parser.add_argument("--arms", nargs="*", help="some arms of policies, by name")
     parser.add_argument("--grids", type=int, nargs="*", default=[4, 3], help="bits; refit")
-    parser.add_argument("--gsm8k-only", action="store_true", help="no stories, no instructions")
     parser.add_argument("--save-path", type=Path, required=True)
     options = parser.parse_args()
     rows = {"refit": refit, "policies": policies}[options.command](options)

@@ -150,12 +150,12 @@ def details(pairs: Mapping[str, Cell] | Iterable[tuple[str, Cell]]) -> "Grid":
     from rich.table import Table as Grid
     from rich.text import Text
 
-    made = Grid(box=None, show_header=False, pad_edge=False)
-    made.add_column(no_wrap=True)
-    made.add_column(overflow="fold")
+    grid = Grid(box=None, show_header=False, pad_edge=False)
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
     for name, value in pairs.items() if isinstance(pairs, Mapping) else pairs:
-        made.add_row(Text(name), Text(_shown(value)))
-    return made
+        grid.add_row(Text(name), Text(_shown(value)))
+    return grid
 
 
 def _is_number(cell: Cell) -> bool:
