@@ -1,15 +1,17 @@
-"""Where the base of a store is: remembered beside the manifest, looked for, told by fingerprint.
+"""Where the base and the data of a store are: remembered beside the manifest, looked for, checked.
 
-The manifest names the base (hub id, or the directory's name) and holds its fingerprint. Its place
-is a matter of this machine, so it stands in a file of its own, `base.json`: equal runs still write
-equal manifests, and whoever hands a store on may leave it out. Of a path inside the home directory
-it holds what follows `~`; a path from the store to the base is left out where it would lead into
-the home directory from above. No export holds either. Nothing reads the file but `find_base`.
+The manifest names the base (hub id, or the directory's name) and holds its fingerprint; the paths
+of its data begin in a directory that it does not name. Both places are a matter of this machine, so
+they stand in a file of their own, `base.json`: equal runs still write equal manifests, and whoever
+hands a store on may leave it out. Of a path inside the home directory it holds what follows `~`; a
+path from the store to the base is left out where it would lead into the home directory from above.
+No export holds either. Nothing reads the file but `find_base` and `data_directories`.
 """
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint, read_json_object
@@ -36,20 +38,49 @@ def base_name(model: str | Path) -> str:
     return directory.name
 
 
-def remember_base(store: Store, model: str) -> None:
+def remember_places(store: Store, model: str, data: Path | None = None) -> None:
     """Write where the base is, from the store and on this machine, if it is a directory: what has a
-    hub id is found by that. Raises: TargetError.
+    hub id is found by that. And where the paths of a domain's data begin. Raises: TargetError.
     """
-    directory, home = user_path(model).resolve(), Path.home().resolve()
+    location = _base_location(store, user_path(model).resolve())
+    data_places = _strings(_location(store).get("data"))
+    if data is not None:
+        data_places.append(_below_home(data.resolve()))
+    if data_places:
+        location["data"] = list(dict.fromkeys(data_places))
+    if location:
+        write_json(store.path / LOCATION, location, sort_keys=True)
+
+
+def _base_location(store: Store, directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
-        return
-    inside = directory.is_relative_to(home)
-    path = Path("~") / directory.relative_to(home) if inside else directory
-    location = {"path": str(path)}
-    common = Path(os.path.commonpath([directory, store.path]))
+        return {}
+    location = {"path": _below_home(directory)}
+    common, home = Path(os.path.commonpath([directory, store.path])), Path.home().resolve()
     if common == home or not home.is_relative_to(common):
         location["relative_path"] = os.path.relpath(directory, store.path)
-    write_json(store.path / LOCATION, location, sort_keys=True)
+    return location
+
+
+def _below_home(path: Path) -> str:
+    home = Path.home().resolve()
+    return str(Path("~") / path.relative_to(home) if path.is_relative_to(home) else path)
+
+
+def data_directories(store: Store) -> list[Path]:
+    """Where relative paths of its domains' data began when they were trained, on this machine."""
+    return [Path(os.path.expanduser(place)) for place in _strings(_location(store).get("data"))]
+
+
+def _location(store: Store) -> dict[str, Any]:
+    try:
+        return read_json_object(store.path / LOCATION)
+    except InputError:  # an older store, or one that was handed on
+        return {}
+
+
+def _strings(value: Any) -> list[str]:
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
 
 
 def find_base(store: Store, model: str | None, notes: list[str] | None = None) -> Checkpoint:
@@ -91,10 +122,7 @@ def find_base(store: Store, model: str | None, notes: list[str] | None = None) -
 def _places(store: Store) -> Iterator[Path | str]:
     """Directories, then a hub id, each once."""
     name = store.manifest.base_model
-    try:
-        location = read_json_object(store.path / LOCATION)
-    except InputError:  # an older store, or one that was handed on
-        location = {}
+    location = _location(store)
     relative, path = location.get("relative_path"), location.get("path")
     places = [store.path.parent / Path(name).name]
     places += [store.path / relative] if isinstance(relative, str) else []

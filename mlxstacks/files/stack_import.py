@@ -18,7 +18,7 @@ from mlxstacks.files.adapter_commands import adapter_format
 from mlxstacks.files.adapter_match import match_adapter
 from mlxstacks.files.adapter_names import is_embedding_name, is_router_name
 from mlxstacks.files.adapters import WEIGHTS, load_any_adapter
-from mlxstacks.files.base_location import base_name, remember_base
+from mlxstacks.files.base_location import base_name, remember_places
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint, resolve_model
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.lora_modules import Adapter, LoraModule, first_non_finite
@@ -89,7 +89,7 @@ def import_adapter(settings: StacksImportSettings, dry_run: bool = False) -> Imp
             assert settings.store_path is not None
             store = Store.create(settings.store_path, base_model, base)
         if settings.model is not None:
-            remember_base(store, settings.model)
+            remember_places(store, settings.model)
         with store.change("import", domain=domain) as change:
             _check_new(store, header)
             record = change.add_stack(tensors, header)

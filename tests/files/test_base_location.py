@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from mlxstacks.errors import InputError, StoreError
-from mlxstacks.files.base_location import LOCATION, base_name, find_base, remember_base
+from mlxstacks.files.base_location import LOCATION, base_name, find_base, remember_places
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.store import Store
 
@@ -40,7 +40,7 @@ def test_the_base_is_found_where_it_was_from_any_directory(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = make_store(tmp_path / "home/work/store", model)
-    remember_base(store, str(model))
+    remember_places(store, str(model))
     monkeypatch.chdir("/")
     notes: list[str] = []
     assert find_base(store, None, notes).directory == model
@@ -73,7 +73,7 @@ def test_another_model_of_that_name_is_not_taken(tmp_path: Path, model: Path) ->
     assert message.endswith("give its directory or hub id with --model")
     with pytest.raises(StoreError, match="use that base"):
         find_base(store, str(impostor))
-    remember_base(store, str(model))
+    remember_places(store, str(model))
     assert find_base(store, None).directory == model
     shutil.rmtree(model)
     with pytest.raises(InputError, match=f"{model}: not there"):
@@ -82,12 +82,12 @@ def test_another_model_of_that_name_is_not_taken(tmp_path: Path, model: Path) ->
 
 def test_no_place_names_the_home_directory(tmp_path: Path, model: Path) -> None:
     inside = make_store(tmp_path / "home/stores/one", model)
-    remember_base(inside, str(model))
+    remember_places(inside, str(model))
     assert json.loads((inside.path / LOCATION).read_text()) == {
         "path": "~/models/tiny base", "relative_path": "../../models/tiny base",
     }  # fmt: skip
     outside = make_store(tmp_path / "disk/two", model)
-    remember_base(outside, str(model))
+    remember_places(outside, str(model))
     assert json.loads((outside.path / LOCATION).read_text()) == {"path": "~/models/tiny base"}
     for store in (inside, outside):
         assert str(tmp_path) not in (store.path / "manifest.json").read_text()
@@ -121,7 +121,7 @@ def test_a_hub_id_is_found_in_the_cache(
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text("abc")
     store = make_store(tmp_path / "store", model, name="owner/tiny-4bit")
-    remember_base(store, "owner/tiny-4bit")
+    remember_places(store, "owner/tiny-4bit")
     assert not (store.path / LOCATION).exists()
     assert find_base(store, None).directory == repository / "snapshots/abc"
     assert base_name("owner/not-here") == "owner/not-here"

@@ -17,9 +17,8 @@ from mlxstacks.data.markers import special_tokens
 from mlxstacks.data.read_source import keep_one, keyed_hash, read_source
 from mlxstacks.data.settings import SourceSettings, Template
 from mlxstacks.errors import InputError
-from mlxstacks.experiments.stack.data import data_settings_of
+from mlxstacks.experiments.stack.data import data_settings_of, stored_data
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.manifest import DomainRecord
 from mlxstacks.files.store import Store
 from mlxstacks.routing.outcome_files import Kind, RouterExample
 from mlxstacks.routing.outcome_settings import OutcomeSettings
@@ -64,9 +63,9 @@ def read_examples(
     if settings.sources:
         groups = _from_sources(settings, domains, tokens)
     elif settings.data:
-        groups = _from_files(settings, store, domains, tokens, notes)
+        groups = _from_files(settings, store, domains, tokenizer, notes)
     else:
-        groups = _from_store(store, domains, tokenizer, notes)
+        groups = _from_store(settings, store, domains, tokenizer, notes)
     trained = trained_rows(store)
     found = {label: _pairs(rows, label, settings, trained, notes) for label, rows in groups.items()}
     _check_conflicts(found)
@@ -131,7 +130,7 @@ def _from_files(
     settings: OutcomeSettings,
     store: Store,
     domains: tuple[str, ...],
-    tokens: Collection[str],
+    tokenizer: Any,
     notes: list[str],
 ) -> Groups:
     root = user_path(settings.data or "")
@@ -139,40 +138,46 @@ def _from_files(
         files = sorted(path for path in root.glob("*.jsonl") if path.is_file())
     except OSError as error:
         raise InputError(f"{str(root)[:200]!a}: cannot be read: {error.strerror}") from None
+    tokens = special_tokens(tokenizer) if tokenizer is not None else ()
     groups: Groups = {}
+    left_out = []
     for path in files:
         parts = [] if path.stem == OTHERS and OTHERS not in domains else path.stem.split("+")
         strange = [part for part in parts if part not in domains]
         if strange:
             known = {d.name for d in store.manifest.domains}
             why = "disabled or without stacks" if {*strange} <= known else "not in the store"
-            notes.append(f"{path.name} is left out: {', '.join(strange)} {why}.")
+            left_out.append(f"{path.name} is left out: {', '.join(strange)} {why}.")
             continue
         data = DomainDataSettings(sources=(SourceSettings(path=path.name),))
         groups.setdefault(_ordered(parts, domains), []).extend(_rows(data, root, tokens))
     if not groups:
-        there = ", ".join(path.name for path in files) or "no .jsonl files"
-        raise InputError(
-            f"{root}: no prompts of the store's domains (there: {there}); wanted are NAME.jsonl "
-            f"for {', '.join(domains)}, two joined with +, or {OTHERS}.jsonl"
-        )
+        return _from_store(settings, store, domains, tokenizer, notes)
+    notes += left_out
     if missing := [d for d in domains if (d,) not in groups]:
         notes.append(f"No prompts of {', '.join(missing)} alone.")
     return groups
 
 
-def _from_store(store: Store, domains: tuple[str, ...], tokenizer: Any, notes: list[str]) -> Groups:
+def _from_store(
+    settings: OutcomeSettings,
+    store: Store,
+    domains: tuple[str, ...],
+    tokenizer: Any,
+    notes: list[str],
+) -> Groups:
     """Rows that the domains were trained with, and those that were held out."""
     wanted: dict[str, DomainDataSettings] = {}
     for name in domains:
         try:
-            wanted[name] = _data_of(store.domain_named(name))
+            wanted[name] = stored_data(store, store.domain_named(name), settings.data)
         except InputError as error:
             notes.append(f"No prompts of {name}: {error}")
     if not wanted:
         raise InputError(
-            f"{store.path}: the data of its domains is not here; give --data, a directory with "
-            "NAME.jsonl for each domain"
+            "\n  ".join([f"{store.path}: the data of its domains is not here:", *notes])
+            + "\ngive --data, the directory that they were trained with, or one with NAME.jsonl for"
+            f" {', '.join(domains)}, two joined with +, or {OTHERS}.jsonl"
         )
     splits = {
         name: store.read_json(record.split)
@@ -182,18 +187,6 @@ def _from_store(store: Store, domains: tuple[str, ...], tokenizer: Any, notes: l
     }
     read = read_domains(wanted, Path(), tokenizer=tokenizer, stored=splits)
     return {(name,): [*data.validation, *data.train] for name, data in read.items()}
-
-
-def _data_of(record: DomainRecord) -> DomainDataSettings:
-    """Raises: InputError: the store does not say, or a file is not there."""
-    if record.origin == "imported":
-        raise InputError("it was imported, so the store does not know its data; give --data")
-    found = data_settings_of(record)
-    paths = [user_path(source.path) for source in found.sources if source.path is not None]
-    gone = [str(path) for path in paths if not path.exists()]
-    if gone:
-        raise InputError(f"{', '.join(gone)} not there; give --data")
-    return found
 
 
 def _rows(data: DomainDataSettings, root: Path, tokens: Collection[str]) -> list[Example]:

@@ -5,11 +5,12 @@ from pathlib import Path
 
 from mlxstacks.data import split_ids
 from mlxstacks.errors import StoreError
+from mlxstacks.experiments.stack.data import data_root
 from mlxstacks.experiments.stack.plan import DomainPlan
 from mlxstacks.experiments.stack.report import protected_json
 from mlxstacks.experiments.stack.setup import StackSetup
 from mlxstacks.experiments.stack.work import StackWork
-from mlxstacks.files.base_location import remember_base
+from mlxstacks.files.base_location import remember_places
 from mlxstacks.files.manifest import DomainRecord, StackRecord
 from mlxstacks.files.store import Change, Store
 from mlxstacks.files.strict_json import json_sha256
@@ -38,7 +39,7 @@ def commit_domain(
             force=pending and there,
         )  # fmt: skip
     assert setup.settings.model is not None
-    remember_base(store, setup.settings.model)
+    remember_places(store, setup.settings.model, data_root(setup.settings))
     before = setup.store.manifest if setup.store else store.manifest
     with store.change("trained", domain=plan.name) as change:
         if replace(change.manifest, code_version="") != replace(before, code_version=""):

@@ -18,8 +18,10 @@ from mlxstacks.data import (
     pack_rows,
     read_domains,
 )
+from mlxstacks.data.settings import SourceSettings
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import VALIDATION_ROWS
+from mlxstacks.files.base_location import data_directories
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.manifest import DomainRecord
 from mlxstacks.files.store import Store
@@ -146,6 +148,34 @@ def data_settings_of(record: DomainRecord) -> DomainDataSettings:
             f"the store does not say where the data of domain {record.name} came from; list it in "
             "`domains` with its data, or disable it"
         ) from None
+
+
+def stored_data(store: Store, record: DomainRecord, data: str | None) -> DomainDataSettings:
+    """Where the rows of a domain are now: the data settings of its training, with files in `data`,
+    else in the current directory, else where they were then; of an imported one, NAME.jsonl in
+    `data`.
+
+    Raises: InputError: the store does not say, or a file is in none of these places.
+    """
+    if record.origin == "imported":
+        if not data:
+            raise InputError("it was imported, so the store does not know its data; give --data")
+        settings = DomainDataSettings(sources=(f"{record.name}.jsonl",))
+    else:
+        settings = data_settings_of(record)
+    roots = [user_path(data)] if data else [Path(), *data_directories(store)]
+    for root in roots:
+        sources = tuple(_within(root, source) for source in settings.sources)
+        if all(source.path is None or Path(source.path).exists() for source in sources):
+            return settings.model_copy(update={"sources": sources})
+    files = ", ".join(source.path for source in settings.sources if source.path is not None)
+    places = ", ".join(str(root.absolute()) for root in roots)
+    raise InputError(f"{files} not there (in {places}); give --data, the directory they are in")
+
+
+def _within(root: Path, source: SourceSettings) -> SourceSettings:
+    path = source.path and str(root / user_path(source.path))
+    return source.model_copy(update={"path": path})
 
 
 def read_rows_of(

@@ -13,11 +13,9 @@ from mlxstacks import base_model
 from mlxstacks.data import DomainDataSettings, encode_examples, read_domains
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.stack.analysis_settings import StacksAnalyseSettings
-from mlxstacks.experiments.stack.data import data_settings_of
+from mlxstacks.experiments.stack.data import stored_data
 from mlxstacks.experiments.stack.passes import Prompt
 from mlxstacks.files.base_location import find_base
-from mlxstacks.files.disk import user_path
-from mlxstacks.files.manifest import DomainRecord
 from mlxstacks.files.store import Store
 from mlxstacks.layers.stack_files import serve
 from mlxstacks.training.prepare_base import prepare_base
@@ -48,12 +46,11 @@ def domain_prompts(
     Domains whose data is not there are left out, and `notes` says why.
     Raises: InputError: data that is there but cannot be used, or of which held-out rows are gone.
     """
-    root = user_path(settings.data) if settings.data else Path()
     wanted: dict[str, DomainDataSettings] = {}
     for record in store.manifest.domains:
         if record.enabled and record.stacks:
             try:
-                wanted[record.name] = _settings_of(record, root)
+                wanted[record.name] = stored_data(store, record, settings.data)
             except InputError as error:
                 notes.append(f"No prompts of {record.name}: {error}")
     splits = {
@@ -62,7 +59,7 @@ def domain_prompts(
         if record.name in wanted and record.split is not None
     }
     # All at once: rows may have been moved from one domain to another.
-    read = read_domains(wanted, root, tokenizer=tokenizer, stored=splits) if wanted else {}
+    read = read_domains(wanted, Path(), tokenizer=tokenizer, stored=splits) if wanted else {}
     return {
         name: [
             row.tokens
@@ -72,22 +69,3 @@ def domain_prompts(
         ]
         for name, about in wanted.items()
     }
-
-
-def _settings_of(record: DomainRecord, root: Path) -> DomainDataSettings:
-    """Those of the store; of an imported domain, NAME.jsonl.
-
-    Raises: InputError: a file of them is not there.
-    """
-    if record.origin == "imported":
-        found = DomainDataSettings(sources=(f"{record.name}.jsonl",))
-    else:
-        found = data_settings_of(record)
-    gone = [
-        str(root / user_path(source.path))
-        for source in found.sources
-        if source.path is not None and not (root / user_path(source.path)).exists()
-    ]
-    if gone:
-        raise InputError(f"{', '.join(gone)} not there; give --data, the directory they are in")
-    return found

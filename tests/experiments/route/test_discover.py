@@ -6,6 +6,7 @@ Run: pytest tests/experiments/route/test_discover.py
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from mlxstacks.experiments.route import discover as route_discover
 from mlxstacks.experiments.route.data import read_examples, template_of, trained_rows
 from mlxstacks.experiments.route.discover import run
 from mlxstacks.experiments.route.discover_control import FLOOR, WITH_BEST
+from mlxstacks.files.base_location import remember_places
 from mlxstacks.files.store import Store
 from mlxstacks.routing import candidate_losses
 from mlxstacks.routing.outcome_files import (
@@ -88,17 +90,24 @@ def test_file_names_are_labels(places: tuple[Path, Path, Path], tmp_path: Path) 
     assert again == examples
 
 
+@pytest.mark.parametrize("way", ["current directory", "remembered", "data"])
 def test_rows_of_the_store_stand_in_and_held_out_ones_come_first(
-    places: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    monkeypatch.chdir(places[1].parent / "trained")
-    # rows of one domain only: those that the test's store was made of share prompts
-    for name in ("beta", "chat"):
-        (tmp_path / name).mkdir()
-    store = Store.open(places[1])
-    one = store.manifest.domains[0]
-    store.manifest = replace(store.manifest, domains=(one,))
-    examples = read_examples(settings_for(places, tmp_path, data=None), store)
+    trained_with = tmp_path / "data"
+    trained_with.mkdir()
+    # a file that is not called as its domain is, and of one domain only: rows share prompts
+    shutil.copyfile(places[1].parent / "trained/alpha.jsonl", trained_with / "rows.jsonl")
+    store = Store.open(shutil.copytree(places[1], tmp_path / "store"))
+    alpha = store.manifest.domains[0]
+    alpha = replace(alpha, data=json.loads(json.dumps(alpha.data).replace("alpha.", "rows.")))
+    store.manifest = replace(store.manifest, domains=(alpha,))
+    monkeypatch.chdir(trained_with if way == "current directory" else tmp_path)
+    if way == "remembered":
+        remember_places(store, "owner/base", trained_with)
+        remember_places(store, "owner/base", tmp_path)
+    data = str(trained_with) if way == "data" else None
+    examples = read_examples(settings_for(places, tmp_path, data=data), store)
     trained = [example.trained_on for example in examples]
     assert trained == sorted(trained)
     assert any(trained) and not all(trained)  # noqa: PT018
@@ -152,7 +161,7 @@ def test_nothing_of_the_store_in_the_directory(
     places: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
     settings = settings_for(places, tmp_path, data=str(tmp_path))
-    with pytest.raises(InputError, match="no prompts of the store's domains"):
+    with pytest.raises(InputError, match="data of its domains is not here"):
         read_examples(settings, Store.open(places[1]))
 
 

@@ -270,7 +270,7 @@ def test_a_domain_without_rows_is_named(places: Places, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"store_path": None}, "needs store_path"),
-        ({"data": "nowhere"}, "no prompts of the store's domains"),
+        ({"data": "nowhere"}, "data of its domains is not here"),
         ({"routers": ["nowhere"]}, "no router there"),
     ],
 )
