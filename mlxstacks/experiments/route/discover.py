@@ -128,7 +128,9 @@ def run(
         chat_domain=rules.chat_domain,
         chat_floor=rules.chat_floor if rules.chat_domain else 0.0,
         template=template,
-        counts=counts_of(examples, samples.examples, samples.dropped, rules),
+        counts=counts_of(
+            examples, samples.examples, samples.dropped, rules, settings.random_control
+        ),
         notes=notes,
     )
     if served is None:
@@ -152,8 +154,7 @@ class _Discovery:
         self.progress = progress
         self.target = user_path(settings.save_path or "")
         self.done = 0
-        passes = report.counts["passes_expected"]
-        self.expected = max(1, passes)
+        self.expected = max(1, report.counts["passes_expected"])
 
     def run(self) -> DiscoverReport:
         settings = self.settings

@@ -32,10 +32,12 @@ def counts_of(
     samples: Sequence[RouterExample],
     dropped: int,
     rules: Rules,
+    random_control: bool = False,
 ) -> dict[str, Any]:
     """Examples and samples by label; rows that stacks were trained on; forward passes.
 
-    passes_expected: with one addition a pair. passes_at_most: of the search, without the control.
+    passes_expected: with one addition a pair, each domain then tried with a random stack where
+    that control is asked for. passes_at_most: the most that search and control take.
     """
     labels = {
         label_text(label): {
@@ -49,6 +51,7 @@ def counts_of(
     n = len(rules.domains)
     greedy = (1 + n + comb(n, 2) + len(rules.soft), 2 * n)
     most, usual = (2**n, 2**n) if rules.search == "exhaustive" else greedy
+    control = random_control * (2 * n + bool(rules.floor_alone()))
     return {
         "examples": len(examples),
         "trained_on": sum(one.trained_on for one in examples),
@@ -57,8 +60,8 @@ def counts_of(
         "discovered_share": len(samples) / len(examples),
         "without_answer": sum(one.answer is None for one in examples),
         "dropped_without_answer_tokens": dropped,
-        "passes_expected": usual * len(samples),
-        "passes_at_most": most * len(samples),
+        "passes_expected": (usual + control) * len(samples),
+        "passes_at_most": (most + control) * len(samples),
         "labels": labels,
     }
 
