@@ -24,11 +24,10 @@ STEPS, STEPS_COMPILED, STEPS_CLIPPED = 2, 3, 2
 def run(step: Step, counter: Counter) -> dict[str, int]:
     """Train a few steps as a trainer would."""
     if step.clip_norm is not None:
-        state = TrainingState(step.optimizer)
         with step.checkpointed(step.model):
             return train_counted(
                 counter, step.model, lambda model, micro: step.loss(model, *micro[:5]),
-                [whole_batch(*step.batch[0].shape)], state,
+                [whole_batch(*step.batch[0].shape)], TrainingState(step.optimizer),
             )  # fmt: skip
 
     def once(*batch: mx.array) -> mx.array:
