@@ -220,6 +220,13 @@ def bytes_text(count: int | None) -> str:
     return "unknown" if count is None else bytes_in_words(count)
 
 
+def byte_parts(parts: Mapping[str, int | None]) -> str:
+    """`weights 15.2 GB + adapter 408 MB = 15.6 GB`; no sum where one of them is unknown."""
+    words = " + ".join(f"{name} {bytes_text(n)}" for name, n in parts.items() if n != 0)
+    known = [n for n in parts.values() if n is not None]
+    return words if len(known) < len(parts) else f"{words} = {bytes_in_words(sum(known))}"
+
+
 def print_json(document: Any) -> None:
     """One JSON document on stdout. Raises ValueError for NaN, which JSON has no word for."""
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False, default=str)

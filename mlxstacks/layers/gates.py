@@ -4,7 +4,9 @@ Letters: E experts, K input dims; leading axes are rows (tokens, or (token, base
 switch layer). All of it is float32 whatever the dtype of the model.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,21 +27,26 @@ def router_logits(x: mx.array, router: mx.array) -> mx.array:
     return x.astype(mx.float32) @ router.astype(mx.float32).T
 
 
-@mx.custom_function
-def _twin_product(x: mx.array, w: mx.array) -> tuple[mx.array, mx.array]:
-    y = x @ w.T
-    return y, y
+@lru_cache
+def _twin_product() -> Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]:
+    """x @ w.T twice; made when first used, so that the guard can trace one of its own."""
 
+    @mx.custom_function
+    def product(x: mx.array, w: mx.array) -> tuple[mx.array, mx.array]:
+        y = x @ w.T
+        return y, y
 
-@_twin_product.vjp
-def _twin_product_vjp(
-    primals: tuple[mx.array, mx.array],
-    cotangents: tuple[mx.array, mx.array],
-    _: tuple[mx.array, mx.array],
-) -> tuple[mx.array, mx.array]:
-    x, w = primals
-    both = (cotangents[0] + cotangents[1]).reshape(-1, w.shape[0])
-    return cotangents[0] @ w, both.T @ x.reshape(-1, x.shape[-1])
+    @product.vjp
+    def backward(
+        primals: tuple[mx.array, mx.array],
+        cotangents: tuple[mx.array, mx.array],
+        _: tuple[mx.array, mx.array],
+    ) -> tuple[mx.array, mx.array]:
+        x, w = primals
+        both = (cotangents[0] + cotangents[1]).reshape(-1, w.shape[0])
+        return cotangents[0] @ w, both.T @ x.reshape(-1, x.shape[-1])
+
+    return product
 
 
 def training_logits(
@@ -53,10 +60,10 @@ def training_logits(
     noise weights still give noise, as softplus(0) is 0.693.
     """
     if noise is None or normal is None:
-        return _twin_product(x, router)
+        return _twin_product()(x, router)
     constant = mx.stop_gradient(normal)
     made = []
-    for product in _twin_product(x, mx.concatenate([router, noise])):  # (..., 2E)
+    for product in _twin_product()(x, mx.concatenate([router, noise])):  # (..., 2E)
         logits, spread = mx.split(product, 2, axis=-1)
         made.append(logits + nn.softplus(spread) * constant)
     return made[0], made[1]
