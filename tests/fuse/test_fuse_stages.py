@@ -138,9 +138,8 @@ def weight_of(directory: Path, name: str) -> np.ndarray:
     raw = mx.load(str(stored.weight.file))
     weight, scales = raw[f"{name}.weight"], raw.get(f"{name}.scales")
     if scales is not None:
-        weight = mx.dequantize(
-            weight, scales, raw[f"{name}.biases"], stored.group_size, stored.bits
-        )
+        grid = (scales.astype(mx.float32), raw[f"{name}.biases"].astype(mx.float32))
+        weight = mx.dequantize(weight, *grid, stored.group_size, stored.bits)
     return np.array(weight.astype(mx.float32), np.float64)
 
 
