@@ -96,9 +96,10 @@ def balance_sums(
 ) -> dict[str, mx.array]:
     """What the balance loss of any number of batches is made of; float32, to be added up.
 
-    logits: (..., E), noisy; chosen: (..., E) bool; counted: (..., 1), 0 for a row of padding and 1
-    for any other. rows: scalar, the counted ones. loads: (E,), how many chose e, without gradient.
-    probabilities: (E,), `scale` times the sum of the softmax of all logits.
+    logits: (..., E), noisy; chosen: (..., E) bool; counted: (..., 1), 0 for a row of padding and
+    the same for all rows of other tokens together. rows: scalar, sum of counted. loads: (E,), that
+    of the rows that chose e, without gradient. probabilities: (E,), `scale` times the sum of the
+    softmax of all logits.
     """
     axes = tuple(range(logits.ndim - 1))
     p = mx.softmax(logits, axis=-1, precise=True)

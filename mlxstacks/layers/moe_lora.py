@@ -68,14 +68,19 @@ class Rows:
         return self.order // (self.order.size // count)
 
     def counted(self, per_token: mx.array | None, x: mx.array) -> mx.array:
-        """per_token (B, T) float32 laid on the rows of x (..., K): (..., 1); ones for None."""
+        """per_token (B, T) float32 laid on the rows of x (..., K): (..., 1); ones for None.
+
+        A token's rows share its number, so it counts alike where rows are sorted, of which it has
+        one for each of its experts, and where gate_proj and up_proj see it once.
+        """
         shape = (*x.shape[:-1], 1)
         if per_token is None:
             return mx.ones(shape)
-        flat = per_token.reshape(-1)
+        rows = x.size // x.shape[-1] // per_token.size
+        flat = per_token.reshape(-1) / rows
         if self.sorted_indices:
             return flat[self.part(flat.size, "token")].reshape(shape)
-        return mx.repeat(flat, x.size // x.shape[-1] // flat.size).reshape(shape)
+        return mx.repeat(flat, rows).reshape(shape)
 
 
 def form_of(dims: Dims, settings: StackSettings) -> Form:

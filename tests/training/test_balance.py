@@ -150,7 +150,7 @@ def balance_in_numpy(model: nn.Module, rows: list[Row]) -> tuple[float, dict[str
 @given(st.data())
 def test_padding_and_splits_leave_loss_and_gradient_as_they_are(data: st.DataObject) -> None:
     """Against NumPy, for the balance alone; in whole, against the rows in one batch."""
-    lengths = data.draw(st.lists(st.integers(2, 12), min_size=1, max_size=6))
+    lengths = data.draw(st.lists(st.integers(2, 12), min_size=1, max_size=5))
     rows = rows_of(lengths, data.draw(st.integers(0, 9)))
     sizes, left = [], len(rows)
     while left:
