@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from mlxstacks import base_model
 from mlxstacks.data import Batch, make_batch
-from mlxstacks.data.rows import Row
+from mlxstacks.data.rows import Row, row_of
 from mlxstacks.layers.attach import add_active, attach_stacks
 from mlxstacks.layers.moe_lora import MoELoRADelta
 from mlxstacks.layers.settings import StackSettings
@@ -97,10 +97,9 @@ def rows_of(lengths: list[int], seed: int = 0, vocabulary: int = VOCAB) -> list[
     tokens = np.random.default_rng(seed).integers(1, vocabulary, sum(lengths)).tolist()
     ends = np.cumsum(lengths)
     return [
-        Row(tuple(tokens[end - n : end]), (0.0, 0.0, *[1.0] * (n - 2))) if n > 2
-        else Row(tuple(tokens[end - n : end]), (0.0, 1.0))
+        row_of(tokens[end - n : end], [1.0, float(n == 2), *[1.0] * (n - 2)])
         for n, end in zip(lengths, ends, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def gradients(
@@ -111,13 +110,14 @@ def gradients(
         return GradientStep(model, loss, compiled=compiled)(batches, 0, 0)
 
 
-def agree(got: StepGradients, wanted: StepGradients) -> None:
+def agree(got: StepGradients, wanted: StepGradients, tolerance: float = 1e-5) -> None:
     assert got.parts["extra_loss"].item() == pytest.approx(wanted.parts["extra_loss"].item())
     assert got.loss.item() == pytest.approx(wanted.loss.item(), rel=1e-5)
     expected = dict(tree_flatten(wanted.gradients))
     for name, value in tree_flatten(got.gradients):
         size = float(mx.max(mx.abs(expected[name])))
-        assert mx.allclose(value, expected[name], rtol=0, atol=1e-5 * size + 1e-9).item(), name
+        error = float(mx.max(mx.abs(value - expected[name])))
+        assert error <= tolerance * size + 1e-9, (name, error, size)
 
 
 def balance_in_numpy(model: nn.Module, rows: list[Row]) -> tuple[float, dict[str, np.ndarray]]:
@@ -177,24 +177,24 @@ def test_padding_and_splits_leave_loss_and_gradient_as_they_are(data: st.DataObj
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_law_holds_in_a_hybrid_model(checkpointed: bool, compiled: bool) -> None:
-    """Attention, recurrence and sorted experts, with checkpoints and in a compiled step."""
+def test_the_law_holds_in_a_hybrid_model(checkpointed: bool) -> None:
+    """Attention, recurrence and sorted experts, with and without checkpoints."""
     model = with_stacks(hybrid_model(), normalise_balance=True)
-    rows = [Row(tuple(row.tolist()[:n]), (0.0, *[1.0] * (n - 1))) for row, n in zip(
-        random_tokens(3, 40), (40, 25, 7), strict=True)]  # fmt: skip
+    tokens = random_tokens(3, 40).tolist()
+    rows = [row_of(row[:n], [1.0] * n) for row, n in zip(tokens, (40, 25, 7), strict=True)]
     with base_model.gated_delta_installed():
         wanted = gradients(model, [make_batch([row]) for row in rows])
         for batches in ([make_batch(rows, 48)], [make_batch(rows[:2], 64), make_batch(rows[2:])]):
-            got = gradients(model, batches, compiled, checkpointed)
-            assert got.parts["extra_loss"].item() == pytest.approx(
-                wanted.parts["extra_loss"].item(), rel=1e-5
-            )
-            expected = dict(tree_flatten(wanted.gradients))
-            for name, value in tree_flatten(got.gradients):
-                size = float(mx.max(mx.abs(expected[name])))
-                error = float(mx.max(mx.abs(value - expected[name])))
-                assert error <= 2e-4 * size + 1e-9, (name, error, size)
+            agree(gradients(model, batches, checkpointed=checkpointed), wanted, 2e-4)
+
+
+@pytest.mark.slow
+def test_the_law_holds_in_a_compiled_step() -> None:
+    """Slow: on a CPU each shape is built with the system's C++ compiler."""
+    model, rows = mixture(), rows_of([9, 4])
+    wanted = gradients(model, [make_batch(rows)])
+    agree(gradients(model, [make_batch(rows, 12)], compiled=True), wanted)
+    agree(gradients(model, [make_batch([row], 12) for row in rows], compiled=True), wanted)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
