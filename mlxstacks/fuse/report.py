@@ -112,7 +112,6 @@ class FuseReport:
     zero_delta: bool
     kernels: str | None
     stages: list[StageReport]
-    total: Fidelity | None
     files: list[dict[str, Any]]
     extra_bytes: int
     written_bytes: int
@@ -122,6 +121,7 @@ class FuseReport:
     failed_gate: str | None = None
     notes: list[str] = field(default_factory=list)
     side_files: list[SideFile] = field(default_factory=list)
+    total: Fidelity | None = None
 
     def as_json(self) -> dict[str, Any]:
         return {

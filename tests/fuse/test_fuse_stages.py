@@ -126,9 +126,9 @@ def test_the_total_is_what_all_stages_kept(
         assert total.artifact == pytest.approx(math.sqrt(zz / ww), rel=1e-4, abs=1e-9)
     assert f"; all 2 together: correlation {total.correlation:.3f} " in report.verdict
     assert json.loads((tmp_path / "out" / REPORT_NAME).read_text())["total"] == total.as_json()
-    console = Console(width=120, file=io.StringIO())
-    render(console, report)
-    assert "sum of the adapters" in console.file.getvalue()
+    screen = io.StringIO()
+    render(Console(width=120, file=screen), report)
+    assert "sum of the adapters" in screen.getvalue()
     page = fuse_content(Value(report.as_json(), "file"), str)
     assert "Fidelity of all stages together" in str(page.blocks)
 
