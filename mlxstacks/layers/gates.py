@@ -139,11 +139,14 @@ def balance_slopes(
         mx.stop_gradient(a).reshape(-1, a.shape[-1]) for a in (x, logits, counted)
     )
     p = mx.softmax(logits, axis=-1, precise=True)
-    slopes = (p * (scale * counted))[:, None] * (mx.eye(experts) - p[..., None])  # (n, E, E)
+    by_logit = p * (scale * counted)
     if noise is not None and normal is not None:
         by_spread = mx.sigmoid(x @ mx.stop_gradient(noise).T) * normal.reshape(-1, experts)
-        slopes = mx.concatenate([slopes, slopes * by_spread[:, None]], axis=-1)  # (n, E, 2E)
-    return (slopes.reshape(len(x), -1).T @ x).reshape(experts, -1, width)
+        by_logit = mx.concatenate([by_logit, by_logit * by_spread], axis=-1)  # (n, 2E)
+    # The gradient of p[e] by logit j is p[j] where e is j, less p[e] * p[j].
+    products = (p[..., None] * by_logit[:, None]).reshape(len(x), -1).T @ x
+    own = mx.tile(mx.eye(experts), (1, by_logit.shape[-1] // experts))[..., None]  # (E, 2E, 1)
+    return own * (by_logit.T @ x) - products.reshape(experts, -1, width)
 
 
 def balance_gradient(sums: Mapping[str, mx.array]) -> dict[str, mx.array]:
