@@ -331,12 +331,7 @@ def row_weights(weights: mx.array, x: mx.array, rows: Rows) -> mx.array:
     if weights.ndim == 1 or weights.shape[0] == 1:
         return weights.reshape(-1)
     if rows.sorted_indices:
-        if rows.sequence is None:
-            raise ValueError(
-                "weights per sequence: rows sorted by expert do not say their sequence here; "
-                "attach stacks through attach_stacks, or route one sequence at a time"
-            )
-        return weights[rows.sequence][:, None]  # (n, 1, S)
+        return weights[rows.part(weights.shape[0], "sequence")][:, None]  # (n, 1, S)
     if x.shape[0] != weights.shape[0]:
         raise ValueError(
             f"weights for {weights.shape[0]} sequences, but the batch has shape {x.shape}; give "

@@ -26,8 +26,8 @@ _START_ANEW = "remove it, or give --no-resume, to start anew"
 def save_state(path: Path, model: nn.Module, state: TrainingState, run_id: str) -> None:
     """Write the state atomically. `run_id` names the settings it belongs to.
 
-    Law: a run loaded from it goes on to the same bytes as one that never stopped; a state that the
-    disk has changed is not loaded.
+    Law: on the machine that wrote it (see loop.py), a run loaded from it goes on to the same bytes
+    as one that never stopped; a state that the disk has changed is not loaded.
     """
     arrays = {f"model.{name}": value for name, value in trainable_weights(model).items()}
     arrays |= {f"optimizer.{name}": value for name, value in tree_flatten(state.optimizer.state)}
