@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mlxstacks.cli import output
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.inputs import check_inputs
-from mlxstacks.recipe.resolve import BARE_MARKER, Resolved, finished, replaced, resolve
+from mlxstacks.recipe.resolve import Resolved, finished, replaced, resolve
 from mlxstacks.recipe.table import Command, command_named, load
 
 if TYPE_CHECKING:
@@ -172,7 +172,9 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
         if missing:
             return _Lacking(result, missing), partial(_render_lacking, load(row.render))
     if resolved.bare and resolved.target is not None and not (common.dry_run or row.extends):
-        (resolved.target / BARE_MARKER).touch()
+        from mlxstacks.files.outputs import mark_bare
+
+        mark_bare(resolved.target)
     return result, load(row.render)
 
 

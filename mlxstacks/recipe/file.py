@@ -82,7 +82,18 @@ def load_recipe(name_or_path: str) -> Recipe:
             f"(known: {', '.join(COMMANDS)})"
         )
     settings = {key: value for key, value in values.items() if key != "command"}
+    if _forces(settings):
+        raise InputError(
+            f"recipe {path}: `force` is no key of a recipe: what may be replaced is for whoever "
+            "runs it to say; take it out, and give --force if you mean it"
+        )
     return Recipe(path, command, settings, _head(text))
+
+
+def _forces(values: dict[str, Any]) -> bool:
+    """Whether `force` is set, at any depth."""
+    inner = (value for value in values.values() if isinstance(value, dict))
+    return "force" in values or any(map(_forces, inner))
 
 
 def _head(text: str) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mlxstacks.cli.execute import _nano_note
+from mlxstacks.files.mark import read_mark
 from mlxstacks.recipe.file import load_recipe
-from mlxstacks.recipe.resolve import BARE_MARKER
 from tests.cli.conftest import Run
 
 
@@ -88,7 +88,7 @@ def test_closed_pipe_is_quiet(toy: Path, command: Run) -> None:
 def test_bare_run_replaces_what_a_bare_run_wrote(toy: Path, command: Run) -> None:
     target = toy / "mlxstacks-out" / "toy"
     assert command("toy")[0] == 0
-    assert (target / BARE_MARKER).exists()
+    assert (read_mark(target) or {})["bare_run"]
     assert command("toy")[0] == 0
 
 
@@ -120,7 +120,7 @@ def test_bare_run_leaves_anything_else_alone(toy: Path, command: Run) -> None:
 
 def test_named_target_needs_force(toy: Path, command: Run) -> None:
     assert command("toy", "--save-path", "out")[0] == 0
-    assert not (toy / "out" / BARE_MARKER).exists()
+    assert "bare_run" not in (read_mark(toy / "out") or {})
     assert command("toy", "--save-path", "out")[0] == 2
     assert command("toy", "--save-path", "out", "--force")[0] == 0
 
@@ -181,7 +181,7 @@ def test_later_wins(recipe: Path, command: Run) -> None:
 def test_run_writes_to_the_name_of_the_recipe_and_is_resumable(recipe: Path, command: Run) -> None:
     code, out, _ = command("run", "mine.yaml")
     assert (code, "toy made" in out) == (0, True)
-    assert (recipe.parent / "mlxstacks-out" / "mine" / BARE_MARKER).exists()
+    assert (read_mark(recipe.parent / "mlxstacks-out" / "mine") or {})["bare_run"]
     code, out, _ = command("run", "mine.yaml")
     assert (code, "Already done" in out, "made" in out) == (0, True, True)
     assert json.loads(command("run", "mine.yaml", "--json")[1])["already_done"] is True
