@@ -188,7 +188,7 @@ def fill_cache(target: Path, is_whole: Callable[[], bool], fill: Callable[[Path]
                 with _staging(target, built_in=True) as staged:
                     fill(staged)
                     _open_to_readers(staged, mode)
-    except (OSError, TargetError) as error:
+    except TargetError as error:
         hint = "set MLXSTACKS_CACHE to a directory that can be written"
         raise TargetError(f"the cache {cache}: {error}; or {hint}") from error
 
