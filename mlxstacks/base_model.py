@@ -2,10 +2,12 @@
 
 import copy
 import functools
+import glob
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -81,9 +83,29 @@ def load(
     # From its config alone transformers makes a tokenizer without a vocabulary, and says nothing.
     if not any(next(path.glob(pattern), None) for pattern in _VOCABULARIES):
         raise CheckpointError(f"{path}: no tokenizer.json or other vocabulary; download it too")
-    adapter = None if adapter_path is None else str(adapter_path)
-    with _load_errors(path):
-        return load_with_tokenizer(str(path), adapter_path=adapter, return_config=True, lazy=lazy)
+    with ExitStack() as links, _load_errors(path):
+        named = str(links.enter_context(_plain_name(path)))
+        adapter = adapter_path and str(links.enter_context(_plain_name(Path(adapter_path))))
+        return load_with_tokenizer(named, adapter_path=adapter, return_config=True, lazy=lazy)
+
+
+@contextmanager
+def _plain_name(directory: Path) -> Iterator[Path]:
+    """The directory by a name that mlx-lm, which takes it for a pattern, and MLX, which takes
+    UTF-8 alone, can read; where its own is none, by that of a link, which goes at the end.
+    """
+    name = str(directory)
+    try:
+        is_plain = glob.escape(name) == name and bool(name.encode())
+    except UnicodeEncodeError:
+        is_plain = False
+    if is_plain:
+        yield directory
+        return
+    with tempfile.TemporaryDirectory() as place:
+        link = Path(place, "model")
+        link.symlink_to(directory.resolve())
+        yield link
 
 
 @contextmanager
@@ -148,10 +170,10 @@ def load_stored(
 
         return Recording, args_class
 
-    with _load_errors(model_path):
+    with _load_errors(model_path), _plain_name(model_path) as named:
         from mlx_lm.utils import load_model
 
-        model, config = load_model(model_path, lazy=True, get_model_classes=recording_classes)
+        model, config = load_model(named, lazy=True, get_model_classes=recording_classes)
     tensors = dict(stored)
     stored.clear()  # the class that holds it is part of a circle, and lives on for a while
     return model, config, tensors

@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -209,6 +208,9 @@ def _log_to_stderr(verbosity: int) -> None:
     logger = logging.getLogger("mlxstacks")
     logger.setLevel([logging.WARNING, logging.INFO, logging.DEBUG][min(verbosity, 2)])
     if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
+        logger.addHandler(_ToTerminal())
+
+
+class _ToTerminal(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        output.write(self.format(record), error=True)
