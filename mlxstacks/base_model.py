@@ -108,6 +108,23 @@ def _plain_name(directory: Path) -> Iterator[Path]:
         yield link
 
 
+def load_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """The tensors, lazy, and the metadata of a safetensors file. Raises: as `mx.load`."""
+    with _plain_name(path.parent) as directory:
+        arrays, metadata = mx.load(
+            str(directory / path.name), format="safetensors", return_metadata=True
+        )
+    return arrays, metadata
+
+
+def save_arrays(
+    path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file; the name must end in that. Raises: as `mx.save_safetensors`."""
+    with _plain_name(path.parent) as directory:
+        mx.save_safetensors(str(directory / path.name), dict(arrays), metadata and dict(metadata))
+
+
 @contextmanager
 def _load_errors(path: Path) -> Iterator[None]:
     """Raises: CheckpointError for whatever mlx-lm raises over a model that it cannot load."""
@@ -313,7 +330,8 @@ def save_model(directory: Path, model: nn.Module, config: dict[str, Any]) -> Non
     from mlx_lm.utils import save_model as save_weights
 
     directory.mkdir(parents=True, exist_ok=True)
-    save_weights(directory, model)
+    with _plain_name(directory) as named:
+        save_weights(named, model)
     save_config(copy.deepcopy(config), directory / "config.json")
 
 
@@ -371,7 +389,7 @@ def save_adapter(
 ) -> None:
     """Write an adapter in mlx-lm's format: `adapters.safetensors` and `adapter_config.json`."""
     directory.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(directory / "adapters.safetensors"), weights)
+    save_arrays(directory / "adapters.safetensors", weights)
     config = {
         "fine_tune_type": "lora",
         "num_layers": num_layers,

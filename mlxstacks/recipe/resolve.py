@@ -113,7 +113,7 @@ def resolve(
     written = set(recipe.values) - set(pairs) - set(options) if recipe else ()
     where = f"recipe {recipe.path}: " if recipe else ""
     settings = validate(settings_class, values, {**dict.fromkeys(written, where), "": where})
-    target = user_path(settings.save_path) if writes else None  # type: ignore[attr-defined]
+    target = _target(settings, where if "save_path" in written else "") if writes else None
     forced = bool(getattr(settings, "force", False))
     if bare and target is not None and not row.extends and _is_of_bare_run(target):
         settings = settings.model_copy(update={"force": True})
@@ -121,6 +121,13 @@ def resolve(
     # What was made from inputs of somebody's own is theirs: it gets no marker.
     bare = bare and (not row.nano or bool(from_nano))
     return Resolved(settings, target, bare, forced, from_nano)
+
+
+def _target(settings: "BaseModel", where: str) -> Path:
+    try:
+        return user_path(settings.save_path)  # type: ignore[attr-defined]
+    except InputError as error:
+        raise InputError(f"{where}{error}") from None
 
 
 def _is_of_bare_run(target: Path) -> bool:

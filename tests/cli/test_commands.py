@@ -161,6 +161,19 @@ def test_what_of_nano_is_used_is_one_sentence(keys: list[str], words: str) -> No
     assert _nano_note(keys) == words
 
 
+def test_ctrl_c_after_the_work_is_still_130() -> None:
+    """At the end of the interpreter Python reports it and exits with what was to be, 0."""
+    code = (
+        "import atexit, os, signal, sys\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "from mlxstacks.cli import main\n"
+        "sys.argv = ['mlxstacks', '--version']\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout[:9], done.stderr) == (130, "mlxstacks", "")
+
+
 # --- recipes --------------------------------------------------------------------------------------
 
 
@@ -176,6 +189,23 @@ def test_later_wins(recipe: Path, command: Run) -> None:
     _, out, _ = command("toy", "--recipe", "mine.yaml", "--json", *typed)
     found = json.loads(out)["settings"]
     assert [found[k] for k in ("bits", "kind", "count", "ratio")] == [4, "fancy", 4, 0.9]
+
+
+@pytest.mark.parametrize(
+    ("line", "typed", "message"),
+    [
+        ("cuont: 3", [], "error: recipe mine.yaml: unknown key 'cuont'; did you mean 'count'?"),
+        ("inner: {rate: x}", [], "error: recipe mine.yaml: inner.rate: got 'x'"),
+        ("save_path: ~nobody-here/x", [], "error: recipe mine.yaml: "),
+        ("count: 3", ["--set", "count=none"], "error: count: got None"),
+    ],
+)
+def test_a_fault_of_a_recipe_names_its_file(
+    toy: Path, command: Run, line: str, typed: list[str], message: str
+) -> None:
+    (toy / "mine.yaml").write_text(f"command: toy\n{line}\n")
+    code, _, err = command("run", "mine.yaml", *typed)
+    assert (code, err[: len(message)]) == (2, message)
 
 
 def test_run_writes_to_the_name_of_the_recipe_and_is_resumable(recipe: Path, command: Run) -> None:

@@ -253,7 +253,7 @@ class _TrainRun:
             raise AssertionError("what trains is not what an adapter holds")
         ordered = dict(sorted(tensors.items()))
         with mlx_write_errors(directory / WEIGHTS):
-            mx.save_safetensors(str(directory / WEIGHTS), ordered)
+            base_model.save_arrays(directory / WEIGHTS, ordered)
         # Shapes are all that the config needs; a copy of the numbers can be gigabytes.
         scale, number = self.setup.lora.scale, np.zeros((), np.float32)
         modules = {
