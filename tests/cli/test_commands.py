@@ -197,7 +197,7 @@ def test_later_wins(recipe: Path, command: Run) -> None:
         ("cuont: 3", [], "error: recipe mine.yaml: unknown key 'cuont'; did you mean 'count'?"),
         ("inner: {rate: x}", [], "error: recipe mine.yaml: inner.rate: got 'x'"),
         ("save_path: ~nobody-here/x", [], "error: recipe mine.yaml: "),
-        ("count: 3", ["--set", "count=none"], "error: count: got None"),
+        ("count: 3", ["--set", "count=none"], "error: count: got 'none'"),
     ],
 )
 def test_a_fault_of_a_recipe_names_its_file(
