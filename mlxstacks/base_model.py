@@ -83,7 +83,7 @@ def load(
     # From its config alone transformers makes a tokenizer without a vocabulary, and says nothing.
     if not any(next(path.glob(pattern), None) for pattern in _VOCABULARIES):
         raise CheckpointError(f"{path}: no tokenizer.json or other vocabulary; download it too")
-    with ExitStack() as links, _load_errors(path):
+    with _load_errors(path), ExitStack() as links:
         named = str(links.enter_context(_plain_name(path)))
         adapter = adapter_path and str(links.enter_context(_plain_name(Path(adapter_path))))
         return load_with_tokenizer(named, adapter_path=adapter, return_config=True, lazy=lazy)
@@ -105,7 +105,10 @@ def _plain_name(directory: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as place:
         link = Path(place, "model")
         link.symlink_to(directory.resolve())
-        yield link
+        try:
+            yield link
+        except OSError as error:  # mlx-lm names where it looked
+            raise type(error)(str(error).replace(str(link), name)) from error
 
 
 def load_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
