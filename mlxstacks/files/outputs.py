@@ -199,7 +199,7 @@ def _make_shared(directory: Path, mode: int) -> None:
         directory.mkdir()
         directory.chmod(mode)
         write_json(directory / MARK, new_mark(built_in=True))
-        (directory / MARK).chmod(mode & 0o666 | 0o600)
+        (directory / MARK).chmod(mode & 0o644 | 0o600)
 
 
 def _open_to_readers(directory: Path, mode: int) -> None:
@@ -238,13 +238,12 @@ def _staging(
         write_json(staged / MARK, new_mark())
         with target_errors(target, needed_bytes, only_writes=True):
             yield staged
-        if marked:
-            write_json(staged / MARK, new_mark(entries(staged), **fields))
-        else:
-            (staged / MARK).unlink()
+        write_json(staged / MARK, new_mark(entries(staged) if marked else None, **fields))
         with target_errors(target, needed_bytes):
             sync_tree(staged)
             _swap_in(staged, target)
+            if not marked:
+                (target / MARK).unlink()
     finally:
         # the old target, or what was written until an error; what has become the target is gone
         remove_marked(staged)
@@ -377,7 +376,9 @@ def _swap_in(staged: Path, target: Path) -> None:
         staged.rename(target)
         sync_directory(target.parent)
         return
-    if read_mark(target) is None:  # a store; from here on it may be removed under another name
+    if (
+        any(target.iterdir()) and read_mark(target) is None
+    ):  # a store; from here on it may be removed under another name
         write_json(target / MARK, new_mark())
     if _exchange(staged, target):
         old = staged

@@ -24,7 +24,7 @@ import pytest
 import mlxstacks
 from mlxstacks.errors import CheckpointError, TargetError
 from mlxstacks.files import carry, disk, outputs
-from mlxstacks.files.mark import MARK, new_mark
+from mlxstacks.files.mark import MARK, entries, new_mark
 from mlxstacks.files.outputs import (
     carry_side_files,
     check_target,
@@ -83,6 +83,24 @@ def test_file_that_came_while_the_new_was_written_stays(tmp_path: Path) -> None:
         write()
     assert names(target) == ["file", "late.txt"]
     assert names(tmp_path) == ["out"]
+
+
+def test_what_is_told_otherwise_gets_no_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store has its manifest. Without a mark, too, nothing stays of a run that failed."""
+    for text in ("old", "new"):
+        build(tmp_path / "out", text, force=True, owned=entries)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
+
+    def full(directory: Path) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(outputs, "sync_tree", full)
+    with pytest.raises(TargetError, match="the disk is full"):
+        build(tmp_path / "out", force=True, owned=entries)
+    assert names(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "file").read_text() == "new"
 
 
 def test_nothing_is_written_into_the_package(tmp_path: Path) -> None:
