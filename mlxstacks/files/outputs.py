@@ -376,9 +376,8 @@ def _swap_in(staged: Path, target: Path) -> None:
         staged.rename(target)
         sync_directory(target.parent)
         return
-    if (
-        any(target.iterdir()) and read_mark(target) is None
-    ):  # a store; from here on it may be removed under another name
+    # a store: from here on it may be removed under another name
+    if any(target.iterdir()) and read_mark(target) is None:
         write_json(target / MARK, new_mark())
     if _exchange(staged, target):
         old = staged
