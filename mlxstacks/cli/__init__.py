@@ -3,6 +3,7 @@
 Exit codes: 0 done, 1 failed while running, 2 bad usage or input, 3 a gate not met, 130 interrupted.
 """
 
+import contextlib
 import io
 import os
 import signal
@@ -111,7 +112,8 @@ def main() -> None:
     warnings.showwarning = _show_warning
     try:
         code = run(sys.argv[1:])
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # a closed pipe, a full disk: Python says so at its end
+            sys.stdout.flush()
     except KeyboardInterrupt:  # while the message about another one was written
         code = INTERRUPTED
     # From here on nothing would catch it, and the end of the interpreter would exit with 0.

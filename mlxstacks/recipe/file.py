@@ -91,9 +91,21 @@ def load_recipe(name_or_path: str) -> Recipe:
 
 
 def _forces(values: dict[str, Any]) -> bool:
-    """Whether `force` is set, at any depth."""
-    inner = (value for value in values.values() if isinstance(value, dict))
-    return "force" in values or any(map(_forces, inner))
+    """Whether `force` is a key at any depth; YAML's aliases make circles and endless lists."""
+    seen: set[int] = set()
+    left: list[Any] = [values]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            if "force" in value:
+                return True
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return False
 
 
 def _head(text: str) -> tuple[str, ...]:

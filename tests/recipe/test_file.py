@@ -23,7 +23,16 @@ def test_reads_command_values_and_head(tmp_path: Path) -> None:
     assert found.head == ("One.", "", "Two.")
 
 
-@pytest.mark.parametrize("line", ["force: true", "force: false", "train: {force: true}"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "force: true",
+        "force: false",
+        "train: {force: true}",
+        "arms: [{force: 1}]",
+        "a: &a {b: *a, force: 1}",
+    ],
+)
 def test_a_recipe_cannot_force(tmp_path: Path, line: str) -> None:
     """One from elsewhere replaced the package's own store with a model."""
     path = write(tmp_path, f"command: sweep\nsave_path: elsewhere\n{line}\n")
