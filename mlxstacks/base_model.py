@@ -2,10 +2,12 @@
 
 import copy
 import functools
+import glob
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -81,9 +83,49 @@ def load(
     # From its config alone transformers makes a tokenizer without a vocabulary, and says nothing.
     if not any(next(path.glob(pattern), None) for pattern in _VOCABULARIES):
         raise CheckpointError(f"{path}: no tokenizer.json or other vocabulary; download it too")
-    adapter = None if adapter_path is None else str(adapter_path)
-    with _load_errors(path):
-        return load_with_tokenizer(str(path), adapter_path=adapter, return_config=True, lazy=lazy)
+    with _load_errors(path), ExitStack() as links:
+        named = str(links.enter_context(_plain_name(path)))
+        adapter = adapter_path and str(links.enter_context(_plain_name(Path(adapter_path))))
+        return load_with_tokenizer(named, adapter_path=adapter, return_config=True, lazy=lazy)
+
+
+@contextmanager
+def _plain_name(directory: Path) -> Iterator[Path]:
+    """The directory by a name that mlx-lm, which takes it for a pattern, and MLX, which takes
+    UTF-8 alone, can read; where its own is none, by that of a link, which goes at the end.
+    """
+    name = str(directory)
+    try:
+        is_plain = glob.escape(name) == name and bool(name.encode())
+    except UnicodeEncodeError:
+        is_plain = False
+    if is_plain:
+        yield directory
+        return
+    with tempfile.TemporaryDirectory() as place:
+        link = Path(place, "model")
+        link.symlink_to(directory.resolve())
+        try:
+            yield link
+        except OSError as error:  # mlx-lm names where it looked
+            raise type(error)(str(error).replace(str(link), name)) from error
+
+
+def load_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """The tensors, lazy, and the metadata of a safetensors file. Raises: as `mx.load`."""
+    with _plain_name(path.parent) as directory:
+        arrays, metadata = mx.load(
+            str(directory / path.name), format="safetensors", return_metadata=True
+        )
+    return arrays, metadata
+
+
+def save_arrays(
+    path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file; the name must end in that. Raises: as `mx.save_safetensors`."""
+    with _plain_name(path.parent) as directory:
+        mx.save_safetensors(str(directory / path.name), dict(arrays), metadata and dict(metadata))
 
 
 @contextmanager
@@ -148,10 +190,10 @@ def load_stored(
 
         return Recording, args_class
 
-    with _load_errors(model_path):
+    with _load_errors(model_path), _plain_name(model_path) as named:
         from mlx_lm.utils import load_model
 
-        model, config = load_model(model_path, lazy=True, get_model_classes=recording_classes)
+        model, config = load_model(named, lazy=True, get_model_classes=recording_classes)
     tensors = dict(stored)
     stored.clear()  # the class that holds it is part of a circle, and lives on for a while
     return model, config, tensors
@@ -291,7 +333,8 @@ def save_model(directory: Path, model: nn.Module, config: dict[str, Any]) -> Non
     from mlx_lm.utils import save_model as save_weights
 
     directory.mkdir(parents=True, exist_ok=True)
-    save_weights(directory, model)
+    with _plain_name(directory) as named:
+        save_weights(named, model)
     save_config(copy.deepcopy(config), directory / "config.json")
 
 
@@ -349,7 +392,7 @@ def save_adapter(
 ) -> None:
     """Write an adapter in mlx-lm's format: `adapters.safetensors` and `adapter_config.json`."""
     directory.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(directory / "adapters.safetensors"), weights)
+    save_arrays(directory / "adapters.safetensors", weights)
     config = {
         "fine_tune_type": "lora",
         "num_layers": num_layers,

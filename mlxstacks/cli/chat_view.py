@@ -52,8 +52,6 @@ def route_table(engine: "RoutedModel", turn: "Turn") -> output.Table:
 def _why(engine: "RoutedModel", turn: "Turn", name: str) -> str:
     answer = turn.answer
     route = answer.route
-    if name in answer.missing:
-        return f"missing: {answer.missing[name]}"
     if route.mode in ("base", "ungated", "pinned"):
         on = name in answer.weights
         return (

@@ -3,11 +3,11 @@
 import contextlib
 import json
 import math
+import re
 import shutil
 import sys
 import textwrap
 import time
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 Cell = str | int | float | bool | None
 
-# Marks that turn the direction of text around; what follows could then be made to look like ours.
-_TURNS = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+# Control characters (C0 but line break and tab, DEL, C1), half characters, and marks that turn the
+# direction of text around: what follows could then be made to look like ours.
+_COMMANDS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 # Work shorter than this shows no progress at all.
 QUIET_SECONDS = 2.0
 # Without a terminal a line is printed this often, so that a log shows that the run is alive.
@@ -39,15 +40,23 @@ def console(stderr: bool = False) -> "Console":
 @cache
 def _console_class() -> "type[Console]":
     from rich.console import Console
+    from rich.segment import Segment
 
-    class CommandsWhole(Console):
-        """Breaks no line that holds a command: what is broken cannot be pasted."""
+    class SafeConsole(Console):
+        """Prints no control characters but its own, and breaks no line that holds a command: what
+        is broken cannot be pasted.
+        """
+
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            for segment in super().render(renderable, options):
+                text, style, control = segment
+                yield segment if control else Segment(safe(text), style)
 
         def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
             whole = any(isinstance(what, str) and holds_command(what) for what in objects)
             super().print(*objects, soft_wrap=whole if soft_wrap is None else soft_wrap, **options)
 
-    return CommandsWhole
+    return SafeConsole
 
 
 def holds_command(text: str) -> bool:
@@ -232,10 +241,20 @@ def print_json(document: Any) -> None:
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False, default=str)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
+        plain = text == safe(text)
     except UnicodeEncodeError:  # an ASCII terminal, or a path that is not UTF-8
+        plain = False
+    if not plain:
         text = json.dumps(document, indent=2, allow_nan=False, default=str)
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+        text = text.replace("\x7f", "\\u007f")
+    write(text)
+
+
+def write(text: str, end: str = "\n", *, error: bool = False) -> None:
+    """Text as it is, but `safe`, on stdout or stderr, at once."""
+    stream = sys.stderr if error else sys.stdout
+    stream.write(safe(text) + end)
+    stream.flush()
 
 
 def emit(result: Any, as_json: bool, render: Callable[["Console", Any], None]) -> None:
@@ -258,17 +277,7 @@ def safe(text: str) -> str:
 
     Line breaks and tabs stay, and so do joiners and marks that scripts and emoji need.
     """
-    return "".join(_spelled(c) if _commands(c) else c for c in text)
-
-
-def _commands(character: str) -> bool:
-    if character in "\n\t":
-        return False
-    return unicodedata.category(character) in ("Cc", "Cs") or character in _TURNS
-
-
-def _spelled(character: str) -> str:
-    return ascii(character)[1:-1]
+    return _COMMANDS.sub(lambda character: ascii(character[0])[1:-1], text)
 
 
 def note(text: str) -> None:
@@ -286,7 +295,7 @@ def note(text: str) -> None:
             else textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
             for line in text.split("\n")
         )
-    sys.stderr.write(text + "\n")
+    write(text, error=True)
 
 
 class Progress:

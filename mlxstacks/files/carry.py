@@ -17,6 +17,7 @@ from pathlib import Path
 
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files.disk import c_function, target_errors
+from mlxstacks.files.mark import MARK
 from mlxstacks.files.shard_header import open_regular, read_header
 
 _FICLONE = 0x40049409
@@ -41,7 +42,7 @@ _FIRST_BYTES = {
     **{bytes((0x80, protocol)): "a pickle" for protocol in range(2, 6)},
 }
 # The writer of the new model makes these anew.
-_REPLACED = {"config.json", "model.safetensors.index.json", "fuse_report.json"}
+_REPLACED = {"config.json", "model.safetensors.index.json", "fuse_report.json", MARK}
 _ADAPTER = {"adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import pwd
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -54,7 +55,10 @@ def _explain(error: OSError, path: Path, needed_bytes: int, only_writes: bool) -
             "choose a target on another disk or raise the limit"
         )
     if error.errno == errno.EROFS or (error.errno in _REFUSED and not only_writes):
-        return f"{path}: not writable ({error.strerror}); choose another target"
+        place = Path(os.fsdecode(error.filename or path))
+        where = "" if place == path else f"{place}, "
+        whose = owner_note(place)
+        return f"{path}: not writable ({where}{error.strerror}{whose}); choose another target"
     if only_writes:
         return None
     if error.errno in {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}:
@@ -101,6 +105,20 @@ def existing_ancestor(path: Path) -> Path:
     while not path.is_dir() and path != path.parent:
         path = path.parent
     return path
+
+
+def owner_note(path: Path) -> str:
+    """`, which belongs to NAME` where the path, or what of it is there, is another user's."""
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    user = path.lstat().st_uid
+    if user == os.geteuid():
+        return ""
+    try:
+        name = pwd.getpwuid(user).pw_name
+    except KeyError:
+        name = f"user {user}"
+    return f", which belongs to {name}"
 
 
 def free_bytes(path: Path) -> int:

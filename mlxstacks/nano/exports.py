@@ -2,14 +2,12 @@
 
 import hashlib
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.errors import InputError, TargetError
+from mlxstacks.errors import InputError
 from mlxstacks.files.disk import cache_directory
 from mlxstacks.nano.settings import ADAPTER_BITS, EXPORT_BITS, GROUP_SIZE, ExportSettings
 
@@ -148,9 +146,7 @@ def nano_paths(bits: int | None = ADAPTER_BITS) -> NanoPaths:
     """
     name = "model-float32" if bits is None else f"model-{bits}bit"
     target = cache_directory() / f"nano-{asset_hash()}" / name
-    if not (target / "config.json").is_file():
-        with _published(target, "config.json") as directory:
-            write_export(ASSETS / "model", directory, bits)
+    _fill(target, "config.json", lambda place: write_export(ASSETS / "model", place, bits))
     return NanoPaths(target, ASSETS / "adapter", ASSETS / "store")
 
 
@@ -171,9 +167,7 @@ def nano_data() -> Path:
     from mlxstacks.nano.sample_data import write_sample_data
 
     target = cache_directory() / f"nano-{asset_hash()}" / "data"
-    if not (target / "train.jsonl").is_file():
-        with _published(target, "train.jsonl") as directory:
-            write_sample_data(directory)
+    _fill(target, "train.jsonl", write_sample_data)
     return target
 
 
@@ -182,10 +176,7 @@ def nano_domains() -> Path:
     from mlxstacks.nano.sample_data import domain_files, write_domain_data
 
     target = cache_directory() / f"nano-{asset_hash()}" / "domains"
-    first = domain_files()[0]
-    if not (target / first).is_file():
-        with _published(target, first) as directory:
-            write_domain_data(directory)
+    _fill(target, domain_files()[0], write_domain_data)
     return target
 
 
@@ -209,11 +200,15 @@ def _cached_files(name: str, files: dict[str, str]) -> Path:
     """
     digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
     target = cache_directory() / f"nano-{asset_hash()}" / f"{name}-{digest}"
-    first = next(iter(files))
-    if not (target / first).is_file():
-        with _published(target, first) as directory:
-            write_files(directory, files)
+    _fill(target, next(iter(files)), lambda place: write_files(place, files))
     return target
+
+
+def _fill(target: Path, part: str, write: Callable[[Path], None]) -> None:
+    """Make a directory of the cache where `part` of it is not there."""
+    from mlxstacks.files.outputs import fill_cache
+
+    fill_cache(target, (target / part).is_file, write)
 
 
 def nano_items() -> Path:
@@ -235,23 +230,3 @@ def write_files(directory: Path, files: dict[str, str]) -> None:
     for path, text in files.items():
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
         (directory / path).write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def _published(target: Path, part: str) -> Iterator[Path]:
-    """A temporary sibling, renamed to `target` at the end; who comes second discards its copy."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        directory = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))
-    except OSError as error:
-        hint = "set MLXSTACKS_CACHE to a directory that can be written"
-        raise TargetError(f"{target.parent}: {error.strerror}; {hint}") from error
-    try:
-        yield directory
-        try:
-            directory.rename(target)
-        except OSError:
-            if not (target / part).is_file():
-                raise
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)

@@ -13,6 +13,7 @@ import pytest
 from mlxstacks import base_model
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.evaluate import evaluate_mean_loss
+from mlxstacks.files.mark import MARK, entries
 from mlxstacks.nano import exports, measure
 from mlxstacks.nano.corpus import validation_documents
 from mlxstacks.nano.encode import encode_documents
@@ -143,9 +144,7 @@ def test_exports_are_repeatable_and_mlx_lm_generates_from_them(
     four_bit: Path, tmp_path: Path
 ) -> None:
     write_export(SHIPPED, tmp_path / "again", 4)
-    assert sorted(p.name for p in four_bit.iterdir()) == sorted(
-        p.name for p in (tmp_path / "again").iterdir()
-    )
+    assert entries(four_bit) == entries(tmp_path / "again")
     assert (four_bit / "model.safetensors").read_bytes() == (
         tmp_path / "again/model.safetensors"
     ).read_bytes()
@@ -180,7 +179,7 @@ def test_the_cache_is_made_once_and_follows_the_environment(tmp_path: Path, monk
     assert (Path(info["adapter_path"]) / "adapter_config.json").is_file()
     assert "store_path" in info
     assert (paths.model_path / "config.json").stat().st_mtime_ns == stamp
-    assert [p.name for p in paths.model_path.parent.iterdir()] == ["model-4bit"]
+    assert sorted(p.name for p in paths.model_path.parent.iterdir()) == [MARK, "model-4bit"]
 
 
 def test_a_failed_export_leaves_nothing_in_the_cache(tmp_path: Path, monkeypatch) -> None:
@@ -193,7 +192,7 @@ def test_a_failed_export_leaves_nothing_in_the_cache(tmp_path: Path, monkeypatch
     monkeypatch.setattr(exports, "write_export", fail)
     with pytest.raises(OSError, match="disk full"):
         nano_paths(4)
-    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == [MARK]
 
 
 @pytest.mark.skipif(

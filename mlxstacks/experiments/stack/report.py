@@ -22,8 +22,6 @@ from mlxstacks.training.matrix import rises
 from mlxstacks.training.protect import Bases, protection_report
 from mlxstacks.training.stack_settings import MATRIX_MODES
 
-REPORT = "stack_report.json"
-
 
 @dataclass(frozen=True, slots=True)
 class StackReport:
