@@ -19,11 +19,18 @@ from mlxstacks.data.chat import prompt_tokens
 from mlxstacks.data.text_settings import PLAIN, Rendering
 from mlxstacks.errors import CheckpointError
 from mlxstacks.ops import gated_delta
+from mlxstacks.regular_files import check_regular
 
-# The deepest public models have some 130 layers. A billion would fill the memory before anything
-# can be said of them.
-_MOST_LAYERS = 1000
-_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+# Of what a config counts: the most that is built (the deepest public models have some 130 layers),
+# a billion would fill the memory before anything can be said of them.
+_LARGEST = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), 1000),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
+    **dict.fromkeys(("num_experts_per_tok", "num_attention_heads", "num_key_value_heads"), 1 << 16),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 1 << 24),
+    **dict.fromkeys(("head_dim", "vocab_size"), 1 << 24),
+}
+_NEVER_ZERO = ("num_hidden_layers", "hidden_size", "vocab_size")
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab*", "merges.txt", "tekken.json")
 # What transformers and mlx-lm raise for files that are damaged or do not go together.
@@ -33,16 +40,21 @@ _NOT_A_MODEL = (
 )  # fmt: skip
 
 
-def check_layer_count(config: dict[str, Any]) -> None:
-    """Raises: CheckpointError where the config, or its text part, wants more layers than can be."""
+def check_counts(config: dict[str, Any]) -> None:
+    """What the config, or its text part, counts: whole numbers that a model can have. Absent ones,
+    null and lists (a number for each layer) are for the model's class to judge.
+
+    Raises: CheckpointError naming key and value.
+    """
     for part in (config, config.get("text_config")):
-        if not isinstance(part, dict):
-            continue
-        for name in _LAYER_COUNTS:
-            count = part.get(name)
-            if isinstance(count, int | float) and count > _MOST_LAYERS:
+        for name in _LARGEST if isinstance(part, dict) else ():
+            count, least = part.get(name), int(name in _NEVER_ZERO)
+            if count is None or isinstance(count, list):
+                continue
+            if type(count) is not int or not least <= count <= _LARGEST[name]:
                 raise CheckpointError(
-                    f"{name} is {count:,} in the config; at most {_MOST_LAYERS:,} layers are built"
+                    f"{name} is {count!r:.50} in the config; a whole number from {least} to "
+                    f"{_LARGEST[name]:,} is allowed"
                 )
 
 
@@ -50,11 +62,11 @@ def build_model(config: dict[str, Any]) -> nn.Module:
     """A model of `config` with mlx-lm's classes and unset (random) weights.
 
     Raises:
-        CheckpointError: mlx-lm has no class for `model_type`, or there are too many layers.
+        CheckpointError: mlx-lm has no class for `model_type`, or it counts what cannot be.
     """
     from mlx_lm.utils import _get_classes
 
-    check_layer_count(config)
+    check_counts(config)
     try:
         model_class, args_class = _get_classes(config)
     except ValueError as error:
@@ -82,6 +94,8 @@ def load(
     if not any(next(path.glob(pattern), None) for pattern in _VOCABULARIES):
         raise CheckpointError(f"{path}: no tokenizer.json or other vocabulary; download it too")
     adapter = None if adapter_path is None else str(adapter_path)
+    if adapter_path is not None:
+        check_regular(Path(adapter_path), kind=CheckpointError)
     with _load_errors(path):
         return load_with_tokenizer(str(path), adapter_path=adapter, return_config=True, lazy=lazy)
 
@@ -89,16 +103,19 @@ def load(
 @contextmanager
 def _load_errors(path: Path) -> Iterator[None]:
     """Raises: CheckpointError for whatever mlx-lm raises over a model that it cannot load."""
+    check_regular(path, kind=CheckpointError)
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         if not isinstance(config.get("model_type"), str):
             raise CheckpointError("config.json has no model_type; give a model that mlx-lm knows")
-        check_layer_count(config)
+        check_counts(config)
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except _NOT_A_MODEL as error:
-        if "malloc" in str(error):  # of memory, not of the files
+    except Exception as error:
+        # the tokenizers library raises the bare class over a vocabulary that it cannot read
+        known = type(error) is Exception or isinstance(error, _NOT_A_MODEL)
+        if not known or "malloc" in str(error):  # of memory, not of the files
             raise
         lines = str(error).splitlines()
         shown = " ".join(line.strip() for line in lines[:4]) + (" ..." if len(lines) > 4 else "")

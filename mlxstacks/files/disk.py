@@ -44,10 +44,7 @@ def target_errors(
 def _explain(error: OSError, path: Path, needed_bytes: int, only_writes: bool) -> str | None:
     if error.errno in _FULL:
         needed = f"{needed_bytes} bytes needed, " if needed_bytes else ""
-        return (
-            f"{path}: the disk is full ({needed}{free_bytes(path)} free); "
-            "make room or choose a target on another disk"
-        )
+        return f"{path}: {_full_disk(path, needed)}; make room or choose a target on another disk"
     if error.errno == errno.EFBIG:
         return (
             f"{path}: a file grew past what the file system or `ulimit -f` allows; "
@@ -64,18 +61,24 @@ def _explain(error: OSError, path: Path, needed_bytes: int, only_writes: bool) -
     return None
 
 
+def _full_disk(path: Path, needed: str = "") -> str:
+    system = os.statvfs(existing_ancestor(path))
+    if system.f_files and not system.f_favail:  # some file systems have no such count
+        return "the disk has no room for another file, of whatever size (no inodes are free)"
+    return f"the disk is full ({needed}{free_bytes(path)} bytes free)"
+
+
 @contextmanager
 def mlx_write_errors(path: Path) -> Iterator[None]:
     """`target_errors` for MLX's own writers, whose RuntimeError has neither errno nor name."""
     try:
         yield
     except RuntimeError as error:
-        if not str(error).startswith("[write]"):
+        if not str(error).startswith(("[write]", "[save_safetensors] Failed to open")):
             raise
         raise TargetError(
-            f"{path}: {str(error).removeprefix('[write] ').rstrip('.')}: the disk is full "
-            f"({free_bytes(path)} bytes free) or `ulimit -f` ends the file; make room or choose a "
-            "target on another disk"
+            f"{path}: {str(error).rpartition('] ')[2].rstrip('.')}: {_full_disk(path)} or "
+            "`ulimit -f` ends the file; make room or choose a target on another disk"
         ) from None
 
 

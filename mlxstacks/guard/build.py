@@ -33,8 +33,10 @@ OPTIMIZERS: dict[str, Callable[[], optim.Optimizer]] = {
     "lion": lambda: optim.Lion(1e-5),
     "sgd": lambda: optim.SGD(1e-5),
 }
-# A config that a model class cannot be made of ends in one of these.
-_BAD_CONFIG = (TypeError, KeyError, AttributeError, ValueError, ZeroDivisionError, IndexError)
+# A config that a model class cannot be made of, or no step be traced with, ends in one of these.
+_BAD_CONFIG = (
+    TypeError, KeyError, AttributeError, ValueError, ArithmeticError, IndexError, AssertionError,
+)  # fmt: skip
 
 
 def read_config(model: str) -> tuple[dict[str, Any], str]:
@@ -86,18 +88,28 @@ def lazy_model(config: dict[str, Any]) -> nn.Module:
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise CheckpointError("the config has no model_type; give the config.json of a model")
-    try:
+    with config_errors(config):
         model = base_model.build_model(config)
         _tie(model, config)
         base_model.cast(model, _dtype(config))
         _quantize(model, config)
-    except CheckpointError:
-        raise
-    except _BAD_CONFIG as error:
-        text = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"the config does not describe a {kind}: {text}") from error
     model.train()
     return _unset(model)
+
+
+@contextmanager
+def config_errors(config: dict[str, Any]) -> "Iterator[None]":
+    """Raises: CheckpointError for what a class of mlx-lm raises over a config that it cannot use."""
+    try:
+        yield
+    except InputError:
+        raise
+    except _BAD_CONFIG as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise CheckpointError(
+            f"the config does not describe a {config.get('model_type')}: "
+            f"{type(error).__name__}: {first:.300}"
+        ) from error
 
 
 def _tie(model: nn.Module, config: dict[str, Any]) -> None:

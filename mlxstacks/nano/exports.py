@@ -114,7 +114,8 @@ def write_export(
         raise InputError(f"got bits={bits}; allowed: {allowed}, or none for float32")
     model, _, config = base_model.load(source)
     if config.get("quantization", {}).get("bits") == bits:
-        shutil.copytree(source, directory, dirs_exist_ok=True)
+        for file in source.iterdir():
+            shutil.copyfile(file, directory / file.name)
         return
     base_model.dequantize(model)
     base_model.cast(model, mx.float32 if bits is None else mx.bfloat16)
@@ -130,11 +131,13 @@ def export(settings: ExportSettings) -> ExportResult:
     """`nano export`: the built-in model at `settings.bits`; the target appears as a whole or not.
 
     Raises:
-        TargetError: the target exists and `force` is off.
+        TargetError: the target exists and `force` is off, or cannot be written.
     """
+    from mlxstacks.files.disk import mlx_write_errors
     from mlxstacks.files.outputs import staged_directory
 
-    with staged_directory(settings.save_path, force=settings.force) as directory:
+    target = settings.save_path
+    with staged_directory(target, force=settings.force) as directory, mlx_write_errors(target):
         write_export(ASSETS / "model", directory, settings.bits)
     written = (settings.save_path / "model.safetensors").stat().st_size
     return ExportResult(settings.save_path, settings.bits, written)
@@ -240,6 +243,8 @@ def write_files(directory: Path, files: dict[str, str]) -> None:
 @contextmanager
 def _published(target: Path, part: str) -> Iterator[Path]:
     """A temporary sibling, renamed to `target` at the end; who comes second discards its copy."""
+    from mlxstacks.files.disk import mlx_write_errors, target_errors
+
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         directory = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))
@@ -247,7 +252,8 @@ def _published(target: Path, part: str) -> Iterator[Path]:
         hint = "set MLXSTACKS_CACHE to a directory that can be written"
         raise TargetError(f"{target.parent}: {error.strerror}; {hint}") from error
     try:
-        yield directory
+        with target_errors(target, only_writes=True), mlx_write_errors(target):
+            yield directory
         try:
             directory.rename(target)
         except OSError:

@@ -6,6 +6,7 @@ A command on nano alone may have a recipe of ours between the first two; see `Co
 """
 
 import json
+import os
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -253,7 +254,7 @@ def replaced(name: str, resolved: Resolved) -> bool:
     row = command_named(name)
     if row.extends or row.report is None or resolved.target is None or resolved.forced:
         return False
-    if not (resolved.target / BARE_MARKER).is_file():
+    if not os.path.isfile(resolved.target / BARE_MARKER):  # False where no name can be so long
         return False
     made_with = _report_in(resolved.target / row.report)[0].get("settings")
     settings = resolved.settings.model_dump(mode="json")

@@ -1,0 +1,30 @@
+"""Pipes, sockets and devices in place of files: opening one would wait without end."""
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from mlxstacks.errors import InputError
+
+
+def check_regular(*paths: Path, kind: type[InputError] = InputError) -> None:
+    """For files of others that a library opens by name; what is not there passes.
+
+    A directory stands for the files in it and in its folders, two levels down; links are followed.
+    Raises: InputError (or the given kind of it) naming what is neither a file nor a directory.
+    """
+    for path in paths:
+        for file in _entries(path):
+            try:
+                mode = file.stat().st_mode
+            except (OSError, ValueError):  # whoever opens it says so
+                continue
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise kind(f"{file}: not a regular file; put the file itself there or remove it")
+
+
+def _entries(path: Path, levels: int = 2) -> Iterator[Path]:
+    yield path
+    if levels and path.is_dir():
+        for entry in path.iterdir():
+            yield from _entries(entry, levels - 1)
