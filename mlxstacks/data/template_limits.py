@@ -106,7 +106,7 @@ def _size(value: Any) -> int:
 
 def _check_operation(name: str, *values: Any) -> None:
     """Before something is done with values: the two largest bound what it makes."""
-    if name in _FORMATS and any(_is_wide(value) for value in values):
+    if name in _FORMATS and _is_wide(values[0]):
         raise TemplateRuntimeError("it formats with a width beyond measure")
     if name in _LINEAR:
         return

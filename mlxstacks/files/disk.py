@@ -6,15 +6,18 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlxstacks.errors import InputError, TargetError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # EBUSY: the target is a mount point, which nothing can be renamed over
 _UNUSABLE = {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.ENOENT, errno.EBUSY}
 
@@ -65,7 +68,7 @@ def _full_disk(path: Path, needed: str = "") -> str:
     system = os.statvfs(existing_ancestor(path))
     if system.f_files and not system.f_favail:  # some file systems have no such count
         return "the disk has no room for another file, of whatever size (no inodes are free)"
-    return f"the disk is full ({needed}{free_bytes(path)} bytes free)"
+    return f"the disk is full ({needed}{free_bytes(path)} free)"
 
 
 @contextmanager
@@ -97,6 +100,39 @@ def user_path(path: str | Path, kind: type[InputError] = InputError) -> Path:
 def cache_directory() -> Path:
     """`$MLXSTACKS_CACHE`, else `~/.cache/mlxstacks`."""
     return Path(os.environ.get("MLXSTACKS_CACHE") or Path.home() / ".cache" / "mlxstacks")
+
+
+def use_private_temporary_directory() -> None:
+    """Set TMPDIR to a directory that nobody else can write; call before mlx is used.
+
+    MLX's CPU compiler keeps its libraries in `$TMPDIR/mlx/<version>/cpu` and loads one that is
+    there without looking whose it is. Where others can write too, as in `/tmp`, temporary files go
+    to `mlxstacks-<user id>` in it, which only this user can open.
+
+    Raises: InputError: it belongs to another user, is open to others, or cannot be written.
+    """
+    advice = "set TMPDIR to a directory of yours"
+    path = Path(os.environ.get("TMPDIR") or "/tmp")
+    try:
+        path = Path(os.environ.get("TMPDIR") or tempfile.gettempdir()).absolute()
+        mode, private = path.stat(), path / f"mlxstacks-{os.getuid()}"
+        if mode.st_uid != os.getuid() or mode.st_mode & _WRITABLE_BY_OTHERS:
+            if mode.st_mode & _WRITABLE_BY_OTHERS and not mode.st_mode & stat.S_ISVTX:
+                raise InputError(f"{path}: others can rename what is there; `chmod go-w`, or {advice}")
+            path = private
+            with suppress(FileExistsError):
+                path.mkdir(0o700)
+            mode = path.lstat()
+            if not stat.S_ISDIR(mode.st_mode) or mode.st_uid != os.getuid() or mode.st_mode & 0o77:
+                raise InputError(f"{path}: not a directory of yours alone; remove it, or {advice}")
+        with tempfile.TemporaryFile(dir=path) as file:  # a full disk is told here, not in a compiler
+            file.write(bytes(4096))
+            file.flush()
+    except OSError as error:
+        raise InputError(
+            f"{path}: temporary files cannot be written there: {error.strerror}; {advice}"
+        ) from None
+    os.environ["TMPDIR"] = str(path)
 
 
 def existing_ancestor(path: Path) -> Path:

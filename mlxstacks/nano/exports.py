@@ -1,6 +1,7 @@
 """The shipped model as checkpoints: exports at any width, and a cache of them for bare commands."""
 
 import hashlib
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -112,11 +113,12 @@ def write_export(
     if bits is not None and bits not in EXPORT_BITS:
         allowed = ", ".join(map(str, EXPORT_BITS))
         raise InputError(f"got bits={bits}; allowed: {allowed}, or none for float32")
-    model, _, config = base_model.load(source)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if config.get("quantization", {}).get("bits") == bits:
         for file in source.iterdir():
             shutil.copyfile(file, directory / file.name)
         return
+    model, _, config = base_model.load(source)
     base_model.dequantize(model)
     base_model.cast(model, mx.float32 if bits is None else mx.bfloat16)
     config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
