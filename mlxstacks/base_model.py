@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ _LARGEST = {
     **dict.fromkeys(("head_dim", "vocab_size"), 1 << 24),
 }
 _NEVER_ZERO = ("num_hidden_layers", "hidden_size", "vocab_size")
+
+_MOST_TOKEN_ID, _LONG_NUMBER = 10_000_000, re.compile(rb":\s*\d{8}")
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab*", "merges.txt", "tekken.json")
 # What transformers and mlx-lm raise for files that are damaged or do not go together.
@@ -97,7 +100,23 @@ def load(
     if adapter_path is not None:
         check_regular(Path(adapter_path), kind=CheckpointError)
     with _load_errors(path):
+        _check_token_ids(path / "tokenizer.json")
         return load_with_tokenizer(str(path), adapter_path=adapter, return_config=True, lazy=lazy)
+
+
+def _check_token_ids(path: Path) -> None:
+    """Loaders make tables as long as the largest id. Raises: CheckpointError for one beyond all."""
+    # a second parsing takes as long as the first: only for numbers that no honest vocabulary has
+    if not path.is_file() or not _LONG_NUMBER.search(text := path.read_bytes()):
+        return
+    value = json.loads(text)
+    vocabulary = value["model"]["vocab"]
+    ids = [token["id"] for token in value.get("added_tokens") or ()]
+    ids += vocabulary.values() if isinstance(vocabulary, dict) else ()
+    if max(ids, default=0) > _MOST_TOKEN_ID:
+        raise CheckpointError(
+            f"{path.name}: a token has the id {max(ids):,}; at most {_MOST_TOKEN_ID:,} is allowed"
+        )
 
 
 @contextmanager
@@ -112,10 +131,12 @@ def _load_errors(path: Path) -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except Exception as error:
-        # the tokenizers library raises the bare class over a vocabulary that it cannot read
-        known = type(error) is Exception or isinstance(error, _NOT_A_MODEL)
-        if not known or "malloc" in str(error):  # of memory, not of the files
+    except BaseException as error:
+        # of the tokenizers library, over what it cannot read: the bare class, or Rust's panic
+        bare = type(error).__name__ in ("Exception", "PanicException")
+        if not (bare or isinstance(error, _NOT_A_MODEL)) or "malloc" in str(
+            error
+        ):  # of memory, not of the files
             raise
         lines = str(error).splitlines()
         shown = " ".join(line.strip() for line in lines[:4]) + (" ..." if len(lines) > 4 else "")

@@ -23,6 +23,17 @@ def check_regular(*paths: Path, kind: type[InputError] = InputError) -> None:
                 raise kind(f"{file}: not a regular file; put the file itself there or remove it")
 
 
+def check_hub_reference(repository: str, folder: str, kind: type[InputError] = InputError) -> None:
+    """For what names the newest revision of a repository in the hub cache, before it is read.
+
+    folder: "models" or "datasets". Raises: as `check_regular`.
+    """
+    from huggingface_hub import constants
+
+    name = f"{folder}--{repository.replace('/', '--')}"
+    check_regular(Path(constants.HF_HUB_CACHE, name, "refs", "main"), kind=kind)
+
+
 def _entries(path: Path, levels: int = 2) -> Iterator[Path]:
     yield path
     if levels and path.is_dir():

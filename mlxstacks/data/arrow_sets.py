@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks.errors import InputError
-from mlxstacks.regular_files import check_regular
+from mlxstacks.regular_files import check_hub_reference, check_regular
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
 ROWS_AT_ONCE = 256
@@ -100,11 +100,10 @@ def cached_set(dataset: str, name: str | None, split: str) -> tuple[Rows, list[P
 
 def hub_snapshot(dataset: str) -> Path | None:
     """The directory of a data set in the hub cache, if it is there."""
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    folder = f"datasets--{dataset.replace('/', '--')}"
-    check_regular(Path(constants.HF_HUB_CACHE, folder, "refs", "main"))
+    check_hub_reference(dataset, "datasets")
     try:
         return Path(snapshot_download(dataset, repo_type="dataset", local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
@@ -150,7 +149,9 @@ def _rows(label: str, batches: Iterable[Any], kind: str) -> Rows:
     try:
         for batch in batches:
             names = batch.schema.names
-            columns = [_values(label, number, name, batch.column(i)) for i, name in enumerate(names)]
+            columns = [
+                _values(label, number, name, batch.column(i)) for i, name in enumerate(names)
+            ]
             for values in zip(*columns, strict=True):
                 number += 1
                 yield f"{label}, row {number}", dict(zip(names, values, strict=True))

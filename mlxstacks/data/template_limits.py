@@ -157,20 +157,20 @@ class _Counting(NodeTransformer):
         node.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(text + 1), _STEP)))
         return node
 
-    visit_For = visit_Macro = visit_CallBlock = _repeated
+    visit_For = visit_Macro = visit_CallBlock = _repeated  # noqa: N815  (names of Jinja's nodes)
 
     def _literal(self, node: Any) -> Any:
         self.generic_visit(node)
         return node if getattr(node, "ctx", "load") == "store" else _filtered(node, _MADE)
 
-    visit_List = visit_Dict = visit_Tuple = _literal
+    visit_List = visit_Dict = visit_Tuple = _literal  # noqa: N815
 
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         node.nodes = [_filtered(part, _MADE) for part in node.nodes]
         return node
 
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         return _filtered(node, _MADE) if isinstance(node.arg, nodes.Slice) else node
 

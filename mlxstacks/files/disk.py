@@ -118,14 +118,16 @@ def use_private_temporary_directory() -> None:
         mode, private = path.stat(), path / f"mlxstacks-{os.getuid()}"
         if mode.st_uid != os.getuid() or mode.st_mode & _WRITABLE_BY_OTHERS:
             if mode.st_mode & _WRITABLE_BY_OTHERS and not mode.st_mode & stat.S_ISVTX:
-                raise InputError(f"{path}: others can rename what is there; `chmod go-w`, or {advice}")
+                raise InputError(
+                    f"{path}: others can rename what is there; `chmod go-w`, or {advice}"
+                )
             path = private
             with suppress(FileExistsError):
                 path.mkdir(0o700)
             mode = path.lstat()
             if not stat.S_ISDIR(mode.st_mode) or mode.st_uid != os.getuid() or mode.st_mode & 0o77:
                 raise InputError(f"{path}: not a directory of yours alone; remove it, or {advice}")
-        with tempfile.TemporaryFile(dir=path) as file:  # a full disk is told here, not in a compiler
+        with tempfile.TemporaryFile(dir=path) as file:  # a full disk is told here
             file.write(bytes(4096))
             file.flush()
     except OSError as error:

@@ -22,6 +22,7 @@ from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.layers.settings import TargetSettings, parse_layers
 from mlxstacks.layers.targets import check_targets, find_targets
 from mlxstacks.ops import gated_delta
+from mlxstacks.regular_files import check_hub_reference
 from mlxstacks.training.checkpointing import checkpoint_layers
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def _from_hub(model: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    check_hub_reference(model, "models", CheckpointError)
     try:
         return Path(hf_hub_download(model, "config.json"))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
@@ -99,7 +101,7 @@ def lazy_model(config: dict[str, Any]) -> nn.Module:
 
 @contextmanager
 def config_errors(config: dict[str, Any]) -> "Iterator[None]":
-    """Raises: CheckpointError for what a class of mlx-lm raises over a config that it cannot use."""
+    """Raises: CheckpointError for what mlx-lm's class raises over a config that it cannot use."""
     try:
         yield
     except InputError:
