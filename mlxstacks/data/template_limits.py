@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import Template, TemplateRuntimeError, TemplateSyntaxError, nodes
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
 MOST_SECONDS = 5.0
@@ -29,7 +30,9 @@ _ITERATOR_SIZE = 1 << 20  # more than a list may hold
 # Names that no template can write.
 _STEP, _MADE = "a step", "a value"
 _TRANSFORMERS = "transformers.utils.chat_template_utils"
-_TEXTS, _CONTAINERS = (str, bytes), (list, tuple, dict)
+_TEXTS = (str, bytes)
+_VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
+_CONTAINERS = (list, tuple, dict, *_VIEWS, Namespace)
 _FORMATS = ("%", "format", "format_map")
 # With two long texts these take no longer, and make no more, than with one.
 _LINEAR = {
@@ -72,7 +75,7 @@ class _Spent:
             self.step(len(value))
         elif isinstance(value, _CONTAINERS):
             _size(value)
-            self.step(8 * len(value))
+            self.step(0 if isinstance(value, Namespace) else 8 * len(value))
         elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
             raise TemplateRuntimeError("it counts with huge numbers")
         return value
@@ -96,7 +99,9 @@ def _size(value: Any) -> int:
             total += len(part)
         elif isinstance(part, dict):
             left += [*part, *part.values()]
-        elif isinstance(part, list | tuple):
+        elif isinstance(part, Namespace):
+            left += object.__getattribute__(part, "_Namespace__attrs").values()
+        elif isinstance(part, _CONTAINERS):
             left += part
         total += _NODE_BYTES
         if total + _NODE_BYTES * len(left) > MOST_MADE:
@@ -127,22 +132,24 @@ def _is_wide(value: Any) -> bool:
     return isinstance(value, str) and bool(_WIDE_FORMAT.search(value.replace("{{", "")))
 
 
-class _Filters(dict[str, Callable[..., Any]]):
-    """Filters that are counted, whoever puts them in."""
+class _Counted(dict[str, Callable[..., Any]]):
+    """Filters, or tests, that are counted, whoever puts them in."""
 
-    def __init__(self, environment: "LimitedEnvironment") -> None:
-        self._environment = environment
+    def __init__(self, environment: "LimitedEnvironment", are_tests: bool) -> None:
+        self._environment, self._are_tests = environment, are_tests
 
     def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
-        environment = self._environment
+        environment, is_test = self._environment, self._are_tests
 
         @functools.wraps(function)
         def counted(*arguments: Any, **options: Any) -> Any:
+            environment.spent.step(0)
+            if is_test:
+                return function(*arguments, **options)
             values = [*arguments, *options.values()]
             _check_operation(name, *values)
             if name == "sum" and any(isinstance(value, list | tuple) for value in values[2:]):
                 raise TemplateRuntimeError("it adds up lists")
-            environment.spent.step(0)
             return environment.spent.value(function(*arguments, **options))
 
         super().__setitem__(name, counted)
@@ -155,6 +162,8 @@ class _Counting(NodeTransformer):
         text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
         self.generic_visit(node)
         node.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(text + 1), _STEP)))
+        if getattr(node, "test", None) is not None:  # what it leaves out has turns too
+            node.test = nodes.And(_filtered(nodes.Const(0), _STEP), node.test)
         return node
 
     visit_For = visit_Macro = visit_CallBlock = _repeated  # noqa: N815  (names of Jinja's nodes)
@@ -201,11 +210,14 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         options |= {"optimized": False, "finalize": self._text}  # what is folded is not counted
         super().__init__(*arguments, **options)
         self.globals.pop("lipsum", None)
-        given, self.filters = self.filters, _Filters(self)
-        for name, function in given.items():
+        filters, tests = self.filters, self.tests
+        self.filters, self.tests = _Counted(self, False), _Counted(self, True)
+        for name, function in filters.items():
             if name not in _LEFT_OUT:
                 self.filters[name] = function
-        dict.__setitem__(self.filters, _STEP, lambda count: self.spent.step(count))
+        for name, function in tests.items():
+            self.tests[name] = function
+        dict.__setitem__(self.filters, _STEP, lambda count: self.spent.step(count) or True)
         dict.__setitem__(self.filters, _MADE, lambda value: self.spent.value(value))
 
     def _text(self, value: Any) -> str:

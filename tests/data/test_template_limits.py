@@ -18,9 +18,12 @@ from tests.data.chat_tokenizers import CHATML, CLOSED, GEMMA, INST, chat_tokeniz
 
 TURNS = [{"role": role, "content": f"{role} says"} for role in ("user", "assistant", "user")]
 _LOOP = "{% for i in range(99999) %}"
+_99_TIMES, _ENDS = "{% for i in range(99) %}", "{% endfor %}{{ n.x }}"
 ENDLESS = [
     f"{_LOOP}{_LOOP}{{% endfor %}}{{% endfor %}}",
     "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for i in range(99999) if i in range(99998)|list %}{% endfor %}",
+    "{{ range(99999)|select('in', range(99999)|list|reverse|list)|list }}",
     f"{_LOOP}{_LOOP}{{% if 'x' in 'y' %}}{{% endif %}}{{% endfor %}}{{% endfor %}}",
 ]
 HUGE = [
@@ -32,6 +35,11 @@ HUGE = [
     "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "{% set n = namespace(x=1) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}",
     "{% set n = namespace(x=1) %}{% for i in range(99) %}{% set n.x = {1:n.x,2:n.x} %}{% endfor %}",
+    "{% set n = namespace(x=1) %}" + _99_TIMES + "{% set n.x = namespace(a=n.x, b=n.x) %}" + _ENDS,
+    "{% set n = namespace(x={}) %}"
+    + _99_TIMES
+    + "{% set n.x = {1: n.x.items(), 2: n.x.items()} %}"
+    + _ENDS,
     "{% set x %}" + "a" * 999 + "{% endset %}{% set y %}" + "{{ x }}" * 999 + "{% endset %}"
     "{% set z %}" + "{{ y }}" * 999 + "{% endset %}",
     "{% set x = 'a' * 99999 %}{{ " + "~".join(["x"] * 999) + " }}",
@@ -93,6 +101,8 @@ def test_a_template_that_makes_too_much_is_ended(
         "{{ messages[::-1]|map(attribute='content')|join(', ')|upper }} {{ [1, 2]|sum }}",
         "{% for m in messages %}{{ loop.index }}/{{ loop.length }} {{ loop.last }}{% endfor %}",
         "{% macro f(a) %}{{ a }}{{ caller() }}{% endmacro %}{% call f('y') %}z{% endcall %}",
+        "{% for m in messages if m.role is in ['user'] %}{{ m.content }}{% endfor %}",
+        "{% if x is defined %}{% elif 4 is divisibleby 2 %}even{% endif %}",
         "{% set x, y = 1, (2, 3) %}{{ x }}{{ y }}{% for x in [] %}{% else %}none{% endfor %}",
         "{{ '{} {{}} {a:>4}'.format('b', a=1) }} {{ ('ab' * 3)[1:3] ~ 1 }} {{ {'a': [1]}|tojson }}",
     ],
