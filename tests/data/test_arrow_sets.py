@@ -124,12 +124,17 @@ def test_media_are_neither_decoded_nor_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     datasets = pytest.importorskip("datasets")
+    text, place = datasets.Value("string"), {"bytes": datasets.Value("binary")}
+    features = datasets.Features({"text": text, "image": {**place, "path": text}})
+    picture = {"bytes": None, "path": "http://127.0.0.1:9/picture.png"}
+    rows = datasets.Dataset.from_list([{"text": "a", "image": picture}], features=features)
+    rows.save_to_disk(tmp_path / "saved")
+    info = tmp_path / "saved" / "dataset_info.json"
+    described = json.loads(info.read_text())
+    described["features"]["image"] = {"_type": "Image"}
+    info.write_text(json.dumps(described))
     for call in ("socket.socket.connect", "socket.getaddrinfo"):
         monkeypatch.setattr(call, _no_network)
-    picture = {"bytes": None, "path": "http://127.0.0.1:9/picture.png"}
-    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
-    rows = datasets.Dataset.from_dict({"text": ["a"], "image": [picture]}, features=features)
-    rows.save_to_disk(tmp_path / "saved")
     assert [row for _, row in read(tmp_path, path="saved")] == [{"text": "a", "image": picture}]
 
 
