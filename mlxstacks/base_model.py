@@ -134,9 +134,8 @@ def _load_errors(path: Path) -> Iterator[None]:
     except BaseException as error:
         # of the tokenizers library, over what it cannot read: the bare class, or Rust's panic
         bare = type(error).__name__ in ("Exception", "PanicException")
-        if not (bare or isinstance(error, _NOT_A_MODEL)) or "malloc" in str(
-            error
-        ):  # of memory, not of the files
+        of_memory = "malloc" in str(error)
+        if of_memory or not (bare or isinstance(error, _NOT_A_MODEL)):
             raise
         lines = str(error).splitlines()
         shown = " ".join(line.strip() for line in lines[:4]) + (" ..." if len(lines) > 4 else "")

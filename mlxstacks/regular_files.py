@@ -1,7 +1,9 @@
 """Pipes, sockets and devices in place of files: opening one would wait without end."""
 
+import os
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from mlxstacks.errors import InputError
@@ -36,6 +38,7 @@ def check_hub_reference(repository: str, folder: str, kind: type[InputError] = I
 
 def _entries(path: Path, levels: int = 2) -> Iterator[Path]:
     yield path
-    if levels and path.is_dir():
-        for entry in path.iterdir():
-            yield from _entries(entry, levels - 1)
+    if levels and os.path.isdir(path):
+        with suppress(PermissionError):
+            for entry in path.iterdir():
+                yield from _entries(entry, levels - 1)

@@ -115,6 +115,8 @@ def use_private_temporary_directory() -> None:
     path = Path(os.environ.get("TMPDIR") or "/tmp")
     try:
         path = Path(os.environ.get("TMPDIR") or tempfile.gettempdir()).absolute()
+        if path.name.startswith("mlxstacks-") and path.stat().st_uid != os.getuid():
+            path = path.parent  # inherited from a process of another user
         mode, private = path.stat(), path / f"mlxstacks-{os.getuid()}"
         if mode.st_uid != os.getuid() or mode.st_mode & _WRITABLE_BY_OTHERS:
             if mode.st_mode & _WRITABLE_BY_OTHERS and not mode.st_mode & stat.S_ISVTX:

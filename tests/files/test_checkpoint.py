@@ -469,6 +469,7 @@ def test_a_pipe_in_the_hub_cache_is_refused(
     for look_up in (resolve_model, in_hub_cache, read_config):
         with pytest.raises(CheckpointError, match=r"refs/main: not a regular file"):
             look_up("owner/name")
+    assert not in_hub_cache("x" * 300)
 
 
 def test_unknown_hub_id_offline_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

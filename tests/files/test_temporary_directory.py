@@ -73,6 +73,18 @@ def test_a_directory_of_this_user_alone_is_used_as_it_is(
     assert not list(tmp_path.iterdir())
 
 
+def test_that_of_another_user_is_not_inherited(
+    shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(shared / "mlxstacks-12345"))
+    (shared / "mlxstacks-12345").mkdir(0o700)
+    if os.getuid() != 0:
+        pytest.skip("only root can give a directory away")
+    os.chown(shared / "mlxstacks-12345", 12345, -1)
+    use_private_temporary_directory()
+    assert os.environ["TMPDIR"] == str(private(shared))
+
+
 @pytest.mark.parametrize("case", ["open", "link", "file", "absent", "no sticky bit", "of another"])
 def test_what_others_could_have_put_there_is_refused(
     shared: Path, monkeypatch: pytest.MonkeyPatch, case: str
