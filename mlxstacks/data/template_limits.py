@@ -29,7 +29,7 @@ _NODE_BYTES = 256  # of a list or dictionary, in whatever it holds
 _ITERATOR_SIZE = 1 << 20  # more than a list may hold
 # Names that no template can write.
 _STEP, _MADE = "a step", "a value"
-_TRANSFORMERS = "transformers.utils.chat_template_utils"
+_TRANSFORMERS, _SANDBOX = "transformers.utils.chat_template_utils", "ImmutableSandboxedEnvironment"
 _TEXTS = (str, bytes)
 _VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
 _CONTAINERS = (list, tuple, dict, *_VIEWS, Namespace)
@@ -47,11 +47,13 @@ _WIDE_FORMAT = re.compile(r"\d{6}|\{[^{}]*\{|%[^%a-zA-Z]*\*")
 
 def limit_templates() -> None:
     """Have transformers, where it is imported, compile templates with these limits."""
-    module = sys.modules.get(_TRANSFORMERS)
-    if module is not None and module.ImmutableSandboxedEnvironment is not LimitedEnvironment:
-        module.ImmutableSandboxedEnvironment = LimitedEnvironment
-        for cached in (module._cached_compile_jinja_template, module._compile_jinja_template):
-            getattr(cached, "cache_clear", lambda: None)()
+    module: Any = sys.modules.get(_TRANSFORMERS)
+    if getattr(module, _SANDBOX, LimitedEnvironment) is not LimitedEnvironment:
+        setattr(module, _SANDBOX, LimitedEnvironment)
+        for name in ("_compile_jinja_template", "_cached_compile_jinja_template"):
+            forget = getattr(getattr(module, name, None), "cache_clear", None)
+            if forget is not None:  # templates that were compiled without
+                forget()
 
 
 class _Spent:

@@ -393,7 +393,7 @@ def broken(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
     [
         (broken(lambda c: c.pop("model_type")), "no model_type"),
         (broken(lambda c: c.update(model_type="qwen9")), "'qwen9' is not known to mlx-lm"),
-        (broken(lambda c: c["text_config"].update(hidden_size="wide")), "does not describe"),
+        (broken(lambda c: c["text_config"].update(hidden_size="wide")), "hidden_size is 'wide'"),
         (broken(lambda c: c["text_config"].update(num_attention_heads=0)), "does not describe"),
         (broken(lambda c: c.update(quantization={"bits": 4})), "does not describe"),
     ],
