@@ -55,8 +55,9 @@ def check_counts(config: dict[str, Any]) -> None:
             if count is None or isinstance(count, list):
                 continue
             if type(count) is not int or not least <= count <= _LARGEST[name]:
+                shown = f"{count:,}" if type(count) in (int, float) else f"{count!r:.50}"
                 raise CheckpointError(
-                    f"{name} is {count!r:.50} in the config; a whole number from {least} to "
+                    f"{name} is {shown} in the config; a whole number from {least} to "
                     f"{_LARGEST[name]:,} is allowed"
                 )
 
