@@ -113,11 +113,15 @@ def _size(value: Any) -> int:
 
 def _check_operation(name: str, *values: Any) -> None:
     """Before something is done with values: the two largest bound what it makes."""
-    if name in _FORMATS and _is_wide(values[0]):
-        raise TemplateRuntimeError("it formats with a width beyond measure")
+    if name in _FORMATS:
+        if _is_wide(values[0]):
+            raise TemplateRuntimeError("it formats with a width beyond measure")
+        values = tuple(value for value in values if not isinstance(value, int))
     if name in _LINEAR:
         return
-    if isinstance(values[0], (int, float)):  # of a number only what is done with it is large
+    if values and isinstance(
+        values[0], (int, float)
+    ):  # of a number only what is done with it is large
         values = values[1:]
     first = second = 1
     for value in values:
@@ -234,7 +238,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(left, int) and isinstance(right, int):
             if operator == "**" and right > 0 and left.bit_length() * right > _MOST_BITS:
                 raise TemplateRuntimeError("it counts with huge numbers")
-        elif operator in ("*", "%") and not isinstance(left, float) | isinstance(right, float):
+        elif operator in ("*", "%") and not isinstance(left, float):
             _check_operation(operator, *((right, left) if isinstance(left, int) else (left, right)))
         return self.spent.value(super().call_binop(context, operator, left, right))
 

@@ -195,8 +195,8 @@ def _pattern_problem(pattern: str) -> str | None:
         return f"not a regular expression: {error}"
     try:
         re2.compile(_whole_name(pattern), _re2_options())
-    except re2.error as error:
-        reason = error.args[0].decode(errors="replace")
+    except (re2.error, UnicodeEncodeError) as error:  # half a character, as JSON can write it
+        reason = error.args[0].decode() if isinstance(error.args[0], bytes) else error
         return (
             f"not read by RE2 ({reason}), which has no look-around or back references; name the "
             "modules"

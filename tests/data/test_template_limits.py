@@ -96,7 +96,8 @@ def test_a_template_that_makes_too_much_is_ended(
     "source",
     [
         CHATML, GEMMA, INST, CLOSED,
-        "{{ 1700000000|string }} {{ 1.5|round(1) }} {{ 2**10 }} {{ '%.2f' % 1.5 }} {{ 7 % 3 }}",
+        "{{ 1700000000|string }} {{ 1.5|round(1) }} {{ 2**10 }} {{ '%.2f' % 1.5 }} {{ 2 * 1.5 }}",
+        "{{ '%d' % 1700000000 }} {{ '{}'.format(1700000000) }} {{ 7 % 3 }} {{ 3 * 'a' }}",
         "{{ messages|selectattr('role', 'equalto', 'user')|list|length }} {{ none }} {{ no }}",
         "{{ messages[::-1]|map(attribute='content')|join(', ')|upper }} {{ [1, 2]|sum }}",
         "{% for m in messages %}{{ loop.index }}/{{ loop.length }} {{ loop.last }}{% endfor %}",
