@@ -31,7 +31,7 @@ _ITERATOR_SIZE = 1 << 20  # more than a list may hold
 _STEP, _MADE = "a step", "a value"
 _TRANSFORMERS, _SANDBOX = "transformers.utils.chat_template_utils", "ImmutableSandboxedEnvironment"
 _TEXTS = (str, bytes)
-_VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
+_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 _CONTAINERS = (list, tuple, dict, *_VIEWS, Namespace)
 _FORMATS = ("%", "format", "format_map")
 # With two long texts these take no longer, and make no more, than with one.
@@ -64,12 +64,14 @@ class _Spent:
         self.look_at = time.monotonic() + MOST_SECONDS  # sooner it cannot have passed
         self.made = 0
 
-    def step(self, characters: int) -> None:
+    def step(self, characters: int) -> bool:
+        """True, or an error."""
         self.made += characters
         if self.made > MOST_MADE:
             raise TemplateRuntimeError(f"it makes more than {MOST_MADE:,} characters")
         if time.monotonic() > self.look_at and time.thread_time() > self.deadline:
             raise TemplateRuntimeError(f"it takes more than {MOST_SECONDS:.3g} seconds")
+        return True
 
     def value(self, value: Any) -> Any:
         """The value itself, its text or its places counted."""
@@ -158,7 +160,11 @@ class _Counted(dict[str, Callable[..., Any]]):
                 raise TemplateRuntimeError("it adds up lists")
             return environment.spent.value(function(*arguments, **options))
 
-        super().__setitem__(name, counted)
+        self.put(name, counted)
+
+    def put(self, name: str, function: Callable[..., Any]) -> None:
+        """As it is."""
+        super().__setitem__(name, function)
 
 
 class _Counting(NodeTransformer):
@@ -216,15 +222,15 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         options |= {"optimized": False, "finalize": self._text}  # what is folded is not counted
         super().__init__(*arguments, **options)
         self.globals.pop("lipsum", None)
-        filters, tests = self.filters, self.tests
-        self.filters, self.tests = _Counted(self, False), _Counted(self, True)
-        for name, function in filters.items():
+        filters, tests = _Counted(self, are_tests=False), _Counted(self, are_tests=True)
+        for name, function in self.filters.items():
             if name not in _LEFT_OUT:
-                self.filters[name] = function
-        for name, function in tests.items():
-            self.tests[name] = function
-        dict.__setitem__(self.filters, _STEP, lambda count: self.spent.step(count) or True)
-        dict.__setitem__(self.filters, _MADE, lambda value: self.spent.value(value))
+                filters[name] = function
+        for name, test in self.tests.items():
+            tests[name] = test
+        filters.put(_STEP, lambda characters: self.spent.step(characters))
+        filters.put(_MADE, lambda value: self.spent.value(value))
+        self.filters, self.tests = filters, tests  # type: ignore[assignment]
 
     def _text(self, value: Any) -> str:
         """What is put out of a value, counted."""
