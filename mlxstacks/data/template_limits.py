@@ -31,7 +31,8 @@ _ITERATOR_SIZE = 1 << 20  # more than a list may hold
 _STEP, _MADE = "a step", "a value"
 _TRANSFORMERS, _SANDBOX = "transformers.utils.chat_template_utils", "ImmutableSandboxedEnvironment"
 _TEXTS = (str, bytes)
-_VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
+_EMPTY: dict[Any, Any] = {}
+_VIEWS = (type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items()))
 _CONTAINERS = (list, tuple, dict, *_VIEWS, Namespace)
 _FORMATS = ("%", "format", "format_map")
 # With two long texts these take no longer, and make no more, than with one.
@@ -223,10 +224,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(*arguments, **options)
         self.globals.pop("lipsum", None)
         filters, tests = _Counted(self, are_tests=False), _Counted(self, are_tests=True)
-        for name, function in self.filters.items():
+        for name, function in dict[str, Any](self.filters).items():
             if name not in _LEFT_OUT:
                 filters[name] = function
-        for name, test in self.tests.items():
+        for name, test in dict[str, Any](self.tests).items():
             tests[name] = test
         filters.put(_STEP, lambda characters: self.spent.step(characters))
         filters.put(_MADE, lambda value: self.spent.value(value))
