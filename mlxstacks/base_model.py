@@ -24,14 +24,15 @@ from mlxstacks.regular_files import check_regular
 
 # Of what a config counts: the most that is built (the deepest public models have some 130 layers),
 # a billion would fill the memory before anything can be said of them.
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _LARGEST = {
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers", "n_layer"), 1000),
+    **dict.fromkeys(_LAYER_COUNTS, 1000),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
     **dict.fromkeys(("num_experts_per_tok", "num_attention_heads", "num_key_value_heads"), 1 << 16),
     **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 1 << 24),
     **dict.fromkeys(("head_dim", "vocab_size"), 1 << 24),
 }
-_NEVER_ZERO = ("num_hidden_layers", "hidden_size", "vocab_size")
+_NEVER_ZERO = (*_LAYER_COUNTS, "hidden_size", "vocab_size")
 
 _MOST_TOKEN_ID, _LONG_NUMBER = 10_000_000, re.compile(rb":\s*\d{8}")
 
@@ -50,7 +51,9 @@ def check_counts(config: dict[str, Any]) -> None:
     Raises: CheckpointError naming key and value.
     """
     for part in (config, config.get("text_config")):
-        for name in _LARGEST if isinstance(part, dict) else ():
+        if not isinstance(part, dict):
+            continue
+        for name in _LARGEST:
             count, least = part.get(name), int(name in _NEVER_ZERO)
             if count is None or isinstance(count, list):
                 continue
