@@ -72,7 +72,10 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
 
     resume: report a target that was made with the same settings instead of making it again.
     """
+    from mlxstacks.files.disk import use_private_temporary_directory
+
     _log_to_stderr(common.verbosity)
+    use_private_temporary_directory()
     row = command_named(name)
     recipe = load_recipe(common.recipe) if common.recipe is not None else None
     with output.quiet_stdout(common.as_json):

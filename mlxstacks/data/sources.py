@@ -170,7 +170,7 @@ def _file_rows(path: Path) -> Rows:
     if path.suffix == ".parquet":
         return arrow_sets.parquet_rows(path)
     if path.suffix == ".arrow":
-        return arrow_sets.arrow_rows([path])
+        return arrow_sets.arrow_rows([path], str(path))
     return _json_rows(path)
 
 

@@ -7,15 +7,18 @@ import errno
 import os
 import pwd
 import shutil
+import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlxstacks.errors import InputError, TargetError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # EBUSY: the target is a mount point, which nothing can be renamed over
 _UNUSABLE = {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.ENOENT, errno.EBUSY}
 
@@ -45,10 +48,7 @@ def target_errors(
 def _explain(error: OSError, path: Path, needed_bytes: int, only_writes: bool) -> str | None:
     if error.errno in _FULL:
         needed = f"{needed_bytes} bytes needed, " if needed_bytes else ""
-        return (
-            f"{path}: the disk is full ({needed}{free_bytes(path)} free); "
-            "make room or choose a target on another disk"
-        )
+        return f"{path}: {_full_disk(path, needed)}; make room or choose a target on another disk"
     if error.errno == errno.EFBIG:
         return (
             f"{path}: a file grew past what the file system or `ulimit -f` allows; "
@@ -68,18 +68,24 @@ def _explain(error: OSError, path: Path, needed_bytes: int, only_writes: bool) -
     return None
 
 
+def _full_disk(path: Path, needed: str = "") -> str:
+    system = os.statvfs(existing_ancestor(path))
+    if system.f_files and not system.f_favail:  # some file systems have no such count
+        return "the disk has no room for another file, of whatever size (no inodes are free)"
+    return f"the disk is full ({needed}{free_bytes(path)} free)"
+
+
 @contextmanager
 def mlx_write_errors(path: Path) -> Iterator[None]:
     """`target_errors` for MLX's own writers, whose RuntimeError has neither errno nor name."""
     try:
         yield
     except RuntimeError as error:
-        if not str(error).startswith("[write]"):
+        if not str(error).startswith(("[write]", "[save_safetensors] Failed to open")):
             raise
         raise TargetError(
-            f"{path}: {str(error).removeprefix('[write] ').rstrip('.')}: the disk is full "
-            f"({free_bytes(path)} bytes free) or `ulimit -f` ends the file; make room or choose a "
-            "target on another disk"
+            f"{path}: {str(error).rpartition('] ')[2].rstrip('.')}: {_full_disk(path)} or "
+            "`ulimit -f` ends the file; make room or choose a target on another disk"
         ) from None
 
 
@@ -98,6 +104,43 @@ def user_path(path: str | Path, kind: type[InputError] = InputError) -> Path:
 def cache_directory() -> Path:
     """`$MLXSTACKS_CACHE`, else `~/.cache/mlxstacks`."""
     return Path(os.environ.get("MLXSTACKS_CACHE") or Path.home() / ".cache" / "mlxstacks")
+
+
+def use_private_temporary_directory() -> None:
+    """Set TMPDIR to a directory that nobody else can write; call before mlx is used.
+
+    MLX's CPU compiler keeps its libraries in `$TMPDIR/mlx/<version>/cpu` and loads one that is
+    there without looking whose it is. Where others can write too, as in `/tmp`, temporary files go
+    to `mlxstacks-<user id>` in it, which only this user can open.
+
+    Raises: InputError: it belongs to another user, is open to others, or cannot be written.
+    """
+    advice = "set TMPDIR to a directory of yours"
+    path = Path(os.environ.get("TMPDIR") or "/tmp")
+    try:
+        path = Path(os.environ.get("TMPDIR") or tempfile.gettempdir()).absolute()
+        if path.name.startswith("mlxstacks-") and path.stat().st_uid != os.getuid():
+            path = path.parent  # inherited from a process of another user
+        mode, private = path.stat(), path / f"mlxstacks-{os.getuid()}"
+        if mode.st_uid != os.getuid() or mode.st_mode & _WRITABLE_BY_OTHERS:
+            if mode.st_mode & _WRITABLE_BY_OTHERS and not mode.st_mode & stat.S_ISVTX:
+                raise InputError(
+                    f"{path}: others can rename what is there; `chmod go-w`, or {advice}"
+                )
+            path = private
+            with suppress(FileExistsError):
+                path.mkdir(0o700)
+            mode = path.lstat()
+            if not stat.S_ISDIR(mode.st_mode) or mode.st_uid != os.getuid() or mode.st_mode & 0o77:
+                raise InputError(f"{path}: not a directory of yours alone; remove it, or {advice}")
+        with tempfile.TemporaryFile(dir=path) as file:  # a full disk is told here
+            file.write(bytes(4096))
+            file.flush()
+    except OSError as error:
+        raise InputError(
+            f"{path}: temporary files cannot be written there: {error.strerror}; {advice}"
+        ) from None
+    os.environ["TMPDIR"] = str(path)
 
 
 def existing_ancestor(path: Path) -> Path:

@@ -30,6 +30,7 @@ from mlxstacks.files.disk import (
     cache_directory,
     existing_ancestor,
     owner_note,
+    mlx_write_errors,
     require_space,
     sync_directory,
     sync_tree,
@@ -185,7 +186,7 @@ def fill_cache(target: Path, is_whole: Callable[[], bool], fill: Callable[[Path]
             if not is_whole():
                 if os.path.lexists(target):
                     check_replaceable(target)
-                with _staging(target, built_in=True) as staged:
+                with _staging(target, built_in=True) as staged, mlx_write_errors(target):
                     fill(staged)
                     _open_to_readers(staged, mode)
     except TargetError as error:

@@ -25,6 +25,7 @@ from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.layers.settings import LoRASettings, TargetSettings, parse_layers
 from mlxstacks.layers.targets import Target, check_targets, find_targets
 from mlxstacks.ops import gated_delta
+from mlxstacks.regular_files import check_hub_reference
 from mlxstacks.training.boost import call_with_balance
 from mlxstacks.training.checkpointing import checkpoint_layers
 from mlxstacks.training.loop import new_state
@@ -41,8 +42,10 @@ OPTIMIZERS: dict[str, Callable[[], optim.Optimizer]] = {
     "lion": lambda: optim.Lion(1e-5),
     "sgd": lambda: optim.SGD(1e-5),
 }
-# A config that a model class cannot be made of ends in one of these.
-_BAD_CONFIG = (TypeError, KeyError, AttributeError, ValueError, ZeroDivisionError, IndexError)
+# A config that a model class cannot be made of, or no step be traced with, ends in one of these.
+_BAD_CONFIG = (
+    TypeError, KeyError, AttributeError, ValueError, ArithmeticError, IndexError, AssertionError,
+)  # fmt: skip
 
 
 def read_config(model: str) -> tuple[dict[str, Any], str]:
@@ -75,6 +78,7 @@ def _from_hub(model: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    check_hub_reference(model, "models", CheckpointError)
     try:
         return Path(hf_hub_download(model, "config.json"))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
@@ -94,18 +98,28 @@ def lazy_model(config: dict[str, Any]) -> nn.Module:
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise CheckpointError("the config has no model_type; give the config.json of a model")
-    try:
+    with config_errors(config):
         model = base_model.build_model(config)
         _tie(model, config)
         base_model.cast(model, _dtype(config))
         _quantize(model, config)
-    except CheckpointError:
-        raise
-    except _BAD_CONFIG as error:
-        text = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"the config does not describe a {kind}: {text}") from error
     model.train()
     return _unset(model)
+
+
+@contextmanager
+def config_errors(config: dict[str, Any]) -> "Iterator[None]":
+    """Raises: CheckpointError for what mlx-lm's class raises over a config that it cannot use."""
+    try:
+        yield
+    except InputError:
+        raise
+    except _BAD_CONFIG as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise CheckpointError(
+            f"the config does not describe a {config.get('model_type')}: "
+            f"{type(error).__name__}: {first:.300}"
+        ) from error
 
 
 def _tie(model: nn.Module, config: dict[str, Any]) -> None:

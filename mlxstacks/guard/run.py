@@ -8,7 +8,14 @@ from typing import Any
 from mlx.utils import tree_flatten
 
 from mlxstacks import memory
-from mlxstacks.guard.build import batch_of, lazy_model, read_config, recurrence, training_step
+from mlxstacks.guard.build import (
+    batch_of,
+    config_errors,
+    lazy_model,
+    read_config,
+    recurrence,
+    training_step,
+)
 from mlxstacks.guard.decode import DecodePrediction, predict_decode
 from mlxstacks.guard.predict import Prediction, predict
 from mlxstacks.guard.report import (
@@ -42,9 +49,13 @@ def guard(settings: GuardSettings, progress: Say | None = None) -> GuardReport:
         CheckpointError: no config, or none that mlx-lm knows.
         InputError: layers, names or rank that do not fit the model.
     """
-    started = time.perf_counter()
-    say = progress or (lambda done, total, what: None)
     config, where = read_config(settings.model or "")
+    with config_errors(config):
+        return _report(settings, config, where, progress or (lambda done, total, what: None))
+
+
+def _report(settings: GuardSettings, config: dict[str, Any], where: str, say: Say) -> GuardReport:
+    started = time.perf_counter()
     say(0, 3, "training step")
     step = training_step(config, settings, 1)
     found = predict_training(config, settings, step=step)

@@ -1,6 +1,7 @@
 """The shipped model as checkpoints: exports at any width, and a cache of them for bare commands."""
 
 import hashlib
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -110,10 +111,12 @@ def write_export(
     if bits is not None and bits not in EXPORT_BITS:
         allowed = ", ".join(map(str, EXPORT_BITS))
         raise InputError(f"got bits={bits}; allowed: {allowed}, or none for float32")
-    model, _, config = base_model.load(source)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if config.get("quantization", {}).get("bits") == bits:
-        shutil.copytree(source, directory, dirs_exist_ok=True)
+        for file in source.iterdir():
+            shutil.copyfile(file, directory / file.name)
         return
+    model, _, config = base_model.load(source)
     base_model.dequantize(model)
     base_model.cast(model, mx.float32 if bits is None else mx.bfloat16)
     config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
@@ -128,11 +131,13 @@ def export(settings: ExportSettings) -> ExportResult:
     """`nano export`: the built-in model at `settings.bits`; the target appears as a whole or not.
 
     Raises:
-        TargetError: the target exists and `force` is off.
+        TargetError: the target exists and `force` is off, or cannot be written.
     """
+    from mlxstacks.files.disk import mlx_write_errors
     from mlxstacks.files.outputs import staged_directory
 
-    with staged_directory(settings.save_path, force=settings.force) as directory:
+    target = settings.save_path
+    with staged_directory(target, force=settings.force) as directory, mlx_write_errors(target):
         write_export(ASSETS / "model", directory, settings.bits)
     written = (settings.save_path / "model.safetensors").stat().st_size
     return ExportResult(settings.save_path, settings.bits, written)

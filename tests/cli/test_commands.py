@@ -101,6 +101,11 @@ def test_it_is_said_when_a_bare_run_replaces_other_settings(toy: Path, command: 
     assert said not in command("toy", "--count", "4", "--save-path", "mine")[2]
 
 
+def test_a_target_with_a_name_too_long_is_bad_input(toy: Path, command: Run) -> None:
+    code, _, message = command("toy", "--save-path", "x" * 300)
+    assert (code, "not a usable target (File name too long)" in message) == (2, True)
+
+
 def test_after_ctrl_c_it_is_said_what_is_kept(toy: Path, command: Run) -> None:
     stopped = ("toy", "--set", "fail=interrupt")
     assert "is kept in" not in command(*stopped)[2]

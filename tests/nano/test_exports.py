@@ -28,6 +28,7 @@ from mlxstacks.nano.settings import (
 )
 from mlxstacks.nano.show import read_manifest, show
 from mlxstacks.nano.tokenizer import load_tokenizer
+from tests.files.raw import mounted
 
 SHIPPED = ASSETS / "model"
 
@@ -203,3 +204,15 @@ def test_an_unwritable_cache_says_what_to_set(tmp_path: Path, monkeypatch) -> No
     monkeypatch.setenv("MLXSTACKS_CACHE", str(tmp_path / "cache"))
     with pytest.raises(TargetError, match="MLXSTACKS_CACHE"):
         nano_paths(4)
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+@pytest.mark.parametrize(
+    ("limit", "message"), [("size=200k", "disk is full"), ("nr_inodes=4", "no inodes")]
+)
+def test_a_full_disk_is_a_target_error(tmp_path: Path, bits: int, limit: str, message: str) -> None:
+    """3 bits are written by MLX, 8 are copied."""
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", limit, "tmpfs") as disk:
+        with pytest.raises(TargetError, match=message):
+            export(ExportSettings(save_path=disk / "out", bits=bits))
+        assert not list(disk.iterdir())
