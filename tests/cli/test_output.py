@@ -159,6 +159,13 @@ def test_json_is_json_whatever_the_terminal_can_show(
     assert json.loads(written.getvalue()) == document
 
 
+def test_values_are_shown_however_long_their_names_are() -> None:
+    narrow = printed(output.details({"name": "some words", "shares bytes with": "copies"}), 20)
+    assert [line.rstrip() for line in narrow.splitlines()] == [
+        "name: some words", "shares bytes with:", "copies"
+    ]  # fmt: skip
+
+
 def test_a_cell_holds_no_commands_to_the_terminal() -> None:
     text = printed(output.details({"base": "\x1b[31mred", "name": "\u00fc"}))
     assert "\\x1b[31mred" in text

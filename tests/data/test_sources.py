@@ -5,6 +5,7 @@ Run: pytest tests/data/test_sources.py
 
 import hashlib
 import json
+import os
 import tracemalloc
 from itertools import islice
 from pathlib import Path
@@ -117,6 +118,13 @@ def test_an_array_reads_as_json_reads_it(
     lines = [line for line, _ in found]
     assert lines == sorted(lines)
     assert all(text.splitlines()[line - 1].lstrip("[ \t,").startswith("{") for line in lines)
+
+
+def test_a_pipe_or_a_device_is_called_so(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    for path in ("rows.jsonl", "/dev/null"):
+        with pytest.raises(InputError, match="a pipe or a device, and rows are read more than"):
+            open_source(SourceSettings(path=path), tmp_path)
 
 
 def test_halves_that_belong_together_are_one_character(tmp_path: Path) -> None:
