@@ -93,7 +93,7 @@ def carried_files(checkpoint: Checkpoint) -> list[SideFile]:
     ]
 
 
-def left_behind(files: Collection[SideFile]) -> tuple[str, ...]:
+def side_file_notes(files: Collection[SideFile]) -> tuple[str, ...]:
     """Notes on what `carry_side_files` does not carry, a sentence for each reason, and on links
     that lead it out of the directory.
     """

@@ -118,10 +118,7 @@ class _Text:
                 if held > LONGEST_ELEMENT or not self._read(held):
                     self.line += lines
                     raise self.error(getattr(error, "msg", str(error))) from error
-        try:
-            check_halves(source, value)
-        except ValueError as error:
-            raise self.error(str(error)) from None
+        check_halves(source, value, f"{self.path}, line {self.line}")
         self.skip(len(source))
         return value
 

@@ -47,7 +47,6 @@ def numbered_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 # some editors begin a file with a mark of UTF-8
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 record = json.loads(text)
-                check_halves(text, record)
             except (ValueError, RecursionError) as error:  # not UTF-8 is a ValueError too
                 reason = getattr(error, "msg", str(error))
                 raise InputError(
@@ -57,6 +56,7 @@ def numbered_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise InputError(
                     f"{path}, line {number}: got {type(record).__name__}, need an object"
                 )
+            check_halves(text, record, f"{path}, line {number}")
             yield number, record
     if not found:
         raise InputError(f"{path}: no rows; each line must be one JSON object")
@@ -73,9 +73,9 @@ def count_rows(path: Path) -> int:
     return rows
 
 
-def check_halves(text: str, value: Any) -> None:
-    """Raises: ValueError: JSON whose texts hold half a character, which no tokenizer, file or
-    screen takes.
+def check_halves(text: str, value: Any, where: str) -> None:
+    """text: the JSON of `value`. Raises: InputError: a text in it holds half a character, which no
+    tokenizer, file or screen takes.
     """
     if not _HALF.search(text):
         return
@@ -83,4 +83,6 @@ def check_halves(text: str, value: Any) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        raise ValueError(f"\\u{ord(half):04x} is half a character without its other half") from None
+        raise InputError(
+            f"{where}: \\u{ord(half):04x} is half a character; write its other half, or take it out"
+        ) from None

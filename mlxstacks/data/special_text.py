@@ -160,19 +160,18 @@ class SignedMarkers:
 
 def first_tokens(text: str, encode: Callable[[str], list[int]], limit: int) -> list[int]:
     """`encode(text)[:limit]` in time and memory of what is kept."""
-    return _settled(text, encode, slice(0, limit))[1][:limit]
+    return encode(_settled(text, encode, slice(limit)))[:limit]
 
 
 def end_of(text: str, encode: Callable[[str], list[int]], limit: int) -> str:
     """An end of the text that has its last `limit` ids (at least one), found in time and memory of
     what is kept. Law: `encode(end_of(text, encode, n))[-n:] == encode(text)[-n:]`.
     """
-    return _settled(text, encode, slice(-limit, None))[0]
+    return _settled(text, encode, slice(-limit, None))
 
 
-def _settled(text: str, encode: Callable[[str], list[int]], kept: slice) -> tuple[str, list[int]]:
-    """(A part of a text from its beginning or its end, its ids), of which those `kept` are those of
-    the whole.
+def _settled(text: str, encode: Callable[[str], list[int]], kept: slice) -> str:
+    """A part of a text, from its beginning or its end, whose ids at `kept` are those of the whole.
 
     Longer parts are encoded until these ids are the same for three that are cut at different
     characters: then what was cut off does not reach to them.
@@ -186,9 +185,9 @@ def _settled(text: str, encode: Callable[[str], list[int]], kept: slice) -> tupl
         if len(tokens) >= limit + _MARGIN_TOKENS and all(
             encode(other)[kept] == tokens[kept] for other in shorter
         ):
-            return part, tokens
+            return part
         size *= _GROWTH
-    return text, encode(text)
+    return text
 
 
 def _encode_pieces(text: str, mark: str, tokenizer: Any) -> list[int]:

@@ -114,9 +114,9 @@ def require_space(path: Path, needed_bytes: int) -> None:
     """
     free = free_bytes(path)
     if free < max(needed_bytes, 1):
+        needed = f"{needed_bytes} bytes needed, " if needed_bytes else ""
         raise TargetError(
-            f"{path}: {needed_bytes} bytes needed, {free} free; "
-            "make room or choose a target on another disk"
+            f"{path}: {needed}{free} free; make room or choose a target on another disk"
         )
 
 
