@@ -136,6 +136,8 @@ def _side_files_line(report: FuseReport) -> str:
     ]
     if weights:
         parts.append(f"unchanged weights: {_listed(weights)}")
+    if links := [f"{file.name} ({file.link})" for file in report.side_files if file.link]:
+        parts.append(f"behind links that leave the directory: {_listed(links)}")
     if left:
         parts.append(f"left out: {_listed([f'{file.name} ({file.reason})' for file in left])}")
     return "; ".join(parts) + "."

@@ -19,7 +19,6 @@ from mlxstacks.memory import bytes_in_words
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.progress import Progress as RichProgress
-    from rich.table import Table as Grid
 
 Cell = str | int | float | bool | None
 
@@ -154,17 +153,36 @@ def table(
     return Table(columns, [list(row) for row in rows], title, footer)
 
 
-def details(pairs: Mapping[str, Cell] | Iterable[tuple[str, Cell]]) -> "Grid":
-    """Names and values in two columns, without a head."""
-    from rich.table import Table as Grid
-    from rich.text import Text
+@dataclass(frozen=True)
+class Details:
+    """Names and values in two columns, without a head; on a terminal too narrow for that a line
+    each.
+    """
 
-    grid = Grid(box=None, show_header=False, pad_edge=False)
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in pairs.items() if isinstance(pairs, Mapping) else pairs:
-        grid.add_row(Text(name), Text(_shown(value)))
-    return grid
+    pairs: Sequence[tuple[str, Cell]]
+
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> Iterator["RenderableType"]:
+        from rich.table import Table as Grid
+        from rich.text import Text
+
+        names = max((len(name) for name, _ in self.pairs), default=0)
+        if names + 1 + _LEAST_TEXT > options.max_width:
+            for name, value in self.pairs:
+                yield Text(f"{name}: {_shown(value)}", overflow="fold")
+            return
+        grid = Grid(box=None, show_header=False, pad_edge=False)
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, value in self.pairs:
+            grid.add_row(Text(name), Text(_shown(value)))
+        yield grid
+
+
+def details(pairs: Mapping[str, Cell] | Iterable[tuple[str, Cell]]) -> Details:
+    """The `Details` of these names and values."""
+    return Details(list(pairs.items() if isinstance(pairs, Mapping) else pairs))
 
 
 def _is_number(cell: Cell) -> bool:

@@ -118,7 +118,9 @@ def open_source(source: SourceSettings, root: Path) -> OpenSource:
         return _directory(source, path)
     if not path.is_file():
         raise InputError(
-            f"{path}: no such file or directory; put the data there, or change the source"
+            f"{path}: a pipe or a device, and rows are read more than once; write them to a file"
+            if path.exists()
+            else f"{path}: no such file or directory; put the data there, or change the source"
         )
     return OpenSource(_file_rows(path), {source.label: path})
 

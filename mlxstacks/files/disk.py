@@ -170,12 +170,14 @@ def free_bytes(path: Path) -> int:
 
 
 def require_space(path: Path, needed_bytes: int) -> None:
-    """Raises TargetError where fewer than `needed_bytes` are free for `path`."""
+    """Raises TargetError where fewer than `needed_bytes` are free for `path`, or none at all, as in
+    file systems that hold no files (/proc, /sys).
+    """
     free = free_bytes(path)
-    if needed_bytes > free:
+    if free < max(needed_bytes, 1):
+        needed = f"{needed_bytes} bytes needed, " if needed_bytes else ""
         raise TargetError(
-            f"{path}: {needed_bytes} bytes needed, {free} free; "
-            "make room or choose a target on another disk"
+            f"{path}: {needed}{free} free; make room or choose a target on another disk"
         )
 
 

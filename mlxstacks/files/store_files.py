@@ -97,7 +97,8 @@ def add_content(
         require_space(directory, needed_bytes)
     temporary = directory / f".{stem}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        sha256 = write(temporary)
+        with target_errors(directory, needed_bytes):
+            sha256 = write(temporary)
         name = f"{stem}-{sha256[:12]}.{suffix}"
         with target_errors(directory / name, needed_bytes):
             nbytes = temporary.stat().st_size
@@ -110,15 +111,15 @@ def add_content(
 
 
 def write_new(path: Path, data: bytes) -> str:
-    """Write a new file, synced; returns its SHA-256. Raises: TargetError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with target_errors(path, len(data)):
-        descriptor = os.open(path, flags, 0o666)
-        try:
-            write_all(descriptor, memoryview(data), 0)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    """Write a new file, synced; returns its SHA-256. Raises: OSError, for callers to name the file
+    that somebody asked for: `path` is a temporary one.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_all(descriptor, memoryview(data), 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     return hashlib.sha256(data).hexdigest()
 
 

@@ -138,6 +138,7 @@ class FuseReport:
             "files": self.files,
             "carried": [
                 {"name": file.name, "how": file.how, "bytes": file.nbytes}
+                | ({"link": file.link} if file.link else {})
                 for file in self.side_files
                 if file.how is not None
             ],

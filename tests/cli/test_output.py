@@ -201,6 +201,13 @@ def test_styles_of_ours_still_reach_a_terminal(monkeypatch: pytest.MonkeyPatch) 
     assert stream.getvalue() == "\x1b[1mname\\x1b[2J\x1b[0m\n"
 
 
+def test_values_are_shown_however_long_their_names_are() -> None:
+    narrow = printed(output.details({"name": "some words", "shares bytes with": "copies"}), 20)
+    assert [line.rstrip() for line in narrow.splitlines()] == [
+        "name: some words", "shares bytes with:", "copies"
+    ]  # fmt: skip
+
+
 def test_a_cell_holds_no_commands_to_the_terminal() -> None:
     text = printed(output.details({"base": "\x1b[31mred", "name": "\u00fc"}))
     assert "\\x1b[31mred" in text

@@ -631,10 +631,19 @@ def test_side_files_follow_the_links_of_a_hub_cache(tmp_path: Path) -> None:
     (tmp_path / "source" / "tokenizer.json").symlink_to("../blob")
     (tmp_path / "source" / "broken.json").symlink_to("../gone")
     (tmp_path / "source" / "loop.json").symlink_to("loop.json")
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "0f").write_text("{}")
+    (tmp_path / "source" / "vocab.json").symlink_to("../blobs/0f")
+    (tmp_path / "source" / "same.json").symlink_to("tokenizer_config.json")
+    (tmp_path / "source" / "tokenizer_config.json").write_text("{}")
     files = side_files(tmp_path / "source", [])
-    assert [file.name for file in files if file.reason is None] == ["tokenizer.json"]
-    carry_side_files(tmp_path / "source", tmp_path / "target", files)
-    assert [path.name for path in (tmp_path / "target").iterdir()] == ["tokenizer.json"]
+    names = ["same.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"]
+    assert [file.name for file in files if file.reason is None] == names
+    links = {file.name: file.link for file in files if file.link}
+    assert links == {"tokenizer.json": str((tmp_path / "blob").resolve())}
+    done = carry_side_files(tmp_path / "source", tmp_path / "target", files)
+    assert {file.name: file.link for file in done if file.link} == links
+    assert sorted(path.name for path in (tmp_path / "target").iterdir()) == names
     assert not (tmp_path / "target" / "tokenizer.json").is_symlink()
 
 
@@ -642,6 +651,13 @@ def test_mounts_are_gone(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as place:
         assert os.path.ismount(place)
     assert not os.path.ismount(tmp_path / "disk")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_file_system_that_holds_no_files_is_refused() -> None:
+    for name in ("/proc/out", "/proc/self/out"):
+        with pytest.raises(TargetError, match=r"/proc/out: 0 free|not writable"):
+            check_target(Path(name))
 
 
 def test_a_target_that_no_file_system_takes_is_named(tmp_path: Path) -> None:
