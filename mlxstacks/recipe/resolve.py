@@ -6,7 +6,6 @@ A command on nano alone may have a recipe of ours between the first two; see `Co
 """
 
 import json
-import os
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
