@@ -188,31 +188,40 @@ def _recorded(own: type) -> type:
             return own.__call__(self, *args, **kwargs)
         weights = tree_flatten(self.trainable_parameters())
         steps = [layer._step for _, layer in adapted_layers(self)]
-        given = [list(args), kwargs, [step.key for step in steps]]
+        given = [list(args), kwargs, [[step.key, step.counted] for step in steps]]
         flat = tree_flatten(given)
         arguments = [value for _, value in flat if isinstance(value, mx.array)]
 
         def body(arrays: list[mx.array]) -> Named:
             array = iter(arrays)
-            filled, named, keys = tree_map(
+            filled, named, states = tree_map(
                 lambda a: next(array) if isinstance(a, mx.array) else a, given
             )
             changed = zip([name for name, _ in weights], array, strict=True)
             self.update(tree_unflatten(list(changed)))
-            for step, key in zip(steps, keys, strict=True):
-                step.key = key
+            for step, (key, counted) in zip(steps, states, strict=True):
+                step.key, step.counted = key, counted
             try:
                 made = own.__call__(self, *filled, **named)
                 # by paths with dots, which are places in a tree too
-                return tree_flatten([made, tree_unflatten(list(pop_balances(self).items()))])
+                sums = [
+                    (f"{path}.{name}", value)
+                    for path, values in pop_balances(self).items()
+                    for name, value in values.items()
+                ]
+                return tree_flatten([made, tree_unflatten(sums)])
             finally:
                 self.update(tree_unflatten(weights))
-                for step, key in zip(steps, given[2], strict=True):
-                    step.key = key
+                for step, (key, counted) in zip(steps, given[2], strict=True):
+                    step.key, step.counted = key, counted
 
         inputs = [*arguments, *(array for _, array in weights)]
         made, *balances = _active.call(body, None, inputs, _key(self, flat))
-        put_balances(self, dict(tree_flatten(balances[0])) if balances else {})
+        sums: dict[str, dict[str, mx.array]] = {}
+        for name, value in tree_flatten(balances[0]) if balances else ():
+            path, _, key = name.rpartition(".")
+            sums.setdefault(path, {})[key] = value
+        put_balances(self, sums)
         return made
 
     return type(own.__name__, (own,), {"__call__": call})
