@@ -11,6 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from typing import TextIO
 
 import click
 
@@ -89,9 +90,15 @@ def _open_standard_streams() -> None:
 
 
 def _show_warning(
-    message: Warning | str, category: type[Warning], filename: str, line: int, *_: object
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
 ) -> None:
-    output.write(warnings.formatwarning(message, category, filename, line), end="", error=True)
+    text = warnings.formatwarning(message, category, filename, lineno, line)
+    output.write(text, end="", error=True)
 
 
 def main() -> None:
