@@ -114,7 +114,7 @@ def stats_of(conversation: "Conversation") -> dict[str, Any]:
     }
 
 
-def stats_table(conversation: "Conversation") -> "Table":
+def stats_table(conversation: "Conversation") -> output.Details:
     stats = stats_of(conversation)
     resident = stats.pop("resident") or {}
     pairs = {**stats, **resident}
@@ -127,7 +127,7 @@ def _figure(name: str, value: Any) -> output.Cell:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def help_table(commands: Mapping[str, str]) -> "Table":
+def help_table(commands: Mapping[str, str]) -> output.Details:
     return output.details(commands)
 
 

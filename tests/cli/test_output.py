@@ -5,6 +5,7 @@ import json
 import logging
 
 import pytest
+from rich.color import ColorSystem
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
@@ -196,7 +197,11 @@ def test_nothing_printed_commands_the_terminal(
 def test_styles_of_ours_still_reach_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = io.StringIO()
     console = output.console()
-    console.file, console._force_terminal, console._color_system = stream, True, 1
+    console.file, console._force_terminal, console._color_system = (
+        stream,
+        True,
+        ColorSystem.STANDARD,
+    )
     console.print("name\x1b[2J", style="bold", markup=False)
     assert stream.getvalue() == "\x1b[1mname\\x1b[2J\x1b[0m\n"
 
