@@ -91,7 +91,7 @@ def load_recipe(name_or_path: str) -> Recipe:
 
 
 def _forces(values: dict[str, Any]) -> bool:
-    """Whether `force` is a key at any depth; YAML's aliases make circles and endless lists."""
+    """Whether `force` is set at any depth; YAML's aliases make circles and endless lists."""
     seen: set[int] = set()
     left: list[Any] = [values]
     while left:
@@ -100,7 +100,7 @@ def _forces(values: dict[str, Any]) -> bool:
             continue
         seen.add(id(value))
         if isinstance(value, dict):
-            if "force" in value:
+            if value.get("force"):
                 return True
             left += value.values()
         elif isinstance(value, list):
