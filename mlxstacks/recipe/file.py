@@ -82,7 +82,7 @@ def load_recipe(name_or_path: str) -> Recipe:
             f"(known: {', '.join(COMMANDS)})"
         )
     settings = {key: value for key, value in values.items() if key != "command"}
-    if _forces(settings):
+    if "force" in settings or _forces(settings):
         raise InputError(
             f"recipe {path}: `force` is no key of a recipe: what may be replaced is for whoever "
             "runs it to say; take it out, and give --force if you mean it"

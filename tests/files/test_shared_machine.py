@@ -45,7 +45,7 @@ needs_root = pytest.mark.skipif(
 @pytest.fixture
 def common(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory that everybody may write, as /tmp; the cache is in it."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # noqa: S108, TMPDIR is ours alone
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
         place = Path(name)
         place.chmod(0o1777)
         monkeypatch.setenv("MLXSTACKS_CACHE", str(place / "cache"))
