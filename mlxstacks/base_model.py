@@ -2,10 +2,13 @@
 
 import copy
 import functools
+import glob
 import json
+import re
 import sys
+import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +22,21 @@ from mlxstacks.data.chat import prompt_tokens
 from mlxstacks.data.text_settings import PLAIN, Rendering
 from mlxstacks.errors import CheckpointError
 from mlxstacks.ops import gated_delta
+from mlxstacks.regular_files import check_regular
 
-# The deepest public models have some 130 layers. A billion would fill the memory before anything
-# can be said of them.
-_MOST_LAYERS = 1000
+# Of what a config counts: the most that is built (the deepest public models have some 130 layers),
+# a billion would fill the memory before anything can be said of them.
 _LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_LARGEST = {
+    **dict.fromkeys(_LAYER_COUNTS, 1000),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
+    **dict.fromkeys(("num_experts_per_tok", "num_attention_heads", "num_key_value_heads"), 1 << 16),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 1 << 24),
+    **dict.fromkeys(("head_dim", "vocab_size"), 1 << 24),
+}
+_NEVER_ZERO = (*_LAYER_COUNTS, "hidden_size", "vocab_size")
+
+_MOST_TOKEN_ID, _LONG_NUMBER = 10_000_000, re.compile(rb":\s*\d{8}")
 
 _VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab*", "merges.txt", "tekken.json")
 # What transformers and mlx-lm raise for files that are damaged or do not go together.
@@ -33,16 +46,24 @@ _NOT_A_MODEL = (
 )  # fmt: skip
 
 
-def check_layer_count(config: dict[str, Any]) -> None:
-    """Raises: CheckpointError where the config, or its text part, wants more layers than can be."""
+def check_counts(config: dict[str, Any]) -> None:
+    """What the config, or its text part, counts: whole numbers that a model can have. Absent ones,
+    null and lists (a number for each layer) are for the model's class to judge.
+
+    Raises: CheckpointError naming key and value.
+    """
     for part in (config, config.get("text_config")):
         if not isinstance(part, dict):
             continue
-        for name in _LAYER_COUNTS:
-            count = part.get(name)
-            if isinstance(count, int | float) and count > _MOST_LAYERS:
+        for name in _LARGEST:
+            count, least = part.get(name), int(name in _NEVER_ZERO)
+            if count is None or isinstance(count, list):
+                continue
+            if type(count) is not int or not least <= count <= _LARGEST[name]:
+                shown = f"{count:,}" if type(count) in (int, float) else f"{count!r:.50}"
                 raise CheckpointError(
-                    f"{name} is {count:,} in the config; at most {_MOST_LAYERS:,} layers are built"
+                    f"{name} is {shown} in the config; a whole number from {least} to "
+                    f"{_LARGEST[name]:,} is allowed"
                 )
 
 
@@ -50,11 +71,11 @@ def build_model(config: dict[str, Any]) -> nn.Module:
     """A model of `config` with mlx-lm's classes and unset (random) weights.
 
     Raises:
-        CheckpointError: mlx-lm has no class for `model_type`, or there are too many layers.
+        CheckpointError: mlx-lm has no class for `model_type`, or it counts what cannot be.
     """
     from mlx_lm.utils import _get_classes
 
-    check_layer_count(config)
+    check_counts(config)
     try:
         model_class, args_class = _get_classes(config)
     except ValueError as error:
@@ -81,24 +102,86 @@ def load(
     # From its config alone transformers makes a tokenizer without a vocabulary, and says nothing.
     if not any(next(path.glob(pattern), None) for pattern in _VOCABULARIES):
         raise CheckpointError(f"{path}: no tokenizer.json or other vocabulary; download it too")
-    adapter = None if adapter_path is None else str(adapter_path)
-    with _load_errors(path):
-        return load_with_tokenizer(str(path), adapter_path=adapter, return_config=True, lazy=lazy)
+    if adapter_path is not None:
+        check_regular(Path(adapter_path), kind=CheckpointError)
+    with _load_errors(path), ExitStack() as links:
+        _check_token_ids(path / "tokenizer.json")
+        named = str(links.enter_context(_plain_name(path)))
+        adapter = adapter_path and str(links.enter_context(_plain_name(Path(adapter_path))))
+        return load_with_tokenizer(named, adapter_path=adapter, return_config=True, lazy=lazy)
+
+
+@contextmanager
+def _plain_name(directory: Path) -> Iterator[Path]:
+    """The directory by a name that mlx-lm, which takes it for a pattern, and MLX, which takes
+    UTF-8 alone, can read; where its own is none, by that of a link, which goes at the end.
+    """
+    name = str(directory)
+    try:
+        is_plain = glob.escape(name) == name and bool(name.encode())
+    except UnicodeEncodeError:
+        is_plain = False
+    if is_plain:
+        yield directory
+        return
+    with tempfile.TemporaryDirectory() as place:
+        link = Path(place, "model")
+        link.symlink_to(directory.resolve())
+        try:
+            yield link
+        except OSError as error:  # mlx-lm names where it looked
+            raise type(error)(str(error).replace(str(link), name)) from error
+
+
+def load_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    """The tensors, lazy, and the metadata of a safetensors file. Raises: as `mx.load`."""
+    with _plain_name(path.parent) as directory:
+        arrays, metadata = mx.load(
+            str(directory / path.name), format="safetensors", return_metadata=True
+        )
+    return arrays, metadata
+
+
+def save_arrays(
+    path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file; the name must end in that. Raises: as `mx.save_safetensors`."""
+    with _plain_name(path.parent) as directory:
+        mx.save_safetensors(str(directory / path.name), dict(arrays), metadata and dict(metadata))
+
+
+def _check_token_ids(path: Path) -> None:
+    """Loaders make tables as long as the largest id. Raises: CheckpointError for one beyond all."""
+    # a second parsing takes as long as the first: only for numbers that no honest vocabulary has
+    if not path.is_file() or not _LONG_NUMBER.search(text := path.read_bytes()):
+        return
+    value = json.loads(text)
+    vocabulary = value["model"]["vocab"]
+    ids = [token["id"] for token in value.get("added_tokens") or ()]
+    ids += vocabulary.values() if isinstance(vocabulary, dict) else ()
+    if max(ids, default=0) > _MOST_TOKEN_ID:
+        raise CheckpointError(
+            f"{path.name}: a token has the id {max(ids):,}; at most {_MOST_TOKEN_ID:,} is allowed"
+        )
 
 
 @contextmanager
 def _load_errors(path: Path) -> Iterator[None]:
     """Raises: CheckpointError for whatever mlx-lm raises over a model that it cannot load."""
+    check_regular(path, kind=CheckpointError)
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         if not isinstance(config.get("model_type"), str):
             raise CheckpointError("config.json has no model_type; give a model that mlx-lm knows")
-        check_layer_count(config)
+        check_counts(config)
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-    except _NOT_A_MODEL as error:
-        if "malloc" in str(error):  # of memory, not of the files
+    except BaseException as error:
+        # of the tokenizers library, over what it cannot read: the bare class, or Rust's panic
+        bare = type(error).__name__ in ("Exception", "PanicException")
+        of_memory = "malloc" in str(error)
+        if of_memory or not (bare or isinstance(error, _NOT_A_MODEL)):
             raise
         lines = str(error).splitlines()
         shown = " ".join(line.strip() for line in lines[:4]) + (" ..." if len(lines) > 4 else "")
@@ -148,10 +231,10 @@ def load_stored(
 
         return Recording, args_class
 
-    with _load_errors(model_path):
+    with _load_errors(model_path), _plain_name(model_path) as named:
         from mlx_lm.utils import load_model
 
-        model, config = load_model(model_path, lazy=True, get_model_classes=recording_classes)
+        model, config = load_model(named, lazy=True, get_model_classes=recording_classes)
     tensors = dict(stored)
     stored.clear()  # the class that holds it is part of a circle, and lives on for a while
     return model, config, tensors
@@ -291,7 +374,8 @@ def save_model(directory: Path, model: nn.Module, config: dict[str, Any]) -> Non
     from mlx_lm.utils import save_model as save_weights
 
     directory.mkdir(parents=True, exist_ok=True)
-    save_weights(directory, model)
+    with _plain_name(directory) as named:
+        save_weights(named, model)
     save_config(copy.deepcopy(config), directory / "config.json")
 
 
@@ -349,7 +433,7 @@ def save_adapter(
 ) -> None:
     """Write an adapter in mlx-lm's format: `adapters.safetensors` and `adapter_config.json`."""
     directory.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(directory / "adapters.safetensors"), weights)
+    save_arrays(directory / "adapters.safetensors", weights)
     config = {
         "fine_tune_type": "lora",
         "num_layers": num_layers,

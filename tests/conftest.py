@@ -16,10 +16,14 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from mlxstacks.files.disk import use_private_temporary_directory
+
 SOAK = os.environ.get("MLXSTACKS_SOAK") == "1"
 # No test may ask the network for a model; a cached hub id still resolves.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# What MLX compiles for one test is there for all, those of the commands among them.
+use_private_temporary_directory()
 # Exports of the built-in model: one fresh cache a run, shared by its worker processes.
 if "MLXSTACKS_CACHE" not in os.environ:
     os.environ["MLXSTACKS_CACHE"] = tempfile.mkdtemp(prefix="mlxstacks-test-cache-")

@@ -618,6 +618,17 @@ def hub_experts_one_by_one(directory: Path) -> None:
     rewrite(directory, tensors, writer="pt")
 
 
+@layout(base=None, touch="model.layers.1.block_sparse_moe.switch_mlp.up_proj")
+def mixtral(directory: Path) -> None:
+    """mlx-community/Mixtral-8x7B-Instruct-v0.1-4bit: experts in block_sparse_moe, not in mlp"""
+    config = {
+        "model_type": "mixtral", "hidden_size": 64, "num_hidden_layers": NUM_LAYERS,
+        "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "num_local_experts": 2, "num_experts_per_tok": 1, "vocab_size": 320,
+    }  # fmt: skip
+    write_model(directory, config, bits=4, group_size=64, shards=1)
+
+
 # --- generations of configs ------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ FOUNDATION = -1
 LEVELS = {
     "command_line": FOUNDATION,
     "errors": FOUNDATION,
+    "regular_files": FOUNDATION,
     "resources": FOUNDATION,
     **dict.fromkeys(("ops", "data", "stats", "memory"), 0),
     "base_model": 1,

@@ -6,6 +6,7 @@ The directories are those of tests/model_layouts.py. Run: pytest tests/test_mode
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm
@@ -13,15 +14,24 @@ import numpy as np
 import pytest
 from mlx import nn
 from mlx_lm.utils import load_model
+from safetensors.numpy import load_file, save_file
 
 from mlxstacks import base_model
 from mlxstacks.cli import run as main
 from mlxstacks.convert.run import convert
 from mlxstacks.convert.settings import ConvertSettings
 from mlxstacks.errors import InputError
-from mlxstacks.files.adapters import LoraModule, mlx_config, write_adapter
+from mlxstacks.files.adapter_commands import convert_adapter
+from mlxstacks.files.adapters import (
+    LoraModule,
+    match_adapter,
+    mlx_config,
+    read_adapter,
+    write_adapter,
+)
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.lora_modules import Adapter
+from mlxstacks.files.settings import AdapterConvertSettings
 from mlxstacks.files.shards import TensorInfo, read_header
 from mlxstacks.files.stored_weight import weight_shape
 from mlxstacks.fuse.in_memory import fuse_in_memory
@@ -86,12 +96,30 @@ def test_opens_if_and_only_if_mlx_lm_opens_it(layout: Layout, bases: Path, tmp_p
         prepare_base(loaded, "float32", [])
         assert mx.isfinite(loaded(mx.array([[1, 2, 3]]))).all()
         return
+    assert_peft_names_the_module(model, adapter, layout.touch, tmp_path)
     report = fuse(model, adapter, tmp_path / "fused")
     assert sorted(f.name for f in report.side_files if f.reason) == sorted(layout.left)
     assert_nothing_is_lost(model, tmp_path / "fused", layout)
     assert_only_the_touched_module_changed(model, tmp_path / "fused", layout.touch)
     if layout.name != "bitnet":  # needs Metal to run
         runs_as_fused(loaded, settings(model, adapter, tmp_path / "fused"))
+
+
+def assert_peft_names_the_module(model: Path, adapter: Path, path: str, directory: Path) -> None:
+    """PEFT's names in transformers 5, and from those of a file with no mark of ours the module."""
+    peft, again = directory / "peft", directory / "again"
+    options: dict[str, Any] = {"model": str(model), "peft_layout": "current"}
+    convert_adapter(
+        AdapterConvertSettings(adapter_path=str(adapter), save_path=str(peft), **options)
+    )
+    tensors = load_file(peft / "adapter_model.safetensors")
+    assert not any("block_sparse_moe" in name or "switch_mlp" in name for name in tensors)
+    save_file(tensors, peft / "adapter_model.safetensors")
+    convert_adapter(
+        AdapterConvertSettings(adapter_path=str(peft), save_path=str(again), to="mlx", **options)
+    )
+    assert list(read_adapter(again).modules) == [path]
+    assert match_adapter(read_adapter(again), open_checkpoint(model))
 
 
 def runs_as_fused(loaded: nn.Module, fuse_settings: FuseSettings) -> None:

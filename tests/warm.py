@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing import forkserver, reduction
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -44,9 +45,11 @@ def start(command: str, settings_json: str) -> ForkServerProcess:
     return process
 
 
-def start_command_line(arguments: list[str]) -> ForkServerProcess:
-    """`mlxstacks` with these arguments in a process of its own."""
-    process = _CONTEXT.Process(target=_run_command_line, args=(arguments,), daemon=False)
+def start_command_line(
+    arguments: list[str], change: Callable[[], object] | None = None
+) -> ForkServerProcess:
+    """`mlxstacks` with these arguments in a process of its own. change: is called there first."""
+    process = _CONTEXT.Process(target=_run_command_line, args=(arguments, change), daemon=False)
     process.start()
     return process
 
@@ -236,8 +239,10 @@ def _run(command: str, settings_json: str) -> None:
         run_sweep(SweepSettings.model_validate_json(settings_json))
 
 
-def _run_command_line(arguments: list[str]) -> None:
+def _run_command_line(arguments: list[str], change: Callable[[], object] | None) -> None:
     _silent()
+    if change is not None:
+        change()
     from mlxstacks.cli import run
 
     raise SystemExit(run(arguments))

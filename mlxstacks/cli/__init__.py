@@ -3,12 +3,15 @@
 Exit codes: 0 done, 1 failed while running, 2 bad usage or input, 3 a gate not met, 130 interrupted.
 """
 
+import contextlib
 import io
 import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
+from typing import TextIO
 
 import click
 
@@ -69,7 +72,7 @@ def run(arguments: Sequence[str]) -> int:
 def _fail(arguments: Sequence[str], message: str, code: int, kind: str = "Error") -> int:
     """Say what went wrong on stderr; with --json also as the one document on stdout."""
     if any(word in ("-v", "-vv", "--verbose") for word in arguments) and code != INTERRUPTED:
-        traceback.print_exc()
+        output.write(traceback.format_exc(), error=True)
     # a stranger's file may have written a part of it
     click.echo(click.style("error: ", fg="red", bold=True) + output.safe(message), err=True)
     if "--json" in arguments:
@@ -84,6 +87,18 @@ def _open_standard_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    text = warnings.formatwarning(message, category, filename, lineno, line)
+    output.write(text, end="", error=True)
 
 
 def main() -> None:
@@ -101,4 +116,13 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # what cannot be shown is no reason to fail
             stream.reconfigure(errors="backslashreplace")
-    sys.exit(run(sys.argv[1:]))
+    warnings.showwarning = _show_warning
+    try:
+        code = run(sys.argv[1:])
+        with contextlib.suppress(OSError):  # a closed pipe, a full disk: Python says so at its end
+            sys.stdout.flush()
+    except KeyboardInterrupt:  # while the message about another one was written
+        code = INTERRUPTED
+    # From here on nothing would catch it, and the end of the interpreter would exit with 0.
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
+    sys.exit(code)

@@ -2,7 +2,6 @@
 
 import contextlib
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -53,12 +52,10 @@ def write_answer(pieces: Iterable[str]) -> None:
     """Stream an answer to stdout as it comes; a line break ends it."""
     last = "\n"
     for piece in pieces:
-        sys.stdout.write(output.safe(piece))
-        sys.stdout.flush()
+        output.write(piece, end="")
         last = piece[-1:] or last
     if last != "\n":
-        sys.stdout.write("\n")
-    sys.stdout.flush()
+        output.write("")
 
 
 def status_line(turn: "Turn") -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mlxstacks.cli.answers import MOST_CHARACTERS, bounded
-from mlxstacks.cli.output import safe
+from mlxstacks.cli.output import write
 
 if TYPE_CHECKING:
     from prompt_toolkit.document import Document
@@ -61,13 +61,13 @@ class PlainLines:
             try:
                 return input(prompt)
             except KeyboardInterrupt:
-                sys.stdout.write("\n")  # the terminal wrote ^C into the line
+                write("")  # the terminal wrote ^C into the line
                 raise
         line = bounded(sys.stdin.readline(MOST_CHARACTERS + 1))
         if not line:
             raise EOFError
         line = line.rstrip("\r\n")
-        sys.stdout.write(f"{prompt}{safe(line)}\n")  # so that the output reads as a conversation
+        write(prompt + line)  # so that the output reads as a conversation
         return line
 
 

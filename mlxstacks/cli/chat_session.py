@@ -179,12 +179,12 @@ class Chat:
         )
 
     def say(self, text: str, style: str = "") -> None:
-        """A line of ours; text from elsewhere in it commands nothing."""
+        """A line of ours."""
         from rich.text import Text
 
         console = output.console()
         whole = not console.is_terminal or output.holds_command(text)
-        console.print(Text(output.safe(text), style=style), soft_wrap=whole)
+        console.print(Text(text, style=style), soft_wrap=whole)
         sys.stdout.flush()
 
     def show(self, what: "RenderableType") -> None:

@@ -52,8 +52,6 @@ def route_table(engine: "RoutedModel", turn: "Turn") -> output.Table:
 def _why(engine: "RoutedModel", turn: "Turn", name: str) -> str:
     answer = turn.answer
     route = answer.route
-    if name in answer.missing:
-        return f"missing: {answer.missing[name]}"
     if route.mode in ("base", "ungated", "pinned"):
         on = name in answer.weights
         return (
@@ -116,7 +114,7 @@ def stats_of(conversation: "Conversation") -> dict[str, Any]:
     }
 
 
-def stats_table(conversation: "Conversation") -> "Table":
+def stats_table(conversation: "Conversation") -> output.Details:
     stats = stats_of(conversation)
     resident = stats.pop("resident") or {}
     pairs = {**stats, **resident}
@@ -129,7 +127,7 @@ def _figure(name: str, value: Any) -> output.Cell:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def help_table(commands: Mapping[str, str]) -> "Table":
+def help_table(commands: Mapping[str, str]) -> output.Details:
     return output.details(commands)
 
 

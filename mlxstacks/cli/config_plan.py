@@ -64,13 +64,16 @@ def _training_rows(training: "PlannedTraining") -> dict[str, output.Cell]:
         size += f"; frozen {bytes_in_words(training.frozen_bytes)}"
     batches = "the data once" if training.batches is None else f"{training.batches:,} batches"
     again = f"{training.runs} runs, each " if training.runs > 1 else ""
-    return {
+    guard = training.guard
+    rows: dict[str, output.Cell] = {
         "trains": training.name,
         "projections": f"{where}: {kinds}",
         "size": size,
         "batches": f"{again}{batches}, rows of at most {training.longest_row_tokens:,} tokens",
-        "guard": "not asked" if training.guard is None else training.guard["verdict"],
     }
+    if guard is not None:
+        rows["memory"] = output.byte_parts(guard["parts_bytes"])
+    return rows | {"guard": "not asked" if guard is None else guard["verdict"]}
 
 
 def _listed(numbers: list[int]) -> str:

@@ -2,7 +2,6 @@
 
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mlxstacks.cli import output
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.inputs import check_inputs
-from mlxstacks.recipe.resolve import BARE_MARKER, Resolved, finished, replaced, resolve
+from mlxstacks.recipe.resolve import Resolved, finished, replaced, resolve
 from mlxstacks.recipe.table import Command, command_named, load
 
 if TYPE_CHECKING:
@@ -73,7 +72,10 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
 
     resume: report a target that was made with the same settings instead of making it again.
     """
+    from mlxstacks.files.disk import use_private_temporary_directory
+
     _log_to_stderr(common.verbosity)
+    use_private_temporary_directory()
     row = command_named(name)
     recipe = load_recipe(common.recipe) if common.recipe is not None else None
     with output.quiet_stdout(common.as_json):
@@ -172,7 +174,9 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
         if missing:
             return _Lacking(result, missing), partial(_render_lacking, load(row.render))
     if resolved.bare and resolved.target is not None and not (common.dry_run or row.extends):
-        (resolved.target / BARE_MARKER).touch()
+        from mlxstacks.files.outputs import mark_bare
+
+        mark_bare(resolved.target)
     return result, load(row.render)
 
 
@@ -207,6 +211,9 @@ def _log_to_stderr(verbosity: int) -> None:
     logger = logging.getLogger("mlxstacks")
     logger.setLevel([logging.WARNING, logging.INFO, logging.DEBUG][min(verbosity, 2)])
     if not logger.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(message)s"))
-        logger.addHandler(handler)
+        logger.addHandler(_ToTerminal())
+
+
+class _ToTerminal(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        output.write(self.format(record), error=True)

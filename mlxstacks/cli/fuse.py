@@ -32,6 +32,9 @@ def render(console: "Console", report: FuseReport) -> None:
             if any(m.figures and m.figures.correlation is not None for m in stage.modules):
                 rest = "have a correlation at least as high"
             console.print(f"{hidden} more modules {rest}; --json has all of them")
+    if len(report.stages) > 1 and report.total is not None:
+        row: list[output.Cell] = ["sum of the adapters", "", *_cells(report.total)]
+        console.print(output.table(_COLUMNS, [row], title="all stages together"))
     if report.status == "planned":
         trained = " of the trained adapter" if report.zero_delta else ""
         console.print(f"figures{trained} are estimates from a sample of rows", style="dim")
@@ -133,6 +136,8 @@ def _side_files_line(report: FuseReport) -> str:
     ]
     if weights:
         parts.append(f"unchanged weights: {_listed(weights)}")
+    if links := [f"{file.name} ({file.link})" for file in report.side_files if file.link]:
+        parts.append(f"behind links that leave the directory: {_listed(links)}")
     if left:
         parts.append(f"left out: {_listed([f'{file.name} ({file.reason})' for file in left])}")
     return "; ".join(parts) + "."

@@ -78,7 +78,7 @@ def run(settings: "GenerateSettings") -> GenerateReport:
     try:
         for index, job in enumerate(jobs):
             if len(jobs) > 1:
-                sys.stdout.write(f"> {output.safe(job.question)}\n")
+                output.write(f"> {job.question}")
             for mode in _modes(ready):
                 found.append({"prompt": job.question, "line": job.line, "mode": mode or "pinned"}
                              | _tried(engine, ready, job, mode, index, len(jobs) > 1))  # fmt: skip
@@ -134,14 +134,14 @@ def _answer(
     """One answer, streamed; the line about it goes to stderr where the answer stands alone."""
     conversation = _conversation(engine, settings, job, mode, index)
     if settings.compare:
-        sys.stdout.write(f"{mode}:\n")
+        output.write(f"{mode}:")
     with answers.reading() as progress:
         asked = conversation.ask(job.question, progress=progress)
         answers.write_answer(asked)
     assert asked.turn is not None  # nobody can stop it but Ctrl-C, which ends the command
     line = answers.status_line(asked.turn)
     if several or settings.compare:
-        sys.stdout.write(f"{output.safe(line)}\n\n")
+        output.write(f"{line}\n")
     else:
         output.note(line)
     about = asked.turn.as_json()

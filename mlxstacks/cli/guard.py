@@ -1,6 +1,7 @@
 """Prints what `mlxstacks guard` predicts: counts, bytes, who holds them, the verdict last."""
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import output
@@ -60,13 +61,7 @@ def _decode_text(report: GuardReport) -> str:
 
 def _byte_rows(report: GuardReport) -> list[list[output.Cell]]:
     found = report.nbytes
-    rows = {
-        "weights": found.weights,
-        "adapter": found.adapter,
-        "optimizer": found.optimizer,
-        "activations": found.activations,
-        "in all": found.total,
-    }
+    rows = {name: n for name, n in asdict(found).items() if n != 0} | {"in all": found.total}
     shown: list[list[output.Cell]] = [
         [name, "unknown" if n is None else bytes_in_words(n)] for name, n in rows.items()
     ]

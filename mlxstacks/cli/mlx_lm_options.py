@@ -43,6 +43,10 @@ _GREEDY = "answers are greedy, so that a run repeats to the letter"
 _TEST = "`mlxstacks eval` measures a trained adapter; `train` reports validation losses"
 _LOGS = "each run writes log.jsonl into its save path, and `mlxstacks report` draws it"
 _GGUF = "GGUF is not written; `mlx_lm.fuse --export-gguf` does, for llama and mistral models"
+_ONE_PROMPT = (
+    "prompts are typed, or come a line each from standard input; `mlxstacks generate` answers one "
+    "and takes the same options, but --reroute"
+)
 
 # Command, or "" for all -> option -> what to do instead. `chat` has those of `generate` too.
 REFUSED: Mapping[str, Mapping[str, str]] = {
@@ -76,7 +80,11 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "--verbose": "the answer goes to standard output and what is said about it to standard "
         "error, so `2>/dev/null` leaves the answer alone; --verbose takes no value",
     },
-    "chat": {"--pipeline": "one machine answers; mlx_lm.chat spreads a model over several"},
+    "chat": {
+        "--pipeline": "one machine answers; mlx_lm.chat spreads a model over several",
+        "--prompt": _ONE_PROMPT,
+        "-p": _ONE_PROMPT,
+    },
     "fuse": {"--export-gguf": _GGUF, "--gguf-path": _GGUF},
     "train": {
         "--train": "`train` always trains; leave it out",

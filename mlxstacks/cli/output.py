@@ -3,11 +3,11 @@
 import contextlib
 import json
 import math
+import re
 import shutil
 import sys
 import textwrap
 import time
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,12 +19,12 @@ from mlxstacks.memory import bytes_in_words
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.progress import Progress as RichProgress
-    from rich.table import Table as Grid
 
 Cell = str | int | float | bool | None
 
-# Marks that turn the direction of text around; what follows could then be made to look like ours.
-_TURNS = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+# Control characters (C0 but line break and tab, DEL, C1), half characters, and marks that turn the
+# direction of text around: what follows could then be made to look like ours.
+_COMMANDS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 # Work shorter than this shows no progress at all.
 QUIET_SECONDS = 2.0
 # Without a terminal a line is printed this often, so that a log shows that the run is alive.
@@ -39,15 +39,23 @@ def console(stderr: bool = False) -> "Console":
 @cache
 def _console_class() -> "type[Console]":
     from rich.console import Console
+    from rich.segment import Segment
 
-    class CommandsWhole(Console):
-        """Breaks no line that holds a command: what is broken cannot be pasted."""
+    class SafeConsole(Console):
+        """Prints no control characters but its own, and breaks no line that holds a command: what
+        is broken cannot be pasted.
+        """
+
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            for segment in super().render(renderable, options):
+                text, style, control = segment
+                yield segment if control else Segment(safe(text), style)
 
         def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
             whole = any(isinstance(what, str) and holds_command(what) for what in objects)
             super().print(*objects, soft_wrap=whole if soft_wrap is None else soft_wrap, **options)
 
-    return CommandsWhole
+    return SafeConsole
 
 
 def holds_command(text: str) -> bool:
@@ -145,17 +153,36 @@ def table(
     return Table(columns, [list(row) for row in rows], title, footer)
 
 
-def details(pairs: Mapping[str, Cell] | Iterable[tuple[str, Cell]]) -> "Grid":
-    """Names and values in two columns, without a head."""
-    from rich.table import Table as Grid
-    from rich.text import Text
+@dataclass(frozen=True)
+class Details:
+    """Names and values in two columns, without a head; on a terminal too narrow for that a line
+    each.
+    """
 
-    grid = Grid(box=None, show_header=False, pad_edge=False)
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for name, value in pairs.items() if isinstance(pairs, Mapping) else pairs:
-        grid.add_row(Text(name), Text(_shown(value)))
-    return grid
+    pairs: Sequence[tuple[str, Cell]]
+
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> Iterator["RenderableType"]:
+        from rich.table import Table as Grid
+        from rich.text import Text
+
+        names = max((len(name) for name, _ in self.pairs), default=0)
+        if names + 1 + _LEAST_TEXT > options.max_width:
+            for name, value in self.pairs:
+                yield Text(f"{name}: {_shown(value)}", overflow="fold")
+            return
+        grid = Grid(box=None, show_header=False, pad_edge=False)
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, value in self.pairs:
+            grid.add_row(Text(name), Text(_shown(value)))
+        yield grid
+
+
+def details(pairs: Mapping[str, Cell] | Iterable[tuple[str, Cell]]) -> Details:
+    """The `Details` of these names and values."""
+    return Details(list(pairs.items() if isinstance(pairs, Mapping) else pairs))
 
 
 def _is_number(cell: Cell) -> bool:
@@ -220,15 +247,32 @@ def bytes_text(count: int | None) -> str:
     return "unknown" if count is None else bytes_in_words(count)
 
 
+def byte_parts(parts: Mapping[str, int | None]) -> str:
+    """`weights 15.2 GB + adapter 408 MB = 15.6 GB`; no sum where one of them is unknown."""
+    words = " + ".join(f"{name} {bytes_text(n)}" for name, n in parts.items() if n != 0)
+    known = [n for n in parts.values() if n is not None]
+    return words if len(known) < len(parts) else f"{words} = {bytes_in_words(sum(known))}"
+
+
 def print_json(document: Any) -> None:
     """One JSON document on stdout. Raises ValueError for NaN, which JSON has no word for."""
     text = json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False, default=str)
     try:
         text.encode(sys.stdout.encoding or "utf-8")
+        plain = text == safe(text)
     except UnicodeEncodeError:  # an ASCII terminal, or a path that is not UTF-8
+        plain = False
+    if not plain:
         text = json.dumps(document, indent=2, allow_nan=False, default=str)
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+        text = text.replace("\x7f", "\\u007f")
+    write(text)
+
+
+def write(text: str, end: str = "\n", *, error: bool = False) -> None:
+    """Text as it is, but `safe`, on stdout or stderr, at once."""
+    stream = sys.stderr if error else sys.stdout
+    stream.write(safe(text) + end)
+    stream.flush()
 
 
 def emit(result: Any, as_json: bool, render: Callable[["Console", Any], None]) -> None:
@@ -251,17 +295,7 @@ def safe(text: str) -> str:
 
     Line breaks and tabs stay, and so do joiners and marks that scripts and emoji need.
     """
-    return "".join(_spelled(c) if _commands(c) else c for c in text)
-
-
-def _commands(character: str) -> bool:
-    if character in "\n\t":
-        return False
-    return unicodedata.category(character) in ("Cc", "Cs") or character in _TURNS
-
-
-def _spelled(character: str) -> str:
-    return ascii(character)[1:-1]
+    return _COMMANDS.sub(lambda character: ascii(character[0])[1:-1], text)
 
 
 def note(text: str) -> None:
@@ -279,7 +313,7 @@ def note(text: str) -> None:
             else textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
             for line in text.split("\n")
         )
-    sys.stderr.write(text + "\n")
+    write(text, error=True)
 
 
 class Progress:

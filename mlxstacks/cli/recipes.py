@@ -130,7 +130,7 @@ def render_head(console: "Console", recipe: Recipe) -> None:
     if facts:
         console.print(output.details(facts))
     for text, to_copy in rest:
-        console.print(output.safe(text), markup=False, soft_wrap=to_copy)
+        console.print(text, markup=False, soft_wrap=to_copy)
 
 
 def _parts_of(head: Sequence[str]) -> tuple[dict[str, str], list[tuple[str, bool]]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from mlxstacks.cli import output
 from mlxstacks.errors import InputError
 from mlxstacks.memory import bytes_in_words
-from mlxstacks.recipe.resolve import BARE_MARKER, OUT
+from mlxstacks.recipe.resolve import OUT
 from mlxstacks.report.settings import ReportSettings
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def _has_results(directory: Path) -> bool:
 
 def _make_results(progress: Callable[..., None] | None) -> None:
     """A fuse of nano's adapter and its control, where bare runs of `fuse` write as well."""
+    from mlxstacks.files.outputs import mark_bare
     from mlxstacks.fuse.run import run as fuse
     from mlxstacks.fuse.settings import FuseSettings
     from mlxstacks.nano.exports import nano_paths
@@ -77,7 +78,7 @@ def _make_results(progress: Callable[..., None] | None) -> None:
             ),
             progress=progress,
         )  # fmt: skip
-        (target / BARE_MARKER).touch()
+        mark_bare(target)
 
 
 def render(console: "Console", report: "Report") -> None:

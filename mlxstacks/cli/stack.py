@@ -64,6 +64,7 @@ def _plan_table(report: "StackReport") -> object:
             f"optimizer {bytes_in_words(plan['optimizer_bytes'])}"
         )
         if plan["guard"]:
+            rows["memory"] = output.byte_parts(plan["guard"]["parts_bytes"])
             rows["guard"] = plan["guard"]["verdict"]
     return output.details(rows)
 

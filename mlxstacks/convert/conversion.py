@@ -7,7 +7,7 @@ at the chunk in hand.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -93,13 +93,18 @@ def carried_files(checkpoint: Checkpoint) -> list[SideFile]:
     ]
 
 
-def left_behind(files: Iterable[SideFile]) -> tuple[str, ...]:
-    """Notes on what `carry_side_files` does not carry, a sentence for each reason."""
+def side_file_notes(files: Collection[SideFile]) -> tuple[str, ...]:
+    """Notes on what `carry_side_files` does not carry, a sentence for each reason, and on links
+    that lead it out of the directory.
+    """
     names: dict[str, list[str]] = {}
     for file in files:
         if file.reason not in (None, "hidden"):
             names.setdefault(file.reason, []).append(file.name)
-    return tuple(f"Left out ({reason}): {', '.join(named)}." for reason, named in names.items())
+    notes = [f"Left out ({reason}): {', '.join(named)}." for reason, named in names.items()]
+    if links := [f"{file.name} ({file.link})" for file in files if file.link and file.how]:
+        notes.append(f"Carried from behind links that leave the directory: {', '.join(links)}.")
+    return tuple(notes)
 
 
 def shards_of(conversion: Conversion, most: int = MAX_SHARD_BYTES) -> dict[str, list[Part]]:

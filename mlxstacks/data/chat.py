@@ -20,10 +20,15 @@ from mlxstacks.data.special_text import (
     unescaped,
 )
 from mlxstacks.data.text_settings import PLAIN, Rendering
+from mlxstacks.errors import InputError
 
 Turns = list[dict[str, Any]]
 # Keys under which data sets and templates have the reasoning of a turn.
 REASONING_KEYS = ("reasoning_content", "thinking")
+# What Python raises inside a template, besides Jinja's own.
+_TEMPLATE_FAULTS = (
+    ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class Chat:
     def text(self, turns: Turns | None = None, enable_thinking: bool | None = None) -> str:
         """The template's text of these turns, or of all, with marks.
 
-        enable_thinking: None leaves it to the template. Raises: what the template raises.
+        enable_thinking: None leaves it to the template. Raises: as `render`.
         """
         return self.render(turns, enable_thinking, add_generation_prompt=False)
 
@@ -54,13 +59,24 @@ class Chat:
         return encode_marked(text, self.mark, self.tokenizer, limit)
 
     def render(self, turns: Turns | None, enable_thinking: bool | None, **options: Any) -> str:
-        """The same with further options of `apply_chat_template`."""
+        """The same with further options of `apply_chat_template`.
+
+        Raises: InputError: the template refuses the turns, fails over them, or never ends.
+        """
+        from jinja2 import TemplateError
+
+        from mlxstacks.data.template_limits import limit_templates
+
         if self.tools is not None:
             options["tools"] = self.tools
         if enable_thinking is not None:
             options["enable_thinking"] = enable_thinking
         turns = self.turns if turns is None else turns
-        text = self.tokenizer.apply_chat_template(turns, tokenize=False, **options)
+        limit_templates()
+        try:
+            text = self.tokenizer.apply_chat_template(turns, tokenize=False, **options)
+        except (TemplateError, *_TEMPLATE_FAULTS) as error:
+            raise InputError(f"the chat template cannot be applied: {error}") from error
         return unescaped(str(text), self.mark)
 
 

@@ -52,8 +52,6 @@ def encode_examples(
     Raises:
         InputError: the template refuses a row, which is named, or no row is left.
     """
-    from jinja2 import TemplateError  # of a chat template; where there is none, ValueError
-
     tokens = special_tokens(tokenizer) if settings.strip_markers else ()
     rows: list[Row] = []
     ids: list[str] = []
@@ -68,7 +66,7 @@ def encode_examples(
         try:
             row = _encode(record, tokenizer, settings, limit)
             notes.add(record)
-        except (ValueError, TemplateError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             where = example.where or f"{example.source}, row {example.row_id}"
             raise InputError(f"{where}: {error}; the row is {str(record)[:100]}") from error
         if max_tokens is not None and len(row.tokens) > max_tokens:

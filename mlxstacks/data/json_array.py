@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mlxstacks.data.json_lines import MAX_LINE_BYTES, check_halves
 from mlxstacks.errors import InputError
 
 CHUNK_BYTES = 1 << 20
 # A longer element is taken for a broken one: nobody wants the rest of a large file in memory.
-LONGEST_ELEMENT = 1 << 26
+LONGEST_ELEMENT = MAX_LINE_BYTES
 _SPACE = " \t\r\n"
 
 
@@ -103,10 +104,10 @@ class _Text:
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._buffer, self._place)
+                source = self._buffer[self._place : end]
                 # A number at the very end may go on in what is not read yet.
                 if end < len(self._buffer) or not self._read():
-                    self.skip(end - self._place)
-                    return value
+                    break
             except RecursionError as error:
                 raise self.error(str(error)) from error
             except ValueError as error:
@@ -117,6 +118,9 @@ class _Text:
                 if held > LONGEST_ELEMENT or not self._read(held):
                     self.line += lines
                     raise self.error(getattr(error, "msg", str(error))) from error
+        check_halves(source, value, f"{self.path}, line {self.line}")
+        self.skip(len(source))
+        return value
 
     def error(self, reason: str) -> InputError:
         return InputError(f"{self.path}, line {self.line}: not JSON ({reason})")

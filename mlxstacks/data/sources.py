@@ -118,7 +118,9 @@ def open_source(source: SourceSettings, root: Path) -> OpenSource:
         return _directory(source, path)
     if not path.is_file():
         raise InputError(
-            f"{path}: no such file or directory; put the data there, or change the source"
+            f"{path}: a pipe or a device, and rows are read more than once; write them to a file"
+            if path.exists()
+            else f"{path}: no such file or directory; put the data there, or change the source"
         )
     return OpenSource(_file_rows(path), {source.label: path})
 
@@ -170,7 +172,7 @@ def _file_rows(path: Path) -> Rows:
     if path.suffix == ".parquet":
         return arrow_sets.parquet_rows(path)
     if path.suffix == ".arrow":
-        return arrow_sets.arrow_rows([path])
+        return arrow_sets.arrow_rows([path], str(path))
     return _json_rows(path)
 
 

@@ -159,20 +159,35 @@ class SignedMarkers:
 
 
 def first_tokens(text: str, encode: Callable[[str], list[int]], limit: int) -> list[int]:
-    """`encode(text)[:limit]` in time and memory of what is kept.
+    """`encode(text)[:limit]` in time and memory of what is kept."""
+    return encode(_settled(text, encode, slice(limit)))[:limit]
 
-    A beginning of the text is encoded, longer ones until the first ids are the same for three ends
-    at different characters: then what is behind does not reach back to them.
+
+def end_of(text: str, encode: Callable[[str], list[int]], limit: int) -> str:
+    """An end of the text that has its last `limit` ids (at least one), found in time and memory of
+    what is kept. Law: `encode(end_of(text, encode, n))[-n:] == encode(text)[-n:]`.
     """
+    return _settled(text, encode, slice(-limit, None))
+
+
+def _settled(text: str, encode: Callable[[str], list[int]], kept: slice) -> str:
+    """A part of a text, from its beginning or its end, whose ids at `kept` are those of the whole.
+
+    Longer parts are encoded until these ids are the same for three that are cut at different
+    characters: then what was cut off does not reach to them.
+    """
+    from_end = kept.stop is None
+    limit = -kept.start if from_end else kept.stop
     size = _CHARACTERS_PER_TOKEN * (limit + _MARGIN_TOKENS)
     while size < len(text):
-        tokens = encode(text[:size])
-        if len(tokens) >= limit + _MARGIN_TOKENS:
-            kept = tokens[:limit]
-            if all(encode(text[: size - less])[:limit] == kept for less in (1, 2)):
-                return kept
+        part, *shorter = (text[-n:] if from_end else text[:n] for n in range(size, size - 3, -1))
+        tokens = encode(part)
+        if len(tokens) >= limit + _MARGIN_TOKENS and all(
+            encode(other)[kept] == tokens[kept] for other in shorter
+        ):
+            return part
         size *= _GROWTH
-    return encode(text)[:limit]
+    return text
 
 
 def _encode_pieces(text: str, mark: str, tokenizer: Any) -> list[int]:

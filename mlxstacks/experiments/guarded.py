@@ -1,16 +1,13 @@
 """The guard's word on a run of `train`, before it begins and before each of its batches."""
 
 import json
-import tempfile
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from mlxstacks import memory
 from mlxstacks.errors import ResourceLimitError
 from mlxstacks.experiments.train.report import guard_json
 from mlxstacks.experiments.train.setup import TrainSetup, set_up
-from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.guard.report import GuardReport
 from mlxstacks.guard.run import guard
@@ -35,9 +32,9 @@ def verdict(
     """
     asked = asked_of(
         settings, str(resolve_model(settings.model or "")), longest_row_tokens,
-        validates=validates, layers=layers, processes=processes,
+        validates=validates, layers=layers, processes=processes, in_float32=in_float32,
     )  # fmt: skip
-    return guard_of(asked, in_float32)
+    return guard(asked)
 
 
 def asked_of(
@@ -48,6 +45,7 @@ def asked_of(
     validates: bool,
     layers: str | None = None,
     processes: int = 1,
+    in_float32: bool = False,
 ) -> GuardSettings:
     """What the guard is asked of a run with these rows; see `verdict`."""
     return GuardSettings(
@@ -55,7 +53,10 @@ def asked_of(
         # the guard counts inputs, a row has one token more
         max_seq_length=longest_row_tokens - 1,
         batch_size=-(-settings.batch_size // processes),
+        grad_accumulation_steps=settings.grad_accumulation_steps,
         rank=settings.rank,
+        dropout=settings.dropout,
+        base="float32" if in_float32 else "stored",
         layers=layers or settings.layers,
         keys=settings.keys,
         optimizer="adamw",
@@ -63,23 +64,11 @@ def asked_of(
         compile=compiles(settings.compile_step),
         recurrence="chunked",
         loss="pieces",
-        adapter_copies=validates + (settings.grad_accumulation_steps > 1),
+        adapter_copies=int(validates),
         resource_limit=settings.resource_limit,
         working_set_bytes=settings.working_set_bytes,
         force=settings.force or settings.guard == "warn",
     )
-
-
-def guard_of(asked: GuardSettings, in_float32: bool) -> GuardReport:
-    """The guard's report; of the base in float32, where that is what a run computes with."""
-    if not in_float32:
-        return guard(asked)
-    config = open_checkpoint(Path(str(asked.model))).config
-    plain = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "config.json"
-        path.write_text(json.dumps(plain | {"dtype": "float32"}), encoding="utf-8")
-        return guard(asked.model_copy(update={"model": str(path)}))
 
 
 def compiles(choice: Literal["auto", "on", "off"]) -> bool:

@@ -18,9 +18,10 @@ from typing import Any
 
 import filelock
 
-from mlxstacks.errors import InputError, TargetError
+from mlxstacks.errors import InputError
 from mlxstacks.files.disk import target_errors
-from mlxstacks.files.outputs import write_json
+from mlxstacks.files.mark import MARK, check_claimable, new_mark, remove_marked
+from mlxstacks.files.outputs import acquire_lock, release_lock, write_json
 
 STATE, LOG, IDENTITY = "checkpoint.safetensors", "log.jsonl", "run.json"
 
@@ -37,21 +38,13 @@ class RunDirectory:
     def __init__(self, target: Path, identity: Mapping[str, Any], *, resume: bool) -> None:
         self.path = work_path(target)
         self.identity = dict(identity)
-        with target_errors(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = filelock.FileLock(self.path.with_name(f"{self.path.name}.lock"))
-            try:
-                self._lock.acquire(timeout=0)
-            except filelock.Timeout:
-                raise TargetError(
-                    f"{target}: another run to it is under way; wait or choose another save path"
-                ) from None
+        self._lock = lock_work(target)
         try:
             if not resume:
-                shutil.rmtree(self.path, ignore_errors=True)
+                claim_work(self.path)
+                remove_marked(self.path)
             self._check_identity()
-            with target_errors(self.path):
-                self.path.mkdir(exist_ok=True)
+            claim_work(self.path)
             write_json(self.path / IDENTITY, self.identity)
         except BaseException:
             self.close()
@@ -86,14 +79,12 @@ class RunDirectory:
 
     def remove(self) -> None:
         """The run is over and its files are in the target."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove_marked(self.path)
         self.close()
 
     def close(self) -> None:
         if self._lock.is_locked:
-            # removed while held: filelock does not accept a lock on a file that has lost its name
-            Path(self._lock.lock_file).unlink(missing_ok=True)
-            self._lock.release()
+            release_lock(self._lock)
 
     def _check_identity(self) -> None:
         if not self.state_path.exists():
@@ -118,6 +109,24 @@ class RunDirectory:
 
 def work_path(target: Path) -> Path:
     return target.parent / f".{target.name}.work"
+
+
+def lock_work(target: Path) -> filelock.FileLock:
+    """Be the one run to `target`. Raises: TargetError: another one is, or the place cannot be
+    written, or what lies under the name of its work directory is not ours.
+    """
+    work = work_path(target)
+    with target_errors(work):
+        check_claimable(work)
+        work.parent.mkdir(parents=True, exist_ok=True)
+    return acquire_lock(work.with_name(f"{work.name}.lock"), target)
+
+
+def claim_work(work: Path) -> None:
+    """Make a work directory, or go on with what is there; call only under its lock."""
+    with target_errors(work):
+        work.mkdir(exist_ok=True)
+        write_json(work / MARK, new_mark())
 
 
 def discard(directory: Path) -> None:

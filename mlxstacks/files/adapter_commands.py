@@ -18,6 +18,8 @@ from mlxstacks.files.settings import (
     AdapterZeroSettings,
 )
 
+_Settings = AdapterShowSettings | AdapterZeroSettings | AdapterConvertSettings
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleSummary:
@@ -76,7 +78,7 @@ def adapter_format(path: str | Path) -> AdapterFormat:
 
 def show_adapter(settings: AdapterShowSettings) -> AdapterSummary:
     """Every module with shapes, rank and size of its delta. Raises: as `load_any_adapter`."""
-    adapter = _load(settings)
+    adapter = _load(settings, _model(settings))
     first = next(iter(adapter.modules.values()))
     base_model = adapter.config.get("model")
     return AdapterSummary(
@@ -113,10 +115,12 @@ def zero_adapter_command(settings: AdapterZeroSettings) -> AdapterWritten:
     source, target = _paths(settings)
     kind = adapter_format(source)
     if kind == "peft":
-        adapter = _load(settings)  # read whole first: what cannot be read is not copied either
+        adapter = _load(
+            settings, _model(settings)
+        )  # read whole first: what cannot be read is not copied either
         write_zero_peft(source, target, settings.force)
     else:
-        adapter = zero_adapter(_load(settings))
+        adapter = zero_adapter(_load(settings, _model(settings)))
         write_adapter(adapter, target, settings.force)
     return _written(adapter, target, kind, kind)
 
@@ -127,21 +131,25 @@ def convert_adapter(settings: AdapterConvertSettings) -> AdapterWritten:
     Raises: as `load_any_adapter`, `write_adapter`, `write_peft`.
     """
     source, target = _paths(settings)
-    adapter = _load(settings)
+    model = _model(settings)
+    adapter = _load(settings, model)
     if settings.to == "peft":
         whole = settings.peft_model == "whole"
-        write_peft(adapter, target, settings.base_model_name, settings.force, whole)
+        model_type = str(model.config.get("model_type")) if model else None
+        name = settings.base_model_name
+        write_peft(adapter, target, name, settings.force, whole, model_type)
     else:
         write_adapter(adapter, target, settings.force)
     return _written(adapter, target, adapter_format(source), settings.to)
 
 
-def _load(settings: AdapterShowSettings | AdapterZeroSettings | AdapterConvertSettings) -> Adapter:
+def _model(settings: _Settings) -> Checkpoint | None:
+    return open_checkpoint(resolve_model(settings.model)) if settings.model is not None else None
+
+
+def _load(settings: _Settings, model: Checkpoint | None) -> Adapter:
     if settings.adapter_path is None:
         raise InputError("adapter_path is not set; give the adapter's directory")
-    model: Checkpoint | None = None
-    if settings.model is not None:
-        model = open_checkpoint(resolve_model(settings.model))
     return load_any_adapter(settings.adapter_path, settings.peft_layout, model)
 
 

@@ -6,13 +6,14 @@ Problems are collected in a list, so that a bad adapter is reported once and who
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from mlxstacks.errors import AdapterError, CheckpointError
 from mlxstacks.files.lora_modules import FLOAT_DTYPES, first_non_finite
 from mlxstacks.files.outputs import staged_directory, write_json
+from mlxstacks.files.shard_header import refuse_constant
 from mlxstacks.files.shards import ShardHeader, ShardWriter, TensorInfo, read_header, read_tensor
 from mlxstacks.ops.affine import Array
 
@@ -30,16 +31,12 @@ def read_config(path: Path) -> dict[str, Any]:
     if path.stat().st_size > _LARGEST_CONFIG_BYTES:
         raise AdapterError(f"{path}: larger than {_LARGEST_CONFIG_BYTES} bytes, not a config")
     try:
-        config = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
+        config = json.loads(path.read_bytes(), parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise AdapterError(f"{path}: not JSON: {error}") from error
     if not isinstance(config, dict):
         raise AdapterError(f"{path}: holds a {type(config).__name__}, not a JSON object")
     return config
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def open_weights(path: Path) -> ShardHeader:

@@ -15,7 +15,7 @@ from mlxstacks.files.lora_modules import FLOAT_DTYPES, Adapter, LoraModule, with
 from mlxstacks.files.stored_weight import (
     StoredWeight,
     grid_texts,
-    loaded_or_none,
+    module_paths,
     other_grids,
     stored_name,
     stored_weight,
@@ -64,7 +64,7 @@ def match_adapter(
             problems.append(str(error))
             continue
         if not known:
-            candidates = candidates or _module_paths(checkpoint)
+            candidates = candidates or module_paths(checkpoint)
             named = min(named, max(1, _COMPARED_NAMES // max(1, len(candidates))))
             problems.append(_no_weight(path, candidates if len(problems) < named else []))
             continue
@@ -95,17 +95,6 @@ def _check_base(
             "base, or --allow-base to go on with this one"
         )
     return "overridden"
-
-
-def _module_paths(checkpoint: Checkpoint) -> list[str]:
-    """Modules that an adapter could mean: those with a weight of two or three axes."""
-    ending = ".weight"
-    stored = [
-        name.removesuffix(ending)
-        for name, info in checkpoint.tensors.items()
-        if name.endswith(ending) and len(info.shape) in (2, 3)
-    ]
-    return [path for path in loaded_or_none(checkpoint) if "norm" not in path] or stored
 
 
 def _no_weight(path: str, candidates: list[str]) -> str:

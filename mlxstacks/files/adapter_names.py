@@ -6,25 +6,32 @@
       text model       model.layers.N.X, lm_head              language_model.model.layers.N.X, ...
     experts (any)      ....mlp.experts: gate_up_proj,         ....mlp.switch_mlp.gate_proj,
                        down_proj                              .up_proj, .down_proj
+    Mixtral            ....mlp.experts, ....mlp.gate;         ....block_sparse_moe.switch_mlp,
+                       before transformers 5                  ....block_sparse_moe.gate
+                       ....block_sparse_moe.experts.0.w1
 
 A text-model name does not say which family it is of: `has_language_model` collects the evidence.
+Where the model is at hand, its own modules decide (`in_model`).
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-EXPERTS = re.compile(r"^(?P<block>.+\.mlp)\.experts$")
+EXPERTS = re.compile(r"^(?P<block>.+)\.experts$")
 ONE_EXPERT = re.compile(
-    r"^(?P<block>.+\.mlp)\.experts\.(?P<expert>\d+)\.(?P<name>gate_proj|up_proj|down_proj)$"
+    r"^(?P<block>.+)\.experts\.(?P<expert>\d+)\.(?P<name>gate_proj|up_proj|down_proj|w[123])$"
 )
-# All experts in one tensor of three axes, as Tinker and SGLang name them; w1, w3, w2 are gate, up
-# and down.
+# All experts in one tensor of three axes, as Tinker and SGLang name them.
 STACKED_EXPERTS = re.compile(
-    r"^(?P<block>.+\.mlp)\.experts\.(?P<name>gate_up_proj|gate_proj|up_proj|down_proj|w[123])$"
+    r"^(?P<block>.+)\.experts\.(?P<name>gate_up_proj|gate_proj|up_proj|down_proj|w[123])$"
 )
-SWITCH = re.compile(r"^(?P<block>.+\.mlp)\.switch_mlp\.(?P<name>gate_proj|up_proj|down_proj)$")
+EXPERT_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+SWITCH = re.compile(r"^(?P<block>.+)\.switch_mlp\.(?P<name>gate_proj|up_proj|down_proj)$")
+# What transformers 5 calls `mlp`.
+OLD_BLOCK = "block_sparse_moe"
 
+_IN_LAYER = re.compile(r"(?P<layer>(?:^|\.)layers\.\d+\.)(?P<name>.+)$")
 _EMBEDDING = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe)$")
 _ROUTER = re.compile(r"\.mlp\.gate$")
 # A gated-delta layer's parts as Qwen3.5 has them; Qwen3-Next has in_proj_qkvz and in_proj_ba.
@@ -69,12 +76,39 @@ def to_mlx(path: str, language_model: bool) -> str:
     return path
 
 
-def to_hub(path: str, whole_model: bool = False) -> str:
-    """The Hugging Face name of an mlx-lm module (experts apart).
+def in_model(path: str, is_switch: bool, modules: Collection[str]) -> str:
+    """The module of a model that `path`, of another version or family, names: the only one of its
+    layer with the longest ending in common. `path` itself where it is one, or none is.
+
+    is_switch: an adapter of all experts; only a `switch_mlp` can be meant then, and only then.
+    """
+    in_layer = _IN_LAYER.search(path)
+    if path in modules or in_layer is None:
+        return path
+    parts = in_layer["name"].split(".")
+    for first in range(len(parts)):
+        ending = "." + ".".join(parts[first:])
+        same = [
+            name
+            for name in modules
+            if name.endswith(ending)
+            and in_layer["layer"] in name
+            and (".switch_mlp." in name) == is_switch
+        ]
+        if same:
+            return same[0] if len(same) == 1 else path
+    return path
+
+
+def to_hub(path: str, whole_model: bool = False, model_type: str | None = None) -> str:
+    """The name of an mlx-lm module (experts apart) in transformers 5.
 
     whole_model: name it as in the whole Qwen3.5 model, not as in its text model; PEFT loads an
     adapter only into the class whose names it has, and leaves out the rest with a warning.
+    model_type: of the model's config, where known: Granite keeps `block_sparse_moe`.
     """
+    if not (model_type or "").startswith("granitemoe"):
+        path = re.sub(rf"\.{OLD_BLOCK}(?=\.|$)", ".mlp", path)
     if path.startswith("language_model.model."):
         prefix = "model.language_model." if whole_model else "model."
         return prefix + path.removeprefix("language_model.model.")

@@ -19,8 +19,7 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import in_hub_cache, may_be_hub_id, resolve_model
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.store import Store
-
-LOCATION = "base.json"
+from mlxstacks.files.store_files import LOCATION
 
 
 def base_name(model: str | Path) -> str:

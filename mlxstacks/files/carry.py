@@ -12,11 +12,12 @@ import os
 import shutil
 import sys
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files.disk import c_function, target_errors
+from mlxstacks.files.mark import MARK
 from mlxstacks.files.shard_header import open_regular, read_header
 
 _FICLONE = 0x40049409
@@ -41,7 +42,7 @@ _FIRST_BYTES = {
     **{bytes((0x80, protocol)): "a pickle" for protocol in range(2, 6)},
 }
 # The writer of the new model makes these anew.
-_REPLACED = {"config.json", "model.safetensors.index.json", "fuse_report.json"}
+_REPLACED = {"config.json", "model.safetensors.index.json", "fuse_report.json", MARK}
 _ADAPTER = {"adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"}
 
 
@@ -50,13 +51,15 @@ class SideFile:
     """A file or folder beside the shards; `name` is relative to the model's directory.
 
     how: "cloned", "linked" or "copied", in a plan "shared" or "copied"; None where it stays behind,
-    for which `reason` is given.
+    for which `reason` is given. link: where a link leads that leaves the directory; what lies there
+    is carried, and should be known before the new model is published.
     """
 
     name: str
     nbytes: int = 0
     how: str | None = None
     reason: str | None = None
+    link: str | None = None
 
 
 def clone_or_link(source: Path, destination: Path, copy: bool = False, link: bool = True) -> str:
@@ -120,7 +123,7 @@ def carry_side_files(
                 target.parent.mkdir(parents=True, exist_ok=True)
             is_weights = target.suffix in _WEIGHT_SUFFIXES
             how = clone_or_link(Path(source_dir) / file.name, target, copy, link=is_weights)
-            file = SideFile(file.name, file.nbytes, how)
+            file = replace(file, how=how)
         carried.append(file)
     return carried
 
@@ -154,7 +157,14 @@ def _side_file(directory: Path, path: Path) -> SideFile:
     if reason is not None:
         return SideFile(name, reason=reason)
     how = "shared" if path.suffix in _WEIGHT_SUFFIXES else "copied"
-    return SideFile(name, path.stat().st_size, how)
+    return SideFile(name, path.stat().st_size, how, link=_link_out(directory, path))
+
+
+def _link_out(directory: Path, path: Path) -> str | None:
+    """Where a link leads that leaves the directory, but to the blobs of a hub cache."""
+    real = path.resolve()
+    stays = real.is_relative_to(directory.resolve()) or real.parent.name == "blobs"
+    return None if stays or not path.is_symlink() else str(real)
 
 
 def _file_fault(directory: Path, path: Path) -> str | None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import pwd
 import shutil
+import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mlxstacks.errors import InputError, TargetError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _REFUSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # EBUSY: the target is a mount point, which nothing can be renamed over
 _UNUSABLE = {errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL, errno.ENOENT, errno.EBUSY}
 
@@ -44,17 +48,17 @@ def target_errors(
 def _explain(error: OSError, path: Path, needed_bytes: int, only_writes: bool) -> str | None:
     if error.errno in _FULL:
         needed = f"{needed_bytes} bytes needed, " if needed_bytes else ""
-        return (
-            f"{path}: the disk is full ({needed}{free_bytes(path)} free); "
-            "make room or choose a target on another disk"
-        )
+        return f"{path}: {_full_disk(path, needed)}; make room or choose a target on another disk"
     if error.errno == errno.EFBIG:
         return (
             f"{path}: a file grew past what the file system or `ulimit -f` allows; "
             "choose a target on another disk or raise the limit"
         )
     if error.errno == errno.EROFS or (error.errno in _REFUSED and not only_writes):
-        return f"{path}: not writable ({error.strerror}); choose another target"
+        place = Path(os.fsdecode(error.filename or path))
+        where = "" if place == path else f"{place}, "
+        whose = owner_note(place)
+        return f"{path}: not writable ({where}{error.strerror}{whose}); choose another target"
     if only_writes:
         return None
     if error.errno in {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}:
@@ -64,18 +68,24 @@ def _explain(error: OSError, path: Path, needed_bytes: int, only_writes: bool) -
     return None
 
 
+def _full_disk(path: Path, needed: str = "") -> str:
+    system = os.statvfs(existing_ancestor(path))
+    if system.f_files and not system.f_favail:  # some file systems have no such count
+        return "the disk has no room for another file, of whatever size (no inodes are free)"
+    return f"the disk is full ({needed}{free_bytes(path)} free)"
+
+
 @contextmanager
 def mlx_write_errors(path: Path) -> Iterator[None]:
     """`target_errors` for MLX's own writers, whose RuntimeError has neither errno nor name."""
     try:
         yield
     except RuntimeError as error:
-        if not str(error).startswith("[write]"):
+        if not str(error).startswith(("[write]", "[save_safetensors] Failed to open")):
             raise
         raise TargetError(
-            f"{path}: {str(error).removeprefix('[write] ').rstrip('.')}: the disk is full "
-            f"({free_bytes(path)} bytes free) or `ulimit -f` ends the file; make room or choose a "
-            "target on another disk"
+            f"{path}: {str(error).rpartition('] ')[2].rstrip('.')}: {_full_disk(path)} or "
+            "`ulimit -f` ends the file; make room or choose a target on another disk"
         ) from None
 
 
@@ -96,11 +106,62 @@ def cache_directory() -> Path:
     return Path(os.environ.get("MLXSTACKS_CACHE") or Path.home() / ".cache" / "mlxstacks")
 
 
+def use_private_temporary_directory() -> None:
+    """Set TMPDIR to a directory that nobody else can write; call before mlx is used.
+
+    MLX's CPU compiler keeps its libraries in `$TMPDIR/mlx/<version>/cpu` and loads one that is
+    there without looking whose it is. Where others can write too, as in `/tmp`, temporary files go
+    to `mlxstacks-<user id>` in it, which only this user can open.
+
+    Raises: InputError: it belongs to another user, is open to others, or cannot be written.
+    """
+    advice = "set TMPDIR to a directory of yours"
+    path = Path(os.environ.get("TMPDIR") or "/tmp")
+    try:
+        path = Path(os.environ.get("TMPDIR") or tempfile.gettempdir()).absolute()
+        if path.name.startswith("mlxstacks-") and path.stat().st_uid != os.getuid():
+            path = path.parent  # inherited from a process of another user
+        mode, private = path.stat(), path / f"mlxstacks-{os.getuid()}"
+        if mode.st_uid != os.getuid() or mode.st_mode & _WRITABLE_BY_OTHERS:
+            if mode.st_mode & _WRITABLE_BY_OTHERS and not mode.st_mode & stat.S_ISVTX:
+                raise InputError(
+                    f"{path}: others can rename what is there; `chmod go-w`, or {advice}"
+                )
+            path = private
+            with suppress(FileExistsError):
+                path.mkdir(0o700)
+            mode = path.lstat()
+            if not stat.S_ISDIR(mode.st_mode) or mode.st_uid != os.getuid() or mode.st_mode & 0o77:
+                raise InputError(f"{path}: not a directory of yours alone; remove it, or {advice}")
+        with tempfile.TemporaryFile(dir=path) as file:  # a full disk is told here
+            file.write(bytes(4096))
+            file.flush()
+    except OSError as error:
+        raise InputError(
+            f"{path}: temporary files cannot be written there: {error.strerror}; {advice}"
+        ) from None
+    os.environ["TMPDIR"] = str(path)
+
+
 def existing_ancestor(path: Path) -> Path:
     """The nearest directory at or above `path` that exists."""
     while not path.is_dir() and path != path.parent:
         path = path.parent
     return path
+
+
+def owner_note(path: Path) -> str:
+    """`, which belongs to NAME` where the path, or what of it is there, is another user's."""
+    while not os.path.lexists(path) and path != path.parent:
+        path = path.parent
+    user = path.lstat().st_uid
+    if user == os.geteuid():
+        return ""
+    try:
+        name = pwd.getpwuid(user).pw_name
+    except KeyError:
+        name = f"user {user}"
+    return f", which belongs to {name}"
 
 
 def free_bytes(path: Path) -> int:
@@ -109,12 +170,14 @@ def free_bytes(path: Path) -> int:
 
 
 def require_space(path: Path, needed_bytes: int) -> None:
-    """Raises TargetError where fewer than `needed_bytes` are free for `path`."""
+    """Raises TargetError where fewer than `needed_bytes` are free for `path`, or none at all, as in
+    file systems that hold no files (/proc, /sys).
+    """
     free = free_bytes(path)
-    if needed_bytes > free:
+    if free < max(needed_bytes, 1):
+        needed = f"{needed_bytes} bytes needed, " if needed_bytes else ""
         raise TargetError(
-            f"{path}: {needed_bytes} bytes needed, {free} free; "
-            "make room or choose a target on another disk"
+            f"{path}: {needed}{free} free; make room or choose a target on another disk"
         )
 
 

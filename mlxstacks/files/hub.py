@@ -10,6 +10,7 @@ from typing import Any
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files.disk import user_path
+from mlxstacks.regular_files import check_hub_reference
 
 # what mlx-lm downloads, without code
 ALLOW_PATTERNS = [
@@ -65,6 +66,7 @@ def in_hub_cache(model: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
+    check_hub_reference(model, "models", CheckpointError)
     try:
         return isinstance(try_to_load_from_cache(model, "config.json"), str)
     except HFValidationError:
@@ -80,6 +82,7 @@ def _snapshot(hub_id: str, sidecars: bool) -> Path:
     wanted: dict[str, Any] = {"allow_patterns": ALLOW_PATTERNS}
     if sidecars:
         wanted = {"allow_patterns": [*ALLOW_PATTERNS, _SIDECARS], "ignore_patterns": _TWICE}
+    check_hub_reference(hub_id, "models", CheckpointError)
     try:
         cached = Path(snapshot_download(hub_id, **wanted, local_files_only=True))
         if sidecars and not constants.HF_HUB_OFFLINE:

@@ -27,6 +27,10 @@ FLOAT_DTYPES = ("F32", "F16", "BF16")
 # Our own key, in adapter_config.json or in the safetensors metadata: fingerprint of the base.
 FINGERPRINT_KEY = "mlxstacks_base_fingerprint"
 
+# One module of a huge rank would have all others padded to it: zeros may be so many times the
+# numbers that were stored, and so many more.
+_MOST_PADDING, _FREE_PADDING = 64, 1 << 24
+
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -157,21 +161,30 @@ def unified(modules: Iterable[LoraModule]) -> dict[str, LoraModule]:
     if not modules:
         raise AdapterError("an adapter needs at least one module")
     rank = max(module.rank for module in modules)
+    stored = sum(module.parameters for module in modules)
+    numbers = sum(module.parameters // module.rank * rank for module in modules)
+    if numbers > _MOST_PADDING * stored + _FREE_PADDING:
+        widest = max(modules, key=lambda module: module.rank)
+        raise AdapterError(
+            f"{widest.path}: rank {rank:,}, to which all modules are padded, makes {numbers:,} "
+            f"numbers of {stored:,}; train or export the adapter with ranks nearer to each other"
+        )
     scales = [module.scale for module in modules if module.scale]
     scale = max(scales, key=scales.count) if scales else 0.0
     return {m.path: rescaled(padded(m, rank), scale) for m in modules}
 
 
 def delta_norm(module: LoraModule) -> float:
-    """Frobenius norm of scale * B A, from R x R products; no array of the weight's size is made."""
+    """Frobenius norm of scale * B A, from R x R products; no array of the weight's size is made,
+    but where the rank is larger than that.
+    """
     wide = widened(module)
     a, b = wide.lora_a.astype(np.float64), wide.lora_b.astype(np.float64)
-    if module.is_switch:
-        gram_a, gram_b = a @ a.swapaxes(1, 2), b.swapaxes(1, 2) @ b  # (E, R, R)
-    else:
-        gram_a, gram_b = a.T @ a, b @ b.T  # (R, R)
-    squared = float(np.sum(gram_a * gram_b))
-    return abs(module.scale) * max(squared, 0.0) ** 0.5
+    left, right = (b, a) if module.is_switch else (a, b)  # (E, N, R) (E, R, K), or (K, R) (R, N)
+    if module.rank**2 > left.shape[-2] * right.shape[-1]:
+        return abs(module.scale) * float(np.linalg.norm(left @ right))
+    grams = (left.swapaxes(-1, -2) @ left) * (right @ right.swapaxes(-1, -2))  # (E, R, R)
+    return abs(module.scale) * max(float(np.sum(grams)), 0.0) ** 0.5
 
 
 def delta_weights(module: LoraModule) -> int:

@@ -1,11 +1,11 @@
 """Output directories that exist whole or not at all, and JSON files likewise.
 
-A directory is built beside its target as `.{name}.tmp-{pid}-{random}`, synced, and renamed. A lock
-on `.{name}.lock` keeps other runs away from the same target meanwhile. An existing target is
-exchanged with the new directory in one step where the system can (Linux, macOS); elsewhere it is
-first renamed to `.{name}.old-{random}`, and the next run to this target puts it back if the process
-died between the two renames. That next run also removes the temporaries of dead runs: holding the
-lock proves that they are dead.
+A directory is built beside its target as `.{name}.tmp-{pid}-{random}`, marked as ours (mark.py),
+synced, and renamed. A lock on `.{name}.lock` keeps other runs away from the same target meanwhile.
+An existing target is exchanged with the new directory in one step where the system can (Linux,
+macOS); elsewhere it is first renamed to `.{name}.old-{random}`, and the next run to this target
+puts it back if the process died between the two renames. That next run also removes the marked
+temporaries of dead runs: holding the lock proves that they are dead.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import json
 import os
 import re
 import secrets
-import shutil
+import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,27 @@ from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.carry import SideFile, carry_side_files, clone_or_link, side_files
 from mlxstacks.files.disk import (
     c_function,
+    cache_directory,
     existing_ancestor,
+    mlx_write_errors,
+    owner_note,
     require_space,
     sync_directory,
     sync_tree,
     target_errors,
     user_path,
     write_all,
+)
+from mlxstacks.files.mark import (
+    MARK,
+    Owned,
+    check_replaceable,
+    entries,
+    listed_entries,
+    new_mark,
+    read_mark,
+    refuse_built_in,
+    remove_marked,
 )
 
 __all__ = [
@@ -46,14 +60,6 @@ __all__ = [
     "write_json",
 ]
 
-# One of these lies in every directory that --force may replace.
-_REPORTS = {
-    "fuse_report.json", "sweep_report.json", "compare_report.json", "analysis_report.json",
-    "discover_report.json", "route_evaluate_report.json", "route_check_report.json",
-    "confound_report.json", "profile_report.json", "identity_report.json", "eval_report.json",
-    "report.json",
-}  # fmt: skip
-_OWN_FILES = {"config.json", "adapter_config.json", "manifest.json", *_REPORTS}
 _AT_FDCWD = -100
 _EXCHANGE = 2  # Linux RENAME_EXCHANGE and macOS RENAME_SWAP
 
@@ -64,15 +70,20 @@ def check_target(
     force: bool = False,
     needed_bytes: int = 0,
     inputs: Sequence[Path] = (),
+    owned: Owned = listed_entries,
+    extends: bool = False,
 ) -> Path:
     """Say whether `target` could be written, touching nothing; return it with links resolved.
 
     inputs: files or directories that are read; the target may not be one of them or hold one.
+    extends: what is there stays, and more is added to it.
     See `staged_directory` for the rest.
     """
     resolved = _resolved(target)
     with target_errors(resolved):
-        _check_place(resolved, force, inputs)
+        _check_place(resolved, inputs)
+        if os.path.lexists(resolved) and not extends:
+            _check_existing(resolved, force, owned)
         require_space(resolved, needed_bytes)
     return resolved
 
@@ -86,7 +97,8 @@ def _resolved(target: Path) -> Path:
         raise TargetError(f"{str(path)!a}: not a usable target: {error}; choose another") from None
 
 
-def _check_place(resolved: Path, force: bool, inputs: Sequence[Path]) -> None:
+def _check_place(resolved: Path, inputs: Sequence[Path]) -> None:
+    refuse_built_in(resolved)
     for path in [*map(Path, inputs), Path.cwd(), Path.home()]:
         try:
             source = path.resolve()
@@ -96,15 +108,14 @@ def _check_place(resolved: Path, force: bool, inputs: Sequence[Path]) -> None:
             raise TargetError(
                 f"{resolved}: is or holds {path}, which must not be replaced; choose another target"
             )
-    if os.path.lexists(resolved):
-        _check_existing(resolved, force)
     ancestor = existing_ancestor(resolved.parent)
     if ancestor != resolved.parent and os.path.lexists(_below(ancestor, resolved)):
         raise TargetError(
             f"{_below(ancestor, resolved)}: is a file, a directory is needed; choose another target"
         )
     if not os.access(ancestor, os.W_OK | os.X_OK):
-        raise TargetError(f"{resolved}: {ancestor} is not writable; choose another target")
+        whose = owner_note(ancestor)
+        raise TargetError(f"{resolved}: {ancestor} is not writable{whose}; choose another target")
 
 
 @contextmanager
@@ -114,56 +125,174 @@ def staged_directory(
     force: bool = False,
     needed_bytes: int = 0,
     inputs: Sequence[Path] = (),
+    owned: Owned = listed_entries,
 ) -> Iterator[Path]:
-    """Yield an empty directory that becomes `target` when the block ends without an error.
+    """Yield a directory without files that becomes `target` when the block ends without an error.
 
-    force: an existing directory may be replaced, if it holds a model, an adapter or a report.
+    force: an existing directory may be replaced, if all that is in it is ours.
     needed_bytes: refused at once where fewer are free.
     inputs: paths the target may not be or hold.
+    owned: tells what in an existing directory is ours; by default what its mark lists. What can be
+        told otherwise gets no mark.
 
     Law: whenever the process dies, `target` is what it was, or whole and new, or (only on systems
     without an atomic exchange, for an instant) absent until the next run puts the old one back.
 
     Raises:
-        TargetError: the target exists, is being written by another run, is not writable, or the
-            disk is too small or becomes full.
+        TargetError: the target exists, holds what is not ours, is being written by another run, is
+            not writable, or the disk is too small or becomes full.
     """
     target = _resolved(target)
 
-    def check() -> None:
+    def check(needed_bytes: int = needed_bytes) -> None:
         check_target(
-            target,
-            force=force,
-            needed_bytes=needed_bytes,
-            inputs=inputs,
-        )
+            target, force=force, needed_bytes=needed_bytes, inputs=inputs, owned=owned
+        )  # fmt: skip
 
     # before the lock, because a refusal should leave no trace; and again once nobody else writes
     check()
+    with _locked(target, needed_bytes):
+        check()
+        with _staging(target, needed_bytes, marked=owned is listed_entries) as staged:
+            yield staged
+            check(0)  # files that somebody put there meanwhile are theirs too
+
+
+def mark_bare(target: Path) -> None:
+    """Let the next bare run replace what a command wrote. Raises: TargetError."""
+    write_json(target / MARK, {**(read_mark(target) or new_mark()), "bare_run": True})
+
+
+def fill_cache(target: Path, is_whole: Callable[[], bool], fill: Callable[[Path], None]) -> None:
+    """Make a directory of the cache of built-in things where it is not whole. fill: writes it.
+
+    Law: the directory appears whole or not at all; of two at once one works, the other waits.
+    Whoever may read the cache's own directory may read what is put there, and whoever may write it
+    may add to it, whatever the umask.
+
+    Raises:
+        TargetError: the cache cannot be written, or something else lies under the name.
+    """
+    cache = cache_directory()
+    try:
+        with target_errors(target):
+            if is_whole():
+                return
+            cache.mkdir(parents=True, exist_ok=True)
+            mode = stat.S_IMODE(cache.stat().st_mode)
+            if target.parent != cache:
+                _make_shared(target.parent, mode)
+        with _locked(target, wait=True, mode=mode & 0o666):
+            if not is_whole():
+                if os.path.lexists(target):
+                    check_replaceable(target)
+                with _staging(target, built_in=True) as staged, mlx_write_errors(target):
+                    fill(staged)
+                    _open_to_readers(staged, mode)
+    except TargetError as error:
+        hint = "set MLXSTACKS_CACHE to a directory that can be written"
+        raise TargetError(f"the cache {cache}: {error}; or {hint}") from error
+
+
+def _make_shared(directory: Path, mode: int) -> None:
+    """A directory of the cache, marked, that the same users may write as the cache itself."""
+    with suppress(FileExistsError):
+        directory.mkdir()
+        directory.chmod(mode)
+        write_json(directory / MARK, new_mark(built_in=True))
+        (directory / MARK).chmod(mode & 0o644 | 0o600)
+
+
+def _open_to_readers(directory: Path, mode: int) -> None:
+    """Let whoever may enter a directory of this mode read everything below `directory`."""
+    for path in [directory, *directory.rglob("*")]:
+        if not path.is_symlink():
+            shared = mode & (0o755 if path.is_dir() else 0o644)
+            path.chmod(stat.S_IMODE(path.stat().st_mode) | shared)
+
+
+@contextmanager
+def _locked(
+    target: Path, needed_bytes: int = 0, *, wait: bool = False, mode: int | None = None
+) -> Iterator[None]:
+    """Be the one writer of `target`, next to which what dead ones left is put in order."""
     with target_errors(target, needed_bytes):
         target.parent.mkdir(parents=True, exist_ok=True)
-        lock = _locked(target)
+    lock = acquire_lock(target.parent / f".{target.name}.lock", target, wait=wait, mode=mode)
     try:
         with target_errors(target, needed_bytes):
             _repair(target)
-            check()
-            staged = _sibling(target, f"tmp-{os.getpid()}")
-            staged.mkdir()
-        done = False
-        try:
-            with target_errors(target, needed_bytes, only_writes=True):
-                yield staged
-            with target_errors(target, needed_bytes):
-                sync_tree(staged)
-                _swap_in(staged, target)
-            done = True
-        finally:
-            if not done:
-                shutil.rmtree(staged, ignore_errors=True)
+        yield
     finally:
+        release_lock(lock)
+
+
+@contextmanager
+def _staging(
+    target: Path, needed_bytes: int = 0, *, marked: bool = True, **fields: bool
+) -> Iterator[Path]:
+    """Yield the directory that becomes `target`. fields: of its mark."""
+    with target_errors(target, needed_bytes):
+        staged = _sibling(target, f"tmp-{os.getpid()}")
+        staged.mkdir()
+    try:
+        write_json(staged / MARK, new_mark())
+        with target_errors(target, needed_bytes, only_writes=True):
+            yield staged
+        write_json(staged / MARK, new_mark(entries(staged) if marked else None, **fields))
+        with target_errors(target, needed_bytes):
+            sync_tree(staged)
+            _swap_in(staged, target)
+            if not marked:
+                (target / MARK).unlink()
+    finally:
+        # the old target, or what was written until an error; what has become the target is gone
+        remove_marked(staged)
+
+
+def acquire_lock(
+    path: Path, target: Path, *, wait: bool = False, mode: int | None = None
+) -> filelock.FileLock:
+    """Hold the lock file `path` of `target`; it names this process.
+
+    mode: of the file that is made; None leaves it to the umask.
+
+    Raises:
+        TargetError: another process holds it, another user owns it, or it is no lock at all.
+    """
+    lock = filelock.FileLock(path) if mode is None else filelock.FileLock(path, mode=mode)
+    with target_errors(path):
+        if os.path.lexists(path) and (not path.is_file() or _process_in(path) is None):
+            raise TargetError(f"{path}: is no lock of mlxstacks, whose name it has; move it away")
+        try:
+            lock.acquire(timeout=-1 if wait else 0)
+        except filelock.Timeout:
+            raise TargetError(
+                f"{target}: process {_process_in(path) or 'unknown'} is writing it"
+                f"{owner_note(path)}; wait for it or choose another target"
+            ) from None
+        with path.open("r+") as file:  # another user's dead lock in a sticky directory: no O_CREAT
+            file.truncate()
+            file.write(f"{os.getpid()}\n")
+    return lock
+
+
+def release_lock(lock: filelock.BaseFileLock) -> None:
+    """Let a lock go, and its file."""
+    with suppress(OSError):  # gone, or another user's in a sticky directory
         # removed while held: filelock does not accept a lock on a file that has lost its name
-        Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
+        Path(lock.lock_file).unlink()
+    lock.release()
+
+
+def _process_in(path: Path) -> str | None:
+    """The process that a lock file names, "" for none; None where it holds anything else."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(40).strip()
+    except FileNotFoundError:
+        return ""
+    return text.decode() if re.fullmatch(rb"\d*", text) else None
 
 
 def write_json(path: Path, value: Any, *, sort_keys: bool = False, allow_nan: bool = False) -> None:
@@ -207,20 +336,14 @@ def _json_bytes(value: Any, sort_keys: bool, allow_nan: bool) -> bytes:
         return f"{json.dumps(value, **options)}\n".encode()
 
 
-def _check_existing(target: Path, force: bool) -> None:
+def _check_existing(target: Path, force: bool, owned: Owned) -> None:
     if not target.is_dir():
         raise TargetError(f"{target}: is a file, a directory is needed; choose another target")
-    names = sorted(path.name for path in target.iterdir())
-    if not names:  # an empty directory holds nothing to lose
+    if not any(target.iterdir()):  # an empty directory holds nothing to lose
         return
     if not force:
         raise TargetError(f"{target}: exists; choose another target, or --force to replace it")
-    if not any(name in _OWN_FILES or name.endswith(".safetensors") for name in names):
-        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-        raise TargetError(
-            f"{target}: holds {shown} but no model, adapter or report, so --force does not "
-            "replace it; choose another target or remove it yourself"
-        )
+    check_replaceable(target, owned)
 
 
 def _below(ancestor: Path, path: Path) -> Path:
@@ -232,21 +355,6 @@ def _sibling(target: Path, kind: str) -> Path:
     return target.parent / f".{target.name}.{kind}-{secrets.token_hex(4)}"
 
 
-def _locked(target: Path) -> filelock.BaseFileLock:
-    path = target.parent / f".{target.name}.lock"
-    lock = filelock.FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        holder = path.read_text().strip() if path.exists() else ""
-        raise TargetError(
-            f"{target}: process {holder or 'unknown'} is writing it; "
-            "wait for it or choose another target"
-        ) from None
-    path.write_text(f"{os.getpid()}\n")
-    return lock
-
-
 def _leftovers(target: Path, kind: str) -> list[Path]:
     # a whole match: a target named "a.tmp-1-00000000" has temporaries that begin like those of "a"
     pattern = re.compile(rf"\.{re.escape(target.name)}\.{kind}-[0-9a-f]{{8}}")
@@ -256,13 +364,12 @@ def _leftovers(target: Path, kind: str) -> list[Path]:
 def _repair(target: Path) -> None:
     """Finish what a dead run left; call only under the lock."""
     for old in _leftovers(target, "old"):
-        if target.exists():
-            shutil.rmtree(old)
-        else:
+        if not target.exists():
             old.rename(target)
+        else:
+            remove_marked(old)
     for temporary in _leftovers(target, r"tmp-\d+"):
-        if temporary.is_dir() and not temporary.is_symlink():
-            shutil.rmtree(temporary)
+        remove_marked(temporary)
 
 
 def _swap_in(staged: Path, target: Path) -> None:
@@ -270,6 +377,9 @@ def _swap_in(staged: Path, target: Path) -> None:
         staged.rename(target)
         sync_directory(target.parent)
         return
+    # a store: from here on it may be removed under another name
+    if any(target.iterdir()) and read_mark(target) is None:
+        write_json(target / MARK, new_mark())
     if _exchange(staged, target):
         old = staged
     else:
@@ -280,7 +390,7 @@ def _swap_in(staged: Path, target: Path) -> None:
         old = old.rename(staged)
     sync_directory(target.parent)
     # the new directory is in place: what cannot be removed now, the next run removes
-    shutil.rmtree(old, ignore_errors=True)
+    remove_marked(old)
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -7,6 +7,7 @@ folded or the ratio is a power of two, else the deltas agree to 1 ulp of float32
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +23,13 @@ from mlxstacks.files.adapter_file import (
     read_float,
 )
 from mlxstacks.files.adapter_names import (
+    EXPERT_NAMES,
     EXPERTS,
+    OLD_BLOCK,
     ONE_EXPERT,
     STACKED_EXPERTS,
     has_language_model,
+    in_model,
     to_mlx,
 )
 from mlxstacks.files.checkpoint import Checkpoint
@@ -48,11 +52,13 @@ from mlxstacks.files.peft_experts import (
 )
 from mlxstacks.files.settings import PeftLayout
 from mlxstacks.files.shards import ShardHeader, TensorInfo
+from mlxstacks.files.stored_weight import module_paths
 from mlxstacks.ops.affine import Array
 
 PREFIX = "base_model.model."
 # Our metadata: how each fused gate_up_proj was built, and the family of names.
 FUSED_KEY, LANGUAGE_MODEL_KEY = "mlxstacks_gate_up", "mlxstacks_language_model"
+BLOCK_KEY = "mlxstacks_block"
 IGNORED_KEY = "mlxstacks_ignored_tensors"
 
 _TENSOR = re.compile(
@@ -110,13 +116,27 @@ def read_peft(
     hub_modules += _split_experts(fused, config, layout, _hidden_size(dense, model), header)
     raise_problems(directory, problems)
     language_model = _is_language_model(hub_modules, raw_config, header, model)
-    modules = unified(
-        replace(module, path=to_mlx(module.path, language_model)) for module in hub_modules
-    )
+    named = [replace(m, path=to_mlx(m.path, language_model)) for m in hub_modules]
+    if model is not None:
+        stored = module_paths(model)
+        named = [replace(m, path=in_model(m.path, m.is_switch, stored)) for m in named]
+    elif header.metadata.get(BLOCK_KEY) == OLD_BLOCK:
+        named = [replace(m, path=m.path.replace(".mlp.", f".{OLD_BLOCK}.")) for m in named]
+    raise_problems(directory, _doubled(named))
+    modules = unified(named)
     metadata = {IGNORED_KEY: ", ".join(ignored)} if ignored else {}
     base_name = raw_config.get("base_model_name_or_path")
     mlx = mlx_config(modules, base_name, header.metadata.get(FINGERPRINT_KEY))
     return Adapter(directory, mlx, modules, metadata)
+
+
+def _doubled(modules: list[LoraModule]) -> list[str]:
+    counts = Counter(module.path for module in modules)
+    return [
+        f"{path}: {count} modules of the file mean it"
+        for path, count in counts.items()
+        if count > 1
+    ]
 
 
 def _read_pairs(header: ShardHeader, problems: list[str]) -> tuple[list[_Pair], list[str]]:
@@ -227,7 +247,7 @@ def _stacked_modules(pair: _Pair, config: PeftConfig, problems: list[str]) -> li
     if pair.lora_a.shape[1] != config.rank(pair.path):
         problems.append(_rank_problem(pair.path, pair.lora_a.shape[1], config))
         return []
-    name = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(match["name"], match["name"])
+    name = EXPERT_NAMES.get(match["name"], match["name"])
     path = f"{match['block']}.switch_mlp."
     module = LoraModule(path + name, pair.lora_a, pair.lora_b, pair.dtype, config.scale(pair.path))
     module = with_experts(module, max(len(module.lora_a), len(module.lora_b)))
@@ -282,7 +302,8 @@ def _stacked_experts(dense: list[LoraModule], problems: list[str]) -> list[LoraM
     others, experts = [], dict[str, dict[int, LoraModule]]()
     for module in dense:
         if match := ONE_EXPERT.match(module.path):
-            path = f"{match['block']}.switch_mlp.{match['name']}"
+            name = EXPERT_NAMES.get(match["name"], match["name"])
+            path = f"{match['block']}.switch_mlp.{name}"
             experts.setdefault(path, {})[int(match["expert"])] = module
         else:
             others.append(module)

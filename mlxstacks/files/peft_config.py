@@ -2,16 +2,20 @@
 
 Semantics are those of PEFT 0.21: the first key of rank_pattern or alpha_pattern that matches the
 whole module name, or an ending of it after a dot, as a regular expression, wins over r and
-lora_alpha; the scale is alpha / rank, or alpha / sqrt(rank) with rsLoRA.
+lora_alpha; the scale is alpha / rank, or alpha / sqrt(rank) with rsLoRA. The expressions are
+matched by RE2, all at once and in time linear in the name, whatever a stranger has written.
 """
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+from mlxstacks.errors import AdapterError
 from mlxstacks.files.lora_modules import is_finite_number
+from mlxstacks.files.shard_header import MAX_NAME
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
 
@@ -33,9 +37,49 @@ _REFUSED_WHEN_SET = {
 }
 # Initialisations that also change the base: the pairs mean nothing on the plain base.
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-# Both make matching slow beyond measure: a repeated group, and many repeats in a row.
-_REPEATED_GROUP = re.compile(r"\)\s*[*+{]")
-_MOST_REPEATS = 3
+# For the automata of all expressions of a table; 30,000 names of modules take a third of it.
+_MATCHER_BYTES = 1 << 28
+
+
+@dataclass(frozen=True)
+class PatternTable:
+    """Numbers by regular expression."""
+
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    def get(self, name: str, default: float) -> float:
+        """The number of the first expression that matches a module's name as PEFT matches it."""
+        if not self.numbers:
+            return default
+        matching = self._matcher.Match(name)
+        if not matching:  # the last one matches every name
+            raise AdapterError(f"{name}: the patterns of the config need too much memory to match")
+        first = min(matching)
+        if first == len(self.numbers):
+            return self.numbers.get(name, default)
+        return self._in_order[first]
+
+    @cached_property
+    def _in_order(self) -> tuple[float, ...]:
+        return tuple(self.numbers.values())
+
+    @cached_property
+    def _matcher(self) -> Any:
+        import re2
+
+        options = _re2_options()
+        options.max_mem = _MATCHER_BYTES
+        matcher = re2.Set.FullMatchSet(options)
+        for pattern in [*map(_whole_name, self.numbers), ".*"]:
+            matcher.Add(pattern)
+        try:
+            matcher.Compile()
+        except re2.error:
+            raise AdapterError(
+                f"{len(self.numbers):,} patterns of the config need more than {_MATCHER_BYTES:,} "
+                "bytes to match; name the modules"
+            ) from None
+        return matcher
 
 
 @dataclass(frozen=True)
@@ -45,21 +89,18 @@ class PeftConfig:
     r: int
     lora_alpha: float
     use_rslora: bool
-    rank_pattern: dict[str, int]
-    alpha_pattern: dict[str, float]
+    rank_pattern: PatternTable
+    alpha_pattern: PatternTable
     target_parameters: tuple[str, ...]
     version: tuple[int, ...] | None  # of the PEFT that wrote it; None before 0.18
 
     def rank(self, name: str) -> int:
         """Rank of a module (or `module.parameter`) by its hub name."""
-        key = _matching_key(self.rank_pattern, name)
-        return self.r if key is None else self.rank_pattern[key]
+        return int(self.rank_pattern.get(name, self.r))
 
     def scale(self, name: str) -> float:
         """Factor of B A for this module, as PEFT computes it."""
-        key = _matching_key(self.alpha_pattern, name)
-        alpha = self.lora_alpha if key is None else self.alpha_pattern[key]
-        rank = self.rank(name)
+        alpha, rank = self.alpha_pattern.get(name, self.lora_alpha), self.rank(name)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets_parameter(self, name: str) -> bool:
@@ -69,14 +110,7 @@ class PeftConfig:
 
 def _whole_name(pattern: str) -> str:
     """PEFT's expression for a whole module name, or an ending of it after a dot."""
-    return rf"(.*\.)?({pattern})$"
-
-
-def _matching_key(pattern: Mapping[str, object], name: str) -> str | None:
-    for key in pattern:
-        if re.match(_whole_name(key), name):
-            return key
-    return name if name in pattern else None
+    return rf"(.*\.)?({pattern})"
 
 
 def parse_peft_config(config: Mapping[str, Any], problems: list[str]) -> PeftConfig:
@@ -86,14 +120,8 @@ def parse_peft_config(config: Mapping[str, Any], problems: list[str]) -> PeftCon
         r=_rank(config.get("r", 8), "r", problems),
         lora_alpha=_alpha(config.get("lora_alpha", 8), "lora_alpha", problems),
         use_rslora=bool(config.get("use_rslora")),
-        rank_pattern={
-            key: _rank(value, f"rank_pattern[{key!r}]", problems)
-            for key, value in _pattern(config, "rank_pattern", problems).items()
-        },
-        alpha_pattern={
-            key: _alpha(value, f"alpha_pattern[{key!r}]", problems)
-            for key, value in _pattern(config, "alpha_pattern", problems).items()
-        },
+        rank_pattern=_pattern_table(config, "rank_pattern", _rank, problems),
+        alpha_pattern=_pattern_table(config, "alpha_pattern", _alpha, problems),
         target_parameters=_target_parameters(config, problems),
         version=_version(config.get("peft_version")),
     )
@@ -135,28 +163,53 @@ def _alpha(value: object, key: str, problems: list[str]) -> float:
     return 0.0
 
 
-def _pattern(config: Mapping[str, Any], key: str, problems: list[str]) -> dict[str, Any]:
-    """A pattern table whose keys are usable regular expressions."""
+def _pattern_table(
+    config: Mapping[str, Any],
+    key: str,
+    number: Callable[[object, str, list[str]], float],
+    problems: list[str],
+) -> PatternTable:
+    """A table whose keys are expressions that both PEFT and RE2 read."""
     table = config.get(key) or {}
     if not isinstance(table, dict):
-        problems.append(f"{key} is {table!r}, not an object of pattern: number")
-        return {}
-    usable = {}
+        problems.append(f"{key} is {table!r:.200}, not an object of pattern: number")
+        return PatternTable()
+    numbers = {}
     for pattern, value in table.items():
-        try:
-            re.compile(_whole_name(pattern))  # flags and back references fit only alone
-        except re.error as error:
-            problems.append(f"{key}[{pattern!r}]: not a regular expression: {error}")
-            continue
-        repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
-        if _REPEATED_GROUP.search(pattern) or repeats > _MOST_REPEATS:
-            problems.append(
-                f"{key}[{pattern!r}]: a repeated group, or more than {_MOST_REPEATS} repeats, is "
-                "not accepted; name the modules"
-            )
-            continue
-        usable[pattern] = value
-    return usable
+        where = f"{key}[{pattern!r:.100}]"
+        if (problem := _pattern_problem(pattern)) is not None:
+            problems.append(f"{where}: {problem}")
+        else:
+            numbers[pattern] = number(value, where, problems)
+    return PatternTable(numbers)
+
+
+def _pattern_problem(pattern: str) -> str | None:
+    import re2
+
+    if len(pattern) > MAX_NAME:
+        return f"{len(pattern):,} letters, allowed: {MAX_NAME}; name the modules"
+    try:
+        re.compile(_whole_name(pattern))  # flags and back references fit only alone
+    except (re.error, RecursionError, OverflowError) as error:
+        return f"not a regular expression: {error}"
+    try:
+        re2.compile(_whole_name(pattern), _re2_options())
+    except (re2.error, UnicodeEncodeError) as error:  # half a character, as JSON can write it
+        reason = error.args[0].decode() if isinstance(error.args[0], bytes) else error
+        return (
+            f"not read by RE2 ({reason}), which has no look-around or back references; name the "
+            "modules"
+        )
+    return None
+
+
+def _re2_options() -> Any:
+    import re2
+
+    options = re2.Options()
+    options.log_errors = False
+    return options
 
 
 def _target_parameters(config: Mapping[str, Any], problems: list[str]) -> tuple[str, ...]:

@@ -22,13 +22,14 @@ from mlxstacks.files.adapter_file import (
     save_adapter,
 )
 from mlxstacks.files.adapter_names import (
+    OLD_BLOCK,
     SWITCH,
     is_embedding_name,
     is_router_name,
     to_hub,
 )
 from mlxstacks.files.lora_modules import FINGERPRINT_KEY, Adapter, LoraModule, unified
-from mlxstacks.files.peft_adapters import FUSED_KEY, LANGUAGE_MODEL_KEY, PREFIX
+from mlxstacks.files.peft_adapters import BLOCK_KEY, FUSED_KEY, LANGUAGE_MODEL_KEY, PREFIX
 from mlxstacks.files.peft_config import PEFT_WEIGHTS
 from mlxstacks.files.peft_experts import BLOCKS, PARAMETERS, as_fused, join_gate_up
 from mlxstacks.files.shards import read_tensor
@@ -52,11 +53,12 @@ def write_peft(
     base_model_name: str | None = None,
     force: bool = False,
     whole_model: bool = False,
+    model_type: str | None = None,
 ) -> None:
     """Write `adapter` for PEFT.
 
     base_model_name: hub id or path of the base for PEFT's config; default: what the adapter names.
-    whole_model: for the whole Qwen3.5 model instead of its text model, see `to_hub`.
+    whole_model, model_type: see `to_hub`.
     Law: read_peft of the result has the same modules, bit for bit, and the same scale.
 
     Raises: AdapterError listing modules that PEFT has no place for; TargetError as
@@ -68,11 +70,12 @@ def write_peft(
     modules = unified(adapter.modules.values())  # PEFT has patterns, but one rank reads better
     for path, module in modules.items():
         if match := SWITCH.match(path):
-            blocks.setdefault(to_hub(match["block"], whole_model), {})[match["name"]] = module
+            hub_block = to_hub(match["block"], whole_model, model_type)
+            blocks.setdefault(hub_block, {})[match["name"]] = module
         elif module.is_switch:
-            problems.append(f"{path}: experts are known to PEFT here only as `mlp.switch_mlp`")
+            problems.append(f"{path}: experts are known to PEFT here only as `switch_mlp`")
         else:
-            _add_dense(export, to_hub(path, whole_model), module)
+            _add_dense(export, to_hub(path, whole_model, model_type), module)
     for block, experts in blocks.items():
         try:
             _add_experts(export, block, experts)
@@ -81,6 +84,8 @@ def write_peft(
     raise_problems(adapter.directory, problems)
     language_model = any(path.startswith("language_model.") for path in modules)
     metadata = {"format": "pt", LANGUAGE_MODEL_KEY: "yes" if language_model else "no"}
+    if any(f".{OLD_BLOCK}." in path for path in modules):
+        metadata[BLOCK_KEY] = OLD_BLOCK
     if export.marks:
         metadata[FUSED_KEY] = json.dumps(export.marks, sort_keys=True)
     if adapter.base_fingerprint:

@@ -17,7 +17,7 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -121,16 +121,24 @@ def parse_object(text: str, *, unique_keys: bool = True) -> dict[str, Any]:
     """A JSON object from text.
 
     Raises:
-        ValueError: not JSON, not an object, nested too deeply, or (unique_keys) a key given twice.
+        ValueError: not JSON, not an object, nested too deeply, or (unique_keys) a key given twice,
+            NaN or Infinity, which some configs of models have.
     """
-    hook = _unique_object if unique_keys else None
+    strict: dict[str, Any] = {}
+    if unique_keys:
+        strict = {"object_pairs_hook": _unique_object, "parse_constant": refuse_constant}
     try:
-        value = json.loads(text, object_pairs_hook=hook)
+        value = json.loads(text, **strict)
     except RecursionError:
         raise ValueError("JSON is nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError(f"JSON must be an object, got {type(value).__name__}")
     return value
+
+
+def refuse_constant(name: str) -> NoReturn:
+    """For `parse_constant` of `json.loads`."""
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def open_regular(path: Path) -> int:

@@ -58,6 +58,7 @@ from mlxstacks.files.store_files import (
     add_content,
     append_line,
     file_of,
+    own_entries,
     read_checked,
     read_manifest,
     write_new,
@@ -85,12 +86,14 @@ class Store:
         """A new store without stacks.
 
         base_model: hub id or name of the base, without paths of this machine.
-        force: replace an existing store or output directory.
+        force: replace an existing store.
         Raises: TargetError: something is there, is being written, or the place is not writable.
         """
         manifest = Manifest(base_model, base_fingerprint, code_version=__version__)
         target = user_path(path)
-        with staged_directory(target, force=force, needed_bytes=_MARGIN_BYTES) as staged:
+        with staged_directory(
+            target, force=force, needed_bytes=_MARGIN_BYTES, owned=own_entries
+        ) as staged:
             write_json(staged / MANIFEST, manifest.document(), sort_keys=True)
         return cls(target.resolve(), manifest)
 

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import filelock
 
-from mlxstacks.errors import CheckpointError, InputError, StoreError, TargetError
+from mlxstacks.errors import CheckpointError, InputError, StoreError
 from mlxstacks.files.disk import require_space, sync_directory, target_errors, write_all
 from mlxstacks.files.manifest import FOLDERS, FileRecord, Manifest, parse_manifest
+from mlxstacks.files.mark import refuse_built_in
 from mlxstacks.files.router_file import REPAIR as ROUTER_REPAIR
 from mlxstacks.files.shard_header import open_regular
 from mlxstacks.files.stack_file import REPAIR as STACK_REPAIR
@@ -29,8 +30,8 @@ from mlxstacks.files.strict_json import MAX_JSON_BYTES
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 LOG = "log.jsonl"
-# What comes with the package: the store in it belongs to nano's own files.
-_PACKAGED = Path(__file__).resolve().parent.parent / "assets" / "nano"
+LOCATION = "base.json"
+REPORT = "stack_report.json"
 
 _TEMPORARY = re.compile(r"\..{1,220}\.tmp-\d+-[0-9a-f]{8}")
 _CONTENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*-[0-9a-f]{12}\.[a-z]+")
@@ -96,7 +97,8 @@ def add_content(
         require_space(directory, needed_bytes)
     temporary = directory / f".{stem}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        sha256 = write(temporary)
+        with target_errors(directory, needed_bytes):
+            sha256 = write(temporary)
         name = f"{stem}-{sha256[:12]}.{suffix}"
         with target_errors(directory / name, needed_bytes):
             nbytes = temporary.stat().st_size
@@ -109,15 +111,15 @@ def add_content(
 
 
 def write_new(path: Path, data: bytes) -> str:
-    """Write a new file, synced; returns its SHA-256. Raises: TargetError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with target_errors(path, len(data)):
-        descriptor = os.open(path, flags, 0o666)
-        try:
-            write_all(descriptor, memoryview(data), 0)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    """Write a new file, synced; returns its SHA-256. Raises: OSError, for callers to name the file
+    that somebody asked for: `path` is a temporary one.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_all(descriptor, memoryview(data), 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     return hashlib.sha256(data).hexdigest()
 
 
@@ -158,9 +160,33 @@ def unnamed_files(root: Path, named: set[str]) -> tuple[list[Path], list[Path]]:
         for path in _entries(root / folder):
             if f"{folder}/{path.name}" in named or _TEMPORARY.fullmatch(path.name):
                 continue
-            regular = not path.is_symlink() and path.is_file()
-            (content if regular and _CONTENT.fullmatch(path.name) else strange).append(path)
+            (content if _is_content(path) else strange).append(path)
     return sorted(content), sorted(strange)
+
+
+def _is_content(path: Path) -> bool:
+    """Whether a file has the name that `add_content` gave it, not one that looks like it."""
+    if path.is_symlink() or not path.is_file() or not _CONTENT.fullmatch(path.name):
+        return False
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return path.stem.endswith(f"-{sha256[:12]}")
+
+
+def own_entries(root: Path) -> set[str] | None:
+    """What of a store's directory is the store's, as relative paths; None where no manifest says
+    that it is one.
+
+    Files that no manifest names any more are known by their name, which begins their hash.
+    """
+    try:
+        records = read_manifest(root).files()
+    except (InputError, StoreError):
+        return None
+    named = {record.file for record in records}
+    unnamed = [*unnamed_files(root, named)[0], *temporaries(root)]
+    own = {path.relative_to(root).as_posix() for path in unnamed}
+    return own | named | {MANIFEST, LOG, LOCK, LOCATION, REPORT, *FOLDERS}
 
 
 def _places(root: Path) -> list[Path]:
@@ -189,23 +215,10 @@ def read_manifest(root: Path) -> Manifest:
         raise StoreError(f"{path}: damaged: {error}; restore it from a copy") from None
 
 
-def refuse_packaged(root: Path) -> None:
-    """Raises: TargetError where the store is the one that comes with the package."""
-    try:
-        inside = Path(os.path.realpath(root)).is_relative_to(_PACKAGED)
-    except ValueError:  # a NUL in the name: no path at all, as whoever opens it will say
-        inside = False
-    if inside:
-        raise TargetError(
-            f"{root}: nano's sample store comes with mlxstacks and is only read; copy its "
-            "directory and change the copy"
-        )
-
-
 @contextmanager
 def writers_lock(root: Path) -> Iterator[None]:
     """Be the one writer of a store. Raises: StoreError naming the process that is; TargetError."""
-    refuse_packaged(root)
+    refuse_built_in(root)
     path = root / LOCK
     if path.is_symlink():
         raise StoreError(f"{path}: is a link; remove it")

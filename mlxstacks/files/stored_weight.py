@@ -79,6 +79,16 @@ def loaded_or_none(checkpoint: Checkpoint) -> dict[str, LoadedWeight]:
         return {}
 
 
+def module_paths(checkpoint: Checkpoint) -> list[str]:
+    """Modules that an adapter could mean: those with a weight of two or three axes."""
+    loaded = {} if checkpoint.is_converted else loaded_or_none(checkpoint)
+    return [path for path in loaded if "norm" not in path] or [
+        name.removesuffix(".weight")
+        for name, info in checkpoint.tensors.items()
+        if name.endswith(".weight") and len(info.shape) in (2, 3)
+    ]
+
+
 def stored_weight(checkpoint: Checkpoint, path: str) -> StoredWeight:
     """The weight of module `path` of mlx-lm's model.
 

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from mlxstacks.base_model import load_arrays
 from mlxstacks.errors import CheckpointError, StoreError
 from mlxstacks.files.shard_header import AGAIN, ShardHeader, open_regular, read_header
 from mlxstacks.files.shard_writer import ShardWriter
@@ -70,8 +71,7 @@ def load_tensors(shard: ShardHeader, repair: str, *, check_numbers: bool) -> dic
     read; NaN or Inf.
     """
     try:
-        loaded = mx.load(str(shard.path), format="safetensors")
-        assert isinstance(loaded, dict)
+        loaded, _ = load_arrays(shard.path)
         if problems := differences(plan_in(shard), plan_of(loaded)):
             raise StoreError(f"{shard.path}: changed while it was read: {problems[0]}; {repair}")
         tensors = {name: loaded[name] for name in shard.tensors}

@@ -4,7 +4,7 @@ A block is a few thousand groups at a time, so that a stage's arrays stay in the
 every function here is called from worker threads and holds no state.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -79,7 +79,7 @@ class StageInput:
 
     decision: Decision
     delta: Array
-    rounded: Array | None
+    rounded: Array | None = None
     generator: np.random.Generator | None = None
 
 
@@ -91,6 +91,22 @@ def run_stages(state: State, stages: list[StageInput]) -> tuple[State, list[Sums
         state, at_zero = apply_stage(before, stage)
         sums.append(measure(before, state, stage.delta, at_zero))
     return state, sums
+
+
+def measure_together(before: State, after: State, stages: list[StageInput]) -> Sums:
+    """Sums of all stages as one: the whole change against the sum of the deltas.
+
+    What the fuse does by itself is what the stages make of `before` one after another at zero
+    delta; stochastic rounding then changes nothing.
+    """
+    at_zero = None
+    if any(stage.decision.policy in ("refit", "dequantize") for stage in stages):
+        at_zero = before
+        for stage in stages:
+            if stage.decision.policy != "stochastic":
+                nothing = replace(stage, delta=np.zeros_like(stage.delta), rounded=None)
+                at_zero, _ = apply_stage(at_zero, nothing)
+    return measure(before, after, np.add.reduce([stage.delta for stage in stages]), at_zero)
 
 
 def apply_stage(state: State, stage: StageInput) -> tuple[State, State | None]:

@@ -17,6 +17,8 @@ import numpy as np
 
 from mlxstacks.ops.affine import Array
 
+# Beside a stage's number, in sums by stage: all stages of a module together.
+ALL_STAGES = -1
 # Short rows cost more in calls than in sums; at 32 groups of 64 the float32 sum is good to 1e-6.
 _ROWS_IN_A_RUN = 32
 

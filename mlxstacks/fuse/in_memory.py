@@ -7,6 +7,7 @@ tensor of the model is, to the bit, what loading the model that `mlxstacks fuse`
 """
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from mlxstacks.fuse.fidelity import Sums
 from mlxstacks.fuse.gather import gather_modules
 from mlxstacks.fuse.kernel_task import kernel_fault, takes_kernel
 from mlxstacks.fuse.module import Module
-from mlxstacks.fuse.report import StageReport, verdict
+from mlxstacks.fuse.report import StageReport, together, verdict
 from mlxstacks.fuse.rewrite import ModuleWork, measure_module, process
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.fuse.summary import entries_bytes, stage_report
@@ -99,7 +100,8 @@ def fuse_in_memory(model: nn.Module, settings: FuseSettings) -> MemoryFuse:
     )
     before = sum(info.nbytes for work in works for info in work.module.tensors())
     extra = sum(entries_bytes(work.outputs()) for work in works) - before
-    return MemoryFuse(stages, extra, verdict(stages, settings, None, extra), tuple(notes))
+    words = verdict(stages, together(sums), settings, None, extra)
+    return MemoryFuse(stages, extra, words, tuple(notes))
 
 
 def _works(
@@ -127,14 +129,14 @@ def _fused(
     raw = {name: np.empty(tensor_nbytes(dtype, shape) or 0, np.uint8)
            for name, dtype, shape in work.outputs()}  # fmt: skip
     filled = dict.fromkeys(raw, 0)
-    total = {stage: Sums() for stage in work.decisions}
+    total = defaultdict[int, Sums](Sums)
     for done in process(work, pool, workers, settings.zero_delta, settings.seed, True):
         for name, chunk in done.chunks.items():
             part = np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
             raw[name][filled[name] : filled[name] + part.size] = part
             filled[name] += part.size
         for stage, sums in done.sums.items():
-            total[stage] = total[stage] + sums
+            total[stage] += sums
     assert all(filled[name] == raw[name].size for name in raw), "a block is missing"
     weight = work.module.stored.weight.name  # without a last name in some hub checkpoints
     tensors = {

@@ -13,9 +13,9 @@ import logging
 import mlx.core as mx
 import numpy as np
 
-from mlxstacks.fuse.blocks import Decision
+from mlxstacks.fuse.blocks import Decision, StageInput, measure_together
 from mlxstacks.fuse.delta import as_mx
-from mlxstacks.fuse.fidelity import Sums
+from mlxstacks.fuse.fidelity import ALL_STAGES, Sums
 from mlxstacks.fuse.module import (
     Done,
     Module,
@@ -29,8 +29,8 @@ from mlxstacks.fuse.module import (
     uniform_draws,
 )
 from mlxstacks.ops import kernels
-from mlxstacks.ops.affine import GROUP_SIZES, Array, from_storage
-from mlxstacks.ops.policies import POLICIES
+from mlxstacks.ops.affine import GROUP_SIZES, Array, from_storage, unpack
+from mlxstacks.ops.policies import POLICIES, Groups
 from mlxstacks.ops.requant import SUM_NAMES, Requantized, requant
 
 _log = logging.getLogger("mlxstacks.fuse")
@@ -88,6 +88,7 @@ def run_kernel_task(task: Task) -> Done:
     """Read, change, measure and pack the rows of a task; raises what `module.run_task` raises."""
     module = task.module
     state, bits = _read(module, task.first, task.last), module.stored.bits
+    first = state
     assert bits is not None
     sums = {}
     for stage, (decision, delta, _) in task.stages.items():
@@ -95,7 +96,24 @@ def run_kernel_task(task: Task) -> Done:
         sums[stage] = _sums(module, made.sums, delta)
         check_delta(module.path, sums[stage])
         state, bits = (made.packed, made.scales, made.biases), decision.bits or bits
+    if len(task.stages) > 1:
+        width = module.stored.group_size
+        assert width is not None
+        inputs = [
+            StageInput(decision, delta.reshape(-1, width))
+            for decision, delta, _ in task.stages.values()
+        ]
+        before = _groups(module, first, module.stored.bits)
+        sums[ALL_STAGES] = measure_together(before, _groups(module, state, bits), inputs)
     return Done((task.last - task.first) * module.stored.input_dims, _encode(module, state), sums)
+
+
+def _groups(module: Module, state: tuple[mx.array, mx.array, mx.array], bits: int | None) -> Groups:
+    """A state as NumPy's blocks take it."""
+    assert bits is not None
+    scales, biases = (np.array(a.astype(mx.float32)).reshape(-1) for a in state[1:])
+    codes = unpack(np.array(state[0]), bits).reshape(len(scales), -1)
+    return Groups(codes, scales, biases, bits, module.dtype)
 
 
 def _read(module: Module, first: int, last: int) -> tuple[mx.array, mx.array, mx.array]:

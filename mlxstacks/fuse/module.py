@@ -1,6 +1,7 @@
 """One touched module: where its tensors lie, its deltas per stage, its blocks read and written."""
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -17,11 +18,12 @@ from mlxstacks.fuse.blocks import (
     StageInput,
     State,
     join,
+    measure_together,
     part_of,
     run_stages,
 )
 from mlxstacks.fuse.delta import LowRankDelta
-from mlxstacks.fuse.fidelity import Sums
+from mlxstacks.fuse.fidelity import ALL_STAGES, Sums
 from mlxstacks.ops.affine import Array, from_storage, pack, packed_width, to_storage, unpack
 from mlxstacks.ops.policies import Groups
 
@@ -103,7 +105,9 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A finished task: raw bytes of each output tensor by name, and sums by stage."""
+    """A finished task: raw bytes of each output tensor by name, and sums by stage; of several
+    stages also those of ALL_STAGES.
+    """
 
     weights: int
     chunks: dict[str, Array]
@@ -159,15 +163,18 @@ def _run_task(task: Task, keep_output: bool) -> Done:
     regrouped = join([state], width)
     count = regrouped.size // width
     at_once = max(1, GROUPS_AT_ONCE * 64 // width)
-    total = {stage: Sums() for stage in task.stages}
+    total = defaultdict[int, Sums](Sums)
     outputs: list[State] = []
     for start in range(0, count, at_once):
         part = slice(start, min(start + at_once, count))
         inputs = [_stage_input(task, stage, start, part, width) for stage in task.stages]
-        after, sums = run_stages(part_of(regrouped, part), inputs)
+        before = part_of(regrouped, part)
+        after, sums = run_stages(before, inputs)
         for stage, one in zip(task.stages, sums, strict=True):
             check_delta(module.path, one)
-            total[stage] = total[stage] + one
+            total[stage] += one
+        if len(inputs) > 1:
+            total[ALL_STAGES] += measure_together(before, after, inputs)
         if keep_output:
             outputs.append(after)
     chunks = _encode(module, width, outputs) if keep_output else {}

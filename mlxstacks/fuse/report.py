@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxstacks.files.outputs import SideFile
-from mlxstacks.fuse.fidelity import Fidelity, Sums, fidelity
+from mlxstacks.fuse.fidelity import ALL_STAGES, Fidelity, Sums, fidelity
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.memory import bytes_in_words
 
@@ -98,6 +98,8 @@ class FuseReport:
     """Result of a fuse or, with `status` "planned", of its dry run.
 
     kernels: the GPU backend whose kernels did modules of it, None where NumPy did all.
+    total: all stages together, the change of the base against the sum of the adapters' changes; a
+    stage's own is measured against the weights that it was given.
     files: the shards. side_files: all that lies beside them, carried along or left behind.
     """
 
@@ -119,11 +121,7 @@ class FuseReport:
     failed_gate: str | None = None
     notes: list[str] = field(default_factory=list)
     side_files: list[SideFile] = field(default_factory=list)
-
-    @property
-    def total(self) -> Fidelity | None:
-        """Figures of the last stage; each stage is measured against the weights it was given."""
-        return self.stages[-1].total if self.stages else None
+    total: Fidelity | None = None
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -140,6 +138,7 @@ class FuseReport:
             "files": self.files,
             "carried": [
                 {"name": file.name, "how": file.how, "bytes": file.nbytes}
+                | ({"link": file.link} if file.link else {})
                 for file in self.side_files
                 if file.how is not None
             ],
@@ -161,6 +160,15 @@ class FuseReport:
 def total_fidelity(sums: list[Sums]) -> Fidelity:
     """Figures of several modules together: ratios of the sums, never means of ratios."""
     return fidelity(sum(sums, Sums()))
+
+
+def together(sums: Mapping[str, Mapping[int, Sums]]) -> Fidelity | None:
+    """Figures of all stages of all modules, from sums by module path and stage; None for none.
+
+    A module of one stage has no sums of ALL_STAGES: its own are those.
+    """
+    each = [by_stage.get(ALL_STAGES) or next(iter(by_stage.values())) for by_stage in sums.values()]
+    return total_fidelity(each) if each else None
 
 
 def below_target(
@@ -228,27 +236,31 @@ def _floored(correlation: float) -> str:
 
 def verdict(
     stages: Sequence[StageReport],
+    total: Fidelity | None,
     settings: FuseSettings,
     alternative: Alternative | None,
     extra_bytes: int,
 ) -> str:
     """One to three sentences that say what the fuse did to the adapters and to the base.
 
-    Every stage is measured against the weights it was given, so each one is spoken of. The worst
-    module below the target is named, and the alternative where it is better.
+    Every stage is measured against the weights it was given, so each one is spoken of, and then
+    what all of them kept (`together`). The worst module below the target is named, and the
+    alternative where it is better.
     """
     totals = [stage.total for stage in stages if stage.total is not None]
     if not totals:
         return _planned_verdict(stages, settings, alternative)
     if settings.zero_delta:
         return _zero_verdict(totals)
-    if all(total.survival is None for total in totals):
+    if all(figures.survival is None for figures in totals):
         return "the delta is zero, or too small for float32; " + _zero_verdict(totals)
     many = len(totals) > 1
     parts = [
-        (f"stage {number}: " if many else "") + _fidelity_words(total)
-        for number, total in enumerate(totals, 1)
+        (f"stage {number}: " if many else "") + _fidelity_words(figures)
+        for number, figures in enumerate(totals, 1)
     ]
+    if many and total is not None:
+        parts.append(f"all {len(totals)} together: {_fidelity_words(total)}")
     sentence = "; ".join([*parts, _cost(extra_bytes), *_artifacts(totals)]) + "."
     sentence += _shortfall_words(stages, settings)
     return sentence + _alternative_words(alternative, totals[-1].correlation, settings)

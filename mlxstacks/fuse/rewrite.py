@@ -4,7 +4,7 @@ A touched shard is written from its first byte, because a promoted tensor change
 behind it. Its untouched tensors are copied file to file while the workers compute.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -65,10 +65,10 @@ def measure_module(
 
 
 def _total(work: ModuleWork, blocks: Iterable[Done]) -> dict[int, Sums]:
-    total = {stage: Sums() for stage in work.decisions}
+    total = defaultdict[int, Sums](Sums)
     for done in blocks:
         for stage, sums in done.sums.items():
-            total[stage] = total[stage] + sums
+            total[stage] += sums
     return total
 
 

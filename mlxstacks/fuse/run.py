@@ -32,7 +32,7 @@ from mlxstacks.fuse.fidelity import Fidelity, Sums
 from mlxstacks.fuse.gather import gather_modules
 from mlxstacks.fuse.kernel_task import kernel_fault, takes_kernel
 from mlxstacks.fuse.module import Module
-from mlxstacks.fuse.report import Alternative, FuseReport, shortfall_notes, verdict
+from mlxstacks.fuse.report import Alternative, FuseReport, shortfall_notes, together, verdict
 from mlxstacks.fuse.rewrite import (
     ModuleWork,
     measure_module,
@@ -275,6 +275,7 @@ class _Fuse:
         plain = {path: figures for path, (_, figures, _) in estimates.items()}
         settings = self.settings.model_dump(mode="json", exclude={"force", "save_path"})
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+        total = together(sums)
         report = FuseReport(
             status=status,
             model=str(self.settings.model),
@@ -285,23 +286,27 @@ class _Fuse:
             zero_delta=self.settings.zero_delta,
             kernels=backend() if any(work.by_kernel for work in works) else None,
             stages=stages,
+            total=total,
             files=files,
             side_files=self.side_files,
             extra_bytes=extra,
             written_bytes=sum(int(file["written_bytes"]) for file in files),
             seconds=time.monotonic() - self.started,
             versions={name: version(name) for name in ("mlxstacks", "mlx", "numpy")},
-            verdict=verdict(stages, self.settings, alternative, extra),
+            verdict=verdict(stages, total, self.settings, alternative, extra),
             notes=[*self.notes, *shortfall_notes(stages, self.settings, plain)],
         )
         return replace(report, failed_gate=self._failed_gate(report))
 
     def _failed_gate(self, report: FuseReport) -> str | None:
-        """Why the gate is shut: one stage below the limit is enough."""
+        """Why the gate is shut: one stage below the limit is enough, and so is all of them."""
         limit, failed = self.settings.fail_under, []
-        for number, stage in enumerate(report.stages, 1):
-            found = stage.total.correlation if stage.total else None
+        totals = {"": report.total}
+        if len(report.stages) > 1:
+            stages = {f" of stage {n}": stage.total for n, stage in enumerate(report.stages, 1)}
+            totals = {**stages, " of all stages together": report.total}
+        for where, total in totals.items():
+            found = total.correlation if total else None
             if limit is not None and found is not None and found < limit:
-                where = f" of stage {number}" if len(report.stages) > 1 else ""
                 failed.append(f"total correlation{where} {found:.4f} is below --fail-under {limit}")
         return "; ".join(failed) or None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 from mlxstacks import base_model
 from mlxstacks.errors import CheckpointError, InputError
@@ -17,12 +17,21 @@ from mlxstacks.files.checkpoint import read_json_object
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.shipped_configs import shipped_config, shipped_names
 from mlxstacks.guard.settings import GuardSettings
-from mlxstacks.guard.step import Loss, Step, batch_for, loss_in_pieces, mlx_lm_loss
+from mlxstacks.guard.stacks import attach_lazy_stacks
+from mlxstacks.guard.step import Loss, Step, batch_for, micro_batch_for, mlx_lm_loss
+from mlxstacks.layers import gates
+from mlxstacks.layers.attach import attach_lora
 from mlxstacks.layers.output_head import find_output_head
-from mlxstacks.layers.settings import TargetSettings, parse_layers
-from mlxstacks.layers.targets import check_targets, find_targets
+from mlxstacks.layers.settings import LoRASettings, TargetSettings, parse_layers
+from mlxstacks.layers.targets import Target, check_targets, find_targets
 from mlxstacks.ops import gated_delta
+from mlxstacks.regular_files import check_hub_reference
+from mlxstacks.training.boost import call_with_balance
 from mlxstacks.training.checkpointing import checkpoint_layers
+from mlxstacks.training.loop import new_state
+from mlxstacks.training.losses import MicroBatch, cross_entropy_loss
+from mlxstacks.training.modes import set_training_modes
+from mlxstacks.training.settings import OptimizerSettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,8 +42,10 @@ OPTIMIZERS: dict[str, Callable[[], optim.Optimizer]] = {
     "lion": lambda: optim.Lion(1e-5),
     "sgd": lambda: optim.SGD(1e-5),
 }
-# A config that a model class cannot be made of ends in one of these.
-_BAD_CONFIG = (TypeError, KeyError, AttributeError, ValueError, ZeroDivisionError, IndexError)
+# A config that a model class cannot be made of, or no step be traced with, ends in one of these.
+_BAD_CONFIG = (
+    TypeError, KeyError, AttributeError, ValueError, ArithmeticError, IndexError, AssertionError,
+)  # fmt: skip
 
 
 def read_config(model: str) -> tuple[dict[str, Any], str]:
@@ -67,6 +78,7 @@ def _from_hub(model: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    check_hub_reference(model, "models", CheckpointError)
     try:
         return Path(hf_hub_download(model, "config.json"))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
@@ -86,18 +98,28 @@ def lazy_model(config: dict[str, Any]) -> nn.Module:
     kind = config.get("model_type")
     if not isinstance(kind, str):
         raise CheckpointError("the config has no model_type; give the config.json of a model")
-    try:
+    with config_errors(config):
         model = base_model.build_model(config)
         _tie(model, config)
         base_model.cast(model, _dtype(config))
         _quantize(model, config)
-    except CheckpointError:
-        raise
-    except _BAD_CONFIG as error:
-        text = f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"the config does not describe a {kind}: {text}") from error
     model.train()
     return _unset(model)
+
+
+@contextmanager
+def config_errors(config: dict[str, Any]) -> "Iterator[None]":
+    """Raises: CheckpointError for what mlx-lm's class raises over a config that it cannot use."""
+    try:
+        yield
+    except InputError:
+        raise
+    except _BAD_CONFIG as error:
+        first = next(iter(str(error).splitlines()), "")
+        raise CheckpointError(
+            f"the config does not describe a {config.get('model_type')}: "
+            f"{type(error).__name__}: {first:.300}"
+        ) from error
 
 
 def _tie(model: nn.Module, config: dict[str, Any]) -> None:
@@ -154,46 +176,82 @@ def _quantize(model: nn.Module, config: dict[str, Any]) -> None:
     nn.quantize(model, group_size, bits, mode=mode, class_predicate=choice)
 
 
-def adapted_model(config: dict[str, Any], settings: GuardSettings) -> nn.Module:
-    """`lazy_model` with LoRA where the settings want it.
+def adapted_model(
+    config: dict[str, Any], settings: GuardSettings
+) -> tuple[nn.Module, tuple[mx.array, ...]]:
+    """`lazy_model` with what trains where the settings want it, and arrays that the run holds
+    beside those of the model.
 
     Raises:
         InputError: a layer out of range, a name that matches nothing, a rank above what fits.
     """
+    config = copy.deepcopy(config)
+    if settings.base == "float32":
+        for key in ("quantization", "quantization_config"):
+            config.pop(key, None)
+        config["dtype"] = "float32"
     model = lazy_model(config)
     wanted = TargetSettings(layers=parse_layers(settings.layers), projections=settings.keys or None)
     try:
-        targets = find_targets(model, wanted)
-        check_targets(targets, settings.rank)
+        held = _attach(model, find_targets(model, wanted), settings)
     except ValueError as error:
         raise InputError(str(error)) from None
-    base_model.attach_lora(model, 0, settings.rank, 1.0, [target.path for target in targets])
     model.train()
-    return _unset(model)
+    return _unset(model), held
+
+
+def _attach(
+    model: nn.Module, targets: list[Target], settings: GuardSettings
+) -> tuple[mx.array, ...]:
+    if settings.stack is not None:
+        return attach_lazy_stacks(model, targets, settings.stack, settings)
+    check_targets(targets, settings.rank)
+    if settings.loss == "whole":
+        base_model.attach_lora(model, 0, settings.rank, 1.0, [target.path for target in targets])
+    else:
+        lora = LoRASettings(rank=settings.rank, dropout=settings.dropout)
+        attach_lora(model, targets, lora, mx.random.key(0))
+    return ()
 
 
 def training_step(config: dict[str, Any], settings: GuardSettings, tokens: int) -> Step:
-    """A training step on rows of `tokens` tokens: mlx-lm's trainer with the settings' choices."""
-    model = adapted_model(copy.deepcopy(config), settings)
+    """A training step on rows of `tokens` tokens: this package's with a loss in pieces, else
+    mlx-lm's, with the settings' choices.
+    """
+    model, held = adapted_model(config, settings)
+    by_mlx_lm = settings.loss == "whole"
     optimizer = OPTIMIZERS[settings.optimizer]()
+    if not by_mlx_lm:
+        set_training_modes(model)
+        if settings.optimizer == "adamw":
+            optimizer = new_state(OptimizerSettings(steps=1, learning_rate=1e-5)).optimizer
     optimizer.init(model.trainable_parameters())
+    trained = tree_flatten(model.trainable_parameters())
+    several = settings.grad_accumulation_steps > 1
     return Step(
         model,
         optimizer,
-        _loss(model, settings),
-        batch_for(settings.batch_size, tokens),
+        mlx_lm_loss if by_mlx_lm else _loss_in_pieces(model),
+        batch_of(settings, tokens),
         compiled=settings.compile,
         checkpointed=_CHECKPOINTING[settings.checkpointing],
-        recorded=(gated_delta,),
+        recorded=(gated_delta, gates),
+        clip_norm=None if by_mlx_lm else 1.0,
+        held=held,
+        accumulated=tuple(mx.zeros(a.shape) for _, a in trained) if several else (),
     )
 
 
-def _loss(model: nn.Module, settings: GuardSettings) -> Loss:
-    """In pieces where the settings say so and the model's head allows it, as in training."""
-    head = None
-    if settings.loss == "pieces":
-        head, _ = find_output_head(model, prove=False)
-    return mlx_lm_loss if head is None else loss_in_pieces(head)
+def batch_of(settings: GuardSettings, tokens: int) -> tuple[mx.array, ...]:
+    """Rows of `tokens` tokens, as the loss of the settings takes them."""
+    build = micro_batch_for if settings.loss == "pieces" else batch_for
+    return build(settings.batch_size, tokens)
+
+
+def _loss_in_pieces(model: nn.Module) -> Loss:
+    """That of training: in pieces where the model's head allows it."""
+    loss = cross_entropy_loss(call_with_balance, 1.0, find_output_head(model, prove=False)[0])
+    return lambda model, *batch: loss(model, MicroBatch(*batch))
 
 
 def recurrence(settings: GuardSettings) -> AbstractContextManager[Any]:

@@ -3,6 +3,9 @@
 `mx.export_function` cannot trace a custom function, and forty equal layers take forty times as long
 as one. While a `Recorder` is active such calls are not made; a stand-in of the same shapes is, and
 the call is noted. `pieces.py` then traces what the call really does.
+
+What adapters have beside a layer's call, random keys and balance losses (`layers.adapted`), goes
+through it as inputs and outputs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +16,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from mlxstacks.layers.adapted import adapted_layers, pop_balances, put_balances
 
 Named = list[tuple[str, mx.array]]
 Body = Callable[[list[mx.array]], Named]
@@ -182,22 +187,42 @@ def _recorded(own: type) -> type:
         if _active is None:
             return own.__call__(self, *args, **kwargs)
         weights = tree_flatten(self.trainable_parameters())
-        given = [list(args), kwargs]
+        steps = [layer._step for _, layer in adapted_layers(self)]
+        given = [list(args), kwargs, [[step.key, step.counted] for step in steps]]
         flat = tree_flatten(given)
         arguments = [value for _, value in flat if isinstance(value, mx.array)]
 
         def body(arrays: list[mx.array]) -> Named:
             array = iter(arrays)
-            filled, named = tree_map(lambda a: next(array) if isinstance(a, mx.array) else a, given)
+            filled, named, states = tree_map(
+                lambda a: next(array) if isinstance(a, mx.array) else a, given
+            )
             changed = zip([name for name, _ in weights], array, strict=True)
             self.update(tree_unflatten(list(changed)))
+            for step, (key, counted) in zip(steps, states, strict=True):
+                step.key, step.counted = key, counted
             try:
-                return tree_flatten(own.__call__(self, *filled, **named))
+                made = own.__call__(self, *filled, **named)
+                # by paths with dots, which are places in a tree too
+                sums = [
+                    (f"{path}.{name}", value)
+                    for path, values in pop_balances(self).items()
+                    for name, value in values.items()
+                ]
+                return tree_flatten([made, tree_unflatten(sums)])
             finally:
                 self.update(tree_unflatten(weights))
+                for step, (key, counted) in zip(steps, given[2], strict=True):
+                    step.key, step.counted = key, counted
 
         inputs = [*arguments, *(array for _, array in weights)]
-        return _active.call(body, None, inputs, _key(self, flat))
+        made, *balances = _active.call(body, None, inputs, _key(self, flat))
+        sums: dict[str, dict[str, mx.array]] = {}
+        for name, value in tree_flatten(balances[0]) if balances else ():
+            path, _, key = name.rpartition(".")
+            sums.setdefault(path, {})[key] = value
+        put_balances(self, sums)
+        return made
 
     return type(own.__name__, (own,), {"__call__": call})
 

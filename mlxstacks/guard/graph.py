@@ -86,6 +86,19 @@ class Graph:
         """The name of each operation."""
         return [self.names[label] for label in self.label.tolist()]
 
+    def needed_for(self, arrays: Sequence[int]) -> Bools:
+        """Whether each operation is needed to make `arrays`."""
+        producer, inputs = self.producer.tolist(), self.inputs.tuples
+        needed = [False] * len(inputs)
+        waiting = [tuple(arrays)]
+        while waiting:
+            for array in waiting.pop():
+                operation = producer[array]
+                if operation >= 0 and not needed[operation]:
+                    needed[operation] = True
+                    waiting.append(inputs[operation])
+        return np.array(needed, np.bool_)
+
     def cut_at(self, arrays: Sequence[int]) -> None:
         """Treat `arrays` as existing before the evaluation, as if they had been evaluated."""
         self.producer[list(arrays)] = -1

@@ -39,7 +39,7 @@ def layering(graph: StepGraph) -> Layering:
     A forward operation belongs to the highest layer whose weights it depends on, a backward one to
     the lowest whose values it reads. That is off by one for some, the same ones at every length.
     """
-    forward = _above(graph, graph.results[-1])
+    forward = graph.graph.needed_for([graph.loss]).tolist()
     of_operation, of_leaf = _layers(graph, forward)
     label, names = graph.graph.label, graph.graph.names
     above = np.array(of_operation) + 1
@@ -119,17 +119,3 @@ def _spread_to_makers(
             if of_array[array] < 0:
                 of_array[array] = of_leaf[array] = layer
     return of_leaf
-
-
-def _above(graph: StepGraph, array: int) -> Sequence[bool]:
-    """Whether each operation is needed for `array` (the loss): the forward pass."""
-    producer, inputs = graph.graph.producer.tolist(), graph.graph.inputs.tuples
-    needed = [False] * len(inputs)
-    waiting = [(array,)]
-    while waiting:
-        for array in waiting.pop():
-            operation = producer[array]
-            if operation >= 0 and not needed[operation]:
-                needed[operation] = True
-                waiting.append(inputs[operation])
-    return needed

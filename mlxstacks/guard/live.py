@@ -86,6 +86,7 @@ def simulate(
     lag: int = LAG,
     measured_from: int = 0,
     phase_of: Sequence[int] | None = None,
+    begins: Sequence[int] = (0,),
 ) -> Peak:
     """Run `order` on paper.
 
@@ -95,12 +96,14 @@ def simulate(
     nbytes, itemsize: of each array; without them only buffers are counted.
     lag: dispatches in flight. measured_from: the place in the order where the peak may begin.
     phase_of: the phase that each operation belongs to.
+    begins: the places in the order where evaluations begin. One waits for all that is in flight,
+        and its constants are not there before.
 
     Law: the same as going through the order one operation at a time (`tests/guard/one_by_one.py`).
     """
     sizes = np.zeros(graph.arrays, np.int64) if nbytes is None else np.array(nbytes)
     widths = np.full(graph.arrays, 4) if itemsize is None else np.array(itemsize)
-    run = _Run(graph, order, held, existing, outputs)
+    run = _Run(graph, order, held, existing, outputs, begins)
     root, dense = _views(run)
     landed = _landed(run, lag)
     donors = _donors(run, root, dense, sizes, widths, landed)
@@ -115,6 +118,7 @@ class _Run:
     read, read_at: every input of every operation and its time; made, made_at: every output.
     first_in, first_out: where in `read` and `made` an operation's own begin; ins, outs: how many.
     birth: -1 for what is there before the run, `end` for what the run does not touch.
+    starts: of each operation, where its evaluation begins; next_starts: where the next one does.
     """
 
     def __init__(
@@ -124,8 +128,11 @@ class _Run:
         held: Sequence[int],
         existing: Sequence[int],
         results: Sequence[int],
+        begins: Sequence[int],
     ) -> None:
         self.order, self.end = np.array(order, np.int64), len(order)
+        place = np.searchsorted(begins, np.arange(self.end), "right")
+        self.starts, self.next_starts = np.append([0, *begins], self.end + 1)[[place, place + 1]]
         inputs, outputs = graph.inputs.take(self.order), graph.outputs.take(self.order)
         self.read, self.read_at = inputs.values, inputs.owners
         self.made, self.made_at = outputs.values, outputs.owners
@@ -135,7 +142,9 @@ class _Run:
         self.rule = np.array([rule_of(name) for name in graph.names], np.int64)[label]
         self.scatters = np.array([name in SCATTERED for name in graph.names], np.bool_)[label]
         self.birth = np.full(graph.arrays, self.end)
-        self.birth[self.read] = -1
+        # Of several reads the first one counts.
+        first = self.starts[self.read_at[::-1]]
+        self.birth[self.read[::-1]] = np.where(first > 0, first, -1)
         self.birth[self.made] = self.made_at
         self.birth[[*held, *existing]] = -1
         self.death = np.full(graph.arrays, self.end)
@@ -178,7 +187,7 @@ def _landed(run: _Run, lag: int) -> Ints:
     Each dispatches a task that holds what it read; if it computes, it has dispatched that before.
     """
     done = np.cumsum(np.where((run.rule <= EACH) | (run.rule == RESHAPE), 1, 2))
-    return np.searchsorted(done, done + lag)
+    return np.minimum(np.searchsorted(done, done + lag), run.next_starts - 1)
 
 
 def _holds(run: _Run, buffer: Ints) -> tuple[Ints, Ints]:
@@ -267,7 +276,8 @@ def _peak(
     at = measured_from + int(live[measured_from:-1].argmax()) if run.end > measured_from else 0
     moment = (born <= at) & (died >= at)
     operation = np.append(run.order, -1)[born]
-    makers = np.where(born < 0, -1 - buffers, operation)[moment]
+    made = np.isin(buffers, run.made)
+    makers = np.where(made, operation, -1 - buffers)[moment]
     phases: dict[int, tuple[int, int]] = {}
     if phase_of is not None:
         phase = np.array(phase_of, np.int64)[run.order]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mlxstacks.guard.graph import Graph, Ints, Rows
+from mlxstacks.guard.graph import Bools, Graph, Ints, Rows
 
 USUAL_WIDTH = 20
 
@@ -30,24 +30,20 @@ def evaluation_order(graph: Graph, outputs: Sequence[int], width: int | None = N
     """
     first = graph.producer[list(outputs)]
     first = first[first >= 0]
-    makers, asked = _makers(graph, np.bincount(first, minlength=len(graph.label)))
+    makers, asked = _makers(graph, graph.needed_for(outputs))
+    asked += np.bincount(first, minlength=len(graph.label))
     width = bfs_width() if width is None else width
-    return _breadth_first(makers.tuples, tuple(first.tolist()), asked, width)[::-1]
+    return _breadth_first(makers.tuples, tuple(first.tolist()), asked.tolist(), width)[::-1]
 
 
-def _makers(graph: Graph, asked_outside: Ints) -> tuple[Rows, list[int]]:
-    """For each operation, those that make its inputs, and how often it is itself asked for."""
+def _makers(graph: Graph, needed: Bools) -> tuple[Rows, Ints]:
+    """Of each needed operation, those that make its inputs, and how often such ask for it."""
     maker, reader = graph.producer[graph.inputs.values], graph.inputs.owners
-    made = maker >= 0
+    made = (maker >= 0) & needed[reader]
     maker, reader = maker[made], reader[made]
-    makers = Rows.of_lengths(maker, np.bincount(reader, minlength=len(graph.label)))
-    # Who is not asked for asks for nothing; what only such operations ask for is found next.
-    while True:
-        asked = asked_outside + np.bincount(maker, minlength=len(graph.label))
-        needed = asked[reader] > 0
-        if needed.all():
-            return makers, asked.tolist()
-        maker, reader = maker[needed], reader[needed]
+    count = len(graph.label)
+    makers = Rows.of_lengths(maker, np.bincount(reader, minlength=count))
+    return makers, np.bincount(maker, minlength=count)
 
 
 def _breadth_first(

@@ -23,18 +23,22 @@ class Limit:
 
 @dataclass(frozen=True)
 class StepBytes:
-    """Bytes of a training step at its peak; activations are all that the others are not."""
+    """Bytes of a training step at its peak; activations are all that the others are not.
+
+    adapter: what trains, a LoRA or a stack, with the run's copies of it. stacks: frozen ones.
+    """
 
     weights: int
     adapter: int
     optimizer: int
+    stacks: int
     activations: int | None
 
     @property
     def total(self) -> int | None:
         if self.activations is None:
             return None
-        return self.weights + self.adapter + self.optimizer + self.activations
+        return sum(asdict(self).values())
 
 
 @dataclass(frozen=True)
@@ -102,13 +106,8 @@ class GuardReport:
             "working_set_bytes": self.limit.nbytes,
         }
         document["headroom_buffers"] = self.limit.buffers - self.buffers
-        document["bytes"] = {
-            "weights_bytes": self.nbytes.weights,
-            "adapter_bytes": self.nbytes.adapter,
-            "optimizer_bytes": self.nbytes.optimizer,
-            "activations_bytes": self.nbytes.activations,
-            "total_bytes": self.nbytes.total,
-        }
+        parts = {f"{name}_bytes": nbytes for name, nbytes in asdict(self.nbytes).items()}
+        document["bytes"] = parts | {"total_bytes": self.nbytes.total}
         del document["nbytes"], document["outcome"]
         return document | {"apply": self.apply, "failed_gate": self.failed_gate}
 

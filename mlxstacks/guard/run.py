@@ -8,7 +8,14 @@ from typing import Any
 from mlx.utils import tree_flatten
 
 from mlxstacks import memory
-from mlxstacks.guard.build import lazy_model, read_config, recurrence, training_step
+from mlxstacks.guard.build import (
+    batch_of,
+    config_errors,
+    lazy_model,
+    read_config,
+    recurrence,
+    training_step,
+)
 from mlxstacks.guard.decode import DecodePrediction, predict_decode
 from mlxstacks.guard.predict import Prediction, predict
 from mlxstacks.guard.report import (
@@ -22,7 +29,7 @@ from mlxstacks.guard.report import (
     verdict_of,
 )
 from mlxstacks.guard.settings import REFUSE_SHARE, GuardSettings
-from mlxstacks.guard.step import Step, batch_for, decoder_layers
+from mlxstacks.guard.step import Step, decoder_layers
 
 # Row lengths to simulate. Lines through these meet the simulated counts of long rows exactly, on
 # tiny models and on Qwen3.5-35B-A3B; through shorter ones not always.
@@ -42,9 +49,13 @@ def guard(settings: GuardSettings, progress: Say | None = None) -> GuardReport:
         CheckpointError: no config, or none that mlx-lm knows.
         InputError: layers, names or rank that do not fit the model.
     """
-    started = time.perf_counter()
-    say = progress or (lambda done, total, what: None)
     config, where = read_config(settings.model or "")
+    with config_errors(config):
+        return _report(settings, config, where, progress or (lambda done, total, what: None))
+
+
+def _report(settings: GuardSettings, config: dict[str, Any], where: str, say: Say) -> GuardReport:
+    started = time.perf_counter()
     say(0, 3, "training step")
     step = training_step(config, settings, 1)
     found = predict_training(config, settings, step=step)
@@ -93,7 +104,7 @@ def predict_training(
     built = training_step(config, settings, 1) if step is None else step
 
     def step_at(tokens: int) -> Step:
-        return replace(built, batch=batch_for(settings.batch_size, tokens))
+        return replace(built, batch=batch_of(settings, tokens))
 
     lengths = _LENGTHS[settings.checkpointing]
     direct = max(lengths)
@@ -126,8 +137,9 @@ def _bytes(step: Step, peak: int | None, copies: int) -> StepBytes:
     weights = sum(a.nbytes for _, a in tree_flatten(step.model.parameters())) - adapter
     adapter *= 1 + copies
     optimizer = sum(a.nbytes for _, a in tree_flatten(step.optimizer.state))
-    rest = None if peak is None else max(0, peak - weights - adapter - optimizer)
-    return StepBytes(weights, adapter, optimizer, rest)
+    stacks = sum(a.nbytes for a in step.held)
+    rest = None if peak is None else peak - weights - adapter - optimizer - stacks
+    return StepBytes(weights, adapter, optimizer, stacks, rest)
 
 
 def _decode(config: dict[str, Any], settings: GuardSettings, limit: Limit) -> DecodeReport | None:

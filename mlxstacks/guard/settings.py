@@ -1,10 +1,10 @@
 """Settings of `guard`. Imports neither mlx nor numpy."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mlxstacks.layers.settings import LayersText
+from mlxstacks.layers.settings import LayersText, StackSettings
 
 OptimizerName = Literal["adam", "adamw", "lion", "sgd"]
 CheckpointingName = Literal["none", "layers", "mlx"]
@@ -28,7 +28,20 @@ class GuardSettings(BaseModel):
     max_seq_length: int = Field(2048, ge=1, description="Tokens of the longest row.")
     # Above that MLX's shapes, of 32 bits, overflow.
     batch_size: int = Field(1, ge=1, le=1_000_000, description="Rows a step.")
-    rank: int = Field(8, ge=1, description="Rank of the adapter.")
+    grad_accumulation_steps: int = Field(
+        1, ge=1, description="Batches whose gradients make one optimizer step."
+    )
+    rank: int = Field(8, ge=1, description="Rank of the adapter; stacks have their own.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Of the adapter; stacks have their own.")
+    stack: StackSettings | None = Field(
+        None, description="A stack of `mlxstacks stack` is trained, in place of a LoRA adapter."
+    )
+    frozen_stacks: int = Field(
+        0, ge=0, le=1000, description="Stacks of that shape which are frozen already."
+    )
+    directions: int = Field(
+        0, ge=0, description="Output directions of a projection that a stack keeps out of, at most."
+    )
     layers: LayersText = Field(
         "all",
         description="Layers that get an adapter: all, or numbers and ranges as in 8,14,20-24.",
@@ -37,6 +50,9 @@ class GuardSettings(BaseModel):
         (),
         description="Projections that get an adapter, by the end of their path (down_proj, or "
         "switch_mlp.down_proj). Repeatable. Default: the usual ones.",
+    )
+    base: Literal["stored", "float32"] = Field(
+        "stored", description="Numbers the frozen base computes with."
     )
     optimizer: OptimizerName = Field("adamw", description="What holds optimizer state.")
     checkpointing: CheckpointingName = Field(
@@ -52,14 +68,14 @@ class GuardSettings(BaseModel):
     )
     loss: Literal["whole", "pieces"] = Field(
         "pieces",
-        description="pieces: that of `mlxstacks train`, a few tokens at a time, where the model's "
-        "head allows it; whole: mlx-lm's, the logits of all tokens at once.",
+        description="pieces: the step of `mlxstacks train` and `stack`, its loss a few tokens at a "
+        "time where the model's head allows it; whole: mlx-lm's, the logits of all tokens at once.",
     )
     adapter_copies: int = Field(
         1,
         ge=0,
         description="Further copies of the adapter that the run holds: one for the best weights so "
-        "far, where `mlxstacks train` validates, one for gradients that are accumulated.",
+        "far, where `mlxstacks train` validates.",
     )
     decode_tokens: int = Field(0, ge=0, description="Also predict generating so many tokens.")
     decode_batch: int = Field(1, ge=1, le=1_000_000, description="Sequences generated at once.")
@@ -76,3 +92,16 @@ class GuardSettings(BaseModel):
     )
     apply: bool = Field(False, description="Print the settings that fit, and nothing else.")
     force: bool = Field(False, description="Exit with 0 also where the run would be refused.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.loss == "whole" and (
+            self.stack or self.dropout or self.grad_accumulation_steps > 1
+        ):
+            raise ValueError(
+                "stack, dropout and grad_accumulation_steps are predicted of this package's step: "
+                "they need loss pieces, not whole"
+            )
+        if self.stack is None and (self.frozen_stacks or self.directions):
+            raise ValueError("frozen_stacks and directions go with stack; give its shape")
+        return self

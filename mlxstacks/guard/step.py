@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +17,7 @@ from mlxstacks.guard.graph import Graph, export_graph
 from mlxstacks.guard.live import Peak, simulate
 from mlxstacks.guard.order import evaluation_order
 from mlxstacks.guard.pieces import Piece, trace
-from mlxstacks.layers.output_head import OutputHead
+from mlxstacks.training.step import clip_by_global_norm
 
 Loss = Callable[..., Any]
 """(model, *batch) -> a scalar loss, or a tuple that begins with it."""
@@ -28,9 +28,14 @@ class Step:
     """What a training step does. Nothing in it needs real weights.
 
     batch: the arrays that the loss takes after the model; only shapes and dtypes count.
-    compiled: the whole step goes through `mx.compile`, as in mlx-lm's trainer.
+    compiled: by `mx.compile`: the whole step, as in mlx-lm's trainer, or, of this package's, loss
+        and gradients.
     checkpointed: entered around each build, replaces layers by checkpointed ones.
     recorded: modules of this package that keep custom functions of their own.
+    clip_norm: of this package's trainer: gradients are evaluated, then clipped and applied; None:
+        all in one evaluation, as in mlx-lm's.
+    held: arrays that stay alive beside those of the model: frozen stacks.
+    accumulated: of that trainer too: sums of the gradients of batches before, to be added to.
     """
 
     model: nn.Module
@@ -40,6 +45,9 @@ class Step:
     compiled: bool = False
     checkpointed: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext
     recorded: tuple[Any, ...] = ()
+    clip_norm: float | None = None
+    held: tuple[mx.array, ...] = ()
+    accumulated: tuple[mx.array, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,44 +55,30 @@ class StepGraph:
     """The graph of a step.
 
     held: arrays that stay (frozen weights, batch); existing: the old adapter and optimizer state;
-    results: what the step leaves behind. known: bytes of held and existing arrays.
-    layers: for a frozen or old array, the layer that it belongs to.
+    results: what the step leaves behind, `loss` among them. known: bytes of held and existing
+    arrays. layers: for a frozen or old array, the layer that it belongs to. begins: the places in
+    the order where evaluations begin.
     """
 
     graph: Graph
     held: list[int]
     existing: list[int]
     results: list[int]
+    loss: int
     known: dict[int, tuple[int, int]]
     layers: dict[int, int]
     order: list[int]
+    begins: list[int]
 
 
 def mlx_lm_loss(model: nn.Module, tokens: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
     """The loss of mlx-lm's trainer: tokens (B, T + 1) int32, lengths (B, 2) int32."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    mask, count = _scored_tokens(targets, lengths)
-    losses = nn.losses.cross_entropy(model(inputs), targets) * mask
-    return losses.astype(mx.float32).sum() / count, count
-
-
-def loss_in_pieces(head: OutputHead) -> Loss:
-    """The loss of this package's trainer, as a function of what `mlx_lm_loss` takes."""
-
-    def loss(model: nn.Module, tokens: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        mask, count = _scored_tokens(targets, lengths)
-        hidden = head.hidden_states(model, inputs)
-        return head.cross_entropy_sum(hidden, targets, mask / count), count
-
-    return loss
-
-
-def _scored_tokens(targets: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
-    """True where a target is inside of its row's two limits, and how many are."""
     steps = mx.arange(1, targets.shape[1] + 1)
     mask = mx.logical_and(steps >= lengths[:, 0:1], steps <= lengths[:, 1:])
-    return mask, mask.sum()
+    count = mask.sum()
+    losses = nn.losses.cross_entropy(model(inputs), targets) * mask
+    return losses.astype(mx.float32).sum() / count, count
 
 
 def batch_for(batch_size: int, tokens: int) -> tuple[mx.array, mx.array]:
@@ -93,25 +87,73 @@ def batch_for(batch_size: int, tokens: int) -> tuple[mx.array, mx.array]:
     return rows, mx.broadcast_to(mx.array([0, tokens]), (batch_size, 2))
 
 
+def micro_batch_for(batch_size: int, tokens: int) -> tuple[mx.array, ...]:
+    """The same for this package's trainer: the fields of a `MicroBatch`, every token scored."""
+    rows = [mx.zeros((batch_size, tokens), kind) for kind in (mx.int32, mx.int32, mx.float32)]
+    return *rows, mx.array(1.0), mx.random.key(0)
+
+
 def training_state(step: Step) -> list[mx.array]:
     """Adapter weights and optimizer state, in the order in which they are evaluated."""
     weights = [a for _, a in tree_flatten(step.model.trainable_parameters())]
     return weights + [a for _, a in tree_flatten(step.optimizer.state)]
 
 
-def run_step(step: Step) -> list[mx.array]:
-    """Build one step; the arrays that it leaves behind. Model and optimizer hold the new state."""
+def run_step(step: Step) -> list[list[mx.array]]:
+    """Build one step: the arrays of each of its evaluations, and last those that stay without being
+    asked for; together all that it leaves behind.
 
-    def once(*batch: mx.array) -> list[mx.array]:
+    Model and optimizer hold the new state.
+    """
+    if step.clip_norm is not None:
+        return _run_clipped(step)
+
+    def once(*batch: mx.array) -> mx.array:
         value, gradients = nn.value_and_grad(step.model, step.loss)(step.model, *batch)
         step.optimizer.update(step.model, gradients)
-        return [value[0] if isinstance(value, tuple) else value]
+        return _leaves(value)[0]
 
     if step.compiled:
         state = [step.model.state, step.optimizer.state, mx.random.state]
         once = mx.compile(once, inputs=state, outputs=state)
     loss = once(*step.batch)
-    return training_state(step) + loss
+    return [[*training_state(step), loss], []]
+
+
+def _run_clipped(step: Step) -> list[list[mx.array]]:
+    """As `training.step.GradientStep` and the loop around it do."""
+    weights = step.model.trainable_parameters()
+
+    def at(weights: Any, *batch: mx.array) -> Any:
+        step.model.update(weights)
+        return step.loss(step.model, *batch)
+
+    function: Callable[..., Any] = mx.value_and_grad(at)
+    if step.compiled:
+        function = mx.compile(function)
+    value, gradients = function(weights, *step.batch)
+    step.model.update(weights)  # tracing put placeholders in their place
+    return _evaluations(step, value, gradients)
+
+
+def _evaluations(step: Step, value: Any, gradients: Any) -> list[list[mx.array]]:
+    """Update model and optimizer; what `run_step` gives. The loss comes first where gradients are
+    clipped, else last.
+    """
+    if step.clip_norm is None:
+        step.optimizer.update(step.model, gradients)
+        return [[*training_state(step), _leaves(value)[0]], []]
+    if step.accumulated:
+        pairs = zip(step.accumulated, tree_flatten(gradients), strict=True)
+        gradients = tree_unflatten([(name, before + own) for before, (name, own) in pairs])
+    clipped, norm = clip_by_global_norm(gradients, step.clip_norm)
+    step.optimizer.update(step.model, clipped)
+    found = [*_leaves(value), *_leaves(gradients)]
+    return [found, [norm], training_state(step), _leaves(clipped)]
+
+
+def _leaves(tree: Any) -> list[mx.array]:
+    return [array for _, array in tree_flatten(tree)]
 
 
 @contextmanager
@@ -142,12 +184,13 @@ def step_graph(step: Step) -> StepGraph:
     """The graph that one step evaluates, in the order in which it does."""
     layer_of = _layer_numbers(step.model)
     with unchanged(step):
-        old = training_state(step)
+        old = [*training_state(step), *step.accumulated]
         ours = {id(array) for array in old}
         named = [(n, a) for n, a in tree_flatten(step.model.parameters()) if id(a) not in ours]
-        kept = [a for _, a in named] + list(step.batch)
+        kept = [a for _, a in named] + [*step.batch, *step.held]
         with step.checkpointed(step.model):
-            results = run_step(step)
+            evaluations = run_step(step)
+        results = [array for evaluation in evaluations for array in evaluation]
         sizes = [(a.nbytes, a.itemsize) for a in kept + old]
         graph, numbers = export_graph([*kept, *old, *results])
     held, rest = numbers[: len(kept)], numbers[len(kept) :]
@@ -155,11 +198,29 @@ def step_graph(step: Step) -> StepGraph:
     graph.cut_at([*held, *existing])
     known = dict(zip([*held, *existing], sizes, strict=True))
     layers = {array: layer_of(name) for array, (name, _) in zip(held, named, strict=False)}
-    order = evaluation_order(graph, made)
+    order, begins = _in_turn(graph, made, evaluations)
     if step.compiled:
-        # The compiled function keeps its constants for the next step.
-        held = [*held, *_constants(graph, order, known)]
-    return StepGraph(graph, held, existing, made, known, layers, order)
+        # The compiled function, the first evaluation, keeps its constants for the next step.
+        held = [*held, *_constants(graph, order[: (*begins, len(order))[1]], known)]
+    loss = made[-1 if step.clip_norm is None else 0]
+    return StepGraph(graph, held, existing, made, loss, known, layers, order, begins)
+
+
+def _in_turn(
+    graph: Graph, made: list[int], evaluations: list[list[mx.array]]
+) -> tuple[list[int], list[int]]:
+    """The order of one evaluation after the other, and where each begins; what one has made is
+    there for the next.
+    """
+    order: list[int] = []
+    begins: list[int] = []
+    left, outputs = replace(graph, producer=graph.producer.copy()), iter(made)
+    for evaluation in evaluations[:-1]:
+        now = [next(outputs) for _ in evaluation]
+        begins.append(len(order))
+        order += evaluation_order(left, now)
+        left.cut_at(now)
+    return order, begins
 
 
 def _constants(graph: Graph, order: Sequence[int], known: Container[int]) -> list[int]:
@@ -212,16 +273,16 @@ def _trace_step(step: Step) -> Piece:
             [(name, a) for (name, _), a in zip(state, stored, strict=True)]
         )
 
-        def value(values: list[mx.array], probes: list[mx.array]) -> mx.array:
+        def value(values: list[mx.array], probes: list[mx.array]) -> Any:
             use_probes(probes)
             step.model.update(tree_unflatten(list(zip(names, values, strict=True))))
-            made = step.loss(step.model, *batch)
-            return made[0] if isinstance(made, tuple) else made
+            return step.loss(step.model, *batch)
 
-        loss, (gradients, of_probes) = mx.value_and_grad(value, argnums=(0, 1))(values, probes)
+        made, (gradients, of_probes) = mx.value_and_grad(value, argnums=(0, 1))(values, probes)
         step.model.update(tree_unflatten(list(zip(names, values, strict=True))))
-        step.optimizer.update(step.model, tree_unflatten(list(zip(names, gradients, strict=True))))
-        return [*training_state(step), loss], of_probes
+        named = tree_unflatten(list(zip(names, gradients, strict=True)))
+        evaluations = _evaluations(step, made, named)
+        return [array for evaluation in evaluations for array in evaluation], of_probes
 
     arguments = [*(a for _, a in weights), *(a for _, a in state), *step.batch]
     arguments = [mx.zeros(a.shape, a.dtype) for a in arguments]
@@ -246,4 +307,5 @@ def simulate_step(
         nbytes,
         itemsize,
         phase_of=phase_of,
+        begins=graph.begins,
     )

@@ -1,10 +1,12 @@
 """What all adapter layers share: the wrapped base, and what one training step gives and takes.
 
-A step's random key and balance losses travel beside the model's call, in a plain object that no
+A step's random key and balance sums travel beside the model's call, in a plain object that no
 tree of parameters or compiled state sees:
 
     begin_step(model, key)             # every layer gets a key of its own
     loss = task_loss(model, batch) + weight * take_balance(model).total
+
+Of a step in several batches, `total` is that of one: the loss of the step follows from their sums.
 
 A layer draws with its key, so recomputation under a checkpoint draws the same again; MLX's global
 random state would not. A checkpointed function has to return what its layers left: an array that
@@ -19,6 +21,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxstacks.layers.gates import balance_loss
+
 
 @dataclass(frozen=True)
 class Dims:
@@ -31,18 +35,29 @@ class Dims:
 
 @dataclass(frozen=True, eq=False)
 class Balance:
-    """Sum of the balance losses of `projections` places."""
+    """What the routers of a forward pass left, by path of the projection (`gates.balance_sums`)."""
 
-    total: mx.array
-    projections: int
+    sums: dict[str, dict[str, mx.array]]
+
+    @property
+    def total(self) -> mx.array:
+        """The balance losses of all projections added up, a scalar."""
+        losses = [balance_loss(sums) for sums in self.sums.values()]
+        return mx.sum(mx.stack(losses)) if losses else mx.array(0.0)
 
 
 @dataclass
 class StepState:
-    """What one layer knows of the step under way."""
+    """What one layer knows of the step under way, and what it leaves.
+
+    counted: (B, T) float32, 0 where a token of the batch is padding, else 1; None: none is.
+    in_parts: the step has other batches, so `balance` needs the slopes.
+    """
 
     key: mx.array | None = None
-    balance: mx.array | None = None
+    counted: mx.array | None = None
+    in_parts: bool = False
+    balance: dict[str, mx.array] | None = None
 
 
 def projection_dims(base: nn.Module) -> Dims | None:
@@ -122,31 +137,35 @@ def adapted_layers(model: nn.Module) -> Iterator[tuple[str, AdaptedLayer]]:
     yield from sorted(found, key=lambda item: item[0])
 
 
-def begin_step(model: nn.Module, key: mx.array | None) -> None:
+def begin_step(
+    model: nn.Module,
+    key: mx.array | None,
+    counted: mx.array | None = None,
+    in_parts: bool = False,
+) -> None:
     """Give each layer its own key for this forward pass, and forget what an earlier one left.
 
     key: from `mx.random.key`, a new one for every batch. In a compiled step it must be an argument
     of the step: a constant would freeze the noise. None: layers that need chance raise.
+    counted, in_parts: see `StepState`.
     """
     layers = [layer for _, layer in adapted_layers(model)]
     keys = mx.random.split(key, len(layers)) if key is not None and layers else None
     for index, layer in enumerate(layers):
-        layer._step.key = None if keys is None else keys[index]
-        layer._step.balance = None
+        step_key = None if keys is None else keys[index]
+        layer._step = StepState(step_key, counted, in_parts)
 
 
 def take_balance(module: nn.Module) -> Balance:
-    """The balance losses that a forward pass in training left in `module`, added up and forgotten.
+    """The balance sums that a forward pass in training left in `module`, forgotten there.
 
     Recomputation in a backward pass leaves new ones; `begin_step` drops those.
     """
-    losses = list(pop_balances(module).values())
-    total = mx.sum(mx.stack(losses)) if losses else mx.array(0.0)
-    return Balance(total, len(losses))
+    return Balance(pop_balances(module))
 
 
-def pop_balances(module: nn.Module) -> dict[str, mx.array]:
-    """The balance losses in `module` by path, forgotten there."""
+def pop_balances(module: nn.Module) -> dict[str, dict[str, mx.array]]:
+    """The balance sums in `module` by path, forgotten there."""
     found = {}
     for path, layer in adapted_layers(module):
         if layer._step.balance is not None:
@@ -155,7 +174,7 @@ def pop_balances(module: nn.Module) -> dict[str, mx.array]:
     return found
 
 
-def put_balances(module: nn.Module, balances: Mapping[str, mx.array]) -> None:
+def put_balances(module: nn.Module, balances: Mapping[str, dict[str, mx.array]]) -> None:
     """The inverse of `pop_balances`."""
     if balances:
         layers = dict(adapted_layers(module))

@@ -19,7 +19,7 @@ from mlx.utils import tree_unflatten
 from mlxstacks.layers.adapted import AdaptedLayer, adapted_layers
 from mlxstacks.layers.latent import LatentPair
 from mlxstacks.layers.lora import lora_layer
-from mlxstacks.layers.sequence_rows import stop_telling, tell_sequences
+from mlxstacks.layers.row_order import stop_telling, tell_order
 from mlxstacks.layers.settings import LoRASettings, StackSettings
 from mlxstacks.layers.stacked import StackedLayer, stacked_layers
 from mlxstacks.layers.targets import Target, check_targets, stack_size
@@ -60,7 +60,7 @@ def attach_stacks(model: nn.Module, targets: Sequence[Target]) -> None:
     modules = dict(model.named_modules())
     for target in targets:
         if target.dims.base_experts is not None:
-            tell_sequences(modules[target.path.rpartition(".")[0]])
+            tell_order(modules[target.path.rpartition(".")[0]])
 
 
 def add_active(

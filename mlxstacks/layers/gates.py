@@ -4,7 +4,9 @@ Letters: E experts, K input dims; leading axes are rows (tokens, or (token, base
 switch layer). All of it is float32 whatever the dtype of the model.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,21 +27,26 @@ def router_logits(x: mx.array, router: mx.array) -> mx.array:
     return x.astype(mx.float32) @ router.astype(mx.float32).T
 
 
-@mx.custom_function
-def _twin_product(x: mx.array, w: mx.array) -> tuple[mx.array, mx.array]:
-    y = x @ w.T
-    return y, y
+@lru_cache
+def _twin_product() -> Callable[[mx.array, mx.array], tuple[mx.array, mx.array]]:
+    """x @ w.T twice; made when first used, so that the guard can trace one of its own."""
 
+    @mx.custom_function
+    def product(x: mx.array, w: mx.array) -> tuple[mx.array, mx.array]:
+        y = x @ w.T
+        return y, y
 
-@_twin_product.vjp
-def _twin_product_vjp(
-    primals: tuple[mx.array, mx.array],
-    cotangents: tuple[mx.array, mx.array],
-    _: tuple[mx.array, mx.array],
-) -> tuple[mx.array, mx.array]:
-    x, w = primals
-    both = (cotangents[0] + cotangents[1]).reshape(-1, w.shape[0])
-    return cotangents[0] @ w, both.T @ x.reshape(-1, x.shape[-1])
+    @product.vjp
+    def backward(
+        primals: tuple[mx.array, mx.array],
+        cotangents: tuple[mx.array, mx.array],
+        _: tuple[mx.array, mx.array],
+    ) -> tuple[mx.array, mx.array]:
+        x, w = primals
+        both = (cotangents[0] + cotangents[1]).reshape(-1, w.shape[0])
+        return cotangents[0] @ w, both.T @ x.reshape(-1, x.shape[-1])
+
+    return product
 
 
 def training_logits(
@@ -53,10 +60,10 @@ def training_logits(
     noise weights still give noise, as softplus(0) is 0.693.
     """
     if noise is None or normal is None:
-        return _twin_product(x, router)
+        return _twin_product()(x, router)
     constant = mx.stop_gradient(normal)
     made = []
-    for product in _twin_product(x, mx.concatenate([router, noise])):  # (..., 2E)
+    for product in _twin_product()(x, mx.concatenate([router, noise])):  # (..., 2E)
         logits, spread = mx.split(product, 2, axis=-1)
         made.append(logits + nn.softplus(spread) * constant)
     return made[0], made[1]
@@ -90,16 +97,67 @@ def top_k_softmax(logits: mx.array, k: int) -> Routing:
     return Routing(mx.softmax(logits, axis=-1, precise=True), chosen)
 
 
-def load_balance(logits: mx.array, chosen: mx.array, normalise: bool = False) -> mx.array:
-    """The balance loss E * sum_e P[e] * f[e], a scalar.
+def balance_sums(
+    logits: mx.array, chosen: mx.array, counted: mx.array, scale: float = 1.0
+) -> dict[str, mx.array]:
+    """What the balance loss of any number of batches is made of; float32, to be added up.
 
-    P: mean over rows of the softmax of all (noisy) logits (..., E). f: share of rows that chose e,
-    a count without gradient. Laws: uniform P and f give exactly k, at most E; with `normalise` the
-    uniform value is 1.
+    logits: (..., E), noisy; chosen: (..., E) bool; counted: (..., 1), 0 for a row of padding and
+    the same for all rows of other tokens together. rows: scalar, sum of counted. loads: (E,), that
+    of the rows that chose e, without gradient. probabilities: (E,), `scale` times the sum of the
+    softmax of all logits.
     """
-    experts = logits.shape[-1]
-    rows = tuple(range(logits.ndim - 1))
-    probability = mx.mean(mx.softmax(logits, axis=-1, precise=True), axis=rows)  # (E,)
-    share = mx.stop_gradient(mx.mean(chosen.astype(mx.float32), axis=rows))  # (E,)
-    loss = experts * mx.sum(probability * share)
-    return loss / mx.sum(share) if normalise else loss
+    axes = tuple(range(logits.ndim - 1))
+    p = mx.softmax(logits, axis=-1, precise=True)
+    return {
+        "rows": mx.sum(counted),
+        "loads": mx.sum(chosen * counted, axis=axes),
+        "probabilities": mx.sum(p * (scale * counted), axis=axes),
+    }
+
+
+def balance_loss(sums: Mapping[str, mx.array]) -> mx.array:
+    """The balance loss E * sum_e P[e] * f[e] over all rows of `balance_sums`, a scalar.
+
+    P: mean over rows of the probabilities. f: share of rows that chose e. Laws: uniform P and f
+    give exactly k, at most E; with a scale of 1 / k the uniform value is 1.
+    """
+    loads = sums["loads"]
+    return loads.size * mx.sum(sums["probabilities"] * loads) / sums["rows"] ** 2
+
+
+def balance_slopes(
+    x: mx.array,
+    logits: mx.array,
+    counted: mx.array,
+    scale: float = 1.0,
+    noise: mx.array | None = None,
+    normal: mx.array | None = None,
+) -> mx.array:
+    """Gradients of each of the E `probabilities` by router and noise, (E, 2E, K) float32; without
+    noise by router alone, (E, E, K). Constants to gradients.
+
+    With given loads the gradient of the loss is linear in them: they can be added up over batches
+    before the loads of all are known. x, noise, normal: as `training_logits` takes them.
+    """
+    experts, width = logits.shape[-1], x.shape[-1]
+    x, logits, counted = (
+        mx.stop_gradient(a).reshape(-1, a.shape[-1]) for a in (x, logits, counted)
+    )
+    p = mx.softmax(logits, axis=-1, precise=True)
+    by_logit = p * (scale * counted)
+    if noise is not None and normal is not None:
+        by_spread = mx.sigmoid(x @ mx.stop_gradient(noise).T) * normal.reshape(-1, experts)
+        by_logit = mx.concatenate([by_logit, by_logit * by_spread], axis=-1)  # (n, 2E)
+    # The gradient of p[e] by logit j is p[j] where e is j, less p[e] * p[j].
+    products = (p[..., None] * by_logit[:, None]).reshape(len(x), -1).T @ x
+    own = mx.tile(mx.eye(experts), (1, by_logit.shape[-1] // experts))[..., None]  # (E, 2E, 1)
+    return own * (by_logit.T @ x) - products.reshape(experts, -1, width)
+
+
+def balance_gradient(sums: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """The gradient of `balance_loss` by name, router and noise (E, K), from sums and slopes."""
+    loads = sums["loads"]
+    both = mx.tensordot(loads, sums["slopes"], axes=1) * loads.size / sums["rows"] ** 2
+    names = ("router", "noise")[: len(both) // loads.size]
+    return dict(zip(names, mx.split(both, len(names)), strict=True))

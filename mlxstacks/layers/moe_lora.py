@@ -26,7 +26,8 @@ import mlx.nn as nn
 from mlxstacks.layers.adapted import Dims, check_rank, keyed_dropout
 from mlxstacks.layers.gates import (
     Routing,
-    load_balance,
+    balance_slopes,
+    balance_sums,
     router_logits,
     top_k_softmax,
     training_logits,
@@ -47,12 +48,39 @@ ROUTER_STD = 0.02
 class Rows:
     """How the rows of a switch projection lie, as mlx-lm passes it; empty for a linear.
 
-    sequence: (n,) for sorted rows, the sequence of the batch that each row belongs to.
+    order: (n,), where in the order of the batch each row sorted by expert was; None: not known.
     """
 
     indices: mx.array | None = None
     sorted_indices: bool = False
-    sequence: mx.array | None = None
+    order: mx.array | None = None
+
+    def part(self, count: int, what: str) -> mx.array:
+        """(n,): which of `count` equal parts of the batch, `what`, each sorted row belongs to.
+
+        Raises: ValueError where the order is not known.
+        """
+        if self.order is None:
+            raise ValueError(
+                f"rows sorted by expert do not say their {what} here; attach stacks through "
+                "attach_stacks, or give one sequence at a time"
+            )
+        return self.order // (self.order.size // count)
+
+    def counted(self, per_token: mx.array | None, x: mx.array) -> mx.array:
+        """per_token (B, T) float32 laid on the rows of x (..., K): (..., 1); ones for None.
+
+        A token's rows share its number, so it counts alike where rows are sorted, of which it has
+        one for each of its experts, and where gate_proj and up_proj see it once.
+        """
+        shape = (*x.shape[:-1], 1)
+        if per_token is None:
+            return mx.ones(shape)
+        rows = x.size // x.shape[-1] // per_token.size
+        flat = per_token.reshape(-1) / rows
+        if self.sorted_indices:
+            return flat[self.part(flat.size, "token")].reshape(shape)
+        return mx.repeat(flat, rows).reshape(shape)
 
 
 def form_of(dims: Dims, settings: StackSettings) -> Form:
@@ -137,15 +165,18 @@ class MoELoRADelta(nn.Module):
         rows: Rows | None = None,
         key: mx.array | None = None,
         normal: mx.array | None = None,
-    ) -> tuple[mx.array, mx.array | None]:
-        """The delta (..., N) float32 for x (..., K), and the balance loss (training, E > 1).
+        counted: mx.array | None = None,
+        slopes: bool = False,
+    ) -> tuple[mx.array, dict[str, mx.array] | None]:
+        """The delta (..., N) float32 for x (..., K), and the balance sums (training, E > 1).
 
         rows: the layout of a switch projection; needed for the form per_expert.
         key: for noise and dropout of this pass. normal: (..., E), a standard normal draw to use in
         place of one from the key. Both are read in training mode only.
+        counted: (B, T) float32, 0 for tokens that are padding. slopes: leave them in the sums.
         Raises: ValueError in training mode when chance is needed and there is no key.
         """
-        x = x.astype(mx.float32)
+        x, rows = x.astype(mx.float32), rows or Rows()
         if self.latent is not None:
             x = x @ self.latent.d_in.T  # (..., l)
         uses_chance = self.training and key is not None
@@ -154,11 +185,12 @@ class MoELoRADelta(nn.Module):
         if self.has_router:
             if self.training and normal is None:
                 normal = self.draw_noise(x, key_noise)
-            routing, balance = self.route(x, normal)
+            in_batch = rows.counted(counted, x) if self.training else None
+            routing, balance = self.route(x, normal, in_batch, slopes)
             gates = routing.gates
         if self.training:
             x = keyed_dropout(x, self.settings.dropout, key_dropout)
-        delta = self._expert_sum(x, gates, rows or Rows())
+        delta = self._expert_sum(x, gates, rows)
         vectors = self.active_null_vectors()
         if vectors is not None:
             delta = remove_directions(delta, vectors)
@@ -183,18 +215,29 @@ class MoELoRADelta(nn.Module):
             )
         return mx.random.normal((*x.shape[:-1], self.settings.num_experts), key=key)
 
-    def route(self, x: mx.array, normal: mx.array | None = None) -> tuple[Routing, mx.array | None]:
-        """Where the rows of x (..., K) float32 go, and in training the balance loss, a scalar.
+    def route(
+        self,
+        x: mx.array,
+        normal: mx.array | None = None,
+        counted: mx.array | None = None,
+        slopes: bool = False,
+    ) -> tuple[Routing, dict[str, mx.array] | None]:
+        """Where the rows of x (..., K) float32 go, and in training the balance sums.
 
         x is the router's own input: of a latent stack, the latent. normal: (..., E), read in
-        training; None for no noise.
+        training; None for no noise. counted: (..., 1), 0 for rows of padding; None: there are none.
         """
         s = self.settings
         if not self.training:
             return top_k_softmax(router_logits(x, self.router), s.top_k), None
         logits, for_balance = training_logits(x, self.router, self.noise, normal)
         routing = top_k_softmax(logits, s.top_k)
-        return routing, load_balance(for_balance, routing.chosen, s.normalise_balance)
+        counted = mx.ones((*x.shape[:-1], 1)) if counted is None else counted
+        scale = 1 / s.top_k if s.normalise_balance else 1.0
+        sums = balance_sums(for_balance, routing.chosen, counted, scale)
+        if slopes:
+            sums["slopes"] = balance_slopes(x, logits, counted, scale, self.noise, normal)
+        return routing, sums
 
     def _expert_sum(self, x: mx.array, gates: mx.array | None, rows: Rows) -> mx.array:
         scale = self.settings.scale

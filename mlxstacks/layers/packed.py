@@ -73,7 +73,8 @@ class Segment:
     weights: (S,) or (B, S) float32, or None for ones. factor, column: the same for all rows, as
     few operations use it: factor times column (S, 1), from the last stack to the first, or times
         nothing where it is None.
-    views: what packed_rows.py needs, where it applies. All these are set by `pack` and `_weigh`.
+    views: what packed_rows.py needs, where it applies. buffers: the arrays with memory of their
+        own, of which the others are views. All these are set by `pack` and `_weigh`.
     """
 
     shape: StackShape
@@ -85,6 +86,7 @@ class Segment:
     factor: float = 1.0
     column: mx.array | None = None
     views: RowViews | None = None
+    buffers: tuple[mx.array, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -112,6 +114,14 @@ def pack(
     dtype: mx.Dtype | None = None,
 ) -> Segment:
     """One segment of stacks of one shape, evaluated. dtype: widen them; exact."""
+    segment = lazy_segment(stacks, dtype)
+    views = [] if segment.views is None else list(vars(segment.views).values())
+    mx.eval(segment.a_all, segment.b_all, segment.routers, views)
+    return _weigh(segment, weights)
+
+
+def lazy_segment(stacks: Sequence[FrozenStack], dtype: mx.Dtype | None = None) -> Segment:
+    """`pack` without weights, and not evaluated."""
     shape, ids = stacks[0].shape, tuple(stack.id for stack in stacks)
     per_expert = shape.form == "per_expert"
     a = [_as(s.lora_a if per_expert else s.lora_a.flatten(0, 1), dtype) for s in stacks]
@@ -121,7 +131,7 @@ def pack(
         b = [_as(s.lora_b if per_expert else packed_b(s.lora_b), dtype) for s in stacks]
         # one stack alone can be a view of many; a kernel would copy what has gaps at every call
         a = [mx.contiguous(one) for one in a]
-        b_all = mx.contiguous(mx.concatenate(b, axis=-1))
+        b_all = up = mx.contiguous(mx.concatenate(b, axis=-1))
     else:
         # There a row is multiplied faster by (R, N), and the ranks of an expert are one block.
         b = [_as(s.lora_b.swapaxes(-1, -2), dtype) for s in stacks]
@@ -131,11 +141,12 @@ def pack(
             down = mx.concatenate([*a, *routers])
             a_all, packed = mx.split(down, [up.shape[0]])
             views = row_views(down, up, len(ids), shape.num_experts)
+            owned = [down, up, views.routers, views.offsets]
     if views is None:
         a_all = mx.concatenate(a, axis=-2)
         packed = mx.concatenate(routers) if routers else None
-    mx.eval(a_all, b_all, packed)
-    return _weigh(Segment(shape, ids, a_all, b_all, packed, views=views), weights)
+        owned = [a_all, up] if packed is None else [a_all, up, packed]
+    return Segment(shape, ids, a_all, b_all, packed, views=views, buffers=tuple(owned))
 
 
 def _as(array: mx.array, dtype: mx.Dtype | None) -> mx.array:
@@ -320,12 +331,7 @@ def row_weights(weights: mx.array, x: mx.array, rows: Rows) -> mx.array:
     if weights.ndim == 1 or weights.shape[0] == 1:
         return weights.reshape(-1)
     if rows.sorted_indices:
-        if rows.sequence is None:
-            raise ValueError(
-                "weights per sequence: rows sorted by expert do not say their sequence here; "
-                "attach stacks through attach_stacks, or route one sequence at a time"
-            )
-        return weights[rows.sequence][:, None]  # (n, 1, S)
+        return weights[rows.part(weights.shape[0], "sequence")][:, None]  # (n, 1, S)
     if x.shape[0] != weights.shape[0]:
         raise ValueError(
             f"weights for {weights.shape[0]} sequences, but the batch has shape {x.shape}; give "

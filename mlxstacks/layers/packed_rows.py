@@ -44,10 +44,10 @@ class RowViews:
 
 
 def row_views(down: mx.array, up: mx.array, stacks: int, experts: int) -> RowViews:
-    """down (R + S*E, K): ranks, then routers; up (R, N)."""
+    """down (R + S*E, K): ranks, then routers; up (R, N). Nothing is evaluated."""
     count = stacks * experts
     ranks, rank = up.shape[0], up.shape[0] // count
-    views = RowViews(
+    return RowViews(
         a=down[:ranks].reshape(count, rank, -1)[::-1].swapaxes(-1, -2),
         b=up.reshape(count, rank, -1)[::-1],
         routers=mx.contiguous(down[ranks:][::-1])[None].swapaxes(-1, -2),
@@ -55,8 +55,6 @@ def row_views(down: mx.array, up: mx.array, stacks: int, experts: int) -> RowVie
         up=up,
         offsets=(experts * mx.arange(stacks, dtype=mx.uint32))[:, None],
     )
-    mx.eval(views.a, views.b, views.routers, views.down, views.offsets)
-    return views
 
 
 def add_few(

@@ -36,7 +36,7 @@ class StackedLayer(AdaptedLayer):
         self.active: MoELoRADelta | None = None
         self._selection = ungated()
         self._dtype: mx.Dtype | None = None
-        self._sequence: mx.array | None = None
+        self._order: mx.array | None = None
         self._recorder: Recorder | None = None
 
     def __call__(
@@ -46,7 +46,7 @@ class StackedLayer(AdaptedLayer):
             y = self.linear(x)
         else:
             y = self.linear(x, indices, sorted_indices=sorted_indices)
-        rows = Rows(indices, sorted_indices, self._sequence)
+        rows = Rows(indices, sorted_indices, self._order)
         if self._recorder is None:
             y = self.stacks.add_to(y, x, rows)
         else:
@@ -56,8 +56,10 @@ class StackedLayer(AdaptedLayer):
                 y = y + frozen.astype(y.dtype)
         if self.active is None or not self._selection.active:
             return y
-        delta, balance = self.active(x, rows, self._step.key)
-        self._step.balance = balance
+        step = self._step
+        delta, step.balance = self.active(
+            x, rows, step.key, counted=step.counted, slopes=step.in_parts
+        )
         return y + delta.astype(y.dtype)
 
     def add_active(
@@ -96,12 +98,12 @@ class StackedLayer(AdaptedLayer):
         """
         self.stacks.install(segments)
 
-    def tell_sequences(self, sequence: mx.array | None) -> None:
-        """Of rows sorted by expert: the sequence (n,) each belongs to, for the calls that follow.
+    def tell_order(self, order: mx.array | None) -> None:
+        """Of rows sorted by expert: where each was before (n,), for the calls that follow.
 
-        Told by the switch layer around this projection; see sequence_rows.py.
+        Told by the switch layer around this projection; see row_order.py.
         """
-        self._sequence = sequence
+        self._order = order
 
     def record(self, recorder: Recorder | None) -> None:
         """Hand the frozen delta (..., N) of every call to `recorder`; None stops it."""

@@ -17,7 +17,7 @@ from mlxstacks.layers.moe_lora import form_of
 from mlxstacks.layers.settings import StackSettings, TargetSettings
 
 USUAL = (
-    *(f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")),
+    *(f"{name}_proj" for name in ("q", "k", "v", "qkv", "o", "gate", "up", "gate_up", "down")),
     *(f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "out_proj")),
 )
 SMALL = tuple(f"linear_attn.{name}" for name in ("in_proj_a", "in_proj_b", "in_proj_ba"))
@@ -62,6 +62,19 @@ def find_targets(model: nn.Module, settings: TargetSettings | None = None) -> li
     if problems:
         raise ValueError("\n  ".join(["cannot choose the projections to adapt:", *problems]))
     return found
+
+
+def left_out_notes(model: nn.Module, targets: Sequence[Target]) -> list[str]:
+    """For targets that nobody named: which other projections their layers have, SMALL apart."""
+    layers, taken = _decoder_layers(model), {target.path for target in targets}
+    names = {
+        projection.name
+        for index in {target.layer for target in targets}
+        for projection in _projections(layers[index], index)
+        if projection.path not in taken and not any(_ends_with(projection.name, n) for n in SMALL)
+    }
+    listed = ", ".join(sorted(names))
+    return [f"Not trained by default: {listed}; --keys names what is."] if names else []
 
 
 def _decoder_layers(model: nn.Module) -> dict[int, tuple[str, nn.Module]]:

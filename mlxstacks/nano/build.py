@@ -46,15 +46,18 @@ def rebuild(settings: RebuildSettings) -> RebuildResult:
         TargetError: the target exists and `force` is off.
         InputError: an interrupted rebuild of other settings lies in the way.
     """
-    from mlxstacks.files.outputs import check_target, staged_directory
+    from mlxstacks.files.mark import MARK, check_claimable, new_mark, remove_marked
+    from mlxstacks.files.outputs import check_target, staged_directory, write_json
 
     check_target(settings.save_path, force=settings.force)
     _warn_without_openblas()
     work = settings.save_path.parent / f".{settings.save_path.name}.work"
+    check_claimable(work)
     if not settings.resume:
-        shutil.rmtree(work, ignore_errors=True)
+        remove_marked(work)
     _check_saved_state(settings, work)
     work.mkdir(parents=True, exist_ok=True)
+    write_json(work / MARK, new_mark())
     seconds: dict[str, float] = {}
     history = _train_base(settings, work)
     # Over the logged steps, so that it also holds for a run in several parts.
@@ -67,7 +70,7 @@ def rebuild(settings: RebuildSettings) -> RebuildResult:
         manifest["total_seconds"] = round(seconds["base"] + time.perf_counter() - start, 1)
         manifest["base_training"]["history"] = history
         _write_manifest(target, manifest)
-    shutil.rmtree(work)
+    remove_marked(work)
     return RebuildResult(settings.save_path, manifest)
 
 

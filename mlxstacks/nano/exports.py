@@ -1,15 +1,14 @@
 """The shipped model as checkpoints: exports at any width, and a cache of them for bare commands."""
 
 import hashlib
+import json
 import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.errors import InputError, TargetError
+from mlxstacks.errors import InputError
 from mlxstacks.files.disk import cache_directory
 from mlxstacks.nano.settings import ADAPTER_BITS, EXPORT_BITS, GROUP_SIZE, ExportSettings
 
@@ -112,10 +111,12 @@ def write_export(
     if bits is not None and bits not in EXPORT_BITS:
         allowed = ", ".join(map(str, EXPORT_BITS))
         raise InputError(f"got bits={bits}; allowed: {allowed}, or none for float32")
-    model, _, config = base_model.load(source)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if config.get("quantization", {}).get("bits") == bits:
-        shutil.copytree(source, directory, dirs_exist_ok=True)
+        for file in source.iterdir():
+            shutil.copyfile(file, directory / file.name)
         return
+    model, _, config = base_model.load(source)
     base_model.dequantize(model)
     base_model.cast(model, mx.float32 if bits is None else mx.bfloat16)
     config = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
@@ -130,11 +131,13 @@ def export(settings: ExportSettings) -> ExportResult:
     """`nano export`: the built-in model at `settings.bits`; the target appears as a whole or not.
 
     Raises:
-        TargetError: the target exists and `force` is off.
+        TargetError: the target exists and `force` is off, or cannot be written.
     """
+    from mlxstacks.files.disk import mlx_write_errors
     from mlxstacks.files.outputs import staged_directory
 
-    with staged_directory(settings.save_path, force=settings.force) as directory:
+    target = settings.save_path
+    with staged_directory(target, force=settings.force) as directory, mlx_write_errors(target):
         write_export(ASSETS / "model", directory, settings.bits)
     written = (settings.save_path / "model.safetensors").stat().st_size
     return ExportResult(settings.save_path, settings.bits, written)
@@ -148,9 +151,7 @@ def nano_paths(bits: int | None = ADAPTER_BITS) -> NanoPaths:
     """
     name = "model-float32" if bits is None else f"model-{bits}bit"
     target = cache_directory() / f"nano-{asset_hash()}" / name
-    if not (target / "config.json").is_file():
-        with _published(target, "config.json") as directory:
-            write_export(ASSETS / "model", directory, bits)
+    _fill(target, "config.json", lambda place: write_export(ASSETS / "model", place, bits))
     return NanoPaths(target, ASSETS / "adapter", ASSETS / "store")
 
 
@@ -171,9 +172,7 @@ def nano_data() -> Path:
     from mlxstacks.nano.sample_data import write_sample_data
 
     target = cache_directory() / f"nano-{asset_hash()}" / "data"
-    if not (target / "train.jsonl").is_file():
-        with _published(target, "train.jsonl") as directory:
-            write_sample_data(directory)
+    _fill(target, "train.jsonl", write_sample_data)
     return target
 
 
@@ -182,10 +181,7 @@ def nano_domains() -> Path:
     from mlxstacks.nano.sample_data import domain_files, write_domain_data
 
     target = cache_directory() / f"nano-{asset_hash()}" / "domains"
-    first = domain_files()[0]
-    if not (target / first).is_file():
-        with _published(target, first) as directory:
-            write_domain_data(directory)
+    _fill(target, domain_files()[0], write_domain_data)
     return target
 
 
@@ -209,11 +205,15 @@ def _cached_files(name: str, files: dict[str, str]) -> Path:
     """
     digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
     target = cache_directory() / f"nano-{asset_hash()}" / f"{name}-{digest}"
-    first = next(iter(files))
-    if not (target / first).is_file():
-        with _published(target, first) as directory:
-            write_files(directory, files)
+    _fill(target, next(iter(files)), lambda place: write_files(place, files))
     return target
+
+
+def _fill(target: Path, part: str, write: Callable[[Path], None]) -> None:
+    """Make a directory of the cache where `part` of it is not there."""
+    from mlxstacks.files.outputs import fill_cache
+
+    fill_cache(target, (target / part).is_file, write)
 
 
 def nano_items() -> Path:
@@ -235,23 +235,3 @@ def write_files(directory: Path, files: dict[str, str]) -> None:
     for path, text in files.items():
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
         (directory / path).write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def _published(target: Path, part: str) -> Iterator[Path]:
-    """A temporary sibling, renamed to `target` at the end; who comes second discards its copy."""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        directory = Path(tempfile.mkdtemp(prefix=f".{target.name}.tmp-", dir=target.parent))
-    except OSError as error:
-        hint = "set MLXSTACKS_CACHE to a directory that can be written"
-        raise TargetError(f"{target.parent}: {error.strerror}; {hint}") from error
-    try:
-        yield directory
-        try:
-            directory.rename(target)
-        except OSError:
-            if not (target / part).is_file():
-                raise
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)

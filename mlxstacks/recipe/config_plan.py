@@ -215,7 +215,7 @@ def _stack(name: str, settings: "StackRunSettings", runs: int = 1) -> PlannedTra
     total = sum(a * b for a, b in zip(rounds, known, strict=True)) if known == batches else None
     asked = asked_of(
         settings, model, settings.max_seq_length,
-        layers=",".join(map(str, layers)), stacks=stacks,
+        layers=",".join(map(str, layers)), domains=len(rounds), stacks=stacks,
     )  # fmt: skip
     return PlannedTraining(
         f"{name} of {stacks}", runs, _projections(targets), layers,

@@ -82,7 +82,30 @@ def load_recipe(name_or_path: str) -> Recipe:
             f"(known: {', '.join(COMMANDS)})"
         )
     settings = {key: value for key, value in values.items() if key != "command"}
+    if "force" in settings or _forces(settings):
+        raise InputError(
+            f"recipe {path}: `force` is no key of a recipe: what may be replaced is for whoever "
+            "runs it to say; take it out, and give --force if you mean it"
+        )
     return Recipe(path, command, settings, _head(text))
+
+
+def _forces(values: dict[str, Any]) -> bool:
+    """Whether `force` is set at any depth; YAML's aliases make circles and endless lists."""
+    seen: set[int] = set()
+    left: list[Any] = [values]
+    while left:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            if value.get("force"):
+                return True
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return False
 
 
 def _head(text: str) -> tuple[str, ...]:

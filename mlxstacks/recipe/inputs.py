@@ -107,19 +107,16 @@ def _rows_of(data: "str | TrainDataSettings") -> Iterator[Input]:
 
 
 def _input(key: str, text: str, needed: bool = True) -> Input:
+    from mlxstacks.data.json_lines import count_rows
+
     path = user_path(text)
     here = path.exists()
     if not here and key == "model":
         here = in_hub_cache(text)
     if not here and key == "items":
         here = _is_data_set_here(text)
-    rows = _lines(path) if here and path.suffix == ".jsonl" and path.is_file() else None
+    rows = count_rows(path) if here and path.suffix == ".jsonl" and path.is_file() else None
     return Input(key, text, here, rows, needed)
-
-
-def _lines(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(bool(line.strip()) for line in file)
 
 
 def _is_data_set_here(dataset: str, name: str | None = None, split: str = "test") -> bool:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
+from mlxstacks.files.mark import read_mark
 from mlxstacks.recipe.file import Recipe, load_recipe, read_yaml
 from mlxstacks.recipe.table import ALIASES, Command, command_named, load, nearest
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 OUT = Path("mlxstacks-out")
-# In a directory that a bare run wrote: the next bare run may replace it.
-BARE_MARKER = ".mlxstacks-bare-run"
 NANO_PATHS = "mlxstacks.nano.exports:nano_paths"
 NANO_MODEL = "mlxstacks.nano.exports:nano_model"
 
@@ -85,7 +84,7 @@ def resolve(
     """The settings of a command from its recipe, its `--set` pairs and its options.
 
     A target that nobody names is `mlxstacks-out/` and the recipe's or the command's name. A bare
-    run may replace what a bare run wrote, which the marker inside tells.
+    run may replace what a bare run wrote, which the mark inside tells.
 
     Raises: InputError listing every unknown key with the nearest known one, and every bad value.
     """
@@ -111,10 +110,12 @@ def resolve(
     bare = writes and values.get("save_path") is None
     if bare:
         values["save_path"] = str(OUT / (recipe.name if recipe else name.replace(" ", "-")))
-    settings = validate(settings_class, values)
-    target = user_path(settings.save_path) if writes else None  # type: ignore[attr-defined]
+    written = set(recipe.values) - set(pairs) - set(options) if recipe else ()
+    where = f"recipe {recipe.path}: " if recipe else ""
+    settings = validate(settings_class, values, {**dict.fromkeys(written, where), "": where})
+    target = _target(settings, where if "save_path" in written else "") if writes else None
     forced = bool(getattr(settings, "force", False))
-    if bare and target is not None and not row.extends and (target / BARE_MARKER).is_file():
+    if bare and target is not None and not row.extends and _is_of_bare_run(target):
         settings = settings.model_copy(update={"force": True})
     settings, from_nano = _with_nano(name, row, settings)
     # What was made from inputs of somebody's own is theirs: it gets no marker.
@@ -122,10 +123,24 @@ def resolve(
     return Resolved(settings, target, bare, forced, from_nano)
 
 
-def validate(settings_class: "type[BaseModel]", values: Mapping[str, Any]) -> "BaseModel":
+def _target(settings: "BaseModel", where: str) -> Path:
+    try:
+        return user_path(settings.save_path)  # type: ignore[attr-defined]
+    except InputError as error:
+        raise InputError(f"{where}{error}") from None
+
+
+def _is_of_bare_run(target: Path) -> bool:
+    return (read_mark(target) or {}).get("bare_run") is True
+
+
+def validate(
+    settings_class: "type[BaseModel]", values: Mapping[str, Any], places: Mapping[str, str] = {}
+) -> "BaseModel":
     """Build a settings object; a single value stands for a list of one.
 
     A nested model that is given in part keeps the defaults of its field for the rest.
+    places: key -> what a message about it begins with; under "" that of a fault of several keys.
 
     Raises: InputError, one line a problem.
     """
@@ -139,7 +154,8 @@ def validate(settings_class: "type[BaseModel]", values: Mapping[str, Any]) -> "B
         return settings_class.model_validate(ready)
     except ValidationError as error:
         problems = [
-            _explain(settings_class, {**detail, "loc": _location(detail)})
+            places.get(str(detail["loc"][0]) if detail["loc"] else "", "")
+            + _explain(settings_class, {**detail, "loc": _location(detail)})
             for detail in error.errors()
             if not (detail["loc"][-1:] == ("str",) and isinstance(detail["input"], dict))
         ]
@@ -253,7 +269,7 @@ def replaced(name: str, resolved: Resolved) -> bool:
     row = command_named(name)
     if row.extends or row.report is None or resolved.target is None or resolved.forced:
         return False
-    if not (resolved.target / BARE_MARKER).is_file():
+    if not _is_of_bare_run(resolved.target):
         return False
     made_with = _report_in(resolved.target / row.report)[0].get("settings")
     settings = resolved.settings.model_dump(mode="json")

@@ -72,6 +72,8 @@ def _definitions() -> dict[str, Any]:
         [(each, "validation") for each in unique], ref_template=_REF + "{model}"
     )
     nested = {name: _cleaned(schema) for name, schema in made["$defs"].items()}
+    for schema in nested.values():
+        schema.get("properties", {}).pop("force", None)  # no key of a recipe
     of_command = {}
     for name, settings_class in classes.items():
         place = refs[(settings_class, "validation")]["$ref"].removeprefix(_REF)

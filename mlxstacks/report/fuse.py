@@ -26,6 +26,9 @@ def fuse_content(document: Value, mark: Mark) -> Content:
     for place, stage in enumerate(stages, start=1):
         which = f" (stage {place} of {len(stages)})" if len(stages) > 1 else ""
         blocks += _stage(stage, zero, which, mark, f"fidelity-{place}")
+    if len(stages) > 1:
+        row: list[Cell] = ["sum of the adapters", "", "", *_figures(total)]
+        blocks.insert(0, table(mark("Fidelity of all stages together"), _COLUMNS, [row]))
     blocks.append(_files(document))
     return Content(_outcome(total, zero), document["verdict"].text or "", tuple(blocks))
 

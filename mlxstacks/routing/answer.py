@@ -15,8 +15,8 @@ Finish = Literal["stop", "length", "context", "stopped"]
 class Answer:
     """text: without thoughts; thoughts: None where there were none.
 
-    weights: of the domains that answered; missing: domain -> why its stacks did not, though the
-    route has them. loaded, resident: domains read from disk for it, and those that were there.
+    weights: of the domains that answered. loaded, resident: domains read from disk for it, and
+    those that were there.
     cached_tokens: of the prompt, that were not computed again. tokens: said, without the end mark.
     prompt_seconds: until the first token; seconds: from there to the last. adapters: names of those
     beside the base.
@@ -27,7 +27,6 @@ class Answer:
     finish: Finish
     route: Route
     weights: Mapping[str, float]
-    missing: Mapping[str, str]
     loaded: tuple[str, ...]
     resident: tuple[str, ...]
     load_seconds: float
@@ -46,17 +45,13 @@ class Answer:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """What a reader should know about it: gap, missing domains, where it was cut off."""
-        # what to do about it stands behind the reason: in `missing`, not in every answer
-        reasons = {name: why.partition(";")[0] for name, why in self.missing.items()}
-        found = [f"without {name} ({why})" for name, why in reasons.items()]
-        if self.route.gap:
-            found.append("gap: no domain fits")
+        """What a reader should know about it: a gap, where it was cut off."""
+        gap = "gap: no domain fits" if self.route.gap else ""
         words = {
             "length": "cut off at max_tokens", "context": "cut off: the context is full",
             "stopped": "stopped", "stop": "",
         }  # fmt: skip
-        return tuple(filter(None, [*found, words[self.finish]]))
+        return tuple(filter(None, [gap, words[self.finish]]))
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -65,7 +60,6 @@ class Answer:
             "finish": self.finish,
             "route": route_as_json(self.route),
             "weights": dict(self.weights),
-            "missing": dict(self.missing),
             "loaded": list(self.loaded),
             "resident": list(self.resident),
             "load_seconds": self.load_seconds,

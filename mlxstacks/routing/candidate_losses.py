@@ -5,7 +5,8 @@ left over of each, less than a batch, is put together in mixed batches, where ev
 own weights. Batches are of like length and of at most `batch_tokens` tokens.
 
 Which candidates share a batch depends on what is asked for alone, never on what the cache knows:
-a killed run that is started again makes the same batches, so the same bits.
+a killed run that is started again makes the same batches, so the same bits on the same machine and
+BLAS: another adds up products in another order.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -4,7 +4,7 @@
     stream = engine.stream(prompt, engine.route("Who rules Tolu?", "routed"), Sampling(), cache)
     for text in stream:
         print(text, end="")
-    stream.answer                                       # weights, loads, tokens, what was missing
+    stream.answer                                       # weights, loads, tokens
 
 A running answer holds a lease on its stacks, so nothing that others ask for takes them away, and it
 makes the model answer with them before every step: several answers may run by turns.
@@ -22,7 +22,7 @@ import mlx.nn as nn
 
 from mlxstacks import base_model
 from mlxstacks.data.text_settings import Rendering, ThinkingMode
-from mlxstacks.errors import InputError, TargetError
+from mlxstacks.errors import InputError, StoreError, TargetError
 from mlxstacks.files.store import Store
 from mlxstacks.routing.answer import Answer, Finish, begins_in_thought, split_thoughts
 from mlxstacks.routing.gaps import GapLog
@@ -130,11 +130,17 @@ class RoutedModel:
 
     @contextmanager
     def lease(self, route: Route) -> "Iterator[Lease | _NoStacks]":
-        """Hold the stacks of a route. Raises: InputError: they are too large for the budget."""
+        """Hold the stacks of a route.
+
+        Raises: InputError: they are too large for the budget. StoreError: one cannot be read; an
+            answer without it would be another model's.
+        """
         if self.resident is None:
             yield _NoStacks()
         else:
             with self.resident.lease(self.weights(route)) as lease:
+                if lease.missing:
+                    raise StoreError("\n".join(lease.missing.values()))
                 yield lease
 
     def prompt(self, messages: Sequence[dict[str, Any]], thinking: ThinkingMode = "auto") -> Prompt:
@@ -232,7 +238,7 @@ class AnswerStream:
             finish = "context"
         first, last = said.first or said.began, said.last or said.began
         return Answer(
-            text, thoughts, finish, self.route, dict(lease.weights), dict(lease.missing),
+            text, thoughts, finish, self.route, dict(lease.weights),
             tuple(lease.loaded), tuple(lease.hits), lease.seconds, lease.bytes_read,
             len(self.prompt.tokens), said.cached or 0, said.tokens, first - said.began,
             last - first, self._engine.adapters,
@@ -264,7 +270,6 @@ class _NoStacks:
     """The lease of a model without a store."""
 
     weights: Mapping[str, float] = field(default_factory=dict)
-    missing: Mapping[str, str] = field(default_factory=dict)
     loaded: tuple[str, ...] = ()
     hits: tuple[str, ...] = ()
     seconds: float = 0.0

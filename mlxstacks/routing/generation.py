@@ -81,8 +81,6 @@ def encode_prompt(
     Raises: InputError: the template refuses the messages, or nothing is left of them; a text with
     half a character (what is not UTF-8 becomes that on a command line).
     """
-    from jinja2 import TemplateError
-
     for message in messages:
         _check_text(message["content"])
     if not getattr(tokenizer, "has_chat_template", True):
@@ -91,12 +89,9 @@ def encode_prompt(
         tokens = [*begin_mark(tokenizer), *plain][:limit]
         closed = tokens
     else:
-        try:
-            chat = open_chat(messages, tokenizer, rendering)
-            tokens = chat.encode(chat.prompt(enable_thinking=rendering.enable_thinking), limit)
-            closed = chat.encode(chat.text(enable_thinking=rendering.enable_thinking), limit)
-        except (ValueError, TemplateError, TypeError, KeyError, RecursionError) as error:
-            raise InputError(f"the model's chat template refuses the messages: {error}") from error
+        chat = open_chat(messages, tokenizer, rendering)
+        tokens = chat.encode(chat.prompt(enable_thinking=rendering.enable_thinking), limit)
+        closed = chat.encode(chat.text(enable_thinking=rendering.enable_thinking), limit)
     if not tokens:
         raise InputError("the prompt is empty: it has no tokens")
     pairs = enumerate(zip(tokens, closed, strict=False))

@@ -183,6 +183,11 @@ class PromptRouter:
             )
         found = mx.sigmoid(self.network(features, mask))  # (B, n)
         rows: Any = found.tolist()
+        if not mx.isfinite(found).all():
+            raise StoreError(
+                "the router's scores are not numbers: its weights are finite, but sums of them "
+                "leave the range of float32; train it again with `mlxstacks route train`"
+            )
         return [dict(zip(self.domains, row, strict=True)) for row in rows], features
 
 

@@ -97,8 +97,8 @@ def train_router(
     `settings.extend` is set; its domains come first, in its order. directory: for features that are
     too large for memory. progress: (done, all, what).
 
-    Law: equal arguments give equal bits. With extend "new" every old parameter keeps its bits, and
-    so does every logit of an old domain.
+    Law: equal arguments give equal bits on one machine and BLAS. With extend "new" every old
+    parameter keeps its bits, and so does every logit of an old domain.
 
     Raises: InputError: examples that do not fit, too few of them, a start of another kind.
         NonFiniteError: NaN or Inf in a step.

@@ -24,7 +24,7 @@ import mlx.nn as nn
 from mlxstacks.data import Batch
 from mlxstacks.errors import InputError
 from mlxstacks.files.manifest import stack_name
-from mlxstacks.layers.adapted import take_balance
+from mlxstacks.layers.adapted import Balance, take_balance
 from mlxstacks.layers.delta_rows import protect_active
 from mlxstacks.layers.freezing import freeze_active, remove_frozen
 from mlxstacks.layers.latent import LatentPair
@@ -195,11 +195,9 @@ def round_seed(job: DomainJob, number: int) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def call_with_balance(model: nn.Module, tokens: mx.array) -> tuple[mx.array, mx.array | None]:
-    """Logits, and the balance losses of all projections added up; None where none has a router."""
-    logits = model(tokens)
-    balance = take_balance(model)
-    return logits, balance.total if balance.projections else None
+def call_with_balance(model: nn.Module, tokens: mx.array) -> tuple[mx.array, Balance]:
+    """Logits, and the balance of all projections."""
+    return model(tokens), take_balance(model)
 
 
 def _freeze(model: nn.Module, job: DomainJob, number: int) -> Parts:

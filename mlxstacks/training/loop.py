@@ -2,7 +2,8 @@
 
 Nothing depends on the clock: step s always sees `batches_at(s)`, the learning rate of s and random
 keys of s, so a run that was stopped and resumed from its state ends with the same bytes as one that
-was not.
+was not. That holds where sums are added up in the same order: on one machine, with one version of
+MLX and one BLAS and as many threads of it. Elsewhere a resumed run is right but for rounding.
 """
 
 import math

@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlxstacks.base_model import load_arrays, save_arrays
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import mlx_write_errors, sync_directory
 from mlxstacks.training.loop import TrainingState, new_state, trainable_weights
@@ -26,8 +27,8 @@ _START_ANEW = "remove it, or give --no-resume, to start anew"
 def save_state(path: Path, model: nn.Module, state: TrainingState, run_id: str) -> None:
     """Write the state atomically. `run_id` names the settings it belongs to.
 
-    Law: a run loaded from it goes on to the same bytes as one that never stopped; a state that the
-    disk has changed is not loaded.
+    Law: on the machine that wrote it (see loop.py), a run loaded from it goes on to the same bytes
+    as one that never stopped; a state that the disk has changed is not loaded.
     """
     arrays = {f"model.{name}": value for name, value in trainable_weights(model).items()}
     arrays |= {f"optimizer.{name}": value for name, value in tree_flatten(state.optimizer.state)}
@@ -42,7 +43,7 @@ def save_state(path: Path, model: nn.Module, state: TrainingState, run_id: str) 
     # mlx appends the suffix when it is missing, so the temporary name must end in it.
     temporary = path.with_name(f".{path.name}.tmp.safetensors")
     with mlx_write_errors(path):
-        mx.save_safetensors(str(temporary), arrays, metadata)
+        save_arrays(temporary, arrays, metadata)
     with temporary.open("rb") as written:
         os.fsync(written.fileno())
     os.replace(temporary, path)
@@ -58,7 +59,7 @@ def load_state(
         InputError: the file is damaged, or belongs to a run with other settings or another model.
     """
     try:
-        arrays, metadata = mx.load(str(path), return_metadata=True)
+        arrays, metadata = load_arrays(path)
         mx.eval(arrays)  # now, not when the file may have been replaced
     except (RuntimeError, ValueError) as error:  # cut off, or no safetensors any more
         raise InputError(f"{path}: damaged ({error}); {_START_ANEW}") from None

@@ -11,6 +11,7 @@ import numpy as np
 from mlx.utils import tree_map, tree_reduce
 
 from mlxstacks.data import Batch
+from mlxstacks.layers.adapted import begin_step
 from mlxstacks.training.group import size_and_rank, sum_over_group
 from mlxstacks.training.losses import CrossEntropyLoss, Loss, MicroBatch
 
@@ -29,8 +30,9 @@ class GradientStep:
 
     compiled: trace the computation once for each shape of a batch (`mx.compile`). Weights that are
         frozen then become constants: do not change them while this object is in use.
-    Law: the same rows in one batch or in several, on one process or on several, give the same
-        loss and gradients but for rounding.
+    Law: the same rows with any padding, in one batch or in several, on one process or on several,
+        give the same loss and gradients but for rounding, the balance of experts included. Noise
+        and dropout are drawn by batch and place, so they differ.
     """
 
     def __init__(
@@ -47,9 +49,9 @@ class GradientStep:
         function = mx.value_and_grad(self._loss_at)
         self._function: Callable[..., Any] = mx.compile(function) if compiled else function
 
-    def _loss_at(self, weights: Any, *arrays: mx.array) -> tuple[mx.array, dict[str, mx.array]]:
+    def _loss_at(self, weights: Any, *micro: Any) -> tuple[mx.array, dict[str, Any]]:
         self.model.update(weights)
-        return self.loss(self.model, MicroBatch(*arrays))
+        return self.loss(self.model, MicroBatch(*micro))
 
     def __call__(self, batches: Sequence[Batch], seed: int, step: int) -> StepGradients:
         """Gradients of the mean loss over all loss weight in `batches`.
@@ -60,13 +62,17 @@ class GradientStep:
         if total_weight <= 0:
             raise ValueError("a batch has no loss weight: every token is masked")
         count = sum(len(batch.tokens) for batch in batches)
+        in_parts = len(batches) > 1 or size_and_rank(self.group)[0] > 1
         found: Any = None
         for place, batch in enumerate(batches):
             micro = self._own_rows(batch, total_weight, count, f"{seed}/{step}/{place}")
+            micro = micro._replace(in_parts=in_parts)
             made = self._run(micro)
             found = made if found is None else tree_map(mx.add, found, made)
             mx.eval(found)
         found = sum_over_group(found, self.group)
+        if in_parts and isinstance(self.loss, CrossEntropyLoss):
+            found = self.loss.with_balance(found)
         mx.eval(found)
         # A tree without leaves does not come back from a sum.
         return StepGradients(found["loss"], found.get("parts", {}), found["gradients"])
@@ -74,10 +80,11 @@ class GradientStep:
     def _run(self, micro: MicroBatch) -> dict[str, Any]:
         weights = self.model.trainable_parameters()
         try:
-            given = [array for array in micro if array is not None]
+            given = [part for part in micro if part is not None]
             (loss, parts), gradients = self._function(weights, *given)
         finally:
             self.model.update(weights)  # tracing put placeholders in their place
+            begin_step(self.model, None)  # and in the layers' keys; padding is that of this batch
         return {"loss": loss, "parts": parts, "gradients": gradients}
 
     def _own_rows(self, batch: Batch, total_weight: float, count: int, place: str) -> MicroBatch:
@@ -95,7 +102,7 @@ class GradientStep:
         counted = mx.array(places) if some else None
         return MicroBatch(
             mx.array(batch.inputs[rows]), mx.array(batch.targets[rows]), mx.array(weights),
-            mx.array(share, dtype=mx.float32), random_key(f"{place}/{rank}"), counted,
+            mx.array(share, dtype=mx.float32), random_key(f"{place}/{rank}"), counted=counted,
         )  # fmt: skip
 
 

@@ -235,17 +235,19 @@ def test_what_fails_is_said_and_the_chat_goes_on(talk: Any) -> None:
     assert len(chat.conversation.turns) == 1
 
 
-def test_missing_stack_is_said_and_the_answer_marked(
+def test_stack_that_cannot_be_read_is_an_error_and_the_chat_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = write_places(tmp_path)
     store = Store.open(places.store)
     (store.path / store.stack_named("tolu-r1").file.file).unlink()
     settings = settings_for(places, pin=["tolu", "islands"])
-    Chat(settings, open_routed(settings), chat_commands.run).talk(Typed("seven"))
-    out = capsys.readouterr().out.replace("\n", " ")
-    assert "without tolu" in out
-    assert "pinned: islands" in out
+    chat = Chat(settings, open_routed(settings), chat_commands.run)
+    chat.talk(Typed("seven", "/mode base", "/unpin", "river"))
+    out = capsys.readouterr().out.replace("\n", "")
+    assert "error: " in out
+    assert "missing" in out
+    assert [turn.answer.route.mode for turn in chat.conversation.turns] == ["base"]
 
 
 def test_gap_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from mlxstacks.cli.execute import _nano_note
+from mlxstacks.files.mark import read_mark
 from mlxstacks.recipe.file import load_recipe
-from mlxstacks.recipe.resolve import BARE_MARKER
 from tests.cli.conftest import Run
 
 
@@ -88,7 +88,7 @@ def test_closed_pipe_is_quiet(toy: Path, command: Run) -> None:
 def test_bare_run_replaces_what_a_bare_run_wrote(toy: Path, command: Run) -> None:
     target = toy / "mlxstacks-out" / "toy"
     assert command("toy")[0] == 0
-    assert (target / BARE_MARKER).exists()
+    assert (read_mark(target) or {})["bare_run"]
     assert command("toy")[0] == 0
 
 
@@ -99,6 +99,11 @@ def test_it_is_said_when_a_bare_run_replaces_other_settings(toy: Path, command: 
     assert said not in command("toy", "--dry-run")[2]
     assert said in command("toy")[2]
     assert said not in command("toy", "--count", "4", "--save-path", "mine")[2]
+
+
+def test_a_target_with_a_name_too_long_is_bad_input(toy: Path, command: Run) -> None:
+    code, _, message = command("toy", "--save-path", "x" * 300)
+    assert (code, "not a usable target (File name too long)" in message) == (2, True)
 
 
 def test_after_ctrl_c_it_is_said_what_is_kept(toy: Path, command: Run) -> None:
@@ -120,7 +125,7 @@ def test_bare_run_leaves_anything_else_alone(toy: Path, command: Run) -> None:
 
 def test_named_target_needs_force(toy: Path, command: Run) -> None:
     assert command("toy", "--save-path", "out")[0] == 0
-    assert not (toy / "out" / BARE_MARKER).exists()
+    assert "bare_run" not in (read_mark(toy / "out") or {})
     assert command("toy", "--save-path", "out")[0] == 2
     assert command("toy", "--save-path", "out", "--force")[0] == 0
 
@@ -161,6 +166,19 @@ def test_what_of_nano_is_used_is_one_sentence(keys: list[str], words: str) -> No
     assert _nano_note(keys) == words
 
 
+def test_ctrl_c_after_the_work_is_still_130() -> None:
+    """At the end of the interpreter Python reports it and exits with what was to be, 0."""
+    code = (
+        "import atexit, os, signal, sys\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGINT)\n"
+        "from mlxstacks.cli import main\n"
+        "sys.argv = ['mlxstacks', '--version']\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout[:9], done.stderr) == (130, "mlxstacks", "")
+
+
 # --- recipes --------------------------------------------------------------------------------------
 
 
@@ -178,10 +196,27 @@ def test_later_wins(recipe: Path, command: Run) -> None:
     assert [found[k] for k in ("bits", "kind", "count", "ratio")] == [4, "fancy", 4, 0.9]
 
 
+@pytest.mark.parametrize(
+    ("line", "typed", "message"),
+    [
+        ("cuont: 3", [], "error: recipe mine.yaml: unknown key 'cuont'; did you mean 'count'?"),
+        ("inner: {rate: x}", [], "error: recipe mine.yaml: inner.rate: got 'x'"),
+        ("save_path: ~nobody-here/x", [], "error: recipe mine.yaml: "),
+        ("count: 3", ["--set", "count=none"], "error: count: got 'none'"),
+    ],
+)
+def test_a_fault_of_a_recipe_names_its_file(
+    toy: Path, command: Run, line: str, typed: list[str], message: str
+) -> None:
+    (toy / "mine.yaml").write_text(f"command: toy\n{line}\n")
+    code, _, err = command("run", "mine.yaml", *typed)
+    assert (code, err[: len(message)]) == (2, message)
+
+
 def test_run_writes_to_the_name_of_the_recipe_and_is_resumable(recipe: Path, command: Run) -> None:
     code, out, _ = command("run", "mine.yaml")
     assert (code, "toy made" in out) == (0, True)
-    assert (recipe.parent / "mlxstacks-out" / "mine" / BARE_MARKER).exists()
+    assert (read_mark(recipe.parent / "mlxstacks-out" / "mine") or {})["bare_run"]
     code, out, _ = command("run", "mine.yaml")
     assert (code, "Already done" in out, "made" in out) == (0, True, True)
     assert json.loads(command("run", "mine.yaml", "--json")[1])["already_done"] is True

@@ -28,7 +28,7 @@ def report_of(correlations: list[float | None], status: str = "planned") -> Fuse
     total = None if status == "planned" else FIGURES
     return FuseReport(
         status, "m", "out", {"requant": "auto"}, "0" * 64, "1" * 64, False, None,
-        [StageReport("a", modules, total)], [], 0, 0, 0.5, {}, VERDICT,
+        [StageReport("a", modules, total)], [], 0, 0, 0.5, {}, VERDICT, total=total,
     )  # fmt: skip
 
 

@@ -99,7 +99,7 @@ def test_modes_are_compared(generate: Run) -> None:
         ("{", "line 2: not JSON"),
         ("[1]", "line 2: got list"),
         ({"prompt": " "}, "line 2: the prompt is empty"),
-        ('{"prompt": "a \\ud800"}', "line 2: the prompt is no text: its character 3"),
+        ('{"prompt": "a \\ud800"}', "line 2: \\ud800 is half a character"),
         ({"prompt": 7}, "line 2: prompt is int"),
         ({"text": "x"}, "line 2: a row has the keys ['text']"),
         ({"messages": []}, "line 2: messages must be a list"),

@@ -74,7 +74,8 @@ def test_each_option_works_or_is_answered(command: str, monkeypatch: pytest.Monk
         if message and not answered:
             unanswered[option] = message
     assert not unanswered
-    stale = set(REFUSED.get(command, {})) - refused - {"--verbose"}
+    of_generate = set(options_of("generate")) if command == "chat" else set()
+    stale = set(REFUSED.get(command, {})) - refused - of_generate - {"--verbose"}
     assert not stale, "mlx-lm has no such option, or it works here"
 
 
@@ -114,6 +115,8 @@ def test_spellings_of_mlx_lm_give_our_settings(
         ("generate a -p b", "prompt is given twice: 'a', and 'b' by --prompt"),
         ("fuse --dequantize --requant keep", "'dequantize' by --dequantize"),
         ("generate -p a --verbose False", "has no option --verbose False: the answer goes to"),
+        ("chat --prompt hello", "chat has no option --prompt: prompts are typed"),
+        ("chat -p hello", "`mlxstacks generate` answers one"),
         ("train --trust_remote_code", "code of a model is never run"),
         ("eval --tasks a --temp=1", "eval has no option --temp: answers are greedy"),
     ],

@@ -2,11 +2,17 @@
 
 import io
 import json
+import logging
 
 import pytest
+from rich.color import ColorSystem
 from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
 
-from mlxstacks.cli import output
+from mlxstacks.cli import _show_warning, output
+from mlxstacks.cli.answers import write_answer
+from mlxstacks.cli.execute import _log_to_stderr
 
 
 def printed(item: object, width: int = 80) -> str:
@@ -154,9 +160,57 @@ def test_json_is_json_whatever_the_terminal_can_show(
     written = io.BytesIO()
     stream = io.TextIOWrapper(written, encoding=encoding, errors="backslashreplace")
     monkeypatch.setattr("sys.stdout", stream)
-    document = {"path": "\u00fc \udcff"}
+    document = {"path": "\u00fc \udcff", "model": COMMANDS}
     output.print_json(document)
     assert json.loads(written.getvalue()) == document
+    assert not commands_in(written.getvalue().decode(encoding))
+
+
+# ESC, the C1 character that terminals read as ESC [, bell, DEL, and text from right to left
+COMMANDS = "\x1b]0;title\x07 \x9b31m \x7f \u202egnp.exe"
+
+
+def commands_in(text: str) -> set[str]:
+    return set(text) & set("\x1b\x07\x9b\x7f\u202e")
+
+
+def test_nothing_printed_commands_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names of files and tensors, answers of models: whatever way they come to the screen."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    console = output.console()
+    for item in (COMMANDS, Text(COMMANDS), Panel(COMMANDS, title=COMMANDS),
+                 output.details({"file": COMMANDS})):  # fmt: skip
+        console.print(item, markup=False)
+    output.write(COMMANDS, error=True)
+    output.note(COMMANDS)
+    write_answer(COMMANDS)  # a character a piece
+    _log_to_stderr(1)
+    logging.getLogger("mlxstacks").info(COMMANDS)
+    _show_warning(COMMANDS, UserWarning, "a.py", 1)
+    out, err = capsys.readouterr()
+    assert out.count("title") + err.count("title") == 10
+    assert not commands_in(out + err)
+
+
+def test_styles_of_ours_still_reach_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    console = output.console()
+    console.file, console._force_terminal, console._color_system = (
+        stream,
+        True,
+        ColorSystem.STANDARD,
+    )
+    console.print("name\x1b[2J", style="bold", markup=False)
+    assert stream.getvalue() == "\x1b[1mname\\x1b[2J\x1b[0m\n"
+
+
+def test_values_are_shown_however_long_their_names_are() -> None:
+    narrow = printed(output.details({"name": "some words", "shares bytes with": "copies"}), 20)
+    assert [line.rstrip() for line in narrow.splitlines()] == [
+        "name: some words", "shares bytes with:", "copies"
+    ]  # fmt: skip
 
 
 def test_a_cell_holds_no_commands_to_the_terminal() -> None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
 from mlxstacks.errors import InputError
+from mlxstacks.files.outputs import staged_directory
 from mlxstacks.recipe.table import Command
 
 
@@ -65,10 +66,10 @@ def run(settings: ToySettings, progress: Any = None) -> ToyResult:
         raise BrokenPipeError(32, "Broken pipe")
     progress(1, 2)
     assert settings.save_path is not None
-    directory = Path(settings.save_path)
-    directory.mkdir(parents=True, exist_ok=True)
     report = settings.model_dump(mode="json", exclude={"force", "save_path"})
-    (directory / "manifest.json").write_text(json.dumps({"settings": report, "verdict": "made"}))
+    with staged_directory(Path(settings.save_path), force=settings.force) as directory:
+        text = json.dumps({"settings": report, "verdict": "made"})
+        (directory / "manifest.json").write_text(text)
     return ToyResult(settings, "0.3 is below 0.5" if settings.fail == "gate" else None)
 
 

@@ -6,6 +6,8 @@ Run: pytest tests/convert/test_run.py
 import errno
 import json
 import os
+import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,10 @@ from mlxstacks.errors import CheckpointError, InputError, TargetError
 from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.hub import resolve_model
 from tests.cli.conftest import Run, command
+from tests.convert.ended import end_while_writing
 from tests.convert.gguf_cases import config_of, random_tensors, write_gguf
+from tests.convert.hub_cases import write_hub_model
+from tests.warm import ended, start_command_line
 
 __all__ = ["command"]  # a fixture
 
@@ -64,10 +69,9 @@ def test_an_existing_target_needs_force(plain: Path, command: Run) -> None:
 def test_the_target_may_not_hold_the_source(plain: Path, command: Run) -> None:
     Path("models").mkdir()
     plain.rename("models/m.gguf")
-    Path("models/config.json").write_text("{}")  # what --force may replace
     code, _, err = command("convert", "models/m.gguf", "--save-path", "models", "--force")
     assert code == 2
-    assert "must not be replaced" in err
+    assert "holds m.gguf and does not say that mlxstacks wrote it" in " ".join(err.split())
     assert Path("models/m.gguf").is_file()
 
 
@@ -94,6 +98,36 @@ def test_a_fault_found_late_leaves_nothing(plain: Path, work_dir: Path) -> None:
     with pytest.raises(InputError, match="no finite float16"):
         convert_run.convert(settings)
     assert [path.name for path in work_dir.iterdir()] == ["m.gguf"]
+
+
+@pytest.mark.parametrize("source", ["m.gguf", "hub"])
+def test_a_run_that_is_ended_leaves_the_target_as_it_was(
+    source: str, plain: Path, work_dir: Path
+) -> None:
+    """Ctrl-C leaves nothing at all; kill -9 what the next run to this target removes."""
+    if source == "hub":
+        write_hub_model(work_dir / "hub", "qwen2")
+    settings = ConvertSettings(model=source, save_path="out", bits=4 if source == "hub" else None)
+    arguments = ["convert", source, "--save-path", "out", *(["--bits", "4"] * (source == "hub"))]
+    before = {path.name for path in work_dir.iterdir()}
+
+    def end(signal_number: int, *options: str) -> list[str]:
+        change = partial(end_while_writing, signal_number)
+        code = ended(start_command_line([*arguments, *options], change))
+        assert code == (130 if signal_number == signal.SIGINT else -signal.SIGKILL)
+        return sorted(path.name for path in work_dir.iterdir() if path.name not in before)
+
+    assert end(signal.SIGINT) == []
+    lock, staged = end(signal.SIGKILL)
+    assert lock == ".out.lock"
+    assert staged.startswith(".out.tmp-")
+    convert_run.convert(settings)
+    assert {path.name for path in work_dir.iterdir()} == {*before, "out"}
+    whole = {path.name: path.read_bytes() for path in Path("out").iterdir()}
+    assert "out" in end(signal.SIGKILL, "--force")
+    assert {path.name: path.read_bytes() for path in Path("out").iterdir()} == whole
+    convert_run.convert(settings.model_copy(update={"force": True}))
+    assert {path.name for path in work_dir.iterdir()} == {*before, "out"}
 
 
 @pytest.mark.parametrize(

@@ -154,3 +154,17 @@ def chat_tokenizer(name: str) -> Any:
         tokenizer_object=tokenizer, bos_token=kind.begin, eos_token=kind.special[-1],
         chat_template=kind.template, clean_up_tokenization_spaces=False,
     )  # fmt: skip
+
+
+class Counting:
+    """Counts the characters that a tokenizer is given."""
+
+    def __init__(self, name: str) -> None:
+        self._tokenizer, self.characters = chat_tokenizer(name), 0
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        self.characters += len(text)
+        return self._tokenizer.encode(text, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)

@@ -4,6 +4,7 @@ Run: pytest tests/data/test_arrow_sets.py
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,8 @@ def test_without_the_package_the_message_names_it(
         read(tmp_path, path="rows.parquet")
     (tmp_path / "saved").mkdir()
     for name in ("state.json", "dataset_info.json"):
-        (tmp_path / "saved" / name).write_text("{}")
-    with pytest.raises(InputError, match=r"datasets: pip install 'mlxstacks\[data\]'"):
+        (tmp_path / "saved" / name).write_text('{"_data_files": []}')
+    with pytest.raises(InputError, match=r"pyarrow: pip install 'mlxstacks\[data\]'"):
         read(tmp_path, path="saved")
 
 
@@ -117,6 +118,65 @@ def test_saved_sets(tmp_path: Path) -> None:
     (tmp_path / "one" / "state.json").write_text("{")
     with pytest.raises(InputError, match="cannot be read as a saved data set"):
         read(tmp_path, path="one")
+
+
+def test_media_are_neither_decoded_nor_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    text, place = datasets.Value("string"), {"bytes": datasets.Value("binary")}
+    features = datasets.Features({"text": text, "image": {**place, "path": text}})
+    picture = {"bytes": None, "path": "http://127.0.0.1:9/picture.png"}
+    rows = datasets.Dataset.from_list([{"text": "a", "image": picture}], features=features)
+    rows.save_to_disk(tmp_path / "saved")
+    info = tmp_path / "saved" / "dataset_info.json"
+    described = json.loads(info.read_text())
+    described["features"]["image"] = {"_type": "Image"}
+    info.write_text(json.dumps(described))
+    for call in ("socket.socket.connect", "socket.getaddrinfo"):
+        monkeypatch.setattr(call, _no_network)
+    assert [row for _, row in read(tmp_path, path="saved")] == [{"text": "a", "image": picture}]
+
+
+@pytest.mark.parametrize("name", ["../one/data-00000-of-00001.arrow", "/etc/passwd", "..", 3])
+def test_a_saved_set_names_only_files_of_its_own(tmp_path: Path, name: object) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+    with pytest.raises(InputError, match="is no name of a file in it"):
+        read(tmp_path, path=".")
+
+
+def test_a_pipe_in_place_of_a_file_is_refused(
+    tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "a.arrow"}]}))
+    os.mkfifo(tmp_path / "a.arrow")
+    with pytest.raises(InputError, match=r"a\.arrow: not a regular file"):
+        read(tmp_path, path=".")
+    monkeypatch.setattr(arrow_sets, "_missing", lambda package: True)
+    main = hub_cache.parents[1] / "refs" / "main"
+    main.unlink()
+    os.mkfifo(main)
+    with pytest.raises(InputError, match=r"refs/main: not a regular file"):
+        read(dataset="org/set")
+
+
+@pytest.mark.parametrize("kind", ["text", "year", "zone"])
+def test_a_value_that_python_cannot_hold_names_its_column(tmp_path: Path, kind: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    column = {
+        "text": pyarrow.array([b"\xff"]).view(pyarrow.string()),
+        "year": pyarrow.array([2**62], pyarrow.timestamp("us")),
+        "zone": pyarrow.array([0], pyarrow.timestamp("us", tz="Mars/Phobos")),
+    }[kind]
+    parquet.write_table(pyarrow.table({"text": ["a"], "odd": column}), tmp_path / "rows.parquet")
+    with pytest.raises(InputError, match=r"rows\.parquet, rows 1 to 1: column 'odd': "):
+        read(tmp_path, path="rows.parquet")
 
 
 def test_a_cached_set_is_read_without_network(

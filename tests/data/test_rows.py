@@ -92,7 +92,7 @@ def test_a_model_without_a_chat_template_is_told_at_the_row(tmp_path: Path) -> N
 
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": CHAT}) + "\n")
-    with pytest.raises(InputError, match=r"line 1: tokenizer\.chat_template is not"):
+    with pytest.raises(InputError, match=r"line 1: .*: tokenizer\.chat_template is not"):
         read_rows(path, Template(missing))
 
 
@@ -248,7 +248,7 @@ def test_what_a_template_raises_names_file_and_line(tmp_path: Path) -> None:
 
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "a"}\n' + json.dumps({"messages": CHAT}) + "\n")
-    with pytest.raises(InputError, match="line 2: roles must alternate"):
+    with pytest.raises(InputError, match=r"line 2: the chat template .*: roles must alternate"):
         read_rows(path, Template(strict))
 
 

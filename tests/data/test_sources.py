@@ -5,6 +5,8 @@ Run: pytest tests/data/test_sources.py
 
 import hashlib
 import json
+import os
+import tracemalloc
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from mlxstacks.data import json_array
+from mlxstacks.data import json_array, json_lines
 from mlxstacks.data.settings import DomainDataSettings, SourceSettings
 from mlxstacks.data.sources import data_files, open_source
 from mlxstacks.errors import InputError
@@ -55,6 +57,12 @@ def test_lines_are_read_as_they_are_used(tmp_path: Path) -> None:
         ("rows.jsonl", b"\n\n", "no rows"),
         ("rows.jsonl", b'["a"]\n', "line 1: got list, need an object"),
         ("rows.jsonl", b'{"text": "\xff"}\n', "line 1: not JSON"),
+        (
+            "rows.jsonl",
+            b'{"a": 1}\n{"a": "\\uD800"}\n',
+            r"line 2: \\ud800 is half a char",
+        ),
+        ("rows.json", b'[{"a": 1},\n{"\\udc00": 1}]', r"line 2: \\udc00 is half a char"),
         ("rows.json", b"[]", "the array is empty"),
         ("rows.json", b'[{"a": 1},\n 3]', "line 2: got int, need an object"),
         ("rows.json", b'[{"a": 1}\n {"a": 2}]', "line 2: not JSON .need , or ]"),
@@ -110,6 +118,38 @@ def test_an_array_reads_as_json_reads_it(
     lines = [line for line, _ in found]
     assert lines == sorted(lines)
     assert all(text.splitlines()[line - 1].lstrip("[ \t,").startswith("{") for line in lines)
+
+
+def test_a_pipe_or_a_device_is_called_so(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    for path in ("rows.jsonl", "/dev/null"):
+        with pytest.raises(InputError, match="a pipe or a device, and rows are read more than"):
+            open_source(SourceSettings(path=path), tmp_path)
+
+
+def test_halves_that_belong_together_are_one_character(tmp_path: Path) -> None:
+    for name, content in {
+        "a.jsonl": r'{"a": "\ud83d\uDE00"}',
+        "a.json": r'[{"a": "\ud83d\uDE00"}]',
+    }.items():
+        (tmp_path / name).write_text(content)
+        assert [row for _, row in rows_of(name, tmp_path)] == [{"a": "\U0001f600"}]
+
+
+def test_a_line_without_end_is_counted_and_refused_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(json_lines, "_BLOCK_BYTES", 1000)
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n \n' + " " * 3_000 + "x" * 300_000 + "\n\n" + '{"a": 2}')
+    tracemalloc.start()
+    assert json_lines.count_rows(path) == 3
+    with pytest.raises(InputError, match="line 3: 1,000 bytes or more"):
+        rows_of(path, tmp_path)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 100_000
 
 
 def test_an_array_is_read_in_pieces(tmp_path: Path) -> None:

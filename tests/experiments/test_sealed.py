@@ -67,3 +67,10 @@ def test_rows_that_were_edited_are_made_again(tmp_path: Path) -> None:
     assert path.stat().st_mtime_ns == before
     path.write_bytes(data.replace(b"a", b"b"))
     assert write_rows(path, [{"text": "a"}, {"text": "ü"}]) == path.read_bytes() == data
+
+
+def test_what_is_no_number_in_json_is_damage(tmp_path: Path) -> None:
+    path = tmp_path / "base.json"
+    path.write_text('{"digest": "", "acc": NaN}')
+    with pytest.raises(InputError, match=r"damaged \(NaN is not a JSON number"):
+        read_sealed(path)

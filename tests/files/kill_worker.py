@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from mlxstacks.files import outputs
+from mlxstacks.files.mark import MARK
 from mlxstacks.files.outputs import staged_directory, write_json
 from mlxstacks.files.shards import ShardWriter
 
@@ -35,7 +36,7 @@ def read_version(target: Path) -> int | None:
     if not target.exists():
         return None
     version: int = json.loads((target / "sub" / "report.json").read_text())["version"]
-    assert sorted(path.name for path in target.iterdir()) == [
+    assert sorted(entry.name for entry in target.iterdir() if entry.name != MARK) == [
         *(f"model-{number}.safetensors" for number in range(FILES)),
         "sub",
     ]

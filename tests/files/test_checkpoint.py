@@ -17,11 +17,13 @@ import mlx.core as mx
 import pytest
 from mlx_lm import load
 
+from mlxstacks import base_model
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files import checkpoint as checkpoint_module
 from mlxstacks.files.checkpoint import INDEX_NAME, fingerprint, open_checkpoint, resolve_model
-from mlxstacks.files.hub import ALLOW_PATTERNS
+from mlxstacks.files.hub import ALLOW_PATTERNS, in_hub_cache
 from mlxstacks.files.shards import read_tensor
+from mlxstacks.guard.build import read_config
 from tests.files.raw import entry, file_bytes
 from tests.tiny_models import (
     llama_config,
@@ -128,8 +130,43 @@ def test_config_that_no_model_can_have_is_one_clear_error(model: Path, hidden_si
     config["text_config"]["hidden_size"] = hidden_size
     (model / "config.json").write_text(json.dumps(config))
     edit_index(model, lambda index: index["weight_map"].update(ghost="ghost.safetensors"))
-    with pytest.raises(CheckpointError, match=r"ghost\.safetensors: shard .* mlx-lm cannot load"):
+    with pytest.raises(CheckpointError, match=r"ghost\.safetensors: shard .* hidden_size is"):
         open_checkpoint(model)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "extra/a.jinja"])
+def test_a_pipe_in_a_model_is_refused_before_a_loader_waits_for_it(model: Path, name: str) -> None:
+    (model / name).unlink(missing_ok=True)
+    (model / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(model / name)
+    with pytest.raises(CheckpointError, match=rf"{name}: not a regular file"):
+        base_model.load(model, lazy=True)
+
+
+_NO_VOCABULARY = {"version": "1.0", "added_tokens": [], "model": {"type": "Nothing"}}
+_BAD_MERGE = {"type": "BPE", "vocab": {"a": 0}, "merges": ["b c"]}
+
+
+_PANIC = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+
+
+@pytest.mark.parametrize("text", [
+    "", "[]", "{}", "[" * 100_000, json.dumps(_NO_VOCABULARY),
+    json.dumps(_NO_VOCABULARY | {"model": _BAD_MERGE}),
+    json.dumps(_NO_VOCABULARY | {"normalizer": _PANIC}),
+])  # fmt: skip
+def test_a_tokenizer_that_does_not_parse_is_one_clear_error(model: Path, text: str) -> None:
+    (model / "tokenizer.json").write_text(text)
+    with pytest.raises(CheckpointError, match="mlx-lm cannot load it"):
+        base_model.load(model, lazy=True)
+
+
+def test_a_token_id_beyond_measure_is_refused_before_tables_are_made(model: Path) -> None:
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["a: 12345678"] = 4_294_967_295
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: a token has the id 4,294,967,295"):
+        base_model.load(model, lazy=True)
 
 
 def test_numbers_in_names_of_shards_may_be_those_of_another_repository(model: Path) -> None:
@@ -418,6 +455,21 @@ def test_hub_id_resolves_from_the_cache_offline(
     found = resolve_model("owner/name")
     assert found.resolve() == snapshot.resolve()
     assert open_checkpoint(found).tensors
+
+
+def test_a_pipe_in_the_hub_cache_is_refused(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    main = as_hub_cache(tmp_path / "hub", model, "owner/name").parents[1] / "refs" / "main"
+    main.unlink()
+    os.mkfifo(main)
+    for look_up in (resolve_model, in_hub_cache, read_config):
+        with pytest.raises(CheckpointError, match=r"refs/main: not a regular file"):
+            look_up("owner/name")
+    assert not in_hub_cache("x" * 300)
 
 
 def test_unknown_hub_id_offline_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,15 @@ Run: pytest tests/files/test_lora_modules.py
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxstacks.errors import AdapterError
 from mlxstacks.files.adapters import (
     LoraModule,
 )
-from mlxstacks.files.lora_modules import padded, rescaled, unified, widened
+from mlxstacks.files.lora_modules import delta_norm, padded, rescaled, unified, widened
 from mlxstacks.ops.affine import from_storage, to_storage
 from tests.files.peft_cases import EPSILON, delta_of
 
@@ -49,6 +51,22 @@ def test_padding_keeps_the_delta(rank: int, dtype: str, seed: int) -> None:
     module = small_module(seed, dtype)
     assert padded(module, rank).rank == rank
     assert np.array_equal(delta_of(padded(module, rank)), delta_of(module))
+
+
+def test_padding_to_a_huge_rank_is_refused_before_it_takes_memory() -> None:
+    wide = LoraModule("wide", np.ones((1, 10**6)), np.ones((10**6, 1)), "F32", 3.0)
+    narrow = replace(small_module(0, "F32"), lora_a=np.ones((500, 1)), lora_b=np.ones((1, 500)))
+    with pytest.raises(AdapterError, match=r"wide: rank 1,000,000, to which all .* 1,002,000,000"):
+        unified([wide, narrow])
+
+
+@pytest.mark.parametrize("rank", [1, 4, 5, 10**6])
+def test_the_norm_of_a_delta_at_any_rank(rank: int) -> None:
+    rng = np.random.default_rng(rank)
+    dense = LoraModule("m", rng.random((4, rank)), rng.random((rank, 3)), "F32", -2.0)
+    switch = replace(dense, lora_a=rng.random((2, rank, 4)), lora_b=rng.random((2, 3, rank)))
+    for module in (dense, switch):
+        assert delta_norm(module) == pytest.approx(np.linalg.norm(delta_of(module)))
 
 
 def test_the_commonest_scale_is_not_folded() -> None:

@@ -21,17 +21,21 @@ from typing import Any
 
 import pytest
 
+import mlxstacks
 from mlxstacks.errors import CheckpointError, TargetError
 from mlxstacks.files import carry, disk, outputs
+from mlxstacks.files.mark import MARK, entries, new_mark
 from mlxstacks.files.outputs import (
     carry_side_files,
     check_target,
     clone_or_link,
+    fill_cache,
     side_files,
     staged_directory,
     write_json,
 )
 from mlxstacks.files.shards import ShardWriter
+from mlxstacks.resources import resource_dir
 from tests.files import kill_worker
 from tests.files.raw import entry, file_bytes, mounted, reflink_disk, small_disk
 
@@ -41,18 +45,82 @@ def build(target: Path, text: str = "new", **options: Any) -> None:
         (staged / "file").write_text(text)
 
 
-@pytest.fixture(autouse=True)
-def _file_is_an_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `build` makes counts as an output of this package, which --force may replace."""
-    monkeypatch.setattr(outputs, "_OWN_FILES", outputs._OWN_FILES | {"file"})
-
-
-def test_force_spares_what_is_no_output(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["thesis.tex", "manifest.json", "a.safetensors", MARK])
+def test_force_spares_what_carries_no_mark(tmp_path: Path, name: str) -> None:
     (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "thesis.tex").write_text("years")
-    with pytest.raises(TargetError, match=r"holds thesis\.tex but no model"):
+    (tmp_path / "thesis" / name).write_text('{"years": 3}')
+    with pytest.raises(TargetError, match=r"does not say that mlxstacks wrote it .* rm -r /"):
         build(tmp_path / "thesis", force=True)
-    assert (tmp_path / "thesis" / "thesis.tex").read_text() == "years"
+    assert (tmp_path / "thesis" / name).read_text() == '{"years": 3}'
+
+
+def test_force_names_what_lies_beside_ours(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    build(target)
+    (target / "notes" / "of").mkdir(parents=True)
+    (target / "notes" / "of" / "mine").write_text("x")
+    (target / "link").symlink_to(tmp_path)
+    (target / ".DS_Store").touch()  # macOS puts it anywhere
+    message = r"holds link, notes, which mlxstacks did not write there.* move that elsewhere"
+    with pytest.raises(TargetError, match=message):
+        build(target, force=True)
+    assert (target / "notes" / "of" / "mine").exists()
+    shutil.rmtree(target / "notes")
+    (target / "link").unlink()
+    build(target, "newer", force=True)
+    assert (target / "file").read_text() == "newer"
+
+
+def test_file_that_came_while_the_new_was_written_stays(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    build(target)
+
+    def write() -> None:
+        with staged_directory(target, force=True):
+            (target / "late.txt").write_text("x")
+
+    with pytest.raises(TargetError, match=r"holds late\.txt"):
+        write()
+    assert names(target) == ["file", "late.txt"]
+    assert names(tmp_path) == ["out"]
+
+
+def test_what_is_told_otherwise_gets_no_mark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store has its manifest. Without a mark, too, nothing stays of a run that failed."""
+    for text in ("old", "new"):
+        build(tmp_path / "out", text, force=True, owned=entries)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["file"]
+
+    def full(directory: Path) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(outputs, "sync_tree", full)
+    with pytest.raises(TargetError, match="the disk is full"):
+        build(tmp_path / "out", force=True, owned=entries)
+    assert names(tmp_path) == ["out"]
+    assert (tmp_path / "out" / "file").read_text() == "new"
+
+
+def test_nothing_is_written_into_the_package(tmp_path: Path) -> None:
+    package = Path(mlxstacks.__file__).parent
+    (tmp_path / "link").symlink_to(package / "assets" / "nano")
+    for target in (package, package / "new", package / "assets" / "nano" / "store",
+                   tmp_path / "link" / "store", resource_dir("recipes") / "new"):  # fmt: skip
+        with pytest.raises(TargetError, match="comes with mlxstacks and is only read"):
+            build(target, force=True)
+    assert not (package / "new").exists()
+
+
+def test_filled_cache_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLXSTACKS_CACHE", str(tmp_path / "cache"))
+    filled = tmp_path / "cache" / "nano-1" / "model"
+    fill_cache(filled, (filled / "file").is_file, lambda place: write_json(place / "file", 1))
+    for target in (filled, filled.parent, filled / "new", filled.parent / "new"):
+        with pytest.raises(TargetError, match="comes with mlxstacks and is only read"):
+            build(target, force=True)
+    build(tmp_path / "cache" / "mine")
 
 
 def test_empty_directory_is_nobodys(tmp_path: Path) -> None:
@@ -62,7 +130,8 @@ def test_empty_directory_is_nobodys(tmp_path: Path) -> None:
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    """What is in a directory, but the mark."""
+    return sorted(path.name for path in directory.iterdir() if path.name != MARK)
 
 
 # --- the ordinary course ---------------------------------------------------------------------
@@ -117,8 +186,8 @@ def test_replacing_removes_the_old_files(
     if not exchange:
         monkeypatch.setattr(outputs, "_exchange", lambda first, second: False)
     target = tmp_path / "out"
-    build(target)
-    (target / "stale").write_text("x")
+    with staged_directory(target) as staged:
+        (staged / "stale").write_text("x")
     build(target, "newer", force=True)
     assert names(target) == ["file"]
     assert names(tmp_path) == ["out"]
@@ -336,7 +405,10 @@ def test_temporaries_of_dead_runs_go_and_others_stay(tmp_path: Path) -> None:
     for name in (".out.tmp-123-0123abcd", ".out.tmp-99999-deadbeef"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
+        write_json(tmp_path / name / MARK, new_mark())
+    (tmp_path / ".out.tmp-7-01234567").mkdir()  # died before it wrote the mark
     kept = [
+        ".out.tmp-123-01234567",  # by its name alone
         ".out.tmp-1-0123abcd.tmp-2-0123abcd",  # of a target named out.tmp-1-0123abcd
         ".out2.tmp-123-0123abcd",
         ".out.tmp-mine",
@@ -344,6 +416,7 @@ def test_temporaries_of_dead_runs_go_and_others_stay(tmp_path: Path) -> None:
     ]
     for name in kept:
         (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
     build(tmp_path / "out")
     assert names(tmp_path) == sorted([*kept, "out"])
 
@@ -558,10 +631,19 @@ def test_side_files_follow_the_links_of_a_hub_cache(tmp_path: Path) -> None:
     (tmp_path / "source" / "tokenizer.json").symlink_to("../blob")
     (tmp_path / "source" / "broken.json").symlink_to("../gone")
     (tmp_path / "source" / "loop.json").symlink_to("loop.json")
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "0f").write_text("{}")
+    (tmp_path / "source" / "vocab.json").symlink_to("../blobs/0f")
+    (tmp_path / "source" / "same.json").symlink_to("tokenizer_config.json")
+    (tmp_path / "source" / "tokenizer_config.json").write_text("{}")
     files = side_files(tmp_path / "source", [])
-    assert [file.name for file in files if file.reason is None] == ["tokenizer.json"]
-    carry_side_files(tmp_path / "source", tmp_path / "target", files)
-    assert [path.name for path in (tmp_path / "target").iterdir()] == ["tokenizer.json"]
+    names = ["same.json", "tokenizer.json", "tokenizer_config.json", "vocab.json"]
+    assert [file.name for file in files if file.reason is None] == names
+    links = {file.name: file.link for file in files if file.link}
+    assert links == {"tokenizer.json": str((tmp_path / "blob").resolve())}
+    done = carry_side_files(tmp_path / "source", tmp_path / "target", files)
+    assert {file.name: file.link for file in done if file.link} == links
+    assert sorted(path.name for path in (tmp_path / "target").iterdir()) == names
     assert not (tmp_path / "target" / "tokenizer.json").is_symlink()
 
 
@@ -569,6 +651,13 @@ def test_mounts_are_gone(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", "size=1m", "tmpfs") as place:
         assert os.path.ismount(place)
     assert not os.path.ismount(tmp_path / "disk")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_file_system_that_holds_no_files_is_refused() -> None:
+    for name in ("/proc/out", "/proc/self/out"):
+        with pytest.raises(TargetError, match=r"/proc/out: 0 free|not writable"):
+            check_target(Path(name))
 
 
 def test_a_target_that_no_file_system_takes_is_named(tmp_path: Path) -> None:

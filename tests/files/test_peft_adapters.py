@@ -6,6 +6,7 @@ deltas that PEFT computes for them, and an export of ours that PEFT loaded and a
 """
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from mlxstacks.errors import AdapterError, TargetError
+from mlxstacks.files import peft_config
 from mlxstacks.files.adapter_names import to_hub
 from mlxstacks.files.adapters import (
     Adapter,
@@ -26,6 +28,7 @@ from mlxstacks.files.adapters import (
     read_adapter,
 )
 from mlxstacks.files.peft_adapters import read_peft
+from mlxstacks.files.peft_config import PatternTable
 from mlxstacks.files.peft_write import alpha_for, write_peft, write_zero_peft
 from mlxstacks.ops.affine import to_storage
 from tests.files.peft_cases import (
@@ -184,10 +187,9 @@ REFUSED = [
     ({"rank_pattern": {"(": 3}}, "not a regular expression"),
     ({"rank_pattern": {"(?i)q_proj": 3}}, "not a regular expression"),
     ({"alpha_pattern": {r"(.)\1(.)\2": 3}}, "not a regular expression"),
-    ({"alpha_pattern": {"(a+)+b": 3}}, "repeated group"),
-    ({"rank_pattern": {"((.)+)+!": 3}}, "repeated group"),
-    ({"rank_pattern": {"(.|.)*!": 3}}, "repeated group"),
-    ({"rank_pattern": {".*.*.*.*!": 3}}, "more than 3 repeats"),
+    ({"alpha_pattern": {"(?=q)q_proj": 3}}, "no look-around"),
+    ({"alpha_pattern": {"\ud800": 3}}, "not read by RE2"),
+    ({"alpha_pattern": {"a" * 501: 3}}, "501 letters, allowed: 500"),
     ({"r": 0}, "r is 0"),
     ({"lora_alpha": "16"}, "lora_alpha is '16'"),
     ({"rank_pattern": {"q_proj": 3}}, "rank 2 in the file, 3 by the config"),
@@ -203,6 +205,25 @@ def test_what_mlx_cannot_hold_is_refused_by_name(
     path = save_peft(tmp_path / "a", dense_tensors("self_attn.q_proj", (8, 6)), config)
     with pytest.raises(AdapterError, match=message):
         read_peft(path)
+
+
+def test_the_first_pattern_wins_in_linear_time() -> None:
+    """Expressions on which `re` tries each of exponentially many ways, before 5,000 of modules."""
+    slow = ["(a+)+b", "((.)+)+!", "(.|.)*!", "a?" * 100 + "a" * 100, ".*.*.*.*!"]
+    exact = [rf"layers\.{i}\.q_proj" for i in range(5000)]
+    table = PatternTable({pattern: n for n, pattern in enumerate([*slow, *exact, "q_proj"])})
+    started = time.process_time()
+    assert table.get("a" * 60, -1) == -1
+    assert table.get("model.layers.4999.q_proj", -1) == len(slow) + 4999
+    assert table.get("model.layers.5000.q_proj", -1) == len(slow) + 5000
+    assert table.get("model.layers.1.xq_proj", -1) == -1
+    assert time.process_time() - started < 2
+
+
+def test_patterns_that_need_too_much_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peft_config, "_MATCHER_BYTES", 1 << 16)
+    with pytest.raises(AdapterError, match="9 patterns of the config need more than 65,536 bytes"):
+        PatternTable({f"(.*a){{{n}}}": n for n in range(900, 909)}).get("q_proj", 1)
 
 
 def test_every_problem_is_listed_in_one_error(tmp_path: Path) -> None:

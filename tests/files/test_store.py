@@ -362,15 +362,17 @@ def test_gc_takes_temporaries_and_leaves_strangers(tmp_path: Path) -> None:
         ".manifest.json.tmp-12-0123abcd",
         "stacks/.chat-r1.tmp-12-0123abcd",
         "splits/.chat.tmp-99999-deadbeef",
-        "stacks/lost-r1-0123456789ab.safetensors",
+        "stacks/lost-r1-2d711642b726.safetensors",  # what "x" hashes to
     ]
-    strangers = ["stacks/notes.txt", "splits/.DS_Store", "report.json", "run/state.safetensors"]
+    looks_like_ours = "stacks/mine-r1-0123456789ab.safetensors"
+    others = ["stacks/notes.txt", "splits/.DS_Store", "report.json", "run/state.safetensors"]
+    strangers = [looks_like_ours, *others]
     (store.path / "run").mkdir()
     for name in (*dead, *strangers):
         (store.path / name).write_text("x")
     done = gc(store)
     assert sorted(done.removed) == sorted(dead)
-    assert sorted(done.strange) == ["splits/.DS_Store", "stacks/notes.txt"]
+    assert sorted(done.strange) == ["splits/.DS_Store", looks_like_ours, "stacks/notes.txt"]
     assert done.removed_bytes == len(dead)
     assert tree(store.path) == before | dict.fromkeys(strangers, b"x")
 

@@ -3,24 +3,32 @@
 Run: pytest tests/fuse/test_fuse_stages.py
 """
 
+import io
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
+from rich.console import Console
 
+from mlxstacks.cli.fuse import render
 from mlxstacks.errors import AdapterError, CheckpointError, TargetError
 from mlxstacks.files.adapters import read_adapter, write_adapter
-from mlxstacks.files.checkpoint import INDEX_NAME
+from mlxstacks.files.checkpoint import INDEX_NAME, open_checkpoint
 from mlxstacks.files.lora_modules import FINGERPRINT_KEY
 from mlxstacks.files.shards import ShardWriter, read_header
+from mlxstacks.files.stored_weight import stored_weight
 from mlxstacks.fuse import decide
 from mlxstacks.fuse.report import FuseReport
-from mlxstacks.fuse.run import run
+from mlxstacks.fuse.run import REPORT_NAME, run
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.report.fuse import fuse_content
+from mlxstacks.report.values import Value
 from tests.files.raw import mounted
 from tests.fuse.test_fuse_parity import assert_same_bytes
 from tests.tiny_models import random_adapter, write_llama
@@ -83,6 +91,56 @@ def test_verdict_and_gate_see_every_stage(
     assert "; stage 2: nothing to add; " in report.verdict
     assert report.failed_gate is not None
     assert report.failed_gate.startswith("total correlation of stage 1 ")
+
+
+@pytest.mark.parametrize("requant", ["refit", "auto", "dequantize", "stochastic"])
+def test_the_total_is_what_all_stages_kept(
+    model: Path, adapter: Path, tmp_path: Path, requant: str
+) -> None:
+    """Against the weights of both models in float64; the second takes back part of the first."""
+    second = random_adapter(
+        model, ["mlp.down_proj", "self_attn.v_proj"], std=0.05, seed=3,
+        directory=tmp_path / "second",
+    )  # fmt: skip
+    report = fuse(model, [adapter, second], tmp_path / "out", requant=requant)
+    control = fuse(model, [adapter, second], tmp_path / "zero", requant=requant, zero_delta=True)
+    deltas: dict[str, np.ndarray] = {}
+    for path in (adapter, second):
+        for name, module in read_adapter(path).modules.items():
+            product = np.float64(module.scale) * (module.lora_a @ module.lora_b).T
+            deltas[name] = deltas.get(name, 0.0) + product
+    fd = dd = ff = zz = ww = 0.0
+    for name, delta in deltas.items():
+        old, new, zero = (
+            weight_of(at, name) for at in (model, tmp_path / "out", tmp_path / "zero")
+        )
+        fd, dd, ff = (
+            fd + ((new - old) * delta).sum(), dd + (delta**2).sum(), ff + ((new - old) ** 2).sum()
+        )  # fmt: skip
+        zz, ww = zz + ((zero - old) ** 2).sum(), ww + (old**2).sum()
+    total = report.total
+    assert total is not None
+    assert total.survival == pytest.approx(fd / dd, rel=1e-4)
+    assert total.correlation == pytest.approx(fd / math.sqrt(ff * dd), rel=1e-4)
+    if all(m.policy in (requant, "add") for stage in control.stages for m in stage.modules):
+        assert total.artifact == pytest.approx(math.sqrt(zz / ww), rel=1e-4, abs=1e-9)
+    assert f"; all 2 together: correlation {total.correlation:.3f} " in report.verdict
+    assert json.loads((tmp_path / "out" / REPORT_NAME).read_text())["total"] == total.as_json()
+    screen = io.StringIO()
+    render(Console(width=120, file=screen), report)
+    assert "sum of the adapters" in screen.getvalue()
+    page = fuse_content(Value(report.as_json(), "file"), str)
+    assert "Fidelity of all stages together" in str(page.blocks)
+
+
+def weight_of(directory: Path, name: str) -> np.ndarray:
+    stored = stored_weight(open_checkpoint(directory), name)
+    raw = mx.load(str(stored.weight.file))
+    weight, scales = raw[f"{name}.weight"], raw.get(f"{name}.scales")
+    if scales is not None:
+        grid = (scales.astype(mx.float32), raw[f"{name}.biases"].astype(mx.float32))
+        weight = mx.dequantize(weight, *grid, stored.group_size, stored.bits)
+    return np.array(weight.astype(mx.float32), np.float64)
 
 
 def test_a_zero_adapter_is_called_so(model: Path, zeros: Path, tmp_path: Path) -> None:

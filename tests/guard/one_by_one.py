@@ -70,16 +70,22 @@ def simulate(
     lag: int = LAG,
     measured_from: int = 0,
     phase_of: Sequence[int] | None = None,
+    begins: Sequence[int] = (0,),
 ) -> Peak:
     """What `live.simulate` says, which has the meaning of the arguments."""
     run = _Run(graph, order, nbytes, itemsize)
-    run.begin(held, existing, outputs)
+    run.begin(held, existing, outputs, begins)
     flight: deque[tuple[int, list[int]]] = deque()
     done = 0
     buffers = run.buffers
     most = most_bytes = at = 0
     phases: dict[int, tuple[int, int]] = {}
     for now, operation in enumerate(order):
+        while now in begins and flight:
+            for buffer in flight.popleft()[1]:
+                buffers.release(buffer, now - 1)
+        for array in run.later.get(now, ()):
+            buffers.allocate(array, run.nbytes[array], -1 - array, now)
         run.make_outputs(operation, now)
         if buffers.live > most and now >= measured_from:
             most, at = buffers.live, now
@@ -118,21 +124,35 @@ class _Run:
         self.buffers = Buffers(graph.arrays)
         self.rules = [rule_of(label) for label in graph.labels]
 
-    def begin(self, held: Iterable[int], existing: Iterable[int], outputs: Iterable[int]) -> None:
-        """Count who asks for each array; allocate what is there before the run."""
+    def begin(
+        self,
+        held: Iterable[int],
+        existing: Iterable[int],
+        outputs: Iterable[int],
+        begins: Sequence[int],
+    ) -> None:
+        """Count who asks for each array; allocate what is there before the run. later: what is
+        there only from an evaluation on.
+        """
         graph, references = self.graph, self.references
-        before = dict.fromkeys([*held, *existing])
-        for operation in self.order:
+        before = dict.fromkeys([*held, *existing], 0)
+        start = 0
+        for now, operation in enumerate(self.order):
+            start = now if now in begins else start
             # MLX keeps one list of inputs an output, so siblings count each input several times.
             outs = len(graph.outputs[operation])
             for array in graph.inputs[operation]:
                 references[array] += outs
                 if graph.producer[array] < 0:
-                    before[array] = None
+                    before.setdefault(array, start)
         for array in [*held, *outputs]:
             references[array] += 1
-        for array in before:
-            self.buffers.allocate(array, self.nbytes[array], -1 - array, 0)
+        self.later: dict[int, list[int]] = {}
+        for array, start in before.items():
+            if start:
+                self.later.setdefault(start, []).append(array)
+            else:
+                self.buffers.allocate(array, self.nbytes[array], -1 - array, 0)
 
     def make_outputs(self, operation: int, now: int) -> None:
         graph, buffers = self.graph, self.buffers

@@ -171,8 +171,10 @@ def test_all_at_once_is_one_by_one(seed: int) -> None:
         held, existing = rng.choice((([0], [1]), ([], [1, 0]), ([1], []), ([], [])))
         lag, measured_from = rng.choice((0, 1, 3, 10)), rng.randrange(len(order))
         run = graph, order, held, existing, results, nbytes, itemsize, lag, measured_from
-        peak = simulate(*run, range(len(graph.label)))
-        plain = one_by_one.simulate(*run, range(len(graph.label)))
+        later = rng.sample(range(1, len(order)), min(rng.randrange(3), len(order) - 1))
+        begins = [0, *sorted(later)]
+        peak = simulate(*run, range(len(graph.label)), begins)
+        plain = one_by_one.simulate(*run, range(len(graph.label)), begins)
         assert replace(peak, makers=sorted(peak.makers)) == plain
 
 

@@ -20,7 +20,7 @@ from mlxstacks.layers.attach import (
 from mlxstacks.layers.latent import latent_pairs
 from mlxstacks.layers.settings import LoRASettings, StackSettings, TargetSettings
 from mlxstacks.layers.stacked import StackedLayer, stacked_layers
-from mlxstacks.layers.targets import find_targets, stack_size
+from mlxstacks.layers.targets import find_targets, left_out_notes, stack_size
 from tests.layers.build import fill_active
 from tests.tiny_models import llama_config, qwen_moe_config
 
@@ -69,6 +69,23 @@ def test_dense_decoder_targets() -> None:
     attention = [f"self_attn.{name}_proj" for name in "koqv"]
     mlp = [f"mlp.{name}_proj" for name in ("down", "gate", "up")]
     assert names_of(model) == [f"{i}.{name}" for i in range(2) for name in [*mlp, *attention]]
+
+
+def test_fused_projections_are_usual_and_what_is_not_is_noted() -> None:
+    config = {
+        "model_type": "phi3", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64,
+        "intermediate_size": 64, "num_attention_heads": 2, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    model = base_model.build_model(config)
+    names = ["mlp.down_proj", "mlp.gate_up_proj", "self_attn.o_proj", "self_attn.qkv_proj"]
+    assert names_of(model) == [f"{i}.{name}" for i in range(2) for name in names]
+    assert left_out_notes(model, find_targets(model)) == []
+    model.layers[1].mlp.fc1 = nn.Linear(8, 8)
+    first = find_targets(model, TargetSettings(layers=(0,)))
+    assert left_out_notes(model, first) == []
+    (note,) = left_out_notes(model, find_targets(model))
+    assert "mlp.fc1;" in note
+    assert left_out_notes(hybrid(), find_targets(hybrid())) == []
 
 
 def test_a_vision_tower_is_left_alone() -> None:
@@ -127,8 +144,8 @@ def test_stacks_attach_train_and_detach_without_a_trace() -> None:
     model.train()
     begin_step(model, mx.random.key(1))
     assert mx.array_equal(model(TOKENS), plain)
-    assert take_balance(model).projections == len(targets)
-    assert take_balance(model).projections == 0
+    assert len(take_balance(model).sums) == len(targets)
+    assert not take_balance(model).sums
     size = stack_size(targets, StackSettings(rank=2))
     assert sum(p.size for _, p in tree_flatten(model.trainable_parameters())) == size.parameters
     model.eval()

@@ -5,13 +5,20 @@ import numpy as np
 import pytest
 
 from mlxstacks.layers.gates import (
-    load_balance,
+    balance_gradient,
+    balance_loss,
+    balance_slopes,
+    balance_sums,
     router_logits,
     top_k_mask,
     top_k_softmax,
     training_logits,
 )
 from tests.layers.build import assert_close, normal
+
+
+def load_balance(logits: mx.array, chosen: mx.array, scale: float = 1.0) -> mx.array:
+    return balance_loss(balance_sums(logits, chosen, mx.ones((len(logits), 1)), scale))
 
 
 @pytest.mark.parametrize(("experts", "k"), [(4, 2), (4, 1), (4, 4), (7, 3), (64, 5)])
@@ -55,7 +62,7 @@ def test_balance_is_k_for_uniform_and_e_for_collapsed_routing() -> None:
     # Equal probability; over the rows each expert is chosen equally often.
     rotated = mx.array([[(row + i) % 4 < 2 for i in range(4)] for row in range(12)])
     assert load_balance(uniform, rotated).item() == pytest.approx(2.0)
-    assert load_balance(uniform, rotated, normalise=True).item() == pytest.approx(1.0)
+    assert load_balance(uniform, rotated, scale=1 / 2).item() == pytest.approx(1.0)
     collapsed = mx.array([[100.0, 0.0, 0.0, 0.0]] * 12)
     assert load_balance(collapsed, top_k_mask(collapsed, 2)).item() == pytest.approx(4.0)
 
@@ -106,3 +113,30 @@ def test_twin_logits_differ_in_the_gradient_to_x_alone(with_noise: bool) -> None
     got, wanted = (mx.grad(f, argnums=(0, 1, 2))(*arrays) for f in (twice, plainly))
     for ours, by_hand in zip(got, wanted, strict=True):
         assert_close(ours, by_hand)
+
+
+@pytest.mark.parametrize("with_noise", [True, False])
+def test_slopes_of_batches_give_the_gradient_of_the_whole(with_noise: bool) -> None:
+    """Added up over uneven parts, against autograd over all rows that are no padding."""
+    x, router, noise = normal(1, 9, 8), normal(2, 4, 8), normal(3, 4, 8)
+    draw = normal(4, 9, 4) if with_noise else None
+    counted = mx.array([1.0, 1, 0, 1, 1, 0, 0, 1, 1])[:, None]
+
+    def sums_of(rows: slice, router: mx.array, noise: mx.array) -> dict[str, mx.array]:
+        normal = None if draw is None else draw[rows]
+        logits, _ = training_logits(x[rows], router, noise, normal)
+        sums = balance_sums(logits, top_k_mask(logits, 2), counted[rows], 0.5)
+        slopes = balance_slopes(x[rows], logits, counted[rows], 0.5, noise, normal)
+        return sums | {"slopes": slopes}
+
+    def whole(router: mx.array, noise: mx.array) -> mx.array:
+        return balance_loss(sums_of(slice(9), router, noise))
+
+    parts = [sums_of(rows, router, noise) for rows in (slice(2), slice(2, 9))]
+    together = {name: parts[0][name] + parts[1][name] for name in parts[0]}
+    value, wanted = mx.value_and_grad(whole, argnums=(0, 1))(router, noise)
+    assert_close(balance_loss(together), value, 1e-6)
+    got = balance_gradient(together)
+    assert list(got) == ["router", "noise"][: 1 + with_noise]
+    for gradient, by_autograd in zip(got.values(), wanted, strict=False):
+        assert_close(gradient, by_autograd, 1e-5)

@@ -12,8 +12,8 @@ import pytest
 
 from mlxstacks.layers.moe_lora import Rows
 from mlxstacks.layers.packed import FrozenStack, PackedStacks, pack_all, weighted
+from mlxstacks.layers.row_order import expert_order
 from mlxstacks.layers.selection import Selection, StackId, base, routed, subset, ungated
-from mlxstacks.layers.sequence_rows import sorted_sequences
 from mlxstacks.layers.stacked import StackedLayer, set_mode
 from tests.layers.build import (
     K,
@@ -259,7 +259,7 @@ def test_weights_per_sequence_follow_rows_sorted_by_expert(form: str) -> None:
     """The whole of mlx-lm's SwitchGLU, once below and once above its limit for sorting."""
     from mlx_lm.models.switch_layers import SwitchGLU
 
-    from mlxstacks.layers.sequence_rows import stop_telling, tell_sequences
+    from mlxstacks.layers.row_order import stop_telling, tell_order
 
     glu = SwitchGLU(K, N, 6)
     output_dims = {"gate_proj": N, "up_proj": N, "down_proj": K}
@@ -269,7 +269,7 @@ def test_weights_per_sequence_follow_rows_sorted_by_expert(form: str) -> None:
         glu[name] = layer
         freeze_with_numbers(layer, place, n)
     kind = type(glu)
-    tell_sequences(glu)
+    tell_order(glu)
     assert isinstance(glu, SwitchGLU)
     glu.eval()
     x = normal(3, 2, 20, K)
@@ -304,13 +304,15 @@ def freeze_with_numbers(layer: StackedLayer, place: int, output_dims: int) -> No
     layer.set_stacks(stacks)
 
 
-def test_sorted_sequences_agree_with_mlx_lm() -> None:
+def test_the_order_of_sorted_rows_is_mlx_lms() -> None:
     from mlx_lm.models.switch_layers import _gather_sort
 
     _, indices = switch_rows(5, 4, 6, 3)
-    marked = mx.broadcast_to(mx.arange(4)[:, None, None, None, None], (4, 6, 1, 1, 1))
+    marked = mx.arange(24).reshape(4, 6, 1, 1, 1)
     rows, _, _ = _gather_sort(marked, indices)
-    assert mx.array_equal(rows.flatten(), sorted_sequences(indices))
+    places = Rows(indices, True, expert_order(indices))
+    assert mx.array_equal(rows.flatten(), places.part(24, "token"))
+    assert mx.array_equal(rows.flatten() // 6, places.part(4, "sequence"))
 
 
 def test_bad_weights_and_names_are_refused() -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from mlxstacks.layers.adapted import Dims
+from mlxstacks.layers.gates import balance_loss
 from mlxstacks.layers.latent import LatentPair
 from mlxstacks.layers.moe_lora import MoELoRADelta
 from mlxstacks.layers.nullspace import remove_directions
@@ -60,7 +61,7 @@ def noisy_forward(delta: MoELoRADelta, x: mx.array, eps: mx.array) -> tuple[mx.a
     delta.train()
     made, balance = delta(x, normal=eps)
     assert balance is not None
-    return made, balance
+    return made, balance_loss(balance)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,6 +13,7 @@ import pytest
 from mlxstacks import base_model
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.evaluate import evaluate_mean_loss
+from mlxstacks.files.mark import MARK, entries
 from mlxstacks.nano import exports, measure
 from mlxstacks.nano.corpus import validation_documents
 from mlxstacks.nano.encode import encode_documents
@@ -27,6 +28,7 @@ from mlxstacks.nano.settings import (
 )
 from mlxstacks.nano.show import read_manifest, show
 from mlxstacks.nano.tokenizer import load_tokenizer
+from tests.files.raw import mounted
 
 SHIPPED = ASSETS / "model"
 
@@ -143,9 +145,7 @@ def test_exports_are_repeatable_and_mlx_lm_generates_from_them(
     four_bit: Path, tmp_path: Path
 ) -> None:
     write_export(SHIPPED, tmp_path / "again", 4)
-    assert sorted(p.name for p in four_bit.iterdir()) == sorted(
-        p.name for p in (tmp_path / "again").iterdir()
-    )
+    assert entries(four_bit) == entries(tmp_path / "again")
     assert (four_bit / "model.safetensors").read_bytes() == (
         tmp_path / "again/model.safetensors"
     ).read_bytes()
@@ -180,7 +180,7 @@ def test_the_cache_is_made_once_and_follows_the_environment(tmp_path: Path, monk
     assert (Path(info["adapter_path"]) / "adapter_config.json").is_file()
     assert "store_path" in info
     assert (paths.model_path / "config.json").stat().st_mtime_ns == stamp
-    assert [p.name for p in paths.model_path.parent.iterdir()] == ["model-4bit"]
+    assert sorted(p.name for p in paths.model_path.parent.iterdir()) == [MARK, "model-4bit"]
 
 
 def test_a_failed_export_leaves_nothing_in_the_cache(tmp_path: Path, monkeypatch) -> None:
@@ -193,7 +193,7 @@ def test_a_failed_export_leaves_nothing_in_the_cache(tmp_path: Path, monkeypatch
     monkeypatch.setattr(exports, "write_export", fail)
     with pytest.raises(OSError, match="disk full"):
         nano_paths(4)
-    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == [MARK]
 
 
 @pytest.mark.skipif(
@@ -204,3 +204,15 @@ def test_an_unwritable_cache_says_what_to_set(tmp_path: Path, monkeypatch) -> No
     monkeypatch.setenv("MLXSTACKS_CACHE", str(tmp_path / "cache"))
     with pytest.raises(TargetError, match="MLXSTACKS_CACHE"):
         nano_paths(4)
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+@pytest.mark.parametrize(
+    ("limit", "message"), [("size=200k", "disk is full"), ("nr_inodes=4", "no inodes")]
+)
+def test_a_full_disk_is_a_target_error(tmp_path: Path, bits: int, limit: str, message: str) -> None:
+    """3 bits are written by MLX, 8 are copied."""
+    with mounted(tmp_path / "disk", "-t", "tmpfs", "-o", limit, "tmpfs") as disk:
+        with pytest.raises(TargetError, match=message):
+            export(ExportSettings(save_path=disk / "out", bits=bits))
+        assert not list(disk.iterdir())

@@ -16,6 +16,7 @@ from mlxstacks import memory
 from mlxstacks.data import arrow_sets
 from mlxstacks.guard import run as guard_run
 from mlxstacks.guard.settings import GuardSettings
+from mlxstacks.memory import bytes_in_words
 from mlxstacks.recipe.config_plan import PLAN_THEMSELVES, TRAIN
 from mlxstacks.recipe.file import Recipe, load_recipe, recipe_names
 from mlxstacks.recipe.table import COMMANDS
@@ -90,7 +91,7 @@ def test_a_recipe_of_the_large_model_has_a_twin_on_nano(name: str) -> None:
 
 
 @pytest.mark.skipif(memory.device().kind != "cpu", reason="a compiled step has other counts")
-@pytest.mark.parametrize("name", ["train-qwen3.5-35b-a3b", "stack-tinyllama-1.1b"])
+@pytest.mark.parametrize("name", ["train-qwen3.5-35b-a3b", "stack-qwen3.5-35b-a3b"])
 def test_the_guards_word_in_the_head_is_the_guards(name: str, offline: Path, command: Run) -> None:
     code, out, _ = command("run", name, "--dry-run", "--json")
     verdict = json.loads(out)["training"][0]["guard"]["verdict"]
@@ -124,6 +125,25 @@ def test_every_training_recipe_of_a_model_that_is_not_shipped_has_the_guards_wor
         recipe = load_recipe(name)
         if recipe.command in commands and "model" in recipe.values:
             assert any(line.startswith("Guard:") for line in recipe.head), name
+
+
+@pytest.mark.usefixtures("short_rows")
+def test_stacks_on_all_layers_of_the_large_model_fit(offline: Path, command: Run) -> None:
+    """A shared pair is one, not 256; and what the plan lists is what the verdict adds up."""
+    arguments = ("run", "stack-qwen3.5-35b-a3b", "--dry-run", "--set", "layers=all")
+    code, out, err = command(*arguments, "--json")
+    assert code == 0, err
+    (training,) = json.loads(out)["training"]
+    guard, parts = training["guard"], training["guard"]["parts_bytes"]
+    assert guard["outcome"] == "fits"
+    assert sum(parts.values()) == guard["bytes"]
+    assert guard["verdict"].endswith(f"; {bytes_in_words(guard['bytes'])}")
+    # the stack and its best weights so far; nine more are frozen
+    assert parts["adapter"] == 2 * training["adapter_bytes"]
+    assert parts["optimizer"] == pytest.approx(training["optimizer_bytes"], abs=100)
+    directions = parts["stacks"] - 9 * training["frozen_bytes"]
+    assert 0 < directions < training["adapter_bytes"]
+    assert guard["bytes"] < 1.6 * parts["weights"]
 
 
 @pytest.mark.usefixtures("short_rows")

@@ -24,6 +24,23 @@ def test_reads_command_values_and_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "force: true",
+        "force: false",
+        "train: {force: true}",
+        "arms: [{force: 1}]",
+        "a: &a {b: *a, force: 1}",
+    ],
+)
+def test_a_recipe_cannot_force(tmp_path: Path, line: str) -> None:
+    """One from elsewhere replaced the package's own store with a model."""
+    path = write(tmp_path, f"command: sweep\nsave_path: elsewhere\n{line}\n")
+    with pytest.raises(InputError, match=f"recipe {path}: `force` is no key .* give --force"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize(
     ("text", "value"),
     [("no", "no"), ("true", True), ("1e-3", 0.001), ("3", 3), ("0.5", 0.5), ("1.5.2", "1.5.2")],
 )

@@ -1,5 +1,6 @@
 """What a command reads. Run: pytest tests/recipe/test_inputs.py"""
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,11 @@ def test_rows_to_train_on_are_listed_as_they_are_read(work_dir: Path) -> None:
     ]
     assert data_of("mlx") == mlx
     assert data_of("a.jsonl") == [Input("data", "a.jsonl", True, 1)]
+    (work_dir / "long.jsonl").write_text('{"text": "' + "a" * 5_000_000 + '"}\n')
+    tracemalloc.start()
+    assert data_of("long.jsonl") == [Input("data", "long.jsonl", True, 1)]
+    assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    tracemalloc.stop()
     assert data_of("parts") == [Input("data", "parts", True)]
     assert data_of("gone.jsonl") == [Input("data", "gone.jsonl", False)]
     assert data_of("owner/set") == [Input("data", "owner/set", False)]

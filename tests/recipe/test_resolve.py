@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.benchmarks.settings import EvalSettings
+from mlxstacks.files.outputs import mark_bare
 from mlxstacks.files.store import Store
 from mlxstacks.nano.exports import nano_paths
 from mlxstacks.nano.settings import RebuildSettings
 from mlxstacks.recipe import table
 from mlxstacks.recipe.resolve import (
-    BARE_MARKER,
     Resolved,
     finished,
     merge,
@@ -166,7 +166,7 @@ def test_marker_of_a_bare_run_allows_replacing_it(made: Resolved, work_dir: Path
     target = work_dir / "mlxstacks-out" / "toy"
     target.mkdir(parents=True)
     assert resolve("toy", {}).settings.force is False  # type: ignore[attr-defined]
-    (target / BARE_MARKER).touch()
+    mark_bare(target)
     resolved = resolve("toy", {})
     assert (resolved.settings.force, resolved.forced) == (True, False)  # type: ignore[attr-defined]
     assert resolve("toy", {"save_path": str(target)}).settings.force is False  # type: ignore[attr-defined]

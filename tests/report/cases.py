@@ -58,7 +58,7 @@ def fuse_report(zero: bool = False) -> dict[str, Any]:
         "fused", "m", "out", SETTINGS.model_dump(mode="json"), "0" * 64, "1" * 64,
         zero, None, [StageReport("a", modules, figures)],
         [{"name": "model.safetensors", "how": "rewritten", "written_bytes": 10}], 0, 10, 0.5,
-        versions(), "correlation 0.5.",
+        versions(), "correlation 0.5.", total=figures,
     )  # fmt: skip
     return report.as_json()
 

@@ -3,6 +3,7 @@
 Run: pytest tests/routing/test_conversation.py
 """
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,9 @@ def test_stopped_answer_stays_as_far_as_it_went(engine: RoutedModel) -> None:
     assert say(conversation, "two") == expected
 
 
-def test_saved_messages_have_their_routes(engine: RoutedModel, tmp_path: Path) -> None:
+def test_saved_messages_have_their_routes(
+    engine: RoutedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     conversation = Conversation(engine, SHORT, pins=["tolu"], messages=before)
     say(conversation, "zwölf \x1b[31m")
@@ -199,3 +202,10 @@ def test_saved_messages_have_their_routes(engine: RoutedModel, tmp_path: Path) -
     with pytest.raises(TargetError, match="not a usable target"):
         conversation.save(tmp_path / ("x" * 300))
     conversation.save(tmp_path / ("x" * 250))
+
+    def refused(*_: Any) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("mlxstacks.files.store_files.write_all", refused)
+    with pytest.raises(TargetError, match=r"/other\.jsonl: not writable"):
+        conversation.save(tmp_path / "other.jsonl")

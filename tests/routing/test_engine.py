@@ -123,19 +123,17 @@ def test_streams_by_turns_are_the_streams_alone(places: Places) -> None:
     assert len(set(alone)) == 3
 
 
-def test_missing_stack_is_left_out_and_said(tmp_path: Path, full: FullyResident) -> None:
+def test_stack_that_cannot_be_read_is_no_answer_of_the_others(tmp_path: Path) -> None:
+    """Nor one of the base, which would look like a route's."""
     places = write_places(tmp_path)
     store = Store.open(places.store)
     engine = engine_for(places)
-    (store.path / store.stack_named("tolu-r1").file.file).unlink()
-    said, answer = ask(engine, "seven apples", pinned(["islands", "tolu"]))
-    assert list(answer.weights) == ["islands"]
-    assert list(answer.missing) == ["tolu"]
-    assert "missing" in answer.missing["tolu"]
-    [mark] = [mark for mark in answer.marks if "without tolu" in mark]
-    assert mark.removeprefix("without tolu (").removesuffix(")") in answer.missing["tolu"]
-    assert ";" not in mark  # what to do about it is not said under every answer
-    assert said == full.answer("seven apples", {"islands": 1.0})
+    path = store.path / store.stack_named("tolu-r1").file.file
+    path.unlink()
+    for domains in (["islands", "tolu"], ["tolu"]):
+        with pytest.raises(StoreError, match=f"{path}: missing"):
+            ask(engine, "seven apples", pinned(domains))
+    assert ask(engine, "seven apples", pinned(["islands"]))[1].weights == {"islands": 1.0}
 
 
 def test_answer_counts_what_it_took(places: Places) -> None:

@@ -190,6 +190,16 @@ def tensors_for(header: RouterHeader) -> dict[str, mx.array]:
     )
 
 
+def test_a_router_whose_sums_overflow_is_an_error(served: Any) -> None:
+    model, tokenizer, base = served
+    header = header_for(base)
+    huge = {name: mx.full(a.shape, 3e38) for name, a in tensors_for(header).items()}
+    features = PromptFeatures(model, tokenizer, max_tokens=20)
+    router = PromptRouter(network_of(RouterFile(header, huge)), header, features)
+    with pytest.raises(StoreError, match="scores are not numbers: its weights are finite, but"):
+        router.score("some words")
+
+
 def test_router_of_a_store_scores_prompts(served: Any, tmp_path: Path) -> None:
     model, tokenizer, base = served
     store = Store.create(tmp_path / "store", "m", base)

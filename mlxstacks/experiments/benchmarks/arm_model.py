@@ -217,7 +217,7 @@ class ModelArm:
         labels = [None] * len(texts) if domains is None else domains
         asked = []
         for text, label in zip(texts, labels, strict=True):
-            tokens = self.prompts.text(text)
+            tokens = self.prompts.text(self.prompts.end_of(text))
             weights = self._routes.of(self.prompts.signed.unsigned(text), label)
             asked.append((Prompt(tokens, max(0, len(tokens) - 1)), weights))
         return self._replies(asked, max_tokens, until)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlxstacks.data import Rendering
-from mlxstacks.data.special_text import SignedMarkers, encode_text
+from mlxstacks.data.special_text import SignedMarkers, encode_text, end_of
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.benchmarks.arm_settings import ArmSettings
 from mlxstacks.routing.generation import Prompt, encode_prompt
@@ -38,13 +38,20 @@ class PromptEncoder:
         """A text behind the tokenizer's special tokens of a beginning, none at its end."""
         return (*self._begin, *self.encode(text))
 
-    def encode(self, text: str) -> Tokens:
+    def encode(self, text: str) -> list[int]:
         """A text without special tokens but signed ones (`signed`) and those that `allow_special`
         lets in.
         """
         if self._settings.allow_special:
-            return tuple(encode_text(text, self.tokenizer, allow_special=True))
-        return tuple(self.signed.encode(text))
+            return encode_text(text, self.tokenizer, allow_special=True)
+        return self.signed.encode(text)
+
+    def end_of(self, prompt: str) -> str:
+        """The prompt, or of a long one an end with one token more than can be kept of it: that one
+        says that it was cut.
+        """
+        most = self._least(self._settings.max_context_tokens, self._limit)
+        return prompt if most is None else end_of(prompt, self.encode, most + 1)
 
     def candidate(self, text: str) -> Tokens:
         """A continuation, tokenised by itself; behind a chat template without its leading blank:
@@ -52,13 +59,14 @@ class PromptEncoder:
         """
         if self._settings.chat == "all" and self._has_template:
             text = text.lstrip(" ")
-        found = self.encode(text)
+        found = tuple(self.encode(text))
         if not found:
             raise InputError(f"candidate {text[:40]!r} has no tokens; a candidate is some text")
         return found
 
     def context(self, prompt: str) -> Tokens:
         """The tokens that candidates follow. Raises: InputError: there are none."""
+        prompt = self.end_of(prompt)
         if self._settings.chat == "all":
             found = self._chat(prompt, self.rendering.before_answer()).tokens
         else:
@@ -69,6 +77,7 @@ class PromptEncoder:
 
     def question(self, prompt: str) -> Prompt:
         """The tokens of a prompt that is answered in text. Raises: InputError: there are none."""
+        prompt = self.end_of(prompt)
         if self._settings.chat != "none":
             return self._chat(prompt, self.rendering)
         tokens = self.text(prompt)

@@ -66,7 +66,12 @@ def numbers_near(gold: float, answer: float) -> bool:
 
 _WRAPPED = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox|rm|bf)\s*\{([^{}]*)\}")
 _SHORT_FRACTION = re.compile(r"\\frac\s*(\d|\{[^{}]*\})\s*(\d|\{[^{}]*\})")
-_SPACES = re.compile(r"\\[,;:!> ]|\\q?quad\b|~|\s+")
+_SPACES = re.compile(r"(?:\\[,;:!> ]|\\q?quad\b|~|\s)+")
+# Inside of a number TeX sets 10,\!080 and 10\,080.
+_IN_NUMBER = re.compile(r"(?<=[\d,])\\!(?=\d)|(?<=\d)(?:\\[,:;>]|~)(?=\d{3}(?!\d))")
+# A blank without which two numbers would be one: "1 1", "3. 5"; and "1, 234" where commas group.
+_BETWEEN_NUMBERS = re.compile(r"(?<=[\d.]) (?=[\d.])")
+_AFTER_COMMA = re.compile(r"(?<=\d,) (?=\d{3}(?!\d))")
 _GROUPED = re.compile(r"(?<![\d,])\d{1,3}(?:,\d{3})+(?![\d,])")
 _DEGREES = re.compile(r"\^\{?\\circ\}?|\\degree\b")
 
@@ -74,9 +79,10 @@ _DEGREES = re.compile(r"\^\{?\\circ\}?|\\degree\b")
 def normalised(latex: str) -> str:
     r"""One spelling of what is written in many; for comparison only.
 
-    Spaces, dollar signs, `\left` and `\right`, `\text{}` and its kin go; `\dfrac` and `\tfrac` are
-    `\frac`, `\frac12` is `\frac{1}{2}`, `1,234` is `1234`, `\{` is `{`, `\%` is `%`; `x=` before a
-    value, a full stop and surplus closing braces at the end go. Law: normalised of it is itself.
+    Spaces, but for those between two numbers, dollar signs, `\left` and `\right`, `\text{}` and its
+    kin go; `\dfrac` and `\tfrac` are `\frac`, `\frac12` is `\frac{1}{2}`, `1,234` is `1234`, `\{`
+    is `{`, `\%` is `%`; `x=` before a value, a full stop and surplus closing braces at the end go.
+    Law: normalised of it is itself.
     """
     text = latex.replace("\0", " ")
     for _ in range(20):  # each round only shortens or settles; nesting is shallow
@@ -93,12 +99,17 @@ def _one_round(text: str) -> str:
     text = re.sub(r"\\(?:left|right)(?![A-Za-z])\.?", "", text)
     text = _WRAPPED.sub(r" \1 ", text)
     text = _DEGREES.sub("", text)
-    text = _SPACES.sub(" ", text).replace("\\%", "%").replace("\\{", "{").replace("\\}", "}")
+    text = _SPACES.sub(" ", _IN_NUMBER.sub("", text)).replace(" ,", ",")
+    text = text.replace("\\%", "%").replace("\\{", "{").replace("\\}", "}")
     # Only the blank that ends a command's name before a letter is needed: \pi x is not \pix.
-    text = re.sub(r"(\\[A-Za-z]+) (?=[A-Za-z])", "\\1\0", text).replace(" ", "")
-    text = text.replace("\0", " ")
+    text = re.sub(r"(\\[A-Za-z]+) (?=[A-Za-z])", "\\1\0", text)
+    text = _BETWEEN_NUMBERS.sub("\0", text)
+    commas_group = not re.search(r"[(\[]|(?<!\\frac)\{", text)
+    if commas_group:
+        text = _AFTER_COMMA.sub("\0", text)
+    text = text.replace(" ", "").replace("\0", " ")
     text = _SHORT_FRACTION.sub(_full_fraction, text)
-    if "(" not in text and "[" not in text and "{" not in text.replace("\\frac{", ""):
+    if commas_group:
         text = _GROUPED.sub(lambda match: match[0].replace(",", ""), text)
     text = re.sub(r"^[A-Za-z]=(?=.)", "", text).rstrip(".")
     while text.endswith("}") and text.count("}") > text.count("{"):

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from decimal import Decimal
 
 NONE = "none"
 
@@ -86,8 +87,14 @@ def boxed(text: str) -> Extracted:
 
 # A minus after a digit or a bracket is a subtraction, not a sign. Digits in threes, or no commas.
 _SIGN = r"(?:(?<![\w)\]}])[-\u2212]\s?(?=[$.\d]))?"
+# 1.5e3, 1.5 x 10^3, 1.5 \times 10^{3}; three digits: float ends at e308.
+_POWER = (
+    r"(?:(?:[eE]|\s*(?:\\times|\\cdot|[\u00d7*x])\s*10\s?(?:\^|\*\*)\s?\{?)"
+    r"(?P<power>[-+]?\d{1,3})(?!\w)\}?)?"
+)
 _NUMBER = re.compile(
-    rf"(?P<sign>{_SIGN})\$?(?P<digits>(?:\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)",
+    rf"(?P<sign>{_SIGN})\$?(?P<digits>(?:\d{{1,3}}(?:,\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"
+    rf"{_POWER}",
     re.ASCII,
 )
 _MARKER = re.compile(r"####[ \t]*\$?")
@@ -97,21 +104,27 @@ GSM8K_TOLERANCE = 0.01
 def number(text: str) -> Extracted:
     """GSM8K: the number right after the last `####`, else the last number of the text.
 
-    The value is plain: no commas, no dollar sign, an ASCII minus. A heading (`#### Step 1`) is no
-    marker. Law: `float` reads every value.
+    The value is plain: no commas, no dollar sign, an ASCII minus, no power of ten (`1.5e3` is
+    1500). A heading (`#### Step 1`) is no marker. Law: `float` reads every value.
     """
+    text = text.replace("\u2212", "-")
     for marker in reversed(list(_MARKER.finditer(text))):
         if match := _NUMBER.match(text, marker.end()):
-            return Extracted(_plain(match), "marker")
+            return Extracted(_value(match), "marker")
     last = None
     for match in _NUMBER.finditer(text):
         last = match
-    return Extracted(_plain(last), "last number") if last else _NOTHING
+    return Extracted(_value(last), "last number") if last else _NOTHING
 
 
 def numbers_agree(answer: str | None, gold: str) -> bool:
     """Whether two extracted numbers are less than 0.01 apart. Raises: ValueError for the gold."""
     return answer is not None and abs(float(answer) - float(gold)) < GSM8K_TOLERANCE
+
+
+def _value(match: re.Match[str]) -> str:
+    power = match["power"]
+    return _plain(match) if not power else f"{Decimal(f'{_plain(match)}e{power}'):f}"
 
 
 def _plain(match: re.Match[str]) -> str:

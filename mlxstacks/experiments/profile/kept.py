@@ -6,6 +6,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from mlxstacks.base_model import load_arrays, save_arrays
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import mlx_write_errors
 
@@ -20,7 +21,7 @@ def keep_choices(path: Path, choices: np.ndarray, of: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp.safetensors")
     with mlx_write_errors(path):
         arrays = {_ARRAY: mx.array(choices.astype(np.float32))}
-        mx.save_safetensors(str(temporary), arrays, metadata={_OF: of})
+        save_arrays(temporary, arrays, {_OF: of})
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -29,7 +30,7 @@ def keep_choices(path: Path, choices: np.ndarray, of: str) -> None:
 def kept_choices(path: Path, of: str) -> np.ndarray:
     """(n, L, E) float64. Raises: InputError for a damaged file and for counts of something else."""
     try:
-        arrays, about = mx.load(str(path), return_metadata=True)
+        arrays, about = load_arrays(path)
         found, said = np.array(arrays[_ARRAY]).astype(np.float64), about.get(_OF)
     except (RuntimeError, KeyError, ValueError) as error:
         raise InputError(f"{path}: damaged ({error}); remove it to count again") from None

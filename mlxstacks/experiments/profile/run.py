@@ -276,9 +276,8 @@ class _Profile:
             )
             write_json(directory / PLAN, self.plan)
             with mlx_write_errors(directory / COUNTS):
-                mx.save_safetensors(
-                    str(directory / COUNTS), {"choices": mx.array(counts.astype(np.float32))}
-                )
+                choices = mx.array(counts.astype(np.float32))
+                base_model.save_arrays(directory / COUNTS, {"choices": choices})
             (directory / MARKDOWN).write_text(markdown(report), encoding="utf-8")
             write_json(directory / REPORT, report.as_json())
         return report

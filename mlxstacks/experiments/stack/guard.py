@@ -1,10 +1,11 @@
 """The guard's word on a run of `stack`, before it begins."""
 
 from mlxstacks.errors import ResourceLimitError
-from mlxstacks.experiments.guarded import compiles, guard_of, limit_is_assumed
+from mlxstacks.experiments.guarded import compiles, limit_is_assumed
 from mlxstacks.experiments.stack.setup import StackSetup
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.guard.report import GuardReport
+from mlxstacks.guard.run import guard
 from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.training.stack_settings import StackRunSettings
 
@@ -12,10 +13,10 @@ from mlxstacks.training.stack_settings import StackRunSettings
 def guarded(
     setup: StackSetup, processes: int = 1, *, plan_only: bool = False
 ) -> GuardReport | None:
-    """What the guard says of the longest batch; None where nothing is trained, or it is off.
+    """What the guard says of the longest batch in the last round, when all other stacks are frozen;
+    None where nothing is trained, or it is off.
 
-    It counts a stack as one LoRA of all its ranks (routers, some 3%, come on top), and a frozen
-    stack as half of one. plan_only: a refusal is a note too.
+    plan_only: a refusal is a note too.
     Raises: ResourceLimitError where it refuses and the settings do not want otherwise.
     """
     settings = setup.settings
@@ -44,10 +45,12 @@ def _verdict(setup: StackSetup, processes: int) -> GuardReport:
         str(resolve_model(setup.settings.model or "")),
         max(max(plan.widths) for plan in setup.to_train),
         layers=",".join(map(str, sorted({target.layer for target in setup.targets}))),
+        domains=len(setup.served) + len(setup.to_train),
         stacks=_stacks(setup),
         processes=processes,
+        in_float32=setup.float32_base,
     )
-    return guard_of(asked, setup.float32_base)
+    return guard(asked)
 
 
 def asked_of(
@@ -56,16 +59,28 @@ def asked_of(
     longest_row_tokens: int,
     *,
     layers: str,
+    domains: int,
     stacks: int,
     processes: int = 1,
+    in_float32: bool = False,
 ) -> GuardSettings:
-    """What the guard is asked of a run. stacks: frozen ones in the model at the end."""
+    """What the guard is asked of a run. domains, stacks: how many there are at the end; the guard
+    takes all for stacks of this run's shape, on its projections.
+    """
+    space = settings.null_space
+    widths = 0 if space is None or domains < 2 else space.directions
+    if space is not None and space.scope == "cumulative":
+        widths *= domains - 1
     return GuardSettings(
         model=model,
         # the guard counts inputs, a row has one token more
         max_seq_length=longest_row_tokens - 1,
         batch_size=-(-settings.batch_size // processes),
-        rank=settings.stack.num_experts * settings.stack.rank,
+        grad_accumulation_steps=settings.grad_accumulation_steps,
+        stack=settings.stack,
+        frozen_stacks=stacks - 1,
+        directions=widths,
+        base="float32" if in_float32 else "stored",
         layers=layers,
         keys=settings.keys,
         optimizer="adamw",
@@ -73,8 +88,7 @@ def asked_of(
         compile=compiles(settings.compile_step),
         recurrence="chunked",
         loss="pieces",
-        # the best weights so far, accumulated gradients, frozen stacks at half the bytes
-        adapter_copies=1 + (settings.grad_accumulation_steps > 1) + -(-stacks // 2),
+        adapter_copies=1,  # the best weights so far
         resource_limit=settings.resource_limit,
         working_set_bytes=settings.working_set_bytes,
         force=settings.guard == "warn",

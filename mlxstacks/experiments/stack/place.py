@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks.errors import InputError, TargetError
-from mlxstacks.experiments.stack.report import REPORT
 from mlxstacks.experiments.stack.work import StackWork
 from mlxstacks.files.disk import user_path
+from mlxstacks.files.mark import refuse_built_in
 from mlxstacks.files.outputs import check_target
 from mlxstacks.files.store import Store
-from mlxstacks.files.store_files import refuse_packaged
+from mlxstacks.files.store_files import REPORT, own_entries
 from mlxstacks.training.stack_settings import StackRunSettings
 
 
@@ -25,16 +25,17 @@ def check_store_place(target: Path, settings: StackRunSettings) -> None:
         raise TargetError(
             f"{str(target)[:200]!a}: not a usable target: {error.args[-1]}; choose another path"
         ) from None
-    refuse_packaged(target)
+    refuse_built_in(target)
     if there and not _is_store(target):
         names = ", ".join(sorted(path.name for path in target.iterdir())[:3])
         raise TargetError(
             f"{target}: holds {names}, but no store (no manifest.json); choose another save path"
         )
+    anew = begins_anew(target, settings)
     # A store is gone on with: it may be there.
-    if there and not (target / "manifest.json").exists():
+    if there and not anew and not (target / "manifest.json").exists():
         Store.open(target)
-    check_target(target, force=there, inputs=inputs)
+    check_target(target, force=anew, inputs=inputs, owned=own_entries, extends=not anew)
     if there and not os.access(target, os.W_OK | os.X_OK):
         raise TargetError(f"{target}: not writable; choose another save path")
 

@@ -12,6 +12,7 @@ from mlxstacks import memory
 from mlxstacks.experiments.run_directory import plain
 from mlxstacks.experiments.stack.plan import DomainPlan
 from mlxstacks.experiments.stack.setup import StackSetup
+from mlxstacks.experiments.train.report import guard_json
 from mlxstacks.files.manifest import DomainRecord, Manifest
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.guard.report import GuardReport
@@ -20,8 +21,6 @@ from mlxstacks.training.boost import RoundRecord
 from mlxstacks.training.matrix import rises
 from mlxstacks.training.protect import Bases, protection_report
 from mlxstacks.training.stack_settings import MATRIX_MODES
-
-REPORT = "stack_report.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +164,7 @@ def planned(setup: StackSetup, target: Path, predicted: GuardReport | None) -> S
         "stack_bytes": size.frozen_bytes,
         "shared_bytes": size.shared_bytes,
         "to_train": [plan.name for plan in setup.to_train],
-        "guard": None if predicted is None else {
-            "outcome": predicted.outcome, "verdict": predicted.verdict,
-        },
+        "guard": None if predicted is None else guard_json(predicted, {}),
         "writes": [str(target)],
     }  # fmt: skip
     matrix = ordered_matrix(setup.store.manifest) if setup.store else {}

@@ -28,7 +28,6 @@ from mlxstacks.experiments.stack.place import (
 )
 from mlxstacks.experiments.stack.plan import DomainPlan
 from mlxstacks.experiments.stack.report import (
-    REPORT,
     StackReport,
     planned,
     round_details,
@@ -46,6 +45,7 @@ from mlxstacks.experiments.train.setup import steps_of
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.store import Store
+from mlxstacks.files.store_files import REPORT
 from mlxstacks.layers.selection import ungated
 from mlxstacks.layers.stacked import set_mode
 from mlxstacks.training.boost import DomainJob

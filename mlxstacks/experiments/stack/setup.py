@@ -42,6 +42,7 @@ from mlxstacks.layers.targets import (
     Target,
     check_targets,
     find_targets,
+    left_out_notes,
     stack_size,
 )
 from mlxstacks.training.matrix import Row, Served
@@ -129,6 +130,7 @@ def set_up(settings: StackRunSettings, store: Store | None) -> StackSetup:
         store.check_base(base_fingerprint)
     model, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
     targets = choose_targets(model, settings)
+    notes += [] if settings.keys else left_out_notes(model, targets)
     in_float32 = prepare_base(model, settings.base, notes)
     targets = find_targets(model, _target_settings(settings))  # widened modules are new ones
     rows = read_rows_of(wanted_data(listed, store), settings, tokenizer, store, notes)

@@ -22,10 +22,17 @@ import filelock
 import mlx.core as mx
 import numpy as np
 
-from mlxstacks.errors import InputError, StoreError, TargetError
-from mlxstacks.experiments.run_directory import plain, what_differs, work_path
+from mlxstacks.errors import InputError, StoreError
+from mlxstacks.experiments.run_directory import (
+    claim_work,
+    lock_work,
+    plain,
+    what_differs,
+    work_path,
+)
 from mlxstacks.files.disk import target_errors
-from mlxstacks.files.outputs import write_json
+from mlxstacks.files.mark import MARK, entries
+from mlxstacks.files.outputs import release_lock, write_json
 from mlxstacks.files.stack_file import (
     StackFile,
     read_arrays,
@@ -58,26 +65,15 @@ class StackWork:
         self._lock: filelock.FileLock | None = None
         if read_only:
             return
-        with target_errors(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            lock = filelock.FileLock(self.path.with_name(f"{self.path.name}.lock"))
-            try:
-                lock.acquire(timeout=0)
-            except filelock.Timeout:
-                raise TargetError(
-                    f"{target}: another run to it is under way; wait or choose another save path"
-                ) from None
-            self._lock = lock
-            self.path.mkdir(exist_ok=True)
+        self._lock = lock_work(target)
+        claim_work(self.path)
 
     def close(self) -> None:
         """Let the directory go; without anything in it, it is removed."""
         if self._lock is not None:
-            if self.path.is_dir() and not any(self.path.iterdir()):
-                self.path.rmdir()
-            # removed while held: filelock does not accept a lock on a file that lost its name
-            Path(self._lock.lock_file).unlink(missing_ok=True)
-            self._lock.release()
+            if self.path.is_dir() and not entries(self.path):
+                shutil.rmtree(self.path)
+            release_lock(self._lock)
             self._lock = None
 
     def clear(self) -> None:
@@ -85,7 +81,7 @@ class StackWork:
         found = list(self.path.iterdir()) if self.path.is_dir() else []
         # run.json last: what a killed process left of the rest still has an owner
         for path in sorted(found, key=lambda path: (path.name == RUN, path.name)):
-            if path.name not in (ANEW, DETAILS):
+            if path.name not in (ANEW, DETAILS, MARK):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     # --- which domain -----------------------------------------------------------------------------

@@ -75,6 +75,8 @@ def train_settings(
         "rank": cell.rank,
         "seed": cell.seed,
         "scale": scale_of(settings, cell.rank),
+        "thinking": settings.thinking,
+        "allow_special": settings.allow_special,
         # the sweep has asked already
         "guard": "off",
     }

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from mlxstacks.data.settings import TrainDataSettings
+from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
 from mlxstacks.layers.settings import lora_scale, parse_layers
 from mlxstacks.training.settings import TrainSettings
@@ -14,7 +15,7 @@ USUAL = "usual"
 # What a cell gets from the sweep; in `train` it would be said twice.
 _OF_THE_SWEEP = (
     "model", "data", "save_path", "num_layers", "layers", "keys", "rank", "seed", "resume", "force",
-    "guard", "resource_limit", "working_set_bytes",
+    "guard", "resource_limit", "working_set_bytes", "thinking", "allow_special",
 )  # fmt: skip
 Bits = Literal[2, 3, 4, 5, 6, 8]
 
@@ -75,6 +76,8 @@ class SweepSettings(BaseModel):
         ),
         description="Settings of every run, by the names of `mlxstacks train`.",
     )
+    thinking: Thinking = "auto"
+    allow_special: AllowSpecial = False
     guard: Literal["refuse", "reshape", "warn"] = Field(
         "refuse",
         description="A cell that is predicted not to fit: refuse records that and runs the others, "

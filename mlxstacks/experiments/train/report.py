@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -149,6 +149,7 @@ def guard_json(report: GuardReport, change: Mapping[str, Any]) -> dict[str, Any]
         "verdict": report.verdict,
         "buffers": report.buffers,
         "bytes": report.nbytes.total,
+        "parts_bytes": asdict(report.nbytes),
         "limit_buffers": report.limit.buffers,
         "limit_known": report.limit.known,
         "advice": report.change.words if report.change else None,

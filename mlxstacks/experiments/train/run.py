@@ -33,6 +33,7 @@ from mlxstacks.experiments.train.setup import set_up, steps_of
 from mlxstacks.files.adapter_file import CONFIG
 from mlxstacks.files.adapters import WEIGHTS, LoraModule, mlx_config
 from mlxstacks.files.disk import mlx_write_errors, user_path
+from mlxstacks.files.mark import entries
 from mlxstacks.files.outputs import check_target, clone_or_link, staged_directory, write_json
 from mlxstacks.layers.attach import lora_tensors
 from mlxstacks.layers.output_head import find_output_head
@@ -239,7 +240,8 @@ class _TrainRun:
         if self.work is None:
             return
         save_state(self.work.state_path, self.model, state, run_id(self.identity))
-        with staged_directory(self.work.path / ADAPTER, force=True) as directory:
+        # also what a version without marks left there: all of a work directory is ours
+        with staged_directory(self.work.path / ADAPTER, force=True, owned=entries) as directory:
             use_best = self.settings.keep == "best" and state.best is not None
             weights = state.best.weights if use_best and state.best else None
             self._write_adapter(directory, weights or trainable_weights(self.model))
@@ -251,7 +253,7 @@ class _TrainRun:
             raise AssertionError("what trains is not what an adapter holds")
         ordered = dict(sorted(tensors.items()))
         with mlx_write_errors(directory / WEIGHTS):
-            mx.save_safetensors(str(directory / WEIGHTS), ordered)
+            base_model.save_arrays(directory / WEIGHTS, ordered)
         # Shapes are all that the config needs; a copy of the numbers can be gigabytes.
         scale, number = self.setup.lora.scale, np.zeros((), np.float32)
         modules = {

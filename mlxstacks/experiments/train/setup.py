@@ -26,7 +26,7 @@ from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.layers.attach import attach_lora
 from mlxstacks.layers.settings import LoRASettings, TargetSettings, parse_layers
-from mlxstacks.layers.targets import Target, find_targets
+from mlxstacks.layers.targets import Target, find_targets, left_out_notes
 from mlxstacks.training.batches import BatchPlan, choose_widths
 from mlxstacks.training.prepare_base import prepare_base
 from mlxstacks.training.settings import OptimizerSettings, TrainSettings
@@ -100,6 +100,7 @@ def set_up(settings: TrainSettings) -> TrainSetup:
         rank=settings.rank, alpha=alpha, scale_rule="lora", dropout=settings.dropout
     )
     targets = choose_targets(model, settings)
+    notes += [] if settings.keys else left_out_notes(model, targets)
     try:
         attach_lora(model, targets, lora, mx.random.key(settings.seed))
     except ValueError as error:

@@ -43,6 +43,10 @@ MATH_500 = Path(__file__).parents[4] / "shared" / "data" / "bench_math500.jsonl"
         ("-4", "\u22124", "text"),
         (".5", "0.5", "text"),
         (r"\pi r", r"\pi  r", "text"),
+        ("10080", r"10\,080", "text"),
+        ("1, 2", "1,2", "text"),
+        ("(1, 234)", "(1,234)", "text"),
+        ("3 x", "3x", "text"),
         (r"50\%", "50", "numeric"),
         ("0.5", r"\frac{1}{2}", "numeric"),
         (r"\frac{1}{3}", "0.3333", "numeric"),
@@ -55,6 +59,11 @@ MATH_500 = Path(__file__).parents[4] / "shared" / "data" / "bench_math500.jsonl"
         ("0.0000672", "0", "none"),
         (r"\frac{1}{3}", "0.33", "none"),
         ("12", "1,2", "none"),
+        ("11", "1 1", "none"),
+        ("11/2", "1 1/2", "none"),
+        ("1.5", "1. 5", "none"),
+        ("1234", "1, 234", "none"),
+        ("3612", r"36^\circ 12", "none"),
         ("(1,2)", "(12)", "none"),
         ("1", "1/0", "none"),
         (r"\pi x", r"\pix", "none"),
@@ -69,6 +78,17 @@ MATH_500 = Path(__file__).parents[4] / "shared" / "data" / "bench_math500.jsonl"
 )
 def test_without_algebra(gold: str, answer: str | None, rule: str) -> None:
     assert equivalent(gold, answer) == Equivalence(rule != "none", rule)  # type: ignore[arg-type]
+
+
+@given(
+    st.integers(0, 9999),
+    st.integers(0, 9999),
+    st.lists(st.sampled_from([" ", r"\ ", r"\quad ", r"\text{ }", "$ $", "\n"]), min_size=1),
+)
+def test_two_numbers_are_never_one(left: int, right: int, between: list[str]) -> None:
+    two = f"{left}{''.join(between)}{right}"
+    assert not equivalent(f"{left}{right}", two).equal
+    assert equivalent(f"{left} {right}", two).rule == "text"
 
 
 LATEX = st.lists(

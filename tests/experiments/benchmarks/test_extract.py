@@ -3,6 +3,8 @@
 Run: pytest tests/experiments/benchmarks/test_extract.py
 """
 
+from decimal import Decimal
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,6 +45,12 @@ TEN = "ABCDEFGHIJ"
         ("1,2 or 3,4", "4", "last number"),
         ("12,3456", "3456", "last number"),
         ("it is 7.", "7", "last number"),
+        ("1.5e3", "1500", "last number"),
+        ("#### -2.5E-3 m", "-0.0025", "marker"),
+        (r"about $1.5 \times 10^{3}$", "1500", "last number"),
+        ("3 x 10^2, that is", "300", "last number"),
+        ("5\u00d710^\u22122.", "0.05", "last number"),
+        ("1.5e3x", "3", "last number"),  # no number
         ("18 eggs\u2026", "18", "last number"),
         ("no digits at all", None, "none"),
         ("", None, "none"),
@@ -59,6 +67,20 @@ def test_every_number_is_one_to_float(text: str) -> None:
     assert (found.value is None) == (found.rule == "none") == (not any(c.isdigit() for c in text))
     if found.value is not None:
         float(found.value)
+
+
+@given(
+    st.decimals(-999, 999, places=3),
+    st.integers(-6, 6),
+    st.sampled_from(
+        ["{}e{}", "#### {}E{:+}.", "{} x 10^{} km", r"${} \times 10^{{{}}}$", "{} * 10**{}"]
+    ),
+)
+def test_powers_of_ten_are_part_of_their_number(digits: Decimal, power: int, written: str) -> None:
+    value = number(written.format(digits, power)).value
+    assert value is not None
+    assert Decimal(value) == digits.scaleb(power)
+    assert set(value) <= set("-.0123456789")
 
 
 def test_numbers_agree_within_a_hundredth() -> None:

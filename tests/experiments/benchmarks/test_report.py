@@ -5,6 +5,7 @@ Run: pytest tests/experiments/benchmarks/test_report.py
 
 import json
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -201,7 +202,8 @@ def test_all_that_arms_are_made_from_is_hashed(tmp_path: Path) -> None:
     assert changed(router, "another") == {"router"}
     own = json.loads((adapter / "adapter_config.json").read_text())
     assert changed(adapter / "adapter_config.json", json.dumps({**own, "x": 1})) == {"adapter"}
-    Store.create(store, "/nowhere/at/all", "c" * 64, force=True)
+    shutil.rmtree(store)
+    Store.create(store, "/nowhere/at/all", "c" * 64)
     with pytest.raises(InputError, match=r"its base /nowhere/at/all .* is not found here"):
         plan.hashes_of(of_the_store, ("base",))
 

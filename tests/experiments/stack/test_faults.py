@@ -354,7 +354,7 @@ def test_a_stack_too_large_for_float16_can_be_stored_as_bfloat16(
 def test_two_runs_to_one_store_do_not_mix(places: Places, tmp_path: Path) -> None:
     with (
         filelock.FileLock(f"{work_path(tmp_path / 'store')}.lock"),
-        pytest.raises(TargetError, match="another run"),
+        pytest.raises(TargetError, match="is writing it"),
     ):
         stack_run.run(settings_for(*places, tmp_path / "store", **TWO))
 

@@ -75,9 +75,10 @@ class ArmModel(TemplateLM):
             add_special_tokens = not (begin and text.startswith(begin))
         if add_special_tokens:
             return list(self.arm.prompts.text(string))
-        return list(self.arm.prompts.encode(string))
+        return self.arm.prompts.encode(string)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        context = self.arm.prompts.end_of(context)
         before, after = super()._encode_pair(context, continuation)
         if not after:  # joined, the two have no more tokens than the context alone
             after = self.tok_encode(continuation, add_special_tokens=False)
@@ -109,7 +110,7 @@ class ArmModel(TemplateLM):
         pairs: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
-            tokens = list(self.arm.prompts.encode(request.args[0]))
+            tokens = self.arm.prompts.encode(request.args[0])
             windows = get_rolling_token_windows(
                 token_list=tokens, prefix_token=self.prefix_token_id, max_seq_len=most,
                 context_len=1,

@@ -20,7 +20,7 @@ from mlxstacks.experiments.benchmarks.harness.run import harness_model, run_harn
 from mlxstacks.experiments.benchmarks.task_data import read_task
 from mlxstacks.experiments.benchmarks.tasks import task_named
 from mlxstacks.experiments.benchmarks.types import BenchItem
-from tests.data.chat_tokenizers import chat_tokenizer
+from tests.data.chat_tokenizers import Counting, chat_tokenizer
 from tests.experiments.benchmarks.arm_cases import arms_of
 from tests.experiments.route_evaluate_cases import Places
 from tests.experiments.train_cases import WORDS, write_rows
@@ -191,6 +191,21 @@ def test_scored_answers_follow_the_prompt_of_training_and_replies_that_of_genera
     assert rendered[False].endswith("hi</think><|im_end|>\n<|im_start|>assistant\n<think>\n")
     assert rendered[True].endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert model.tok_encode(text).count(tokenizer.convert_tokens_to_ids("</think>")) == 1
+
+
+def test_a_long_context_costs_what_is_kept_of_it() -> None:
+    text = "the red ship </think>" * 5_000
+    counting = Counting("opened")
+
+    def pair(tokenizer: Any, limit: int | None) -> tuple[list[int], list[int]]:
+        prompts = PromptEncoder(tokenizer, ArmSettings(max_context_tokens=limit), None)
+        model = harness_model(SimpleNamespace(tokenizer=tokenizer, prompts=prompts))  # type: ignore[arg-type]
+        chat = model.apply_chat_template([{"role": "user", "content": text}])
+        before, after = model._encode_pair(chat, "sails </think>")
+        return before[-100:], after
+
+    assert pair(counting, 100) == pair(chat_tokenizer("opened"), None)
+    assert counting.characters < 30_000
 
 
 def test_long_texts_roll_and_count_each_token_once(places: Places) -> None:

@@ -1,0 +1,271 @@
+"""Chat templates of others: Jinja in a sandbox that also bounds time and memory.
+
+A template that never ends, or that makes gigabytes of text, ends in a TemplateRuntimeError. What is
+counted: CPU time, looked at with every turn of a loop and every call; the text and lists that are
+made, as they are made; and what one operation could make, before it is carried out. Everything a
+template can name goes through `LimitedEnvironment`, so this holds without a second process, which
+macOS could not give a memory limit.
+"""
+
+import functools
+import re
+import sys
+import time
+from collections.abc import Callable
+from types import BuiltinMethodType
+from typing import Any
+
+from jinja2 import Template, TemplateRuntimeError, TemplateSyntaxError, nodes
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+MOST_SECONDS = 5.0
+MOST_MADE = 1 << 28  # characters, or bytes of lists
+MOST_SOURCE = 1_000_000
+_MOST_BITS = 4096
+_NODE_BYTES = 256  # of a list or dictionary, in whatever it holds
+_ITERATOR_SIZE = 1 << 20  # more than a list may hold
+# Names that no template can write.
+_STEP, _MADE = "a step", "a value"
+_TRANSFORMERS, _SANDBOX = "transformers.utils.chat_template_utils", "ImmutableSandboxedEnvironment"
+_TEXTS = (str, bytes)
+_EMPTY: dict[Any, Any] = {}
+_VIEWS = (type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items()))
+_CONTAINERS = (list, tuple, dict, *_VIEWS, Namespace)
+_FORMATS = ("%", "format", "format_map")
+# With two long texts these take no longer, and make no more, than with one.
+_LINEAR = {
+    "startswith", "endswith", "removeprefix", "removesuffix", "find", "rfind", "index", "rindex",
+    "split", "rsplit", "partition", "rpartition", "count", "default", "d", "get",
+}  # fmt: skip
+# For pages of HTML, some of them slow; and text without end.
+_LEFT_OUT = ("urlize", "striptags", "xmlattr", "lipsum")
+# A width of six digits, a width from outside.
+_WIDE_FORMAT = re.compile(r"\d{6}|\{[^{}]*\{|%[^%a-zA-Z]*\*")
+
+
+def limit_templates() -> None:
+    """Have transformers, where it is imported, compile templates with these limits."""
+    module: Any = sys.modules.get(_TRANSFORMERS)
+    if getattr(module, _SANDBOX, LimitedEnvironment) is not LimitedEnvironment:
+        setattr(module, _SANDBOX, LimitedEnvironment)
+        for name in ("_compile_jinja_template", "_cached_compile_jinja_template"):
+            forget = getattr(getattr(module, name, None), "cache_clear", None)
+            if forget is not None:  # templates that were compiled without
+                forget()
+
+
+class _Spent:
+    """What one rendering has used up."""
+
+    def __init__(self) -> None:
+        self.deadline = time.thread_time() + MOST_SECONDS
+        self.look_at = time.monotonic() + MOST_SECONDS  # sooner it cannot have passed
+        self.made = 0
+
+    def step(self, characters: int) -> bool:
+        """True, or an error."""
+        self.made += characters
+        if self.made > MOST_MADE:
+            raise TemplateRuntimeError(f"it makes more than {MOST_MADE:,} characters")
+        if time.monotonic() > self.look_at and time.thread_time() > self.deadline:
+            raise TemplateRuntimeError(f"it takes more than {MOST_SECONDS:.3g} seconds")
+        return True
+
+    def value(self, value: Any) -> Any:
+        """The value itself, its text or its places counted."""
+        if isinstance(value, _TEXTS):
+            self.step(len(value))
+        elif isinstance(value, _CONTAINERS):
+            _size(value)
+            self.step(0 if isinstance(value, Namespace) else 8 * len(value))
+        elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            raise TemplateRuntimeError("it counts with huge numbers")
+        return value
+
+
+def _size(value: Any) -> int:
+    """Characters in a value, a number's and a list's own size included.
+
+    Raises: TemplateRuntimeError: more than MOST_MADE, as lists have that hold one list many times.
+    """
+    if isinstance(value, _TEXTS):
+        return len(value)
+    if isinstance(value, int):
+        return abs(value)
+    if not isinstance(value, _CONTAINERS):
+        return _ITERATOR_SIZE if hasattr(value, "__next__") else 0
+    total, left = 0, [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, _TEXTS):
+            total += len(part)
+        elif isinstance(part, dict):
+            left += [*part, *part.values()]
+        elif isinstance(part, Namespace):
+            left += object.__getattribute__(part, "_Namespace__attrs").values()
+        elif isinstance(part, _CONTAINERS):
+            left += part
+        total += _NODE_BYTES
+        if total + _NODE_BYTES * len(left) > MOST_MADE:
+            raise TemplateRuntimeError(f"it has a value of more than {MOST_MADE:,} characters")
+    return total
+
+
+def _check_operation(name: str, *values: Any) -> None:
+    """Before something is done with values: the two largest bound what it makes."""
+    if name in _FORMATS:
+        if _is_wide(values[0]):
+            raise TemplateRuntimeError("it formats with a width beyond measure")
+        values = tuple(value for value in values if not isinstance(value, int))
+    if name in _LINEAR:
+        return
+    if values and isinstance(
+        values[0], (int, float)
+    ):  # of a number only what is done with it is large
+        values = values[1:]
+    first = second = 1
+    for value in values:
+        size = _size(value)
+        if size > first:
+            first, second = size, first
+        elif size > second:
+            second = size
+    if first * second > MOST_MADE:
+        raise TemplateRuntimeError(f"{name} with {first:,} and {second:,} could make too much")
+
+
+def _is_wide(value: Any) -> bool:
+    return isinstance(value, str) and bool(_WIDE_FORMAT.search(value.replace("{{", "")))
+
+
+class _Counted(dict[str, Callable[..., Any]]):
+    """Filters, or tests, that are counted, whoever puts them in."""
+
+    def __init__(self, environment: "LimitedEnvironment", are_tests: bool) -> None:
+        self._environment, self._are_tests = environment, are_tests
+
+    def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
+        environment, is_test = self._environment, self._are_tests
+
+        @functools.wraps(function)
+        def counted(*arguments: Any, **options: Any) -> Any:
+            environment.spent.step(0)
+            if is_test:
+                return function(*arguments, **options)
+            values = [*arguments, *options.values()]
+            _check_operation(name, *values)
+            if name == "sum" and any(isinstance(value, list | tuple) for value in values[2:]):
+                raise TemplateRuntimeError("it adds up lists")
+            return environment.spent.value(function(*arguments, **options))
+
+        self.put(name, counted)
+
+    def put(self, name: str, function: Callable[..., Any]) -> None:
+        """As it is."""
+        super().__setitem__(name, function)
+
+
+class _Counting(NodeTransformer):
+    """Puts a step into each body that can run more than once, and counts values that are made."""
+
+    def _repeated(self, node: Any) -> Any:
+        text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+        self.generic_visit(node)
+        node.body.insert(0, nodes.ExprStmt(_filtered(nodes.Const(text + 1), _STEP)))
+        if getattr(node, "test", None) is not None:  # what it leaves out has turns too
+            node.test = nodes.And(_filtered(nodes.Const(0), _STEP), node.test)
+        return node
+
+    visit_For = visit_Macro = visit_CallBlock = _repeated  # noqa: N815  (names of Jinja's nodes)
+
+    def _literal(self, node: Any) -> Any:
+        self.generic_visit(node)
+        return node if getattr(node, "ctx", "load") == "store" else _filtered(node, _MADE)
+
+    visit_List = visit_Dict = visit_Tuple = _literal  # noqa: N815
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.nodes = [_filtered(part, _MADE) for part in node.nodes]
+        return node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _filtered(node, _MADE) if isinstance(node.arg, nodes.Slice) else node
+
+
+def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+    return nodes.Filter(node, name, [], [], None, None)
+
+
+class _LimitedTemplate(Template):
+    environment: "LimitedEnvironment"
+
+    def new_context(self, *arguments: Any, **options: Any) -> Context:
+        self.environment.spent = _Spent()
+        return super().new_context(*arguments, **options)
+
+
+class LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with the limits of this file.
+
+    Law: a template that stays within them gives the text that the sandbox alone gives.
+    """
+
+    template_class = _LimitedTemplate
+    intercepted_binops = frozenset(("+", "*", "%", "**"))
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.spent = _Spent()
+        options |= {"optimized": False, "finalize": self._text}  # what is folded is not counted
+        super().__init__(*arguments, **options)
+        self.globals.pop("lipsum", None)
+        filters, tests = _Counted(self, are_tests=False), _Counted(self, are_tests=True)
+        for name, function in dict[str, Any](self.filters).items():
+            if name not in _LEFT_OUT:
+                filters[name] = function
+        for name, test in dict[str, Any](self.tests).items():
+            tests[name] = test
+        filters.put(_STEP, lambda characters: self.spent.step(characters))
+        filters.put(_MADE, lambda value: self.spent.value(value))
+        self.filters, self.tests = filters, tests  # type: ignore[assignment]
+
+    def _text(self, value: Any) -> str:
+        """What is put out of a value, counted."""
+        if not isinstance(value, str):
+            _size(value)
+            value = str(value)
+        self.spent.step(len(value))
+        return value
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if isinstance(left, int) and isinstance(right, int):
+            if operator == "**" and right > 0 and left.bit_length() * right > _MOST_BITS:
+                raise TemplateRuntimeError("it counts with huge numbers")
+        elif operator in ("*", "%") and not isinstance(left, float):
+            _check_operation(operator, *((right, left) if isinstance(left, int) else (left, right)))
+        return self.spent.value(super().call_binop(context, operator, left, right))
+
+    def call(self, context: Context, function: Any, /, *arguments: Any, **options: Any) -> Any:
+        method = getattr(function, "__wrapped__", function)  # of str.format
+        if isinstance(method, BuiltinMethodType):
+            values = (method.__self__, *arguments, *options.values())
+            _check_operation(method.__name__, *values)
+        self.spent.step(0)
+        return self.spent.value(super().call(context, function, *arguments, **options))
+
+    def compile(self, source: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(source, str) and len(source) > MOST_SOURCE:
+            raise TemplateSyntaxError(
+                f"{len(source):,} characters, allowed: {MOST_SOURCE:,}", lineno=1
+            )
+        try:
+            return super().compile(source, *arguments, **options)
+        except (SyntaxError, RecursionError, MemoryError) as error:  # of the Python that it becomes
+            raise TemplateSyntaxError(f"nested too deeply: {error}", lineno=1) from None
+
+    def _generate(self, source: nodes.Template, *arguments: Any, **options: Any) -> str:
+        return super()._generate(_Counting().visit(source), *arguments, **options)

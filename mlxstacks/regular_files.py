@@ -1,0 +1,44 @@
+"""Pipes, sockets and devices in place of files: opening one would wait without end."""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from mlxstacks.errors import InputError
+
+
+def check_regular(*paths: Path, kind: type[InputError] = InputError) -> None:
+    """For files of others that a library opens by name; what is not there passes.
+
+    A directory stands for the files in it and in its folders, two levels down; links are followed.
+    Raises: InputError (or the given kind of it) naming what is neither a file nor a directory.
+    """
+    for path in paths:
+        for file in _entries(path):
+            try:
+                mode = file.stat().st_mode
+            except (OSError, ValueError):  # whoever opens it says so
+                continue
+            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+                raise kind(f"{file}: not a regular file; put the file itself there or remove it")
+
+
+def check_hub_reference(repository: str, folder: str, kind: type[InputError] = InputError) -> None:
+    """For what names the newest revision of a repository in the hub cache, before it is read.
+
+    folder: "models" or "datasets". Raises: as `check_regular`.
+    """
+    from huggingface_hub import constants
+
+    name = f"{folder}--{repository.replace('/', '--')}"
+    check_regular(Path(constants.HF_HUB_CACHE, name, "refs", "main"), kind=kind)
+
+
+def _entries(path: Path, levels: int = 2) -> Iterator[Path]:
+    yield path
+    if levels and os.path.isdir(path):
+        with suppress(PermissionError):
+            for entry in path.iterdir():
+                yield from _entries(entry, levels - 1)

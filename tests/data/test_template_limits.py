@@ -1,0 +1,128 @@
+"""Hostile chat templates end in a message; the rest give the sandbox's text.
+
+Run: pytest tests/data/test_template_limits.py
+"""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from mlxstacks.data import template_limits
+from mlxstacks.data.chat import prompt_tokens
+from mlxstacks.data.template_limits import LimitedEnvironment
+from mlxstacks.errors import InputError
+from tests.data.chat_tokenizers import CHATML, CLOSED, GEMMA, INST, chat_tokenizer
+
+TURNS = [{"role": role, "content": f"{role} says"} for role in ("user", "assistant", "user")]
+_LOOP = "{% for i in range(99999) %}"
+_99_TIMES, _ENDS = "{% for i in range(99) %}", "{% endfor %}{{ n.x }}"
+ENDLESS = [
+    f"{_LOOP}{_LOOP}{{% endfor %}}{{% endfor %}}",
+    "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% for i in range(99999) if i in range(99998)|list %}{% endfor %}",
+    "{{ range(99999)|select('in', range(99999)|list|reverse|list)|list }}",
+    f"{_LOOP}{_LOOP}{{% if 'x' in 'y' %}}{{% endif %}}{{% endfor %}}{{% endfor %}}",
+]
+HUGE = [
+    "{{ 'x' * 10**10 }}",
+    "{{ (range(99999)|list) * 99999 }}",
+    "{{ 9**9999 }}",
+    "{% set n = namespace(x=9) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "{% set n = namespace(x=1) %}{% for i in range(99) %}{% set n.x = [n.x, n.x] %}{% endfor %}",
+    "{% set n = namespace(x=1) %}{% for i in range(99) %}{% set n.x = {1:n.x,2:n.x} %}{% endfor %}",
+    "{% set n = namespace(x=1) %}" + _99_TIMES + "{% set n.x = namespace(a=n.x, b=n.x) %}" + _ENDS,
+    "{% set n = namespace(x={}) %}"
+    + _99_TIMES
+    + "{% set n.x = {1: n.x.items(), 2: n.x.items()} %}"
+    + _ENDS,
+    "{% set x %}" + "a" * 999 + "{% endset %}{% set y %}" + "{{ x }}" * 999 + "{% endset %}"
+    "{% set z %}" + "{{ y }}" * 999 + "{% endset %}",
+    "{% set x = 'a' * 99999 %}{{ " + "~".join(["x"] * 999) + " }}",
+    "{% set x = 'a' * 99999 %}{% for i in range(999) %}{% set y = x[1:] %}{% endfor %}",
+    _LOOP + "x" * 99999 + "{% endfor %}",
+    "{{ 'x'|center(9999999999) }}",
+    "{{ 1|center(9999999999) }}",
+    "{{ 'x'.center(9999999999) }}",
+    "{{ (1).to_bytes(10**10, 'big') }}",
+    "{{ '%9999999999d' % 1 }}",
+    "{{ '%*d' % (999999999, 1) }}",
+    "{{ '%9999999999d'|format(1) }}",
+    "{{ '{:>9999999999}'.format(1) }}",
+    "{{ '{:>{w}}'.format(1, w=9999999999) }}",
+    "{{ ('{0}' * 999).format('a' * 99999) }}",
+    "{{ ('a' * 99999).replace('', 'b' * 99999) }}",
+    "{{ ('b' * 99999).join(range(99999)|map('string')) }}",
+    "{{ range(99999)|map('center', 99999)|join }}",
+    "{{ [[1]]|tojson(indent=10**9) }}",
+    "{{ [1]|slice(10**9)|list }}",
+    "{{ ([[1]] * 999)|sum(start=[]) }}",
+    "{{ lipsum(n=10**9) }}",
+    "{% for i in [1] %}" * 30 + "{% endfor %}" * 30,
+    "{{ " + "[" * 3000 + "]" * 3000 + " }}",
+    "x" * 1_000_001,
+]
+
+
+@pytest.fixture
+def little_time(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(template_limits, "MOST_SECONDS", 0.05)
+    started = time.thread_time()
+    yield
+    assert time.thread_time() - started < 3
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_a_template_without_end_is_ended(source: str, little_time: None) -> None:
+    with pytest.raises(TemplateError, match="it takes more than"):
+        LimitedEnvironment().from_string(source).render()
+
+
+@pytest.mark.parametrize("source", HUGE, ids=range(len(HUGE)))
+def test_a_template_that_makes_too_much_is_ended(
+    source: str, little_time: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_limits, "MOST_MADE", 1 << 20)
+    monkeypatch.setattr(template_limits, "MOST_SECONDS", 60.0)
+    with pytest.raises(TemplateError):
+        LimitedEnvironment().from_string(source).render()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        CHATML, GEMMA, INST, CLOSED,
+        "{{ 1700000000|string }} {{ 1.5|round(1) }} {{ 2**10 }} {{ '%.2f' % 1.5 }} {{ 2 * 1.5 }}",
+        "{{ '%d' % 1700000000 }} {{ '{}'.format(1700000000) }} {{ 7 % 3 }} {{ 3 * 'a' }}",
+        "{{ messages|selectattr('role', 'equalto', 'user')|list|length }} {{ none }} {{ no }}",
+        "{{ messages[::-1]|map(attribute='content')|join(', ')|upper }} {{ [1, 2]|sum }}",
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }} {{ loop.last }}{% endfor %}",
+        "{% macro f(a) %}{{ a }}{{ caller() }}{% endmacro %}{% call f('y') %}z{% endcall %}",
+        "{% for m in messages if m.role is in ['user'] %}{{ m.content }}{% endfor %}",
+        "{% if x is defined %}{% elif 4 is divisibleby 2 %}even{% endif %}",
+        "{% set x, y = 1, (2, 3) %}{{ x }}{{ y }}{% for x in [] %}{% else %}none{% endfor %}",
+        "{{ '{} {{}} {a:>4}'.format('b', a=1) }} {{ ('ab' * 3)[1:3] ~ 1 }} {{ {'a': [1]}|tojson }}",
+    ],
+)  # fmt: skip
+def test_other_templates_give_the_text_of_the_sandbox(source: str) -> None:
+    texts = [
+        environment(trim_blocks=True, lstrip_blocks=True)
+        .from_string(source)
+        .render(messages=TURNS, add_generation_prompt=True, bos_token="<s>", eos_token="</s>")
+        for environment in (LimitedEnvironment, ImmutableSandboxedEnvironment)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_a_chat_is_rendered_within_the_limits(
+    little_time: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = chat_tokenizer("chatml")
+    for source, message in ((ENDLESS[0], "takes more than"), ("{{ 1 / 0 }}", "division by zero")):
+        monkeypatch.setattr(tokenizer, "chat_template", source)
+        with pytest.raises(InputError, match=f"chat template cannot be applied: .*{message}"):
+            prompt_tokens(TURNS, tokenizer)
