@@ -343,9 +343,10 @@ def _grouped_switch_linear() -> type[nn.Module]:
             except ValueError:  # inside mx.compile, where no number is known
                 return super().__call__(x, indices, sorted_indices)
             parts = mx.split(x, np.cumsum(counts)[:-1].tolist())
-            return mx.concatenate(
-                [part @ self.weight[e].T for e, part in enumerate(parts) if part.size]
-            )
+            weights = self.weight  # weights[e] would be a copy, a slice is none
+            return mx.concatenate([
+                part @ weights[e : e + 1].squeeze(0).T for e, part in enumerate(parts) if part.size
+            ])  # fmt: skip
 
     return GroupedSwitchLinear
 

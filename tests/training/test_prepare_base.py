@@ -5,6 +5,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
 from mlxstacks import base_model
@@ -30,6 +31,19 @@ def test_grouped_experts_answer_as_gather_mm_does(transform: Callable[..., Calla
     base_model.group_experts(mixture)
     assert type(mixture.up_proj) is not SwitchLinear
     assert_close(transform(function)(x), before)
+
+
+def test_grouped_experts_are_not_copied() -> None:
+    mixture = SwitchGLU(512, 512, 4, bias=False)
+    mixture.freeze()
+    base_model.group_experts(mixture)
+    x, indices = rows(512)
+    mx.eval(mixture.parameters(), x, indices)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(mx.grad(lambda x: mx.sum(mixture(x, indices) ** 2))(x))
+    weights = sum(value.nbytes for _, value in tree_flatten(mixture.parameters()))
+    assert mx.get_peak_memory() - before < weights / 2
 
 
 def test_small_experts_and_those_of_other_classes_stay() -> None:
