@@ -31,6 +31,7 @@ from mlxstacks.files.adapters import (
 )
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.lora_modules import Adapter
+from mlxstacks.files.mark import MARK
 from mlxstacks.files.settings import AdapterConvertSettings
 from mlxstacks.files.shards import TensorInfo, read_header
 from mlxstacks.files.stored_weight import weight_shape
@@ -53,7 +54,7 @@ from tests.model_layouts import (
 )
 from tests.tiny_models import random_adapter, write_qwen_moe
 
-WRITTEN_ANEW = {"config.json", "fuse_report.json", INDEX}
+WRITTEN_ANEW = {"config.json", "fuse_report.json", INDEX, MARK}
 
 
 @pytest.fixture(scope="module")

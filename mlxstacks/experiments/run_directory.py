@@ -20,7 +20,7 @@ import filelock
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import target_errors
-from mlxstacks.files.mark import MARK, check_claimable, new_mark, remove_marked
+from mlxstacks.files.mark import MARK, check_claimable, new_mark, read_mark, remove_marked
 from mlxstacks.files.outputs import acquire_lock, release_lock, write_json
 
 STATE, LOG, IDENTITY = "checkpoint.safetensors", "log.jsonl", "run.json"
@@ -126,7 +126,8 @@ def claim_work(work: Path) -> None:
     """Make a work directory, or go on with what is there; call only under its lock."""
     with target_errors(work):
         work.mkdir(exist_ok=True)
-        write_json(work / MARK, new_mark())
+        if read_mark(work) is None:
+            write_json(work / MARK, new_mark())
 
 
 def discard(directory: Path) -> None:

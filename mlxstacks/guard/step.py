@@ -89,8 +89,9 @@ def batch_for(batch_size: int, tokens: int) -> tuple[mx.array, mx.array]:
 
 def micro_batch_for(batch_size: int, tokens: int) -> tuple[mx.array, ...]:
     """The same for this package's trainer: the fields of a `MicroBatch`, every token scored."""
-    rows = [mx.zeros((batch_size, tokens), kind) for kind in (mx.int32, mx.int32, mx.float32)]
-    return *rows, mx.array(1.0), mx.random.key(0)
+    inputs, targets = (mx.zeros((batch_size, tokens), mx.int32) for _ in range(2))
+    weights = mx.full((batch_size, tokens), 1 / (batch_size * tokens))
+    return inputs, targets, weights, mx.array(1.0), mx.random.key(0)
 
 
 def training_state(step: Step) -> list[mx.array]:

@@ -113,6 +113,7 @@ def write_export(
         raise InputError(f"got bits={bits}; allowed: {allowed}, or none for float32")
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if config.get("quantization", {}).get("bits") == bits:
+        directory.mkdir(parents=True, exist_ok=True)
         for file in source.iterdir():
             shutil.copyfile(file, directory / file.name)
         return

@@ -42,10 +42,10 @@ def train_sample_store(
     seconds = {"stacks": _train_stacks(settings, place, store, model)}
     model["store_path"] = str(store)
     seconds["discovery"] = _run("route discover", settings.outcomes, place, 1, {
-        **model, "data": str(place / "routing"), "save_path": str(outcomes), "force": True,
+        **model, "data": str(place / "routing"), "save_path": str(outcomes),
     })  # fmt: skip
     seconds["router"] = _run("route train", settings.router, place, 1, {
-        **model, "targets": str(outcomes), "save_path": str(router), "force": True,
+        **model, "targets": str(outcomes), "save_path": str(router),
     })  # fmt: skip
     _copy_store(store, target)
     return seconds
@@ -97,9 +97,10 @@ def _run(
     """Run a command on its own; returns seconds. Raises: RuntimeError where it fails."""
     start = time.perf_counter()
     recipe = place / f"{command.replace(' ', '-')}.yaml"
-    values = {"command": command, **settings.model_dump(mode="json"), **paths}
+    values = {"command": command, **settings.model_dump(mode="json", exclude={"force"}), **paths}
     recipe.write_text(json.dumps(values, indent=1), encoding="utf-8")  # JSON is YAML
-    run_in_processes("mlxstacks", ["run", str(recipe)], processes)
+    force = [] if command == "stack" else ["--force"]  # a store is added to
+    run_in_processes("mlxstacks", ["run", str(recipe), *force], processes)
     return time.perf_counter() - start
 
 

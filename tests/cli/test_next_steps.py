@@ -87,7 +87,7 @@ def test_from_stacks_to_a_routed_chat(place: Path, paste: Run, command: Run) -> 
         write_rows(place / f"my data/{name}.jsonl", domain_rows(name, 8))
     _, out, err = command(
         "stack", "--model", "my model", "--data", "my data", "--save-path", "my store",
-        "--keys", "q_proj", "--iters", "8", "--rounds", "1", "--validation-rows", "2",
+        "--keys", "q_proj", "--iters", "16", "--rounds", "1", "--validation-rows", "2",
         "--learning-rate", "0.01",
         "--set", "stack.rank=2", "--set", "null_space=null", "--max-seq-length", "64",
         "--domains", "alpha", "--domains", "beta",

@@ -15,7 +15,6 @@ from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.guard.step import step_graph, step_sizes
 from tests.counting_allocator import available, counted
 from tests.guard.stack_cases import StackCase
-from tests.guard.test_census import BUFFERS_WITHIN, BYTES_WITHIN
 from tests.guard.test_sizes import SORTED
 
 needs_compiler = pytest.mark.skipif(not available(), reason="no C++ compiler, or not Linux")
@@ -37,6 +36,10 @@ CASES = (
     StackCase("nano", frozen=2, batch_size=1),
     StackCase(stack=None, dropout=0.1),
 )
+
+
+# Within 5% on an idle machine; under load the count itself moves by up to 5% from run to run.
+BUFFERS_WITHIN, BYTES_WITHIN = 0.08, 0.10
 
 
 @pytest.fixture(scope="module")

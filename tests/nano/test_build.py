@@ -12,6 +12,8 @@ from mlxstacks import base_model
 from mlxstacks.cli import run as run_command_line
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.mark import MARK, new_mark
+from mlxstacks.files.outputs import write_json
 from mlxstacks.files.store import Store
 from mlxstacks.nano import base_training, sample_store, workers
 from mlxstacks.nano.adapter_training import persona_documents
@@ -144,6 +146,7 @@ def test_a_state_of_other_settings_is_refused_before_anything_is_trained(tmp_pat
     settings = TINY.model_copy(update={"save_path": tmp_path / "nano"})
     work = tmp_path / ".nano.work"
     work.mkdir()
+    write_json(work / MARK, new_mark())
     state = str(work / STATE_FILE)
     mx.save_safetensors(state, {"x": mx.zeros(1)}, {"run_id": run_id(settings)})
     _check_saved_state(settings, work)

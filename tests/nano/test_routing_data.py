@@ -152,7 +152,7 @@ def test_the_cache_holds_them_and_is_made_once(tmp_path: Path, monkeypatch) -> N
     paths = NanoPaths(ASSETS / "model", ASSETS / "adapter", ASSETS / "store")
     directory = paths.routing_path
     expected = routing_files()
-    assert {path.name: path.read_text() for path in directory.iterdir()} == expected
+    assert {path.name: path.read_text() for path in directory.glob("[!.]*")} == expected
     stamp = (directory / "others.jsonl").stat().st_mtime_ns
     assert paths.routing_path == directory
     assert (directory / "others.jsonl").stat().st_mtime_ns == stamp

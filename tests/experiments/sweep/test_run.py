@@ -18,6 +18,8 @@ from mlxstacks.experiments.sweep.rank_sweep import run
 from mlxstacks.experiments.sweep.report import SweepReport
 from mlxstacks.experiments.train.run import run as train
 from mlxstacks.files.adapters import read_adapter
+from mlxstacks.files.mark import MARK, new_mark
+from mlxstacks.files.outputs import write_json
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from tests.counting_allocator import available, library
@@ -182,6 +184,7 @@ def test_a_cell_whose_files_are_gone_is_trained_again(
     target = tmp_path / "out"
     cells = work_path(target) / "cells"
     shutil.copytree(swept[0] / "cells", cells)
+    write_json(cells.parent / MARK, new_mark())
     shutil.rmtree(cells / NAME.format(2, 1))
     report = run(sweep_settings(*inputs, target, seeds=(0, 1)))
     assert [result.status for result in report.results] == ["trained"] * 4
@@ -214,6 +217,7 @@ def test_half_an_adoption_is_not_taken_for_a_cell(
     target = tmp_path / "out"
     for name in (NAME.format(2, 0), f".{NAME.format(2, 0)}.adopting"):
         (work_path(target) / "cells" / name).mkdir(parents=True)
+    write_json(work_path(target) / MARK, new_mark())
     report = run(sweep_settings(*inputs, target, ranks=(2,), policies=("keep",)))
     assert [result.status for result in report.results] == ["trained"]
     assert set(adapters(target)) == {NAME.format(2, 0)}
