@@ -12,6 +12,7 @@ What is not in `files` is somebody else's, and stays.
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -27,6 +28,8 @@ _WRITER = "mlxstacks"
 _MOST_BYTES = 64_000_000
 # macOS leaves one in every directory that Finder shows.
 _OF_THE_SYSTEM = ".DS_Store"
+# The mark, or what a run that was killed while it wrote one left of it.
+_MARK_OR_PART = re.compile(rf"{re.escape(MARK)}|\.{re.escape(MARK)}\.tmp-\d+-[0-9a-f]{{8}}")
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 # A directory -> what in it may go, as relative paths; None where nothing shows that it is ours.
@@ -53,13 +56,15 @@ def read_mark(directory: Path) -> dict[str, Any] | None:
 
 def entries(directory: Path) -> list[str]:
     """Everything below a directory but its mark, as relative paths; links are not followed."""
-    found = [
-        os.path.relpath(os.path.join(parent, name), directory)
+    return sorted(
+        path
         for parent, folders, files in os.walk(directory)
         for name in (*folders, *files)
         if name != _OF_THE_SYSTEM
-    ]
-    return sorted(set(found) - {MARK})
+        and not _MARK_OR_PART.fullmatch(
+            path := os.path.relpath(os.path.join(parent, name), directory)
+        )
+    )
 
 
 def listed_entries(directory: Path) -> Collection[str] | None:
@@ -97,7 +102,7 @@ def check_claimable(directory: Path) -> None:
         if os.path.lexists(directory):
             raise TargetError(f"{directory}: is no directory; a run needs the name, so remove it")
         return
-    if any(directory.iterdir()) and read_mark(directory) is None and not _old_work(directory):
+    if entries(directory) and read_mark(directory) is None and not _old_work(directory):
         raise TargetError(
             f"{directory}: a run keeps its work there, and mlxstacks did not write what it holds "
             f"({_listed(entries(directory))}); move that elsewhere, or choose another save path"
@@ -121,7 +126,7 @@ def remove_marked(directory: Path) -> None:
     """
     if directory.is_symlink() or not directory.is_dir():
         return
-    inside = [path for path in directory.iterdir() if MARK not in path.name]
+    inside = [path for path in directory.iterdir() if not _MARK_OR_PART.fullmatch(path.name)]
     if inside and read_mark(directory) is None:
         return
     for path in inside:
@@ -130,7 +135,7 @@ def remove_marked(directory: Path) -> None:
         else:
             with suppress(OSError):
                 path.unlink()
-    if all(MARK in path.name for path in directory.iterdir()):
+    if all(_MARK_OR_PART.fullmatch(path.name) for path in directory.iterdir()):
         shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -131,6 +132,23 @@ def test_a_work_directory_of_somebody_else_stays(tmp_path: Path, resume: bool) -
         RunDirectory(tmp_path / "out", {"kind": "eval"}, resume=resume)
     assert (work / "diary").exists()
     shutil.rmtree(work)
+    run = RunDirectory(tmp_path / "out", {"kind": "eval"}, resume=resume)
+    assert read_mark(work) is not None
+    run.remove()
+    assert not work.exists()
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_killed_while_it_writes_the_mark_a_run_begins(
+    tmp_path: Path, resume: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as killed:
+        killed.setattr(os, "replace", Mock(side_effect=KeyboardInterrupt))
+        killed.setattr(Path, "unlink", Mock())  # a killed process clears nothing away
+        with pytest.raises(KeyboardInterrupt):
+            RunDirectory(tmp_path / "out", {"kind": "eval"}, resume=resume)
+    work = tmp_path / ".out.work"
+    assert [path.name.split("-")[0] for path in work.iterdir()] == [f".{MARK}.tmp"]
     run = RunDirectory(tmp_path / "out", {"kind": "eval"}, resume=resume)
     assert read_mark(work) is not None
     run.remove()
