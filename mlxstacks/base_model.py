@@ -4,6 +4,7 @@ import copy
 import functools
 import glob
 import json
+import math
 import re
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from mlx.utils import tree_map_with_path, tree_unflatten
 
 from mlxstacks.data.chat import prompt_tokens
 from mlxstacks.data.text_settings import PLAIN, Rendering
-from mlxstacks.errors import CheckpointError
+from mlxstacks.errors import CheckpointError, NonFiniteModelError
 from mlxstacks.ops import gated_delta
 from mlxstacks.regular_files import check_regular
 
@@ -478,12 +479,9 @@ def generate(
     max_tokens: int = 32,
     rendering: Rendering = PLAIN,
 ) -> str:
-    """The greedy reply to a chat, without the end mark."""
-    from mlx_lm import stream_generate
-
+    """The greedy reply to a chat, without the end mark. Raises: NonFiniteModelError."""
     prompt = prompt_tokens(messages, tokenizer, rendering)
-    replies = stream_generate(model, tokenizer, prompt=prompt, max_tokens=max_tokens)
-    return "".join(reply.text for reply in replies)
+    return "".join(step.text for step in _stream(model, tokenizer, prompt, max_tokens=max_tokens))
 
 
 def make_prompt_cache(model: nn.Module) -> list[Any]:
@@ -509,17 +507,27 @@ def stream_tokens(
         max_tokens, None before.
     Law: at each yield the cache holds last_token and every token yielded so far, this one included;
         so mlx-lm's `generate_step` has it, which is a step ahead.
+    Raises: NonFiniteModelError.
     """
-    from mlx_lm import stream_generate
-
     # The default stream: mlx-lm's own one is a second thread on a CPU, and nothing else runs here.
-    steps = stream_generate(
-        model, tokenizer, mx.array([last_token]), max_tokens,
+    steps = _stream(
+        model, tokenizer, mx.array([last_token]), max_tokens=max_tokens,
         stream=mx.default_stream(mx.default_device()), sampler=sampler,
         logits_processors=list(processors), prompt_cache=cache,
     )  # fmt: skip
     for step in steps:
         yield step.text, int(step.token), step.finish_reason
+
+
+def _stream(model: nn.Module, tokenizer: Any, prompt: Any, **options: Any) -> Iterator[Any]:
+    """mlx-lm's `stream_generate`. Raises: NonFiniteModelError."""
+    from mlx_lm import stream_generate
+
+    for step in stream_generate(model, tokenizer, prompt, **options):
+        # One NaN or +Inf among the logits makes every log probability NaN.
+        if math.isnan(step.logprobs[step.token].item()):
+            raise NonFiniteModelError(f"the log probability of token {step.generation_tokens}")
+        yield step
 
 
 def repetition_penalty(

@@ -9,6 +9,19 @@ class CheckpointError(InputError):
     """A model directory or one of its files is missing, malformed or not supported."""
 
 
+class NonFiniteModelError(CheckpointError):
+    """What a model computes is NaN or Inf.
+
+    what: the figure, as the subject of a sentence: "the log probability of token 3"
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} is not finite: the model's weights, or an adapter's, hold NaN or Inf (then "
+            "get them again), or half floats overflow (then try --base float32)"
+        )
+
+
 class AdapterError(InputError):
     """An adapter is malformed, not supported, or does not belong to the model."""
 

@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxstacks.data import Batch, Row, make_batch
+from mlxstacks.errors import NonFiniteModelError
 from mlxstacks.layers.output_head import OutputHead
 from mlxstacks.ops.token_loss import piece_tokens, pieces
 from mlxstacks.stats import wilson_interval
@@ -166,12 +167,15 @@ def score_continuations(
 
     Raises:
         ValueError: a continuation leaves no room for one context token.
+        NonFiniteModelError: NaN.
     """
     rows = [_candidate_row(item, c, max_tokens) for item in items for c in item.continuations]
     sums = np.zeros(len(rows))
     for indices, batch in _batches(rows, batch_size):
         log_p = _target_log_probabilities(logits_of, batch)
         sums[indices] = (log_p * batch.target_weights).sum(axis=1, dtype=np.float64)
+    if np.isnan(sums).any():
+        raise NonFiniteModelError("the log probability of an answer")
     values = iter(sums.tolist())
     return [[next(values) for _ in item.continuations] for item in items]
 

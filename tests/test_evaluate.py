@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mlxstacks.data import Row
+from mlxstacks.errors import NonFiniteModelError
 from mlxstacks.evaluate import ChoiceItem, choose, evaluate_mean_loss, score_continuations
 
 VOCAB = 7
@@ -81,6 +82,11 @@ def test_long_contexts_are_cut_from_the_left() -> None:
     assert cut == score_continuations(running_model, [item((3, 4), (5, 6))])
     with pytest.raises(ValueError, match="does not fit"):
         score_continuations(running_model, [item((1,), (5, 6))], max_tokens=2)
+
+
+def test_nan_is_no_score() -> None:
+    with pytest.raises(NonFiniteModelError, match="log probability of an answer is not finite"):
+        score_continuations(lambda tokens: table_model(tokens) * mx.nan, ITEMS)
 
 
 def test_ties_count_as_wrong_and_are_counted() -> None:

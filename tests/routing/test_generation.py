@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 
 from mlxstacks import base_model
 from mlxstacks.data import Rendering
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, NonFiniteModelError
 from mlxstacks.routing import generation
 from mlxstacks.routing.generation import Prompt, Sampling, encode_prompt, generate, likeliest
 from mlxstacks.routing.prompt_cache import PromptCache
@@ -65,6 +65,16 @@ def test_greedy_is_what_mlx_lm_says(loaded: Any) -> None:
     prompt = encode_prompt(tokenizer, user("red blue"))
     pieces = generate(model, tokenizer, prompt, new_cache(model), GREEDY)
     assert "".join(piece.text for piece in pieces) == expected
+
+
+def test_nan_logits_are_no_answer(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = loaded
+    norm = getattr(model, "language_model", model).model.norm
+    monkeypatch.setitem(norm, "weight", norm.weight * mx.nan)
+    with pytest.raises(NonFiniteModelError, match="log probability of token 1 is not finite"):
+        answer(loaded, ids("red"))
+    with pytest.raises(NonFiniteModelError, match="log probability of token 1 is not finite"):
+        base_model.generate(model, tokenizer, user("red"), max_tokens=2)
 
 
 def test_conversation_goes_on_from_the_cache(loaded: Any) -> None:

@@ -16,6 +16,7 @@ from mlxstacks.base_model import gated_delta_installed
 from mlxstacks.data import ChatTokenizer
 from mlxstacks.data.encode import begin_mark
 from mlxstacks.data.special_text import encode_text
+from mlxstacks.errors import NonFiniteModelError
 from mlxstacks.experiments.profile.analysis import Choices, Rule, analyse
 from mlxstacks.experiments.profile.data import Prompt, first_tokens
 from mlxstacks.experiments.profile.routing_profile import divergence, shares, usual_top_experts
@@ -44,18 +45,21 @@ def count_choices(
 
     weights: sum the router's weights of the choices instead. tick: called with the prompts done.
     Law: independent of batch size and of padding, as far as the model's arithmetic is.
-    Raises: ValueError: an empty prompt, or a mixture that does not see every token.
+    Raises: ValueError: an empty prompt, or a mixture that does not see every token;
+        NonFiniteModelError: NaN in what a mixture sees.
     """
     if not all(prompts):
         raise ValueError("every prompt needs a token")
     counts = np.zeros((len(prompts), len(switches), switches[0].num_experts))
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     heard: dict[int, tuple[mx.array, mx.array | None]] = {}
+    has_nan: dict[int, mx.array] = {}
 
     def hear(place: int, x: mx.array, indices: mx.array) -> None:
         # Some blocks give (B, T, top_k), some (B * T, top_k): the order of tokens is the same.
         weight = chosen_weights(switches[place], x, indices) if weights else None
         heard[place] = indices, weight
+        has_nan[place] = mx.isnan(x).any()
 
     with gated_delta_installed(), evaluating(model), hearing(switches, hear):
         for start in range(0, len(order), batch_size):
@@ -63,7 +67,10 @@ def count_choices(
             tokens, real = _padded([prompts[place] for place in places])
             heard.clear()
             model(mx.array(tokens))
-            mx.eval([array for pair in heard.values() for array in pair if array is not None])
+            mx.eval(heard, has_nan)
+            for place, is_nan in has_nan.items():
+                if is_nan.item():
+                    raise NonFiniteModelError(f"the input of {switches[place].path}")
             owner = np.repeat(np.arange(len(places)), tokens.shape[1])[real]
             for layer, (indices, weight) in heard.items():
                 counts[places, layer] = _per_prompt(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mlxstacks import base_model
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, NonFiniteModelError
 from mlxstacks.experiments.profile import capture
 from mlxstacks.experiments.profile import run as profile_run
 from mlxstacks.experiments.profile.capture import profile_routing
@@ -105,6 +105,16 @@ def test_a_loaded_model_has_the_profile_of_the_command(place: Path, report: Prof
     for few in ({}, {"one": ["a b", "c"]}, {"one": ["abc", "def"], "two": ["abcdefgh"]}):
         with pytest.raises(ValueError, match="need two groups or more, each of two texts"):
             profile_routing(model, tokenizer, few)
+
+
+def test_nan_in_the_model_is_no_profile(place: Path) -> None:
+    model, tokenizer, _ = base_model.load(place / "model")
+    embedding = model.model.embed_tokens
+    embedding.weight = mx.full(embedding.weight.shape, mx.nan)
+    with pytest.raises(
+        NonFiniteModelError, match=r"the input of \S+\.layers\.0\.\S+ is not finite"
+    ):
+        profile_routing(model, tokenizer, {"a": ["red", "ref"], "b": ["blue", "blau"]})
 
 
 def test_top_layers_are_fewer_than_the_layers_with_experts(
