@@ -65,8 +65,16 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(arguments, str(error), FAILED, type(error).__name__)
     except Exception as error:
         kind = type(error).__name__
+        if isinstance(error, OSError) and error.errno is not None:
+            return _fail(arguments, _system_message(error), BAD_INPUT, kind)
         message = f"{kind}: {error}\nThis was not expected; -v shows where it happened."
         return _fail(arguments, message, FAILED, kind)
+
+
+def _system_message(error: OSError) -> str:
+    """What the system says of a path, which is no fault of ours."""
+    path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    return f"{path}{error.strerror}; look at that path, or give another"
 
 
 def _fail(arguments: Sequence[str], message: str, code: int, kind: str = "Error") -> int:

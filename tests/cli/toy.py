@@ -58,6 +58,8 @@ def run(settings: ToySettings, progress: Any = None) -> ToyResult:
     print("a library that prints")
     if settings.fail == "input":
         raise InputError("toy.safetensors: got 3 bytes, at least 8 are needed; copy it again")
+    if settings.fail == "path":
+        open("x" * 300)  # noqa: SIM115
     if settings.fail == "bug":
         raise ZeroDivisionError("seven by nothing")
     if settings.fail == "interrupt":

@@ -371,6 +371,7 @@ def with_config(**changes: Any) -> Any:
         (with_config(num_hidden_layers=1), "model: mlx-lm cannot load it: .*not in model"),
         (with_config(num_hidden_layers=10**9), "model: num_hidden_layers is 1,000,000,000"),
         (with_config(hidden_size="64"), "model: hidden_size is '64' in the config"),
+        (with_config(use_cache="x"), "model: mlx-lm cannot load it: StrictDataclass"),
     ],
 )
 def test_a_model_whose_files_do_not_go_together_is_bad_input(
