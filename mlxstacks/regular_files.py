@@ -1,5 +1,6 @@
-"""Pipes, sockets and devices in place of files: opening one would wait without end."""
+"""Pipes, sockets, devices and the kernel's files in place of files: reading may never end."""
 
+import functools
 import os
 import stat
 from collections.abc import Iterator
@@ -18,10 +19,11 @@ def check_regular(*paths: Path, kind: type[InputError] = InputError) -> None:
     for path in paths:
         for file in _entries(path):
             try:
-                mode = file.stat().st_mode
+                status = file.stat()
             except (OSError, ValueError):  # whoever opens it says so
                 continue
-            if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            is_file = stat.S_ISREG(status.st_mode) and status.st_dev not in _kernel_devices()
+            if not is_file and not stat.S_ISDIR(status.st_mode):
                 raise kind(f"{file}: not a regular file; put the file itself there or remove it")
 
 
@@ -34,6 +36,12 @@ def check_hub_reference(repository: str, folder: str, kind: type[InputError] = I
 
     name = f"{folder}--{repository.replace('/', '--')}"
     check_regular(Path(constants.HF_HUB_CACHE, name, "refs", "main"), kind=kind)
+
+
+@functools.cache
+def _kernel_devices() -> frozenset[int]:
+    """Of file systems whose regular files the kernel makes up as they are read."""
+    return frozenset(os.stat(path).st_dev for path in ("/proc", "/sys") if os.path.ismount(path))
 
 
 def _entries(path: Path, levels: int = 2) -> Iterator[Path]:

@@ -16,6 +16,7 @@ from mlxstacks.files.outputs import staged_directory, write_json
 from mlxstacks.files.shard_header import refuse_constant
 from mlxstacks.files.shards import ShardHeader, ShardWriter, TensorInfo, read_header, read_tensor
 from mlxstacks.ops.affine import Array
+from mlxstacks.regular_files import check_regular
 
 CONFIG = "adapter_config.json"
 _LARGEST_CONFIG_BYTES = 16_000_000
@@ -28,6 +29,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise AdapterError(f"{path}: missing; an adapter is a directory with its {path.name}")
+    check_regular(path, kind=AdapterError)
     if path.stat().st_size > _LARGEST_CONFIG_BYTES:
         raise AdapterError(f"{path}: larger than {_LARGEST_CONFIG_BYTES} bytes, not a config")
     try:

@@ -18,7 +18,8 @@ import pytest
 from mlx_lm import load
 
 from mlxstacks import base_model
-from mlxstacks.errors import CheckpointError
+from mlxstacks.errors import AdapterError, CheckpointError
+from mlxstacks.files import adapter_file
 from mlxstacks.files import checkpoint as checkpoint_module
 from mlxstacks.files.checkpoint import INDEX_NAME, fingerprint, open_checkpoint, resolve_model
 from mlxstacks.files.hub import ALLOW_PATTERNS, in_hub_cache
@@ -141,6 +142,16 @@ def test_a_pipe_in_a_model_is_refused_before_a_loader_waits_for_it(model: Path, 
     os.mkfifo(model / name)
     with pytest.raises(CheckpointError, match=rf"{name}: not a regular file"):
         base_model.load(model, lazy=True)
+
+
+@pytest.mark.skipif(not os.path.ismount("/proc"), reason="no file of the kernel's own here")
+def test_what_the_kernel_makes_up_is_no_file(model: Path) -> None:
+    (model / "extra.json").symlink_to("/proc/version")
+    with pytest.raises(CheckpointError, match=r"extra\.json: not a regular file"):
+        base_model.load(model, lazy=True)
+    (model / "adapter_config.json").symlink_to("/proc/version")
+    with pytest.raises(AdapterError, match=r"adapter_config\.json: not a regular file"):
+        adapter_file.read_config(model / "adapter_config.json")
 
 
 _NO_VOCABULARY = {"version": "1.0", "added_tokens": [], "model": {"type": "Nothing"}}
