@@ -20,6 +20,7 @@ import numpy as np
 from mlx.utils import tree_map_with_path, tree_unflatten
 
 from mlxstacks.data.chat import prompt_tokens
+from mlxstacks.data.special_text import bind_vocabulary
 from mlxstacks.data.text_settings import PLAIN, Rendering
 from mlxstacks.errors import CheckpointError, NonFiniteModelError
 from mlxstacks.ops import gated_delta
@@ -104,7 +105,17 @@ def load(
         _check_token_ids(path / "tokenizer.json")
         named = str(links.enter_context(_plain_name(path)))
         adapter = adapter_path and str(links.enter_context(_plain_name(Path(adapter_path))))
-        return load_with_tokenizer(named, adapter_path=adapter, return_config=True, lazy=lazy)
+        model, tokenizer, config = load_with_tokenizer(
+            named, adapter_path=adapter, return_config=True, lazy=lazy
+        )
+        bind_vocabulary(tokenizer, _embedding_rows(model))
+    return model, tokenizer, config
+
+
+def _embedding_rows(model: nn.Module) -> int:
+    """Of the largest table: some models have small ones besides, for positions."""
+    kinds = nn.Embedding | nn.QuantizedEmbedding
+    return max(m["weight"].shape[0] for _, m in model.named_modules() if isinstance(m, kinds))
 
 
 @contextmanager

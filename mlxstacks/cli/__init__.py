@@ -8,6 +8,7 @@ import io
 import os
 import signal
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -67,6 +68,12 @@ def run(arguments: Sequence[str]) -> int:
         kind = type(error).__name__
         if isinstance(error, OSError) and error.errno is not None:
             return _fail(arguments, _system_message(error), BAD_INPUT, kind)
+        if "Compile::" in str(error):  # MLX's words, over pages of what the compiler printed
+            message = (
+                f"MLX could not compile a kernel in {tempfile.gettempdir()}; look for room there, "
+                "or set TMPDIR to a directory on another disk (-v shows what the compiler said)"
+            )
+            return _fail(arguments, message, FAILED, kind)
         message = f"{kind}: {error}\nThis was not expected; -v shows where it happened."
         return _fail(arguments, message, FAILED, kind)
 
@@ -84,7 +91,9 @@ def _fail(arguments: Sequence[str], message: str, code: int, kind: str = "Error"
     # a stranger's file may have written a part of it
     click.echo(click.style("error: ", fg="red", bold=True) + output.safe(message), err=True)
     if "--json" in arguments:
-        output.print_json({"error": {"kind": kind, "message": message, "exit_code": code}})
+        document = {"error": {"kind": kind, "message": message, "exit_code": code}}
+        with contextlib.suppress(OSError):  # it may be stdout that is full
+            output.print_json(document)
     return code
 
 

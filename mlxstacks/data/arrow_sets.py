@@ -163,6 +163,7 @@ def _rows(label: str, batches: Iterable[Any], kind: str) -> Rows:
 
 def _values(label: str, before: int, name: str, column: Any) -> list[Any]:
     try:
+        column.validate(full=True)  # a damaged offset leads anywhere in memory
         values: list[Any] = column.to_pylist()
     # text that is not UTF-8, dates after the year 9999, time zones that are not known here
     except (ValueError, ArithmeticError, LookupError) as error:

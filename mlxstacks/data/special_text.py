@@ -19,6 +19,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from mlxstacks.data.markers import SHORTEST_TOKEN
+from mlxstacks.errors import CheckpointError, InputError
 
 # Unicode's noncharacters are for such use; where a text holds one, the next is taken.
 _MARKS = (*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xF0000, 0xFFFFE)))
@@ -26,6 +27,7 @@ _MARKS = (*map(chr, range(0xFDD0, 0xFDF0)), *map(chr, range(0xF0000, 0xFFFFE)))
 _MARGIN_TOKENS = 64
 _CHARACTERS_PER_TOKEN = 6
 _GROWTH = 4
+_LONGEST_LITERAL = 1_000
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class _Literals:
 
 
 _known: "WeakKeyDictionary[Any, _Literals]" = WeakKeyDictionary()
+_embedding_rows: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
 
 
 def special_literals(text: str, tokenizer: Any) -> list[str]:
@@ -211,7 +214,36 @@ def _encode_behind(text: str, tokenizer: Any) -> list[int]:
 def _encode(text: str, tokenizer: Any) -> list[int]:
     # transformers would log that a text is longer than the model's context: callers say it.
     quiet = {"verbose": False} if hasattr(tokenizer, "model_max_length") else {}
-    return list(tokenizer.encode(text, add_special_tokens=False, **quiet))
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(
+            f"{text[:40]!a} holds half of a surrogate pair, which is no text; mend the chat "
+            "template or the row that it comes from"
+        ) from None
+    ids = list(tokenizer.encode(text, add_special_tokens=False, **quiet))
+    _check_ids(ids, tokenizer)
+    return ids
+
+
+def bind_vocabulary(tokenizer: Any, rows: int) -> None:
+    """Refuse, from now on, ids for which a model's embedding of so many rows has none: MLX would
+    read past its end. (A tokenizer may hold such tokens as long as no text uses them.)
+
+    Raises: CheckpointError for the marks of begin and end, here; of a text, where it is encoded.
+    """
+    _embedding_rows[tokenizer] = rows
+    marks = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos"))
+    _check_ids([mark for mark in marks if mark is not None], tokenizer)
+
+
+def _check_ids(ids: Sequence[int], tokenizer: Any) -> None:
+    rows = _embedding_rows.get(tokenizer)
+    if rows is not None and (largest := max(ids, default=0)) >= rows:
+        raise CheckpointError(
+            f"tokenizer.json gives the id {largest:,}, but the model's embedding has {rows:,} "
+            "rows; tokenizer and weights have to be of one model"
+        )
 
 
 @cache
@@ -255,6 +287,11 @@ def _find_literals(tokenizer: Any, template: Any) -> _Literals:
     literals = {*map(str, chosen), *(getattr(tokenizer, "all_special_tokens", None) or ())}
     # Some tokenizers call "!" or a line break a special token; such a one cannot be told from text.
     literals = {text for text in literals if len(text) >= SHORTEST_TOKEN and text.strip()}
+    if len(longest := max(literals, key=len, default="")) > _LONGEST_LITERAL:
+        raise CheckpointError(
+            f"a special token of the tokenizer, {longest[:20]!r}..., has {len(longest):,} "
+            f"characters; at most {_LONGEST_LITERAL:,} are allowed"
+        )
     # A pattern for each first character: the search for one character is many times faster.
     by_initial = groupby(sorted(literals, key=lambda t: (t[0], -len(t), t)), lambda t: t[0])
     patterns = tuple(

@@ -11,6 +11,8 @@ from mlxstacks.recipe.table import ALIASES, COMMANDS, nearest
 from mlxstacks.resources import resource_dir
 
 # With the place of the schema after it; see recipe/schema.py.
+# PyYAML reads some 100,000 characters a second.
+MOST_CHARACTERS = 250_000
 EDITOR_LINE = "# yaml-language-server: $schema="
 
 
@@ -123,6 +125,8 @@ def read_yaml(text: str) -> Any:
     """The value of a YAML text, by `yaml_loader`. Raises ValueError for text that is not YAML."""
     import yaml
 
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"has {len(text):,} characters; at most {MOST_CHARACTERS:,} are read")
     try:
         return yaml.load(text, Loader=yaml_loader())
     except yaml.YAMLError as error:

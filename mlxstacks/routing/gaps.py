@@ -115,7 +115,7 @@ class GapLog:
 
 def older(path: Path) -> Path:
     """Where the older half of a log is."""
-    return path.with_name(f"{path.name}.1")
+    return path.parent / f"{path.name}.1"
 
 
 def log_files(path: str | Path) -> tuple[Path, Path]:

@@ -31,6 +31,7 @@ def test_result_is_a_table_or_one_document(toy: Path, command: Run) -> None:
     [
         (["toy", "--set", "fail=input"], 2, "toy.safetensors: got 3 bytes"),
         (["toy", "--set", "fail=bug"], 1, "ZeroDivisionError: seven by nothing"),
+        (["toy", "--set", "fail=compiler"], 1, "MLX could not compile a kernel in /"),
         (["toy", "--set", "fail=path"], 2, "xxx: File name too long; look at that path"),
         (["toy", "--set", "fail=interrupt"], 130, "interrupted"),
         (["toy", "--set", "fail=gate"], 3, "Gate not met: 0.3 is below 0.5"),

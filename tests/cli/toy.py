@@ -60,6 +60,8 @@ def run(settings: ToySettings, progress: Any = None) -> ToyResult:
         raise InputError("toy.safetensors: got 3 bytes, at least 8 are needed; copy it again")
     if settings.fail == "path":
         open("x" * 300)  # noqa: SIM115
+    if settings.fail == "compiler":
+        raise RuntimeError("[Compile::eval_cpu] Failed to compile function\nand pages more")
     if settings.fail == "bug":
         raise ZeroDivisionError("seven by nothing")
     if settings.fail == "interrupt":

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mlxstacks.data import arrow_sets
@@ -86,6 +87,21 @@ def test_reading_lines_imports_none_of_it(tmp_path: Path) -> None:
 
 
 # --- with the package -----------------------------------------------------------------------------
+
+
+def test_a_damaged_offset_is_not_followed(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    table = pyarrow.table({"text": [f"row number {n}" for n in range(60)]})
+    path = str(tmp_path / "a.arrow")
+    with pyarrow.OSFile(path, "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    whole = (tmp_path / "a.arrow").read_bytes()
+    offsets = np.array([0, 12, 24], np.int32).tobytes()
+    (tmp_path / "a.arrow").write_bytes(
+        whole.replace(offsets, np.array([0, 12, 2**31 - 1], np.int32).tobytes())
+    )
+    with pytest.raises(InputError, match=r"a\.arrow, rows 1 to 60: column 'text': "):
+        read(tmp_path, path="a.arrow")
 
 
 def test_parquet_rows_stream(tmp_path: Path) -> None:

@@ -23,13 +23,14 @@ from mlxstacks.data.chat import open_chat, prompt_tokens
 from mlxstacks.data.examples import make_example
 from mlxstacks.data.special_text import (
     SignedMarkers,
+    bind_vocabulary,
     encode_text,
     end_of,
     first_tokens,
     free_marks,
     special_literals,
 )
-from mlxstacks.errors import InputError
+from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.experiments.benchmarks.arm_prompts import PromptEncoder
 from mlxstacks.experiments.benchmarks.arm_settings import ArmSettings
 from mlxstacks.routing.generation import encode_prompt
@@ -251,6 +252,30 @@ class Slow:
         parts = text.split("</s>")
         ids = [code for part in parts for code in (*map(ord, part), 0)]
         return ids[:-1]
+
+
+def test_ids_beyond_the_embedding_are_refused_where_a_text_has_them() -> None:
+    tokenizer = Slow()
+    bind_vocabulary(tokenizer, ord("r") + 1)
+    assert encode_text("red", tokenizer) == list(map(ord, "red"))
+    refused = r"tokenizer\.json gives the id 115, but the model's embedding has 115 rows"
+    with pytest.raises(CheckpointError, match=refused):
+        encode_text("reds", tokenizer)
+    tokenizer.eos_token_id = 115
+    with pytest.raises(CheckpointError, match=refused):
+        bind_vocabulary(tokenizer, 115)
+
+
+def test_half_a_surrogate_pair_is_no_text() -> None:
+    with pytest.raises(InputError, match=r"'red \\ud800' holds half of a surrogate pair"):
+        encode_text("red \ud800", Slow())
+
+
+def test_a_special_token_of_a_megabyte_is_refused() -> None:
+    tokenizer = Slow()
+    tokenizer.all_special_tokens = ("<" + "x" * 1_000_000 + ">", "!")
+    with pytest.raises(CheckpointError, match=r"has 1,000,002 characters; at most 1,000"):
+        special_literals("red", tokenizer)
 
 
 def test_a_tokenizer_without_a_fast_backend() -> None:

@@ -135,6 +135,13 @@ def test_aliases_and_groups_point_at_commands() -> None:
     assert {name.split()[0] for name in COMMANDS if " " in name} == GROUPS.keys()
 
 
+def test_a_recipe_that_would_take_minutes_to_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "long.yaml"
+    path.write_text("command: fuse\nadapter_path:\n" + "- a\n" * 100_000)
+    with pytest.raises(InputError, match=r"long\.yaml: has 400,\d+ characters; at most 250,000"):
+        load_recipe(str(path))
+
+
 @pytest.mark.parametrize(
     "text",
     [
