@@ -25,6 +25,11 @@ from mlxstacks.errors import InputError
 Turns = list[dict[str, Any]]
 # Keys under which data sets and templates have the reasoning of a turn.
 REASONING_KEYS = ("reasoning_content", "thinking")
+# Those that templates write as `<|role|>`; any other is text.
+_ROLES = (
+    "system", "developer", "user", "assistant", "model", "tool", "function", "observation",
+    "ipython", "environment",
+)  # fmt: skip
 # What Python raises inside a template, besides Jinja's own.
 _TEMPLATE_FAULTS = (
     ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
@@ -102,14 +107,14 @@ def open_chat(
 
 def _with_ends_marked(chat: Chat) -> Chat:
     """The chat, or, where its template joins text and content into literals, `</think` and `>`, one
-    with marks between them. Roles are the template's to judge: some write them as `<|role|>`.
+    with marks between them. Roles of `_ROLES` are the template's to judge.
     """
 
     def put(text: str) -> str:
         return mark_ends(text, chat.tokenizer, chat.mark)
 
     turns = [
-        {key: value if key == "role" else _mapped(value, put) for key, value in turn.items()}
+        {**_mapped(turn, put), **({"role": turn["role"]} if turn["role"] in _ROLES else {})}
         for turn in chat.turns
     ]
     ended = replace(chat, turns=turns, tools=_mapped(chat.tools, put))
