@@ -35,6 +35,8 @@ _TEXTS = (str, bytes)
 _EMPTY: dict[Any, Any] = {}
 _VIEWS = (type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items()))
 _CONTAINERS = (list, tuple, dict, *_VIEWS, Namespace)
+_QUADRATIC = ("round", "wordwrap")  # ten to a precision, a line of one word
+_CODECS = {"utf-8", "utf8", "ascii", "latin-1", "strict", "ignore", "replace"}  # others are slow
 _PASSED = (Environment, Context, nodes.EvalContext)  # what Jinja puts first for some filters
 _FORMATS = ("%", "format", "format_map", "strftime_now")
 _SEARCHES = ("strip", "lstrip", "rstrip", "trim", "rfind", "rindex", "rsplit", "rpartition")
@@ -45,8 +47,8 @@ _LINEAR = {
     "truncate", "count", "length", "first", "last", "default", "d", "get", "attr", "items", "keys",
     "values", "map", "select", "selectattr", "reject", "rejectattr", "sort", "unique", "groupby",
 }  # fmt: skip
-# For pages of HTML, lines of a width, some of them slow; and text without end.
-_LEFT_OUT = ("urlize", "striptags", "xmlattr", "wordwrap", "lipsum")
+# For pages of HTML, some of them slow; and text without end.
+_LEFT_OUT = ("urlize", "striptags", "xmlattr", "lipsum")
 # A width of six digits, a width from outside.
 _WIDE_FORMAT = re.compile(r"\d{6}|\{[^{}]*\{|%[^%a-zA-Z]*\*")
 # Arguments in which Jinja passes what was set in the loop or block around a call.
@@ -144,6 +146,9 @@ def _check_operation(name: str, values: tuple[Any, ...], options: dict[str, Any]
         return
     if name in _LEFT_OUT:
         raise TemplateRuntimeError(f"{name} has no place in a chat template")
+    others = (*values[1:], *options.values())
+    if name in ("encode", "decode") and not {str(other).lower() for other in others} <= _CODECS:
+        raise TemplateRuntimeError(f"{name}, allowed with: {', '.join(sorted(_CODECS))}")
     result_size = _result_size(name, values, options)
     if result_size > MOST_MADE:
         raise TemplateRuntimeError(f"{name} could make {result_size:,} characters")
@@ -162,9 +167,10 @@ def _result_size(name: str, values: tuple[Any, ...], options: dict[str, Any]) ->
         return _formatted_size(values)
     lists = [value for value in values if isinstance(value, _CONTAINERS)]
     if name == "join" and len(lists) == 1:
-        return _size(lists[0]) + len(lists[0]) * sum(map(len, texts))
+        separators = sum(len(str(value)) for value in values if value is not lists[0])
+        return _size(lists[0]) + len(lists[0]) * separators
     if name in _SEARCHES:
-        values = tuple(texts)
+        values = tuple(value for value in values if isinstance(value, _TEXTS))
     elif isinstance(values[0], int | float):  # of a number only what is done with it is large
         values = values[1:]
     elif name == "tojson":
@@ -174,7 +180,7 @@ def _result_size(name: str, values: tuple[Any, ...], options: dict[str, Any]) ->
     *_, second, first = sorted((1, 1, *map(_size, values)))
     if name in _PADDING:
         return first + second
-    return first * (first if name == "round" else second)
+    return first * (first if name in _QUADRATIC else second)
 
 
 def _formatted_size(values: tuple[Any, ...]) -> int:
@@ -182,8 +188,9 @@ def _formatted_size(values: tuple[Any, ...]) -> int:
     text = str(values[0])
     if _WIDE_FORMAT.search(text.replace("{{", "")):
         raise TemplateRuntimeError("it formats with a width beyond measure")
-    field_size = max(map(int, re.findall(r"\d+", text)), default=0)
-    field_size += sum(_size(value) for value in values[1:] if not isinstance(value, int))
+    field_size = max(_NODE_BYTES, *map(int, re.findall(r"\d+", text)), 0)
+    for value in values[1:]:
+        field_size += value.bit_length() if isinstance(value, int) else _size(value)
     return len(text) + (text.count("%") + text.count("{")) * field_size
 
 
@@ -302,13 +309,13 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context: Context, function: Any, /, *arguments: Any, **options: Any) -> Any:
         method = getattr(function, "__wrapped__", function)  # of str.format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
-        if isinstance(method, BuiltinMethodType) or isinstance(owner, str):  # or of Markup
+        is_method = isinstance(method, BuiltinMethodType) or isinstance(owner, str)  # of Markup
+        if is_method or name == "strftime_now":
             if name == "join":
                 arguments = tuple(map(_drawn, arguments))
+            values = (owner, *arguments) if is_method else arguments
             given = {key: value for key, value in options.items() if key not in _SCOPES}
-            _check_operation(name, (owner, *arguments), given)
-        elif name in _FORMATS:  # strftime_now
-            _check_operation(name, arguments, options)
+            _check_operation(name, values, given)
         self.spent.step(0)
         return self.spent.value(super().call(context, function, *arguments, **options))
 
