@@ -29,7 +29,7 @@ _MOST_BITS = 4096
 _NODE_BYTES = 256  # of a list or dictionary, in whatever it holds
 _LAZY_SIZE = 1 << 20  # more than a list may hold
 # Names that no template can write.
-_STEP, _MADE = "a step", "a value"
+_STEP, _MADE, _TEXT = "a step", "a value", "a text"
 _TRANSFORMERS, _SANDBOX = "transformers.utils.chat_template_utils", "ImmutableSandboxedEnvironment"
 _TEXTS = (str, bytes)
 _EMPTY: dict[Any, Any] = {}
@@ -40,6 +40,7 @@ _CODECS = {"utf-8", "utf8", "ascii", "latin-1", "strict", "ignore", "replace"}  
 _PASSED = (Environment, Context, nodes.EvalContext)  # what Jinja puts first for some filters
 _FORMATS = ("%", "format", "format_map", "strftime_now")
 _SEARCHES = ("strip", "lstrip", "rstrip", "trim", "rfind", "rindex", "rsplit", "rpartition")
+_GATHERING = ("join", "sort", "groupby")  # copies of all items at once
 _PADDING = ("center", "ljust", "rjust", "zfill")
 # What they make, and take, is no more than what they are given.
 _LINEAR = {
@@ -136,7 +137,7 @@ def _drawn(value: Any) -> Any:
         items.append(item)
         size += _size([item])
         if size > MOST_MADE:
-            raise TemplateRuntimeError(f"it joins more than {MOST_MADE:,} characters")
+            raise TemplateRuntimeError(f"it gathers more than {MOST_MADE:,} characters")
     return items
 
 
@@ -188,7 +189,7 @@ def _formatted_size(values: tuple[Any, ...]) -> int:
     text = str(values[0])
     if _WIDE_FORMAT.search(text.replace("{{", "")):
         raise TemplateRuntimeError("it formats with a width beyond measure")
-    field_size = max(_NODE_BYTES, *map(int, re.findall(r"\d+", text)), 0)
+    field_size = max(_NODE_BYTES, *map(int, re.findall(r"\d+", text)))
     for value in values[1:]:
         field_size += value.bit_length() if isinstance(value, int) else _size(value)
     return len(text) + (text.count("%") + text.count("{")) * field_size
@@ -208,7 +209,7 @@ class _Counted(dict[str, Callable[..., Any]]):
             environment.spent.step(0)
             if is_test:
                 return function(*arguments, **options)
-            if name == "join":
+            if name in _GATHERING:
                 arguments = tuple(map(_drawn, arguments))
             values = arguments[isinstance(arguments[0], _PASSED) :]
             _check_operation(name, values, options)
@@ -245,7 +246,7 @@ class _Counting(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        node.nodes = [_filtered(part, _MADE) for part in node.nodes]
+        node.nodes = [_filtered(part, _TEXT) for part in node.nodes]
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
@@ -287,6 +288,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             tests[name] = test
         filters.put(_STEP, lambda characters: self.spent.step(characters))
         filters.put(_MADE, lambda value: self.spent.value(value))
+        filters.put(_TEXT, self._text)
         self.filters, self.tests = filters, tests  # type: ignore[assignment]
 
     def _text(self, value: Any) -> str:

@@ -65,6 +65,8 @@ HUGE = [
     "{{ range(99999)|map(attribute='none', default='a' * 99999)|join }}",
     "{{ ''.join(range(99999)|map(attribute='none', default='a' * 99999)) }}",
     "{{ range(99999)|join('a' * 99999) }}",
+    "{{ range(99999)|map(attribute='none', default='A' * 99999)|sort|first }}",
+    "{% set x = ['a' * 99999] * 9 %}{{ (" + "~".join(["x"] * 99) + ")[:1] }}",
     "{{ ('{0:>99999}' * 30000).format(1) }}",
     "{{ ['%9999999999d']|format(1) }}",
     "{{ ('x'|safe).center(9999999999) }}",
