@@ -189,7 +189,7 @@ def _formatted_size(values: tuple[Any, ...]) -> int:
     text = str(values[0])
     if _WIDE_FORMAT.search(text.replace("{{", "")):
         raise TemplateRuntimeError("it formats with a width beyond measure")
-    field_size = max(_NODE_BYTES, *map(int, re.findall(r"\d+", text)))
+    field_size = max(map(int, re.findall(r"\d+", text)), default=0) + _NODE_BYTES
     for value in values[1:]:
         field_size += value.bit_length() if isinstance(value, int) else _size(value)
     return len(text) + (text.count("%") + text.count("{")) * field_size
