@@ -128,7 +128,7 @@ def _with_ends_marked(chat: Chat) -> Chat:
 
 @lru_cache(maxsize=256)
 def _is_known(role: str, template: str) -> bool:
-    """Whether templates write this role, or this one compares it: `role == "x"`, `role in ["x"]`."""
+    """Whether templates write this role or this one compares it: `role == "x"`, `role in ["x"]`."""
     quote = "['\"]"
     others = rf"(?:{quote}[\w -]*{quote}\s*,\s*)*"
     compared = rf"\brole['\"\])]*\s*(?:[!=]=|(?:not\s+)?in)\s*(?:[\[(]\s*)?{others}"
