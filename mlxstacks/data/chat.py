@@ -7,6 +7,7 @@ assistant's turn, `<think>...</think>`, is read as the template's own.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from mlxstacks.data.special_text import (
@@ -25,6 +26,11 @@ from mlxstacks.errors import InputError
 Turns = list[dict[str, Any]]
 # Keys under which data sets and templates have the reasoning of a turn.
 REASONING_KEYS = ("reasoning_content", "thinking")
+# Those that templates write as `<|role|>`.
+_ROLES = (
+    "system", "developer", "user", "assistant", "model", "tool", "function", "observation",
+    "ipython", "environment",
+)  # fmt: skip
 # What Python raises inside a template, besides Jinja's own.
 _TEMPLATE_FAULTS = (
     ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
@@ -102,21 +108,32 @@ def open_chat(
 
 def _with_ends_marked(chat: Chat) -> Chat:
     """The chat, or, where its template joins text and content into literals, `</think` and `>`, one
-    with marks between them. Roles are the template's to judge: some write them as `<|role|>`.
+    with marks between them. Roles that it knows are its own to judge.
     """
+    source, mark = template_text(chat.tokenizer), chat.mark
 
     def put(text: str) -> str:
-        return mark_ends(text, chat.tokenizer, chat.mark)
+        return mark_ends(text, chat.tokenizer, mark)
 
-    turns = [
-        {key: value if key == "role" else _mapped(value, put) for key, value in turn.items()}
-        for turn in chat.turns
-    ]
+    def put_role(role: str) -> str:  # in each place: a template may change its case
+        return role if _is_known(role, source) else f"{mark}{mark.join(role)}{mark}"
+
+    turns = [{**_mapped(turn, put), "role": put_role(turn["role"])} for turn in chat.turns]
     ended = replace(chat, turns=turns, tools=_mapped(chat.tools, put))
     if (ended.turns, ended.tools) == (chat.turns, chat.tools):
         return chat
     counts = [len(special_literals(c.prompt(), chat.tokenizer)) for c in (chat, ended)]
     return ended if counts[1] < counts[0] else chat
+
+
+@lru_cache(maxsize=256)
+def _is_known(role: str, template: str) -> bool:
+    """Whether templates write this role or this one compares it: `role == "x"`, `role in ["x"]`."""
+    quote = "['\"]"
+    others = rf"(?:{quote}[\w -]*{quote}\s*,\s*)*"
+    compared = rf"\brole['\"\])]*\s*(?:[!=]=|(?:not\s+)?in)\s*(?:[\[(]\s*)?{others}"
+    compared += f"{quote}{re.escape(role)}{quote}"
+    return role in _ROLES or re.search(compared, template) is not None
 
 
 def prompt_tokens(

@@ -8,6 +8,7 @@ macOS could not give a memory limit.
 """
 
 import functools
+import itertools
 import re
 import sys
 import time
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from types import BuiltinMethodType
 from typing import Any
 
-from jinja2 import Template, TemplateRuntimeError, TemplateSyntaxError, nodes
+from jinja2 import Environment, Template, TemplateRuntimeError, TemplateSyntaxError, nodes
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
@@ -26,24 +27,33 @@ MOST_MADE = 1 << 28  # characters, or bytes of lists
 MOST_SOURCE = 1_000_000
 _MOST_BITS = 4096
 _NODE_BYTES = 256  # of a list or dictionary, in whatever it holds
-_ITERATOR_SIZE = 1 << 20  # more than a list may hold
+_LAZY_SIZE = 1 << 20  # more than a list may hold
 # Names that no template can write.
-_STEP, _MADE = "a step", "a value"
+_STEP, _MADE, _TEXT = "a step", "a value", "a text"
 _TRANSFORMERS, _SANDBOX = "transformers.utils.chat_template_utils", "ImmutableSandboxedEnvironment"
 _TEXTS = (str, bytes)
 _EMPTY: dict[Any, Any] = {}
 _VIEWS = (type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items()))
 _CONTAINERS = (list, tuple, dict, *_VIEWS, Namespace)
-_FORMATS = ("%", "format", "format_map")
-# With two long texts these take no longer, and make no more, than with one.
+_QUADRATIC = ("round", "wordwrap")  # ten to a precision, a line of one word
+_CODECS = {"utf-8", "utf8", "ascii", "latin-1", "strict", "ignore", "replace"}  # others are slow
+_PASSED = (Environment, Context, nodes.EvalContext)  # what Jinja puts first for some filters
+_FORMATS = ("%", "format", "format_map", "strftime_now")
+_SEARCHES = ("strip", "lstrip", "rstrip", "trim", "rfind", "rindex", "rsplit", "rpartition")
+_GATHERING = ("join", "sort", "groupby")  # copies of all items at once
+_PADDING = ("center", "ljust", "rjust", "zfill")
+# What they make, and take, is no more than what they are given.
 _LINEAR = {
-    "startswith", "endswith", "removeprefix", "removesuffix", "find", "rfind", "index", "rindex",
-    "split", "rsplit", "partition", "rpartition", "count", "default", "d", "get",
+    "startswith", "endswith", "removeprefix", "removesuffix", "find", "index", "split", "partition",
+    "truncate", "count", "length", "first", "last", "default", "d", "get", "attr", "items", "keys",
+    "values", "map", "select", "selectattr", "reject", "rejectattr", "sort", "unique", "groupby",
 }  # fmt: skip
 # For pages of HTML, some of them slow; and text without end.
 _LEFT_OUT = ("urlize", "striptags", "xmlattr", "lipsum")
 # A width of six digits, a width from outside.
 _WIDE_FORMAT = re.compile(r"\d{6}|\{[^{}]*\{|%[^%a-zA-Z]*\*")
+# Arguments in which Jinja passes what was set in the loop or block around a call.
+_SCOPES = ("_loop_vars", "_block_vars")
 
 
 def limit_templates() -> None:
@@ -96,7 +106,7 @@ def _size(value: Any) -> int:
     if isinstance(value, int):
         return abs(value)
     if not isinstance(value, _CONTAINERS):
-        return _ITERATOR_SIZE if hasattr(value, "__next__") else 0
+        return _LAZY_SIZE if _is_lazy(value) else 0
     total, left = 0, [value]
     while left:
         part = left.pop()
@@ -114,31 +124,75 @@ def _size(value: Any) -> int:
     return total
 
 
-def _check_operation(name: str, *values: Any) -> None:
-    """Before something is done with values: the two largest bound what it makes."""
-    if name in _FORMATS:
-        if _is_wide(values[0]):
-            raise TemplateRuntimeError("it formats with a width beyond measure")
-        values = tuple(value for value in values if not isinstance(value, int))
+def _is_lazy(value: Any) -> bool:
+    return isinstance(value, range) or hasattr(value, "__next__")
+
+
+def _drawn(value: Any) -> Any:
+    """The items of an iterator or range, measured one by one; another value as it is."""
+    if not _is_lazy(value):
+        return value
+    items, size = [], 0
+    for item in value:
+        items.append(item)
+        size += _size([item])
+        if size > MOST_MADE:
+            raise TemplateRuntimeError(f"it gathers more than {MOST_MADE:,} characters")
+    return items
+
+
+def _check_operation(name: str, values: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Before something is done with values. Raises: TemplateRuntimeError: it makes too much."""
     if name in _LINEAR:
         return
-    if values and isinstance(
-        values[0], (int, float)
-    ):  # of a number only what is done with it is large
+    if name in _LEFT_OUT:
+        raise TemplateRuntimeError(f"{name} has no place in a chat template")
+    others = (*values[1:], *options.values())
+    if name in ("encode", "decode") and not {str(other).lower() for other in others} <= _CODECS:
+        raise TemplateRuntimeError(f"{name}, allowed with: {', '.join(sorted(_CODECS))}")
+    result_size = _result_size(name, values, options)
+    if result_size > MOST_MADE:
+        raise TemplateRuntimeError(f"{name} could make {result_size:,} characters")
+
+
+def _result_size(name: str, values: tuple[Any, ...], options: dict[str, Any]) -> int:
+    """Most characters that an operation makes or compares: the product of the two largest values,
+    where no closer bound is known.
+    """
+    values = (*values, *options.values())
+    texts = [value for value in values if isinstance(value, str)]
+    if name == "replace" and len(texts) == 3 and not options:
+        text, old, new = texts
+        return len(text) + text.count(old) * len(new)
+    if name in _FORMATS:
+        return _formatted_size(values)
+    lists = [value for value in values if isinstance(value, _CONTAINERS)]
+    if name == "join" and len(lists) == 1:
+        separators = sum(len(str(value)) for value in values if value is not lists[0])
+        return _size(lists[0]) + len(lists[0]) * separators
+    if name in _SEARCHES:
+        values = tuple(value for value in values if isinstance(value, _TEXTS))
+    elif isinstance(values[0], int | float):  # of a number only what is done with it is large
         values = values[1:]
-    first = second = 1
-    for value in values:
-        size = _size(value)
-        if size > first:
-            first, second = size, first
-        elif size > second:
-            second = size
-    if first * second > MOST_MADE:
-        raise TemplateRuntimeError(f"{name} with {first:,} and {second:,} could make too much")
+    elif name == "tojson":
+        document, *others = values
+        parts = [other if isinstance(other, list | tuple) else [other] for other in others]
+        values = (document, *itertools.chain(*parts))  # the two separators come as a tuple
+    *_, second, first = sorted((1, 1, *map(_size, values)))
+    if name in _PADDING:
+        return first + second
+    return first * (first if name in _QUADRATIC else second)
 
 
-def _is_wide(value: Any) -> bool:
-    return isinstance(value, str) and bool(_WIDE_FORMAT.search(value.replace("{{", "")))
+def _formatted_size(values: tuple[Any, ...]) -> int:
+    _size(values[0])
+    text = str(values[0])
+    if _WIDE_FORMAT.search(text.replace("{{", "")):
+        raise TemplateRuntimeError("it formats with a width beyond measure")
+    field_size = max(map(int, re.findall(r"\d+", text)), default=0) + _NODE_BYTES
+    for value in values[1:]:
+        field_size += value.bit_length() if isinstance(value, int) else _size(value)
+    return len(text) + (text.count("%") + text.count("{")) * field_size
 
 
 class _Counted(dict[str, Callable[..., Any]]):
@@ -155,9 +209,12 @@ class _Counted(dict[str, Callable[..., Any]]):
             environment.spent.step(0)
             if is_test:
                 return function(*arguments, **options)
-            values = [*arguments, *options.values()]
-            _check_operation(name, *values)
-            if name == "sum" and any(isinstance(value, list | tuple) for value in values[2:]):
+            if name in _GATHERING:
+                arguments = tuple(map(_drawn, arguments))
+            values = arguments[isinstance(arguments[0], _PASSED) :]
+            _check_operation(name, values, options)
+            starts = (*values[1:], *options.values())
+            if name == "sum" and any(isinstance(value, list | tuple) for value in starts):
                 raise TemplateRuntimeError("it adds up lists")
             return environment.spent.value(function(*arguments, **options))
 
@@ -189,7 +246,7 @@ class _Counting(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        node.nodes = [_filtered(part, _MADE) for part in node.nodes]
+        node.nodes = [_filtered(part, _TEXT) for part in node.nodes]
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:  # noqa: N802
@@ -231,6 +288,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             tests[name] = test
         filters.put(_STEP, lambda characters: self.spent.step(characters))
         filters.put(_MADE, lambda value: self.spent.value(value))
+        filters.put(_TEXT, self._text)
         self.filters, self.tests = filters, tests  # type: ignore[assignment]
 
     def _text(self, value: Any) -> str:
@@ -246,14 +304,20 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             if operator == "**" and right > 0 and left.bit_length() * right > _MOST_BITS:
                 raise TemplateRuntimeError("it counts with huge numbers")
         elif operator in ("*", "%") and not isinstance(left, float):
-            _check_operation(operator, *((right, left) if isinstance(left, int) else (left, right)))
+            values = (right, left) if isinstance(left, int) else (left, right)
+            _check_operation(operator, values, {})
         return self.spent.value(super().call_binop(context, operator, left, right))
 
     def call(self, context: Context, function: Any, /, *arguments: Any, **options: Any) -> Any:
         method = getattr(function, "__wrapped__", function)  # of str.format
-        if isinstance(method, BuiltinMethodType):
-            values = (method.__self__, *arguments, *options.values())
-            _check_operation(method.__name__, *values)
+        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        is_method = isinstance(method, BuiltinMethodType) or isinstance(owner, str)  # of Markup
+        if is_method or name == "strftime_now":
+            if name == "join":
+                arguments = tuple(map(_drawn, arguments))
+            values = (owner, *arguments) if is_method else arguments
+            given = {key: value for key, value in options.items() if key not in _SCOPES}
+            _check_operation(name, values, given)
         self.spent.step(0)
         return self.spent.value(super().call(context, function, *arguments, **options))
 

@@ -3,11 +3,14 @@
 Run: pytest tests/data/test_template_limits.py
 """
 
+import json
 import time
 from collections.abc import Iterator
+from datetime import date
+from typing import Any
 
 import pytest
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mlxstacks.data import template_limits
@@ -15,6 +18,7 @@ from mlxstacks.data.chat import prompt_tokens
 from mlxstacks.data.template_limits import LimitedEnvironment
 from mlxstacks.errors import InputError
 from tests.data.chat_tokenizers import CHATML, CLOSED, GEMMA, INST, chat_tokenizer
+from tests.data.template_shapes import SHAPES
 
 TURNS = [{"role": role, "content": f"{role} says"} for role in ("user", "assistant", "user")]
 _LOOP = "{% for i in range(99999) %}"
@@ -58,6 +62,33 @@ HUGE = [
     "{{ ('a' * 99999).replace('', 'b' * 99999) }}",
     "{{ ('b' * 99999).join(range(99999)|map('string')) }}",
     "{{ range(99999)|map('center', 99999)|join }}",
+    "{{ range(99999)|map(attribute='none', default='a' * 99999)|join }}",
+    "{{ ''.join(range(99999)|map(attribute='none', default='a' * 99999)) }}",
+    "{{ range(99999)|join('a' * 99999) }}",
+    "{{ range(99999)|map(attribute='none', default='A' * 99999)|sort|first }}",
+    "{% set x = ['a' * 99999] * 9 %}{{ (" + "~".join(["x"] * 99) + ")[:1] }}",
+    "{{ ('{0:>99999}' * 30000).format(1) }}",
+    "{{ ['%9999999999d']|format(1) }}",
+    "{{ ('x'|safe).center(9999999999) }}",
+    "{{ ('a' * 99999)|safe|replace('', 'b' * 99999) }}",
+    "{{ ('a' * 99999)|replace(new='b' * 99999, old='') }}",
+    "{{ (('a' * 99999)|safe).replace('', 'b' * 99999) }}",
+    "{{ ('a' * 99999).translate({97: 'b' * 99999}) }}",
+    "{{ 'a'.ljust(9999999999) }}",
+    "{{ '\t'.expandtabs(9999999999) }}",
+    "{{ ('\n' * 99999)|indent('a' * 99999) }}",
+    "{{ range(99)|batch(10**9, 'x')|list }}",
+    "{{ range(99999)|map('replace', '', 'a' * 99999)|join }}",
+    "{{ ('{0}' * 99999).format(9**999) }}",
+    "{{ range(3999)|join(9**999) }}",
+    "{{ strftime_now('%9999999999d') }}",
+    "{{ ('a' * 99999)|wordwrap(1) }}",
+    "{{ ('a' * 999999).encode().rfind(('a' * 99999 ~ 'b' ~ 'a' * 99999).encode()) }}",
+    "{{ 2|round(-9999999) }}",
+    "{{ ('a' * 9999).encode('punycode') }}",
+    "{{ ('a' * 999999).rfind('a' * 99999 ~ 'b' ~ 'a' * 99999) }}",
+    "{{ ('a' * 999999).strip('b' * 99999 ~ 'a') }}",
+    "{{ (('a<' * 99999)|safe).striptags() }}",
     "{{ [[1]]|tojson(indent=10**9) }}",
     "{{ [1]|slice(10**9)|list }}",
     "{{ ([[1]] * 999)|sum(start=[]) }}",
@@ -66,6 +97,11 @@ HUGE = [
     "{{ " + "[" * 3000 + "]" * 3000 + " }}",
     "x" * 1_000_001,
 ]
+
+
+def strftime_now(format: str) -> str:
+    """As transformers has it, of one day."""
+    return date(2026, 1, 2).strftime(format)
 
 
 @pytest.fixture
@@ -89,7 +125,7 @@ def test_a_template_that_makes_too_much_is_ended(
     monkeypatch.setattr(template_limits, "MOST_MADE", 1 << 20)
     monkeypatch.setattr(template_limits, "MOST_SECONDS", 60.0)
     with pytest.raises(TemplateError):
-        LimitedEnvironment().from_string(source).render()
+        LimitedEnvironment().from_string(source).render(strftime_now=strftime_now)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +141,9 @@ def test_a_template_that_makes_too_much_is_ended(
         "{% for m in messages if m.role is in ['user'] %}{{ m.content }}{% endfor %}",
         "{% if x is defined %}{% elif 4 is divisibleby 2 %}even{% endif %}",
         "{% set x, y = 1, (2, 3) %}{{ x }}{{ y }}{% for x in [] %}{% else %}none{% endfor %}",
+        "{{ '{name} {values}'.format(name=1, values=2) }} {{ [3, 1]|sort|join(',') }}",
+        "{{ 'é'.encode('UTF-8', 'strict')|length }} {{ 'many words'|wordwrap(4) }}",
+        "{{ 1700000000|round }} {{ 1700000000|tojson }} {{ range(99999)|join|length }}",
         "{{ '{} {{}} {a:>4}'.format('b', a=1) }} {{ ('ab' * 3)[1:3] ~ 1 }} {{ {'a': [1]}|tojson }}",
     ],
 )  # fmt: skip
@@ -116,6 +155,52 @@ def test_other_templates_give_the_text_of_the_sandbox(source: str) -> None:
         for environment in (LimitedEnvironment, ImmutableSandboxedEnvironment)
     ]
     assert texts[0] == texts[1]
+
+
+def _render(environment_class: type[Environment], source: str, **options: Any) -> str:
+    environment = environment_class(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, **rest: json.dumps(
+        value, **{"ensure_ascii": False, **rest}
+    )
+    environment.globals["strftime_now"] = strftime_now
+    return environment.from_string(source).render(bos_token="<s>", eos_token="</s>", **options)
+
+
+def _long_chat(length: int) -> dict[str, Any]:
+    line = "some words, <b> & more\n"
+    text = "\n\n" + line * (length // len(line)) + "  \n"
+    call = {"name": "look_up", "arguments": {"query": text, "pages": [1, {"of": "two"}]}}
+    function = {
+        "name": "look_up",
+        "description": text,
+        "parameters": {"properties": {"query": {"type": ["string", "null"]}}},
+    }
+    return {
+        "tools": [{"type": "function", "function": function}],
+        "messages": [
+            {"role": "system", "content": f"{text}/no_think"},
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": text, "tool_calls": [{"function": call}]},
+            {"role": "tool", "content": text},
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": text, "reasoning_content": text},
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": f"<think>{text}</think>{text}"},
+        ],
+    }
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_long_turns_give_the_text_of_the_sandbox(shape: str) -> None:
+    chat = _long_chat(2_000_000)
+    plain, limited = (
+        _render(environment, SHAPES[shape], **chat)
+        for environment in (ImmutableSandboxedEnvironment, LimitedEnvironment)
+    )
+    assert limited == plain
+    assert len(limited) > 2_000_000
 
 
 def test_a_chat_is_rendered_within_the_limits(
