@@ -408,7 +408,7 @@ def shown_by_arms(
         if row["golds"] != golds:
             shown["texts and items"] = "others"
     random = options.save_path / "random" / WEIGHTS
-    if rows and random.exists():
+    if random.exists():
         with tempfile.TemporaryDirectory() as temporary:
             again = Path(temporary)
             write_controls(options.adapter_path, again / "zero", again / "random", seed=0)
@@ -482,15 +482,14 @@ def change_line(row: Figures, base: Figures | None, base_bytes: int) -> str:
         answers = list(
             zip(row["picks"][task], base["picks"][task], row["golds"][task], strict=True)
         )
-        wrong = [pick for pick, before, gold in answers if before != gold]
+        wrong = sum(before != gold for _, before, gold in answers)
         corrected = sum(pick == gold != before for pick, before, gold in answers)
         broken = sum(pick != gold == before for pick, before, gold in answers)
-        share = "{:.1f}% ({:.1f} to {:.1f})".format(
-            100 * corrected / max(1, len(wrong)), *_bounds(corrected, len(wrong))
-        )
-        cells.append(
-            f"{corrected} of {len(wrong)}, {share}; {broken} of {len(answers) - len(wrong)}"
-        )
+        share = ""
+        if wrong:
+            low, high = _bounds(corrected, wrong)
+            share = f", {100 * corrected / wrong:.1f}% ({low:.1f} to {high:.1f})"
+        cells.append(f"{corrected} of {wrong}{share}; {broken} of {len(answers) - wrong}")
     cells += [""] * (len(CHANGE_COLUMNS) - len(cells))
     return f"| {' | '.join(cells)} |"
 
