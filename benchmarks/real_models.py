@@ -463,8 +463,8 @@ def policy_line(row: Figures, rows: Sequence[Figures]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def change_line(row: Figures, base: Figures | None, base_bytes: int) -> str:
-    """A row in Markdown: what a fuse changed, and answers against those of the base."""
+def change_line(row: Figures, base: Figures, base_bytes: int) -> str:
+    """A row in Markdown: what a fuse changed, and answers against those of `base`, if not empty."""
     fuse = row["fuse"] or {}
     total, extra = fuse.get("total") or {}, fuse.get("extra_bytes")
     cells = [row["arm"]]
@@ -478,7 +478,7 @@ def change_line(row: Figures, base: Figures | None, base_bytes: int) -> str:
         if extra is None
         else f"{extra / 1e6:.1f} ({extra / base_bytes:.1%}), {8 * extra / total['weights']:.2f}"
     )
-    for task in TASKS if base is not None and base is not row else ():
+    for task in TASKS if base and base is not row else ():
         answers = list(
             zip(row["picks"][task], base["picks"][task], row["golds"][task], strict=True)
         )
@@ -499,7 +499,7 @@ def policy_tables(rows: Sequence[Figures], base_bytes: int) -> Iterator[str]:
     yield table_head(POLICY_COLUMNS)
     yield from (policy_line(row, rows) for row in rows)
     yield f"\nThe base's weights are {base_bytes / 1e6:.1f} MB.\n"
-    base = next((row for row in rows if row["arm"] == "base"), None)
+    base: Figures = next((row for row in rows if row["arm"] == "base"), {})
     yield table_head(CHANGE_COLUMNS)
     yield from (change_line(row, base, base_bytes) for row in rows)
 

@@ -80,7 +80,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def checked(models: Path, save_path: Path, **changes: Any) -> None:
-    names = {"model": "model", "adapter_path": "adapter", "gold": 0}
+    names: dict[str, Any] = {"model": "model", "adapter_path": "adapter", "gold": 0}
     values = names | {"rows": 1, "tokens": 8, "items": 4} | changes
     golds = [values.pop("gold"), *GOLDS[1:]]
     items = [BenchItem(str(number), "", gold) for number, gold in enumerate(golds)]
