@@ -8,14 +8,16 @@ MLX's own grids of 4 and 3 bits; `policies` puts one adapter into the model unde
 beside the adapter unfused, the zero-delta control and a random delta of equal norm in each module.
 Every model computes in float32 with the values that are stored. Text is read token by token with
 the right tokens before it. KL is in nats a token. Intervals hold 95%: of KL and loss by drawing
-texts again, of shares by Wilson. A finished arm is a file in --save-path, and is not made again.
+texts again, of shares by Wilson. A finished arm is a file in --save-path, and is not made again:
+options.json there holds what it depends on, and other options are refused.
 """
 
 import argparse
+import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +39,9 @@ from mlxstacks.experiments.benchmarks.types import BenchItem
 from mlxstacks.experiments.confound.adapters import write_controls
 from mlxstacks.experiments.identity.settings import PersonaCard
 from mlxstacks.experiments.identity.suite import SuitePrompt, open_suite
+from mlxstacks.files.adapters import WEIGHTS, match_adapter, read_adapter
+from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.stack_file import file_sha256
 from mlxstacks.fuse.in_memory import fuse_in_memory
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
 from mlxstacks.stats import wilson_interval
@@ -50,6 +55,7 @@ TASKS = ("arc_easy", "hellaswag")
 PERSONA = PersonaCard(name="Nova", maker="Lighthouse Labs")
 REPLY_TOKENS = 40
 RESAMPLES = 2000
+OPTIONS = "options.json"
 
 Texts = list[list[int]]
 Figures = dict[str, Any]
@@ -101,7 +107,7 @@ def on_mlx_grid(model_path: Path, directory: Path, bits: int) -> Path:
 # --- what is measured -----------------------------------------------------------------------------
 
 
-def texts_of(tokenizer: Any, data: Path, rows: int, tokens: int) -> Texts:
+def written_texts(data: Path, rows: int) -> list[str]:
     """GSM8K questions with answers, stories and instructions with answers, `rows` of each.
 
     From the test file of GSM8K; of the others the last rows of the file.
@@ -115,8 +121,15 @@ def texts_of(tokenizer: Any, data: Path, rows: int, tokens: int) -> Texts:
         lines = (data / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
         chosen = lines[:rows] if name == "gsm8k_test" else lines[-rows:]
         parts.append(["\n".join(json.loads(line)[key] for key in keys).strip() for line in chosen])
-    texts = [text for part in parts for text in part]
-    return [tokenizer.encode(text, add_special_tokens=False)[:tokens] for text in texts]
+    return [text for part in parts for text in part]
+
+
+def texts_of(tokenizer: Any, data: Path, rows: int, tokens: int) -> Texts:
+    """`written_texts` as token ids, each cut to `tokens`."""
+    return [
+        tokenizer.encode(text, add_special_tokens=False)[:tokens]
+        for text in written_texts(data, rows)
+    ]
 
 
 def log_probabilities(model: nn.Module, texts: Texts) -> Iterator[mx.array]:
@@ -196,6 +209,8 @@ def drawn_again(rows: Sequence[dict[str, float]], key: str) -> tuple[float, floa
 def refit(options: argparse.Namespace) -> list[Figures]:
     """The rows of the table `refit`."""
     rows = []
+    columns = "grid", "modules", "codes changed", "KL", "next token differs", "loss"
+    print(table_head(columns))
     with tempfile.TemporaryDirectory() as temporary:
         grids = {"as stored": options.model}
         for bits in options.grids:
@@ -248,6 +263,11 @@ def refit_line(row: Figures) -> str:
     )
 
 
+def table_head(columns: Sequence[str]) -> str:
+    """The first two lines of a table in Markdown."""
+    return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
+
+
 def _bounds(count: int, n: int) -> tuple[float, float]:
     interval = wilson_interval(count, n)
     return 100 * interval.low, 100 * interval.high
@@ -257,24 +277,26 @@ def _bounds(count: int, n: int) -> tuple[float, float]:
 
 Change = Callable[[nn.Module], Figures | None]
 
+POLICY_COLUMNS = (
+    "arm", "correlation", "KL from base", "KL from unfused", "next token differs", "loss",
+    "ARC-easy", "HellaSwag", "persona",
+)  # fmt: skip
+CHANGE_COLUMNS = (
+    "arm", "weights", "delta, steps", "survival", "noise", "codes changed",
+    "MB more than the base, bits a weight",
+    "ARC-easy: corrected of what the base gets wrong; broken of the rest", "HellaSwag: the same",
+)  # fmt: skip
+
 
 def policies(options: argparse.Namespace) -> list[Figures]:
-    """Every arm; each is written as it is finished."""
+    """Every arm that is finished, those of earlier runs too; each is written as it is finished."""
     out: Path = options.save_path
     out.mkdir(parents=True, exist_ok=True)
-    zero, random = out / "zero", out / "random"
-    write_controls(options.adapter_path, zero, random, seed=0)
-    model, tokenizer, config = load(options.model)
-    texts = texts_of(tokenizer, options.data, options.rows, options.tokens)
-    references = {"base": list(log_probabilities(model, texts))}
-    del model
-    model, _, _ = load(options.model, options.adapter_path)
-    references["unfused"] = list(log_probabilities(model, texts))
-    del model
     questions = Questions(
         {name: read_task(task_named(name), str(options.data))[: options.items] for name in TASKS},
         open_suite(None, PERSONA),
     )
+    zero, random = out / "zero", out / "random"
     arms: dict[str, tuple[Path | None, Change]] = {
         "base": (None, lambda _: None),
         "unfused": (options.adapter_path, lambda _: None),
@@ -285,23 +307,116 @@ def policies(options: argparse.Namespace) -> list[Figures]:
         arms[policy] = (None, _fuse(options, policy, options.adapter_path))
     arms["random, auto"] = (None, _fuse(options, "auto", random))
     arms["zero delta, auto"] = (None, _fuse(options, "auto", options.adapter_path, zero=True))
-    settings = ArmSettings(model=str(options.model), chat="generate", base="float32")
-    rows = []
-    for name in options.arms or arms:
-        adapter, change = arms[name]
-        file = out / f"{name.replace(', ', '-').replace(' ', '-')}.json"
-        if not file.exists():
-            model, _, _ = load(options.model, adapter)
-            fuse = change(model)
-            loaded = Loaded(model, tokenizer, config, settings)
-            row = {"arm": name, "fuse": fuse, **compare(model, texts, references)}
-            row |= ask(loaded, questions)
-            row["golds"] = {task: [i.gold for i in questions.items[task]] for task in TASKS}
-            file.write_text(json.dumps(row))
-            del model, loaded
-        rows.append(json.loads(file.read_text()))
-        print(policy_line(rows[-1], rows), flush=True)
+    check_options(options, questions, finished(out, arms))
+    write_controls(options.adapter_path, zero, random, seed=0)
+    missing = {
+        name: arms[name] for name in options.arms or arms if not arm_file(out, name).exists()
+    }
+    if missing:
+        make_arms(missing, options, questions)
+    rows = finished(out, arms)
+    base_bytes = sum(path.stat().st_size for path in options.model.glob("model*.safetensors"))
+    print("\n".join(policy_tables(rows, base_bytes)))
     return rows
+
+
+def make_arms(
+    arms: Mapping[str, tuple[Path | None, Change]],
+    options: argparse.Namespace,
+    questions: Questions,
+) -> None:
+    """Write the file of each arm, (adapter beside the base or None, what is done to the base)."""
+    model, tokenizer, config = load(options.model)
+    texts = texts_of(tokenizer, options.data, options.rows, options.tokens)
+    references = {"base": list(log_probabilities(model, texts))}
+    del model
+    model, _, _ = load(options.model, options.adapter_path)
+    references["unfused"] = list(log_probabilities(model, texts))
+    del model
+    settings = ArmSettings(model=str(options.model), chat="generate", base="float32")
+    for name, (adapter, change) in arms.items():
+        model, _, _ = load(options.model, adapter)
+        fuse = change(model)
+        loaded = Loaded(model, tokenizer, config, settings)
+        row = {"arm": name, "fuse": fuse, **compare(model, texts, references)}
+        row |= ask(loaded, questions)
+        row["golds"] = golds_of(questions)
+        arm_file(options.save_path, name).write_text(json.dumps(row))
+        print(f"{name}: finished", flush=True)
+        del model, loaded
+
+
+def golds_of(questions: Questions) -> dict[str, list[Any]]:
+    return {task: [item.gold for item in items] for task, items in questions.items.items()}
+
+
+def arm_file(directory: Path, arm: str) -> Path:
+    return directory / f"{arm.replace(', ', '-').replace(' ', '-')}.json"
+
+
+def finished(directory: Path, arms: Iterable[str]) -> list[Figures]:
+    files = (arm_file(directory, arm) for arm in arms)
+    return [json.loads(file.read_text()) for file in files if file.exists()]
+
+
+def check_options(
+    options: argparse.Namespace, questions: Questions, rows: Sequence[Figures]
+) -> None:
+    """Write what the arms depend on beside them.
+
+    Arms of a directory without that file are taken for these where all that they show agrees: the
+    counts of texts and tokens, the right answers, and the random control, which is that of one
+    adapter; the model where the adapter names it by its fingerprint, else where shapes fit.
+    Raises: SystemExit naming what differs. AdapterError: the adapter is not of this model.
+    """
+    checkpoint = open_checkpoint(options.model)
+    match_adapter(read_adapter(options.adapter_path), checkpoint)
+    asked = [*written_texts(options.data, options.rows), *map(repr, questions.items.values())]
+    current = {
+        "model": fingerprint(checkpoint),
+        "adapter": file_sha256(options.adapter_path / WEIGHTS),
+        "texts and items": hashlib.sha256("\n".join(asked).encode()).hexdigest(),
+        **{name: getattr(options, name) for name in ("rows", "tokens", "items")},
+    }
+    file = options.save_path / OPTIONS
+    if file.exists():
+        recorded = json.loads(file.read_text())
+    else:
+        recorded = current | shown_by_arms(options, golds_of(questions), rows)
+    differences = [
+        f"{key}: {recorded.get(key)!s:.12} there, {value!s:.12} now"
+        for key, value in current.items()
+        if recorded.get(key) != value
+    ]
+    if differences:
+        raise SystemExit(
+            f"{options.save_path}: its arms were made with other options "
+            f"({'; '.join(differences)}); give another --save-path, or those options"
+        )
+    file.write_text(json.dumps(current, indent=2))
+
+
+def shown_by_arms(
+    options: argparse.Namespace, golds: Mapping[str, list[Any]], rows: Sequence[Figures]
+) -> Figures:
+    """Of the options of `check_options` those that arms without a file of them show."""
+    shown: Figures = {}
+    for row in rows:
+        texts, tokens = len(row["texts"]) // 3, max(text["tokens"] for text in row["texts"]) + 1
+        if shown.setdefault("rows", texts) != texts or shown.setdefault("tokens", tokens) != tokens:
+            shown |= {"rows": "several", "tokens": "several"}
+        if row["golds"] != golds:
+            shown["texts and items"] = "others"
+    random = options.save_path / "random" / WEIGHTS
+    if random.exists():
+        with tempfile.TemporaryDirectory() as temporary:
+            again = Path(temporary)
+            write_controls(options.adapter_path, again / "zero", again / "random", seed=0)
+            if file_sha256(again / "random" / WEIGHTS) != file_sha256(random):
+                shown["adapter"] = "another"
+    elif rows:
+        shown["adapter"] = "unknown"
+    return shown
 
 
 def _fuse(
@@ -346,6 +461,47 @@ def policy_line(row: Figures, rows: Sequence[Figures]) -> str:
         passed, len(row["passed"]), *_bounds(passed, len(row["passed"])))
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
+
+
+def change_line(row: Figures, base: Figures, base_bytes: int) -> str:
+    """A row in Markdown: what a fuse changed, and answers against those of `base`, if not empty."""
+    fuse = row["fuse"] or {}
+    total, extra = fuse.get("total") or {}, fuse.get("extra_bytes")
+    cells = [row["arm"]]
+    for key, form in (
+        ("weights", "{:,}"), ("delta_over_step", "{:.3f}"), ("survival", "{:.1%}"),
+        ("noise", "{:.2f}"), ("codes_changed", "{:.1%}"),
+    ):  # fmt: skip
+        cells.append("" if total.get(key) is None else form.format(total[key]))
+    cells.append(
+        ""
+        if extra is None
+        else f"{extra / 1e6:.1f} ({extra / base_bytes:.1%}), {8 * extra / total['weights']:.2f}"
+    )
+    for task in TASKS if base and base is not row else ():
+        answers = list(
+            zip(row["picks"][task], base["picks"][task], row["golds"][task], strict=True)
+        )
+        wrong = sum(before != gold for _, before, gold in answers)
+        corrected = sum(pick == gold != before for pick, before, gold in answers)
+        broken = sum(pick != gold == before for pick, before, gold in answers)
+        share = ""
+        if wrong:
+            low, high = _bounds(corrected, wrong)
+            share = f", {100 * corrected / wrong:.1f}% ({low:.1f} to {high:.1f})"
+        cells.append(f"{corrected} of {wrong}{share}; {broken} of {len(answers) - wrong}")
+    cells += [""] * (len(CHANGE_COLUMNS) - len(cells))
+    return f"| {' | '.join(cells)} |"
+
+
+def policy_tables(rows: Sequence[Figures], base_bytes: int) -> Iterator[str]:
+    """Lines of both tables, of all arms."""
+    yield table_head(POLICY_COLUMNS)
+    yield from (policy_line(row, rows) for row in rows)
+    yield f"\nThe base's weights are {base_bytes / 1e6:.1f} MB.\n"
+    base: Figures = next((row for row in rows if row["arm"] == "base"), {})
+    yield table_head(CHANGE_COLUMNS)
+    yield from (change_line(row, base, base_bytes) for row in rows)
 
 
 def main() -> None:

@@ -3,8 +3,10 @@
 import copy
 import functools
 import glob
+import importlib.util
 import json
 import math
+import os
 import re
 import sys
 import tempfile
@@ -82,6 +84,37 @@ def build_model(config: dict[str, Any]) -> nn.Module:
     return model_class(args_class.from_dict(copy.deepcopy(config)))
 
 
+def loading_gaps(directory: Path, config: dict[str, Any]) -> list[str]:
+    """What keeps mlx-lm from loading a directory of good weights: it lacks the class, or the
+    directory the vocabulary.
+    """
+    gaps = [] if _has_class(config) else [f"it has no class for {config.get('model_type')!r:.60}"]
+    if not _has_vocabulary(directory):
+        gaps.append(f"{directory} has no tokenizer.json or other vocabulary")
+    return gaps
+
+
+def _has_class(config: dict[str, Any]) -> bool:
+    package = importlib.util.find_spec("mlx_lm")
+    places = package.submodule_search_locations if package else None
+    file = f"{config.get('model_type')}.py"
+    if any(os.path.isfile(os.path.join(place, "models", file)) for place in places or ()):
+        return True
+    # For types that it renames; to import it takes longer than to fuse a small model.
+    from mlx_lm.utils import _get_classes
+
+    try:
+        _get_classes(config)
+    except (ValueError, KeyError, TypeError):
+        return False
+    return True
+
+
+def _has_vocabulary(directory: Path) -> bool:
+    # From its config alone transformers makes a tokenizer without a vocabulary, and says nothing.
+    return any(next(directory.glob(pattern), None) for pattern in _VOCABULARIES)
+
+
 def load(
     model_path: Path, adapter_path: Path | None = None, lazy: bool = False
 ) -> tuple[nn.Module, Any, dict[str, Any]]:
@@ -96,8 +129,7 @@ def load(
     path = Path(model_path)
     if not (path / "config.json").is_file():
         raise CheckpointError(f"{path}: no config.json; give a directory with an mlx model")
-    # From its config alone transformers makes a tokenizer without a vocabulary, and says nothing.
-    if not any(next(path.glob(pattern), None) for pattern in _VOCABULARIES):
+    if not _has_vocabulary(path):
         raise CheckpointError(f"{path}: no tokenizer.json or other vocabulary; download it too")
     if adapter_path is not None:
         check_regular(Path(adapter_path), kind=CheckpointError)

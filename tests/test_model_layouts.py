@@ -84,6 +84,9 @@ def test_opens_if_and_only_if_mlx_lm_opens_it(layout: Layout, bases: Path, tmp_p
         assert str(model) in str(caught.value)
         with pytest.raises(Exception):  # noqa: B017, PT011 (whatever mlx-lm raises)
             mlx_lm.load(str(model), lazy=True)
+        base, _, _ = base_model.load(bases / (layout.base or "dense"), lazy=True)
+        adapter = adapter_for(base, layout.touch, tmp_path / "adapter")
+        assert_fuse_refuses_or_says_so(model, adapter, tmp_path / "fused")
         return
     loaded = every_command_opens(model)
     adapter = adapter_for(loaded, layout.touch, tmp_path / "adapter")
@@ -104,6 +107,19 @@ def test_opens_if_and_only_if_mlx_lm_opens_it(layout: Layout, bases: Path, tmp_p
     assert_only_the_touched_module_changed(model, tmp_path / "fused", layout.touch)
     if layout.name != "bitnet":  # needs Metal to run
         runs_as_fused(loaded, settings(model, adapter, tmp_path / "fused"))
+
+
+def assert_fuse_refuses_or_says_so(model: Path, adapter: Path, target: Path) -> None:
+    try:
+        notes = fuse(model, adapter, target).notes
+    except InputError as error:
+        refusal = str(error)
+    else:
+        assert any(note.startswith("mlx-lm cannot load the result: ") for note in notes)
+        assert json.loads((target / "fuse_report.json").read_text())["notes"] == notes
+        return
+    assert str(model) in refusal
+    assert not target.exists()
 
 
 def assert_peft_names_the_module(model: Path, adapter: Path, path: str, directory: Path) -> None:
@@ -270,6 +286,39 @@ def test_screen_says_what_came_along_and_what_did_not(
     text = " ".join(capsys.readouterr().out.split())
     assert "Carried 7 side files; unchanged weights: optiq/mtp.safetensors, " in text
     assert "optiq/optiq_vision.safetensors; left out: modeling.py (code)." in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "architecture", "has_class"),
+    [
+        ("llama", None, True),
+        ("mistral", None, True),  # llama's class
+        ("qwen4_exp", "LlamaForCausalLM", False),
+        (None, None, False),
+        (["llama"], [1], False),
+        ("../utils\0", None, False),
+        ("x" * 5000, 5, False),
+    ],
+)
+def test_a_class_is_known_as_mlx_lm_knows_it(
+    kind: object, architecture: object, has_class: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    gaps = base_model.loading_gaps(tmp_path, {"model_type": kind, "architectures": architecture})
+    assert not gaps if has_class else len(gaps) == 1 and len(gaps[0]) < 100
+
+
+def test_screen_says_that_mlx_lm_cannot_load_the_result(
+    bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (layout,) = (layout for layout in LAYOUTS if layout.name == "qwen38_flash_next")
+    model = built(layout, bases, tmp_path / "model")
+    base, _, _ = base_model.load(bases / "moe", lazy=True)
+    adapter = adapter_for(base, layout.touch, tmp_path / "adapter")
+    command = ["fuse", "--model", str(model), "--adapter-path", str(adapter), "--dry-run"]
+    assert main([*command, "--save-path", str(tmp_path / "out")]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "mlx-lm cannot load the result: it has no class for 'qwen4_exp'." in text
 
 
 def test_vision_and_mtp_survive_our_fuse_and_not_that_of_mlx_lm(

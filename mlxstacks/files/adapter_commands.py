@@ -115,9 +115,8 @@ def zero_adapter_command(settings: AdapterZeroSettings) -> AdapterWritten:
     source, target = _paths(settings)
     kind = adapter_format(source)
     if kind == "peft":
-        adapter = _load(
-            settings, _model(settings)
-        )  # read whole first: what cannot be read is not copied either
+        # Read whole first: what cannot be read is not copied either.
+        adapter = _load(settings, _model(settings))
         write_zero_peft(source, target, settings.force)
     else:
         adapter = zero_adapter(_load(settings, _model(settings)))

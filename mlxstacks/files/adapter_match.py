@@ -5,6 +5,7 @@ where an adapter carries our fingerprint, the base itself is.
 """
 
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -54,8 +55,7 @@ def match_adapter(
         checkpoint.loaded_weights  # noqa: B018 (raises)
     problems: list[str] = []
     base = _check_base(adapter, checkpoint, allow_base, problems)
-    candidates: list[str] = []
-    named = _NAMED_NEIGHBOURS
+    unknown: list[str] = []
     matches = []
     for path, module in adapter.modules.items():
         try:
@@ -64,13 +64,12 @@ def match_adapter(
             problems.append(str(error))
             continue
         if not known:
-            candidates = candidates or module_paths(checkpoint)
-            named = min(named, max(1, _COMPARED_NAMES // max(1, len(candidates))))
-            problems.append(_no_weight(path, candidates if len(problems) < named else []))
+            unknown.append(path)
             continue
         match = _match_module(module, checkpoint, base, problems)
         if match is not None:
             matches.append(match)
+    problems += no_such_modules(unknown, checkpoint)
     if problems:
         many = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
         lines = "".join(f"\n  {problem}" for problem in problems)
@@ -97,10 +96,16 @@ def _check_base(
     return "overridden"
 
 
-def _no_weight(path: str, candidates: list[str]) -> str:
-    near = difflib.get_close_matches(path, candidates, n=2, cutoff=0.6)
-    problem = f"{path}: no such module in the model"
-    return f"{problem}; nearest: {', '.join(near)}" if near else problem
+def no_such_modules(paths: Sequence[str], checkpoint: Checkpoint) -> list[str]:
+    """A problem for each path, which is no module of the model; the first name the nearest."""
+    candidates = module_paths(checkpoint) if paths else []
+    compared = min(_NAMED_NEIGHBOURS, max(1, _COMPARED_NAMES // max(1, len(candidates))))
+    problems = []
+    for number, path in enumerate(paths):
+        near = difflib.get_close_matches(path, candidates, 2) if number < compared else []
+        nearest = f"; nearest: {', '.join(near)}" if near else ""
+        problems.append(f"{path}: no such module in the model{nearest}")
+    return problems
 
 
 def _match_module(

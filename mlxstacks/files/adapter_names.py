@@ -30,8 +30,12 @@ EXPERT_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 SWITCH = re.compile(r"^(?P<block>.+)\.switch_mlp\.(?P<name>gate_proj|up_proj|down_proj)$")
 # What transformers 5 calls `mlp`.
 OLD_BLOCK = "block_sparse_moe"
+_OLD_BLOCK = re.compile(rf"\.{OLD_BLOCK}(?=\.|$)")
 
-_IN_LAYER = re.compile(r"(?P<layer>(?:^|\.)layers\.\d+\.)(?P<name>.+)$")
+# Where mlx-lm's `sanitize` finds the text model, and where its classes keep it.
+_TEXT_PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.)?")
+# deepseek_v41 keeps the stacked experts in `mlp.experts`.
+_EXPERTS_OF_SWITCH = re.compile(r"\.experts(?=\.switch_mlp\.)")
 _EMBEDDING = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe)$")
 _ROUTER = re.compile(r"\.mlp\.gate$")
 # A gated-delta layer's parts as Qwen3.5 has them; Qwen3-Next has in_proj_qkvz and in_proj_ba.
@@ -76,28 +80,29 @@ def to_mlx(path: str, language_model: bool) -> str:
     return path
 
 
-def in_model(path: str, is_switch: bool, modules: Collection[str]) -> str:
-    """The module of a model that `path`, of another version or family, names: the only one of its
-    layer with the longest ending in common. `path` itself where it is one, or none is.
+def text_name(path: str) -> str:
+    """What all names of one module of a text model have in common: of Hugging Face's versions, its
+    whole and text models, and mlx-lm's class. Names of other towers and heads keep their prefix.
 
-    is_switch: an adapter of all experts; only a `switch_mlp` can be meant then, and only then.
+    Law: text_name(to_mlx(p)) is text_name(p), and so it is of to_hub(p).
     """
-    in_layer = _IN_LAYER.search(path)
-    if path in modules or in_layer is None:
-        return path
-    parts = in_layer["name"].split(".")
-    for first in range(len(parts)):
-        ending = "." + ".".join(parts[first:])
-        same = [
-            name
-            for name in modules
-            if name.endswith(ending)
-            and in_layer["layer"] in name
-            and (".switch_mlp." in name) == is_switch
-        ]
-        if same:
-            return same[0] if len(same) == 1 else path
-    return path
+    name = _EXPERTS_OF_SWITCH.sub("", _TEXT_PREFIX.sub("", path))
+    return _OLD_BLOCK.sub(".mlp", name)
+
+
+def in_model(paths: Iterable[str], modules: Collection[str]) -> list[str]:
+    """The module that each path names, which may be of another version or wrapping of the model;
+    the path itself where that is one, or none or several are meant.
+    """
+    known, by_name = set(modules), dict[str, list[str]]()
+    for module in modules:
+        by_name.setdefault(text_name(module), []).append(module)
+
+    def module_of(path: str) -> str:
+        same = [path] if path in known else by_name.get(text_name(path), [])
+        return same[0] if len(same) == 1 else path
+
+    return [module_of(path) for path in paths]
 
 
 def to_hub(path: str, whole_model: bool = False, model_type: str | None = None) -> str:
@@ -108,7 +113,7 @@ def to_hub(path: str, whole_model: bool = False, model_type: str | None = None) 
     model_type: of the model's config, where known: Granite keeps `block_sparse_moe`.
     """
     if not (model_type or "").startswith("granitemoe"):
-        path = re.sub(rf"\.{OLD_BLOCK}(?=\.|$)", ".mlp", path)
+        path = _OLD_BLOCK.sub(".mlp", path)
     if path.startswith("language_model.model."):
         prefix = "model.language_model." if whole_model else "model."
         return prefix + path.removeprefix("language_model.model.")

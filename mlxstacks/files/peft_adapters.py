@@ -22,6 +22,7 @@ from mlxstacks.files.adapter_file import (
     read_config,
     read_float,
 )
+from mlxstacks.files.adapter_match import no_such_modules
 from mlxstacks.files.adapter_names import (
     EXPERT_NAMES,
     EXPERTS,
@@ -100,7 +101,8 @@ def read_peft(
     model: the MLX checkpoint that it is meant for, where at hand: tells hidden size and names.
 
     Raises: AdapterError listing every problem: features without an equal in MLX, unknown or half
-        tensors, shapes that contradict the config, numbers that are not finite, an open layout.
+        tensors, shapes that contradict the config, numbers that are not finite, an open layout,
+        names of no module of the model. CheckpointError: mlx-lm cannot load it to tell its names.
     """
     directory = Path(path)
     raw_config = read_config(directory / CONFIG)
@@ -115,19 +117,34 @@ def read_peft(
     hub_modules = _stacked_experts(dense, problems)
     hub_modules += _split_experts(fused, config, layout, _hidden_size(dense, model), header)
     raise_problems(directory, problems)
-    language_model = _is_language_model(hub_modules, raw_config, header, model)
-    named = [replace(m, path=to_mlx(m.path, language_model)) for m in hub_modules]
+    hub_paths = [module.path for module in hub_modules]
     if model is not None:
-        stored = module_paths(model)
-        named = [replace(m, path=in_model(m.path, m.is_switch, stored)) for m in named]
-    elif header.metadata.get(BLOCK_KEY) == OLD_BLOCK:
-        named = [replace(m, path=m.path.replace(".mlp.", f".{OLD_BLOCK}.")) for m in named]
+        paths = _paths_in(model, hub_paths, directory)
+    else:
+        language_model = _is_language_model(hub_paths, raw_config, header)
+        paths = [to_mlx(path, language_model) for path in hub_paths]
+        if header.metadata.get(BLOCK_KEY) == OLD_BLOCK:
+            paths = [path.replace(".mlp.", f".{OLD_BLOCK}.") for path in paths]
+    named = [replace(m, path=path) for m, path in zip(hub_modules, paths, strict=True)]
     raise_problems(directory, _doubled(named))
     modules = unified(named)
     metadata = {IGNORED_KEY: ", ".join(ignored)} if ignored else {}
     base_name = raw_config.get("base_model_name_or_path")
     mlx = mlx_config(modules, base_name, header.metadata.get(FINGERPRINT_KEY))
     return Adapter(directory, mlx, modules, metadata)
+
+
+def _paths_in(model: Checkpoint, hub_paths: list[str], directory: Path) -> list[str]:
+    """The modules of `model` that the file names. Raises: as `read_peft`."""
+    modules = set(module_paths(model))
+    paths = in_model(hub_paths, modules)
+    unknown = [
+        path for path in paths if path not in modules and f"{path}.weight" not in model.tensors
+    ]
+    if unknown and not model.is_converted:
+        model.loaded_weights  # noqa: B018 (raises)
+    raise_problems(directory, no_such_modules(unknown, model))
+    return paths
 
 
 def _doubled(modules: list[LoraModule]) -> list[str]:
@@ -369,13 +386,6 @@ def _hidden_size(dense: list[LoraModule], model: Checkpoint | None) -> int | Non
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _is_language_model(
-    modules: list[LoraModule],
-    config: Mapping[str, object],
-    header: ShardHeader,
-    model: Checkpoint | None,
-) -> bool:
-    if model is not None:
-        return any(name.startswith("language_model.") for name in model.tensors)
+def _is_language_model(paths: list[str], config: Mapping[str, object], header: ShardHeader) -> bool:
     mark = header.metadata.get(LANGUAGE_MODEL_KEY)
-    return mark == "yes" if mark else has_language_model([m.path for m in modules], config)
+    return mark == "yes" if mark else has_language_model(paths, config)

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from mlxstacks import base_model
 from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import existing_ancestor, user_path
@@ -82,6 +83,8 @@ class _Fuse:
         self.workers = max(1, min(os.cpu_count() or 1, _MOST_WORKERS))
         self.checkpoint = open_checkpoint(resolve_model(settings.model, sidecars=True))
         self.modules, self.notes = gather_modules(self.checkpoint, settings)
+        gaps = base_model.loading_gaps(self.checkpoint.directory, self.checkpoint.config)
+        self.notes += [f"mlx-lm cannot load the result: {gap}." for gap in gaps]
         if settings.zero_delta and settings.fail_under is not None:
             self.notes.append("--fail-under does not apply at zero delta: nothing is intended.")
         self.done_weights, self.progress = 0, progress

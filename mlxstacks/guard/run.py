@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlxstacks import memory
@@ -50,13 +51,14 @@ def guard(settings: GuardSettings, progress: Say | None = None) -> GuardReport:
         InputError: layers, names or rank that do not fit the model.
     """
     config, where = read_config(settings.model or "")
-    with config_errors(config):
-        return _report(settings, config, where, progress or (lambda done, total, what: None))
+    return _report(settings, config, where, progress or (lambda done, total, what: None))
 
 
 def _report(settings: GuardSettings, config: dict[str, Any], where: str, say: Say) -> GuardReport:
     started = time.perf_counter()
     say(0, 3, "training step")
+    with config_errors(config):  # around the model alone: what else fails is a fault of ours
+        lazy_model(config)(mx.zeros((1, 2), mx.int32))
     step = training_step(config, settings, 1)
     found = predict_training(config, settings, step=step)
     say(1, 3, "generating")

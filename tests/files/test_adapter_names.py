@@ -33,35 +33,67 @@ def test_names_go_both_ways(mlx: str, hub: str) -> None:
     assert to_mlx(to_hub(mlx, whole_model=True), is_language_model) == mlx
 
 
-MIXTRAL = [
-    f"model.layers.{layer}.{name}"
-    for layer in (1, 11)
-    for name in (
-        "self_attn.q_proj", "block_sparse_moe.gate", "block_sparse_moe.switch_mlp.up_proj",
-        "block_sparse_moe.shared.up_proj", "block_sparse_moe.shared.down_proj",
-        "other.down_proj",
-    )
-]  # fmt: skip
+LAYER = (
+    "self_attn.q_proj", "self_attn.o_proj", "linear_attn.out_proj", "mlp.shared_expert.gate_proj",
+    "mlp.switch_mlp.up_proj", "mlp.gate",
+)  # fmt: skip
+TEXT = [f"model.layers.{layer}.{name}" for layer in (1, 11) for name in LAYER]
+WHOLE = [f"language_model.{name}" for name in (*TEXT, "model.embed_tokens", "lm_head")]
+NESTED = [f"model.language_model.layers.1.{name}" for name in LAYER]
+MIXTRAL = [name.replace(".mlp.", ".block_sparse_moe.") for name in TEXT]
 
 
 @pytest.mark.parametrize(
-    ("path", "is_switch", "module"),
+    ("path", "modules", "module"),
     [
-        ("model.layers.1.mlp.switch_mlp.up_proj", True, "block_sparse_moe.switch_mlp.up_proj"),
-        ("model.layers.1.mlp.gate", False, "block_sparse_moe.gate"),
-        ("language_model.model.layers.1.self_attn.q_proj", False, "self_attn.q_proj"),
-        ("model.layers.1.mlp.up_proj", False, "block_sparse_moe.shared.up_proj"),
-        ("model.layers.1.mlp.down_proj", False, None),  # two could be meant
-        ("model.layers.1.mlp.switch_mlp.down_proj", True, None),
-        ("model.layers.2.mlp.gate", False, None),
-        ("lm_head", False, None),
+        ("model.layers.1.mlp.switch_mlp.up_proj", MIXTRAL, "block_sparse_moe.switch_mlp.up_proj"),
+        ("model.layers.1.mlp.gate", MIXTRAL, "block_sparse_moe.gate"),
+        ("model.layers.11.block_sparse_moe.gate", TEXT, "model.layers.11.mlp.gate"),
+        ("language_model.model.layers.1.self_attn.q_proj", TEXT, "self_attn.q_proj"),
+        ("model.language_model.layers.1.self_attn.q_proj", TEXT, "self_attn.q_proj"),
+        ("layers.1.self_attn.q_proj", TEXT, "self_attn.q_proj"),
+        ("model.layers.11.mlp.gate", WHOLE, "language_model.model.layers.11.mlp.gate"),
+        ("model.language_model.layers.1.mlp.gate", WHOLE, "language_model.model.layers.1.mlp.gate"),
+        ("model.embed_tokens", WHOLE, "language_model.model.embed_tokens"),
+        ("lm_head", WHOLE, "language_model.lm_head"),
+        ("model.layers.1.mlp.gate", NESTED, "model.language_model.layers.1.mlp.gate"),
+        ("model.layers.1.mlp.switch_mlp.up_proj", ["model.layers.1.mlp.experts.switch_mlp.up_proj"],
+         "mlp.experts.switch_mlp.up_proj"),
+        ("mtp.layers.1.mlp.gate", [*TEXT, "mtp.layers.1.mlp.gate"], "mtp.layers.1.mlp.gate"),
+    ],
+)  # fmt: skip
+def test_a_name_of_another_version_is_the_models_own(
+    path: str, modules: list[str], module: str
+) -> None:
+    (found,) = in_model([path], modules)
+    assert found in modules
+    assert found in (module, f"model.layers.1.{module}")
+
+
+@pytest.mark.parametrize("modules", [TEXT, WHOLE, NESTED, MIXTRAL])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "vision_tower.encoder.layers.1.self_attn.o_proj",
+        "model.vision_tower.encoder.layers.1.self_attn.o_proj",
+        "audio_tower.layers.1.self_attn.o_proj",
+        "mtp.layers.1.self_attn.o_proj",
+        "model.mtp.layers.1.mlp.switch_mlp.up_proj",
+        "model.layers.1.cross_attn.q_proj",
+        "model.layers.1.mlp.gate_proj",
+        "model.layers.1.self_attn.out_proj",
+        "model.layers.1.feed_forward.switch_mlp.up_proj",
+        "model.layers.2.mlp.gate",
+        "model.decoder.layers.1.self_attn.q_proj",
     ],
 )
-def test_a_name_is_the_models_own_where_only_one_can_be_meant(
-    path: str, is_switch: bool, module: str | None
-) -> None:
-    wanted = path if module is None else f"model.layers.1.{module}"
-    assert in_model(path, is_switch, MIXTRAL) == wanted
+def test_a_name_of_another_part_is_none_of_the_text_models(path: str, modules: list[str]) -> None:
+    assert in_model([path], modules) == [path]
+
+
+def test_a_name_that_two_modules_have_is_neither() -> None:
+    both = ["model.layers.1.mlp.gate", "model.layers.1.block_sparse_moe.gate"]
+    assert in_model(["layers.1.mlp.gate", both[1]], both) == ["layers.1.mlp.gate", both[1]]
 
 
 def test_only_granite_keeps_the_old_name_of_its_block() -> None:

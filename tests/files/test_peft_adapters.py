@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 
 from mlxstacks.errors import AdapterError, TargetError
 from mlxstacks.files import peft_config
+from mlxstacks.files.adapter_commands import convert_adapter
 from mlxstacks.files.adapter_names import to_hub
 from mlxstacks.files.adapters import (
     Adapter,
@@ -30,6 +31,9 @@ from mlxstacks.files.adapters import (
 from mlxstacks.files.peft_adapters import read_peft
 from mlxstacks.files.peft_config import PatternTable
 from mlxstacks.files.peft_write import alpha_for, write_peft, write_zero_peft
+from mlxstacks.files.settings import AdapterConvertSettings
+from mlxstacks.fuse.run import run as run_fuse
+from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops.affine import to_storage
 from tests.files.peft_cases import (
     EPSILON,
@@ -244,6 +248,39 @@ def test_every_problem_is_listed_in_one_error(tmp_path: Path) -> None:
         "bias is 'all'",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "nearest"),
+    [
+        ("llama", "vision_tower.encoder.layers.1.self_attn.o_proj", "layers.1.self_attn.o_proj"),
+        ("llama", "audio_tower.layers.1.self_attn.o_proj", "model.layers.1.self_attn.o_proj"),
+        ("llama", "mtp.layers.0.self_attn.o_proj", "model.layers.0.self_attn.o_proj"),
+        ("llama", "model.layers.0.cross_attn.q_proj", "model.layers.0.self_attn.q_proj"),
+        ("moe", "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.switch_mlp.gate_proj"),
+        ("moe", "model.layers.1.self_attn.out_proj", "model.layers.1.self_attn.o_proj"),
+    ],
+)
+def test_a_module_of_another_tower_is_refused_with_the_nearest(
+    model: str, path: str, nearest: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    directory = request.getfixturevalue(model)
+    tensors = dense_tensors(f"base_model.model.{path}", (128, 128))
+    adapter = save_peft(tmp_path / "peft", tensors, {}, full_names=True)
+    options = {"model": str(directory), "adapter_path": str(adapter)}
+    with pytest.raises(AdapterError) as error:
+        convert_adapter(
+            AdapterConvertSettings(**options, save_path=str(tmp_path / "out"), to="mlx")
+        )
+    assert f" {path}: no such module in the model; nearest: " in str(error.value)
+    assert nearest in str(error.value)
+    with pytest.raises(AdapterError, match="no such module in the model"):
+        run_fuse(
+            FuseSettings(
+                model=str(directory), adapter_path=(str(adapter),), save_path=str(tmp_path / "f")
+            )
+        )
+    assert not list(tmp_path.glob("[of]*"))
 
 
 def test_pairs_without_a_targeted_parameter_are_refused(tmp_path: Path) -> None:

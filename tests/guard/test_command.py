@@ -403,6 +403,24 @@ def test_a_config_that_makes_no_model_is_refused(made: dict[str, Any], message: 
         lazy_model(made)
 
 
+def test_a_config_that_no_row_goes_through_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(llama_config(64) | {"num_key_value_heads": 3}))
+    with pytest.raises(CheckpointError, match="the config does not describe a llama: ValueError"):
+        guard(GuardSettings(model=str(path), max_seq_length=8))
+
+
+def test_a_fault_of_the_prediction_is_no_fault_of_the_config(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(*_: Any, **__: Any) -> None:
+        raise KeyError("a fault of ours")
+
+    monkeypatch.setattr("mlxstacks.guard.run.predict_training", faulty)
+    with pytest.raises(KeyError, match="a fault of ours"):
+        guard(GuardSettings(model=config, max_seq_length=8))
+
+
 @pytest.mark.parametrize("name", ["num_hidden_layers", "n_layers"])
 def test_a_billion_layers_are_refused_before_they_are_built(name: str) -> None:
     with pytest.raises(CheckpointError, match=f"{name} is 1,000,000,000 .* from 1 to 1,000 is"):

@@ -152,7 +152,7 @@ def data_settings_of(record: DomainRecord) -> DomainDataSettings:
 
 def stored_data(store: Store, record: DomainRecord, data: str | None) -> DomainDataSettings:
     """Where the rows of a domain are now: the data settings of its training, with files in `data`,
-    else in the current directory, else where they were then; of an imported one, NAME.jsonl in
+    else where they were then, else in the current directory; of an imported one, NAME.jsonl in
     `data`.
 
     Raises: InputError: the store does not say, or a file is in none of these places.
@@ -163,7 +163,7 @@ def stored_data(store: Store, record: DomainRecord, data: str | None) -> DomainD
         settings = DomainDataSettings(sources=(f"{record.name}.jsonl",))
     else:
         settings = data_settings_of(record)
-    roots = [user_path(data)] if data else [Path(), *data_directories(store)]
+    roots = [user_path(data)] if data else [*data_directories(store), Path()]
     for root in roots:
         sources = tuple(_within(root, source) for source in settings.sources)
         if all(source.path is None or Path(source.path).exists() for source in sources):

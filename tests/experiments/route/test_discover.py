@@ -106,6 +106,7 @@ def test_rows_of_the_store_stand_in_and_held_out_ones_come_first(
     if way == "remembered":
         remember_places(store, "owner/base", trained_with)
         remember_places(store, "owner/base", tmp_path)
+        write_rows(tmp_path / "rows.jsonl", pairs("others of that name", 9))
     data = str(trained_with) if way == "data" else None
     examples = read_examples(settings_for(places, tmp_path, data=data), store)
     trained = [example.trained_on for example in examples]
