@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -81,7 +82,11 @@ def test_dense_modules_or_the_model_tell_the_hidden_size(
     with_dense = gate_up_only(tmp_path / "a", (8, 12), layout, hidden=8)
     assert_same(read_peft(with_dense), read_peft(with_dense, layout=layout))
     alone = gate_up_only(tmp_path / "b", (8, 12), layout)
-    model = Checkpoint(Path("m"), {"text_config": {"hidden_size": 8}}, (), {}, None)
+    stored = {
+        f"model.layers.0.mlp.switch_mlp.{n}_proj.weight": Mock(shape=(2, 2, 2))
+        for n in ("gate", "up")
+    }
+    model = Checkpoint(Path("m"), {"text_config": {"hidden_size": 8}}, (), stored, None)
     assert_same(read_peft(alone, model=model), read_peft(alone, layout=layout))
 
 
