@@ -85,12 +85,16 @@ def build_model(config: dict[str, Any]) -> nn.Module:
 
 
 def loading_gaps(directory: Path, config: dict[str, Any]) -> list[str]:
-    """What keeps mlx-lm from loading a directory of good weights: it lacks the class, or the
-    directory the vocabulary.
+    """What keeps mlx-lm from loading a directory of good weights: it lacks the class, the directory
+    the vocabulary, or the config counts what cannot be.
     """
     gaps = [] if _has_class(config) else [f"it has no class for {config.get('model_type')!r:.60}"]
     if not _has_vocabulary(directory):
         gaps.append(f"{directory} has no tokenizer.json or other vocabulary")
+    try:
+        check_counts(config)
+    except CheckpointError as error:
+        gaps.append(str(error))
     return gaps
 
 

@@ -308,6 +308,13 @@ def test_a_class_is_known_as_mlx_lm_knows_it(
     assert not gaps if has_class else len(gaps) == 1 and len(gaps[0]) < 100
 
 
+def test_counts_that_no_model_has_are_told(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    config = {"model_type": "llama", "num_hidden_layers": -1}
+    (gap,) = base_model.loading_gaps(tmp_path, config)
+    assert gap.startswith("num_hidden_layers is -1 in the config")
+
+
 def test_screen_says_that_mlx_lm_cannot_load_the_result(
     bases: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -269,10 +270,17 @@ def print_json(document: Any) -> None:
 
 
 def write(text: str, end: str = "\n", *, error: bool = False) -> None:
-    """Text as it is, but `safe`, on stdout or stderr, at once."""
+    """Text as it is, but `safe`, on stdout or stderr, at once. A stderr that takes no more (a log
+    on a full disk) is given up; the work goes on.
+    """
     stream = sys.stderr if error else sys.stdout
-    stream.write(safe(text) + end)
-    stream.flush()
+    try:
+        stream.write(safe(text) + end)
+        stream.flush()
+    except OSError:
+        if not error:
+            raise
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def emit(result: Any, as_json: bool, render: Callable[["Console", Any], None]) -> None:

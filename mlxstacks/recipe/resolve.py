@@ -146,6 +146,10 @@ def validate(
     """
     from pydantic import ValidationError
 
+    for key, value in values.items():
+        texts = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(text, str) and "\0" in text for text in texts):
+            raise InputError(f"{places.get(key, '')}{key}: holds a NUL character; take it out")
     ready = {
         key: [value] if _wants_list(settings_class, key, value) else value
         for key, value in _over_defaults(settings_class, values).items()

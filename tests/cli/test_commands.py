@@ -31,6 +31,7 @@ def test_result_is_a_table_or_one_document(toy: Path, command: Run) -> None:
     [
         (["toy", "--set", "fail=input"], 2, "toy.safetensors: got 3 bytes"),
         (["toy", "--set", "fail=bug"], 1, "ZeroDivisionError: seven by nothing"),
+        (["toy", "--set", 'kind="a\\0"'], 2, "kind: holds a NUL character"),
         (["toy", "--set", "fail=compiler"], 1, "MLX could not compile a kernel in /"),
         (["toy", "--set", "fail=path"], 2, "xxx: File name too long; look at that path"),
         (["toy", "--set", "fail=interrupt"], 130, "interrupted"),
@@ -358,3 +359,16 @@ cli.main()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (130, "cleaned up\n")
     assert "interrupted" in done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_a_log_that_takes_no_more_does_not_end_the_work() -> None:
+    script = (
+        "import sys; from mlxstacks.cli import output\n"
+        "output.note('first'); output.note('second'); print('done')"
+    )
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=full, text=True
+        )
+    assert (ended.returncode, ended.stdout) == (0, "done\n")

@@ -68,9 +68,14 @@ class ProfileSettings(BaseModel):
         "else a quarter of them.",
     )
     permutations: int = Field(
-        200, ge=20, description="Times that prompts are dealt to the groups anew, by chance."
+        200,
+        ge=20,
+        le=1_000_000,
+        description="Times that prompts are dealt to the groups anew, by chance.",
     )
-    halves: int = Field(20, ge=1, description="Times that each group is split in two by chance.")
+    halves: int = Field(
+        20, ge=1, le=1_000_000, description="Times that each group is split in two by chance."
+    )
     alpha: float = Field(0.05, gt=0, lt=0.5, description="A p-value below it is called a find.")
     plots: bool = Field(True, description="Draw plots, where matplotlib is installed.")
     plot_format: PlotFormat = Field("png", description="png, or svg for print.")

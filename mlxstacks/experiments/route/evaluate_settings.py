@@ -77,7 +77,7 @@ class RouteEvaluateSettings(RouteSettings):
     thinking: Thinking = "auto"
     allow_special: AllowSpecial = False
     max_tokens: int = Field(256, ge=2, description="Prompt and answer are cut to so many tokens.")
-    draws: int = Field(2000, ge=100, description="Bootstrap draws of an interval.")
+    draws: int = Field(2000, ge=100, le=1_000_000, description="Bootstrap draws of an interval.")
     base: Literal["auto", "stored", "float32"] = Field(
         "auto", description="Numbers the base computes with; as in `mlxstacks stack`."
     )
