@@ -1,55 +1,71 @@
-"""README and the tree it describes agree. Run: pytest tests/test_readme.py"""
+"""What README says to type can be typed, and what it points to is there.
+
+Run: pytest tests/test_readme.py
+"""
 
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+
+import click
+import pytest
+
+from mlxstacks.cli import make_group
+from mlxstacks.recipe.table import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-# Folders that are told as a whole.
-WHOLE = {Path("mlxstacks/cli"), Path("tests")}
+def typed() -> Iterator[str]:
+    """Every command line of ours in a block of code, without its comment."""
+    for block in re.findall(r"^```\w*\n(.*?)^```", README, re.S | re.M):
+        for line in block.splitlines():
+            if match := re.match(r"(?:\$ )?(mlxstacks [a-z].*?)(?:  +#.*)?$", line):
+                yield match[1]
 
 
-def paths_of(tree: str) -> set[Path]:
-    """Every Python file of a tree of lines: names at two spaces below the folder they are in."""
-    found, folders = set(), [Path()]
-    for line in tree.splitlines():
-        names = line.strip().partition("   ")[0]
-        depth = (len(line) - len(line.lstrip())) // 2
-        folders = folders[: depth + 1]
-        folder = re.match(r"([\w./-]+)/(?: |$)", names)
-        if folder is not None:
-            folders.append(folders[-1] / folder[1])
-        # A description may name other files of the same folder.
-        for name in re.findall(r"[\w-]+\.py\b", line):
-            found.add(folders[depth] / name)
-    return found
+def check(line: str) -> None:
+    """Raises: AssertionError naming what the command line does not have."""
+    command: click.Command = make_group()
+    context = click.Context(command)
+    words = shlex.split(line)[1:]
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        found = command.get_command(context, words.pop(0))
+        assert found is not None, line
+        command = found
+    options = {name for param in command.get_params(context) for name in param.opts}
+    options |= {name for param in command.get_params(context) for name in param.secondary_opts}
+    for word in words:
+        assert not word.startswith("--") or word.partition("=")[0] in options, f"{line}: {word}"
 
 
-def test_a_tree_is_read_by_its_indentation() -> None:
-    tree = (
-        "a/\n  b/   two files\n    one.py, two.py  text\n  one.py  text; more.py: text\nc/\n  x.py"
-    )
-    names = {"a/b/one.py", "a/b/two.py", "a/one.py", "a/more.py", "c/x.py"}
-    assert {str(path) for path in paths_of(tree)} == names
+@pytest.mark.parametrize("line", list(typed()))
+def test_command_lines_can_be_typed(line: str) -> None:
+    check(line)
 
 
-def test_every_module_has_a_line_in_its_folder_of_the_file_tree() -> None:
-    """Folder and name together: several folders have a run.py."""
-    tree = re.search(r"## Files\n\n```\n(.*?)```", README, re.S)
-    assert tree is not None
-    named = paths_of(tree[1])
-    modules = {
-        path.relative_to(ROOT)
-        for folder in ("mlxstacks", "benchmarks")
-        for path in (ROOT / folder).rglob("*.py")
-        if not path.name.startswith("__")
-    }
-    missing = {path for path in modules - named if not WHOLE & set(path.parents)}
-    assert not missing, f"no line in README: {', '.join(sorted(map(str, missing)))}"
-    gone = {path for path in named - modules if not (ROOT / path).is_file()}
-    assert not gone, f"in README, not on disk: {', '.join(sorted(map(str, gone)))}"
+@pytest.mark.parametrize(
+    "line", ["mlxstacks fuze", "mlxstacks fuse --zero", "mlxstacks stacks lst"]
+)
+def test_what_is_no_command_line_is_found(line: str) -> None:
+    with pytest.raises((AssertionError, click.UsageError)):
+        check(line)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_named(command: str) -> None:
+    """`stacks list, verify, remove` stands for three."""
+    group, _, name = command.rpartition(" ")
+    in_group = rf"`mlxstacks {group} [^`]*\b{name}\b" if group else r"(?!)"
+    assert re.search(rf"`(mlxstacks )?{command}\b|{in_group}", README)
+
+
+def test_every_folder_has_a_line() -> None:
+    tree = README[README.index("## Files") :]
+    folders = {path.parent.name for path in (ROOT / "mlxstacks").glob("*/__init__.py")}
+    assert {folder for folder in folders if f"  {folder}/" not in tree} == set()
 
 
 def test_the_two_commands_stand_at_the_top() -> None:
