@@ -321,6 +321,8 @@ def passage_rows(numbers: list[int]) -> list[Example]:
         whole = {"prompt": f"{prompt}\n\n{passage}", "answer": f"a{n}"}
         marked = {"prompt": prompt, "input": passage, "answer": f"a{n}"}
         rows.append(make_example(whole, "x") if n % 5 == 0 else make_example(marked, "x", passage))
+        if n % 7 == 0:  # one prompt both ways: it has two keys
+            rows += [make_example(whole | {"answer": "b"}, "x"), make_example(marked, "x", passage)]
     return rows
 
 
@@ -328,6 +330,7 @@ def passage_rows(numbers: list[int]) -> list[Example]:
 def test_a_passage_is_on_one_side(numbers: list[int], seed: int, rows: int | None) -> None:
     about = ABOUT.model_copy(update={"seed": seed, "validation_rows": rows})
     train, validation = divide(passage_rows(numbers), about)
+    assert rows is None or len(validation) <= rows
     for ids in ("passage_id", "prompt_id"):
         sides = [{getattr(row, ids) for row in part} - {""} for part in (train, validation)]
         assert not sides[0] & sides[1]

@@ -156,6 +156,16 @@ def test_an_exception_in_a_change_changes_nothing(tmp_path: Path) -> None:
     add_domain(store, "code")
 
 
+def test_what_another_process_added_before_the_lock_is_kept(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", ["chat"])
+    late = Store.open(store.path)
+    add_domain(store, "code")
+    with late.change("note") as change:
+        change.manifest = replace(change.manifest, matrix={})
+    names = [domain.name for domain in Store.open(store.path).manifest.domains]
+    assert names == [domain.name for domain in late.manifest.domains] == ["chat", "code"]
+
+
 def test_an_interrupt_after_the_manifest_keeps_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
