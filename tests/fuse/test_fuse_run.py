@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +12,9 @@ import pytest
 
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.adapters import read_adapter, write_adapter, zero_adapter
-from mlxstacks.fuse.fidelity import Fidelity
+from mlxstacks.fuse.blocks import GROUPS_AT_ONCE, Decision
+from mlxstacks.fuse.fidelity import Fidelity, Sums, fidelity
+from mlxstacks.fuse.module import Task, uniform_draws
 from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport, shortfall_notes
 from mlxstacks.fuse.run import run
 from mlxstacks.fuse.settings import FuseSettings
@@ -372,6 +375,18 @@ def test_the_remedy_is_the_one_that_the_estimates_show() -> None:
         assert shortfall_notes(stages, settings, plain) == []
 
 
+def test_delta_over_step_is_of_the_quantized_weights_alone() -> None:
+    """A plain module among them has no step: neither its delta nor its weights count."""
+    packed = Sums(
+        weights=128, codes=128, groups=2, step_sum=0.5, delta_delta=2.0, delta_delta_on_grid=2.0
+    )
+    plain = Sums(weights=1000, delta_delta=50.0)
+    expected = (2.0 / 128) ** 0.5 / 0.25
+    assert fidelity(packed).delta_over_step == pytest.approx(expected)
+    assert fidelity(packed + plain).delta_over_step == pytest.approx(expected)
+    assert fidelity(plain).delta_over_step is None
+
+
 def test_a_dry_run_says_what_correlation_to_expect(
     model: Path, adapter: Path, tmp_path: Path
 ) -> None:
@@ -426,6 +441,23 @@ def test_vision_and_mtp_tensors_are_kept(tmp_path: Path) -> None:
     found = tensors(tmp_path / "out")
     for name, value in extra.items():
         np.testing.assert_array_equal(raw(found[name]), raw(value))
+
+
+def test_stochastic_draws_differ_by_seed_stage_module_row_and_block() -> None:
+    groups = 2 * GROUPS_AT_ONCE
+    delta = np.zeros((groups, 64), np.float32)
+
+    def draws(path: str = "a", first: int = 0, stage: int = 0, seed: int = 0) -> np.ndarray:
+        module: Any = SimpleNamespace(path=path, stored=SimpleNamespace(group_size=64))
+        decision = (Decision("stochastic", 4), delta, None)
+        return uniform_draws(Task(module, first, first + groups, {stage: decision}, seed), stage)
+
+    one = draws()
+    assert one.shape == delta.shape
+    np.testing.assert_array_equal(one, draws())
+    others = [draws(path="b"), draws(first=64), draws(stage=1), draws(seed=1)]
+    for other in (*others, np.roll(one, GROUPS_AT_ONCE, axis=0)):
+        assert (one != other).mean() > 0.99
 
 
 def test_stochastic_follows_the_seed(model: Path, adapter: Path, tmp_path: Path) -> None:

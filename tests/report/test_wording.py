@@ -77,6 +77,31 @@ def test_no_difference_between_modes_is_said_so() -> None:
     assert content_of(eval_content, document).outcome == "no difference shown, of 2 tested"
 
 
+def test_worse_counts_as_a_difference_and_holms_p_has_its_own_column() -> None:
+    document = eval_report()
+    better, worse = (task["comparisons"][0] for task in document["tasks"].values())
+    assert (better["label"], worse["label"]) == ("better", "worse")
+    assert content_of(eval_content, document).outcome == "2 of 2 differences shown"
+    document["settings"]["alpha"] = 0.05
+    better["label"] = "not distinguishable"
+    better["mcnemar"]["p_value"], better["p_adjusted"] = 0.03, 0.06
+    found = content_of(eval_content, document)
+    assert found.outcome == "1 of 2 differences shown"
+    tests = table_of(found, "Paired tests")
+    row = dict(zip(tests.columns, tests.rows[0], strict=True))
+    assert (row["p (McNemar)"], row["p (Holm)"]) == ("0.03", "0.06")
+    assert row["outcome"] == "not told apart*"
+
+
+def test_holms_p_of_the_persona_has_its_own_column() -> None:
+    document = identity_report()
+    compared = next(iter(document["compared"].values()))
+    compared["p_value"], compared["p_adjusted"] = 0.02, 0.04
+    found = table_of(content_of(identity_content, document), "Prompt by prompt")
+    row = dict(zip(found.columns, found.rows[0], strict=True))
+    assert (row["p (McNemar)"], row["p (Holm)"]) == ("0.02", "0.04")
+
+
 def test_published_scores_have_a_table_only_where_there_are_some() -> None:
     document = eval_report()
     titles = [b.title for b in content_of(eval_content, document).blocks if isinstance(b, Table)]

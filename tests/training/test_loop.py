@@ -14,12 +14,14 @@ from mlxstacks.training.loop import (
     NonFiniteError,
     TrainingState,
     Validation,
+    new_state,
     restore_best,
     train,
     trainable_weights,
 )
 from mlxstacks.training.losses import MicroBatch, cross_entropy_loss
 from mlxstacks.training.settings import OptimizerSettings, SnapshotSettings
+from mlxstacks.training.snapshot import BestSnapshot
 from mlxstacks.training.state import load_state, save_state
 from mlxstacks.training.step import GradientStep, clip_by_global_norm
 from tests.training.tiny import VOCAB, TinyModel, batch_at, batches_at, weights_of
@@ -74,6 +76,17 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     restore_best(second, resumed)
     restore_best(whole, final)
     assert weights_of(second) == weights_of(whole)
+
+
+def test_patience_goes_on_counting_in_a_resumed_run(tmp_path: Path) -> None:
+    settings = SETTINGS.model_copy(update={"steps": 4})
+    path = tmp_path / "state.safetensors"
+    model, state = TinyModel(), new_state(settings)
+    state.best = BestSnapshot(1.5, 2, dict(trainable_weights(model)), without_gain=3)
+    save_state(path, model, state, "run")
+    loaded = load_state(path, TinyModel(), settings, "run").best
+    assert loaded is not None
+    assert (loaded.loss, loaded.step, loaded.without_gain) == (1.5, 2, 3)
 
 
 def test_a_state_of_other_settings_or_another_model_is_refused(tmp_path: Path) -> None:
