@@ -12,12 +12,13 @@ import pytest
 
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.adapters import read_adapter, write_adapter, zero_adapter
-from mlxstacks.fuse.blocks import GROUPS_AT_ONCE, Decision
-from mlxstacks.fuse.fidelity import Fidelity, Sums, fidelity
+from mlxstacks.fuse.blocks import GROUPS_AT_ONCE, Decision, Dense, measure
+from mlxstacks.fuse.fidelity import Fidelity, fidelity
 from mlxstacks.fuse.module import Task, uniform_draws
 from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport, shortfall_notes
 from mlxstacks.fuse.run import run
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.ops.policies import Groups
 from tests.fuse.test_fuse_parity import assert_same_bytes, raw, tensors
 from tests.tiny_models import random_adapter, write_llama, write_qwen_moe
 
@@ -377,13 +378,12 @@ def test_the_remedy_is_the_one_that_the_estimates_show() -> None:
 
 def test_delta_over_step_is_of_the_quantized_weights_alone() -> None:
     """A plain module among them has no step: neither its delta nor its weights count."""
-    packed = Sums(
-        weights=128, codes=128, groups=2, step_sum=0.5, delta_delta=2.0, delta_delta_on_grid=2.0
-    )
-    plain = Sums(weights=1000, delta_delta=50.0)
-    expected = (2.0 / 128) ** 0.5 / 0.25
-    assert fidelity(packed).delta_over_step == pytest.approx(expected)
-    assert fidelity(packed + plain).delta_over_step == pytest.approx(expected)
+    grid = Groups(np.zeros((2, 64), np.uint8), np.full(2, 0.25), np.zeros(2), 4, "F32")
+    packed = measure(grid, grid, np.full((2, 64), 0.125, np.float32), None)
+    dense = Dense(np.zeros((3, 64), np.float32), "F32")
+    plain = measure(dense, dense, np.full((3, 64), 7.0, np.float32), None)
+    assert fidelity(packed).delta_over_step == pytest.approx(0.5)
+    assert fidelity(packed + plain).delta_over_step == pytest.approx(0.5)
     assert fidelity(plain).delta_over_step is None
 
 
