@@ -287,6 +287,18 @@ def test_learning_rate_rises_then_falls_to_its_final_share() -> None:
     assert rates[-1] == pytest.approx(1e-2 * SETTINGS.final_share)
 
 
+def test_each_step_is_taken_at_the_rate_of_its_number() -> None:
+    rates: list[float] = []
+    settings = SETTINGS.model_copy(update={"steps": 5})
+
+    def on_step(state: TrainingState, record: dict[str, float]) -> None:
+        assert record["learning_rate"] == pytest.approx(state.optimizer.learning_rate.item())
+        rates.append(record["learning_rate"])
+
+    train(TinyModel(), LOSS, batches_at, settings, on_step=on_step)
+    assert rates == [settings.learning_rate_at(step) for step in range(5)]
+
+
 def test_the_other_schedules() -> None:
     flat = SETTINGS.model_copy(update={"schedule": "constant"})
     assert [flat.learning_rate_at(step) for step in (3, 7, 100)] == [1e-2] * 3
