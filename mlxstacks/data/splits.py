@@ -20,7 +20,8 @@ def split_examples(
 
     Laws: independent of the order of `examples`; with validation_fraction a row's side does not
     depend on rows with other prompts, so a new source moves none (validation_rows counts rows, so
-    it can); with split_by=prompt rows with one prompt, or one passage, are on one side.
+    it can, and there are never more); with split_by=prompt rows with one prompt, or one passage,
+    are on one side.
 
     Raises:
         InputError: a side would be empty.
@@ -49,9 +50,9 @@ def divide(
 ) -> tuple[list[Example], list[Example]]:
     """(train, validation), each in the order of `rows`; either may be empty."""
     keys = [split_key(row, settings) for row in rows]
-    held_out = _validation_keys(Counter(keys), settings)
     if settings.split_by == "prompt":
-        _add_shared_prompts(held_out, rows, keys)
+        keys = _joined(rows, keys, settings.seed)
+    held_out = _validation_keys(Counter(keys), settings)
     parts: tuple[list[Example], list[Example]] = ([], [])
     for row, key in zip(rows, keys, strict=True):
         parts[key in held_out].append(row)
@@ -64,31 +65,42 @@ def split_key(example: Example, settings: DomainDataSettings) -> str:
     return by_prompt if settings.split_by == "prompt" else example.row_id
 
 
+def _joined(rows: Sequence[Example], keys: Sequence[str], seed: int) -> list[str]:
+    """The key of each row's group, of its keys the one with the lowest place. One prompt can have
+    two keys: with its passage marked as one, and written into the prompt.
+    """
+    first: dict[str, str] = {}
+
+    def group(key: str) -> str:
+        while first.get(key, key) != key:
+            key = first[key]
+        return key
+
+    by_prompt: dict[str, str] = {}
+    for row, key in zip(rows, keys, strict=True):
+        low, high = group(key), group(by_prompt.setdefault(row.prompt_id, key))
+        if low != high:
+            low, high = sorted((low, high), key=lambda key: _place(key, seed))
+            first[high] = low
+    return [group(key) for key in keys]
+
+
 def _validation_keys(sizes: Mapping[str, int], settings: DomainDataSettings) -> set[str]:
     """sizes: rows of each key."""
-
-    def place(key: str) -> int:
-        return keyed_hash(settings.seed, "split", key)
-
     if settings.validation_rows is None:
         bound = settings.validation_fraction * 2**64
-        return {key for key in sizes if place(key) < bound}
+        return {key for key in sizes if _place(key, settings.seed) < bound}
     chosen: set[str] = set()
     left = settings.validation_rows
-    for key in sorted(sizes, key=place):
+    for key in sorted(sizes, key=lambda key: _place(key, settings.seed)):
         if sizes[key] <= left:
             chosen.add(key)
             left -= sizes[key]
     return chosen
 
 
-def _add_shared_prompts(held_out: set[str], rows: Sequence[Example], keys: Sequence[str]) -> None:
-    """One prompt can have two keys: with its passage marked as one, and written into the prompt."""
-    size = -1
-    while len(held_out) > size:
-        size = len(held_out)
-        prompts = {row.prompt_id for row, key in zip(rows, keys, strict=True) if key in held_out}
-        held_out |= {key for row, key in zip(rows, keys, strict=True) if row.prompt_id in prompts}
+def _place(key: str, seed: int) -> int:
+    return keyed_hash(seed, "split", key)
 
 
 def apply_split(

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from mlxstacks.errors import InputError
-from mlxstacks.files.disk import target_errors
+from mlxstacks.files.disk import sync_directory, target_errors
 
 Parsed = TypeVar("Parsed")
 # How a line ends before its digest is put between the last two quotes.
@@ -83,6 +83,7 @@ class AnswerLog:
             else:
                 [(line, digest)] = chained([self.header])
                 self.path.write_bytes(line)
+                sync_directory(self.path.parent)
                 self.digests = [digest]
 
     def append(self, rows: Iterable[dict[str, Any]]) -> None:

@@ -139,9 +139,11 @@ def _nearest_is_enough(
     nearest = Decision("nearest", sample.state.bits)
     found = sample.estimate(nearest)
     choice.tried[stage]["nearest"] = found
-    if found.correlation is None:  # a zero delta: nearest leaves every byte
-        return True
-    if found.correlation < settings.target_correlation - _NEAREST_MARGIN:
+    # None: a zero delta, of which nearest leaves every byte; in a sample, rows may hide one
+    if (
+        found.correlation is not None
+        and found.correlation < settings.target_correlation - _NEAREST_MARGIN
+    ):
         return False
     if not sample.is_whole:
         sums = full_pass(module, {**choice.decisions, stage: nearest})[stage]

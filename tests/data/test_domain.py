@@ -26,7 +26,8 @@ from mlxstacks.data import (
 )
 from mlxstacks.data.cleaning import counted_length, cut_answer
 from mlxstacks.data.examples import Example, make_example, prompt_id_of, row_id_of
-from mlxstacks.data.splits import divide, split_examples
+from mlxstacks.data.read_source import keyed_hash
+from mlxstacks.data.splits import divide, split_examples, split_key
 from mlxstacks.errors import InputError
 
 LONG = "an answer that is long enough"
@@ -321,6 +322,8 @@ def passage_rows(numbers: list[int]) -> list[Example]:
         whole = {"prompt": f"{prompt}\n\n{passage}", "answer": f"a{n}"}
         marked = {"prompt": prompt, "input": passage, "answer": f"a{n}"}
         rows.append(make_example(whole, "x") if n % 5 == 0 else make_example(marked, "x", passage))
+        if n % 7 == 0:  # one prompt both ways: it has two keys
+            rows += [make_example(whole | {"answer": "b"}, "x"), make_example(marked, "x", passage)]
     return rows
 
 
@@ -328,6 +331,11 @@ def passage_rows(numbers: list[int]) -> list[Example]:
 def test_a_passage_is_on_one_side(numbers: list[int], seed: int, rows: int | None) -> None:
     about = ABOUT.model_copy(update={"seed": seed, "validation_rows": rows})
     train, validation = divide(passage_rows(numbers), about)
+    if rows is None:  # a row that its own key holds out is held out, whatever else is
+        bound = ABOUT.validation_fraction * 2**64
+        assert all(keyed_hash(seed, "split", split_key(row, about)) >= bound for row in train)
+    else:
+        assert len(validation) <= rows
     for ids in ("passage_id", "prompt_id"):
         sides = [{getattr(row, ids) for row in part} - {""} for part in (train, validation)]
         assert not sides[0] & sides[1]

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -191,6 +192,25 @@ def test_replacing_removes_the_old_files(
     build(target, "newer", force=True)
     assert names(target) == ["file"]
     assert names(tmp_path) == ["out"]
+
+
+def test_without_exchange_the_old_is_a_temporary_before_it_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the run after a kill amid the removal would put half of it back."""
+    monkeypatch.setattr(outputs, "_exchange", lambda first, second: False)
+    build(tmp_path / "out", "old")
+    remove_marked = outputs.remove_marked
+    removed = []
+
+    def recorded(path: Path) -> None:
+        if path.exists():
+            removed.append((re.sub("-.*", "", path.name), (path / "file").read_text()))
+        remove_marked(path)
+
+    monkeypatch.setattr(outputs, "remove_marked", recorded)
+    build(tmp_path / "out", "new", force=True)
+    assert removed == [(".out.tmp", "old")]
 
 
 def test_exchange_works_where_it_is_tested(tmp_path: Path) -> None:

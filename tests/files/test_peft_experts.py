@@ -119,6 +119,15 @@ def test_shared_rank_is_kept_by_gate_and_up(tmp_path: Path) -> None:
     assert all(np.array_equal(written[k], original[k]) for k in original)
 
 
+def test_gate_and_up_of_unequal_scale_or_shape_are_not_joined() -> None:
+    rng = np.random.default_rng(0)
+    gate, up, wide = (switch(rng, 3, rank, (8, 6)) for rank in (2, 2, 4))
+    with pytest.raises(AdapterError, match="one shape and scale"):
+        join_gate_up(gate, replace(up, scale=2 * gate.scale))
+    with pytest.raises(AdapterError, match="one shape and scale"):
+        join_gate_up(gate, wide)
+
+
 def test_a_half_that_is_zero_throughout_is_dropped(tmp_path: Path) -> None:
     module = switch(np.random.default_rng(2), 3, 2, (8, 12))
     module.lora_b[:, :6] = 0

@@ -14,6 +14,7 @@ import mlx.core as mx
 import pytest
 
 from mlxstacks.errors import InputError, StoreError, TargetError
+from mlxstacks.files import store_commands
 from mlxstacks.files.manifest import DomainRecord, Manifest, parse_manifest, stack_name
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_commands import (
@@ -156,6 +157,16 @@ def test_an_exception_in_a_change_changes_nothing(tmp_path: Path) -> None:
     add_domain(store, "code")
 
 
+def test_what_another_process_added_before_the_lock_is_kept(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", ["chat"])
+    late = Store.open(store.path)
+    add_domain(store, "code")
+    with late.change("note") as change:
+        change.manifest = replace(change.manifest, matrix={})
+    names = [domain.name for domain in Store.open(store.path).manifest.domains]
+    assert names == [domain.name for domain in late.manifest.domains] == ["chat", "code"]
+
+
 def test_an_interrupt_after_the_manifest_keeps_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,13 +274,48 @@ def test_removing_an_earlier_domain_needs_force_and_says_why(tmp_path: Path) -> 
 
 def test_matrix_keeps_what_removal_leaves_true(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store")
+    alone = {name: {name: 1.5} for name in ("chat", "code", "math")}
+    with store.change() as change:
+        change.manifest = replace(
+            change.manifest, matrix={**change.manifest.matrix, "isolated": alone}
+        )
     remove(store, "code", force=True)
     matrix = Store.open(store.path).manifest.matrix
     # math's row was measured with code on; in prefix mode chat's column knows chat alone
     assert matrix == {
         "ungated": {"chat": {"chat": 1.0}},
         "prefix": {"chat": {"chat": 1.0}, "math": {"chat": 1.0}},
+        "isolated": {"chat": {"chat": 1.5}, "math": {"math": 1.5}},
     }
+
+
+def test_a_disabled_domain_still_counts_as_trained_on_top(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "store", ["chat", "code"])
+    switch(disable_domain, store, "code")
+    with pytest.raises(InputError, match="code was trained on top of it"):
+        remove(store, "chat")
+
+
+@pytest.mark.parametrize("command", [disable_domain, remove_domain])
+def test_a_command_keeps_what_was_added_while_it_waited_for_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Any
+) -> None:
+    store = make_store(tmp_path / "store", ["chat", "code"])
+
+    def open_before_another_writes(path: str) -> Store:
+        opened = Store.open(path)
+        add_domain(Store.open(path), "math", seed=20)
+        return opened
+
+    monkeypatch.setattr(store_commands, "open_store", open_before_another_writes)
+    if command is remove_domain:
+        remove(store, "code", force=True)
+    else:
+        switch(command, store, "code")
+    manifest = Store.open(store.path).manifest
+    left = ["chat", "math"] if command is remove_domain else ["chat", "code", "math"]
+    assert [domain.name for domain in manifest.domains] == left
+    assert "code-r1" not in [stack.name for stack in manifest.enabled_stacks()]
 
 
 def test_a_domain_that_nothing_was_trained_on_goes_without_force(tmp_path: Path) -> None:

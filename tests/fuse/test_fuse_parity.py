@@ -9,6 +9,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxstacks.files.adapters import LoraModule
+from mlxstacks.fuse.delta import LowRankDelta
 from mlxstacks.fuse.run import run
 from mlxstacks.fuse.settings import FuseSettings
 from tests.tiny_models import random_adapter, write_llama, write_qwen_moe
@@ -107,6 +109,31 @@ def test_refit_is_mlx_lm_fuse_on_dense_models(
     fuse(model, adapter, tmp_path / "ours", requant="refit")
     mlx_lm_fuse(model, adapter, tmp_path / "theirs")
     assert_same_bytes(tmp_path / "ours", tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kind", ["linear", "switch", "embedding"])
+def test_the_intended_delta_is_the_product_of_the_stored_numbers(dtype: str, kind: str) -> None:
+    """In float32; only what refit adds is rounded as mlx-lm rounds it."""
+    experts = (2,) if kind == "switch" else ()
+    keys = mx.random.split(mx.random.key(0))
+    shapes = ((*experts, 3, 16), (*experts, 8, 3)) if kind == "switch" else ((16, 3), (3, 8))
+    pair = [
+        mx.random.normal(shape, key=key).astype(getattr(mx, dtype))
+        for shape, key in zip(shapes, keys, strict=True)
+    ]
+    stored = [np.array(x.view(mx.uint16) if dtype == "bfloat16" else x) for x in pair]
+    name = {"bfloat16": "BF16", "float16": "F16"}[dtype]
+    module = LoraModule("m", stored[0], stored[1], name, 0.7)
+    (piece,) = LowRankDelta(module, kind, name).pieces(with_rounded=True)
+    a, b = (np.array(x.astype(mx.float32), np.float64) for x in pair)
+    product = {"linear": lambda: (a @ b).T, "switch": lambda: b @ a, "embedding": lambda: a @ b}
+    exact = 0.7 * product[kind]().reshape(piece.delta.shape)
+    np.testing.assert_allclose(piece.delta, exact, rtol=1e-5, atol=1e-6)
+    assert piece.rounded is not None
+    assert np.abs(piece.rounded - exact).max() > 1e-4
+    rows = np.arange(len(exact))
+    np.testing.assert_allclose(LowRankDelta(module, kind, name).sample(rows), piece.delta, 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["switch", "linear"])

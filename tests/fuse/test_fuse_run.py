@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -11,10 +12,21 @@ import pytest
 
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.adapters import read_adapter, write_adapter, zero_adapter
-from mlxstacks.fuse.fidelity import Fidelity
-from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport, shortfall_notes
+from mlxstacks.fuse.blocks import GROUPS_AT_ONCE, Decision, Dense, measure
+from mlxstacks.fuse.fidelity import Fidelity, fidelity
+from mlxstacks.fuse.module import Task, uniform_draws
+from mlxstacks.fuse.report import (
+    Alternative,
+    FuseReport,
+    ModuleReport,
+    StageReport,
+    below_target,
+    shortfall_notes,
+    verdict,
+)
 from mlxstacks.fuse.run import run
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.ops.policies import Groups
 from tests.fuse.test_fuse_parity import assert_same_bytes, raw, tensors
 from tests.tiny_models import random_adapter, write_llama, write_qwen_moe
 
@@ -356,20 +368,62 @@ def test_modules_below_the_target_are_named_with_what_to_do(
 
 
 def test_the_remedy_is_the_one_that_the_estimates_show() -> None:
-    def figures(correlation: float) -> Fidelity:
-        return Fidelity(1, 0.1, 1.0, correlation, 0.1, 0.1, 0.0, 0.0, 0.0)
-
     modules = [
-        ModuleReport(name, 0, "nearest", 8, 8, "verified", 1, 1, figures(0.97999), {})
+        ModuleReport(name, 0, "nearest", 8, 8, "verified", 1, 1, figures_of(1.0, 0.97999), {})
         for name in ("helped", "lost")
     ]
-    stages = [StageReport("a", modules, figures(0.97999))]
-    plain = {"helped": figures(0.9999), "lost": figures(0.975)}
+    stages = [StageReport("a", modules, figures_of(1.0, 0.97999))]
+    plain = {"helped": figures_of(1.0, 0.9999), "lost": figures_of(1.0, 0.975)}
     helped, lost = shortfall_notes(stages, FuseSettings(), plain)
     assert "does better: helped 0.9799 (then about 0.9999)." in helped
     assert "no policy does better: lost 0.9799. Serve the adapter unfused" in lost
     for settings in (FuseSettings(requant="refit"), FuseSettings(zero_delta=True)):
         assert shortfall_notes(stages, settings, plain) == []
+
+
+def figures_of(
+    survival: float | None, correlation: float | None, artifact: float = 0.0
+) -> Fidelity:
+    return Fidelity(1, 0.1, survival, correlation, 0.1, 0.1, artifact, 0.0, 0.0)
+
+
+def test_an_alternative_counts_each_module_by_its_weights() -> None:
+    estimates = [
+        (100, figures_of(1.0, 0.9), 5), (300, figures_of(0.6, 0.5), 7),
+        (50, figures_of(None, None), 11),
+    ]  # fmt: skip
+    found = Alternative.of("promote", estimates)
+    assert found is not None
+    assert (found.survival, found.correlation) == (pytest.approx(0.7), pytest.approx(0.6))
+    assert found.extra_bytes == 23
+    assert Alternative.of("promote", estimates[2:]) is None
+
+
+def test_a_verdict_names_the_largest_artifact_of_the_stages() -> None:
+    stages = [StageReport("a", [], figures_of(1.0, 0.99, part)) for part in (0.01, 0.05, 0.02)]
+    text = verdict(stages, None, FuseSettings(), None, 0)
+    assert "the fuse itself moves the weights by up to 5.0%" in text
+
+
+def test_a_module_at_the_target_is_not_below_it() -> None:
+    modules = [
+        ModuleReport(name, 0, "nearest", 8, 8, "verified", 1, 1, figures_of(1.0, correlation), {})
+        for name, correlation in (("at", 0.98), ("below", 0.97), ("lowest", 0.9), ("none", None))
+    ]
+    stages = [StageReport("a", modules, None)]
+    below = below_target(stages, FuseSettings(target_correlation=0.98))
+    assert [module.path for _, module in below] == ["lowest", "below"]
+
+
+def test_delta_over_step_is_of_the_quantized_weights_alone() -> None:
+    """A plain module among them has no step: neither its delta nor its weights count."""
+    grid = Groups(np.zeros((2, 64), np.uint8), np.full(2, 0.25), np.zeros(2), 4, "F32")
+    packed = measure(grid, grid, np.full((2, 64), 0.125, np.float32), None)
+    dense = Dense(np.zeros((3, 64), np.float32), "F32")
+    plain = measure(dense, dense, np.full((3, 64), 7.0, np.float32), None)
+    assert fidelity(packed).delta_over_step == pytest.approx(0.5)
+    assert fidelity(packed + plain).delta_over_step == pytest.approx(0.5)
+    assert fidelity(plain).delta_over_step is None
 
 
 def test_a_dry_run_says_what_correlation_to_expect(
@@ -426,6 +480,23 @@ def test_vision_and_mtp_tensors_are_kept(tmp_path: Path) -> None:
     found = tensors(tmp_path / "out")
     for name, value in extra.items():
         np.testing.assert_array_equal(raw(found[name]), raw(value))
+
+
+def test_stochastic_draws_differ_by_seed_stage_module_row_and_block() -> None:
+    groups = 2 * GROUPS_AT_ONCE
+    delta = np.zeros((groups, 64), np.float32)
+
+    def draws(path: str = "a", first: int = 0, stage: int = 0, seed: int = 0) -> np.ndarray:
+        module: Any = SimpleNamespace(path=path, stored=SimpleNamespace(group_size=64))
+        decision = (Decision("stochastic", 4), delta, None)
+        return uniform_draws(Task(module, first, first + groups, {stage: decision}, seed), stage)
+
+    one = draws()
+    assert one.shape == delta.shape
+    np.testing.assert_array_equal(one, draws())
+    others = [draws(path="b"), draws(first=64), draws(stage=1), draws(seed=1)]
+    for other in (*others, np.roll(one, GROUPS_AT_ONCE, axis=0)):
+        assert (one != other).mean() > 0.99
 
 
 def test_stochastic_follows_the_seed(model: Path, adapter: Path, tmp_path: Path) -> None:

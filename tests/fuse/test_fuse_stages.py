@@ -24,9 +24,12 @@ from mlxstacks.files.lora_modules import FINGERPRINT_KEY
 from mlxstacks.files.shards import ShardWriter, read_header
 from mlxstacks.files.stored_weight import stored_weight
 from mlxstacks.fuse import decide
+from mlxstacks.fuse.blocks import measure
+from mlxstacks.fuse.fidelity import Fidelity
 from mlxstacks.fuse.report import FuseReport
 from mlxstacks.fuse.run import REPORT_NAME, run
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.ops.policies import Groups
 from mlxstacks.report.fuse import fuse_content
 from mlxstacks.report.values import Value
 from tests.files.raw import mounted
@@ -68,6 +71,86 @@ def test_nearest_is_decided_on_all_rows_in_a_first_stage(
     ]
     report = fuse(model, large, tmp_path / "out")
     assert [s.modules[0].policy for s in report.stages] == ["nearest", "nearest"]
+
+
+@pytest.mark.parametrize(("std", "factor", "target"), [(0.01, 0.0, 0.95), (0.05, 0.1, 0.98)])
+def test_a_nearest_that_a_sample_shows_is_confirmed_on_all_rows(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    std: float,
+    factor: float,
+    target: float,
+) -> None:
+    """The sampled rows say "near enough", or that there is nothing to add; the others do not."""
+    monkeypatch.setattr(decide, "_SAMPLE_WEIGHTS", 4096)
+    adapter = read_adapter(
+        random_adapter(model, ["mlp.down_proj"], std=std, directory=tmp_path / "even")
+    )
+    modules = {}
+    for name, module in adapter.modules.items():
+        lora_b = module.lora_b.copy()  # (R, N)
+        sampled = np.zeros(lora_b.shape[1], bool)
+        for first, last in decide._row_runs(len(sampled), module.lora_a.shape[0], 4096):
+            sampled[first:last] = True
+        assert sampled.mean() < 0.5
+        lora_b[:, sampled if factor == 0 else ~sampled] *= factor
+        modules[name] = replace(module, lora_b=lora_b)
+    write_adapter(replace(adapter, modules=modules), tmp_path / "uneven")
+    report = fuse(model, [tmp_path / "uneven"], tmp_path / "out", target_correlation=target)
+    for module in report.stages[0].modules:
+        assert module.policy.startswith("promote-")
+        estimate = module.tried["nearest"].correlation
+        assert estimate is not None
+        assert estimate < target
+        assert module.tried["nearest"].weights == weight_of(model, module.path).size
+
+
+class Estimates:
+    """Stands for a sample: candidate -> (correlation, error)."""
+
+    def __init__(
+        self, bits: int, found: dict[str, tuple[float, float | None]], is_whole: bool = False
+    ) -> None:
+        codes = np.zeros((1, 64), np.uint8)
+        self.state = Groups(codes, np.ones(1), np.zeros(1), bits, "F32")
+        self.found, self.is_whole = found, is_whole
+
+    def estimate(self, decision: decide.Decision) -> Fidelity:
+        correlation, error = self.found[decide.policy_name(decision)]
+        return Fidelity(1, 0.1, 1.0, correlation, error, 0.1, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(("is_whole", "bits"), [(True, 5), (False, 6)])
+def test_a_sampled_promotion_has_to_clear_the_target_by_a_margin(is_whole: bool, bits: int) -> None:
+    """A tenth of what is missing to 1: 0.982 for a target of 0.98."""
+    found = {"promote-5": (0.981, 0.2), "promote-6": (0.983, 0.2), "promote-8": (0.999, 0.1)}
+    sample: Any = Estimates(4, found, is_whole)
+    assert decide.promotion(sample, 0.98, {}) == decide.Decision("promote", bits)
+
+
+@pytest.mark.parametrize(
+    ("plain", "nearest", "policy"),
+    [(0.1, 0.2, "dequantize"), (0.2, 0.1, "nearest"), (0.1, 0.1, "nearest"),
+     (None, None, "nearest")],
+)  # fmt: skip
+def test_of_eight_bits_and_plain_the_closer_is_taken(
+    plain: float | None, nearest: float | None, policy: str
+) -> None:
+    sample: Any = Estimates(8, {"dequantize": (0.9, plain), "nearest": (0.9, nearest)})
+    tried: dict[str, Fidelity] = {}
+    assert decide.promotion(sample, 0.98, tried).policy == policy
+    assert tried.keys() == {"dequantize", "nearest"}
+
+
+def test_a_promoted_code_is_changed_where_it_is_not_the_old_one_widened() -> None:
+    codes = np.arange(64, dtype=np.uint8).reshape(1, 64) % 16
+    before = Groups(codes, np.full(1, 0.5, np.float32), np.zeros(1, np.float32), 4, "F32")
+    wide = codes << np.uint8(2)
+    wide[0, :3] += 1
+    after = Groups(wide, before.scales / 4, before.biases, 6, "F32")
+    sums = measure(before, after, np.zeros((1, 64), np.float32), None)
+    assert (sums.codes, sums.codes_changed, sums.codes_changed_at_zero) == (64, 3, 0)
 
 
 @pytest.mark.parametrize("requant", ["refit", "dequantize"])

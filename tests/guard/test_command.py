@@ -205,6 +205,21 @@ def test_longer_rows_are_on_the_line_of_shorter_ones() -> None:
     assert line.nbytes == pytest.approx(direct.nbytes, rel=0.1)
 
 
+@pytest.mark.parametrize("loss", ["whole", "pieces"])
+def test_bytes_follow_the_batch_and_buffers_do_not(loss: str) -> None:
+    change = {"max_seq_length": 16, "recurrence": "chunked", "loss": loss}
+    one, four = (
+        predict_training(
+            TINY.config(), TINY.settings().model_copy(update=change | {"batch_size": rows})
+        )
+        for rows in (1, 4)
+    )
+    assert four.buffers == pytest.approx(one.buffers, rel=0.02)
+    assert one.nbytes is not None
+    assert four.nbytes is not None
+    assert four.nbytes > 1.5 * one.nbytes
+
+
 # --- decisions ------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxstacks.layers.adapted import begin_step
-from mlxstacks.layers.selection import base
+from mlxstacks.layers.selection import base, subset
 from mlxstacks.layers.stacked import StackedLayer, set_mode
 from tests.layers.build import (
     K,
@@ -162,6 +162,20 @@ def test_base_mode_leaves_out_the_active_stack_too() -> None:
     set_mode(layer, base())
     x = normal(2, 3, K)
     assert mx.array_equal(layer(x), layer.linear(x))
+
+
+def test_new_stacks_are_served_in_the_mode_of_the_old_ones() -> None:
+    chat, code = (random_stack("linear", seed, domain=d) for seed, d in ((1, "chat"), (2, "code")))
+    layer = stacked("linear", [chat])
+    mode = (subset(["chat"]), mx.float32)
+    layer.select(*mode)
+    layer.set_stacks([chat, code])
+    assert layer.mode == mode
+    x = normal(2, 3, K)
+    alone = stacked("linear", [chat])
+    alone.select(*mode)
+    assert mx.array_equal(layer(x), alone(x))
+    assert not mx.array_equal(layer(x), stacked("linear", [chat, code])(x))
 
 
 def test_a_compiled_step_takes_its_noise_from_the_key_it_is_given() -> None:

@@ -70,6 +70,10 @@ def test_fma_rounds_once_where_the_addend_is_far_from_the_product(
         # 1 + 2**-24 is a tie of float32; the product moves the sum off it by less than float64 has.
         (2.0**-40, 2.0**-40, 1.0 + 2.0**-23),
         (2.0**-12 + 2.0**-35, 2.0**-12, 1.0),
+        # The product is a tie itself; the addend, far below its last bit in float64, decides.
+        (1.0 + 2.0**-12, 1.0 + 2.0**-12, 2.0**-80),
+        (1.0 + 2.0**-12, 1.0 + 2.0**-12, -(2.0**-80)),
+        (-1.0 - 2.0**-12, 1.0 + 2.0**-12, -(2.0**-80)),
         (-(2.0**-40), 2.0**-40, 1.0),
         (1.0 + 2.0**-23, 1.0 + 2.0**-23, -1.0),
         (LARGEST, 1.0, LARGEST * 2.0**-25),

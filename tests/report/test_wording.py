@@ -77,6 +77,88 @@ def test_no_difference_between_modes_is_said_so() -> None:
     assert content_of(eval_content, document).outcome == "no difference shown, of 2 tested"
 
 
+def test_worse_counts_as_a_difference_and_holms_p_has_its_own_column() -> None:
+    document = eval_report()
+    better, worse = (task["comparisons"][0] for task in document["tasks"].values())
+    assert (better["label"], worse["label"]) == ("better", "worse")
+    assert content_of(eval_content, document).outcome == "2 of 2 differences shown"
+    document["settings"]["alpha"] = 0.05
+    better["label"] = "not distinguishable"
+    better["mcnemar"]["p_value"], better["p_adjusted"] = 0.03, 0.06
+    found = content_of(eval_content, document)
+    assert found.outcome == "1 of 2 differences shown"
+    tests = table_of(found, "Paired tests")
+    row = dict(zip(tests.columns, tests.rows[0], strict=True))
+    assert (row["p (McNemar)"], row["p (Holm)"]) == ("0.03", "0.06")
+    assert row["outcome"] == "not told apart*"
+
+
+INTERVAL = {"low": 0.012, "high": 0.345}
+FIGURES: list[tuple[Any, Any, str, dict[str, Any], dict[str, Any]]] = [
+    (
+        eval_content, eval_report, "tasks.arc_easy.comparisons.0",
+        {"difference": 0.123, "interval": INTERVAL, "mcnemar": {"p_value": 0.02},
+         "p_adjusted": 0.04},
+        {"points": "+12.30", "95%": "+1.2 to +34.5", "p (McNemar)": "0.02", "p (Holm)": "0.04"},
+    ),
+    (
+        eval_content, eval_report, "mean_differences.0",
+        {"mean": -0.05, "interval": INTERVAL, "tasks": 7, "better": ["b1", "b2"], "worse": ["w"]},
+        {"points": "-5.00", "95%": "+1.2 to +34.5", "tasks": "7", "better on": "b1, b2",
+         "worse on": "w"},
+    ),
+    (
+        identity_content, identity_report, "compared.identity_rerun",
+        {"kept": 11, "lost": ["l1", "l2"], "gained": ["g"], "loss": INTERVAL, "p_value": 0.02,
+         "p_adjusted": 0.04, "other_texts": 5},
+        {"kept": "11", "lost": 2, "gained": 1, "lost, 95%, in percent": "1 to 34",
+         "p (McNemar)": "0.02", "p (Holm)": "0.04", "replies that differ": "5",
+         "prompts lost": "l1, l2", "prompts gained": "g"},
+    ),
+    (
+        identity_content, identity_report, "regression.a_b",
+        {"reference": "r_s", "n": 90, "right": 50, "reference_right": 40, "fixed": 13, "broken": 3,
+         "net": 10, "p_value": 0.00002, "chi_square": 6.25, "in_form": 80,
+         "reference_in_form": 70},
+        {"arm": "a b", "beside": "r s", "items": "90", "right": "50", "right before": "40",
+         "fixed": "13", "broken": "3", "net": "10", "p (McNemar)": "below 0.0001",
+         "chi square": "6.25", "in form": "80", "in form before": "70"},
+    ),
+    (
+        confound_content, confound_report, "claims.refit",
+        {"difference": 0.123, "bootstrap": INTERVAL, "p_value": 0.02, "p_adjusted": 0.04,
+         "mcnemar": {"p_value": 0.06}},
+        {"A1 less A0, points": "+12.30", "95%": "+1.2 to +34.5", "p (z)": "0.02",
+         "p (z, Holm)": "0.04", "p (McNemar)": "0.06"},
+    ),
+    (
+        profile_content, profile_report, "tables.layers.0",
+        {"layer": 3, "jensen_shannon_nats": 0.25, "shuffled_nats": 0.125, "p_adjusted": 0.02},
+        {"layer": "3", "JS, nats": "0.2500", "p (adjusted)": "0.02"},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "report", "place", "figures", "shown"), FIGURES, ids=[f[2] for f in FIGURES]
+)
+def test_a_column_shows_the_figure_of_its_name(
+    make: Any, report: Any, place: str, figures: dict[str, Any], shown: dict[str, Any]
+) -> None:
+    document = report()
+    found = document
+    for key in place.split("."):
+        found = found[int(key)] if isinstance(found, list) else found.setdefault(key, {})
+    found.update(figures)
+    tables = [
+        block
+        for block in content_of(make, document).blocks
+        if isinstance(block, Table) and shown.keys() <= {*block.columns}
+    ]
+    (row, *_) = tables[0].rows
+    assert dict(zip(tables[0].columns, row, strict=True)).items() >= shown.items()
+
+
 def test_published_scores_have_a_table_only_where_there_are_some() -> None:
     document = eval_report()
     titles = [b.title for b in content_of(eval_content, document).blocks if isinstance(b, Table)]

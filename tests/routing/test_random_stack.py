@@ -6,12 +6,20 @@ Run: pytest tests/routing/test_random_stack.py
 from dataclasses import replace
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
 from mlxstacks.layers.packed import FrozenStack
-from mlxstacks.routing.random_stack import expert_norms, random_name, random_stack
-from tests.layers.build import normal
+from mlxstacks.layers.selection import StackId
+from mlxstacks.layers.stacked import stacked_layers
+from mlxstacks.routing.random_stack import (
+    add_random_stacks,
+    expert_norms,
+    random_name,
+    random_stack,
+)
+from tests.layers.build import normal, stacked
 from tests.layers.build import random_stack as trained_stack
 
 FORMS = ("linear", "shared", "per_expert")
@@ -84,6 +92,22 @@ def test_a_stack_of_one_expert_has_no_router() -> None:
     drawn = random_stack(stack, mx.random.key(3))
     assert drawn.router is None
     np.testing.assert_allclose(dense_norms(drawn), dense_norms(stack), rtol=1e-5)
+
+
+def test_every_module_and_stack_and_seed_has_draws_of_its_own() -> None:
+    def controls(seed: int) -> list[mx.array]:
+        stacks = [replace(trained_stack("linear", s), id=StackId(f"s{s}", "chat")) for s in (1, 2)]
+        model = nn.Sequential(*(stacked("linear", stacks) for _ in range(2)))
+        add_random_stacks(model, {"s1": "1" * 64, "s2": "2" * 64}, ["chat"], seed)
+        return [s.lora_a / mx.std(s.lora_a) for _, layer in stacked_layers(model)
+                for s in layer.stacks.stacks() if s.id.domain == random_name("chat")]  # fmt: skip
+
+    drawn = controls(0) + controls(1)
+    assert len(drawn) == 8
+    for place, one in enumerate(drawn):
+        for other in drawn[:place]:
+            assert not mx.allclose(one, other, atol=1e-3).item()
+    assert all(map(mx.array_equal, drawn[:4], controls(0)))
 
 
 def test_the_key_decides_all() -> None:

@@ -485,6 +485,21 @@ def test_a_set_is_taken_from_where_it_stays(store: Store) -> None:
     assert found.domains == ("a", "b")
 
 
+def test_a_leased_set_is_counted_and_never_dropped(store: Store) -> None:
+    a, b, c = (one_set(store, name) for name in "abc")
+    resident = Resident(small_model(), store, budget_bytes=a + max(b, c))
+    with resident.lease({"a": 1.0}):
+        resident.lease({"c": 1.0}).close()
+        assert resident.stats.resident_bytes == a + c
+        with resident.lease({"b": 1.0}):
+            assert resident.loaded == ("a", "b")
+            assert resident.stats.resident_bytes == a + b
+            message = f"c takes {c} bytes packed and {a + b} are in use by other answers"
+            with pytest.raises(InputError, match=message):
+                resident.lease({"c": 1.0})
+            assert resident.loaded == ("a", "b")
+
+
 @pytest.mark.parametrize("budget", [100, None])
 def test_what_is_refused_reserves_nothing(budget: int | None) -> None:
     sets = PackedSets(budget, ResidentStats())

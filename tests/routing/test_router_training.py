@@ -177,6 +177,11 @@ def test_the_router_learns_and_reports(two: TrainedRouter) -> None:
     assert set(two.metrics["domains"]) == {"code", "math"}
 
 
+def test_domains_keep_the_order_in_which_they_are_given() -> None:
+    found = train(["math", "code"], SETTINGS.model_copy(update={"epochs": 1}))
+    assert found.domains == tuple(found.metrics["domains"]) == ("math", "code")
+
+
 def test_the_best_epoch_is_kept_and_not_the_last() -> None:
     wild = SETTINGS.model_copy(update={"learning_rate": 0.5, "epochs": 6, "clip_norm": 1e3})
     found = train(["code", "math"], wild)

@@ -14,12 +14,14 @@ from mlxstacks.training.loop import (
     NonFiniteError,
     TrainingState,
     Validation,
+    new_state,
     restore_best,
     train,
     trainable_weights,
 )
 from mlxstacks.training.losses import MicroBatch, cross_entropy_loss
 from mlxstacks.training.settings import OptimizerSettings, SnapshotSettings
+from mlxstacks.training.snapshot import BestSnapshot
 from mlxstacks.training.state import load_state, save_state
 from mlxstacks.training.step import GradientStep, clip_by_global_norm
 from tests.training.tiny import VOCAB, TinyModel, batch_at, batches_at, weights_of
@@ -74,6 +76,17 @@ def test_interrupted_and_resumed_equals_uninterrupted(tmp_path: Path) -> None:
     restore_best(second, resumed)
     restore_best(whole, final)
     assert weights_of(second) == weights_of(whole)
+
+
+def test_patience_goes_on_counting_in_a_resumed_run(tmp_path: Path) -> None:
+    settings = SETTINGS.model_copy(update={"steps": 4})
+    path = tmp_path / "state.safetensors"
+    model, state = TinyModel(), new_state(settings)
+    state.best = BestSnapshot(1.5, 2, dict(trainable_weights(model)), without_gain=3)
+    save_state(path, model, state, "run")
+    loaded = load_state(path, TinyModel(), settings, "run").best
+    assert loaded is not None
+    assert (loaded.loss, loaded.step, loaded.without_gain) == (1.5, 2, 3)
 
 
 def test_a_state_of_other_settings_or_another_model_is_refused(tmp_path: Path) -> None:
@@ -272,6 +285,18 @@ def test_learning_rate_rises_then_falls_to_its_final_share() -> None:
     assert max(rates) == pytest.approx(1e-2)
     assert rates[3:] == sorted(rates[3:], reverse=True)
     assert rates[-1] == pytest.approx(1e-2 * SETTINGS.final_share)
+
+
+def test_each_step_is_taken_at_the_rate_of_its_number() -> None:
+    rates: list[float] = []
+    settings = SETTINGS.model_copy(update={"steps": 5})
+
+    def on_step(state: TrainingState, record: dict[str, float]) -> None:
+        assert record["learning_rate"] == pytest.approx(state.optimizer.learning_rate.item())
+        rates.append(record["learning_rate"])
+
+    train(TinyModel(), LOSS, batches_at, settings, on_step=on_step)
+    assert rates == [settings.learning_rate_at(step) for step in range(5)]
 
 
 def test_the_other_schedules() -> None:

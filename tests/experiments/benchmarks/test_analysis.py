@@ -84,6 +84,25 @@ def test_the_paired_interval_of_the_published_example() -> None:
         paired_interval(3, 1, 1, 4)
 
 
+@pytest.mark.parametrize(
+    ("both", "gained", "lost", "n", "low", "high"),
+    [
+        # Fagerland, Lydersen and Laake (2017), chapter 8, the data of Cavo et al. (2012) and of
+        # Bentur et al. (2009): the correction takes part of the correlation, and all of it.
+        (59, 6, 16, 161, -0.1186, -0.0046),
+        (1, 1, 7, 21, -0.507, -0.026),
+    ],
+)
+def test_pairs_that_agree_are_corrected_for_continuity(
+    both: int, gained: int, lost: int, n: int, low: float, high: float
+) -> None:
+    found = paired_interval(both, gained, lost, n)
+    digits = 5e-5 if n > 100 else 5e-4
+    assert (found.low, found.high) == (
+        pytest.approx(low, abs=digits), pytest.approx(high, abs=digits),
+    )  # fmt: skip
+
+
 def test_the_paired_interval_covers_what_it_should(campaign: Callable[[int], range]) -> None:
     chance, covered, trials = random.Random(0), 0, campaign(10_000)
     cells = ((0.5, True, True), (0.15, True, False), (0.08, False, True), (0.27, False, False))

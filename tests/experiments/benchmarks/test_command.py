@@ -5,19 +5,28 @@ Run: pytest tests/experiments/benchmarks/test_command.py
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-from mlxstacks.cli.eval import render
+from mlxstacks.cli.eval import _pair_table, render
+from mlxstacks.experiments.benchmarks.analysis import adjusted, compare
 from mlxstacks.experiments.benchmarks.run import run
 from mlxstacks.experiments.benchmarks.settings import EvalSettings
 from mlxstacks.experiments.benchmarks.tasks import TASKS, TWELVE
 from mlxstacks.recipe.file import load_recipe, recipe_names
 from mlxstacks.recipe.resolve import validate
-from tests.experiments.eval_cases import FakeArms, item_row, settings_for, use, write_places
+from tests.experiments.eval_cases import (
+    FakeArms,
+    item_row,
+    outcomes_of,
+    settings_for,
+    use,
+    write_places,
+)
 from tests.experiments.train_cases import WORDS, write_rows, write_tiny_model
 from tests.tiny_models import random_adapter
 
@@ -105,6 +114,16 @@ def test_no_column_is_lost_in_80_columns(tmp_path: Path, monkeypatch: pytest.Mon
     assert ["arm", "right", "95%", *beside, "letters", "old", "rule"] in heads
     assert ["arm", "right", "95%", "no", "answer", "cut", "domains", "s"] in heads
     assert all(len(line) <= 80 for line in lines)
+
+
+def test_holms_p_has_a_column_beside_the_tests_own() -> None:
+    arms = {"base": outcomes_of([False] * 60), "routed": outcomes_of([True] * 7 + [False] * 53)}
+    (alone,) = compare("t", arms, (("routed", "base"),), 0.05)
+    first, *_ = adjusted([alone] * 4, 0.05)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(_pair_table([first], "pairs"))
+    text = console.export_text()
+    assert re.search(r" 0\.016 +0\.062 +not ", text), text
 
 
 def test_the_verdict_comes_last(text: str) -> None:

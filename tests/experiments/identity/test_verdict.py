@@ -116,6 +116,8 @@ def test_kept_lost_and_not_shown() -> None:
     lost = found.compared["again_promote"]
     assert lost.p_adjusted == pytest.approx(3 * lost.p_value)  # Holm, the smallest of three
     assert lost.p_value == pytest.approx(2 / 2**10)
+    # of the 18 that the reference passes, not of the suite's 20
+    assert lost.loss == wilson_interval(10, 18)
     assert "exact preservation is not shown" in found.verdict
 
 

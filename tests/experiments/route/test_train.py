@@ -68,8 +68,8 @@ def discover(store: Store, directory: Path, domains: tuple[str, ...], **changes:
 @pytest.fixture
 def store(tmp_path: Path, base: Path) -> Store:
     made = Store.create(tmp_path / "store", "tiny", fingerprint(open_checkpoint(base)))
-    add_domain(made, "code", 1)
     add_domain(made, "math", 2)
+    add_domain(made, "code", 1)
     discover(made, tmp_path / "targets", ("code", "math"))
     return made
 
@@ -90,7 +90,7 @@ def test_router_lands_in_target_and_store(store: Store, base: Path) -> None:
     assert written["router_sha256"] == report.router_sha256 == report.installed
     store.refresh()
     file = store.read_router()
-    assert file.header.domains == ("code", "math")
+    assert file.header.domains == ("math", "code")  # as in the store
     assert file.header.input_dims == 64
     assert set(file.header.training["data_sha256"]) == {"examples.jsonl", "outcomes.jsonl"}  # type: ignore
     assert str(store.path.parent) not in str(file.header.as_json())
@@ -141,7 +141,7 @@ def test_extension_by_a_domain(store: Store, base: Path) -> None:
     report = run(settings(store, base, extend="new", hidden_dims=99, max_tokens=7, force=True))
     store.refresh()
     new = store.read_router()
-    assert report.domains == ["code", "math", "law"]
+    assert report.domains == ["math", "code", "law"]
     assert (new.header.hidden_dims, new.header.max_tokens) == (8, 256)  # the old router's
     for name, array in old.tensors.items():
         assert mx.array_equal(new.tensors[name][: array.shape[0]], array)
