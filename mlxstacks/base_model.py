@@ -314,6 +314,16 @@ def dequantize(model: nn.Module) -> None:
 _LEAST_EXPERT_BYTES = 1 << 20
 
 
+def rows_of_experts(indices: mx.array, num_experts: int) -> np.ndarray | None:
+    """How many rows each expert gets, for indices (N,): evaluates what they are made of. None
+    inside `mx.compile`, where no number is known.
+    """
+    try:
+        return np.bincount(np.array(indices), minlength=num_experts)
+    except ValueError:
+        return None
+
+
 def group_experts(model: nn.Module) -> None:
     """Let large plain experts, in place, take all their rows in one product on a CPU.
 
@@ -338,9 +348,8 @@ def _grouped_switch_linear() -> type[nn.Module]:
             """x (N, 1, K) and indices (N,) where rows are sorted by expert, as in a prompt."""
             if not sorted_indices or "bias" in self:
                 return super().__call__(x, indices, sorted_indices)
-            try:
-                counts = np.bincount(np.array(indices), minlength=self.num_experts)
-            except ValueError:  # inside mx.compile, where no number is known
+            counts = rows_of_experts(indices, self.num_experts)
+            if counts is None:
                 return super().__call__(x, indices, sorted_indices)
             parts = mx.split(x, np.cumsum(counts)[:-1].tolist())
             weights = self.weight  # weights[e] would be a copy, a slice is none
