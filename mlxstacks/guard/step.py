@@ -224,7 +224,8 @@ def step_graph(step: Step) -> StepGraph:
     asked = [[count] for count in counts] + [list(islice(shares, len(e))) for e in evaluations]
     order, begins = _in_turn(graph, asked)
     built = begins[len(counts)] if counts else 0
-    built_with = [*_dropped(graph, made, noted), *_traced(graph, order[:built], existing)]
+    roots = [*existing, *held[len(named) :]]
+    built_with = [*_dropped(graph, made, noted), *_traced(graph, order[:built], roots)]
     if step.compiled:
         # The compiled function, the first evaluation, keeps its constants for the next step.
         held = [*held, *_constants(graph, order[: (*begins, len(order))[1]], known)]
@@ -260,16 +261,16 @@ def _dropped(graph: Graph, results: Sequence[int], gradients: Sequence[int]) -> 
     return other[graph.producer[other] < 0].tolist()
 
 
-def _traced(graph: Graph, order: Sequence[int], weights: Sequence[int]) -> list[int]:
-    """Arrays of operations that come after trained weights: what MLX keeps of an evaluation while
-    it builds a gradient.
+def _traced(graph: Graph, order: Sequence[int], roots: Sequence[int]) -> list[int]:
+    """Arrays of operations that come after `roots`, the arguments of the function that a gradient
+    is taken of: what MLX keeps of an evaluation while it builds that gradient.
     """
-    traced = dict.fromkeys(weights)
+    traced = set(roots)
     kept: dict[int, None] = {}
     for operation in order:
         inputs, outputs = graph.inputs[operation], graph.outputs[operation]
         if any(array in traced for array in inputs):
-            traced.update(dict.fromkeys(outputs))
+            traced.update(outputs)
             kept.update(dict.fromkeys((*inputs, *outputs)))
     return list(kept)
 

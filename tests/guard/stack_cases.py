@@ -57,7 +57,9 @@ KEYS = {
 
 @dataclass(frozen=True)
 class StackCase:
-    """A run. stack: settings of a stack, None for a LoRA. frozen: stacks before it."""
+    """A run. stack: settings of a stack, None for a LoRA. frozen: stacks before it. grouped: its
+    experts, small as they are, take all their rows in one product.
+    """
 
     model: str = "hybrid"
     frozen: int = 0
@@ -69,6 +71,7 @@ class StackCase:
     dropout: float = 0.0
     checkpointed: bool = False
     accumulation: int = 1
+    grouped: bool = False
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,6 +109,9 @@ def built(case: StackCase) -> nn.Module:
     model.update(tree_map_with_path(draw, model.parameters()))
     if case.bits is None:
         base_model.cast(model, mx.float32)
+    if case.grouped:
+        base_model.LEAST_EXPERT_BYTES = 0
+        base_model.group_experts(model)
     mx.eval(model.parameters())
     targets = find_targets(model, TargetSettings(projections=KEYS[case.model] or None))
     if case.stack is None:
