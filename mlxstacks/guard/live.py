@@ -122,6 +122,7 @@ class _Run:
     first_in, first_out: where in `read` and `made` an operation's own begin; ins, outs: how many.
     birth: -1 for what is there before the run, `end` for what the run does not touch.
     starts: of each operation, where its evaluation begins; next_starts: where the next one does.
+    kept: whether each array stays alive up to the place `until`.
     """
 
     def __init__(
@@ -156,10 +157,11 @@ class _Run:
         # An array that nobody asks for dies as it is made. Of several reads the last one counts.
         self.death[self.made] = self.made_at
         self.death[self.read] = self.read_at
-        unread = [array for array in kept if self.birth[array] == self.end]
+        unread = [array for array in kept if self.death[array] == self.end]
         self.birth[unread] = -1
         self.death[unread] = until
         self.death[[*kept]] = np.maximum(self.death[[*kept]], until)
+        self.kept, self.until = np.isin(np.arange(graph.arrays), kept), until
         self.death[[*held, *results]] = self.end
 
 
@@ -230,7 +232,7 @@ def _donors(
     fits = (run.outs[at] == 1) & ((run.rule[at] == ANY) | (run.rule[at] == FIRST) & first)
     fits &= dense[array] & (widths[array] == widths[made]) & (sizes[made] <= sizes[array])
     # It is read for the last time, and once.
-    last_reads = run.death[array] == at
+    last_reads = (run.death[array] == at) & ~(run.kept[array] & (at == run.until))
     fits &= last_reads & (np.bincount(array[last_reads], minlength=len(root))[array] == 1)
     # All that share its buffer are dead.
     alive = np.flatnonzero(run.birth < run.end)

@@ -171,7 +171,7 @@ class _Run:
     def drop(self, kept: Sequence[int], now: int) -> None:
         for array in kept:
             self.references[array] -= 1
-            if self.references[array] == 0:
+            if self.references[array] == 0 and self.buffers.of_array[array] >= 0:
                 self.buffers.release(self.buffers.of_array[array], now)
 
     def make_outputs(self, operation: int, now: int) -> None:
