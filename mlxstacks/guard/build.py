@@ -191,8 +191,8 @@ def adapted_model(
             config.pop(key, None)
         config["dtype"] = "float32"
     model = lazy_model(config)
-    kept = settings.checkpointing == "none" and not settings.compile
-    if settings.base == "float32" and memory.device().kind == "cpu" and kept:
+    eager = settings.checkpointing == "none" and not settings.compile
+    if settings.base == "float32" and memory.device().kind == "cpu" and eager:
         base_model.group_experts(model)  # as `training.prepare_base` does
     wanted = TargetSettings(layers=parse_layers(settings.layers), projections=settings.keys or None)
     try:

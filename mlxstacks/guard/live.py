@@ -157,11 +157,12 @@ class _Run:
         # An array that nobody asks for dies as it is made. Of several reads the last one counts.
         self.death[self.made] = self.made_at
         self.death[self.read] = self.read_at
-        unread = [array for array in kept if self.death[array] == self.end]
+        self.kept, self.until = np.zeros(graph.arrays, np.bool_), until
+        self.kept[[*kept]] = True
+        unread = self.kept & (self.death == self.end)
         self.birth[unread] = -1
         self.death[unread] = until
-        self.death[[*kept]] = np.maximum(self.death[[*kept]], until)
-        self.kept, self.until = np.isin(np.arange(graph.arrays), kept), until
+        self.death[self.kept] = np.maximum(self.death[self.kept], until)
         self.death[[*held, *results]] = self.end
 
 

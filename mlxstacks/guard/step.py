@@ -65,9 +65,8 @@ class StepGraph:
     held: arrays that stay (frozen weights, batch); existing: the old adapter and optimizer state;
     results: what the step leaves behind, `loss` among them. known: bytes of held and existing
     arrays. layers: for a frozen or old array, the layer that it belongs to. begins: the places in
-    the order where evaluations begin. built: the place up to which the step is only built; kept:
-        arrays that live until then: constants of gradients that nobody asks for, and what was
-        evaluated to build the rest, which a gradient in the making keeps.
+    the order where evaluations begin. built: the place in it up to which the step is only being
+    built; building: arrays that live until then.
     """
 
     graph: Graph
@@ -79,7 +78,7 @@ class StepGraph:
     layers: dict[int, int]
     order: list[int]
     begins: list[int]
-    kept: list[int]
+    building: list[int]
     built: int
 
 
@@ -220,18 +219,18 @@ def step_graph(step: Step) -> StepGraph:
     graph.cut_at([*held, *existing])
     known = dict(zip([*held, *existing], sizes, strict=True))
     layers = {array: layer_of(name) for array, (name, _) in zip(held, named, strict=False)}
-    shares = iter(made)
-    asked = [[count] for count in counts] + [list(islice(shares, len(e))) for e in evaluations]
+    result = iter(made)
+    asked = [[count] for count in counts] + [list(islice(result, len(e))) for e in evaluations]
     order, begins = _in_turn(graph, asked)
     built = begins[len(counts)] if counts else 0
     roots = [*existing, *held[len(named) :]]
-    built_with = [*_dropped(graph, made, noted), *_traced(graph, order[:built], roots)]
+    building = [*_dropped(graph, made, noted), *_traced(graph, order[:built], roots)]
     if step.compiled:
         # The compiled function, the first evaluation, keeps its constants for the next step.
         held = [*held, *_constants(graph, order[: (*begins, len(order))[1]], known)]
     loss = made[-1 if step.clip_norm is None else 0]
     return StepGraph(
-        graph, held, existing, made, loss, known, layers, order, begins, built_with, built
+        graph, held, existing, made, loss, known, layers, order, begins, building, built
     )
 
 
@@ -251,7 +250,9 @@ def _in_turn(graph: Graph, evaluations: list[list[int]]) -> tuple[list[int], lis
 
 
 def _dropped(graph: Graph, results: Sequence[int], gradients: Sequence[int]) -> list[int]:
-    """Constants that only gradients are made of which no result needs."""
+    """Constants of gradients that no result needs, such as that of a checkpointed layer's input
+    where nothing below it trains: built, then dropped.
+    """
     needed = graph.needed_for(results)
     dropped = graph.needed_for(gradients) & ~needed
     asked, other = (
@@ -361,6 +362,6 @@ def simulate_step(
         itemsize,
         phase_of=phase_of,
         begins=graph.begins,
-        kept=graph.kept,
+        kept=graph.building,
         until=graph.built,
     )
