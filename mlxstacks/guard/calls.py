@@ -165,8 +165,11 @@ def recorded_functions(modules: Sequence[Any] = ()) -> Iterator[None]:
 
 
 @contextmanager
-def noted_gradients(modules: Sequence[Any] = ()) -> Iterator[list[mx.array]]:
-    """Gradients that custom functions made inside give, also those that nobody asks for."""
+def last_gradients(modules: Sequence[Any] = ()) -> Iterator[list[mx.array]]:
+    """What the last of the custom functions made inside gives as gradients, asked for or not.
+
+    Those of the others that nobody asks for are gone before it is called.
+    """
     real, noted = mx.custom_function, list[mx.array]()
 
     class Noting:
@@ -176,7 +179,7 @@ def noted_gradients(modules: Sequence[Any] = ()) -> Iterator[list[mx.array]]:
         def vjp(self, gradient: Callable[..., Any]) -> Callable[..., Any]:
             def noting(*given: Any) -> Any:
                 made = gradient(*given)
-                noted.extend(array for _, array in tree_flatten(made))
+                noted[:] = [array for _, array in tree_flatten(made)]
                 return made
 
             self.function.vjp(noting)

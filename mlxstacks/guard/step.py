@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlxstacks.guard.align import Sizes, sizes_of
 from mlxstacks.guard.calls import (
     equal_experts,
-    noted_gradients,
+    last_gradients,
     recorded_functions,
     recorded_layers,
     use_probes,
@@ -203,7 +203,7 @@ def step_graph(step: Step) -> StepGraph:
         with (
             step.checkpointed(step.model),
             equal_experts() as counted,
-            noted_gradients(step.recorded) as gradients,
+            last_gradients(step.recorded) as gradients,
         ):
             evaluations = run_step(step)
         if step.compiled:  # it was built in an earlier step
