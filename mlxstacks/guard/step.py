@@ -245,7 +245,7 @@ def _in_turn(graph: Graph, evaluations: list[list[int]]) -> tuple[list[int], lis
         begins.append(len(order))
         added = evaluation_order(left, evaluation)
         order += added
-        left.cut_at(graph.outputs.take(np.array(added, np.int64)).values)
+        left.cut_at(graph.outputs.take(np.array(added, np.int64)).values.tolist())
     return order, begins
 
 
