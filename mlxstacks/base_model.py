@@ -353,7 +353,17 @@ def dequantize(model: nn.Module) -> None:
 
 
 # Below, setting up a product for each expert costs more than it saves.
-_LEAST_EXPERT_BYTES = 1 << 20
+LEAST_EXPERT_BYTES = 1 << 20
+
+
+def rows_of_experts(indices: mx.array, num_experts: int) -> np.ndarray | None:
+    """How many rows each expert gets, for indices (N,): evaluates what they are made of. None
+    inside `mx.compile`, where no number is known.
+    """
+    try:
+        return np.bincount(np.array(indices), minlength=num_experts)
+    except ValueError:
+        return None
 
 
 def group_experts(model: nn.Module) -> None:
@@ -365,7 +375,7 @@ def group_experts(model: nn.Module) -> None:
     from mlx_lm.models.switch_layers import SwitchLinear
 
     for _, module in model.named_modules():
-        if type(module) is SwitchLinear and module.weight[0].nbytes >= _LEAST_EXPERT_BYTES:
+        if type(module) is SwitchLinear and module.weight[0].nbytes >= LEAST_EXPERT_BYTES:
             module.__class__ = _grouped_switch_linear()
 
 
@@ -380,15 +390,15 @@ def _grouped_switch_linear() -> type[nn.Module]:
             """x (N, 1, K) and indices (N,) where rows are sorted by expert, as in a prompt."""
             if not sorted_indices or "bias" in self:
                 return super().__call__(x, indices, sorted_indices)
-            try:
-                counts = np.bincount(np.array(indices), minlength=self.num_experts)
-            except ValueError:  # inside mx.compile, where no number is known
+            counts = rows_of_experts(indices, self.num_experts)
+            if counts is None:
                 return super().__call__(x, indices, sorted_indices)
-            parts = mx.split(x, np.cumsum(counts)[:-1].tolist())
+            parts = mx.split(x.squeeze(1), np.cumsum(counts)[:-1].tolist())
             weights = self.weight  # weights[e] would be a copy, a slice is none
-            return mx.concatenate([
+            products = [
                 part @ weights[e : e + 1].squeeze(0).T for e, part in enumerate(parts) if part.size
-            ])  # fmt: skip
+            ]
+            return mx.expand_dims(mx.concatenate(products), 1)
 
     return GroupedSwitchLinear
 

@@ -3,29 +3,33 @@
 //
 // MLX's CPU backend evaluates on the main thread and computes on others; how far the first runs
 // ahead, and with it how many buffers are alive, depends on how busy the machine is. Where asked to,
-// the others release nothing until the main thread waits: then the count is that of the longest
-// lead that MLX allows, the same in every run.
+// the others begin no task until the main thread waits: then the count is that of the longest lead
+// that MLX allows, the same in every run. To hold back what they release is not enough: of a task
+// that is done, the buffers that the main thread lets go of are free at once.
 
 #include <dlfcn.h>
 #include <fcntl.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
 #include "mlx/allocator.h"
+#include "mlx/scheduler.h"
 
 namespace {
 
 using mlx::core::allocator::Allocator;
 using mlx::core::allocator::Buffer;
 
-std::atomic<bool> main_thread_leads{false};
+std::atomic<bool> main_thread_leads{false}, main_thread_waits{false};
 std::atomic<int64_t> live{0}, peak{0}, live_bytes{0}, peak_bytes{0};
 
 void raise_to(std::atomic<int64_t>& top, int64_t value) {
@@ -45,8 +49,9 @@ bool main_thread_runs() {
   return name_end != nullptr && name_end[1] == ' ' && name_end[2] == 'R';
 }
 
+// Once it waits it does so until a task notifies it.
 void let_main_thread_lead() {
-  if (syscall(SYS_gettid) == getpid()) return;
+  if (!main_thread_leads || main_thread_waits) return;
   using Clock = std::chrono::steady_clock;
   const auto begun = Clock::now();
   while (main_thread_leads && main_thread_runs()) {
@@ -54,6 +59,7 @@ void let_main_thread_lead() {
     if (Clock::now() - begun > std::chrono::seconds(60)) main_thread_leads = false;
     usleep(20);
   }
+  main_thread_waits = true;
 }
 
 class Counting : public Allocator {
@@ -72,7 +78,6 @@ class Counting : public Allocator {
   }
 
   void free(Buffer buffer) override {
-    let_main_thread_lead();
     {
       // Before the real release: the address may be handed out again at once.
       std::lock_guard<std::mutex> guard(lock_);
@@ -112,6 +117,29 @@ Allocator& allocator() {
 }
 
 }  // namespace mlx::core::allocator
+
+namespace mlx::core::scheduler {
+
+void Scheduler::enqueue(Stream stream, std::function<void()> task) {
+  using Real = void (*)(Scheduler*, Stream, std::function<void()>);
+  static const Real real = reinterpret_cast<Real>(dlsym(
+      dlopen("libmlx.so", RTLD_LAZY | RTLD_NOLOAD),
+      "_ZN3mlx4core9scheduler9Scheduler7enqueueENS0_6StreamESt8functionIFvvEE"));
+  real(this, stream, [task = std::move(task)] {
+    let_main_thread_lead();
+    task();
+  });
+}
+
+}  // namespace mlx::core::scheduler
+
+void std::condition_variable::notify_all() noexcept {
+  using Real = void (*)(std::condition_variable*);
+  static const Real real =
+      reinterpret_cast<Real>(dlsym(RTLD_NEXT, "_ZNSt18condition_variable10notify_allEv"));
+  main_thread_waits = false;
+  real(this);
+}
 
 extern "C" {
 

@@ -11,7 +11,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map
 
-from mlxstacks import base_model
+from mlxstacks import base_model, memory
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.checkpoint import read_json_object
 from mlxstacks.files.disk import user_path
@@ -191,6 +191,9 @@ def adapted_model(
             config.pop(key, None)
         config["dtype"] = "float32"
     model = lazy_model(config)
+    eager = settings.checkpointing == "none" and not settings.compile
+    if settings.base == "float32" and memory.device().kind == "cpu" and eager:
+        base_model.group_experts(model)  # as `training.prepare_base` does
     wanted = TargetSettings(layers=parse_layers(settings.layers), projections=settings.keys or None)
     try:
         held = _attach(model, find_targets(model, wanted), settings)

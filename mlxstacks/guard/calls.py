@@ -15,8 +15,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
+from mlxstacks import base_model
 from mlxstacks.layers.adapted import adapted_layers, pop_balances, put_balances
 
 Named = list[tuple[str, mx.array]]
@@ -160,6 +162,55 @@ def recorded_functions(modules: Sequence[Any] = ()) -> Iterator[None]:
     finally:
         mx.custom_function = real
         _forget(modules)
+
+
+@contextmanager
+def last_gradients(modules: Sequence[Any] = ()) -> Iterator[list[mx.array]]:
+    """What the last of the custom functions made inside gives as gradients, asked for or not.
+
+    Those of the others that nobody asks for are gone before it is called.
+    """
+    real, noted = mx.custom_function, list[mx.array]()
+
+    class Noting:
+        def __init__(self, function: Callable[..., Any]) -> None:
+            self.function = real(function)
+
+        def vjp(self, gradient: Callable[..., Any]) -> Callable[..., Any]:
+            def noting(*given: Any) -> Any:
+                made = gradient(*given)
+                noted[:] = [array for _, array in tree_flatten(made)]
+                return made
+
+            self.function.vjp(noting)
+            return gradient
+
+        def __call__(self, *inputs: mx.array) -> Any:
+            return self.function(*inputs)
+
+    mx.custom_function = Noting
+    _forget(modules)
+    try:
+        yield noted
+    finally:
+        mx.custom_function = real
+        _forget(modules)
+
+
+@contextmanager
+def equal_experts() -> Iterator[list[mx.array]]:
+    """Grouped experts get equal numbers of rows; gives what a run evaluates to count them."""
+    real, noted = base_model.rows_of_experts, list[mx.array]()
+
+    def rows(indices: mx.array, num_experts: int) -> np.ndarray:
+        noted.append(indices)
+        return np.bincount(np.arange(indices.size) % num_experts, minlength=num_experts)
+
+    base_model.rows_of_experts = rows
+    try:
+        yield noted
+    finally:
+        base_model.rows_of_experts = real
 
 
 def _forget(modules: Sequence[Any]) -> None:

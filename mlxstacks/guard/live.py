@@ -87,6 +87,8 @@ def simulate(
     measured_from: int = 0,
     phase_of: Sequence[int] | None = None,
     begins: Sequence[int] = (0,),
+    kept: Sequence[int] = (),
+    until: int = 0,
 ) -> Peak:
     """Run `order` on paper.
 
@@ -98,12 +100,13 @@ def simulate(
     phase_of: the phase that each operation belongs to.
     begins: the places in the order where evaluations begin. One waits for all that is in flight,
         and its constants are not there before.
+    kept: arrays, there before or made, that stay alive up to the place `until` in the order.
 
     Law: the same as going through the order one operation at a time (`tests/guard/one_by_one.py`).
     """
     sizes = np.zeros(graph.arrays, np.int64) if nbytes is None else np.array(nbytes)
     widths = np.full(graph.arrays, 4) if itemsize is None else np.array(itemsize)
-    run = _Run(graph, order, held, existing, outputs, begins)
+    run = _Run(graph, order, held, existing, outputs, begins, kept, until)
     root, dense = _views(run)
     landed = _landed(run, lag)
     donors = _donors(run, root, dense, sizes, widths, landed)
@@ -119,6 +122,7 @@ class _Run:
     first_in, first_out: where in `read` and `made` an operation's own begin; ins, outs: how many.
     birth: -1 for what is there before the run, `end` for what the run does not touch.
     starts: of each operation, where its evaluation begins; next_starts: where the next one does.
+    kept: whether each array stays alive up to the place `until`.
     """
 
     def __init__(
@@ -129,6 +133,8 @@ class _Run:
         existing: Sequence[int],
         results: Sequence[int],
         begins: Sequence[int],
+        kept: Sequence[int],
+        until: int,
     ) -> None:
         self.order, self.end = np.array(order, np.int64), len(order)
         place = np.searchsorted(begins, np.arange(self.end), "right")
@@ -151,6 +157,12 @@ class _Run:
         # An array that nobody asks for dies as it is made. Of several reads the last one counts.
         self.death[self.made] = self.made_at
         self.death[self.read] = self.read_at
+        self.kept, self.until = np.zeros(graph.arrays, np.bool_), until
+        self.kept[[*kept]] = True
+        unread = self.kept & (self.death == self.end)
+        self.birth[unread] = -1
+        self.death[unread] = until
+        self.death[self.kept] = np.maximum(self.death[self.kept], until)
         self.death[[*held, *results]] = self.end
 
 
@@ -221,7 +233,7 @@ def _donors(
     fits = (run.outs[at] == 1) & ((run.rule[at] == ANY) | (run.rule[at] == FIRST) & first)
     fits &= dense[array] & (widths[array] == widths[made]) & (sizes[made] <= sizes[array])
     # It is read for the last time, and once.
-    last_reads = run.death[array] == at
+    last_reads = (run.death[array] == at) & ~(run.kept[array] & (at == run.until))
     fits &= last_reads & (np.bincount(array[last_reads], minlength=len(root))[array] == 1)
     # All that share its buffer are dead.
     alive = np.flatnonzero(run.birth < run.end)

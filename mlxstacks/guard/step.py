@@ -4,15 +4,23 @@ import gc
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from mlxstacks.guard.align import Sizes, sizes_of
-from mlxstacks.guard.calls import recorded_functions, recorded_layers, use_probes
+from mlxstacks.guard.calls import (
+    equal_experts,
+    last_gradients,
+    recorded_functions,
+    recorded_layers,
+    use_probes,
+)
 from mlxstacks.guard.graph import Graph, export_graph
 from mlxstacks.guard.live import Peak, simulate
 from mlxstacks.guard.order import evaluation_order
@@ -57,7 +65,8 @@ class StepGraph:
     held: arrays that stay (frozen weights, batch); existing: the old adapter and optimizer state;
     results: what the step leaves behind, `loss` among them. known: bytes of held and existing
     arrays. layers: for a frozen or old array, the layer that it belongs to. begins: the places in
-    the order where evaluations begin.
+    the order where evaluations begin. built: the place in it up to which the step is only being
+    built; building: arrays that live until then.
     """
 
     graph: Graph
@@ -69,6 +78,8 @@ class StepGraph:
     layers: dict[int, int]
     order: list[int]
     begins: list[int]
+    building: list[int]
+    built: int
 
 
 def mlx_lm_loss(model: nn.Module, tokens: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
@@ -189,39 +200,80 @@ def step_graph(step: Step) -> StepGraph:
         ours = {id(array) for array in old}
         named = [(n, a) for n, a in tree_flatten(step.model.parameters()) if id(a) not in ours]
         kept = [a for _, a in named] + [*step.batch, *step.held]
-        with step.checkpointed(step.model):
+        with (
+            step.checkpointed(step.model),
+            equal_experts() as counted,
+            last_gradients(step.recorded) as gradients,
+        ):
             evaluations = run_step(step)
+        if step.compiled:  # it was built in an earlier step
+            gradients.clear()
+        early = list({id(array): array for array in counted}.values())
         results = [array for evaluation in evaluations for array in evaluation]
         sizes = [(a.nbytes, a.itemsize) for a in kept + old]
-        graph, numbers = export_graph([*kept, *old, *results])
-    held, rest = numbers[: len(kept)], numbers[len(kept) :]
-    existing, made = rest[: len(old)], rest[len(old) :]
+        graph, numbers = export_graph([*kept, *old, *results, *early, *gradients])
+    number = iter(numbers)
+    held, existing, made, counts, noted = (
+        list(islice(number, len(part))) for part in (kept, old, results, early, gradients)
+    )
     graph.cut_at([*held, *existing])
     known = dict(zip([*held, *existing], sizes, strict=True))
     layers = {array: layer_of(name) for array, (name, _) in zip(held, named, strict=False)}
-    order, begins = _in_turn(graph, made, evaluations)
+    result = iter(made)
+    asked = [[count] for count in counts] + [list(islice(result, len(e))) for e in evaluations]
+    order, begins = _in_turn(graph, asked)
+    built = begins[len(counts)] if counts else 0
+    roots = [*existing, *held[len(named) :]]
+    building = [*_dropped(graph, made, noted), *_traced(graph, order[:built], roots)]
     if step.compiled:
         # The compiled function, the first evaluation, keeps its constants for the next step.
         held = [*held, *_constants(graph, order[: (*begins, len(order))[1]], known)]
     loss = made[-1 if step.clip_norm is None else 0]
-    return StepGraph(graph, held, existing, made, loss, known, layers, order, begins)
+    return StepGraph(
+        graph, held, existing, made, loss, known, layers, order, begins, building, built
+    )
 
 
-def _in_turn(
-    graph: Graph, made: list[int], evaluations: list[list[mx.array]]
-) -> tuple[list[int], list[int]]:
+def _in_turn(graph: Graph, evaluations: list[list[int]]) -> tuple[list[int], list[int]]:
     """The order of one evaluation after the other, and where each begins; what one has made is
     there for the next.
     """
     order: list[int] = []
     begins: list[int] = []
-    left, outputs = replace(graph, producer=graph.producer.copy()), iter(made)
+    left = replace(graph, producer=graph.producer.copy())
     for evaluation in evaluations[:-1]:
-        now = [next(outputs) for _ in evaluation]
         begins.append(len(order))
-        order += evaluation_order(left, now)
-        left.cut_at(now)
+        added = evaluation_order(left, evaluation)
+        order += added
+        left.cut_at(graph.outputs.take(np.array(added, np.int64)).values.tolist())
     return order, begins
+
+
+def _dropped(graph: Graph, results: Sequence[int], gradients: Sequence[int]) -> list[int]:
+    """Constants of gradients that no result needs, such as that of a checkpointed layer's input
+    where nothing below it trains: built, then dropped.
+    """
+    needed = graph.needed_for(results)
+    dropped = graph.needed_for(gradients) & ~needed
+    asked, other = (
+        graph.inputs.take(np.flatnonzero(operations)).values for operations in (needed, dropped)
+    )
+    other = np.setdiff1d(other, asked)
+    return other[graph.producer[other] < 0].tolist()
+
+
+def _traced(graph: Graph, order: Sequence[int], roots: Sequence[int]) -> list[int]:
+    """Arrays of operations that come after `roots`, the arguments of the function that a gradient
+    is taken of: what MLX keeps of an evaluation while it builds that gradient.
+    """
+    traced = set(roots)
+    kept: dict[int, None] = {}
+    for operation in order:
+        inputs, outputs = graph.inputs[operation], graph.outputs[operation]
+        if any(array in traced for array in inputs):
+            traced.update(outputs)
+            kept.update(dict.fromkeys((*inputs, *outputs)))
+    return list(kept)
 
 
 def _constants(graph: Graph, order: Sequence[int], known: Container[int]) -> list[int]:
@@ -287,7 +339,8 @@ def _trace_step(step: Step) -> Piece:
 
     arguments = [*(a for _, a in weights), *(a for _, a in state), *step.batch]
     arguments = [mx.zeros(a.shape, a.dtype) for a in arguments]
-    with recorded_functions(step.recorded), recorded_layers(decoder_layers(step.model)):
+    layers = recorded_layers(decoder_layers(step.model))
+    with recorded_functions(step.recorded), layers, equal_experts():
         return trace(function, arguments)
 
 
@@ -309,4 +362,6 @@ def simulate_step(
         itemsize,
         phase_of=phase_of,
         begins=graph.begins,
+        kept=graph.building,
+        until=graph.built,
     )

@@ -71,10 +71,13 @@ def simulate(
     measured_from: int = 0,
     phase_of: Sequence[int] | None = None,
     begins: Sequence[int] = (0,),
+    kept: Sequence[int] = (),
+    until: int = 0,
 ) -> Peak:
     """What `live.simulate` says, which has the meaning of the arguments."""
     run = _Run(graph, order, nbytes, itemsize)
     run.begin(held, existing, outputs, begins)
+    run.keep(kept, until)
     flight: deque[tuple[int, list[int]]] = deque()
     done = 0
     buffers = run.buffers
@@ -102,6 +105,8 @@ def simulate(
             for buffer in flight.popleft()[1]:
                 buffers.release(buffer, now)
         run.let_go(operation, now)
+        if now == until:
+            run.drop(kept, now)
     left = buffers.live
     return Peak(most, most_bytes, buffers.makers_at(at), left, phases)
 
@@ -153,6 +158,21 @@ class _Run:
                 self.later.setdefault(start, []).append(array)
             else:
                 self.buffers.allocate(array, self.nbytes[array], -1 - array, 0)
+
+    def keep(self, kept: Sequence[int], until: int) -> None:
+        """One more asks for each of these; what no operation reads is there from the start."""
+        touched = {array for operation in self.order for array in self.graph.inputs[operation]}
+        touched.update(a for operation in self.order for a in self.graph.outputs[operation])
+        for array in kept:
+            self.references[array] += 1
+            if array not in touched and self.buffers.of_array[array] < 0:
+                self.buffers.allocate(array, self.nbytes[array], -1 - array, 0)
+
+    def drop(self, kept: Sequence[int], now: int) -> None:
+        for array in kept:
+            self.references[array] -= 1
+            if self.references[array] == 0 and self.buffers.of_array[array] >= 0:
+                self.buffers.release(self.buffers.of_array[array], now)
 
     def make_outputs(self, operation: int, now: int) -> None:
         graph, buffers = self.graph, self.buffers

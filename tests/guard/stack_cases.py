@@ -33,6 +33,7 @@ from mlxstacks.training.boost import call_with_balance
 from mlxstacks.training.checkpointing import checkpoint_layers
 from mlxstacks.training.losses import cross_entropy_loss
 from mlxstacks.training.modes import set_training_modes
+from mlxstacks.training.prepare_base import prepare_base
 from tests.counting_allocator import Counter
 from tests.guard.count_worker import best_at_first, train_counted, whole_batch
 from tests.tiny_models import llama_config, qwen_moe_config
@@ -57,7 +58,9 @@ KEYS = {
 
 @dataclass(frozen=True)
 class StackCase:
-    """A run. stack: settings of a stack, None for a LoRA. frozen: stacks before it."""
+    """A run. stack: settings of a stack, None for a LoRA. frozen: stacks before it. grouped: its
+    experts count as large, so that they may take all their rows in one product.
+    """
 
     model: str = "hybrid"
     frozen: int = 0
@@ -69,6 +72,7 @@ class StackCase:
     dropout: float = 0.0
     checkpointed: bool = False
     accumulation: int = 1
+    grouped: bool = False
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -105,7 +109,7 @@ def built(case: StackCase) -> nn.Module:
 
     model.update(tree_map_with_path(draw, model.parameters()))
     if case.bits is None:
-        base_model.cast(model, mx.float32)
+        prepare_base(model, "float32", [], checkpointed=case.checkpointed)
     mx.eval(model.parameters())
     targets = find_targets(model, TargetSettings(projections=KEYS[case.model] or None))
     if case.stack is None:
@@ -154,6 +158,7 @@ def main() -> None:
             gc.collect()
             before = counter.live
             case = StackCase(**fields)
+            base_model.LEAST_EXPERT_BYTES = 0 if case.grouped else 1 << 20
             print(json.dumps(count(case, counter) | {"before": before}), flush=True)
 
 

@@ -173,8 +173,10 @@ def test_all_at_once_is_one_by_one(seed: int) -> None:
         run = graph, order, held, existing, results, nbytes, itemsize, lag, measured_from
         later = rng.sample(range(1, len(order)), min(rng.randrange(3), len(order) - 1))
         begins = [0, *sorted(later)]
-        peak = simulate(*run, range(len(graph.label)), begins)
-        plain = one_by_one.simulate(*run, range(len(graph.label)), begins)
+        kept = rng.sample(range(graph.arrays), rng.randrange(graph.arrays))
+        more = range(len(graph.label)), begins, kept, rng.choice(begins)
+        peak = simulate(*run, *more)
+        plain = one_by_one.simulate(*run, *more)
         assert replace(peak, makers=sorted(peak.makers)) == plain
 
 

@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from pydantic import ValidationError
 
+from mlxstacks import base_model
 from mlxstacks.guard.build import recurrence, training_step
 from mlxstacks.guard.run import predict_training
 from mlxstacks.guard.settings import GuardSettings
@@ -33,13 +34,13 @@ CASES = (
     StackCase("mixtral", frozen=8, stack=PER_EXPERT),
     StackCase("phi3", frozen=4, stack=DROPPED),
     StackCase("dense", frozen=4, directions=16, accumulation=2),
+    StackCase("mixtral", grouped=True, stack=None),
+    StackCase("mixtral", grouped=True, checkpointed=True, stack=None),
+    StackCase("mixtral", grouped=True, frozen=2, stack=DROPPED),
     StackCase("nano", frozen=2, batch_size=1),
     StackCase(stack=None, dropout=0.1),
 )
-
-
-# Within 5% on an idle machine; under load the count itself moves by up to 5% from run to run.
-BUFFERS_WITHIN, BYTES_WITHIN = 0.08, 0.10
+BUFFERS_WITHIN, BYTES_WITHIN = 0.05, 0.10
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,11 @@ def counts() -> dict[str, dict[str, int]]:
 
 @needs_compiler
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_prediction_is_within_bounds_of_the_count(case: StackCase, counts: dict[str, Any]) -> None:
+def test_prediction_is_within_bounds_of_the_count(
+    case: StackCase, counts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if case.grouped:
+        monkeypatch.setattr(base_model, "LEAST_EXPERT_BYTES", 0)
     found, count = predict_training(case.config(), case.settings()), counts[str(case)]
     buffers = found.buffers / (count["buffers"] - count["before"]) - 1
     assert found.nbytes is not None

@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
 from mlxstacks import base_model
+from mlxstacks.training.prepare_base import prepare_base
 from tests.layers.build import assert_close
 
 
@@ -52,3 +53,12 @@ def test_small_experts_and_those_of_other_classes_stay() -> None:
     base_model.group_experts(model)
     assert type(model.small.up_proj) is SwitchLinear
     assert type(model.plain) is nn.Linear
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_experts_of_checkpointed_layers_are_not_grouped(checkpointed: bool) -> None:
+    model = nn.Module()
+    model.mixture = SwitchGLU(512, 512, 2)
+    prepare_base(model, "float32", [], checkpointed=checkpointed)
+    on_cpu = mx.default_device().type == mx.DeviceType.cpu
+    assert (type(model.mixture.up_proj) is not SwitchLinear) == (on_cpu and not checkpointed)

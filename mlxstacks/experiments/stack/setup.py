@@ -131,7 +131,7 @@ def set_up(settings: StackRunSettings, store: Store | None) -> StackSetup:
     model, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
     targets = choose_targets(model, settings)
     notes += [] if settings.keys else left_out_notes(model, targets)
-    in_float32 = prepare_base(model, settings.base, notes)
+    in_float32 = prepare_base(model, settings.base, notes, checkpointed=settings.grad_checkpoint)
     targets = find_targets(model, _target_settings(settings))  # widened modules are new ones
     rows = read_rows_of(wanted_data(listed, store), settings, tokenizer, store, notes)
     to_train = plan_domains(listed, rows, settings, store, in_float32, notes)

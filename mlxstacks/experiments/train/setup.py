@@ -94,7 +94,7 @@ def set_up(settings: TrainSettings) -> TrainSetup:
     notes: list[str] = []
     checkpoint = open_checkpoint(resolve_model(settings.model))
     model, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
-    in_float32 = prepare_base(model, settings.base, notes)
+    in_float32 = prepare_base(model, settings.base, notes, checkpointed=settings.grad_checkpoint)
     alpha = settings.scale * settings.rank
     lora = LoRASettings(
         rank=settings.rank, alpha=alpha, scale_rule="lora", dropout=settings.dropout
