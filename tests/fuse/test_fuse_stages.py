@@ -7,6 +7,7 @@ import io
 import json
 import math
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,19 +99,19 @@ def test_a_nearest_that_a_sample_shows_is_confirmed_on_all_rows(
         modules[name] = replace(module, lora_b=lora_b)
     write_adapter(replace(adapter, modules=modules), tmp_path / "uneven")
     report = fuse(model, [tmp_path / "uneven"], tmp_path / "out", target_correlation=target)
-    for module in report.stages[0].modules:
-        assert module.policy.startswith("promote-")
-        estimate = module.tried["nearest"].correlation
+    for fused in report.stages[0].modules:
+        assert fused.policy.startswith("promote-")
+        estimate = fused.tried["nearest"].correlation
         assert estimate is not None
         assert estimate < target
-        assert module.tried["nearest"].weights == weight_of(model, module.path).size
+        assert fused.tried["nearest"].weights == weight_of(model, fused.path).size
 
 
 class Estimates:
     """Stands for a sample: candidate -> (correlation, error)."""
 
     def __init__(
-        self, bits: int, found: dict[str, tuple[float, float | None]], is_whole: bool = False
+        self, bits: int, found: Mapping[str, tuple[float, float | None]], is_whole: bool = False
     ) -> None:
         codes = np.zeros((1, 64), np.uint8)
         self.state = Groups(codes, np.ones(1), np.zeros(1), bits, "F32")
