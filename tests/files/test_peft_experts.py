@@ -82,7 +82,7 @@ def test_dense_modules_or_the_model_tell_the_hidden_size(
     with_dense = gate_up_only(tmp_path / "a", (8, 12), layout, hidden=8)
     assert_same(read_peft(with_dense), read_peft(with_dense, layout=layout))
     alone = gate_up_only(tmp_path / "b", (8, 12), layout)
-    stored = {
+    stored: dict[str, Any] = {
         f"model.layers.0.mlp.switch_mlp.{n}_proj.weight": Mock(shape=(2, 2, 2))
         for n in ("gate", "up")
     }
