@@ -5,7 +5,6 @@ import functools
 import glob
 import importlib.util
 import json
-import math
 import os
 import re
 import sys
@@ -144,14 +143,17 @@ def load(
         model, tokenizer, config = load_with_tokenizer(
             named, adapter_path=adapter, return_config=True, lazy=lazy
         )
-        bind_vocabulary(tokenizer, _embedding_rows(model))
+    if rows := _embedding_rows(model):
+        bind_vocabulary(tokenizer, rows)
     return model, tokenizer, config
 
 
-def _embedding_rows(model: nn.Module) -> int:
-    """Of the largest table: some models have small ones besides, for positions."""
+def _embedding_rows(model: nn.Module) -> int | None:
+    """Of the table of tokens; of the largest one where none has a name for that."""
     kinds = nn.Embedding | nn.QuantizedEmbedding
-    return max(m["weight"].shape[0] for _, m in model.named_modules() if isinstance(m, kinds))
+    rows = {path: m["weight"].shape[0] for path, m in model.named_modules() if isinstance(m, kinds)}
+    of_tokens = [n for path, n in rows.items() if path.endswith(("embed_tokens", "wte"))]
+    return max(of_tokens or rows.values(), default=None)
 
 
 @contextmanager
@@ -574,11 +576,20 @@ def _stream(model: nn.Module, tokenizer: Any, prompt: Any, **options: Any) -> It
     """mlx-lm's `stream_generate`. Raises: NonFiniteModelError."""
     from mlx_lm import stream_generate
 
+    number, is_nan = 0, mx.array(False)
     for step in stream_generate(model, tokenizer, prompt, **options):
-        # One NaN or +Inf among the logits makes every log probability NaN.
-        if math.isnan(step.logprobs[step.token].item()):
-            raise NonFiniteModelError(f"the log probability of token {step.generation_tokens}")
+        # Of the token before: to wait for this one's would be to wait for mlx-lm's next step, too.
+        _refuse_nan(number, is_nan)
+        number, is_nan = step.generation_tokens, mx.isnan(step.logprobs[step.token])
+        mx.async_eval(is_nan)
         yield step
+    _refuse_nan(number, is_nan)
+
+
+def _refuse_nan(number: int, is_nan: mx.array) -> None:
+    """NaN among the logits makes every log probability NaN, Inf its own, which is then chosen."""
+    if is_nan.item():
+        raise NonFiniteModelError(f"the log probability of token {number}")
 
 
 def repetition_penalty(

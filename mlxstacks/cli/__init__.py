@@ -67,7 +67,8 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:
         kind = type(error).__name__
         if isinstance(error, OSError) and error.errno is not None:
-            return _fail(arguments, _system_message(error), BAD_INPUT, kind)
+            code = FAILED if error.filename is None else BAD_INPUT
+            return _fail(arguments, _system_message(error), code, kind)
         if "Compile::" in str(error):  # MLX's words, over pages of what the compiler printed
             message = (
                 f"MLX could not compile a kernel in {tempfile.gettempdir()}; look for room there, "
@@ -79,9 +80,12 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _system_message(error: OSError) -> str:
-    """What the system says of a path, which is no fault of ours."""
-    path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-    return f"{path}{error.strerror}; look at that path, or give another"
+    """What the system says, of a path where it names one; that is no fault of ours."""
+    if error.filename is None:
+        return f"the system says: {error.strerror} (-v shows what was being done)"
+    name = error.filename
+    path = name if isinstance(name, int) else os.fsdecode(name)
+    return f"{path}: {error.strerror}; look at that path, or give another"
 
 
 def _fail(arguments: Sequence[str], message: str, code: int, kind: str = "Error") -> int:
@@ -89,7 +93,8 @@ def _fail(arguments: Sequence[str], message: str, code: int, kind: str = "Error"
     if any(word in ("-v", "-vv", "--verbose") for word in arguments) and code != INTERRUPTED:
         output.write(traceback.format_exc(), error=True)
     # a stranger's file may have written a part of it
-    click.echo(click.style("error: ", fg="red", bold=True) + output.safe(message), err=True)
+    label = click.style("error: ", fg="red", bold=True) if sys.stderr.isatty() else "error: "
+    output.write(message, error=True, label=label)
     if "--json" in arguments:
         document = {"error": {"kind": kind, "message": message, "exit_code": code}}
         with contextlib.suppress(OSError):  # it may be stdout that is full

@@ -269,18 +269,18 @@ def print_json(document: Any) -> None:
     write(text)
 
 
-def write(text: str, end: str = "\n", *, error: bool = False) -> None:
+def write(text: str, end: str = "\n", *, error: bool = False, label: str = "") -> None:
     """Text as it is, but `safe`, on stdout or stderr, at once. A stderr that takes no more (a log
-    on a full disk) is given up; the work goes on.
+    on a full disk) is given up; the work goes on. label: stands before it and may have colours.
     """
     stream = sys.stderr if error else sys.stdout
     try:
-        stream.write(safe(text) + end)
+        stream.write(label + safe(text) + end)
         stream.flush()
     except OSError:
         if not error:
             raise
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = open(os.devnull, "w", errors="backslashreplace")  # noqa: SIM115
 
 
 def emit(result: Any, as_json: bool, render: Callable[["Console", Any], None]) -> None:

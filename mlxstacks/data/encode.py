@@ -19,6 +19,7 @@ from mlxstacks.data.chat import (
 from mlxstacks.data.messages import as_messages
 from mlxstacks.data.rows import Row, row_of
 from mlxstacks.data.special_text import (
+    check_ids,
     encode_text,
     reasoning_tags,
     special_literals,
@@ -194,11 +195,14 @@ def begin_mark(tokenizer: ChatTokenizer) -> list[int]:
     token = getattr(tokenizer, "bos_token_id", None)
     if token is None or tokenizer.encode("", add_special_tokens=True)[:1] != [token]:
         return []
+    check_ids([token], tokenizer)
     return [token]
 
 
 def end_mark(tokenizer: ChatTokenizer) -> list[int]:
-    return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    mark = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    check_ids(mark, tokenizer)
+    return mark
 
 
 class RowNotes:

@@ -216,28 +216,26 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
     quiet = {"verbose": False} if hasattr(tokenizer, "model_max_length") else {}
     try:
         text.encode()
-    except UnicodeEncodeError:
+    except UnicodeEncodeError as error:
+        near = text[max(0, error.start - 20) : error.end]
         raise InputError(
-            f"{text[:40]!a} holds half of a surrogate pair, which is no text; mend the chat "
-            "template or the row that it comes from"
+            f"{near!a} holds half of a surrogate pair, which is no text; mend the chat template or "
+            "the row that it comes from"
         ) from None
     ids = list(tokenizer.encode(text, add_special_tokens=False, **quiet))
-    _check_ids(ids, tokenizer)
+    check_ids(ids, tokenizer)
     return ids
 
 
 def bind_vocabulary(tokenizer: Any, rows: int) -> None:
     """Refuse, from now on, ids for which a model's embedding of so many rows has none: MLX would
     read past its end. (A tokenizer may hold such tokens as long as no text uses them.)
-
-    Raises: CheckpointError for the marks of begin and end, here; of a text, where it is encoded.
     """
     _embedding_rows[tokenizer] = rows
-    marks = (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos"))
-    _check_ids([mark for mark in marks if mark is not None], tokenizer)
 
 
-def _check_ids(ids: Sequence[int], tokenizer: Any) -> None:
+def check_ids(ids: Sequence[int], tokenizer: Any) -> None:
+    """Raises: CheckpointError for an id without a row in the model's embedding."""
     rows = _embedding_rows.get(tokenizer)
     if rows is not None and (largest := max(ids, default=0)) >= rows:
         raise CheckpointError(

@@ -33,7 +33,7 @@ OLD_BLOCK = "block_sparse_moe"
 _OLD_BLOCK = re.compile(rf"\.{OLD_BLOCK}(?=\.|$)")
 
 # Where mlx-lm's `sanitize` finds the text model, and where its classes keep it.
-_TEXT_PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.)?")
+_TEXT_PREFIX = re.compile(r"^(model\.|backbone\.)?(language_model\.)?(model\.)?")
 # deepseek_v41 keeps the stacked experts in `mlp.experts`.
 _EXPERTS_OF_SWITCH = re.compile(r"\.experts(?=\.switch_mlp\.)")
 _EMBEDDING = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe)$")

@@ -126,7 +126,7 @@ def remove_marked(directory: Path) -> None:
     """
     if directory.is_symlink() or not directory.is_dir():
         return
-    inside = [path for path in directory.iterdir() if not _MARK_OR_PART.fullmatch(path.name)]
+    inside = [path for path in directory.iterdir() if not _is_mark(path)]
     if inside and read_mark(directory) is None:
         return
     for path in inside:
@@ -135,8 +135,12 @@ def remove_marked(directory: Path) -> None:
         else:
             with suppress(OSError):
                 path.unlink()
-    if all(_MARK_OR_PART.fullmatch(path.name) for path in directory.iterdir()):
+    if all(map(_is_mark, directory.iterdir())):
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_mark(path: Path) -> bool:
+    return _MARK_OR_PART.fullmatch(path.name) is not None and not path.is_dir()
 
 
 def refuse_built_in(target: Path) -> None:

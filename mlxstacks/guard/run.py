@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from mlxstacks import memory
+from mlxstacks.base_model import make_prompt_cache
 from mlxstacks.guard.build import (
     batch_of,
     config_errors,
@@ -58,7 +59,9 @@ def _report(settings: GuardSettings, config: dict[str, Any], where: str, say: Sa
     started = time.perf_counter()
     say(0, 3, "training step")
     with config_errors(config):  # around the model alone: what else fails is a fault of ours
-        lazy_model(config)(mx.zeros((1, 2), mx.int32))
+        model, tokens = lazy_model(config), mx.zeros((1, 2), mx.int32)
+        model(tokens)
+        model(tokens, cache=make_prompt_cache(model))
     step = training_step(config, settings, 1)
     found = predict_training(config, settings, step=step)
     say(1, 3, "generating")

@@ -11,9 +11,9 @@ from mlxstacks.recipe.table import ALIASES, COMMANDS, nearest
 from mlxstacks.resources import resource_dir
 
 # With the place of the schema after it; see recipe/schema.py.
+EDITOR_LINE = "# yaml-language-server: $schema="
 # PyYAML reads some 100,000 characters a second.
 MOST_CHARACTERS = 250_000
-EDITOR_LINE = "# yaml-language-server: $schema="
 
 
 @dataclass(frozen=True, slots=True)

@@ -362,13 +362,17 @@ cli.main()
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_a_log_that_takes_no_more_does_not_end_the_work() -> None:
-    script = (
-        "import sys; from mlxstacks.cli import output\n"
-        "output.note('first'); output.note('second'); print('done')"
-    )
+@pytest.mark.parametrize(
+    ("script", "code", "told"),
+    [
+        ("output.note('first'); output.note('second'); print('done')", 0, "done"),
+        ("sys.exit(cli.run(['fuse', '--nope', '--json']))", 2, '"exit_code": 2'),
+    ],
+)
+def test_a_log_that_takes_no_more_ends_nothing(script: str, code: int, told: str) -> None:
+    script = f"import sys; from mlxstacks import cli; from mlxstacks.cli import output; {script}"
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=full, text=True
         )
-    assert (ended.returncode, ended.stdout) == (0, "done\n")
+    assert (ended.returncode, told in ended.stdout) == (code, True)

@@ -46,20 +46,20 @@ def count_choices(
     weights: sum the router's weights of the choices instead. tick: called with the prompts done.
     Law: independent of batch size and of padding, as far as the model's arithmetic is.
     Raises: ValueError: an empty prompt, or a mixture that does not see every token;
-        NonFiniteModelError: NaN in what a mixture sees.
+        NonFiniteModelError: NaN or Inf in what a mixture sees.
     """
     if not all(prompts):
         raise ValueError("every prompt needs a token")
     counts = np.zeros((len(prompts), len(switches), switches[0].num_experts))
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     heard: dict[int, tuple[mx.array, mx.array | None]] = {}
-    has_nan: dict[int, mx.array] = {}
+    is_finite: dict[int, mx.array] = {}
 
     def hear(place: int, x: mx.array, indices: mx.array) -> None:
         # Some blocks give (B, T, top_k), some (B * T, top_k): the order of tokens is the same.
         weight = chosen_weights(switches[place], x, indices) if weights else None
         heard[place] = indices, weight
-        has_nan[place] = mx.isnan(x).any()
+        is_finite[place] = mx.isfinite(x).all()
 
     with gated_delta_installed(), evaluating(model), hearing(switches, hear):
         for start in range(0, len(order), batch_size):
@@ -67,9 +67,9 @@ def count_choices(
             tokens, real = _padded([prompts[place] for place in places])
             heard.clear()
             model(mx.array(tokens))
-            mx.eval(heard, has_nan)
-            for place, is_nan in has_nan.items():
-                if is_nan.item():
+            mx.eval(heard, is_finite)
+            for place, finite in is_finite.items():
+                if not finite.item():
                     raise NonFiniteModelError(f"the input of {switches[place].path}")
             owner = np.repeat(np.arange(len(places)), tokens.shape[1])[real]
             for layer, (indices, weight) in heard.items():
