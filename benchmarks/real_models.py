@@ -311,6 +311,8 @@ def policies(options: argparse.Namespace) -> list[Figures]:
     arms["zero delta, auto"] = (None, _fuse(options, "auto", options.adapter_path, zero=True))
     check_options(options, questions, finished(out, arms))
     write_controls(options.adapter_path, zero, random, seed=0)
+    if unknown := set(options.arms or ()) - arms.keys():
+        raise SystemExit(f"no arm {sorted(unknown)[0]!r}; there are {', '.join(map(repr, arms))}")
     missing = {
         name: arms[name] for name in options.arms or arms if not arm_file(out, name).exists()
     }
