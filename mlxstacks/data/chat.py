@@ -5,9 +5,10 @@ assistant's turn, `<think>...</think>`, is read as the template's own.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from mlxstacks.data.special_text import (
@@ -108,32 +109,57 @@ def open_chat(
 
 def _with_ends_marked(chat: Chat) -> Chat:
     """The chat, or, where its template joins text and content into literals, `</think` and `>`, one
-    with marks between them. Roles that it knows are its own to judge.
+    with marks between them: in contents, then in roles, where that alone makes fewer literals.
+    Roles that the template knows are its own to judge.
+
+    Raises: InputError: as `render`, or a role that could make a literal cannot be marked.
     """
     source, mark = template_text(chat.tokenizer), chat.mark
 
     def put(text: str) -> str:
         return mark_ends(text, chat.tokenizer, mark)
 
-    def put_role(role: str) -> str:  # in each place: a template may change its case
-        return role if _is_known(role, source) else f"{mark}{mark.join(role)}{mark}"
+    turns = [{**_mapped(turn, put), "role": turn["role"]} for turn in chat.turns]
+    chat = _with_fewer_literals(chat, replace(chat, turns=turns, tools=_mapped(chat.tools, put)))
+    unknown = {role for turn in chat.turns if not _is_known(role := turn["role"], source)}
+    # In each place: a template may change its case.
+    marked = _with_roles(chat, {role: f"{mark}{mark.join(role)}{mark}" for role in unknown})
+    try:
+        return _with_fewer_literals(chat, marked)
+    except InputError as error:  # looked up in a way that `_is_known` does not see
+        literals = _count_literals(chat)
+        with suppress(InputError):
+            if literals <= _count_literals(_with_roles(chat, dict.fromkeys(unknown, "user"))):
+                return chat
+        roles = ", ".join(sorted(repr(role.replace(mark, "")) for role in unknown))
+        raise InputError(
+            f"the roles {roles} could become special tokens: the chat template has no such quoted "
+            f"names; allowed are those that it has, and {', '.join(_ROLES)}"
+        ) from error
 
-    turns = [{**_mapped(turn, put), "role": put_role(turn["role"])} for turn in chat.turns]
-    ended = replace(chat, turns=turns, tools=_mapped(chat.tools, put))
-    if (ended.turns, ended.tools) == (chat.turns, chat.tools):
+
+def _with_roles(chat: Chat, roles: Mapping[str, str]) -> Chat:
+    turns = [{**turn, "role": roles.get(turn["role"], turn["role"])} for turn in chat.turns]
+    return replace(chat, turns=turns)
+
+
+def _with_fewer_literals(chat: Chat, marked: Chat) -> Chat:
+    if (marked.turns, marked.tools) == (chat.turns, chat.tools):
         return chat
-    counts = [len(special_literals(c.prompt(), chat.tokenizer)) for c in (chat, ended)]
-    return ended if counts[1] < counts[0] else chat
+    is_fewer = _count_literals(marked).total() < _count_literals(chat).total()
+    return marked if is_fewer else chat
 
 
-@lru_cache(maxsize=256)
+def _count_literals(chat: Chat) -> Counter[str]:
+    """How often the prompt has each literal of a special token."""
+    return Counter(special_literals(chat.prompt(), chat.tokenizer))
+
+
 def _is_known(role: str, template: str) -> bool:
-    """Whether templates write this role or this one compares it: `role == "x"`, `role in ["x"]`."""
-    quote = "['\"]"
-    others = rf"(?:{quote}[\w -]*{quote}\s*,\s*)*"
-    compared = rf"\brole['\"\])]*\s*(?:[!=]=|(?:not\s+)?in)\s*(?:[\[(]\s*)?{others}"
-    compared += f"{quote}{re.escape(role)}{quote}"
-    return role in _ROLES or re.search(compared, template) is not None
+    """Whether templates write this role or this one has it, in any case, as a quoted literal."""
+    name, source = role.lower(), template.lower()
+    is_quoted = f"'{name}'" in source or f'"{name}"' in source
+    return role in _ROLES or (is_quoted and re.fullmatch(r"[\w -]+", role) is not None)
 
 
 def prompt_tokens(

@@ -27,6 +27,7 @@ MOST_MADE = 1 << 28  # characters, or bytes of lists
 MOST_SOURCE = 1_000_000
 _MOST_BITS = 4096
 _NODE_BYTES = 256  # of a list or dictionary, in whatever it holds
+_ITEM_BYTES = 64  # of a text of a few characters, as Python has it
 _LAZY_SIZE = 1 << 20  # more than a list may hold
 # Names that no template can write.
 _STEP, _MADE, _TEXT = "a step", "a value", "a text"
@@ -42,7 +43,14 @@ _FORMATS = ("%", "format", "format_map", "strftime_now")
 _SEARCHES = ("strip", "lstrip", "rstrip", "trim", "rfind", "rindex", "rsplit", "rpartition")
 _GATHERING = ("join", "sort", "groupby")  # copies of all items at once
 _PADDING = ("center", "ljust", "rjust", "zfill")
-# What they make, and take, is no more than what they are given.
+# They give, or walk, the items of a text: each takes _NODE_BYTES, not the one of a character.
+_ITEMS = {
+    "list", "sort", "unique", "groupby", "min", "max", "map", "select", "selectattr", "reject",
+    "rejectattr", "batch", "slice", "sum", "join", "title", "wordcount", "pprint", "urlencode",
+    "translate", "split", "rsplit", "splitlines", "indent",
+}  # fmt: skip
+_LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+# What they make, and take, is no more than what they are given, a text's items counted as items.
 _LINEAR = {
     "startswith", "endswith", "removeprefix", "removesuffix", "find", "index", "split", "partition",
     "truncate", "count", "length", "first", "last", "default", "d", "get", "attr", "items", "keys",
@@ -141,10 +149,16 @@ def _drawn(value: Any) -> Any:
     return items
 
 
-def _check_operation(name: str, values: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Before something is done with values. Raises: TemplateRuntimeError: it makes too much."""
+def _check_operation(name: str, values: tuple[Any, ...], options: dict[str, Any]) -> int:
+    """Before something is done with values: bytes that the items of a text will take.
+
+    Raises: TemplateRuntimeError: it makes too much.
+    """
+    items = _item_count(name, values, options)
+    if items * _NODE_BYTES > MOST_MADE:
+        raise TemplateRuntimeError(f"{name} could make {items:,} items of a text")
     if name in _LINEAR:
-        return
+        return items * _ITEM_BYTES
     if name in _LEFT_OUT:
         raise TemplateRuntimeError(f"{name} has no place in a chat template")
     others = (*values[1:], *options.values())
@@ -153,6 +167,23 @@ def _check_operation(name: str, values: tuple[Any, ...], options: dict[str, Any]
     result_size = _result_size(name, values, options)
     if result_size > MOST_MADE:
         raise TemplateRuntimeError(f"{name} could make {result_size:,} characters")
+    return items * _ITEM_BYTES
+
+
+def _item_count(name: str, values: tuple[Any, ...], options: dict[str, Any]) -> int:
+    """Most items that an operation makes of a text; 0 where it makes none."""
+    # The method `join` walks its second value, the filter its first.
+    lengths = [len(v) for v in values[: 1 + (name == "join")] if isinstance(v, _TEXTS)]
+    if name not in _ITEMS or not lengths:
+        return 0
+    text, others = values[0], (*values[1:], *options.values())
+    if name in ("splitlines", "indent") and isinstance(text, str):
+        return 1 + sum(map(text.count, _LINE_BREAKS))
+    if name not in ("split", "rsplit"):
+        return max(lengths)
+    separators = [other for other in others if isinstance(other, _TEXTS)]
+    limits = [other for other in others if isinstance(other, int) and other >= 0]
+    return 1 + min([text.count(*separators) if separators else len(text), *limits])
 
 
 def _result_size(name: str, values: tuple[Any, ...], options: dict[str, Any]) -> int:
@@ -212,7 +243,7 @@ class _Counted(dict[str, Callable[..., Any]]):
             if name in _GATHERING:
                 arguments = tuple(map(_drawn, arguments))
             values = arguments[isinstance(arguments[0], _PASSED) :]
-            _check_operation(name, values, options)
+            environment.spent.step(_check_operation(name, values, options))
             starts = (*values[1:], *options.values())
             if name == "sum" and any(isinstance(value, list | tuple) for value in starts):
                 raise TemplateRuntimeError("it adds up lists")
@@ -241,6 +272,14 @@ class _Counting(NodeTransformer):
     def _literal(self, node: Any) -> Any:
         self.generic_visit(node)
         return node if getattr(node, "ctx", "load") == "store" else _filtered(node, _MADE)
+
+    def _spread(self, node: Any) -> Any:
+        self.generic_visit(node)
+        if node.dyn_args is not None:  # a list before the call
+            node.dyn_args = _filtered(node.dyn_args, "list")
+        return node
+
+    visit_Call = visit_Filter = visit_Test = _spread  # noqa: N815
 
     visit_List = visit_Dict = visit_Tuple = _literal  # noqa: N815
 
@@ -317,7 +356,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
                 arguments = tuple(map(_drawn, arguments))
             values = (owner, *arguments) if is_method else arguments
             given = {key: value for key, value in options.items() if key not in _SCOPES}
-            _check_operation(name, values, given)
+            self.spent.step(_check_operation(name, values, given))
         self.spent.step(0)
         return self.spent.value(super().call(context, function, *arguments, **options))
 

@@ -148,6 +148,7 @@ SHAPES = {
     "{{ m.content.splitlines()|last }}{{ m.content.rsplit('\n', 1)[-1] }}"
     "{{ m.content.rfind('</think>', 0, m.content|length) }}{{ m.content|truncate(99)|wordcount }}"
     "{{ m.content.center(9999)|length }}{{ ('%s is a long text before what it says: %s' % "
-    "(m.role, m.content))|length }}{{ m.content.lower().title().capitalize()|length }}"
+    "(m.role, m.content))|length }}{{ m.content[:999].title()|length }}"
+    "{{ m.content.lower().capitalize()|length }}"
     "{{ range(99)|join(' ') }}{% endfor %}",
 }

@@ -220,16 +220,57 @@ def test_a_role_that_no_template_knows_makes_no_token(
 
 
 @pytest.mark.parametrize(
-    "test", ["== 'end'", "!= 'x' and m['role'] == \"end\"", "in ['no', 'end']"]
-)
-def test_a_role_that_the_template_compares_is_its_own(
+    "test",
+    [
+        "m.role == 'end'", "m.role != 'x' and m['role'] == \"end\"", "m.role in ['no', 'end']",
+        '"end" == m.role', "m.role|lower == 'end'", "{'end': 1}[m.role] + 1",
+        "m.role in (none, 'end')",
+    ],
+)  # fmt: skip
+def test_a_role_that_the_template_quotes_is_its_own(
     test: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = chat_tokenizer("roles")
-    source = f"{{% for m in messages %}}{{% if m.role {test} %}}<|end|>{{% endif %}}{{% endfor %}}"
+    source = f"{{% for m in messages %}}{{% if {test} %}}<|end|>{{% endif %}}{{% endfor %}}"
     monkeypatch.setattr(tokenizer, "chat_template", source)
     ids = prompt_tokens([{"role": "end", "content": "x"}], tokenizer)
     assert ids == tokenizer.convert_tokens_to_ids(["<|end|>"])
+
+
+_ENDED_TURNS = "{% for m in messages %}{{ NAMES[m.role] + m.content }}<|end|>{% endfor %}"
+
+
+def test_a_role_that_the_template_looks_up_is_left_where_it_makes_no_token(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = chat_tokenizer("roles")
+    source = _ENDED_TURNS.replace("NAMES", "{'user': 'U ', 'cri' ~ 'tic': 'C '}")
+    monkeypatch.setattr(tokenizer, "chat_template", source)
+    ids = prompt_tokens([{"role": "critic", "content": "x"}], tokenizer)
+    assert tokenizer.decode(ids) == "C x<|end|>"
+
+
+@pytest.mark.parametrize("names", ["{'user': '', 'cri' ~ 'tic': '<|end|>'}", "{'cri' ~ 'tic': ''}"])
+def test_a_role_that_may_be_a_token_and_cannot_be_marked_is_refused(
+    names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = chat_tokenizer("roles")
+    monkeypatch.setattr(tokenizer, "chat_template", _ENDED_TURNS.replace("NAMES", names))
+    with pytest.raises(InputError, match="the roles 'critic' could become special tokens"):
+        prompt_tokens([{"role": "critic", "content": "x"}], tokenizer)
+
+
+def test_a_mark_in_content_leaves_a_harmless_role_as_it_is() -> None:
+    tokenizer = chat_tokenizer("joining")
+
+    def ids(argument: str) -> list[int]:
+        calls = [{"name": "x", "argument": argument}]
+        turn = {"role": " ship", "content": "hi", "tool_calls": calls}
+        return prompt_tokens([turn], tokenizer)
+
+    start = tokenizer.encode("<|im_start|> ship\nhi", add_special_tokens=False)
+    assert ids("<|im_end|")[: len(start)] == start
+    assert specials("joining", ids("<|im_end|")) == specials("joining", ids("q"))
 
 
 def test_a_template_that_escapes_everything_gives_no_token_and_no_mark() -> None:

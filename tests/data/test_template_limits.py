@@ -44,9 +44,9 @@ HUGE = [
     + _99_TIMES
     + "{% set n.x = {1: n.x.items(), 2: n.x.items()} %}"
     + _ENDS,
-    "{% set x %}" + "a" * 999 + "{% endset %}{% set y %}" + "{{ x }}" * 999 + "{% endset %}"
-    "{% set z %}" + "{{ y }}" * 999 + "{% endset %}",
-    "{% set x = 'a' * 99999 %}{{ " + "~".join(["x"] * 999) + " }}",
+    "{% set x %}" + "a" * 999 + "{% endset %}{% set y %}" + "{{ x }}" * 99 + "{% endset %}"
+    "{% set z %}" + "{{ y }}" * 99 + "{% endset %}",
+    "{% set x = 'a' * 99999 %}{{ " + "~".join(["x"] * 99) + " }}",
     "{% set x = 'a' * 99999 %}{% for i in range(999) %}{% set y = x[1:] %}{% endfor %}",
     _LOOP + "x" * 99999 + "{% endfor %}",
     "{{ 'x'|center(9999999999) }}",
@@ -129,6 +129,55 @@ def test_a_template_that_makes_too_much_is_ended(
 
 
 @pytest.mark.parametrize(
+    "operation",
+    [
+        "|sort", "|list", "|unique|list", "|groupby('x', 1)", "|max", "|title", "|wordcount",
+        "|reject('none')|list", "|map('upper')|list", "|batch(1)|list", "|join(1)", "|pprint",
+        ".split()", ".split(' ')", ".rsplit(' ')", ".split(sep=' ')", ".encode().split()",
+        ".splitlines()", "|indent(1)", "|urlencode",
+    ],
+)  # fmt: skip
+def test_items_of_a_text_are_counted_before_they_are_made(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_limits, "MOST_MADE", 1 << 20)
+    text = "a \n" * 5_000
+    template = LimitedEnvironment().from_string(f"{{{{ text{operation} }}}}")
+    template.render(text=text[:99])
+    with pytest.raises(TemplateError, match=r"could make [\d,]+ items of a text"):
+        template.render(text=text)
+
+
+@pytest.mark.parametrize("operation", ["|list", "|sort", ".split()"])
+def test_items_of_a_text_are_counted_as_often_as_they_are_made(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_limits, "MOST_MADE", 1 << 18)
+    source = f"{{% for i in range(20) %}}{{% set x = text{operation} %}}{{% endfor %}}"
+    with pytest.raises(TemplateError, match="it makes more than"):
+        LimitedEnvironment().from_string(source).render(text="a " * 500)
+
+
+@pytest.mark.parametrize("source", ["''.join(text)", "cycler(*text)", "1|default(*text)"])
+def test_a_text_that_a_call_takes_apart_is_counted(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(template_limits, "MOST_MADE", 1 << 20)
+    with pytest.raises(TemplateError, match="could make 10,000 items of a text"):
+        LimitedEnvironment().from_string(f"{{{{ {source} }}}}").render(text="a" * 10_000)
+
+
+@pytest.mark.parametrize(
+    "operation", ["split('</think>')", "split(None, 1)", "rsplit('a', 1)", "splitlines()"]
+)
+def test_a_long_text_of_few_parts_is_split(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "MOST_MADE", 1 << 20)
+    source = f"{{{{ text.{operation}|length }}}}"
+    text = "a " * 50_000 + "\n</think>b"
+    assert LimitedEnvironment().from_string(source).render(text=text) == "2"
+
+
+@pytest.mark.parametrize(
     "source",
     [
         CHATML, GEMMA, INST, CLOSED,
@@ -143,7 +192,7 @@ def test_a_template_that_makes_too_much_is_ended(
         "{% set x, y = 1, (2, 3) %}{{ x }}{{ y }}{% for x in [] %}{% else %}none{% endfor %}",
         "{{ '{name} {values}'.format(name=1, values=2) }} {{ [3, 1]|sort|join(',') }}",
         "{{ 'é'.encode('UTF-8', 'strict')|length }} {{ 'many words'|wordwrap(4) }}",
-        "{{ 1700000000|round }} {{ 1700000000|tojson }} {{ range(99999)|join|length }}",
+        "{{ 1700000000|round }} {{ 1700000000|tojson }} {{ range(9999)|join|length }}",
         "{{ '{} {{}} {a:>4}'.format('b', a=1) }} {{ ('ab' * 3)[1:3] ~ 1 }} {{ {'a': [1]}|tojson }}",
     ],
 )  # fmt: skip
@@ -193,14 +242,18 @@ def _long_chat(length: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_long_turns_give_the_text_of_the_sandbox(shape: str) -> None:
-    chat = _long_chat(2_000_000)
+def test_long_turns_give_the_text_of_the_sandbox(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns of 2 MB, scaled: bounds are products of a length and what does not grow with it."""
+    monkeypatch.setattr(template_limits, "MOST_MADE", template_limits.MOST_MADE // 10)
+    chat = _long_chat(200_000)
     plain, limited = (
         _render(environment, SHAPES[shape], **chat)
         for environment in (ImmutableSandboxedEnvironment, LimitedEnvironment)
     )
     assert limited == plain
-    assert len(limited) > 2_000_000
+    assert len(limited) > 200_000
 
 
 def test_a_chat_is_rendered_within_the_limits(
