@@ -219,8 +219,8 @@ def _encode(text: str, tokenizer: Any) -> list[int]:
     except UnicodeEncodeError as error:
         near = text[max(0, error.start - 20) : error.end]
         raise InputError(
-            f"{near!a} holds half of a surrogate pair, which is no text; mend the chat template or "
-            "the row that it comes from"
+            f"{near!a} holds half of a surrogate pair, which is no text; mend the prompt, the row "
+            "or the chat template that it comes from"
         ) from None
     ids = list(tokenizer.encode(text, add_special_tokens=False, **quiet))
     check_ids(ids, tokenizer)
