@@ -222,6 +222,11 @@ def _load_errors(path: Path) -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            f"{path}: mlx-lm has no {error.name}; mend chat_template_type or tool_parser_type in "
+            "tokenizer_config.json, or upgrade mlx-lm"
+        ) from None
     except BaseException as error:
         # over a file that it cannot read the tokenizers library panics, in Rust: no Exception
         is_theirs = isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -52,7 +52,7 @@ def complete(chat: Chat, before: str) -> list[str]:
 
 
 def _route(chat: Chat, rest: str) -> None:
-    if not chat.conversation.turns:
+    if not chat.conversation.messages:
         chat.say("Nothing was asked yet.")
         return
     chat.show(chat_view.route_table(chat.engine, chat.conversation.turns[-1]))
@@ -126,6 +126,8 @@ def _stats(chat: Chat, rest: str) -> None:
 def _save(chat: Chat, rest: str) -> None:
     if not rest:
         raise InputError("/save takes the name of a file that is not there yet")
+    if not chat.conversation.messages:
+        raise InputError("/save: nothing has been said yet")
     chat.say(f"Wrote {chat.conversation.save(rest)}.")
 
 

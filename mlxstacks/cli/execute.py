@@ -172,6 +172,8 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
 
         missing = lacking(name, resolved.settings)
         if missing:
+            if common.recipe is None:
+                check_inputs(name, resolved.settings)
             return _Lacking(result, missing), partial(_render_lacking, load(row.render))
     if resolved.bare and resolved.target is not None and not (common.dry_run or row.extends):
         from mlxstacks.files.outputs import mark_bare

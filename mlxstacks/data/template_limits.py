@@ -367,7 +367,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             )
         try:
             return super().compile(source, *arguments, **options)
-        except (SyntaxError, RecursionError, MemoryError) as error:  # of the Python that it becomes
+        # of the Python that it becomes: {% continue %} outside of a loop, or nested too deeply
+        except SyntaxError as error:
+            raise TemplateSyntaxError(str(error.msg), lineno=1) from None
+        except (RecursionError, MemoryError) as error:
             raise TemplateSyntaxError(f"nested too deeply: {error}", lineno=1) from None
 
     def _generate(self, source: nodes.Template, *arguments: Any, **options: Any) -> str:

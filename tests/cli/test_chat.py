@@ -288,6 +288,7 @@ def test_commands_show_and_change(talk: Any, tmp_path: Path) -> None:
         ("/pin island", "did you mean 'islands'?"),
         ("/mode rooted", "did you mean 'routed'?"),
         ("/save", "takes the name"),
+        ("/save talk.jsonl", "nothing has been said yet"),
         ("/compare", "nothing was asked yet"),
         ("/", "/help lists them"),
     ],

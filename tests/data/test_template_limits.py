@@ -10,7 +10,7 @@ from datetime import date
 from typing import Any
 
 import pytest
-from jinja2 import Environment, TemplateError
+from jinja2 import Environment, TemplateError, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from mlxstacks.data import template_limits
@@ -264,3 +264,8 @@ def test_a_chat_is_rendered_within_the_limits(
         monkeypatch.setattr(tokenizer, "chat_template", source)
         with pytest.raises(InputError, match=f"chat template cannot be applied: .*{message}"):
             prompt_tokens(TURNS, tokenizer)
+
+
+def test_a_template_that_is_no_python_is_refused_by_its_own_fault() -> None:
+    with pytest.raises(TemplateSyntaxError, match="^.continue. not properly in loop"):
+        LimitedEnvironment(extensions=["jinja2.ext.loopcontrols"]).from_string("{% continue %}")

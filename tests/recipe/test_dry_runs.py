@@ -274,3 +274,9 @@ def test_recipes_are_listed_by_command(command: Run) -> None:
     code, out, _ = command("recipes", "stack", "compare", "--json")
     names = [one["name"] for one in json.loads(out)["recipes"]]
     assert names == [name for name in recipe_names() if name.startswith("compare-")]
+
+
+def test_a_typed_file_that_is_not_here_ends_a_plan(offline: Path, command: Run) -> None:
+    code, _, err = command("route", "evaluate", "--unseen", "nope.jsonl", "--dry-run")
+    assert code == 2
+    assert "not here: data nope.jsonl" in " ".join(err.split())

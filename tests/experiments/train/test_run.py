@@ -354,11 +354,11 @@ def without_tokenizer(model: Path) -> None:
     (model / "tokenizer.json").unlink()
 
 
-def with_config(**changes: Any) -> Any:
+def with_config(file: str = "config.json", **changes: Any) -> Any:
     def change(model: Path) -> None:
-        config = json.loads((model / "config.json").read_text())
+        config = json.loads((model / file).read_text())
         config.get("text_config", config).update(changes)
-        (model / "config.json").write_text(json.dumps(config))
+        (model / file).write_text(json.dumps(config))
 
     return change
 
@@ -372,6 +372,10 @@ def with_config(**changes: Any) -> Any:
         (with_config(num_hidden_layers=10**9), "model: num_hidden_layers is 1,000,000,000"),
         (with_config(hidden_size="64"), "model: hidden_size is '64' in the config"),
         (with_config(use_cache="x"), "model: mlx-lm cannot load it: StrictDataclass"),
+        (
+            with_config("tokenizer_config.json", tool_parser_type="chat"),
+            r"model: mlx-lm has no mlx_lm\.tool_parsers\.chat; mend .*tokenizer_config\.json",
+        ),
     ],
 )
 def test_a_model_whose_files_do_not_go_together_is_bad_input(
