@@ -117,19 +117,27 @@ def run_step(step: Step) -> list[list[mx.array]]:
 
     Model and optimizer hold the new state.
     """
+    return _built(step)[0]
+
+
+def _built(step: Step) -> tuple[list[list[mx.array]], list[mx.array]]:
+    """What `run_step` gives, and the gradients where the optimizer's graph is built onto theirs."""
     if step.clip_norm is not None:
-        return _run_clipped(step)
+        return _run_clipped(step), []
+    made: list[mx.array] = []
 
     def once(*batch: mx.array) -> mx.array:
         value, gradients = nn.value_and_grad(step.model, step.loss)(step.model, *batch)
         step.optimizer.update(step.model, gradients)
+        if not step.compiled:
+            made.extend(_leaves(gradients))
         return _leaves(value)[0]
 
     if step.compiled:
         state = [step.model.state, step.optimizer.state, mx.random.state]
         once = mx.compile(once, inputs=state, outputs=state)
     loss = once(*step.batch)
-    return [[*training_state(step), loss], []]
+    return [[*training_state(step), loss], []], made
 
 
 def _run_clipped(step: Step) -> list[list[mx.array]]:
@@ -203,18 +211,18 @@ def step_graph(step: Step) -> StepGraph:
         with (
             step.checkpointed(step.model),
             equal_experts() as counted,
-            last_gradients(step.recorded) as gradients,
+            last_gradients(step.recorded) as last,
         ):
-            evaluations = run_step(step)
+            evaluations, gradients = _built(step)
         if step.compiled:  # it was built in an earlier step
-            gradients.clear()
+            last.clear()
         early = list({id(array): array for array in counted}.values())
         results = [array for evaluation in evaluations for array in evaluation]
         sizes = [(a.nbytes, a.itemsize) for a in kept + old]
-        graph, numbers = export_graph([*kept, *old, *results, *early, *gradients])
+        graph, numbers = export_graph([*kept, *old, *results, *early, *gradients, *last])
     number = iter(numbers)
-    held, existing, made, counts, noted = (
-        list(islice(number, len(part))) for part in (kept, old, results, early, gradients)
+    held, existing, made, counts, updating, noted = (
+        list(islice(number, len(part))) for part in (kept, old, results, early, gradients, last)
     )
     graph.cut_at([*held, *existing])
     known = dict(zip([*held, *existing], sizes, strict=True))
@@ -224,7 +232,11 @@ def step_graph(step: Step) -> StepGraph:
     order, begins = _in_turn(graph, asked)
     built = begins[len(counts)] if counts else 0
     roots = [*existing, *held[len(named) :]]
-    building = [*_dropped(graph, made, noted), *_traced(graph, order[:built], roots)]
+    dropped = _dropped(graph, made, noted)
+    if updating:  # gone before the optimizer's constants are made, which are numbers too
+        without_optimizer = [made[-1], *updating]
+        dropped = dropped[_leaf_count(graph, made) - _leaf_count(graph, without_optimizer) :]
+    building = [*dropped, *_traced(graph, order[:built], roots)]
     if step.compiled:
         # The compiled function, the first evaluation, keeps its constants for the next step.
         held = [*held, *_constants(graph, order[: (*begins, len(order))[1]], known)]
@@ -260,6 +272,11 @@ def _dropped(graph: Graph, results: Sequence[int], gradients: Sequence[int]) -> 
     )
     other = np.setdiff1d(other, asked)
     return other[graph.producer[other] < 0].tolist()
+
+
+def _leaf_count(graph: Graph, results: Sequence[int]) -> int:
+    read = graph.inputs.take(np.flatnonzero(graph.needed_for(results))).values
+    return int((graph.producer[np.unique(read)] < 0).sum())
 
 
 def _traced(graph: Graph, order: Sequence[int], roots: Sequence[int]) -> list[int]:

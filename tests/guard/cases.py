@@ -93,8 +93,9 @@ _FIRST = (
     Case(96),
     Case(64, layers=6, interval=3, checkpointing="layers", keys="experts", bits=4),
     Case(160, recurrence="chunked", num_experts=16, batch_size=2),
-    Case(130, layers=6, recurrence="chunked", checkpointing="layers", keys="usual"),
+    Case(24, layers=8, interval=2, batch_size=3, checkpointing="layers", keys="shared"),
     Case(48, layers=8, checkpointing="mlx", adapted="2,5", optimizer="sgd"),
+    Case(130, layers=6, recurrence="chunked", checkpointing="layers", keys="usual"),
 )
 # mx.compile builds its kernels with the system's compiler: half a minute a run.
 _COMPILED = (
@@ -103,7 +104,7 @@ _COMPILED = (
     Case(48, compile=True, recurrence="chunked", keys="routed", optimizer="adamw"),
     Case(32, compile=True, recurrence="chunked", checkpointing="layers"),
 )
-COUNT = 54
+COUNT = 55
 
 
 def cases() -> list[Case]:
