@@ -222,6 +222,8 @@ def _load_errors(path: Path) -> Iterator[None]:
         yield
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
+    except PermissionError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from None
     except ModuleNotFoundError as error:
         raise CheckpointError(
             f"{path}: mlx-lm has no {error.name}; mend chat_template_type or tool_parser_type in "

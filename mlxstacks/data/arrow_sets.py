@@ -6,7 +6,8 @@ a column of images, audio or video refers to is neither decoded nor opened.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from mlxstacks.regular_files import check_hub_reference, check_regular
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
 ROWS_AT_ONCE = 256
+# A few bytes of a compressed file can stand for gigabytes: what its rows may hold, in bytes and as
+# a multiple of the file's own size, and in values at once.
+_MOST_BYTES, _MOST_TIMES, _MOST_VALUES = 1 << 28, 1000, 1 << 20
 INSTALL = "pip install 'mlxstacks[data]'"
 
 
@@ -95,7 +99,7 @@ def cached_set(dataset: str, name: str | None, split: str) -> tuple[Rows, list[P
         raise InputError(f"{dataset}: the cached data set cannot be read: {error}") from error
     tables = found.with_format("arrow").iter(ROWS_AT_ONCE)
     files = sorted({Path(file["filename"]) for file in found.cache_files})
-    return _rows(dataset, tables, "arrow"), files
+    return _rows(dataset, tables, "arrow", _most_bytes(files)), files
 
 
 def hub_snapshot(dataset: str) -> Path | None:
@@ -117,12 +121,33 @@ def parquet_rows(path: Path) -> Rows:
 
     def batches() -> Iterator[Any]:
         with parquet.ParquetFile(path) as file:
+            _check_chunks(path, file.metadata, most_bytes)
             yield from file.iter_batches(batch_size=ROWS_AT_ONCE)
 
-    return _rows(str(path), batches(), "parquet")
+    most_bytes = _most_bytes([path])
+    return _rows(str(path), batches(), "parquet", most_bytes)
 
 
-def arrow_rows(files: Iterable[Path], label: str) -> Rows:
+def _most_bytes(files: Iterable[Path]) -> int:
+    return max(_MOST_BYTES, _MOST_TIMES * sum(file.stat().st_size for file in files))
+
+
+def _check_chunks(path: Path, metadata: Any, most_bytes: int) -> None:
+    """What a column of a row group becomes in memory. Raises: InputError: too much."""
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            if chunk.total_uncompressed_size > most_bytes:
+                raise _too_large(f"{path}: column {chunk.path_in_schema!a:.100}", most_bytes)
+
+
+def _too_large(what: str, most_bytes: int) -> InputError:
+    return InputError(
+        f"{what}: becomes more than {most_bytes:,} bytes, {_MOST_TIMES:,} times its file; drop the "
+        "column, or write the data as JSONL"
+    )
+
+
+def arrow_rows(files: Sequence[Path], label: str) -> Rows:
     """Rows of Arrow files as `datasets` writes them, numbered through."""
     _need_pyarrow(label)
     import pyarrow
@@ -135,23 +160,28 @@ def arrow_rows(files: Iterable[Path], label: str) -> Rows:
                     for start in range(0, batch.num_rows, ROWS_AT_ONCE):
                         yield batch.slice(start, ROWS_AT_ONCE)
 
-    return _rows(label, batches(), "arrow")
+    present = [file for file in files if file.is_file()]  # who is absent is told as it is opened
+    return _rows(label, batches(), "arrow", _most_bytes(present))
 
 
-def _rows(label: str, batches: Iterable[Any], kind: str) -> Rows:
+def _rows(label: str, batches: Iterable[Any], kind: str, most_bytes: int) -> Rows:
     """(place, row) of each row of batches or tables of Arrow.
 
-    Raises: InputError: the file is damaged, holds no rows, or has a value that Python cannot hold.
+    Raises: InputError: the file is damaged, holds no rows, or has a value that Python cannot hold;
+        or all that were read together have more than `most_bytes`.
     """
     import pyarrow
 
-    number = 0
+    number = nbytes = 0
     try:
         for batch in batches:
             names = batch.schema.names
-            columns = [
-                _values(label, number, name, batch.column(i)) for i, name in enumerate(names)
-            ]
+            arrays = [batch.column(i) for i in range(len(names))]
+            for name, array in zip(names, arrays, strict=True):
+                nbytes += _checked_bytes(label, number, name, array)
+            if nbytes > most_bytes:
+                raise _too_large(label, most_bytes)
+            columns = [_values(label, number, *pair) for pair in zip(names, arrays, strict=True)]
             for values in zip(*columns, strict=True):
                 number += 1
                 yield f"{label}, row {number}", dict(zip(names, values, strict=True))
@@ -161,17 +191,56 @@ def _rows(label: str, batches: Iterable[Any], kind: str) -> Rows:
         raise InputError(f"{label}: no rows")
 
 
-def _values(label: str, before: int, name: str, column: Any) -> list[Any]:
+@contextmanager
+def _named(label: str, before: int, name: str, column: Any) -> Iterator[None]:
+    """Raises: InputError naming rows and column for what a column cannot be read as."""
     try:
-        column.validate(full=True)  # a damaged offset leads anywhere in memory
-        values: list[Any] = column.to_pylist()
+        yield
     # text that is not UTF-8, dates after the year 9999, time zones that are not known here
     except (ValueError, ArithmeticError, LookupError) as error:
         raise InputError(
             f"{label}, rows {before + 1} to {before + len(column)}: column {name!a:.100}: "
             f"{error or type(error).__name__}; mend or drop the column"
         ) from None
+
+
+def _checked_bytes(label: str, before: int, name: str, column: Any) -> int:
+    with _named(label, before, name, column):
+        column.validate(full=True)  # a damaged offset leads anywhere in memory
+        values, nbytes = _extent(column)
+        if values > _MOST_VALUES:
+            raise ValueError(f"more than {_MOST_VALUES:,} values in {len(column)} rows")
+    return nbytes
+
+
+def _values(label: str, before: int, name: str, column: Any) -> list[Any]:
+    with _named(label, before, name, column):
+        values: list[Any] = column.to_pylist()
     return values
+
+
+def _extent(column: Any) -> tuple[int, int]:
+    """(values at any depth, bytes at most) of a column as Python objects."""
+    from pyarrow import types
+
+    if hasattr(column, "chunks"):
+        return _summed(column.chunks)
+    column = getattr(column, "storage", column)  # of an extension type
+    if types.is_dictionary(column.type):
+        words = [_extent(column.dictionary[i : i + 1]) for i in range(len(column.dictionary))]
+        values, nbytes = map(max, zip((1, 1), *words, strict=True))
+        return len(column) * values, len(column) * nbytes
+    if types.is_struct(column.type):
+        return _summed(column.flatten())
+    if types.is_nested(column.type) and hasattr(column, "flatten"):
+        values, nbytes = _extent(column.flatten())
+        return len(column) + values, nbytes
+    return len(column), column.nbytes
+
+
+def _summed(columns: Iterable[Any]) -> tuple[int, int]:
+    values, nbytes = zip((0, 0), *map(_extent, columns), strict=True)
+    return sum(values), sum(nbytes)
 
 
 def _need_pyarrow(what: object) -> None:

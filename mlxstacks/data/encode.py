@@ -68,6 +68,8 @@ def encode_messages(
     weights: list[float] = []
     for text, is_answer in _parts(chat, rendering.thinking):
         left = None if limit is None else limit - len(tokens)
+        if left == 0:  # each further answer costs two renderings of all that stands before it
+            break
         ids = chat.encode(text, left)
         tokens += ids
         weights += [1.0 if is_answer else prompt_weight] * len(ids)

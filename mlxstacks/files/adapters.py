@@ -28,6 +28,7 @@ from mlxstacks.files.lora_modules import (
     LoraModule,
     is_finite_number,
     mlx_config,
+    outside_config,
     widened,
     with_experts,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "load_any_adapter",
     "match_adapter",
     "mlx_config",
+    "outside_config",
     "read_adapter",
     "write_adapter",
     "zero_adapter",
@@ -123,7 +125,9 @@ def _scale_and_rank(config: dict[str, Any], problems: list[str]) -> tuple[float,
     scale, rank = parameters.get("scale"), parameters.get("rank")
     if not is_finite_number(scale):
         hint = "; mlx-lm wants scale, not alpha" if "alpha" in parameters else ""
-        problems.append(f"{CONFIG}: lora_parameters.scale is {scale!r}, not a finite number{hint}")
+        problems.append(
+            f"{CONFIG}: lora_parameters.scale is {scale!r}, not a finite number below 1e30{hint}"
+        )
         scale = 0.0
     if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
         problems.append(f"{CONFIG}: lora_parameters.rank is {rank!r}, not a positive whole number")

@@ -195,6 +195,33 @@ def delta_weights(module: LoraModule) -> int:
     return int(module.lora_a.shape[0] * module.lora_b.shape[1])
 
 
+def outside_config(adapter: Adapter) -> list[str]:
+    """Paths of modules that the adapter's own config leaves out, so that mlx-lm refuses it.
+
+    mlx-lm adapts what `keys` names, by whole paths, or by paths inside of the last `num_layers`
+    layers. How many layers the model has is not known here: of more layers than that, the first
+    ones are listed.
+    """
+    parameters, count = adapter.config.get("lora_parameters"), adapter.config.get("num_layers")
+    if not isinstance(parameters, dict):
+        return []
+    keys = parameters.get("keys")
+    names = [key for key in keys if isinstance(key, str)] if isinstance(keys, list) else None
+    within = {
+        path: (int(part.group(1)), path[part.end() :])
+        for path in adapter.modules
+        if path not in (names or ()) and (part := _LAYER.search(path))
+    }
+    layers = sorted({layer for layer, _ in within.values()})
+    if isinstance(count, int) and count > 0:  # in mlx-lm's slice others are all layers
+        layers = layers[-count:]
+    return [
+        path
+        for path, (layer, name) in within.items()
+        if layer not in layers or (names is not None and name not in names)
+    ]
+
+
 def mlx_config(
     modules: Mapping[str, LoraModule], base_model: str | None = None, fingerprint: str | None = None
 ) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def _rank(value: object, key: str, problems: list[str]) -> int:
 def _alpha(value: object, key: str, problems: list[str]) -> float:
     if is_finite_number(value):
         return value
-    problems.append(f"{key} is {value!r}, not a finite number")
+    problems.append(f"{key} is {value!r}, not a finite number below 1e30")
     return 0.0
 
 

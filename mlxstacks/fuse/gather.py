@@ -4,7 +4,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mlxstacks.errors import InputError
-from mlxstacks.files.adapters import Adapter, Match, load_any_adapter, match_adapter
+from mlxstacks.files.adapters import (
+    Adapter,
+    Match,
+    load_any_adapter,
+    match_adapter,
+    outside_config,
+)
 from mlxstacks.files.checkpoint import Checkpoint
 from mlxstacks.fuse.module import Module
 from mlxstacks.fuse.settings import FuseSettings
@@ -27,6 +33,12 @@ def gather_modules(
         adapter = load_any_adapter(path, settings.peft_layout, checkpoint)
         matches = match_adapter(adapter, checkpoint, allow_base=settings.allow_base)
         notes += _base_note(path, adapter, matches, str(settings.model))
+        if outside := outside_config(adapter):
+            notes.append(
+                f"{path}: its config leaves out {len(outside)} of its {len(adapter.modules)} "
+                f"modules, {outside[0]} for one, and mlx-lm would not load it; all are fused here. "
+                "Mend num_layers or keys, or remove what should not count."
+            )
         for match in matches:
             stages.setdefault(match.module.path, {})[stage] = match
     _check_patterns(settings, list(stages))

@@ -304,12 +304,20 @@ class _Fuse:
     def _failed_gate(self, report: FuseReport) -> str | None:
         """Why the gate is shut: one stage below the limit is enough, and so is all of them."""
         limit, failed = self.settings.fail_under, []
+        if limit is None or self.settings.zero_delta:
+            return None
         totals = {"": report.total}
         if len(report.stages) > 1:
             stages = {f" of stage {n}": stage.total for n, stage in enumerate(report.stages, 1)}
             totals = {**stages, " of all stages together": report.total}
         for where, total in totals.items():
-            found = total.correlation if total else None
-            if limit is not None and found is not None and found < limit:
-                failed.append(f"total correlation{where} {found:.4f} is below --fail-under {limit}")
+            if total is None:  # nothing quantized
+                continue
+            if total.correlation is None:
+                failed.append(f"the delta{where} is zero: no correlation for --fail-under {limit}")
+            elif total.correlation < limit:
+                failed.append(
+                    f"total correlation{where} {total.correlation:.4f} is below "
+                    f"--fail-under {limit}"
+                )
         return "; ".join(failed) or None

@@ -54,7 +54,9 @@ def find_targets(model: nn.Module, settings: TargetSettings | None = None) -> li
     if names is None:
         names = (*USUAL, *(SMALL if settings.small_projections else ()))
     else:
-        problems += [line for name in names if (line := _unmatched(name, wanted, everything))]
+        problems += [
+            line for name in dict.fromkeys(names) if (line := _unmatched(name, wanted, everything))
+        ]
     found = [target for target in wanted if any(_ends_with(target.name, n) for n in names)]
     if not found and not problems:
         there = ", ".join(sorted({t.name for t in wanted})) or "no projections at all"

@@ -134,18 +134,27 @@ def read_yaml(text: str) -> Any:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     # what PyYAML's own constructors let through: a date of month 99, `!!int abc`, `!!bool maybe`
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"a value is not what it claims to be: {error}") from None
 
 
 def yaml_loader() -> Any:
-    """YAML's safe loader, without three surprises.
+    """YAML's safe loader, without four surprises.
 
-    A key given twice is an error; `on`, `off`, `yes`, `no` are text; `1e-3` is a number.
+    A key given twice is an error; `on`, `off`, `yes`, `no` are text; `1e-3` is a number; `<<` takes
+    no lists, by which a few lines become endless.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
+        def flatten_mapping(self, node: yaml.MappingNode) -> None:
+            for key, value in node.value:
+                if key.tag == "tag:yaml.org,2002:merge" and not isinstance(value, yaml.MappingNode):
+                    raise yaml.constructor.ConstructorError(
+                        "while reading a mapping", key.start_mark, "<< takes one mapping"
+                    )
+            super().flatten_mapping(node)
+
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen: set[str] = set()
             for key, _ in node.value:

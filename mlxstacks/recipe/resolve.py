@@ -147,9 +147,8 @@ def validate(
     from pydantic import ValidationError
 
     for key, value in values.items():
-        texts = value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(text, str) and "\0" in text for text in texts):
-            raise InputError(f"{places.get(key, '')}{key}: holds a NUL character; take it out")
+        if fault := _unusable(value):
+            raise InputError(f"{places.get(key, '')}{key}: holds {fault}")
     ready = {
         key: [value] if _wants_list(settings_class, key, value) else value
         for key, value in _over_defaults(settings_class, values).items()
@@ -164,6 +163,21 @@ def validate(
             if not (detail["loc"][-1:] == ("str",) and isinstance(detail["input"], dict))
         ]
         raise InputError("\n".join(dict.fromkeys(problems))) from None
+
+
+def _unusable(value: Any) -> str | None:
+    """What no setting can be, at any depth; YAML's aliases make circles."""
+    left, seen = [value], set()
+    while left:
+        value = left.pop()
+        if isinstance(value, str) and "\0" in value:
+            return "a NUL character; take it out"
+        if isinstance(value, int) and value.bit_length() > 64:
+            return f"a number of {value.bit_length():,} bits; at most 64 are allowed"
+        if isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            left += [*value, *value.values()] if isinstance(value, dict) else value
+    return None
 
 
 def _over_defaults(settings_class: "type[BaseModel]", values: Mapping[str, Any]) -> dict[str, Any]:

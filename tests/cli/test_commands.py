@@ -32,6 +32,8 @@ def test_result_is_a_table_or_one_document(toy: Path, command: Run) -> None:
         (["toy", "--set", "fail=input"], 2, "toy.safetensors: got 3 bytes"),
         (["toy", "--set", "fail=bug"], 1, "ZeroDivisionError: seven by nothing"),
         (["toy", "--set", 'kind="a\\0"'], 2, "kind: holds a NUL character"),
+        (["toy", "--set", 'kind=[{a: ["\\0"]}]'], 2, "kind: holds a NUL character"),
+        (["toy", "--set", f"kind={1 << 64}"], 2, "kind: holds a number of 65 bits"),
         (["toy", "--set", "fail=compiler"], 1, "MLX could not compile a kernel in /"),
         (["toy", "--set", "fail=path"], 2, "xxx: File name too long; look at that path"),
         (["toy", "--set", "fail=interrupt"], 130, "interrupted"),

@@ -224,3 +224,23 @@ def test_a_cached_set_is_read_without_network(
 
 def _no_network(*arguments: Any) -> None:
     raise AssertionError("the network was asked")
+
+
+@pytest.mark.parametrize("kind", ["cell", "list", "dictionary"])
+def test_a_small_file_does_not_become_gigabytes(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(arrow_sets, "_MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(arrow_sets, "_MOST_VALUES", 1 << 12)
+    columns = {
+        "cell": pa.array(["x" * 3_000_000, "y"]),
+        "list": pa.array([[{"role": 0}] * 5000, []]),
+        "dictionary": pa.DictionaryArray.from_arrays(np.zeros(30_000, np.int8), ["y" * 1000]),
+    }
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"text": columns[kind]}), file, compression="zstd")
+    expected = "more than 4,096 values in 2 rows" if kind == "list" else "1,000 times its file"
+    with pytest.raises(InputError, match=rf"a\.parquet.*{expected}"):
+        read(path=str(file))

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from mlxstacks.data import DomainDataSettings, Row, encode_examples, encode_record
+from mlxstacks.data.chat import Chat
+from mlxstacks.data.encode import encode_messages
 from mlxstacks.data.examples import Example, make_example
 from mlxstacks.errors import InputError
 from mlxstacks.nano.exports import ASSETS
 from mlxstacks.nano.tokenizer import load_tokenizer
+from tests.data.chat_tokenizers import chat_tokenizer
 
 PAIR = {"prompt": "Name a colour.", "input": "red, blue", "answer": "Red."}
 
@@ -126,3 +129,22 @@ def test_what_a_template_refuses_is_named() -> None:
     chat = example({"messages": [{"role": "assistant", "content": "Hi"}]})
     with pytest.raises(InputError, match="does not fit template alpaca"):
         encode_examples([chat], Beginning(), about(template="alpaca"))
+
+
+def test_a_cut_chat_is_rendered_no_further_than_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each answer costs renderings of all that stands before it: 10,000 turns took minutes."""
+    tokenizer = chat_tokenizer("chatml")
+    turns = [
+        {"role": role, "content": "seven"} for _ in range(30) for role in ("user", "assistant")
+    ]
+    whole = encode_messages(turns, tokenizer)
+    rendered: list[int] = []
+    render = Chat.render
+
+    def counting(chat: Chat, turns: Any, *arguments: Any, **options: Any) -> str:
+        rendered.append(1)
+        return render(chat, turns, *arguments, **options)
+
+    monkeypatch.setattr(Chat, "render", counting)
+    assert encode_messages(turns, tokenizer, limit=20).tokens == whole.tokens[:20]
+    assert len(rendered) < 12

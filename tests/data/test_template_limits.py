@@ -267,5 +267,5 @@ def test_a_chat_is_rendered_within_the_limits(
 
 
 def test_a_template_that_is_no_python_is_refused_by_its_own_fault() -> None:
-    with pytest.raises(TemplateSyntaxError, match="^.continue. not properly in loop"):
+    with pytest.raises(TemplateSyntaxError, match=r"^.continue. not properly in loop"):
         LimitedEnvironment(extensions=["jinja2.ext.loopcontrols"]).from_string("{% continue %}")

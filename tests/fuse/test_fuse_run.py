@@ -295,6 +295,15 @@ def test_another_base_named_by_the_adapter_is_noted(
     assert "no fingerprint" in note
 
 
+def test_modules_outside_the_config_are_noted(model: Path, adapter: Path, tmp_path: Path) -> None:
+    mine = Path(shutil.copytree(adapter, tmp_path / "mine"))
+    config = json.loads((mine / "adapter_config.json").read_text())
+    config["lora_parameters"]["keys"] = ["mlp.gate_proj"]
+    (mine / "adapter_config.json").write_text(json.dumps(config))
+    (note,) = fuse(model, mine, tmp_path / "out").notes
+    assert "its config leaves out" in note
+
+
 def test_fuse_of_a_fused_model_is_noted(model: Path, adapter: Path, tmp_path: Path) -> None:
     fuse(model, adapter, tmp_path / "model")
     (note,) = fuse(tmp_path / "model", adapter, tmp_path / "again").notes

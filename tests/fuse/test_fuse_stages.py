@@ -175,6 +175,7 @@ def test_verdict_and_gate_see_every_stage(
     assert "; stage 2: nothing to add; " in report.verdict
     assert report.failed_gate is not None
     assert report.failed_gate.startswith("total correlation of stage 1 ")
+    assert "the delta of stage 2 is zero: no correlation" in report.failed_gate
 
 
 @pytest.mark.parametrize("requant", ["refit", "auto", "dequantize", "stochastic"])

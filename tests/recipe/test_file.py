@@ -62,6 +62,8 @@ def test_scalars_mean_what_they_look_like(tmp_path: Path, text: str, value: obje
         ("command: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
         ("1: fuse", "must be a mapping"),
         ("\x00", "special characters are not allowed"),
+        ("a: &a {x: 1}\nb: {<<: [*a, *a]}\ncommand: fuse", "<< takes one mapping"),
+        ('command: fuse\nx: "\\UFFFFFFFF"', "a value is not what it claims to be"),
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -274,6 +274,8 @@ def _yaml(text: str) -> Any:
         raise ValueError(str(error)) from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    except OverflowError as error:  # "\UFFFFFFFF"
+        raise ValueError(f"has no such character: {error}") from None
     finally:
         loader.dispose()
 

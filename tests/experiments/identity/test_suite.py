@@ -134,6 +134,7 @@ def test_rows_that_are_no_prompts_are_listed(rows: list[Any], message: str) -> N
         ("circle.yaml", "&a [*a]", "recursive"),
         ("deep.yaml", "[" * 2000 + "]" * 2000, "nested too deeply"),
         ("deep.json", "[" * 100_000, "nested too deeply"),
+        ("far.yaml", '- "\\UFFFFFFFF"', "no such character"),
         ("key.yaml", "- ? [a]\n  : b", "a key must be a text, in the mapping at line 1"),
         ("tag.yaml", "!!python/object/apply:os.system [ls]", "is str, not a mapping"),
         ("two.json", '[], "other": 1', "more than one JSON value"),
