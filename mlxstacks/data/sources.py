@@ -22,6 +22,7 @@ from mlxstacks.errors import InputError
 # (where it stands, as messages say it, and the row)
 Rows = Iterator[tuple[str, dict[str, Any]]]
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
+_NOT_READ = (".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
 VALIDATION_SPLITS = ("valid", "validation", "val", "dev")
 KNOWN_SPLITS = ("train", "test", *VALIDATION_SPLITS, "eval")
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
@@ -121,6 +122,11 @@ def open_source(source: SourceSettings, root: Path) -> OpenSource:
             f"{path}: a pipe or a device, and rows are read more than once; write them to a file"
             if path.exists()
             else f"{path}: no such file or directory; put the data there, or change the source"
+        )
+    if path.suffix.lower() in _NOT_READ:
+        raise InputError(
+            f"{path}: {path.suffix} is not read; allowed are {', '.join(SUFFIXES)}: "
+            "datasets.load_dataset(...).to_json(FILE) writes one"
         )
     return OpenSource(_file_rows(path), {source.label: path})
 

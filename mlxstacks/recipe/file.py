@@ -134,7 +134,7 @@ def read_yaml(text: str) -> Any:
     except RecursionError:
         raise ValueError("nested too deeply") from None
     # what PyYAML's own constructors let through: a date of month 99, `!!int abc`, `!!bool maybe`
-    except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise ValueError(f"a value is not what it claims to be: {error}") from None
 
 

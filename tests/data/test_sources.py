@@ -249,3 +249,10 @@ def test_a_plain_path_is_a_source() -> None:
 def test_settings_that_cannot_be_meant_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         DomainDataSettings.model_validate(settings)
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl.GZ"])
+def test_a_format_that_is_not_read_says_which_are(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("prompt,completion\na,b\n")
+    with pytest.raises(InputError, match=r"is not read; allowed are \.jsonl, \.json, \.parquet"):
+        open_source(SourceSettings(path=name), tmp_path)

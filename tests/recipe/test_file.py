@@ -64,6 +64,7 @@ def test_scalars_mean_what_they_look_like(tmp_path: Path, text: str, value: obje
         ("\x00", "special characters are not allowed"),
         ("a: &a {x: 1}\nb: {<<: [*a, *a]}\ncommand: fuse", "<< takes one mapping"),
         ('command: fuse\nx: "\\UFFFFFFFF"', "a value is not what it claims to be"),
+        ('command: fuse\nx: !!int ""', "a value is not what it claims to be"),
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, text: str, message: str) -> None:
