@@ -21,8 +21,9 @@ began. Where an essential one is missing nothing runs, unless it is named in `mi
 What this does not hold: a hole in the kernel or in the processor (side channels); the libraries of
 the system can be read; with Landlock alone the program can learn which paths exist and fill the
 disk with many files of the largest size; CPU and memory are used up to their limits. "Finished" is
-told by the process in which the program ran: a program that looks for it can say so of itself, so a
-score of code that was written to deceive is not to be believed.
+told by the process in which the program ran: a program that looks for it can say so of itself. What
+a program is worth is for another process to say, in which it never ran: two programs that share a
+`channel`, one with the code and one with its tests (confined/calls.py).
 """
 
 import json
@@ -52,7 +53,7 @@ _BOOT = (
     "from mlxstacks.experiments.confined.launcher import main; main()"
 )
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
-_START_SECONDS = 60.0  # for the sandbox itself, on a busy machine
+START_SECONDS = 60.0  # for the sandbox itself, on a busy machine
 _MEMORY_POLL_SECONDS = 0.2
 _TOKEN_CHARACTERS = 32
 
@@ -115,11 +116,13 @@ def run_untrusted(
     allowed: bool = False,
     missing_ok: Collection[str] = (),
     mechanisms: Collection[str] = MECHANISMS,
+    channel: Collection[int] = (),
 ) -> SandboxResult:
     """Run Python source to its end, to a limit, or not at all.
 
     allowed: the caller's explicit consent to run code that nobody has read.
     missing_ok: essential protections that may be missing. mechanisms: which to try (Linux).
+    channel: descriptors that the program gets besides its output; their numbers in `sys.argv`.
 
     Raises:
         SandboxError: not allowed; a system without a sandbox; an essential protection is missing.
@@ -138,7 +141,8 @@ def run_untrusted(
         for part in ("root", "work"):
             (box / part).mkdir()
         (box / "canary").write_text("outside")
-        run = _Run(program, limits, box, set(ESSENTIAL) - {*missing_ok}, tuple(mechanisms))
+        essential = set(ESSENTIAL) - {*missing_ok}
+        run = _Run(program, limits, box, essential, tuple(mechanisms), tuple(channel))
         return run.to_the_end()
 
 
@@ -151,9 +155,9 @@ def probe(mechanisms: Collection[str] = MECHANISMS) -> Protections:
 class _Run:
     def __init__(
         self, program: str, limits: SandboxLimits, box: Path, essential: set[str],
-        mechanisms: tuple[str, ...],
+        mechanisms: tuple[str, ...], channel: tuple[int, ...],
     ) -> None:  # fmt: skip
-        self.limits, self.box, self.essential = limits, box, essential
+        self.limits, self.box, self.essential, self.channel = limits, box, essential, channel
         self.token = secrets.token_hex(_TOKEN_CHARACTERS // 2)
         self.package = str(Path(mlxstacks.__file__).parents[1])
         self.specification = {
@@ -166,6 +170,7 @@ class _Run:
             "package": self.package,
             "essential": sorted(essential - ({"memory"} if sys.platform == "darwin" else set())),
             "mechanisms": mechanisms,
+            "channel": channel,
             "token": self.token,
         }
 
@@ -177,7 +182,8 @@ class _Run:
         child = subprocess.Popen(
             [*confining_command(self.box), *boot, str(status_end), str(token_end)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            pass_fds=(status_end, token_end), env={}, cwd=self.box, start_new_session=True,
+            pass_fds=(status_end, token_end, *self.channel), env={}, cwd=self.box,
+            start_new_session=True,
         )  # fmt: skip
         os.close(status_end)
         os.close(token_end)
@@ -249,7 +255,7 @@ class _Watch:
         assert self.child.stdout is not None
         sources = {**self.descriptors, "output": self.child.stdout.fileno()}
         self.read = {name: bytearray() for name in sources}
-        deadline, begun = time.monotonic() + _START_SECONDS, False
+        deadline, begun = time.monotonic() + START_SECONDS, False
         with selectors.DefaultSelector() as selector:
             for name, descriptor in sources.items():
                 selector.register(descriptor, selectors.EVENT_READ, name)

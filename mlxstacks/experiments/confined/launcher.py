@@ -17,6 +17,8 @@ import sys
 import traceback
 from typing import Any, NoReturn
 
+# Programs import it, and can read no file of this package then.
+import mlxstacks.experiments.confined.calls  # noqa: F401
 from mlxstacks.experiments.confined import landlock, namespaces, seccomp
 from mlxstacks.experiments.confined.syscalls import prctl
 
@@ -88,7 +90,7 @@ class Launcher:
             os.close(writing)
         os.dup2(null, 0)
         os.dup2(1, 2)
-        kept = sorted({0, 1, 2, self.status, self.token})
+        kept = sorted({0, 1, 2, self.status, self.token, *self.given["channel"]})
         for low, high in zip(kept, [*kept[1:], 1 << 16], strict=True):
             os.closerange(low + 1, high)
         self.mark("descriptors", "closed")
@@ -182,7 +184,7 @@ class Launcher:
 
     def execute(self) -> int:
         sys.path[:] = [path for path in sys.path if path != self.given["package"]]
-        sys.argv = ["program"]
+        sys.argv = ["program", *map(str, self.given["channel"])]
         given, token = self.given["program"], self.given["token"].encode()
         self.given = {}
         code = 1
