@@ -14,7 +14,6 @@ import resource
 import select
 import signal
 import sys
-import traceback
 from typing import Any, NoReturn
 
 # Programs import it, and can read no file of this package then.
@@ -76,6 +75,8 @@ class Launcher:
             os.close(self.status)
             code = self.execute() if ready else 99
         except BaseException:
+            import traceback
+
             self.tell(failed=traceback.format_exc(limit=3)[-1500:])
         finally:
             os._exit(code)
@@ -195,7 +196,8 @@ class Launcher:
             print(f"SystemExit: {error}")  # noqa: T201 -- the program's own output
             code = 2
         except BaseException:
-            traceback.print_exc(limit=-8)
+            sys.tracebacklimit = 8
+            sys.__excepthook__(*sys.exc_info())
         sys.stdout.flush()
         if code == 0:
             os.write(self.token, token)
