@@ -15,11 +15,11 @@ directory, without network, other processes or the caller's files. How, by syste
              since macOS does not hold that limit. Written from Apple's documentation; no test has
              run it.
 
-Why not bubblewrap: it needs user namespaces, which Docker's default profile and Ubuntu 24.04 (GitHub's
-runners) refuse; Landlock and seccomp are all there is then, and refuse the same attacks. Under
-bubblewrap 0.8 alone three attacks of the tests got through: a new program (`execve`, which its own
-filter cannot deny, since it starts the interpreter by it), limits that are not held, a root that can
-be written to. Filter, limits and Landlock would have to stay; only namespaces.py could go.
+Not bubblewrap: it needs user namespaces, which Docker's default profile and Ubuntu 24.04 (GitHub's
+runners) refuse; Landlock and seccomp are all there is then, and refuse the same attacks. With
+bubblewrap 0.8 alone three attacks of the tests get through: a new program (its own filter cannot
+deny execve, by which it starts the interpreter), raised limits, files in the root. Limits, Landlock
+and the filter would have to stay; only namespaces.py could go.
 
 `result.protections` says which of them were active, measured in the very process before the program
 began. Where an essential one is missing nothing runs, unless it is named in `missing_ok`.

@@ -209,8 +209,7 @@ def test_exceptions_reach_the_tests_as_the_nearest_built_in_one() -> None:
 
 
 def test_a_program_that_never_answers_is_out_of_time() -> None:
-    limits = SandboxLimits(wall_seconds=60, cpu_seconds=1)
-    endless = verdict("    while True: pass", limits=limits)
+    endless = verdict("    while True: pass", limits=SandboxLimits(wall_seconds=0.5))
     assert not endless.passed
     assert endless.result is not None
     assert endless.result.status == "out of time"
