@@ -59,7 +59,7 @@ _BOOT = (
     "from mlxstacks.experiments.confined.launcher import main; main()"
 )
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
-START_SECONDS = 60.0  # for the sandbox itself, on a busy machine
+_START_SECONDS = 60.0  # for the sandbox itself, on a busy machine
 _MEMORY_POLL_SECONDS = 0.2
 _TOKEN_CHARACTERS = 32
 
@@ -237,7 +237,7 @@ class _Watch:
         assert self.child.stdout is not None
         sources = {**self.descriptors, "output": self.child.stdout.fileno()}
         self.read = {name: bytearray() for name in sources}
-        deadline, begun = time.monotonic() + START_SECONDS, False
+        deadline, begun = time.monotonic() + _START_SECONDS, False
         with selectors.DefaultSelector() as selector:
             for name, descriptor in sources.items():
                 selector.register(descriptor, selectors.EVENT_READ, name)

@@ -8,16 +8,11 @@ import os
 import re
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mlxstacks.experiments.benchmarks.extract import NONE, Extracted
 from mlxstacks.experiments.confined import calls
-from mlxstacks.experiments.sandbox import (
-    START_SECONDS,
-    SandboxLimits,
-    SandboxResult,
-    run_untrusted,
-)
+from mlxstacks.experiments.sandbox import SandboxLimits, SandboxResult, run_untrusted
 
 _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _TOP_LEVEL = re.compile(r"^(?:async\s+def|def|class|@|if __name__|print\(|assert |#|```)", re.M)
@@ -142,20 +137,17 @@ def passes(
     """Run a completion in one sandbox, the tests of it in another.
 
     Law: a program cannot pass tests that its answers do not pass. It gets the arguments of the
-    calls and nothing else, and its answers are plain data (confined/calls.py). limits.wall_seconds
-    are the program's, in which the tests have to end too.
+    calls and nothing else, and its answers are plain data (confined/calls.py). limits: of either.
 
     Raises: SandboxError where it may not or cannot be run.
     """
     sources = programs(prompt, text, test, entry_point)
     if sources is None:
         return CodeVerdict(False, NONE, None)
-    # The tests end when the program has: its clock alone decides.
-    patient = replace(limits, wall_seconds=limits.wall_seconds + START_SECONDS)
     call, answer = os.pipe(), os.pipe()
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(_run, sources[0], limits, (call[0], answer[1]), allowed)
-        tested = _run(sources[1], patient, (answer[0], call[1]), allowed)
+        tested = _run(sources[1], limits, (answer[0], call[1]), allowed)
         ran = serving.result()
     passed = tested.status == ran.status == "finished"
     return CodeVerdict(passed, code_of(text).rule, tested if ran.status == "finished" else ran)

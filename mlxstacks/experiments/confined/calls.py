@@ -120,9 +120,8 @@ class Candidate:
 
 def _exception(name: str, message: str) -> Exception:
     """A built-in one; not StopIteration, which would end a loop of the tests without a word."""
-    kind = getattr(builtins, name)
-    if not issubclass(kind, Exception) or issubclass(kind, StopIteration | StopAsyncIteration):
-        kind = RuntimeError
-    error = kind(message)
-    assert isinstance(error, Exception)
-    return error
+    kind: type = getattr(builtins, name)
+    if not issubclass(kind, Exception):
+        raise TypeError(f"{name} is no Exception")
+    silent = issubclass(kind, StopIteration | StopAsyncIteration)
+    return RuntimeError(message) if silent else kind(message)

@@ -184,7 +184,11 @@ def test_a_forged_answer_does_not_pass(name: str) -> None:
     [
         ("    return (n for n in [6])", "TypeError: generator is no plain data"),
         ("    import os; os._exit(0)", ""),
-        ("    import os, sys; os.write(int(sys.argv[2]), b'?\\n')", "JSONDecodeError"),
+        (
+            "    import os, sys\n"
+            '    os.write(int(sys.argv[2]), b\'["raised", "SystemExit", ""]\\n\')',
+            "TypeError: SystemExit is no Exception",
+        ),
     ],
 )
 def test_no_answer_is_no_exception_that_tests_expect(text: str, output: str) -> None:
@@ -207,6 +211,13 @@ def check(candidate):
     assert verdict(text, test).passed
 
 
+def test_right_answers_of_a_program_that_does_not_come_to_its_end_do_not_pass() -> None:
+    dying = verdict("    import os, sys\n    sys.stdout.flush = os.abort\n    return 2 * n")
+    assert not dying.passed
+    assert dying.result is not None
+    assert dying.result.status == "killed"
+
+
 def test_a_program_that_never_answers_is_out_of_time() -> None:
     endless = verdict("    while True: pass", limits=SandboxLimits(wall_seconds=0.5))
     assert not endless.passed
@@ -217,8 +228,7 @@ def test_a_program_that_never_answers_is_out_of_time() -> None:
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.binary()
     | st.complex_numbers(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner)
-    | st.frozensets(st.text() | st.integers()) | st.sets(st.floats(allow_nan=False)),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
     max_leaves=8,
 )  # fmt: skip
 
@@ -227,16 +237,23 @@ plain = st.recursive(
 def test_plain_data_comes_across_as_it_is(value: object) -> None:
     same = decode(json.loads(json.dumps(encode(value))))
     assert same == value
-    if not isinstance(value, set | frozenset):  # their order is free
-        assert repr(same) == repr(value)
+    assert repr(same) == repr(value)
 
 
 def test_what_has_no_plain_form_is_refused_or_becomes_plain() -> None:
     nan = decode(encode(float("nan")))
     assert nan != nan
     assert type(decode(encode(Counter("aa")))) is dict
-    for value in (10**5000, "\ud83d\ude00", "\ud83d" + "\ude00"):
-        assert decode(encode(value)) == value
+    for value in (
+        {1, "a", (2.5, None)},
+        frozenset({b"b"}),
+        set(),
+        10**5000,
+        "\ud83d\ude00",
+        "\ud83d" + "\ude00",
+    ):
+        same = decode(encode(value))
+        assert (type(same), same) == (type(value), value)
     for value in (object(), [range(3)], {"a": len}, mock.ANY):
         with pytest.raises(TypeError, match="is no plain data"):
             encode(value)
