@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-_COLLECTIONS: tuple[type, ...] = (list, tuple, set, frozenset)
+_COLLECTIONS: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 _DECODERS: dict[str, Callable[[Any], Any]] = {
     "int": lambda digits: int(digits, 16),
     "float": float.fromhex,
@@ -27,7 +27,6 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "str": lambda digits: bytes.fromhex(digits).decode("utf-8", "surrogatepass"),
     "bytes": bytes.fromhex,
     "dict": lambda pairs: {decode(key): decode(value) for key, value in pairs},
-    **{kind.__name__: lambda items, kind=kind: kind(map(decode, items)) for kind in _COLLECTIONS},
 }
 
 
@@ -49,9 +48,9 @@ def encode(value: object) -> Any:
         return {"bytes": value.hex()}
     if isinstance(value, dict):
         return {"dict": [[encode(key), encode(entry)] for key, entry in value.items()]}
-    for kind in _COLLECTIONS:
+    for name, kind in _COLLECTIONS.items():
         if isinstance(value, kind):
-            return {kind.__name__: [encode(item) for item in value]}
+            return {name: [encode(item) for item in value]}
     raise TypeError(f"{type(value).__name__} is no plain data, and only that is passed")
 
 
@@ -59,8 +58,10 @@ def decode(encoded: Any) -> Any:
     """The other way. Raises: some exception for what `encode` does not write."""
     if encoded is None or isinstance(encoded, bool):
         return encoded
-    ((kind, content),) = encoded.items()
-    return _DECODERS[kind](content)
+    ((name, content),) = encoded.items()
+    if name in _COLLECTIONS:
+        return _COLLECTIONS[name](map(decode, content))
+    return _DECODERS[name](content)
 
 
 def _channel() -> tuple[BinaryIO, BinaryIO]:
@@ -109,11 +110,11 @@ class Candidate:
             if not line:
                 raise EOFError("the program ended before it answered")
             outcome, *content = json.loads(line)
-            value = {"returned": decode, "raised": _exception}[outcome](*content)
+            value = decode(*content) if outcome == "returned" else _exception(*content)
         except BaseException as error:
             print(f"{type(error).__name__}: {error}", flush=True)  # noqa: T201 -- read by the caller
             os._exit(1)
-        if outcome == "raised":
+        if isinstance(value, Exception):
             raise value
         return value
 
