@@ -1,13 +1,13 @@
 """Calls from one sandbox into another: the tests of a program, and the program.
 
-    tests                                      program
-    Candidate()(*args)  --- a line of JSON -->  serve(function): function(*args)
-                       <--- a line of JSON ---  what it returned or raised
+    tests                                       program
+    Candidate()(*args)  -- a line of JSON -->   serve(function): function(*args)
+                       <-- a line of JSON --    what it returned or raised
 
 The program may answer what it likes, but only with plain data, by value: None, bool, int, float,
 complex, str, bytes, list, tuple, dict, set, frozenset. Whatever compares an answer is then the
-tests' own, in a process in which no line of the program ever ran. What a program does to its
-arguments is not seen by the tests.
+tests' own, in a process in which no line of the program ever ran. Tests that pass functions or look
+for changes in what they passed therefore fail; HumanEval has none.
 
 Both ends find their descriptors, reading and writing, in `sys.argv`.
 """
