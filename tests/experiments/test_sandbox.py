@@ -258,10 +258,13 @@ def test_protections_are_named(
 ) -> None:
     way, result, _, _ = attacked
     active = result.protections.active
-    assert ("own root" in active["filesystem"]) == ("namespaces" in WAYS[way])
+    # "all" does without namespaces where the system refuses them (Docker, GitHub's runners).
+    refused = any(note.startswith("no namespaces") for note in result.protections.notes)
+    namespaces = "namespaces" in WAYS[way] and not refused
+    assert ("own root" in active["filesystem"]) == namespaces
     assert ("landlock" in active["filesystem"]) == ("landlock" in WAYS[way])
     assert ("seccomp" in active["network"]) == ("seccomp" in WAYS[way])
-    assert ("namespace" in active["network"]) == ("namespaces" in WAYS[way])
+    assert ("namespace" in active["network"]) == namespaces
 
 
 FORK_BOMB = """
