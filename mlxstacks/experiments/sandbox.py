@@ -15,14 +15,21 @@ directory, without network, other processes or the caller's files. How, by syste
              since macOS does not hold that limit. Written from Apple's documentation; no test has
              run it.
 
+Not bubblewrap: it needs user namespaces, which Docker's default profile and Ubuntu 24.04 (GitHub's
+runners) refuse; Landlock and seccomp are all there is then, and refuse the same attacks. With
+bubblewrap 0.8 alone three attacks of the tests get through: a new program (its own filter cannot
+deny execve, by which it starts the interpreter), raised limits, files in the root. Limits, Landlock
+and the filter would have to stay; only namespaces.py could go.
+
 `result.protections` says which of them were active, measured in the very process before the program
-began. Where an essential one is missing nothing runs, unless it is named in `missing_ok`.
+began. Where an essential one is missing nothing runs.
 
 What this does not hold: a hole in the kernel or in the processor (side channels); the libraries of
 the system can be read; with Landlock alone the program can learn which paths exist and fill the
 disk with many files of the largest size; CPU and memory are used up to their limits. "Finished" is
-told by the process in which the program ran: a program that looks for it can say so of itself, so a
-score of code that was written to deceive is not to be believed.
+told by the process in which the program ran: a program that looks for it can say so of itself. What
+a program is worth is for another process to say, in which it never ran: two programs that share a
+`channel`, one with the code and one with its tests (confined/calls.py).
 """
 
 import json
@@ -88,9 +95,6 @@ class Protections:
         """Of the essential ones."""
         return [name for name in ESSENTIAL if not self.active.get(name)]
 
-    def as_json(self) -> dict[str, Any]:
-        return {"active": self.active, "missing": self.missing, "notes": list(self.notes)}
-
 
 @dataclass(frozen=True)
 class SandboxResult:
@@ -101,11 +105,7 @@ class SandboxResult:
     status: Status
     exit_code: int | None
     output: str
-    seconds: float
     protections: Protections
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "protections": self.protections.as_json()}
 
 
 def run_untrusted(
@@ -113,13 +113,14 @@ def run_untrusted(
     limits: SandboxLimits | None = None,
     *,
     allowed: bool = False,
-    missing_ok: Collection[str] = (),
     mechanisms: Collection[str] = MECHANISMS,
+    channel: Collection[int] = (),
 ) -> SandboxResult:
     """Run Python source to its end, to a limit, or not at all.
 
     allowed: the caller's explicit consent to run code that nobody has read.
-    missing_ok: essential protections that may be missing. mechanisms: which to try (Linux).
+    mechanisms: which to try (Linux). channel: descriptors that the program gets besides its output;
+    their numbers are in `sys.argv`.
 
     Raises:
         SandboxError: not allowed; a system without a sandbox; an essential protection is missing.
@@ -129,31 +130,21 @@ def run_untrusted(
         raise SandboxError(
             "code written by a model is not run unasked; say so explicitly to run it in a sandbox"
         )
-    unknown = {*missing_ok} - {*ESSENTIAL}
-    if unknown:
-        raise SandboxError(f"missing_ok names {sorted(unknown)}; allowed: {', '.join(ESSENTIAL)}")
-    limits = limits or SandboxLimits()
     with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as name:
         box = Path(name).resolve()
         for part in ("root", "work"):
             (box / part).mkdir()
         (box / "canary").write_text("outside")
-        run = _Run(program, limits, box, set(ESSENTIAL) - {*missing_ok}, tuple(mechanisms))
+        run = _Run(program, limits or SandboxLimits(), box, mechanisms, channel)
         return run.to_the_end()
-
-
-def probe(mechanisms: Collection[str] = MECHANISMS) -> Protections:
-    """What this system offers, by running an empty program. Raises: as `run_untrusted`."""
-    found = run_untrusted("", allowed=True, missing_ok=ESSENTIAL, mechanisms=mechanisms)
-    return found.protections
 
 
 class _Run:
     def __init__(
-        self, program: str, limits: SandboxLimits, box: Path, essential: set[str],
-        mechanisms: tuple[str, ...],
+        self, program: str, limits: SandboxLimits, box: Path, mechanisms: Collection[str],
+        channel: Collection[int],
     ) -> None:  # fmt: skip
-        self.limits, self.box, self.essential = limits, box, essential
+        self.limits, self.box, self.channel = limits, box, channel
         self.token = secrets.token_hex(_TOKEN_CHARACTERS // 2)
         self.package = str(Path(mlxstacks.__file__).parents[1])
         self.specification = {
@@ -164,20 +155,22 @@ class _Run:
             "canary": str(box / "canary"),
             "libraries": libraries(),
             "package": self.package,
-            "essential": sorted(essential - ({"memory"} if sys.platform == "darwin" else set())),
-            "mechanisms": mechanisms,
+            # macOS does not hold a limit of memory: `_Watch` does
+            "essential": sorted({*ESSENTIAL} - ({"memory"} if sys.platform == "darwin" else set())),
+            "mechanisms": [*mechanisms],
+            "channel": [*channel],
             "token": self.token,
         }
 
     def to_the_end(self) -> SandboxResult:
         status, status_end = os.pipe()
         token, token_end = os.pipe()
-        started = time.monotonic()
         boot = [sys.executable, "-I", "-S", "-B", "-c", _BOOT, self.package]
         child = subprocess.Popen(
             [*confining_command(self.box), *boot, str(status_end), str(token_end)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            pass_fds=(status_end, token_end), env={}, cwd=self.box, start_new_session=True,
+            pass_fds=(status_end, token_end, *self.channel), env={}, cwd=self.box,
+            start_new_session=True,
         )  # fmt: skip
         os.close(status_end)
         os.close(token_end)
@@ -197,11 +190,9 @@ class _Run:
             child.stdout.close()
             os.close(status)
             os.close(token)
-        return self._result(watch, why, child.returncode, time.monotonic() - started)
+        return self._result(watch, why, child.returncode)
 
-    def _result(
-        self, watch: "_Watch", why: Status | None, own_code: int, seconds: float
-    ) -> SandboxResult:
+    def _result(self, watch: "_Watch", why: Status | None, own_code: int) -> SandboxResult:
         messages: dict[str, Any] = {}
         for line in bytes(watch.read["status"]).splitlines():
             messages |= json.loads(line)
@@ -213,13 +204,10 @@ class _Run:
         if sys.platform == "darwin":
             active["memory"] = ["watched from outside"]
         protections = Protections(active, tuple(messages["notes"]))
-        missing = sorted(self.essential & {*protections.missing})
-        if missing:
+        if protections.missing:
+            missing = ", ".join(protections.missing)
             notes = "".join(f"\n  {note}" for note in protections.notes)
-            raise SandboxError(
-                f"nothing was run: no protection of {', '.join(missing)} on this system; it could "
-                f"be allowed with missing_ok{notes}"
-            )
+            raise SandboxError(f"nothing was run: no protection of {missing} on this system{notes}")
         if sys.platform == "darwin":
             code = own_code
         else:
@@ -228,7 +216,7 @@ class _Run:
             why = "out of time"
         finished = why is None and code == 0 and watch.read["token"] == self.token.encode()
         status: Status = "finished" if finished else why or _how(code)
-        return SandboxResult(status, None if why else code, output, seconds, protections)
+        return SandboxResult(status, None if why else code, output, protections)
 
 
 def _how(code: int | None) -> Status:

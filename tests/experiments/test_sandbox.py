@@ -18,7 +18,6 @@ import pytest
 
 from mlxstacks.experiments import sandbox
 from mlxstacks.experiments.sandbox import (
-    ESSENTIAL,
     MECHANISMS,
     SandboxError,
     SandboxLimits,
@@ -259,11 +258,13 @@ def test_protections_are_named(
 ) -> None:
     way, result, _, _ = attacked
     active = result.protections.active
-    assert ("own root" in active["filesystem"]) == ("namespaces" in WAYS[way])
+    # "all" does without namespaces where the system refuses them (Docker, GitHub's runners).
+    refused = any(note.startswith("no namespaces") for note in result.protections.notes)
+    namespaces = "namespaces" in WAYS[way] and not refused
+    assert ("own root" in active["filesystem"]) == namespaces
     assert ("landlock" in active["filesystem"]) == ("landlock" in WAYS[way])
     assert ("seccomp" in active["network"]) == ("seccomp" in WAYS[way])
-    assert ("namespace" in active["network"]) == ("namespaces" in WAYS[way])
-    json.dumps(result.as_json())
+    assert ("namespace" in active["network"]) == namespaces
 
 
 FORK_BOMB = """
@@ -326,23 +327,26 @@ print(json.dumps(done))
     assert (result.status, result.output) == ("finished", "[1, 2, 3]\n")
 
 
-def test_an_endless_loop_ends_by_cpu_time_and_a_sleep_by_the_clock() -> None:
-    loop = run("while True: pass", limits=SandboxLimits(wall_seconds=60, cpu_seconds=1))
+def test_what_ends_by_its_cpu_time_or_by_the_clock_is_out_of_time() -> None:
+    loop = run("import signal\nsignal.raise_signal(signal.SIGXCPU)")
     assert (loop.status, loop.exit_code) == ("out of time", None)
     asleep = run("import time\ntime.sleep(600)", limits=SandboxLimits(wall_seconds=0.5))
     assert (asleep.status, asleep.exit_code) == ("out of time", None)
 
 
 def test_a_program_that_ignores_signals_is_ended() -> None:
+    """Of CPU time it gets a second, then a signal, then another second."""
     program = """
 import signal
 for number in range(1, 65):
     try: signal.signal(number, signal.SIG_IGN)
     except (OSError, ValueError): pass
+signal.signal(signal.SIGXCPU, lambda *_: print("a second", flush=True))
 while True: pass
 """
-    result = run(program, limits=SandboxLimits(wall_seconds=30, cpu_seconds=1))
-    assert result.status in ("killed", "out of time")
+    result = run(program, limits=SandboxLimits(wall_seconds=60, cpu_seconds=1))
+    assert (result.status, result.exit_code) == ("killed", -signal.SIGKILL)
+    assert result.output == "a second\n"
 
 
 def test_huge_output_is_cut() -> None:
@@ -383,11 +387,6 @@ def test_nothing_runs_unasked_or_unprotected(tmp_path: Path) -> None:
     with pytest.raises(SandboxError, match="nothing was run: no protection of filesystem, net"):
         run_untrusted(program, allowed=True, mechanisms=())
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(SandboxError, match="missing_ok names"):
-        run_untrusted("", allowed=True, missing_ok=("disk",))
-    forced = run_untrusted(program, allowed=True, mechanisms=(), missing_ok=ESSENTIAL)
-    assert (forced.status, len(list(tmp_path.iterdir()))) == ("finished", 1)
-    assert {"filesystem", "network"} <= {*forced.protections.missing}
 
 
 def test_an_unknown_system_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,9 +416,9 @@ def test_no_process_outlives_the_caller(tmp_path: Path) -> None:
     code = (
         "from mlxstacks.experiments.sandbox import *\n"
         "l = SandboxLimits(wall_seconds=300, cpu_seconds=300)\n"
-        "run_untrusted('import time\\nwhile True: time.sleep(1)', l, allowed=True, "
-        "missing_ok=ESSENTIAL)"
+        "run_untrusted('import time\\nwhile True: time.sleep(1)', l, allowed=True)"
     )
+    run("")  # skips where nothing runs
     here = os.environ | {"TMPDIR": str(tmp_path)}  # a killed caller cannot tidy up
     caller = subprocess.Popen([sys.executable, "-c", code], env=here)
     try:

@@ -1,14 +1,17 @@
-"""HumanEval: from a model's text to a program that can be run, and its verdict in the sandbox.
+"""HumanEval: from a model's text to a program that can be run, and its verdict.
 
-`program` is prompt + body + tests as one source; `passes` runs it, and only when `allowed`.
+`passes` runs the program in one sandbox and its tests in another, and only when `allowed`.
 """
 
 import ast
+import os
 import re
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from mlxstacks.experiments.benchmarks.extract import NONE, Extracted
+from mlxstacks.experiments.confined import calls
 from mlxstacks.experiments.sandbox import SandboxLimits, SandboxResult, run_untrusted
 
 _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
@@ -101,18 +104,26 @@ def _at_four(body: str) -> str:
     return textwrap.indent(textwrap.dedent(body), "    ")
 
 
-def program(prompt: str, text: str, test: str, entry_point: str) -> str | None:
-    """The whole source; None where the text holds no code."""
+def programs(prompt: str, text: str, test: str, entry_point: str) -> tuple[str, str] | None:
+    """Two sources: the function, which answers calls, and its tests, which make them; None where
+    the text holds no code. The prompt's helpers (`poly` of HumanEval/32) are in both.
+    """
     code = code_of(text)
     if code.value is None:
         return None
+    head, module = prompt.rstrip(), calls.__name__
     body = body_of(code.value, entry_point)
-    return f"{prompt.rstrip()}\n{body}\n\n{test.strip()}\n\ncheck({entry_point})\n"
+    function = f"{head}\n{body}\n\nfrom {module} import serve\nserve({entry_point})\n"
+    candidate = f"from {module} import Candidate\n{entry_point} = Candidate()\n"
+    tests = f"{head}\n    pass\n\n{candidate}\n{test.strip()}\n\ncheck({entry_point})\n"
+    return function, tests
 
 
 @dataclass(frozen=True)
 class CodeVerdict:
-    """result: None where there was no code to run."""
+    """result: of the tests, or of the program where it did not live to the last of them; None where
+    there was no code to run.
+    """
 
     passed: bool
     rule: str
@@ -123,9 +134,31 @@ def passes(
     prompt: str, text: str, test: str, entry_point: str, *, allowed: bool = False,
     limits: SandboxLimits = LIMITS,
 ) -> CodeVerdict:  # fmt: skip
-    """Run the tests on a completion. Raises: SandboxError where it may not or cannot be run."""
-    source = program(prompt, text, test, entry_point)
-    if source is None:
+    """Run a completion in one sandbox, the tests of it in another.
+
+    Law: a program cannot pass tests that its answers do not pass. It gets the arguments of the
+    calls and nothing else, and its answers are plain data (confined/calls.py). limits: of either.
+
+    Raises: SandboxError where it may not or cannot be run.
+    """
+    sources = programs(prompt, text, test, entry_point)
+    if sources is None:
         return CodeVerdict(False, NONE, None)
-    result = run_untrusted(source, limits, allowed=allowed)
-    return CodeVerdict(result.status == "finished", code_of(text).rule, result)
+    call, answer = os.pipe(), os.pipe()
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(_run, sources[0], limits, (call[0], answer[1]), allowed)
+        tested = _run(sources[1], limits, (answer[0], call[1]), allowed)
+        ran = serving.result()
+    passed = tested.status == ran.status == "finished"
+    return CodeVerdict(passed, code_of(text).rule, tested if ran.status == "finished" else ran)
+
+
+def _run(
+    source: str, limits: SandboxLimits, channel: tuple[int, int], allowed: bool
+) -> SandboxResult:
+    """Closes its end of the channel afterwards: the other side waits for that."""
+    try:
+        return run_untrusted(source, limits, allowed=allowed, channel=channel)
+    finally:
+        for descriptor in channel:
+            os.close(descriptor)

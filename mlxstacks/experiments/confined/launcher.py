@@ -14,9 +14,10 @@ import resource
 import select
 import signal
 import sys
-import traceback
 from typing import Any, NoReturn
 
+# Programs import it, and can read no file of this package then.
+import mlxstacks.experiments.confined.calls  # noqa: F401
 from mlxstacks.experiments.confined import landlock, namespaces, seccomp
 from mlxstacks.experiments.confined.syscalls import prctl
 
@@ -74,6 +75,8 @@ class Launcher:
             os.close(self.status)
             code = self.execute() if ready else 99
         except BaseException:
+            import traceback
+
             self.tell(failed=traceback.format_exc(limit=3)[-1500:])
         finally:
             os._exit(code)
@@ -88,7 +91,7 @@ class Launcher:
             os.close(writing)
         os.dup2(null, 0)
         os.dup2(1, 2)
-        kept = sorted({0, 1, 2, self.status, self.token})
+        kept = sorted({0, 1, 2, self.status, self.token, *self.given["channel"]})
         for low, high in zip(kept, [*kept[1:], 1 << 16], strict=True):
             os.closerange(low + 1, high)
         self.mark("descriptors", "closed")
@@ -182,7 +185,7 @@ class Launcher:
 
     def execute(self) -> int:
         sys.path[:] = [path for path in sys.path if path != self.given["package"]]
-        sys.argv = ["program"]
+        sys.argv = ["program", *map(str, self.given["channel"])]
         given, token = self.given["program"], self.given["token"].encode()
         self.given = {}
         code = 1
@@ -193,7 +196,8 @@ class Launcher:
             print(f"SystemExit: {error}")  # noqa: T201 -- the program's own output
             code = 2
         except BaseException:
-            traceback.print_exc(limit=-8)
+            sys.tracebacklimit = 8
+            sys.__excepthook__(*sys.exc_info())
         sys.stdout.flush()
         if code == 0:
             os.write(self.token, token)

@@ -8,7 +8,6 @@ were broken. Threads stay possible; so do pairs of sockets without a name (async
 import ctypes
 import errno
 import os
-import platform
 
 from mlxstacks.experiments.confined.syscalls import number, prctl
 
@@ -69,11 +68,11 @@ def program(own_pid: int) -> list[Instruction]:
     """The filter; own_pid: a process may signal itself (abort does), and lower its own limits."""
     lines: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
-        (_EQUAL, 1, 0, _ARCHITECTURES[platform.machine()]),
+        (_EQUAL, 1, 0, _ARCHITECTURES[os.uname().machine]),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, _NUMBER_AT),
     ]
-    if platform.machine() == "x86_64":  # the same calls by other numbers
+    if os.uname().machine == "x86_64":  # the same calls by other numbers
         lines += [(_AT_LEAST, 0, 1, _X32_BIT), (_RETURN, 0, 0, _KILL)]
     for name in _NEVER:
         if (found := number(name)) is not None:

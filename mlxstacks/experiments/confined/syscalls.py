@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import platform
 
 # (x86_64, aarch64); None where the architecture has no such call. From the kernel's unistd headers.
 _NUMBERS: dict[str, tuple[int | None, int | None]] = {
@@ -43,7 +42,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def number(name: str) -> int | None:
     """The call's number here. Raises: OSError on an architecture that is not in the table."""
-    machine = platform.machine()
+    machine = os.uname().machine
     if machine not in _MACHINES:
         raise OSError(f"no system call numbers for {machine}")
     return _NUMBERS[name][_MACHINES[machine]]

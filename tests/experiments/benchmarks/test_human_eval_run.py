@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from mlxstacks.errors import InputError
 from mlxstacks.experiments.benchmarks import run as eval_run
 from mlxstacks.experiments.benchmarks.grading import GradingTools
 from mlxstacks.experiments.benchmarks.run import run
 from mlxstacks.experiments.benchmarks.types import BenchItem, Replied
-from mlxstacks.experiments.sandbox import SandboxLimits, probe
+from mlxstacks.experiments.sandbox import SandboxError, SandboxLimits
+from tests.conftest import SOAK
 from tests.experiments.eval_cases import FakeArm, FakeArms, settings_for, use
 
 HUMAN_EVAL = Path(__file__).parents[4] / "shared" / "data" / "bench_humaneval.jsonl"
@@ -28,12 +28,6 @@ def test_reference_solutions_pass_and_broken_ones_do_not(
     """base answers with the solution, every other item as a whole function in a fence; routed gives
     back the function's own arguments.
     """
-    try:
-        missing = probe().missing
-    except InputError as error:
-        pytest.skip(str(error))
-    if missing:
-        pytest.skip(f"no protection of {', '.join(missing)}")
     solutions = {
         row["task_id"]: row["canonical_solution"]
         for row in map(json.loads, HUMAN_EVAL.read_text().splitlines())
@@ -55,12 +49,15 @@ def test_reference_solutions_pass_and_broken_ones_do_not(
         eval_run, "grading_tools", lambda allowed: nullcontext(GradingTools(None, allowed, slow))
     )
     use(monkeypatch, FakeArms())
-    limit = len(campaign(164))
+    limit = len(campaign(164)) if SOAK else 8
     settings = settings_for(
         HUMAN_EVAL, tmp_path / "out", tasks=("humaneval",), items_per_task=limit, allow_code=True,
         arms=("base", "routed"), domains=(),
     )  # fmt: skip
-    arms = run(settings).as_json()["tasks"]["humaneval"]["arms"]
+    try:
+        arms = run(settings).as_json()["tasks"]["humaneval"]["arms"]
+    except SandboxError as error:
+        pytest.skip(str(error))
     assert (arms["base"]["right"], arms["base"]["n"]) == (limit, limit)
     assert arms["base"]["how"] == {"finished": limit}
     assert arms["base"]["parse_failure_rate"] == 0
