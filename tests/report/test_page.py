@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from mlxstacks.experiments.answer_log import AnswerLog
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
 from mlxstacks.report.find import RESULT_FILES
@@ -20,6 +19,7 @@ from mlxstacks.report.runs import Run
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.style import STYLE
 from mlxstacks.report.write import Report, write_report
+from mlxstacks.study.answer_log import AnswerLog
 from tests.report.cases import confound_report, every_report, fuse_report, write_every, write_run
 from tests.report.reader import Reader, read
 

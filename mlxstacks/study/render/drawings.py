@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxstacks.report.words import short
+from mlxstacks.study.render.words import short
 
 INK, RULE, PAPER = "#1b1f24", "#c9ced6", "#fefefe"
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
