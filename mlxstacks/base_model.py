@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -143,9 +143,23 @@ def load(
         model, tokenizer, config = load_with_tokenizer(
             named, adapter_path=adapter, return_config=True, lazy=lazy
         )
+        check_forward(model)
+        longest = getattr(tokenizer, "model_max_length", 1)
+        if not isinstance(longest, int | float):
+            raise CheckpointError(
+                f"model_max_length is {longest!r:.50} in tokenizer_config.json, not a number"
+            )
     if rows := _embedding_rows(model):
         bind_vocabulary(tokenizer, rows)
     return model, tokenizer, config
+
+
+def check_forward(model: nn.Module) -> None:
+    """Build the graph of one token, evaluating nothing, so that what a config says and no layer
+    takes (a `rope_theta` of text) is met here. Raises: whatever the model's class raises.
+    """
+    with suppress(RuntimeError):  # of a kernel that this device has not
+        model(mx.zeros((1, 1), mx.int32))
 
 
 def _embedding_rows(model: nn.Module) -> int | None:
@@ -286,6 +300,7 @@ def load_stored(
         from mlx_lm.utils import load_model
 
         model, config = load_model(named, lazy=True, get_model_classes=recording_classes)
+        check_forward(model)
     tensors = dict(stored)
     stored.clear()  # the class that holds it is part of a circle, and lives on for a while
     return model, config, tensors

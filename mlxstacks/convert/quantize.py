@@ -202,12 +202,13 @@ def _parts(
     for path, group in groupby(parameters, key=lambda item: item[0].rpartition(".")[0]):
         arrays = dict(group)
         specs = tuple((name, _dtype_name(array), array.shape) for name, array in arrays.items())
-        weight, stored = f"{path}.weight", specs[0][1]
-        quantized = {}
+        stored = specs[0][1]
+        sources = dict(arrays)
         if f"{path}.scales" in arrays:
             stored = f"{modules[path].bits} bits in groups of {modules[path].group_size}"
-            quantized[weight] = floats[weight]
-        yield Part(kinds[specs[0][0]], stored, specs, partial(_computed, arrays, quantized))
+            made = {f"{path}.scales", f"{path}.biases"}
+            sources = {name: floats[name] for name in arrays if name not in made}
+        yield Part(kinds[specs[0][0]], stored, specs, partial(_computed, arrays, sources))
 
 
 def _computed(
@@ -215,11 +216,12 @@ def _computed(
 ) -> Iterator[tuple[str, Chunk]]:
     """Evaluates each array and lets go of it: both dicts are empty afterwards.
 
-    floats: what is quantized. NaN and Inf are looked for there, since codes do not show them.
+    floats: what they are made from. NaN and Inf are looked for there, since codes do not show them.
     """
-    if problems := non_finite(floats):
+    known = {n: a for n, a in floats.items() if mx.issubdtype(a.dtype, mx.floating)}
+    if problems := non_finite(known):
         raise CheckpointError(
-            f"{problems[0]}: cannot be quantized; download the model again or, where its numbers "
+            f"{problems[0]}: no model computes with that; download it again or, where its numbers "
             "are too large for the dtype, choose --dtype bfloat16"
         )
     floats.clear()

@@ -19,6 +19,7 @@ ROWS_AT_ONCE = 256
 # A few bytes of a compressed file can stand for gigabytes: what its rows may hold, in bytes and as
 # a multiple of the file's own size, and in values at once.
 _MOST_BYTES, _MOST_TIMES, _MOST_VALUES = 1 << 28, 1000, 1 << 20
+_BYTES_OF_A_VALUE = 32
 INSTALL = "pip install 'mlxstacks[data]'"
 
 
@@ -210,7 +211,7 @@ def _checked_bytes(label: str, before: int, name: str, column: Any) -> int:
         values, nbytes = _extent(column)
         if values > _MOST_VALUES:
             raise ValueError(f"more than {_MOST_VALUES:,} values in {len(column)} rows")
-    return nbytes
+    return nbytes + _BYTES_OF_A_VALUE * values
 
 
 def _values(label: str, before: int, name: str, column: Any) -> list[Any]:
@@ -226,9 +227,14 @@ def _extent(column: Any) -> tuple[int, int]:
     if hasattr(column, "chunks"):
         return _summed(column.chunks)
     column = getattr(column, "storage", column)  # of an extension type
+    kept = None  # each value that the rows refer to, once
     if types.is_dictionary(column.type):
-        words = [_extent(column.dictionary[i : i + 1]) for i in range(len(column.dictionary))]
-        values, nbytes = map(max, zip((1, 1), *words, strict=True))
+        kept = column.dictionary
+    elif types.is_run_end_encoded(column.type):
+        kept = column.values
+    if kept is not None:
+        sizes = [_extent(kept[i : i + 1]) for i in range(len(kept))]
+        values, nbytes = map(max, zip((1, 1), *sizes, strict=True))
         return len(column) * values, len(column) * nbytes
     if types.is_struct(column.type):
         return _summed(column.flatten())

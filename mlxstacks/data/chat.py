@@ -32,6 +32,7 @@ _ROLES = (
     "system", "developer", "user", "assistant", "model", "tool", "function", "observation",
     "ipython", "environment",
 )  # fmt: skip
+_LONGEST_FAULT = 1000
 # What Python raises inside a template, besides Jinja's own.
 _TEMPLATE_FAULTS = (
     ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
@@ -83,7 +84,8 @@ class Chat:
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, **options)
         except (TemplateError, *_TEMPLATE_FAULTS) as error:
-            raise InputError(f"the chat template cannot be applied: {error}") from error
+            shown = str(error)[:_LONGEST_FAULT]  # a template can raise what it likes
+            raise InputError(f"the chat template cannot be applied: {shown}") from error
         return unescaped(str(text), self.mark)
 
 

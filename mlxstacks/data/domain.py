@@ -115,8 +115,14 @@ def read_train_data(settings: TrainDataSettings, root: Path, tokenizer: Any = No
                 reports[part].append(report)
     train, validation = rows.values()
     if hold_out and not validation:
+        rows_read = len(train)
         train, validation = divide(train, settings)
         if not train or not validation:
+            if settings.validation_rows is not None:
+                raise InputError(
+                    f"validation_rows is {settings.validation_rows:,}; the sources have "
+                    f"{rows_read:,} usable rows, and some have to be left to train on"
+                )
             train, validation = [*train, *validation], []
     trained = {row.row_id for row in train}
     report = {

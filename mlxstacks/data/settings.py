@@ -164,7 +164,10 @@ class TrainDataSettings(DomainDataSettings):
         False, description="remove chat markers and special tokens that are written in the rows"
     )
     minimum_characters: int = Field(
-        0, ge=0, description="rows with a shorter prompt or answer are dropped, as by stack"
+        0,
+        ge=0,
+        description="rows of a published format with a shorter prompt or answer are dropped, as by "
+        "stack; none of the forms text, prompt_completion and chat",
     )
     answer_characters: int | None = Field(
         None, ge=1, description="longer answers lose their end, as in stack; none: they stay whole"

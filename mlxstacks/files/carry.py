@@ -122,7 +122,10 @@ def carry_side_files(
             with target_errors(target, file.nbytes):
                 target.parent.mkdir(parents=True, exist_ok=True)
             is_weights = target.suffix in _WEIGHT_SUFFIXES
-            how = clone_or_link(Path(source_dir) / file.name, target, copy, link=is_weights)
+            source = Path(source_dir) / file.name
+            how = clone_or_link(source, target, copy, link=is_weights)
+            if not source.stat().st_mode & 0o077:  # its owner's alone, and so is the copy
+                target.chmod(0o600)
             file = replace(file, how=how)
         carried.append(file)
     return carried

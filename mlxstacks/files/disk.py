@@ -93,8 +93,10 @@ def user_path(path: str | Path, kind: type[InputError] = InputError) -> Path:
     """A path as somebody wrote it, with `~` replaced by the home directory.
 
     Raises:
-        InputError (or the given kind of it): `~name` of an unknown user.
+        InputError (or the given kind of it): `~name` of an unknown user, or a NUL character.
     """
+    if "\0" in str(path):
+        raise kind(f"{str(path)[:200]!a}: not a usable path: it holds a NUL character")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:

@@ -199,10 +199,10 @@ class Asked:
 
 def _write_once(target: Path, data: bytes) -> None:
     """A new file under a temporary name, then its own, which nobody may have taken."""
-    if not target.parent.is_dir():
-        raise TargetError(f"{target.parent}: no such directory; choose another place")
     temporary = target.parent / f".tmp-{os.getpid()}-{secrets.token_hex(4)}"
     with target_errors(target, len(data)):
+        if not target.parent.is_dir():
+            raise TargetError(f"{target.parent}: no such directory; choose another place")
         if os.path.lexists(target):
             raise TargetError(f"{target}: exists; choose another name")
         try:

@@ -19,6 +19,7 @@ import fcntl
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,6 +61,10 @@ class GapEvents:
     files: tuple[str, ...]
 
 
+# How every event, and so every log, begins.
+_BEGINNING = b'{"time": "'
+
+
 class GapLog:
     """Appends gap events to a file. Several processes may write to one log.
 
@@ -84,7 +89,8 @@ class GapLog:
         """Write one event, in one write: a reader sees the whole line or a torn last one.
 
         feature: (D,) floating.
-        Raises: TargetError: the disk is full, the place is not writable, the log is a link.
+        Raises: TargetError: the disk is full, the place is not writable, the log is a link or holds
+            something else.
             ValueError: a score or a number of the feature is not finite.
         """
         line = self._line(text, scores, feature)
@@ -93,6 +99,8 @@ class GapLog:
             with _locked(self.path) as descriptor:
                 nbytes = os.fstat(descriptor).st_size
                 if nbytes and nbytes + len(line) > self.max_bytes // 2:
+                    with _locked(older(self.path)):  # raises for a file of somebody else's
+                        pass
                     os.replace(self.path, older(self.path))
                     with _locked(self.path) as fresh:
                         _append(fresh, line, self.path)
@@ -225,11 +233,20 @@ def _locked(path: Path) -> Iterator[int]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             # another process may have put it away while this one waited
             if _is_still(descriptor, path):
+                _check_log(descriptor, path)
                 os.fchmod(descriptor, 0o600)
                 yield descriptor
                 return
         finally:
             os.close(descriptor)
+
+
+def _check_log(descriptor: int, path: Path) -> None:
+    """Raises: TargetError: what is there is no log of gaps, and stays as it is."""
+    is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+    head = os.pread(descriptor, len(_BEGINNING), 0) if is_file else b"?"
+    if head != _BEGINNING[: len(head)]:
+        raise TargetError(f"{path}: holds something else than a log of gaps; choose another file")
 
 
 def _is_still(descriptor: int, path: Path) -> bool:

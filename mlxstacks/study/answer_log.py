@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import sync_directory, target_errors
+from mlxstacks.regular_files import check_regular
 
 Parsed = TypeVar("Parsed")
 # How a line ends before its digest is put between the last two quotes.
@@ -49,6 +50,7 @@ class AnswerLog:
         self.digests, self._end = [], 0
         if not self.path.exists():
             return []
+        check_regular(self.path)
         try:
             lines = whole_lines(self.path.read_bytes())
             digests = list(digests_of(lines))

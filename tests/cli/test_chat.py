@@ -525,3 +525,12 @@ def test_line_of_an_answer_is_safe_to_split(talk: Any) -> None:
     assert mark == "cut off at max_tokens"
     with pytest.raises(InputError):
         chat.engine.check_domains(["x"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("a\0b", "NUL character"), ("x/" * 3000, "name too long")]
+)
+def test_a_name_that_no_file_can_have_ends_no_chat(talk: Any, name: str, message: str) -> None:
+    chat, out = talk("seven apples", f"/save {name}", "river")
+    assert len(chat.conversation.turns) == 2
+    assert message in " ".join(out.split())

@@ -139,7 +139,12 @@ _DEEPSEEK = {
 
 
 def _gemma3() -> dict[str, Any]:
-    text = {"model_type": "gemma3_text", "query_pre_attn_scalar": 32, "sliding_window": 16}
+    text = {
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+    }
     return {
         "model_type": "gemma3",
         "text_config": llama_config() | HEADS | text,

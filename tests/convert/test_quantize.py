@@ -247,6 +247,7 @@ def retyped(name: str, change: Callable[[mx.array], mx.array | None]) -> Callabl
 
 
 PROJECTION = "model.layers.1.mlp.down_proj.weight"
+NORM = "model.layers.1.input_layernorm.weight"
 
 
 @pytest.mark.parametrize(
@@ -267,6 +268,7 @@ PROJECTION = "model.layers.1.mlp.down_proj.weight"
         (retyped(PROJECTION, mx.to_fp8), "model.layers.1.mlp.down_proj.weight is U8"),
         (retyped(PROJECTION, lambda w: w + mx.array([float("nan")] + [0.0] * 255)),
          r"down_proj.weight: NaN or Inf at index \[0, 0\]"),
+        (retyped(NORM, lambda w: w * mx.array(float("inf"))), r"norm.weight: NaN or Inf"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_converted_is_refused_by_name(

@@ -226,7 +226,7 @@ def _no_network(*arguments: Any) -> None:
     raise AssertionError("the network was asked")
 
 
-@pytest.mark.parametrize("kind", ["cell", "list", "dictionary"])
+@pytest.mark.parametrize("kind", ["cell", "list", "runs", "dictionary"])
 def test_a_small_file_does_not_become_gigabytes(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +237,7 @@ def test_a_small_file_does_not_become_gigabytes(
     columns = {
         "cell": pa.array(["x" * 3_000_000, "y"]),
         "list": pa.array([[{"role": 0}] * 5000, []]),
+        "runs": pa.array(np.zeros(100_000, np.int8)),
         "dictionary": pa.DictionaryArray.from_arrays(np.zeros(30_000, np.int8), ["y" * 1000]),
     }
     file = tmp_path / "a.parquet"

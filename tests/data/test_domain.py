@@ -597,3 +597,12 @@ def test_a_cap_of_train_draws_as_that_of_a_domain(tmp_path: Path) -> None:
     source = {"path": "d.jsonl", "cap": 20}
     drawn, domain = train_data(tmp_path, sources=source), read(tmp_path, sources=source)
     assert {*ids_of(drawn.train + drawn.validation)} == {*ids_of(domain.train + domain.validation)}
+
+
+def test_more_validation_rows_than_there_are_is_no_training_without_them(tmp_path: Path) -> None:
+    write(tmp_path / "rows.jsonl", [{"prompt": f"p{n}", "completion": "a"} for n in range(20)])
+    settings = TrainDataSettings.model_validate(
+        {"sources": [{"path": "rows.jsonl"}], "validation_rows": 99_999}
+    )
+    with pytest.raises(InputError, match="validation_rows is 99,999; the sources have 20 usable"):
+        read_train_data(settings, tmp_path)

@@ -547,8 +547,10 @@ def test_local_paths_never_go_to_the_hub(tmp_path: Path, model: Path) -> None:
     assert resolve_model(str(model)) == model
     with pytest.raises(CheckpointError, match="is a file"):
         resolve_model(model / "config.json")
-    for name in ("./gone", "/gone/away", "a/b/c", "~/gone-away", "owner/..", "bad id", "", "a\0b"):
+    for name in ("./gone", "/gone/away", "a/b/c", "~/gone-away", "owner/..", "bad id", ""):
         with pytest.raises(CheckpointError, match=r"no such directory, and not a hub id"):
             resolve_model(name)
     with pytest.raises(CheckpointError, match="no such directory"):
         resolve_model(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match="NUL"):
+        resolve_model("a\0b")

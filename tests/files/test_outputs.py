@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -683,7 +684,7 @@ def test_a_file_system_that_holds_no_files_is_refused() -> None:
 def test_a_target_that_no_file_system_takes_is_named(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for name in ("x" * 300, "x" * 5000, "a\0b", "\ud800"):
-        with pytest.raises(TargetError, match="not a usable target"):
+        with pytest.raises(TargetError, match=r"not a usable (target|path)"):
             check_target(tmp_path / name)
     # from Python 3.13 on a circle of links resolves to itself, and is then no directory
     with pytest.raises(TargetError, match=r"not a usable target|a directory is needed"):
@@ -696,3 +697,12 @@ def test_json_may_name_a_path_that_is_not_utf8(tmp_path: Path) -> None:
     value = {"path": os.fsdecode(b"bad-\xff"), "word": "\u00fc"}
     write_json(tmp_path / "a.json", value)
     assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == value
+
+
+def test_a_side_file_of_its_owner_alone_stays_so(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "secret").chmod(0o600)
+    (tmp_path / "model" / "merges.txt").symlink_to(tmp_path / "secret")
+    carry_side_files(tmp_path / "model", tmp_path / "out", side_files(tmp_path / "model", []))
+    assert stat.S_IMODE((tmp_path / "out" / "merges.txt").stat().st_mode) == 0o600

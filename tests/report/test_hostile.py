@@ -68,12 +68,15 @@ def test_hostile_texts_are_shown_as_texts(evil: str, tmp_path: Path) -> None:
 
 def test_hostile_texts_in_every_kind(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
+    evil = EVIL[1] + "\x1b[31m"
     for name, (file, document) in every_report().items():
-        write_run(tmp_path / "runs" / name, file, poisoned(document, EVIL[1]))
+        write_run(tmp_path / "runs" / name, file, poisoned(document, evil))
     write_report(settings_for(tmp_path / "runs", save_path=tmp_path / "page"))
-    found = read((tmp_path / "page/index.html").read_text("utf-8"))
+    page = (tmp_path / "page/index.html").read_text("utf-8")
+    found = read(page)
     assert found.problems == []
     assert "img" not in found.tags
+    assert "\x1b" not in page
 
 
 def test_a_directory_with_a_hostile_name(tmp_path: Path) -> None:

@@ -89,10 +89,12 @@ def test_a_torn_line_costs_itself_alone(tmp_path: Path, cut: int) -> None:
 )  # fmt: skip
 def test_lines_that_are_no_events_are_counted(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "gaps.jsonl"
-    path.write_bytes(line + b"\n")
+    GapLog(path).add("first", SCORES, None)
+    with path.open("ab") as file:
+        file.write(line + b"\n")
     GapLog(path).add("good", SCORES, None)
     found = read_gaps(path)
-    assert ([e.text for e in found.events], found.damaged) == (["good"], 1)
+    assert ([e.text for e in found.events], found.damaged) == (["first", "good"], 1)
 
 
 def test_the_log_stays_within_its_bytes_and_keeps_the_newest(tmp_path: Path) -> None:
@@ -250,3 +252,21 @@ def test_a_domain_is_proposed_from_so_many_events(tmp_path: Path) -> None:
     assert [c["propose_domain"] for c in document["clusters"]] == [True, False]
     assert (document["events"], document["events_without_feature"]) == (8, 1)
     assert document["events_by_router"] == {"c" * 12: 8}
+
+
+@pytest.mark.parametrize("kind", ["json", "fifo", "rotated"])
+def test_a_file_of_somebody_else_stays_as_it_is(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "notes"
+    foreign = older(path) if kind == "rotated" else path
+    if kind == "fifo":
+        os.mkfifo(foreign)
+    else:
+        foreign.write_text('{"mine": 1}\n')
+    foreign.chmod(0o644)
+    log = GapLog(path, max_bytes=300)
+    if kind == "rotated":
+        log.add("x", SCORES, None)
+    with pytest.raises(TargetError, match="something else than a log of gaps"):
+        log.add("y", SCORES, None)
+    assert stat.S_IMODE(foreign.stat().st_mode) == 0o644
+    assert kind == "fifo" or foreign.read_text() == '{"mine": 1}\n'

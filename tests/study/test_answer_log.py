@@ -6,6 +6,7 @@ Run: pytest tests/study/test_answer_log.py
 import io
 import itertools
 import json
+import os
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -206,3 +207,9 @@ def test_answers_of_another_plan_are_refused(tmp_path: Path) -> None:
     write(path, ROWS)
     with pytest.raises(InputError, match="another plan or arm"):
         AnswerLog(path, HEADER | {"plan_sha256": "b"}).read(dict)
+
+
+def test_a_pipe_in_place_of_the_log_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log.jsonl")
+    with pytest.raises(InputError, match="not a regular file"):
+        AnswerLog(tmp_path / "log.jsonl", HEADER).read(dict)

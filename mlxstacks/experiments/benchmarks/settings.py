@@ -71,13 +71,19 @@ class EvalSettings(ArmSettings):
         "they are not graded.",
     )
     alpha: float = Field(
-        0.05, gt=0, lt=1, description="Adjusted p-values below it count as a difference."
+        0.05, ge=1e-6, le=0.999999, description="Adjusted p-values below it count as a difference."
     )
     expected_rate: float = Field(
-        0.5, gt=0, lt=1, description="Score of the control that the power table takes as known."
+        0.5,
+        ge=1e-6,
+        le=0.999999,
+        description="Score of the control that the power table takes as known.",
     )
     expected_discordant: float = Field(
-        0.1, gt=0, lt=1, description="Share of items that change sides, for the power table."
+        0.1,
+        ge=1e-6,
+        le=0.999999,
+        description="Share of items that change sides, for the power table.",
     )
     save_every: int = Field(32, ge=1, description="Items answered before they are written down.")
     regrade: str | None = Field(

@@ -107,12 +107,20 @@ class ConfoundSettings(BaseModel):
     least_gain: float = Field(
         0.05, ge=0, lt=1, description="Smallest A1 - A0 that counts, as a difference of rates."
     )
-    alpha: float = Field(0.05, gt=0, lt=1, description="p-values below it count as significant.")
+    alpha: float = Field(
+        0.05, ge=1e-6, le=0.999999, description="p-values below it count as significant."
+    )
     expected_rate: float = Field(
-        0.18, gt=0, lt=1, description="Accuracy of A0 that the power table takes as known."
+        0.18,
+        ge=1e-6,
+        le=0.999999,
+        description="Accuracy of A0 that the power table takes as known.",
     )
     expected_discordant: float = Field(
-        0.1, gt=0, lt=1, description="Share of items whose answer A1 changes, for the power table."
+        0.1,
+        ge=1e-6,
+        le=0.999999,
+        description="Share of items whose answer A1 changes, for the power table.",
     )
     batch_size: int = Field(16, ge=1, description="Items scored before they are written down.")
     limit: Annotated[int, Field(ge=1)] | None = Field(

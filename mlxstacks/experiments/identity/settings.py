@@ -119,17 +119,25 @@ class IdentitySettings(BaseModel):
         15, ge=1, le=GATE_PROMPTS, description="Gate: fewest of 20 that the persona must pass."
     )
     largest_loss: float = Field(
-        0.25, gt=0, lt=1,
+        0.25, ge=1e-6, le=0.999999,
         description="A condition keeps the persona when the 95% interval of what it loses, of the "
         "prompts that the persona passes, ends at or below this share.",
     )  # fmt: skip
-    alpha: float = Field(0.05, gt=0, lt=1, description="p-values below it count as significant.")
+    alpha: float = Field(
+        0.05, ge=1e-6, le=0.999999, description="p-values below it count as significant."
+    )
     expected_failures: float = Field(
-        0.1, gt=0, lt=1, description="Share of prompts the persona fails, for the power table."
+        0.1,
+        ge=1e-6,
+        le=0.999999,
+        description="Share of prompts the persona fails, for the power table.",
     )
     # Above largest_loss: a share that changes cannot be smaller than the loss that is looked for.
     expected_discordant: float = Field(
-        0.3, gt=0, lt=1, description="Share of prompts whose verdict changes, for the power table."
+        0.3,
+        ge=1e-6,
+        le=0.999999,
+        description="Share of prompts whose verdict changes, for the power table.",
     )
     batch_size: int = Field(
         16, ge=1, description="Prompts or items answered before they are written down."

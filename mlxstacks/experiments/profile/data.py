@@ -82,6 +82,9 @@ def read_groups(settings: ProfileSettings, tokenizer: ChatTokenizer) -> list[Pro
         fewer than two prompts or with fewer tokens than asked for.
     """
     rows = _rows_by_group(settings)
+    for name in rows:
+        if any("\ud800" <= character <= "\udfff" for character in name):
+            raise InputError(f"{settings.data}: {name!a} is no UTF-8; rename what is called so")
     if len(rows) > MOST_GROUPS:
         raise InputError(
             f"{settings.data}: {len(rows):,} groups by the key {settings.group_key!r}, allowed: "

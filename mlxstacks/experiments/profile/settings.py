@@ -76,7 +76,7 @@ class ProfileSettings(BaseModel):
     halves: int = Field(
         20, ge=1, le=1_000_000, description="Times that each group is split in two by chance."
     )
-    alpha: float = Field(0.05, gt=0, lt=0.5, description="A p-value below it is called a find.")
+    alpha: float = Field(0.05, ge=1e-6, lt=0.5, description="A p-value below it is called a find.")
     plots: bool = Field(True, description="Draw plots, where matplotlib is installed.")
     plot_format: PlotFormat = Field("png", description="png, or svg for print.")
     seed: int = Field(0, ge=0, description="Of drawn prompts, permutations and halves.")

@@ -81,7 +81,7 @@ def draw_intervals(
     ax.set_ylim(len(shown) - 0.4, -0.75)
     ax.grid(axis="x")
     ax.set_axisbelow(True)
-    ax.set_xlabel(xlabel + _cut(len(shown), len(dots)))
+    ax.set_xlabel(short(xlabel, 120) + _cut(len(shown), len(dots)))
     ax.margins(x=0.12)
     if limits:
         ax.set_xlim(*limits)
@@ -166,7 +166,7 @@ def draw_series(
     ax.set_ylim(len(labels) - 0.5, -0.5)
     ax.grid()
     ax.set_axisbelow(True)
-    ax.set_xlabel(xlabel + _cut(len(labels), count))
+    ax.set_xlabel(short(xlabel, 120) + _cut(len(labels), count))
     ax.margins(x=0.08)
     _title(figure, title)
     _legend(figure, names, references or {}, line="")
@@ -191,8 +191,8 @@ def draw_curves(
                 linestyle=DASHES[number], marker=MARKERS[number], markersize=4,
                 markevery=max(1, len(points) // 12))  # fmt: skip
     ax.grid()
-    ax.set_xlabel(xlabel + _cut(len(shown), len(curves)))
-    ax.set_ylabel(ylabel)
+    ax.set_xlabel(short(xlabel, 120) + _cut(len(shown), len(curves)))
+    ax.set_ylabel(short(ylabel, 120))
     _title(figure, title)
     if len(shown) > 1:
         entries = [
@@ -260,8 +260,8 @@ def draw_heat_map(
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    ax.set_xlabel(xlabel)
-    ax.set_ylabel(ylabel)
+    ax.set_xlabel(short(xlabel, 120))
+    ax.set_ylabel(short(ylabel, 120))
     if words is None:
         _scale(figure, ax, low, high, unit)
     else:

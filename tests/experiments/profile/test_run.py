@@ -4,6 +4,7 @@ Run: pytest tests/experiments/profile/test_run.py
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -431,3 +432,13 @@ def test_mmlu_pro_has_fourteen_subjects_of_equal_tokens(place: Path, tmp_path: P
     assert len({group["tokens"] for group in planned.data["groups"]}) == 1
     names = {group["name"] for group in planned.data["groups"]}
     assert {"law", "math", "computer science"} <= names
+
+
+def test_a_group_whose_name_is_no_text_is_refused(place: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    for name in (b"a.jsonl", b"\xff.jsonl"):
+        rows = "".join(f'{{"text": "red {n} {len(name)}"}}\n' for n in range(3))
+        Path(os.fsdecode(os.path.join(os.fsencode(data), name))).write_text(rows)
+    with pytest.raises(InputError, match=r"'\\udcff' is no UTF-8; rename"):
+        run(settings_of(place, tmp_path / "out", data=str(data)))

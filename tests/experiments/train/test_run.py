@@ -317,7 +317,7 @@ def test_two_runs_to_one_target_do_not_mix(places: tuple[Path, Path], tmp_path: 
         ({"data": "/nowhere"}, "/nowhere: no such file or directory; put the data there"),
         ({"data": "an-owner/a-set"}, "an-owner/a-set: not in the cache of Hugging Face data sets"),
         ({"data": ""}, "data is empty; give a file, a directory or the id"),
-        ({"data": "a\0b"}, "not a usable path: embedded null"),
+        ({"data": "a\0b"}, "not a usable path: it holds a NUL"),
         ({"data": "\ud800"}, "not a usable path"),
         ({"data": "x" * 5000}, "cannot be opened: File name too long"),
         ({"model": "/nowhere"}, "no such directory"),
@@ -341,6 +341,7 @@ def test_bad_input_is_told_before_anything_is_written(
         ({"rank": 0}, "greater than or equal to 1"),
         ({"learning_rate": float("inf")}, "finite number"),
         ({"scale": float("inf")}, "finite number"),
+        ({"scale": 1e308}, "less than"),
         ({"clip_norm": float("nan")}, "finite number"),
         ({"seed": 2**64}, "less than"),
     ],
@@ -348,6 +349,9 @@ def test_bad_input_is_told_before_anything_is_written(
 def test_settings_that_contradict_each_other(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings_for(Path("m"), Path("d"), Path("o"), **changes)
+
+
+ROPE = {"rope_type": "default", "rope_theta": "x", "partial_rotary_factor": 0.25}
 
 
 def without_tokenizer(model: Path) -> None:
@@ -372,6 +376,11 @@ def with_config(file: str = "config.json", **changes: Any) -> Any:
         (with_config(num_hidden_layers=10**9), "model: num_hidden_layers is 1,000,000,000"),
         (with_config(hidden_size="64"), "model: hidden_size is '64' in the config"),
         (with_config(use_cache="x"), "model: mlx-lm cannot load it: StrictDataclass"),
+        (with_config(rope_parameters=ROPE), "model: mlx-lm cannot load it: TypeError"),
+        (
+            with_config("tokenizer_config.json", model_max_length=[]),
+            r"model_max_length is \[\] in tokenizer_config\.json, not a number",
+        ),
         (
             with_config("tokenizer_config.json", tool_parser_type="chat"),
             r"model: mlx-lm has no mlx_lm\.tool_parsers\.chat; mend .*tokenizer_config\.json",
