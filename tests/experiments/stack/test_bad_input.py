@@ -131,7 +131,7 @@ def test_a_target_that_is_no_store(places: Places, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["x" * 300, "a\0b"], ids=["too long", "a NUL"])
 def test_a_target_that_cannot_be_a_path(places: Places, tmp_path: Path, name: str) -> None:
-    with pytest.raises(TargetError, match="not a usable target") as refused:
+    with pytest.raises(InputError, match="not a usable") as refused:
         stack_run.run(settings_for(*places, tmp_path / name, **ONE))
     assert len(str(refused.value)) < 400
 
