@@ -15,8 +15,8 @@ from typing import Any
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
+from mlxstacks.study.document import RESULT
 from mlxstacks.study.render.words import clean
-from mlxstacks.study.result import RESULT
 
 MANIFEST, STACK_REPORT, PAGE = "manifest.json", "stack_report.json", "report.json"
 # File name -> what it holds where it does not say so itself by `kind`.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mlxstacks.errors import InputError
 from mlxstacks.report.content import Block, Content, Plot, Words, table
-from mlxstacks.study import result as results
+from mlxstacks.study import document as documents
 from mlxstacks.study.render.figures import draw_plot
 from mlxstacks.study.render.words import format_cell
 from mlxstacks.study.result import Result
@@ -26,12 +26,12 @@ def content_of(result: Result, mark: Callable[[str], str]) -> Content:
     )
 
 
-def _block(block: results.Block, mark: Callable[[str], str]) -> Block:
+def _block(block: documents.Block, mark: Callable[[str], str]) -> Block:
     title = mark(block.title)
-    if isinstance(block, results.Plot):
+    if isinstance(block, documents.Plot):
         marked = block.model_copy(update={"title": title})
         return Plot(block.id, title, mark(block.alt), draw_plot(marked))
-    if isinstance(block, results.Text):
+    if isinstance(block, documents.Text):
         return Words(title, block.paragraphs)
     rows = [
         [format_cell(cell, column) for cell, column in zip(row, block.columns, strict=True)]

@@ -14,9 +14,9 @@ from mlxstacks.report.kinds import Kind, kind_named
 from mlxstacks.report.repeat import Recipe, recipe_of
 from mlxstacks.report.results import content_of, result_of
 from mlxstacks.report.values import Value, plain
+from mlxstacks.study.document import RESULT
 from mlxstacks.study.provenance import Checked, check_made_from
 from mlxstacks.study.render.words import clean, listed, nbytes, number, short
-from mlxstacks.study.result import RESULT
 
 Standing = Literal["confirmatory", "EXPLORATORY", "planned only", "no plan"]
 _MOST_NAMED = 5
@@ -89,6 +89,8 @@ def _run_of_result(source: Source, slug: str) -> Run:
     result = result_of(source.document, file)
     exploratory = result.standing.status == "exploratory"
     standing: Standing = EXPLORATORY if exploratory else _STANDINGS[result.standing.status]
+    if result.status == "planned":
+        standing = "planned only"
 
     def mark(title: str) -> str:
         return f"{title} (EXPLORATORY)" if exploratory else title

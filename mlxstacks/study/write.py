@@ -7,10 +7,11 @@ from typing import Any
 
 from mlxstacks import memory
 from mlxstacks.files.outputs import write_json
+from mlxstacks.study.document import RESULT, Plot
 from mlxstacks.study.provenance import of_bytes
 from mlxstacks.study.render.figures import draw_plot, write_figures
 from mlxstacks.study.render.markdown import to_markdown
-from mlxstacks.study.result import RESULT, Plot, Result
+from mlxstacks.study.result import Result
 
 MARKDOWN = "result.md"
 

@@ -36,7 +36,8 @@ from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.fuse.fidelity import Sums, fidelity
 from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.study.result import RESULT, Result, Standing
+from mlxstacks.study.document import RESULT, Standing
+from mlxstacks.study.result import Result
 from mlxstacks.training.settings import TrainSettings
 from tests.experiments import confound_cases
 from tests.experiments.identity import cases as identity_cases

@@ -7,7 +7,7 @@ import numpy as np
 
 from mlxstacks.experiments.profile.analysis import verdict
 from mlxstacks.experiments.profile.routing_profile import shares
-from mlxstacks.study.result import Block, Column, Plot, Series, Table
+from mlxstacks.study.document import Block, Column, Plot, Series, Table
 
 COUNTS = "routing_counts.safetensors"
 # More groups, or more layers with a map of their experts, make a plot that no reader takes in.

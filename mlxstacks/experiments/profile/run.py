@@ -53,7 +53,8 @@ from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.switch_choices import SOFTMAX_BLOCKS, SwitchLayer, find_switches
-from mlxstacks.study.result import Result, Standing
+from mlxstacks.study.document import Standing
+from mlxstacks.study.result import Result
 from mlxstacks.study.write import environment, write_result
 
 ABOUT = {

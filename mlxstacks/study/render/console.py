@@ -4,9 +4,9 @@ import io
 from typing import TYPE_CHECKING
 
 from mlxstacks.memory import bytes_in_words
+from mlxstacks.study.document import RESULT, Document, Table, Text
 from mlxstacks.study.render.terminal import console, table
 from mlxstacks.study.render.words import format_cell
-from mlxstacks.study.result import RESULT, Result, Table, Text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MOST_ROWS = 40
 
 
-def print_result(console: "Console", result: Result) -> None:
+def print_result(console: "Console", result: Document) -> None:
     """Tables and texts in their order; then notes, what was written, the verdict."""
     for block in result.blocks:
         if isinstance(block, Table) and not block.folded:
@@ -45,7 +45,7 @@ def _print_table(console: "Console", block: Table) -> None:
         console.print(f"{caption.strip()}\n", markup=False, style="dim")
 
 
-def _written(result: Result) -> str:
+def _written(result: Document) -> str:
     plan = f"Plan {result.plan_sha256[:16]}. " if result.plan_sha256 else ""
     if result.status == "planned":
         return f"{plan}Planned only: would write {result.directory}."
@@ -55,7 +55,7 @@ def _written(result: Result) -> str:
     return f"{plan}{cost}Wrote {result.directory}."
 
 
-def result_text(result: Result, width: int = 100) -> str:
+def result_text(result: Document, width: int = 100) -> str:
     """The same as text without colours."""
     printed = console()
     printed.file, printed.width = io.StringIO(), width

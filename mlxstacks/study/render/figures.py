@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from mlxstacks.study.document import Plot, Series
 from mlxstacks.study.render.drawings import (
     MOST_ROWS,
     STYLE,
@@ -18,7 +19,6 @@ from mlxstacks.study.render.drawings import (
     draw_intervals,
     draw_series,
 )
-from mlxstacks.study.result import Plot, Series
 
 FORMATS = ("png", "svg")
 # Longer names of ticks are cut, with three dots; tables have them whole.

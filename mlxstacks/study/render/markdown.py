@@ -3,14 +3,14 @@
 import re
 from collections.abc import Sequence
 
+from mlxstacks.study.document import Document, Plot, Table
 from mlxstacks.study.render.words import NOT_MEASURED, clean, format_cell
-from mlxstacks.study.result import Plot, Result, Table
 
 # What Markdown would read as its own.
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|!~])")
 
 
-def to_markdown(result: Result, pictures: Sequence[str] = ()) -> str:
+def to_markdown(result: Document, pictures: Sequence[str] = ()) -> str:
     """Verdict, plan, blocks, notes. pictures: names of files; those named as a plot stand there.
 
     Law: no text of the result is read as Markdown or HTML.

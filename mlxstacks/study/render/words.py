@@ -5,7 +5,7 @@ import unicodedata
 from collections.abc import Iterable
 
 from mlxstacks.memory import bytes_in_words
-from mlxstacks.study.result import Cell, Column
+from mlxstacks.study.document import Cell, Column
 
 NOT_MEASURED = "not measured"
 LONGEST = 2_000

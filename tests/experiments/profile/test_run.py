@@ -25,7 +25,8 @@ from mlxstacks.experiments.profile.run import run
 from mlxstacks.experiments.profile.settings import ProfileSettings
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.switch_choices import find_switches
-from mlxstacks.study.result import Plot, Result, Table
+from mlxstacks.study.document import Plot, Table
+from mlxstacks.study.result import Result
 from tests.cli.conftest import Run, command
 from tests.experiments.profile_cases import (
     EXPERTS,
