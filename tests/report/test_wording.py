@@ -289,7 +289,7 @@ def test_words_of_the_profile_are_explained_below_its_tables() -> None:
     result = Result.from_json(profile_result())
     notes = [block.caption for block in result.blocks if block.block == "table"]
     assert len(notes) == 4
-    for word in ("KL: ", "By excess: ", "Jaccard: ", "JS: ", "p (adjusted): ", "p: "):
+    for word in ("KL: ", "By excess: ", "Jaccard: ", "JS: ", "adjusted p: ", "p: "):
         assert any(word in note for note in notes)
 
 

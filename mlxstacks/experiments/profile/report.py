@@ -188,12 +188,12 @@ def _layer_table(tables: Mapping[str, Any], about_layers: Sequence[Mapping[str, 
             Column(name="layer", kind="count"), Column(name="attention"),
             *([Column(name="bits of experts")] if differ else []),
             Column(name="JS, nats", kind="number", digits=4),
-            Column(name="shuffled", kind="number", digits=4), Column(name="p (adjusted)", kind="p"),
+            Column(name="shuffled", kind="number", digits=4), Column(name="adjusted p", kind="p"),
             Column(name="Jaccard of top experts", kind="number", digits=3),
             Column(name="shuffled", kind="number", digits=3), Column(name="p", kind="p"),
         ),
         caption="JS: mean divergence of the groups at a layer; shuffled: the same when prompts are "
-        "dealt to the groups by chance; p (adjusted): how often chance gives as much, for so many "
+        "dealt to the groups by chance; adjusted p: how often chance gives as much, for so many "
         "layers. Jaccard of the groups' most chosen experts; the last p: how often chance gives so "
         "little.",
     )  # fmt: skip
