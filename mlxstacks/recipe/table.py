@@ -322,9 +322,9 @@ COMMANDS: dict[str, Command] = {
         help="Profile which experts groups of prompts go to, beside what chance gives.",
         settings="mlxstacks.experiments.profile.settings:ProfileSettings",
         function="mlxstacks.experiments.profile.run:run",
-        render="mlxstacks.cli.profile:render",
+        render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path", "data": "domains_path"},
-        report="profile_report.json",
+        report="result.json",
     ),
     "nano": Command(
         help="Show the built-in model: where it is and what it was measured to know.",

@@ -3,9 +3,9 @@
 from functools import partial
 
 from mlxstacks.report.content import Block, Cell, Content, Mark, Plot, Words, table
-from mlxstacks.report.plots import draw_intervals, percent_dot
-from mlxstacks.report.values import Value
-from mlxstacks.report.words import bounds, listed, number, p_value, percent, plain, points
+from mlxstacks.report.values import Value, bounds, plain
+from mlxstacks.study.render.drawings import draw_intervals, percent_dot
+from mlxstacks.study.render.words import listed, number, p_value, percent, points
 
 # Of a label, where a column has little room.
 _SHORT = {"not distinguishable": "not told apart"}

@@ -3,9 +3,9 @@
 from functools import partial
 
 from mlxstacks.report.content import Block, Cell, Content, Mark, Plot, table
-from mlxstacks.report.plots import Dot, draw_intervals
-from mlxstacks.report.values import Value
-from mlxstacks.report.words import estimate, listed, number
+from mlxstacks.report.values import Value, estimate
+from mlxstacks.study.render.drawings import Dot, draw_intervals
+from mlxstacks.study.render.words import listed, number
 
 
 def compare_content(document: Value, mark: Mark) -> Content:

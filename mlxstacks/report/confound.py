@@ -3,18 +3,10 @@
 from functools import partial
 
 from mlxstacks.report.content import Block, Cell, Content, Mark, Plot, Words, table
-from mlxstacks.report.plots import draw_intervals, percent_dot
-from mlxstacks.report.values import Value
-from mlxstacks.report.words import (
-    bounds,
-    fixed,
-    listed,
-    number,
-    p_value,
-    percent,
-    points,
-)
+from mlxstacks.report.values import Value, bounds
 from mlxstacks.stats import share_note
+from mlxstacks.study.render.drawings import draw_intervals, percent_dot
+from mlxstacks.study.render.words import fixed, listed, number, p_value, percent, points
 
 _KINDS = {
     "persona": "persona, unfused", "a0": "A0, zero delta", "a1": "A1, trained",

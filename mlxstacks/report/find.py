@@ -15,7 +15,8 @@ from typing import Any
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
-from mlxstacks.report.words import clean
+from mlxstacks.study.document import RESULT
+from mlxstacks.study.render.words import clean
 
 MANIFEST, STACK_REPORT, PAGE = "manifest.json", "stack_report.json", "report.json"
 # File name -> what it holds where it does not say so itself by `kind`.
@@ -28,13 +29,15 @@ RESULT_FILES: dict[str, str] = {
     "discover_report.json": "route discover",
     "route_evaluate_report.json": "route evaluate",
     "route_check_report.json": "route check",
-    "profile_report.json": "profile",
     "confound_report.json": "confound",
     "identity_report.json": "identity",
     "eval_report.json": "eval",
     STACK_REPORT: "stack",
     MANIFEST: "store",
+    RESULT: "",
 }
+# Of commands that write result.json now.
+_FORMER_FILES = ("profile_report.json",)
 _MOST_FILES = 60
 
 
@@ -109,7 +112,9 @@ def _results(directory: Path, notes: list[str]) -> Iterator[Path]:
         results = list(_own_results(below))
         yield from results
         if not results and not (below / PAGE).is_file():
-            notes.append(f"{below.name}: passed over, it holds no result.")
+            former = [name for name in _FORMER_FILES if (below / name).is_file()]
+            why = f"{former[0]} is of an earlier version" if former else "it holds no result"
+            notes.append(f"{below.name}: passed over, {why}.")
 
 
 def _own_results(directory: Path) -> Iterator[Path]:

@@ -3,9 +3,9 @@
 from functools import partial
 
 from mlxstacks.report.content import Block, Cell, Content, Mark, Plot, table
-from mlxstacks.report.plots import draw_series
 from mlxstacks.report.values import Value
-from mlxstacks.report.words import fixed, nbytes, number, percent
+from mlxstacks.study.render.drawings import draw_series
+from mlxstacks.study.render.words import fixed, nbytes, number, percent
 
 _COLUMNS = (
     "module", "policy", "bits", "delta, steps", "correlation", "survival", "noise", "artifact",

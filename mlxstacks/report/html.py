@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from html import escape
 
-from mlxstacks.report.words import LONGEST, NOT_MEASURED, clean
+from mlxstacks.study.render.words import LONGEST, NOT_MEASURED, clean
 
 # Elements without an end tag.
 _VOID = {"meta", "link", "br", "img", "hr"}

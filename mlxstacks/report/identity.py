@@ -3,9 +3,9 @@
 from functools import partial
 
 from mlxstacks.report.content import Block, Cell, Content, Mark, Plot, Words, table
-from mlxstacks.report.plots import Dot, draw_heat_map, draw_intervals
-from mlxstacks.report.values import Value
-from mlxstacks.report.words import bounds, fixed, listed, number, p_value, percent, short
+from mlxstacks.report.values import Value, bounds
+from mlxstacks.study.render.drawings import Dot, draw_heat_map, draw_intervals
+from mlxstacks.study.render.words import fixed, listed, number, p_value, percent, short
 
 _MOST_PROMPTS = 30
 # What a judgement says of its condition, as the verdict's sentence does.

@@ -10,7 +10,6 @@ from mlxstacks.report.confound import confound_content
 from mlxstacks.report.content import Content, Mark
 from mlxstacks.report.fuse import fuse_content
 from mlxstacks.report.identity import identity_content
-from mlxstacks.report.profile import profile_content
 from mlxstacks.report.route import discover_content, route_check_content, route_train_content
 from mlxstacks.report.route_evaluate import route_evaluate_content
 from mlxstacks.report.stack import analysis_content, stack_content, store_content
@@ -21,12 +20,14 @@ from mlxstacks.report.values import Value
 
 @dataclass(frozen=True)
 class Kind:
-    """question: what was asked, where the result has no hypothesis of its own."""
+    """question: what was asked, where the result has no hypothesis of its own. content: of results
+    in a form of their own.
+    """
 
     title: str
     command: str
     question: str
-    content: Callable[[Value, Mark], Content]
+    content: Callable[[Value, Mark], Content] | None
 
 
 KINDS: Mapping[str, Kind] = {
@@ -82,10 +83,6 @@ KINDS: Mapping[str, Kind] = {
     "route check": Kind(
         "Check of prompts", "route check", "Do named prompts get the routes and answers expected?",
         route_check_content,
-    ),
-    "profile": Kind(
-        "Routing profile", "profile", "Do groups of prompts go to different experts, and where?",
-        profile_content,
     ),
     "confound": Kind(
         "Stacking confound", "confound",

@@ -9,7 +9,7 @@ from mlxstacks.report.content import Block, Cell, Plot, Raw, Table, Words
 from mlxstacks.report.html import Markup, missing, of_class, tag, text
 from mlxstacks.report.runs import EXPLORATORY, Run, short_hash
 from mlxstacks.report.style import STYLE
-from mlxstacks.report.words import NOT_MEASURED, beginning, clean, listed, nbytes, short
+from mlxstacks.study.render.words import NOT_MEASURED, beginning, clean, listed, nbytes, short
 
 # Nothing is loaded, nothing runs; only the style in the page itself applies.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"

@@ -3,12 +3,12 @@
 from functools import partial
 
 from mlxstacks.report.content import Block, Cell, Content, Mark, Plot, table
-from mlxstacks.report.plots import Dot, draw_intervals, percent_dot
 from mlxstacks.report.route_evaluate import rate
 from mlxstacks.report.train import curve, loss_plot
-from mlxstacks.report.values import Value
-from mlxstacks.report.words import estimate, fixed, listed, number, percent, short
+from mlxstacks.report.values import Value, estimate
 from mlxstacks.stats import wilson_interval
+from mlxstacks.study.render.drawings import Dot, draw_intervals, percent_dot
+from mlxstacks.study.render.words import fixed, listed, number, percent, short
 
 
 def discover_content(document: Value, mark: Mark) -> Content:

@@ -7,18 +7,25 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
-from mlxstacks.experiments.made_from import Checked, check_made_from
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.report.content import Cell, Content
 from mlxstacks.report.find import STACK_REPORT, Source
 from mlxstacks.report.kinds import Kind, kind_named
 from mlxstacks.report.repeat import Recipe, recipe_of
-from mlxstacks.report.values import Value
-from mlxstacks.report.words import clean, listed, nbytes, number, plain, short
+from mlxstacks.report.results import content_of, result_of
+from mlxstacks.report.values import Value, plain
+from mlxstacks.study.document import RESULT
+from mlxstacks.study.provenance import Checked, check_made_from
+from mlxstacks.study.render.words import clean, listed, nbytes, number, short
 
 Standing = Literal["confirmatory", "EXPLORATORY", "planned only", "no plan"]
 _MOST_NAMED = 5
 EXPLORATORY: Standing = "EXPLORATORY"
+_STANDINGS: Mapping[str, Standing] = {
+    "confirmatory": "confirmatory",
+    "no plan": "no plan",
+    "planned": "planned only",
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,8 @@ class Run:
 
 def run_of(source: Source, slug: str) -> Run:
     """Raises: InputError for an unknown kind and for a part of another type than its key says."""
+    if source.file == RESULT:
+        return _run_of_result(source, slug)
     file = f"{source.path}/{source.file}"
     kind = kind_named(source.kind, file)
     document = Value(source.document, file)
@@ -62,6 +71,7 @@ def run_of(source: Source, slug: str) -> Run:
 
     settings, plan = about["settings"], document["plan"]
     said = Value({**source.document, "trained": trained.raw}, file)
+    assert kind.content is not None
     content = kind.content(said if source.kind == "store" else document, mark)
     return Run(
         slug, source, kind, _status(source, document, about),
@@ -71,6 +81,28 @@ def run_of(source: Source, slug: str) -> Run:
         _environment(about), recipe_of(kind.command, settings),
         (*_notes(document, trained), *_answers_note(checked)),
         content,
+    )  # fmt: skip
+
+
+def _run_of_result(source: Source, slug: str) -> Run:
+    file = f"{source.path}/{source.file}"
+    result = result_of(source.document, file)
+    exploratory = result.standing.status == "exploratory"
+    standing: Standing = EXPLORATORY if exploratory else _STANDINGS[result.standing.status]
+    if result.status == "planned":
+        standing = "planned only"
+
+    def mark(title: str) -> str:
+        return f"{title} (EXPLORATORY)" if exploratory else title
+
+    settings, plan = Value(result.settings, file), Value(result.plan, file)
+    about = Value(result.environment | {"base_fingerprint": None, "plan": result.plan}, file)
+    return Run(
+        slug, source, Kind(result.title, result.kind, result.question, None), result.status,
+        plan["hypothesis"].text or result.question, standing, result.standing.reasons,
+        result.plan_sha256, _pairs(plan, skip={"hypothesis"}), result.power, _pairs(settings),
+        _environment(about), recipe_of(result.kind, settings), result.notes,
+        content_of(result, mark),
     )  # fmt: skip
 
 

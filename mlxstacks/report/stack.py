@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from functools import partial
 
 from mlxstacks.report.content import Block, Cell, Content, Mark, Plot, table
-from mlxstacks.report.plots import draw_heat_map
 from mlxstacks.report.train import loss_plot
-from mlxstacks.report.values import Value
-from mlxstacks.report.words import bounds, fixed, listed, nbytes, number, percent
+from mlxstacks.report.values import Value, bounds
+from mlxstacks.study.render.drawings import draw_heat_map
+from mlxstacks.study.render.words import fixed, listed, nbytes, number, percent
 
 Matrix = dict[str, dict[str, float | None]]
 MODES = {

@@ -8,7 +8,7 @@ import re
 from html import escape
 
 from mlxstacks.errors import InputError
-from mlxstacks.report.plots import INK, PAPER, RULE, SERIES
+from mlxstacks.study.render.drawings import INK, PAPER, RULE, SERIES
 
 # Colour in the file -> variable of the page's style.
 VARIABLES = {

@@ -3,10 +3,10 @@
 from functools import partial
 
 from mlxstacks.report.content import Block, Cell, Content, Mark, Plot, table
-from mlxstacks.report.plots import Dot, draw_heat_map, draw_intervals
 from mlxstacks.report.train import curve, loss_plot
-from mlxstacks.report.values import Value
-from mlxstacks.report.words import estimate, listed, nbytes, number, percent
+from mlxstacks.report.values import Value, estimate
+from mlxstacks.study.render.drawings import Dot, draw_heat_map, draw_intervals
+from mlxstacks.study.render.words import listed, nbytes, number, percent
 
 
 def sweep_content(document: Value, mark: Mark) -> Content:

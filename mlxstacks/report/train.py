@@ -3,9 +3,9 @@
 from functools import partial
 
 from mlxstacks.report.content import Block, Cell, Content, Mark, Plot, table
-from mlxstacks.report.plots import draw_curves
-from mlxstacks.report.values import Value
-from mlxstacks.report.words import fixed, listed, nbytes, number, plain
+from mlxstacks.report.values import Value, plain
+from mlxstacks.study.render.drawings import draw_curves
+from mlxstacks.study.render.words import fixed, listed, nbytes, number
 
 Curve = list[tuple[float, float]]
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from mlxstacks.errors import InputError
+from mlxstacks.report.content import Cell
+from mlxstacks.study.render.words import listed, number
 
 
 class DamagedError(InputError):
@@ -122,3 +124,39 @@ class Value:
             f"{self.where}: got {shown}, {called} is needed; the file is damaged or of another "
             "version: run its command again, or leave it out"
         )
+
+
+def bounds(found: Value, digits: int = 3, *, scale: float = 1.0, sign: bool = False) -> str | None:
+    """`low to high` of an interval object; None where one of them is missing."""
+    low, high = found["low"].number, found["high"].number
+    if low is None or high is None:
+        return None
+    form = f"{'+' if sign else ''}.{digits}f"
+    return f"{scale * low:{form}} to {scale * high:{form}}"
+
+
+def estimate(
+    found: Value, key: str = "mean", digits: int = 3, *, scale: float = 1.0, sign: bool = False
+) -> str | None:
+    """`value (low to high)` of an object with `key`, low and high."""
+    value = found[key].number if found else None
+    if value is None:
+        return None
+    form = f"{'+' if sign else ''}.{digits}f"
+    interval = bounds(found, digits, scale=scale, sign=sign)
+    around = f" ({interval})" if interval else " (no interval)"
+    return f"{scale * value:{form}}{around}"
+
+
+def plain(value: Value) -> Cell:
+    """Any JSON value as a cell."""
+    raw = value.raw
+    if raw is None or isinstance(raw, str):
+        return raw
+    if isinstance(raw, bool):
+        return "yes" if raw else "no"
+    if value.is_number:
+        return number(value.number)
+    if isinstance(raw, list):
+        return listed(str(plain(one)) for one in value.each()) or "none"
+    return listed(f"{name}: {plain(one)}" for name, one in value.items()) or "none"

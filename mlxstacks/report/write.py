@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks.errors import InputError
-from mlxstacks.experiments.figures import write_figures
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
 from mlxstacks.report.content import Plot
 from mlxstacks.report.find import Source, Sources, find_sources
 from mlxstacks.report.page import Page, page_html, plot_name, slug_of
-from mlxstacks.report.plots import STYLE
 from mlxstacks.report.runs import EXPLORATORY, Run, run_of
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.svg import inline_svg
-from mlxstacks.report.words import clean
+from mlxstacks.study.render.drawings import STYLE
+from mlxstacks.study.render.figures import write_figures
+from mlxstacks.study.render.words import clean
 
 INDEX, FIGURES, RECIPES, REPORT = "index.html", "figures", "recipes", "report.json"
 

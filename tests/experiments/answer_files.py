@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.experiments.answer_log import chained
+from mlxstacks.study.answer_log import chained
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

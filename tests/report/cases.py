@@ -2,6 +2,7 @@
 
 import copy
 import json
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,9 @@ from mlxstacks.experiments.identity.report import IdentityReport
 from mlxstacks.experiments.profile.analysis import Choices
 from mlxstacks.experiments.profile.analysis import Rule as ProfileRule
 from mlxstacks.experiments.profile.analysis import analyse as analyse_profile
-from mlxstacks.experiments.profile.report import ProfileReport
+from mlxstacks.experiments.profile.report import blocks as profile_blocks
+from mlxstacks.experiments.profile.report import outcome, verdict_of
+from mlxstacks.experiments.profile.run import ABOUT
 from mlxstacks.experiments.route.discover import DiscoverReport
 from mlxstacks.experiments.route.evaluate_matrix import ALL, Estimate
 from mlxstacks.experiments.route.evaluate_report import Evaluation, RouteEvaluateReport
@@ -33,6 +36,8 @@ from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.fuse.fidelity import Sums, fidelity
 from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.study.document import RESULT, Standing
+from mlxstacks.study.result import Result
 from mlxstacks.training.settings import TrainSettings
 from tests.experiments import confound_cases
 from tests.experiments.identity import cases as identity_cases
@@ -162,7 +167,7 @@ def route_reports() -> dict[str, dict[str, Any]]:
     }  # fmt: skip
 
 
-def profile_report() -> dict[str, Any]:
+def profile_result() -> dict[str, Any]:
     rng = np.random.default_rng(0)
     choices = Choices(
         rng.integers(0, 5, (24, 4, 4)), np.arange(24) % 3, np.full(24, 8), ("x", "y", "z"),
@@ -170,8 +175,14 @@ def profile_report() -> dict[str, Any]:
     )  # fmt: skip
     tables = analyse_profile(choices, ProfileRule(2, 2, 20, 2, 0.05, 0))
     groups = [{"name": name, "prompts": 8, "tokens": 64} for name in choices.names]
+    about = [{"attention": "full", "expert_bits": "3"}] * 4
     plan = {"hypothesis": "Groups go to other experts."}
-    return ProfileReport("done", "out", {"alpha": 0.05}, plan, groups, [], tables).as_json()
+    return Result(
+        **ABOUT, status="done", outcome=outcome(tables, 0.05), verdict=verdict_of(tables, 0.05),
+        standing=Standing(status="confirmatory"), settings={"alpha": 0.05}, plan=plan,
+        plan_sha256=json_sha256(plan), data={"tables": tables},
+        blocks=profile_blocks(tables, groups, about, choices.counts),
+    ).sealed().as_json()  # fmt: skip
 
 
 def confound_report() -> dict[str, Any]:
@@ -228,7 +239,7 @@ def _every_report() -> dict[str, tuple[str, dict[str, Any]]]:
         "compare": ("compare_report.json", compare_report()),
         "sweep": ("sweep_report.json", sweep_report()),
         "buffers": ("sweep_report.json", buffers_report()),
-        "profile": ("profile_report.json", profile_report()),
+        "profile": (RESULT, profile_result()),
         "confound": ("confound_report.json", confound_report()),
         "identity": ("identity_report.json", identity_report()),
         "eval": ("eval_report.json", eval_report()),
@@ -237,8 +248,11 @@ def _every_report() -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def write_run(directory: Path, file: str, document: Any) -> Path:
-    """A run directory with this result."""
+    """A run directory with this result, sealed where it is one that can be."""
     directory.mkdir(parents=True, exist_ok=True)
+    if file == RESULT:
+        with suppress(ValueError):
+            document = Result.from_json(document).sealed().as_json()
     (directory / file).write_text(json.dumps(document), encoding="utf-8")
     return directory
 

@@ -18,8 +18,8 @@ from mlxstacks.report import find
 from mlxstacks.report.html import tag, text
 from mlxstacks.report.svg import inline_svg
 from mlxstacks.report.values import DamagedError, Value
-from mlxstacks.report.words import LONGEST, clean
 from mlxstacks.report.write import write_report
+from mlxstacks.study.render.words import LONGEST, clean
 from tests.report.cases import confound_report, every_report, fuse_report, write_run
 from tests.report.reader import read
 from tests.report.test_page import settings_for
@@ -35,13 +35,13 @@ EVIL = (
 )
 
 
+_WORDS = ("kind", "status", "sha256", "checksum", "block", "form", "id")
+
+
 def poisoned(value: Any, evil: str) -> Any:
     """The JSON value with `evil` in all of its texts but what names kinds, states and hashes."""
     if isinstance(value, dict):
-        return {
-            key: part if key in ("kind", "status", "sha256", "checksum") else poisoned(part, evil)
-            for key, part in value.items()
-        }
+        return {key: part if key in _WORDS else poisoned(part, evil) for key, part in value.items()}
     if isinstance(value, list):
         return [poisoned(part, evil) for part in value]
     return evil if isinstance(value, str) else value

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from mlxstacks.experiments.answer_log import AnswerLog
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
 from mlxstacks.report.find import RESULT_FILES
@@ -20,6 +19,8 @@ from mlxstacks.report.runs import Run
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.style import STYLE
 from mlxstacks.report.write import Report, write_report
+from mlxstacks.study.answer_log import AnswerLog
+from mlxstacks.study.document import RESULT
 from tests.report.cases import confound_report, every_report, fuse_report, write_every, write_run
 from tests.report.reader import Reader, read
 
@@ -45,10 +46,10 @@ def reader(made: tuple[Path, Report, str]) -> Reader:
 
 
 def test_every_kind_is_known_and_made_here(made: tuple[Path, Report, str]) -> None:
-    kinds = {run.source.kind for run in made[1].runs}
+    kinds = {run.source.kind for run in made[1].runs if run.source.file != RESULT}
     # stack_report.json is read with its store's manifest
     assert kinds == {*KINDS} - {"stack"}
-    assert {*RESULT_FILES.values()} <= {*KINDS}
+    assert {*RESULT_FILES.values()} <= {*KINDS, ""}
 
 
 def test_the_page_is_sound_and_loads_nothing(
@@ -203,7 +204,8 @@ def test_without_matplotlib_there_are_tables_and_a_note(
 def test_a_planned_result_of_every_kind_can_be_shown(tmp_path: Path) -> None:
     """What a part that is missing looks like: nothing but a status."""
     for name, (file, document) in every_report().items():
-        bare = {key: document[key] for key in ("kind", "format_version") if key in document}
+        keys = ("kind", "title", "format_version")
+        bare = {key: document[key] for key in keys if key in document}
         write_run(tmp_path / "runs" / name, file, {**bare, "status": "planned"})
     report = write_report(settings_for(tmp_path / "runs", save_path=tmp_path / "page"))
     assert {run.standing for run in report.runs} == {"planned only"}

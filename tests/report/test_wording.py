@@ -14,11 +14,11 @@ from mlxstacks.report.confound import confound_content
 from mlxstacks.report.content import Content, Table, Words
 from mlxstacks.report.identity import identity_content
 from mlxstacks.report.page import _is_number
-from mlxstacks.report.plots import draw_heat_map, draw_intervals, percent_dot
-from mlxstacks.report.profile import profile_content
 from mlxstacks.report.values import Value
-from mlxstacks.report.words import beginning
-from tests.report.cases import confound_report, eval_report, identity_report, profile_report
+from mlxstacks.study.render.drawings import draw_heat_map, draw_intervals, percent_dot
+from mlxstacks.study.render.words import beginning
+from mlxstacks.study.result import Result
+from tests.report.cases import confound_report, eval_report, identity_report, profile_result
 
 
 def content_of(make: Any, document: dict[str, Any]) -> Content:
@@ -130,11 +130,6 @@ FIGURES: list[tuple[Any, Any, str, dict[str, Any], dict[str, Any]]] = [
          "mcnemar": {"p_value": 0.06}},
         {"A1 less A0, points": "+12.30", "95%": "+1.2 to +34.5", "p (z)": "0.02",
          "p (z, Holm)": "0.04", "p (McNemar)": "0.06"},
-    ),
-    (
-        profile_content, profile_report, "tables.layers.0",
-        {"layer": 3, "jensen_shannon_nats": 0.25, "shuffled_nats": 0.125, "p_adjusted": 0.02},
-        {"layer": "3", "JS, nats": "0.2500", "p (adjusted)": "0.02"},
     ),
 ]  # fmt: skip
 
@@ -291,10 +286,10 @@ def test_a_mean_that_alone_is_clear_of_zero_has_a_star() -> None:
 
 
 def test_words_of_the_profile_are_explained_below_its_tables() -> None:
-    notes = [b.note for b in content_of(profile_content, profile_report()).blocks
-             if isinstance(b, Table)]  # fmt: skip
+    result = Result.from_json(profile_result())
+    notes = [block.caption for block in result.blocks if block.block == "table"]
     assert len(notes) == 4
-    for word in ("KL: ", "By excess: ", "Jaccard: ", "JS: ", "p (adjusted): ", "p: "):
+    for word in ("KL: ", "By excess: ", "Jaccard: ", "JS: ", "adjusted p: ", "p: "):
         assert any(word in note for note in notes)
 
 

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from mlxstacks.experiments.answer_log import AnswerLog, chained
 from mlxstacks.experiments.benchmarks.types import BenchItem, Replied, Scored
+from mlxstacks.study.answer_log import AnswerLog, chained
 
 Of = Literal["texts", "letters", "replies", "reference"]
 """What the arm was asked: candidates as texts, as letters, without their first token; a reply."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from mlxstacks.experiments.benchmarks.means import MeanDifference
 from mlxstacks.experiments.benchmarks.report import Findings, TaskFinding
-from mlxstacks.experiments.figures import Drawing, write_figures
+from mlxstacks.study.render.figures import Drawing, write_figures
 
 _STYLE = {
     "font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False,

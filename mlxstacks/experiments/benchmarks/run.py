@@ -44,7 +44,6 @@ from mlxstacks.experiments.benchmarks.report import REPORT, EvalReport, find
 from mlxstacks.experiments.benchmarks.settings import EvalSettings
 from mlxstacks.experiments.benchmarks.target import write_target
 from mlxstacks.experiments.benchmarks.types import BenchItem
-from mlxstacks.experiments.made_from import MadeFrom, check_made_from, of_bytes
 from mlxstacks.experiments.prereg import PLAN, keep_plan, plan_from
 from mlxstacks.experiments.run_directory import RunDirectory
 from mlxstacks.experiments.sealed import read_sealed, write_sealed
@@ -52,6 +51,7 @@ from mlxstacks.experiments.train.report import versions
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import check_target
 from mlxstacks.files.strict_json import json_sha256, read_object
+from mlxstacks.study.provenance import MadeFrom, check_made_from, of_bytes
 
 Progress = Callable[..., None]
 _NOT_OF_THE_RESULT = {"force", "save_path", "resume"}

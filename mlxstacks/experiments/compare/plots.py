@@ -6,7 +6,7 @@ from typing import Any
 
 from mlxstacks.experiments.compare.measures import SUMMARY
 from mlxstacks.experiments.compare.report import CompareReport
-from mlxstacks.experiments.figures import write_figures
+from mlxstacks.study.render.figures import write_figures
 
 _NOT_LOSSES = ("parameters", "steps", "seconds", "balance_loss")
 

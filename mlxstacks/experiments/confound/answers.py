@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.experiments.answer_log import AnswerLog
 from mlxstacks.experiments.confound.items import Item
+from mlxstacks.study.answer_log import AnswerLog
 
 LIKELIHOOD, TIE = "likelihood", "tie"
 

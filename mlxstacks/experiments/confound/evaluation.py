@@ -17,9 +17,9 @@ from mlxstacks.experiments.confound.plan import AGAIN, PERSONA, arm, right_arms_
 from mlxstacks.experiments.confound.scoring import Arm
 from mlxstacks.experiments.confound.settings import ConfoundSettings
 from mlxstacks.experiments.confound.target import PARTS
-from mlxstacks.experiments.made_from import MadeFrom, of_bytes
 from mlxstacks.experiments.run_directory import discard
 from mlxstacks.experiments.sealed import read_sealed, write_sealed
+from mlxstacks.study.provenance import MadeFrom, of_bytes
 
 
 class Evaluation:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks.experiments.confound.report import Findings
-from mlxstacks.experiments.figures import Drawing, write_figures
+from mlxstacks.study.render.figures import Drawing, write_figures
 
 _STYLE = {
     "font.size": 8, "axes.titlesize": 9, "axes.spines.top": False, "axes.spines.right": False,

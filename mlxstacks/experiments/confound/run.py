@@ -45,7 +45,6 @@ from mlxstacks.experiments.confound.settings import ConfoundSettings
 from mlxstacks.experiments.confound.target import PARTS, write_target
 from mlxstacks.experiments.confound.verdict import Criterion
 from mlxstacks.experiments.confound.words import answer_notes, fuse_notes
-from mlxstacks.experiments.made_from import MadeFrom, of_bytes
 from mlxstacks.experiments.power import items_for_two_proportions
 from mlxstacks.experiments.prereg import PLAN, Plan, fix_plan, keep_plan, read_plan, standing
 from mlxstacks.experiments.run_directory import RunDirectory, work_path
@@ -56,6 +55,7 @@ from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import check_target, write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
+from mlxstacks.study.provenance import MadeFrom, of_bytes
 
 PROTOCOL, SPLIT = "protocol.json", "split.json"
 

@@ -15,7 +15,6 @@ from mlxstacks.experiments.identity.conditions import (
     arm,
 )
 from mlxstacks.experiments.identity.settings import IdentitySettings
-from mlxstacks.experiments.made_from import MadeFrom, of_bytes
 from mlxstacks.experiments.run_directory import discard
 from mlxstacks.experiments.sealed import read_sealed, write_sealed
 from mlxstacks.files.adapter_commands import convert_adapter
@@ -25,6 +24,7 @@ from mlxstacks.files.strict_json import read_object
 from mlxstacks.fuse.run import REPORT_NAME
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.study.provenance import MadeFrom, of_bytes
 
 _KEPT_FIGURES = ("total", "extra_bytes", "verdict", "zero_delta")
 

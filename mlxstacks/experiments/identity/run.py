@@ -64,7 +64,6 @@ from mlxstacks.experiments.identity.report import (
 from mlxstacks.experiments.identity.settings import DEFAULT_SUITE, IdentitySettings
 from mlxstacks.experiments.identity.suite import Suite, as_items, in_turns, open_suite
 from mlxstacks.experiments.identity.target import write_target
-from mlxstacks.experiments.made_from import MadeFrom, of_bytes
 from mlxstacks.experiments.prereg import PLAN, Evidence, Plan, Standing, fix_plan, standing
 from mlxstacks.experiments.run_directory import RunDirectory, work_path
 from mlxstacks.experiments.sealed import write_rows
@@ -75,6 +74,7 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import check_target, write_json
 from mlxstacks.files.shipped_configs import has_shape_of
+from mlxstacks.study.provenance import MadeFrom, of_bytes
 
 SPLIT, DATA = "split.json", "data"
 _NOT_HASHED = "0" * 64  # of inputs that a plan for another machine cannot see

@@ -1,143 +1,219 @@
-"""The result of `mlxstacks profile`: as JSON, and as Markdown for people."""
+"""What `mlxstacks profile` found, as a result: tables and plots for people, all figures as data."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any
 
-from mlxstacks import memory
+import numpy as np
+
 from mlxstacks.experiments.profile.analysis import verdict
-from mlxstacks.files.strict_json import json_sha256
+from mlxstacks.experiments.profile.routing_profile import shares
+from mlxstacks.study.document import Block, Column, Plot, Series, Table
 
-REPORT, MARKDOWN, COUNTS = "profile_report.json", "profile.md", "routing_counts.safetensors"
-
-_ABOUT_GROUPS = (
-    "KL: how far a group's shares of the experts are from the mean of all groups; 0: the same. Top "
-    "layers: where it is largest. By excess: where it exceeds that of shuffled labels most."
-)
-_ABOUT_JACCARD = (
-    "Jaccard: layers that two groups both have among their top k, of those that either has; 1: the "
-    "same, 0: none. p: how often chance gives as much or more."
-)
-_ABOUT_LAYERS = (
-    "JS: mean divergence of the groups at a layer; shuffled: the same when prompts are dealt to "
-    "the groups by chance; p (adjusted): how often chance gives as much, for so many layers. "
-    "Jaccard of the groups' most chosen experts; the last p: how often chance gives so little."
-)
+COUNTS = "routing_counts.safetensors"
+# More groups, or more layers with a map of their experts, make a plot that no reader takes in.
+MOST_SHOWN, MOST_EXPERT_MAPS = 40, 4
+# KL is drawn in thousandths of a nat.
+_SCALE = 1000.0
 
 
-@dataclass(frozen=True)
-class ProfileReport:
-    """status: "planned" or "done". plan: what was fixed before the first prompt; None where model
-    or data are not here. about_layers: kind of attention and bits, by layer number.
-    """
-
-    status: str
-    save_path: str
-    settings: dict[str, Any]
-    plan: dict[str, Any] | None
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    about_layers: list[dict[str, Any]] = field(default_factory=list)
-    tables: dict[str, Any] = field(default_factory=dict)
-    plots: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    peak_bytes: int = 0
-    power: list[str] = field(default_factory=list)
-
-    @property
-    def plan_sha256(self) -> str | None:
-        return None if self.plan is None else json_sha256(self.plan)
-
-    @property
-    def verdict(self) -> str:
-        if self.status == "planned":
-            return "planned only; nothing was measured."
-        return " ".join(verdict(self.tables, self.settings["alpha"]))
-
-    def as_json(self) -> dict[str, Any]:
-        device = memory.device()
-        document: dict[str, Any] = {
-            "kind": "profile",
-            "status": self.status,
-            "save_path": self.save_path,
-            "settings": self.settings,
-            "settings_sha256": json_sha256(self.settings),
-            "plan": self.plan,
-            "plan_sha256": self.plan_sha256,
-            "power": self.power,
-            "device": f"{device.name} ({device.kind})",
-            "versions": {name: version(name) for name in ("mlxstacks", "mlx", "mlx-lm", "numpy")},
-            "groups": self.groups,
-            "layers": self.about_layers,
-        }
-        if self.status != "planned":
-            document |= {
-                "tables": self.tables,
-                "plots": self.plots,
-                "seconds": round(self.seconds, 1),
-                "peak_bytes": self.peak_bytes,
-            }
-        return document | {"notes": self.notes, "verdict": self.verdict}
+def outcome(tables: Mapping[str, Any], alpha: float) -> str:
+    p = tables["divergence"]["p"]
+    return f"{'routing differs' if p < alpha else 'no difference shown'}, p = {p:.2g}"
 
 
-def markdown(report: ProfileReport) -> str:
-    """Verdict, plan, groups with their layers, Jaccard by k, a row a layer, notes."""
-    tables, plan = report.tables, report.plan or {}
-    tops, by_kl = tables["top_layers"], tables["divergence"]["kl_nats"]
-    parts = ["# Routing profile", f"**Verdict.** {report.verdict}"]
-    parts.append(
-        f"Plan `{report.plan_sha256}`, fixed before the first prompt: {plan['hypothesis']}"
+def verdict_of(tables: Mapping[str, Any], alpha: float) -> str:
+    return " ".join(verdict(tables, alpha))
+
+
+def plan_table(plan: Mapping[str, Any]) -> Table:
+    """What is fixed before the first prompt."""
+    rows = {
+        "hypothesis": plan["hypothesis"],
+        "model": f"{len(plan['layers'])} layers with {plan['experts']} experts each",
+        "prompts": ", ".join(f"{name} {count}" for name, count in plan["prompts"].items()),
+        "tokens": f"{plan['tokens_per_group']:,} of each group",
+        "test": plan["test"],
+        "smallest p": f"{plan['least_p']:.4f}",
+        "bias": f"about {plan['expected_bias_nats']:.4f} nats at least, if nothing differs",
+    }
+    columns = (Column(name="what"), Column(name="value"))
+    return Table(id="plan", title="The plan", columns=columns, rows=tuple(rows.items()))
+
+
+def blocks(
+    tables: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    about_layers: Sequence[Mapping[str, Any]],
+    counts: np.ndarray,
+) -> tuple[Block, ...]:
+    """Plots, then tables. counts: choices (S, L, E) of the groups."""
+    names = [group["name"] for group in groups][:MOST_SHOWN]
+    layers = [row["layer"] for row in tables["layers"]]
+    return (
+        _divergence_map(tables, names, layers),
+        _layer_lines(tables, layers),
+        _jaccard_map(tables, names),
+        *_expert_maps(tables, names, layers, counts),
+        _group_table(tables, groups),
+        _jaccard_table(tables),
+        _layer_table(tables, about_layers),
+        _overlap_table(tables["expert_overlap"]),
     )
-    own, excess = f"top {tops['k']} layers", f"top {tops['k']} by excess"
-    parts.append(_table(
-        ["group", "prompts", "tokens", "mean KL, nats", own, excess],
-        [
-            [g["name"], g["prompts"], g["tokens"], _mean(by_kl[g["name"]]),
-             _listed(tops["by_kl"][g["name"]]), _listed(tops["by_excess"][g["name"]])]
-            for g in report.groups
-        ],
-    ))  # fmt: skip
-    parts.append(_ABOUT_GROUPS)
-    parts.append(_table(
-        ["k", "mean Jaccard", "random layers", "p", "shuffled labels", "p"],
-        [
-            [k, *(f"{row[key]:.4f}" for key in
-                  ("mean", "chance", "p_random_layers", "shuffled", "p_shuffled"))]
-            for k, row in tables["jaccard"].items()
-        ],
-    ))  # fmt: skip
-    parts.append(_ABOUT_JACCARD)
-    parts.append(_table(
-        ["layer", "attention", "bits of experts", "JS, nats", "shuffled", "p (adjusted)",
-         "Jaccard of top experts", "shuffled", "p"],
-        [
-            [row["layer"], about["attention"], about["expert_bits"] or "float",
-             f"{row['jensen_shannon_nats']:.4f}", f"{row['shuffled_nats']:.4f}",
-             f"{row['p_adjusted']:.3g}", f"{row['expert_overlap']:.3f}",
-             f"{row['shuffled_expert_overlap']:.3f}", f"{row['expert_overlap_p']:.3g}"]
-            for row, about in zip(tables["layers"], report.about_layers, strict=True)
-        ],
-    ))  # fmt: skip
-    parts.append(_ABOUT_LAYERS)
-    parts += [*report.power, *report.notes]
-    parts += [f"![{name.rpartition('.')[0]}]({name})" for name in report.plots]
-    return "\n\n".join(parts) + "\n"
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(
-        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines
-    )
-
-
-def _mean(values: Sequence[float]) -> str:
-    return f"{sum(values) / len(values):.4f}"
 
 
 def _listed(layers: Sequence[int]) -> str:
     return ", ".join(map(str, layers))
+
+
+def _divergence_map(tables: Mapping[str, Any], names: list[str], layers: list[int]) -> Plot:
+    kl, top = tables["divergence"]["kl_nats"], tables["top_layers"]["by_kl"]
+    highest = ", ".join(f"{name}: layers {_listed(top[name])}" for name in names)
+    title = "Routing by group and layer: divergence from the pooled routing"
+    return Plot(
+        id="divergence", title=title, kind="heat map",
+        series=tuple(Series(label=n, y=tuple(_SCALE * value for value in kl[n])) for n in names),
+        categories=tuple(map(str, layers)), x_label="layer", y_label="group",
+        unit="KL, nats / 1000", form="{:.1f}", limits=(0.0, None),
+        alt=f"{title}, {len(names)} groups by {len(layers)} layers. Highest in {highest}.",
+    )  # fmt: skip
+
+
+def _layer_lines(tables: Mapping[str, Any], layers: list[int]) -> Plot:
+    keys = {"groups (mean)": "jensen_shannon_nats", "shuffled labels": "shuffled_nats"}
+    lines = tuple(
+        Series(label=label, x=tuple(layers), y=tuple(_SCALE * row[key] for row in tables["layers"]))
+        for label, key in keys.items()
+    )
+    spans = ", ".join(
+        f"{s.label} {min(y for y in s.y if y is not None):.3g} to "
+        f"{max(y for y in s.y if y is not None):.3g}"
+        for s in lines
+    )
+    title = "Divergence by layer, beside shuffled labels"
+    return Plot(
+        id="layers", title=title, kind="lines", series=lines, x_label="layer",
+        y_label="nats / 1000", alt=f"{title}, thousandths of a nat: {spans}.",
+    )  # fmt: skip
+
+
+def _jaccard_map(tables: Mapping[str, Any], names: list[str]) -> Plot:
+    k, matrix = tables["top_layers"]["k"], tables["jaccard_matrix"]
+    found = tables["jaccard"][str(k)]
+    title = f"Do groups share their top {k} layers? Jaccard of the sets"
+    series = tuple(
+        Series(label=name, y=tuple(row[: len(names)]))
+        for name, row in zip(names, matrix, strict=False)
+    )
+    return Plot(
+        id="jaccard", title=title, kind="heat map", series=series, categories=tuple(names),
+        x_label="group", y_label="group", unit="Jaccard", form="{:.2f}", limits=(0.0, 1.0),
+        alt=f"{title}. Mean {found['mean']:.3f}, random layers {found['chance']:.3f}, shuffled "
+        f"labels {found['shuffled']:.3f}.",
+    )  # fmt: skip
+
+
+def _expert_maps(
+    tables: Mapping[str, Any], names: list[str], layers: list[int], counts: np.ndarray
+) -> list[Plot]:
+    """Shares of experts at the layers whose experts are compared; experts by their pooled share."""
+    p, maps = shares(counts), []
+    for layer in tables["expert_overlap"]["layers"][:MOST_EXPERT_MAPS]:
+        own = p[:, layers.index(layer)]  # (S, E)
+        order = np.argsort(-own.mean(axis=0), kind="stable")
+        percent = 100 * own[: len(names), order]
+        title = f"Experts of layer {layer}, by their pooled share"
+        maps.append(Plot(
+            id=f"experts-{layer}", title=title, kind="heat map",
+            series=tuple(
+                Series(label=name, y=tuple(row.tolist()))
+                for name, row in zip(names, percent, strict=True)
+            ),
+            categories=tuple(map(str, order)), x_label="expert", y_label="group", unit="percent",
+            form="{:.0f}", limits=(0.0, None),
+            alt=f"{title}: the first is {order[0]}, with {percent[:, 0].mean():.1f} percent.",
+        ))  # fmt: skip
+    return maps
+
+
+def _group_table(tables: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Table:
+    top, kl = tables["top_layers"], tables["divergence"]["kl_nats"]
+    rows = tuple(
+        (g["name"], g["prompts"], g["tokens"], float(np.mean(kl[g["name"]])),
+         _listed(top["by_kl"][g["name"]]), _listed(top["by_excess"][g["name"]]))
+        for g in groups
+    )  # fmt: skip
+    return Table(
+        id="groups", title="Groups", rows=rows,
+        columns=(
+            Column(name="group"), Column(name="prompts", kind="count"),
+            Column(name="tokens", kind="count"),
+            Column(name="mean KL, nats", kind="number", digits=4),
+            Column(name=f"top {top['k']} layers"), Column(name=f"top {top['k']} by excess"),
+        ),
+        caption="KL: how far a group's shares of the experts are from the mean of all groups; 0: "
+        "the same. Top layers: where it is largest. By excess: where it exceeds that of shuffled "
+        "labels most.",
+    )  # fmt: skip
+
+
+def _jaccard_table(tables: Mapping[str, Any]) -> Table:
+    keys = ("mean", "chance", "p_random_layers", "shuffled", "p_shuffled")
+    rows = tuple((k, *(row[key] for key in keys)) for k, row in tables["jaccard"].items())
+    return Table(
+        id="jaccard-table", title="Shared layers, by how many are taken", rows=rows,
+        columns=(
+            Column(name="top layers"), Column(name="mean Jaccard", kind="number", digits=4),
+            Column(name="random layers", kind="number", digits=4), Column(name="p", kind="p"),
+            Column(name="shuffled labels", kind="number", digits=4), Column(name="p", kind="p"),
+        ),
+        caption="Jaccard: layers that two groups both have on top, of those that either has; 1: "
+        "the same, 0: none. p: how often chance gives as much or more.",
+    )  # fmt: skip
+
+
+def _layer_table(tables: Mapping[str, Any], about_layers: Sequence[Mapping[str, Any]]) -> Table:
+    bits = [about["expert_bits"] or "float" for about in about_layers]
+    differ = len(set(bits)) > 1
+    rows = tuple(
+        (
+            row["layer"], about["attention"], *([width] if differ else []),
+            row["jensen_shannon_nats"], row["shuffled_nats"], row["p_adjusted"],
+            row["expert_overlap"], row["shuffled_expert_overlap"], row["expert_overlap_p"],
+        )
+        for row, about, width in zip(tables["layers"], about_layers, bits, strict=True)
+    )  # fmt: skip
+    return Table(
+        id="layer-table", title="Layers", rows=rows,
+        columns=(
+            Column(name="layer", kind="count"), Column(name="attention"),
+            *([Column(name="bits of experts")] if differ else []),
+            Column(name="JS, nats", kind="number", digits=4),
+            Column(name="shuffled", kind="number", digits=4), Column(name="adjusted p", kind="p"),
+            Column(name="Jaccard of top experts", kind="number", digits=3),
+            Column(name="shuffled", kind="number", digits=3), Column(name="p", kind="p"),
+        ),
+        caption="JS: mean divergence of the groups at a layer; shuffled: the same when prompts are "
+        "dealt to the groups by chance; adjusted p: how often chance gives as much, for so many "
+        "layers. Jaccard of the groups' most chosen experts; the last p: how often chance gives so "
+        "little.",
+    )  # fmt: skip
+
+
+def _overlap_table(found: Mapping[str, Any]) -> Table:
+    kind = "shared layers" if found["layers_are_shared"] else "layers of highest divergence"
+    rows = (
+        (f"in the {kind}", _listed(found["layers"])),
+        ("experts that are compared", str(found["top_experts"])),
+        ("mean Jaccard of their sets", f"{found['mean']:.3f}"),
+        ("with shuffled labels", f"{found['shuffled']:.3f}"),
+        ("p", f"{found['p']:.2g}"),
+        ("of random experts", f"{found['chance_of_random_experts']:.3f}"),
+    )
+    return Table(
+        id="experts", title="Do groups go to other experts?", rows=rows,
+        columns=(Column(name="what"), Column(name="value")),
+        caption="p: how often shuffled labels give so little in common.",
+    )  # fmt: skip
 
 
 def differing_bits(about_layers: Sequence[Mapping[str, Any]]) -> str | None:

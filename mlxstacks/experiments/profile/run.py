@@ -6,8 +6,7 @@ next group.
 """
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from mlxstacks import base_model, memory
+from mlxstacks import base_model
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.prereg import PLAN, keep_plan
 from mlxstacks.experiments.profile.analysis import Choices, Rule, analyse
@@ -26,14 +25,14 @@ from mlxstacks.experiments.profile.data import (
     read_groups,
 )
 from mlxstacks.experiments.profile.kept import keep_choices, kept_choices
-from mlxstacks.experiments.profile.plots import write_plots
 from mlxstacks.experiments.profile.report import (
     COUNTS,
-    MARKDOWN,
-    REPORT,
-    ProfileReport,
+    MOST_SHOWN,
+    blocks,
     differing_bits,
-    markdown,
+    outcome,
+    plan_table,
+    verdict_of,
 )
 from mlxstacks.experiments.profile.routing_profile import (
     expected_bias,
@@ -54,7 +53,15 @@ from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.switch_choices import SOFTMAX_BLOCKS, SwitchLayer, find_switches
+from mlxstacks.study.document import Standing
+from mlxstacks.study.result import Result
+from mlxstacks.study.write import environment, write_result
 
+ABOUT = {
+    "kind": "profile",
+    "title": "Routing profile",
+    "question": "Do groups of prompts go to different experts, and where?",
+}
 HYPOTHESIS = (
     "Groups of prompts go to other experts, and the layers where they do so most are the same for "
     "all groups"
@@ -65,8 +72,8 @@ Progress = Callable[..., None]
 
 def run(
     settings: ProfileSettings, *, dry_run: bool = False, progress: Progress | None = None
-) -> ProfileReport:
-    """Count, compare, and write report, counts and plots to `settings.save_path`.
+) -> Result:
+    """Count, compare, and write result, counts and plots to `settings.save_path`.
 
     Raises: InputError: no model, data or target, a dense model, or prompts that cannot be used.
     """
@@ -78,7 +85,9 @@ def run(
     shown = settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
     if dry_run and not inputs[0].is_dir():
         note = f"{settings.model} is not a directory here: nothing of it could be looked at."
-        return ProfileReport("planned", str(target), shown, None, notes=[note])
+        return Result(
+            **ABOUT, status="planned", settings=shown, notes=(note,), directory=str(target)
+        )
     return _Profile(settings, target, shown, progress).run(dry_run)
 
 
@@ -121,9 +130,13 @@ class _Profile:
             settings.alpha, settings.seed,
         )  # fmt: skip
         self.plan = self._plan(fingerprint(checkpoint))
-        self.report = ProfileReport(
-            "planned", str(target), shown, self.plan, [group.as_json() for group in self.groups],
-            self.about_layers, notes=self.notes, power=[self._power()],
+        self.planned = Result(
+            **ABOUT, status="planned", standing=Standing(status="planned"), settings=shown,
+            plan=self.plan, plan_sha256=json_sha256(self.plan), power=(self._power(),),
+            blocks=(plan_table(self.plan),), directory=str(target),
+            data={
+                "groups": [group.as_json() for group in self.groups], "layers": self.about_layers
+            },
         )  # fmt: skip
 
     def _power(self) -> str:
@@ -139,20 +152,19 @@ class _Profile:
             "were independent; half of it needs twice the tokens"
         )
 
-    def run(self, dry_run: bool) -> ProfileReport:
+    def run(self, dry_run: bool) -> Result:
         if dry_run:
-            return self.report
+            return self.planned.model_copy(update={"notes": tuple(self.notes)})
         work = RunDirectory(self.target, {"kind": "profile"}, resume=self.settings.resume)
         try:
             keep_plan(work.path / PLAN, self.plan, "a profile")
             choices = self._choices(work.path)
             tables = analyse(choices, self.rule, self._tick_of_permutations)
-            report = replace(self.report, status="done", tables=tables)
-            report = self._write(report, choices)
+            result = self._write(tables, choices.counts)
             work.remove()
         finally:
             work.close()
-        return report
+        return result
 
     def _plan(self, base_fingerprint: str) -> dict[str, Any]:
         first = self.switches[0]
@@ -257,30 +269,30 @@ class _Profile:
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def _write(self, report: ProfileReport, choices: Choices) -> ProfileReport:
-        counts = choices.counts
+    def _write(self, tables: dict[str, Any], counts: np.ndarray) -> Result:
+        """counts (S, L, E)."""
+        groups = self.planned.data["groups"]
+        formats = [self.settings.plot_format] if self.settings.plots else []
+        if formats and len(groups) > MOST_SHOWN:
+            self.notes.append(f"Plots show the first {MOST_SHOWN} of {len(groups)} groups.")
+        result = self.planned.model_copy(update={
+            "status": "done",
+            "outcome": outcome(tables, self.rule.alpha),
+            "verdict": verdict_of(tables, self.rule.alpha),
+            "standing": Standing(status="confirmatory"),
+            "environment": environment(time.monotonic() - self.started),
+            "data": {**self.planned.data, "tables": tables},
+            "blocks": blocks(tables, groups, self.about_layers, counts),
+            "notes": tuple(self.notes),
+        })  # fmt: skip
+        self._tick_of_plots()
         with staged_directory(self.target, force=self.settings.force) as directory:
-            plots: Sequence[str] = ()
-            if self.settings.plots:
-                self._tick_of_plots()
-                plots, said = write_plots(
-                    directory, report.tables, choices.names, choices.layers, counts,
-                    self.settings.plot_format,
-                )  # fmt: skip
-                self.notes += said
-            report = replace(
-                report,
-                plots=list(plots),
-                seconds=time.monotonic() - self.started,
-                peak_bytes=memory.peak_resident_bytes(),
-            )
             write_json(directory / PLAN, self.plan)
             with mlx_write_errors(directory / COUNTS):
-                choices = mx.array(counts.astype(np.float32))
-                base_model.save_arrays(directory / COUNTS, {"choices": choices})
-            (directory / MARKDOWN).write_text(markdown(report), encoding="utf-8")
-            write_json(directory / REPORT, report.as_json())
-        return report
+                base_model.save_arrays(
+                    directory / COUNTS, {"choices": mx.array(counts.astype(np.float32))}
+                )
+            return write_result(result, directory, self.target, formats)
 
 
 def _switches(model: nn.Module, settings: ProfileSettings) -> list[SwitchLayer]:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.experiments.figures import Drawing, write_figures
+from mlxstacks.study.render.figures import Drawing, write_figures
 
 Document = Mapping[str, Any]
 

@@ -4,11 +4,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.experiments.figures import write_figures
 from mlxstacks.experiments.sweep.cells import CellResult
 from mlxstacks.experiments.sweep.report import SweepReport
 from mlxstacks.experiments.sweep.summary import MatrixRow, Point, point_name
 from mlxstacks.stats import MeanInterval
+from mlxstacks.study.render.figures import write_figures
 
 _BRIGHT = 0.6
 

@@ -24,12 +24,12 @@ from mlxstacks.experiments.confound.run import run
 from mlxstacks.experiments.confound.scoring import Arm, encode_choices
 from mlxstacks.experiments.confound.settings import ConfoundSettings
 from mlxstacks.experiments.confound.words import fuse_notes
-from mlxstacks.experiments.made_from import Checked, check_made_from
 from mlxstacks.experiments.prereg import read_plan
 from mlxstacks.experiments.run_directory import work_path
 from mlxstacks.files.adapters import read_adapter
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.study.provenance import Checked, check_made_from
 from mlxstacks.training.settings import TrainSettings
 from tests.experiments.answer_files import forge, rows_of
 from tests.experiments.confound_cases import settings_for, write_places

@@ -25,7 +25,6 @@ from mlxstacks.experiments.identity import run as identity_run
 from mlxstacks.experiments.identity.conditions import item_arms, suite_arms
 from mlxstacks.experiments.identity.report import IdentityReport
 from mlxstacks.experiments.identity.run import run
-from mlxstacks.experiments.made_from import Checked, check_made_from
 from mlxstacks.experiments.prereg import read_plan
 from mlxstacks.experiments.run_directory import work_path
 from mlxstacks.files.adapter_commands import convert_adapter
@@ -34,6 +33,7 @@ from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
+from mlxstacks.study.provenance import Checked, check_made_from
 from tests.experiments.answer_files import forge, rows_of
 from tests.experiments.identity.cases import settings_for, write_places
 

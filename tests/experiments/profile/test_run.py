@@ -16,15 +16,17 @@ from mlxstacks import base_model
 from mlxstacks.errors import InputError, NonFiniteModelError
 from mlxstacks.experiments.profile import capture
 from mlxstacks.experiments.profile import run as profile_run
+from mlxstacks.experiments.profile.analysis import Choices, Rule, analyse
 from mlxstacks.experiments.profile.capture import profile_routing
 from mlxstacks.experiments.profile.data import MOST_GROUPS
 from mlxstacks.experiments.profile.kept import keep_choices, kept_choices
-from mlxstacks.experiments.profile.plots import MOST_SHOWN, write_plots
-from mlxstacks.experiments.profile.report import ProfileReport
+from mlxstacks.experiments.profile.report import MOST_SHOWN, blocks
 from mlxstacks.experiments.profile.run import run
 from mlxstacks.experiments.profile.settings import ProfileSettings
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.switch_choices import find_switches
+from mlxstacks.study.document import Plot, Table
+from mlxstacks.study.result import Result
 from tests.cli.conftest import Run, command
 from tests.experiments.profile_cases import (
     EXPERTS,
@@ -59,12 +61,12 @@ def settings_of(place: Path, save_path: Path, **changes: Any) -> ProfileSettings
 
 
 @pytest.fixture(scope="module")
-def report(place: Path, tmp_path_factory: pytest.TempPathFactory) -> ProfileReport:
+def report(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
     return run(settings_of(place, tmp_path_factory.mktemp("out") / "found"))
 
 
-def test_a_planted_preference_is_found(report: ProfileReport) -> None:
-    tables = report.tables
+def test_a_planted_preference_is_found(report: Result) -> None:
+    tables = report.data["tables"]
     assert tables["top_layers"]["by_kl"] == {name: [PLANTED_LAYER] for name in GROUPS}
     assert tables["top_layers"]["by_excess"]["marked"] == [PLANTED_LAYER]
     assert tables["divergence"]["p"] == pytest.approx(1 / 41)
@@ -76,19 +78,19 @@ def test_a_planted_preference_is_found(report: ProfileReport) -> None:
     assert f"({PLANTED_LAYER})" in report.verdict
 
 
-def test_the_planted_expert_is_found(report: ProfileReport) -> None:
-    counts = np.array(mx.load(f"{report.save_path}/routing_counts.safetensors")["choices"])
+def test_the_planted_expert_is_found(report: Result) -> None:
+    counts = np.array(mx.load(f"{report.directory}/routing_counts.safetensors")["choices"])
     assert counts.shape == (4, LAYERS, EXPERTS)
     favourites = dict(zip(GROUPS, counts[:, PLANTED_LAYER].argmax(axis=-1), strict=True))
     assert favourites["marked"] == PLANTED_EXPERT
     marked, *rest = counts[:, PLANTED_LAYER, PLANTED_EXPERT]
     assert all(marked > 2 * other for other in rest)
     # Equal tokens, two experts each, in every layer.
-    assert len({group["tokens"] for group in report.groups}) == 1
-    assert set(counts.sum(axis=-1).reshape(-1)) == {2 * report.groups[0]["tokens"]}
+    assert len({group["tokens"] for group in report.data["groups"]}) == 1
+    assert set(counts.sum(axis=-1).reshape(-1)) == {2 * report.data["groups"][0]["tokens"]}
 
 
-def test_a_loaded_model_has_the_profile_of_the_command(place: Path, report: ProfileReport) -> None:
+def test_a_loaded_model_has_the_profile_of_the_command(place: Path, report: Result) -> None:
     model, tokenizer, _ = base_model.load(place / "model")
     texts = {
         name: [json.loads(line)["text"] for line in path.read_text().splitlines()]
@@ -102,7 +104,7 @@ def test_a_loaded_model_has_the_profile_of_the_command(place: Path, report: Prof
     assert found.shares[0, PLANTED_LAYER].argmax() == PLANTED_EXPERT
     by_group = found.tables["divergence"]["kl_nats"]
     assert [by_group[name] for name in GROUPS] == found.kl.tolist()
-    assert found.tables.keys() == report.tables.keys()
+    assert found.tables.keys() == report.data["tables"].keys()
     for few in ({}, {"one": ["a b", "c"]}, {"one": ["abc", "def"], "two": ["abcdefgh"]}):
         with pytest.raises(ValueError, match="need two groups or more, each of two texts"):
             profile_routing(model, tokenizer, few)
@@ -133,17 +135,17 @@ def test_top_layers_are_fewer_than_the_layers_with_experts(
         profile_routing(model, tokenizer, texts)
 
 
-def test_what_can_be_found_is_told_beforehand(report: ProfileReport) -> None:
-    (said,) = report.as_json()["power"]
+def test_what_can_be_found_is_told_beforehand(report: Result) -> None:
+    (said,) = report.power
     assert "found at 80% power, alpha 0.05: " in said
-    assert f"with {report.groups[0]['tokens']:,} tokens a group" in said
-    assert said in (Path(report.save_path) / "profile.md").read_text()
+    assert f"with {report.data['groups'][0]['tokens']:,} tokens a group" in said
+    assert said in (Path(str(report.directory)) / "result.md").read_text()
 
 
 def test_shuffled_labels_are_not_found(place: Path, tmp_path: Path) -> None:
     """The same marked and plain prompts, under labels of chance."""
     found = run(settings_of(place, tmp_path / "out", data=str(place / "mixed")))
-    assert found.tables["divergence"]["p"] > 0.05
+    assert found.data["tables"]["divergence"]["p"] > 0.05
     assert found.verdict.startswith("No: the 4 groups are not told apart by their routing")
     assert "noise" in found.verdict
 
@@ -154,33 +156,33 @@ def test_groups_of_one_kind_are_not_found(place: Path, tmp_path: Path) -> None:
     assert found.verdict.startswith("No:")
 
 
-def test_the_plan_is_written_first_and_the_result_refers_to_it(report: ProfileReport) -> None:
-    directory = Path(report.save_path)
+def test_the_plan_is_written_first_and_the_result_refers_to_it(report: Result) -> None:
+    directory = Path(str(report.directory))
     plan = json.loads((directory / "plan.json").read_text())
-    document = json.loads((directory / "profile_report.json").read_text())
+    document = json.loads((directory / "result.json").read_text())
     assert document["plan_sha256"] == json_sha256(plan) == report.plan_sha256
     assert document == json.loads(json.dumps(report.as_json()))
     assert plan["thresholds"] == {
         "alpha": 0.05, "different_below": 0.3, "shared_above": 0.6, "halves_margin": 0.05,
     }  # fmt: skip
-    assert plan["data"] == {group["name"]: group["sha256"] for group in document["groups"]}
-    text = (directory / "profile.md").read_text()
+    assert plan["data"] == {group["name"]: group["sha256"] for group in document["data"]["groups"]}
+    text = (directory / "result.md").read_text()
     assert report.verdict in text
     assert str(report.plan_sha256) in text
     assert not list(directory.parent.glob(".*"))
 
 
 def test_the_same_settings_give_the_same_numbers(
-    place: Path, report: ProfileReport, tmp_path: Path
+    place: Path, report: Result, tmp_path: Path
 ) -> None:
     again = run(settings_of(place, tmp_path / "out", batch_size=5))
-    assert again.tables == report.tables
+    assert again.data["tables"] == report.data["tables"]
     other = run(settings_of(place, tmp_path / "other", seed=1))
-    assert other.tables != report.tables
+    assert other.data["tables"] != report.data["tables"]
 
 
 def test_a_stopped_profile_goes_on_with_the_next_group(
-    place: Path, report: ProfileReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, report: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, calls = profile_run.count_choices, []
 
@@ -200,7 +202,7 @@ def test_a_stopped_profile_goes_on_with_the_next_group(
         run(settings.model_copy(update={"permutations": 50}))
     finished = run(settings)
     assert len(calls) == 5  # two kept, one stopped, two after it
-    assert finished.tables == report.tables
+    assert finished.data["tables"] == report.data["tables"]
 
 
 def test_counts_that_are_damaged_or_of_another_plan_are_refused(tmp_path: Path) -> None:
@@ -235,30 +237,30 @@ def test_more_groups_than_can_be_compared_are_told_before_any_is_counted(
         run(settings_of(place, tmp_path / "out", data=str(file)))
     named = ("subject 3", "subject 4")
     found = run(settings_of(place, tmp_path / "out", data=str(file), groups=named))
-    assert [group["name"] for group in found.groups] == list(named)
+    assert [group["name"] for group in found.data["groups"]] == list(named)
 
 
-def test_plots_of_many_groups_show_the_first_and_say_so(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    names = [f"group {n}" for n in range(MOST_SHOWN + 3)]
-    tables = {
-        "layers": [{"jensen_shannon_nats": 0.1, "shuffled_nats": 0.0}] * 2,
-        "divergence": {"kl_nats": {name: [0.1, 0.2] for name in names}},
-        "top_layers": {"k": 1, "by_kl": {name: [1] for name in names}},
-        "jaccard": {"1": {"mean": 1.0, "chance": 0.5, "shuffled": 0.5}},
-        "jaccard_matrix": np.ones((len(names), len(names))).tolist(),
-        "expert_overlap": {"layers": [0]},
-    }
-    counts = np.ones((len(names), 2, 4))
-    drawn, notes = write_plots(tmp_path, tables, names, [0, 1], counts, "svg")
-    assert (len(drawn), len(notes)) == (3, 1)
-    assert notes[0].startswith("Plots show the first 40 of 43 groups")
-    assert (tmp_path / "divergence.svg").stat().st_size > 1000
+def test_plots_of_many_groups_show_the_first() -> None:
+    names = tuple(f"group {n}" for n in range(MOST_SHOWN + 3))
+    rng = np.random.default_rng(0)
+    choices = Choices(
+        rng.integers(0, 5, (2 * len(names), 2, 4)), np.arange(2 * len(names)) // 2,
+        np.full(2 * len(names), 8), names, (0, 1),
+    )  # fmt: skip
+    tables = analyse(choices, Rule(1, 2, 2, 1, 0.05, 0))
+    groups = [{"name": name, "prompts": 2, "tokens": 16} for name in names]
+    about = [{"attention": "full", "expert_bits": bits} for bits in ("3", None)]
+    found = blocks(tables, groups, about, choices.counts)
+    maps = [block for block in found if isinstance(block, Plot) and block.kind == "heat map"]
+    assert {len(plot.series) for plot in maps} == {MOST_SHOWN}
+    rows = {block.id: block for block in found if isinstance(block, Table)}
+    assert len(rows["groups"].rows) == len(names)
+    assert [row[2] for row in rows["layer-table"].rows] == ["3", "float"]
 
 
 def test_weights_in_place_of_counts(place: Path, tmp_path: Path) -> None:
     found = run(settings_of(place, tmp_path / "out", measure="weights"))
-    assert found.tables["top_layers"]["by_kl"]["marked"] == [PLANTED_LAYER]
+    assert found.data["tables"]["top_layers"]["by_kl"]["marked"] == [PLANTED_LAYER]
     assert found.verdict.startswith("Yes:")
 
 
@@ -267,9 +269,11 @@ def test_plots_are_written_where_matplotlib_is(place: Path, tmp_path: Path) -> N
     said: list[str] = []
     settings = settings_of(place, tmp_path / "out", plots=True, plot_format="svg")
     found = run(settings, progress=lambda done, total, what: said.append(what))
-    assert found.plots == ["divergence.svg", "jaccard.svg", "experts.svg"]
+    names = [block.id for block in found.blocks if isinstance(block, Plot)]
+    assert names[:3] == ["divergence", "layers", "jaccard"]
     assert said[-1] == "plots"
-    assert all((tmp_path / "out" / name).stat().st_size > 1000 for name in found.plots)
+    assert all((tmp_path / "out" / f"{name}.svg").stat().st_size > 1000 for name in names)
+    assert f"]({names[0]}.svg)" in (tmp_path / "out" / "result.md").read_text()
 
 
 def test_a_dry_run_plans_and_touches_nothing(place: Path, tmp_path: Path) -> None:
@@ -301,9 +305,9 @@ def test_questions_with_a_category(place: Path, tmp_path: Path) -> None:
     rows = [question(n, "law" if n % 2 else "math") for n in range(20)]
     file = write_rows(tmp_path / "mmlu.jsonl", rows)
     found = run(settings_of(place, tmp_path / "out", data=str(file), questions=7))
-    assert [g["name"] for g in found.groups] == ["law", "math"]
-    assert [g["available"] for g in found.groups] == [10, 10]
-    assert len({g["tokens"] for g in found.groups}) == 1
+    assert [g["name"] for g in found.data["groups"]] == ["law", "math"]
+    assert [g["available"] for g in found.data["groups"]] == [10, 10]
+    assert len({g["tokens"] for g in found.data["groups"]}) == 1
     assert any("by construction" in note for note in found.notes)
 
 
@@ -403,12 +407,16 @@ def test_the_bare_command_profiles_nanos_domains(work_dir: Path, command: Run) -
     code, out, err = command("profile", "--json", "--no-plots", "--permutations", "20")
     assert code == 0, err
     document = json.loads(out)
-    assert [g["name"] for g in document["groups"]] == [
+    assert [g["name"] for g in document["data"]["groups"]] == [
         "chat", "code", "math", "medical", "reasoning",
     ]  # fmt: skip
-    assert [row["layer"] for row in document["layers"]] == list(range(6))
-    assert [row["attention"] for row in document["layers"]] == ["linear", "linear", "full"] * 2
-    assert {row["expert_bits"] for row in document["layers"]} == {"3"}
+    assert [row["layer"] for row in document["data"]["layers"]] == list(range(6))
+    assert [row["attention"] for row in document["data"]["layers"]] == [
+        "linear",
+        "linear",
+        "full",
+    ] * 2
+    assert {row["expert_bits"] for row in document["data"]["layers"]} == {"3"}
     assert document["verdict"].startswith("Yes:")
 
 
@@ -421,9 +429,10 @@ def test_mmlu_pro_has_fourteen_subjects_of_equal_tokens(place: Path, tmp_path: P
         place, tmp_path / "out", data=str(MMLU_PRO), questions=100, max_seq_length=128
     )
     planned = run(settings, dry_run=True)
-    assert len(planned.groups) == 14
-    assert len({group["tokens"] for group in planned.groups}) == 1
-    assert {"law", "math", "computer science"} <= {group["name"] for group in planned.groups}
+    assert len(planned.data["groups"]) == 14
+    assert len({group["tokens"] for group in planned.data["groups"]}) == 1
+    names = {group["name"] for group in planned.data["groups"]}
+    assert {"law", "math", "computer science"} <= names
 
 
 def test_a_group_whose_name_is_no_text_is_refused(place: Path, tmp_path: Path) -> None:

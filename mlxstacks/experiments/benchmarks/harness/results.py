@@ -13,8 +13,8 @@ from mlxstacks.experiments.benchmarks.analysis import Comparison, Outcomes, adju
 from mlxstacks.experiments.benchmarks.outcomes import Outcome
 from mlxstacks.experiments.benchmarks.plan import claims_of
 from mlxstacks.experiments.benchmarks.settings import HARNESS, EvalSettings
-from mlxstacks.experiments.made_from import MadeFrom, of_bytes
 from mlxstacks.experiments.sealed import read_sealed, write_sealed
+from mlxstacks.study.provenance import MadeFrom, of_bytes
 
 # Of a task with several, the metric that is right or wrong for each item; else its first one.
 _PRIMARY = ("acc", "exact_match", "pass@1")

@@ -1,6 +1,6 @@
 """A report's digests against the files beside it.
 
-Run: pytest tests/experiments/test_made_from.py
+Run: pytest tests/study/test_provenance.py
 """
 
 import os
@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mlxstacks.experiments import made_from as made_from_module
-from mlxstacks.experiments.answer_log import AnswerLog
-from mlxstacks.experiments.made_from import Checked, check_made_from, of_bytes
+from mlxstacks.study import provenance as made_from_module
+from mlxstacks.study.answer_log import AnswerLog
+from mlxstacks.study.provenance import Checked, check_made_from, of_bytes
 from tests.experiments.answer_files import forge, rows_of
 
 ROWS = [{"item_id": str(place), "pick": 0} for place in range(4)]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mlxstacks.report.words import short
+from mlxstacks.study.render.words import short
 
 INK, RULE, PAPER = "#1b1f24", "#c9ced6", "#fefefe"
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -282,7 +282,7 @@ def _scale(figure: Any, ax: Any, low: float, high: float, unit: str) -> None:
         high = low + 1.0
     edges = [low + (high - low) * n / 9 for n in range(10)]
     norm = BoundaryNorm(edges, 256)
-    label = f"{unit} (brighter: more)"
+    label = f"{short(unit, 80)} (brighter: more)"
     bar = figure.colorbar(ScalarMappable(norm, "cividis"), ax=ax, label=label, ticks=edges[::3])
     bar.ax.set_yticklabels([f"{edge:.3g}" for edge in edges[::3]])
     bar.minorticks_off()

@@ -3,10 +3,22 @@
 import math
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from mlxstacks.study.document import Plot, Series
+from mlxstacks.study.render.drawings import (
+    MOST_ROWS,
+    STYLE,
+    Dot,
+    draw_curves,
+    draw_heat_map,
+    draw_intervals,
+    draw_series,
+)
 
 FORMATS = ("png", "svg")
 # Longer names of ticks are cut, with three dots; tables have them whole.
@@ -14,6 +26,7 @@ LONGEST_TICK = 34
 _LEAST_PANEL_INCHES = 1.3
 _TURN_DEGREES = 40
 _MOST_PASSES = 5
+_MOST_COLUMNS = 512
 Drawing = tuple[str, Callable[[Any], None]]
 """(name of the file, what draws on an empty figure)"""
 
@@ -28,7 +41,7 @@ def write_figures(
 ) -> tuple[list[str], list[str]]:
     """Every drawing in every format; (names of the files, notes).
 
-    style: settings of matplotlib.
+    style: settings of matplotlib, in place of ours.
     Law: equal drawings give equal bytes (of one version of matplotlib).
     """
     try:
@@ -36,7 +49,11 @@ def write_figures(
     except ImportError:
         return [], ["No plots: matplotlib is not installed; pip install 'mlxstacks[plots]'."]
     # No window, no date, fixed ids in the SVG.
-    settings: dict[Any, Any] = {"backend": "Agg", "svg.hashsalt": "mlxstacks", **(style or {})}
+    settings: dict[Any, Any] = {
+        "backend": "Agg",
+        "svg.hashsalt": "mlxstacks",
+        **(STYLE if style is None else style),
+    }
     names = []
     with library.rc_context(settings), warnings.catch_warnings():
         # Texts that leave no room for a plot, as a hostile file may hold, are drawn all the same.
@@ -198,3 +215,61 @@ def _stack(figure: Any, legend: Any) -> bool:
     else:
         figure.set_size_inches(1.02 * width / figure.dpi, figure.get_size_inches()[1])
     return True
+
+
+def draw_plot(plot: Plot) -> Callable[[Any], None]:
+    """What draws a plot of a result on an empty figure."""
+    names = [series.label for series in plot.series]
+    values = [series.y for series in plot.series]
+    if plot.kind == "heat map":
+        return partial(
+            draw_heat_map, rows=names[:MOST_ROWS], columns=plot.categories[:_MOST_COLUMNS],
+            values=[row[:_MOST_COLUMNS] for row in values[:MOST_ROWS]], title=plot.title,
+            xlabel=plot.x_label, ylabel=plot.y_label, unit=plot.unit, form=plot.form,
+            limits=plot.limits,
+        )  # fmt: skip
+    if plot.kind == "lines":
+        curves = {series.label: list(_points(series)) for series in plot.series}
+        return partial(
+            draw_curves, curves=curves, xlabel=plot.x_label, ylabel=plot.y_label, title=plot.title
+        )
+    if plot.kind == "series":
+        return partial(
+            draw_series, labels=plot.categories, series=dict(zip(names, values, strict=True)),
+            xlabel=plot.x_label, title=plot.title, references=plot.references,
+        )  # fmt: skip
+    low, high = plot.limits
+    return partial(
+        draw_intervals, dots=list(_dots(plot)), xlabel=plot.x_label, title=plot.title,
+        references=plot.references, form=plot.form,
+        limits=None if low is None or high is None else (low, high),
+    )  # fmt: skip
+
+
+def _points(series: Series) -> Iterator[tuple[float, float]]:
+    for x, y in zip(series.x, series.y, strict=True):
+        if y is not None:
+            yield x, y
+
+
+def _dots(plot: Plot) -> Iterator[Dot]:
+    """All series of a category together."""
+    for place, label in enumerate(plot.categories):
+        for series in plot.series:
+            ends = series.low or series.y, series.high or series.y
+            low, high = (values[place] for values in ends)
+            group = series.label if len(plot.series) > 1 else ""
+            yield Dot(label, series.y[place], low, high, group)
+
+
+def figure_of(plot: Plot) -> Any:
+    """A plot of a result as a matplotlib figure."""
+    import matplotlib as library
+    from matplotlib.figure import Figure
+
+    style: dict[Any, Any] = STYLE
+    with library.rc_context(style):
+        figure = Figure(layout="constrained")
+        draw_plot(plot)(figure)
+        fit(figure)
+    return figure

@@ -1,6 +1,6 @@
 """A file of answers: whole lines count, what was changed is refused and named.
 
-Run: pytest tests/experiments/test_answer_log.py
+Run: pytest tests/study/test_answer_log.py
 """
 
 import io
@@ -17,8 +17,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError
-from mlxstacks.experiments import answer_log
-from mlxstacks.experiments.answer_log import (
+from mlxstacks.study import answer_log
+from mlxstacks.study.answer_log import (
     AnswerLog,
     chained,
     digests_of,

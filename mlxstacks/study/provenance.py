@@ -14,7 +14,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.experiments.answer_log import digests_of, lines_of
+from mlxstacks.study.answer_log import digests_of, lines_of
 
 MadeFrom = dict[str, dict[str, Any]]
 _MOST_FILES = 5_000

@@ -5,8 +5,7 @@ import unicodedata
 from collections.abc import Iterable
 
 from mlxstacks.memory import bytes_in_words
-from mlxstacks.report.content import Cell
-from mlxstacks.report.values import Value
+from mlxstacks.study.document import Cell, Column
 
 NOT_MEASURED = "not measured"
 LONGEST = 2_000
@@ -95,43 +94,36 @@ def nbytes(count: float | None) -> str | None:
     return None if count is None else bytes_in_words(int(count))
 
 
-def bounds(found: Value, digits: int = 3, *, scale: float = 1.0, sign: bool = False) -> str | None:
-    """`low to high` of an interval object; None where one of them is missing."""
-    low, high = found["low"].number, found["high"].number
-    if low is None or high is None:
-        return None
-    form = f"{'+' if sign else ''}.{digits}f"
-    return f"{scale * low:{form}} to {scale * high:{form}}"
-
-
-def estimate(
-    found: Value, key: str = "mean", digits: int = 3, *, scale: float = 1.0, sign: bool = False
-) -> str | None:
-    """`value (low to high)` of an object with `key`, low and high."""
-    value = found[key].number if found else None
-    if value is None:
-        return None
-    form = f"{'+' if sign else ''}.{digits}f"
-    interval = bounds(found, digits, scale=scale, sign=sign)
-    around = f" ({interval})" if interval else " (no interval)"
-    return f"{scale * value:{form}}{around}"
-
-
-def plain(value: Value) -> Cell:
-    """Any JSON value as a cell."""
-    raw = value.raw
-    if raw is None or isinstance(raw, str):
-        return raw
-    if isinstance(raw, bool):
-        return "yes" if raw else "no"
-    if value.is_number:
-        return number(value.number)
-    if isinstance(raw, list):
-        return listed(str(plain(one)) for one in value.each()) or "none"
-    return listed(f"{name}: {plain(one)}" for name, one in value.items()) or "none"
-
-
 def listed(parts: Iterable[str], most: int = 40) -> str:
     found = list(parts)
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return ", ".join(found[:most]) + more
+
+
+def format_cell(cell: Cell, column: Column) -> str | None:
+    """A cell of a result's table as text; None: not measured."""
+    if cell is None or isinstance(cell, str):
+        return cell
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if isinstance(cell, tuple):
+        *value, low, high = (_format_number(one, column) for one in cell)
+        return f"{value[0]} ({low} to {high})" if value else f"{low} to {high}"
+    return _format_number(cell, column)
+
+
+def _format_number(value: float, column: Column) -> str:
+    match column.kind:
+        case "share":
+            return f"{100 * value:.{1 if column.digits is None else column.digits}f}%"
+        case "points":
+            return f"{100 * value:+.{1 if column.digits is None else column.digits}f}"
+        case "p":
+            return p_value(value) or ""
+        case "bytes":
+            return bytes_in_words(int(value))
+        case "seconds":
+            return f"{value:.3g} s"
+    if column.digits is not None:
+        return f"{value:.{column.digits}f}"
+    return number(value) or ""

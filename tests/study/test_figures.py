@@ -1,6 +1,6 @@
 """No label of a plot lies over another or leaves the figure, however long the names are.
 
-Extents are those that matplotlib's renderer gives. Run: pytest tests/experiments/test_figures.py
+Extents are those that matplotlib's renderer gives. Run: pytest tests/study/test_figures.py
 """
 
 import math
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from mlxstacks.experiments.benchmarks.plots import draw_scores
-from mlxstacks.experiments.figures import LONGEST_TICK, fit, tick_texts
 from mlxstacks.experiments.stack.plots import draw_load, draw_losses, draw_matrix
-from mlxstacks.report.plots import Dot, draw_heat_map, draw_intervals
+from mlxstacks.study.render.drawings import Dot, draw_heat_map, draw_intervals
+from mlxstacks.study.render.figures import LONGEST_TICK, fit, tick_texts
 from tests.experiments.benchmarks.test_report import found_of, marks
 
 pytest.importorskip("matplotlib")

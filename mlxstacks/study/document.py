@@ -1,0 +1,145 @@
+"""The document that a result is: a head, figures for machines, and blocks for people."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+RESULT = "result.json"
+
+Kind = Literal["text", "count", "number", "share", "points", "p", "bytes", "seconds"]
+"""How a column's numbers are shown: count 1,234; number with `digits` behind the point, else four
+significant ones; share 0.123 as 12.3%; points 0.123 as +12.3 (a difference of shares); p to two
+significant digits."""
+Cell = str | int | float | bool | tuple[float, float] | tuple[float, float, float] | None
+"""None: not measured. Two numbers: an interval; three: an estimate with its interval."""
+
+
+# Files and anchors are named so.
+Id = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,59}$")]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Column(_Part):
+    name: str
+    kind: Kind = "text"
+    digits: int | None = Field(None, ge=0, le=12)
+
+
+class Table(_Part):
+    """The first column names the row. folded: a page shows it on a click, a console not at all."""
+
+    block: Literal["table"] = "table"
+    id: Id
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    caption: str = ""
+    folded: bool = False
+
+    @model_validator(mode="after")
+    def _rows_fit(self) -> "Table":
+        if any(len(row) != len(self.columns) for row in self.rows):
+            raise ValueError(f"table {self.id}: a row has not {len(self.columns)} cells")
+        return self
+
+
+class Series(_Part):
+    """One value for each category (intervals, bars: with low and high), points (lines: y over x),
+    or one row of a heat map.
+    """
+
+    label: str
+    y: tuple[float | None, ...]
+    x: tuple[float, ...] = ()
+    low: tuple[float | None, ...] = ()
+    high: tuple[float | None, ...] = ()
+
+
+class Plot(_Part):
+    """categories: names of the rows of intervals and bars, of the columns of a heat map. limits: of
+    the axis of values. references: name -> value of a dashed line. unit: what a heat map's shades
+    mean. form: how its numbers are written. alt: what it shows, for who cannot see it.
+    """
+
+    block: Literal["plot"] = "plot"
+    id: Id
+    title: str
+    kind: Literal["intervals", "series", "lines", "heat map"]
+    series: tuple[Series, ...]
+    categories: tuple[str, ...] = ()
+    x_label: str = ""
+    y_label: str = ""
+    unit: str = ""
+    form: Literal["{:.3g}", "{:.0f}", "{:.1f}", "{:.2f}"] = "{:.3g}"
+    limits: tuple[float | None, float | None] = (None, None)
+    references: dict[str, float] = Field(default_factory=dict)
+    alt: str
+
+    @model_validator(mode="after")
+    def _series_fit(self) -> "Plot":
+        for series in self.series:
+            count = len(series.x) if self.kind == "lines" else len(self.categories)
+            ends = {len(series.low or series.y), len(series.high or series.y)}
+            if {len(series.y), *ends} != {count}:
+                raise ValueError(f"plot {self.id}: series {series.label} has not {count} values")
+        return self
+
+
+class Text(_Part):
+    """Paragraphs under a title."""
+
+    block: Literal["text"] = "text"
+    title: str
+    paragraphs: tuple[str, ...]
+
+
+Block = Annotated[Table | Plot | Text, Field(discriminator="block")]
+
+
+class Standing(_Part):
+    """confirmatory: of a plan that was fixed before the first answer and kept. no plan: described,
+    not tested.
+    """
+
+    status: Literal["confirmatory", "exploratory", "no plan", "planned"] = "no plan"
+    reasons: tuple[str, ...] = ()
+
+
+class Document(_Part):
+    """kind: the command. question: what it asks. outcome: a few words; verdict: whole sentences.
+    plan: what was fixed before the first answer; power: what it can find. environment: device,
+    versions, `seconds`, `peak_bytes`. provenance: file -> `sha256`, or `answers` and `digest` of an
+    answer log. data: all figures, units in the names. failed_gate: why the command ends with 3.
+    directory: where it was written or read, no part of the document.
+    """
+
+    kind: str
+    title: str
+    question: str = ""
+    schema_version: Literal[1] = 1
+    status: Literal["planned", "done"]
+    outcome: str = ""
+    verdict: str = ""
+    standing: Standing = Standing()
+    settings: dict[str, Any] = Field(default_factory=dict)
+    plan: dict[str, Any] | None = None
+    plan_sha256: str | None = None
+    power: tuple[str, ...] = ()
+    environment: dict[str, Any] = Field(default_factory=dict)
+    provenance: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    data: dict[str, Any] = Field(default_factory=dict)
+    blocks: tuple[Block, ...] = ()
+    notes: tuple[str, ...] = ()
+    failed_gate: str | None = None
+    seal: str = ""
+    directory: str | None = Field(default=None, exclude=True)
+
+    @model_validator(mode="after")
+    def _ids_are_unique(self) -> "Document":
+        ids = [block.id for block in self.blocks if not isinstance(block, Text)]
+        if len(set(ids)) < len(ids):
+            raise ValueError("two blocks have one id")
+        return self

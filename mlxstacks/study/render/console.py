@@ -1,0 +1,63 @@
+"""A result on a terminal, whatever its kind."""
+
+import io
+from typing import TYPE_CHECKING
+
+from mlxstacks.memory import bytes_in_words
+from mlxstacks.study.document import RESULT, Document, Table, Text
+from mlxstacks.study.render.terminal import console, table
+from mlxstacks.study.render.words import format_cell
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+# Of a longer table a terminal shows the first rows; the page has all.
+MOST_ROWS = 40
+
+
+def print_result(console: "Console", result: Document) -> None:
+    """Tables and texts in their order; then notes, what was written, the verdict."""
+    for block in result.blocks:
+        if isinstance(block, Table) and not block.folded:
+            _print_table(console, block)
+        elif isinstance(block, Text):
+            console.print(f"{block.title}:", markup=False)
+            for paragraph in block.paragraphs:
+                console.print(paragraph, markup=False)
+    for line in (*result.power, *result.notes):
+        console.print(line, markup=False, style="dim")
+    console.print(_written(result), markup=False)
+    for reason in result.standing.reasons:
+        console.print(f"EXPLORATORY: {reason}", markup=False, style="bold")
+    if result.verdict:
+        console.print(f"Verdict: {result.verdict}", markup=False, style="bold")
+
+
+def _print_table(console: "Console", block: Table) -> None:
+    rows = [
+        [format_cell(cell, column) for cell, column in zip(row, block.columns, strict=True)]
+        for row in block.rows[:MOST_ROWS]
+    ]
+    console.print(table([column.name for column in block.columns], rows, title=block.title))
+    more = len(block.rows) - len(rows)
+    caption = f"{block.caption} {more:,} more rows are in {RESULT}." if more else block.caption
+    if caption:
+        console.print(f"{caption.strip()}\n", markup=False, style="dim")
+
+
+def _written(result: Document) -> str:
+    plan = f"Plan {result.plan_sha256[:16]}. " if result.plan_sha256 else ""
+    if result.status == "planned":
+        return f"{plan}Planned only: would write {result.directory}."
+    seconds, peak = result.environment.get("seconds"), result.environment.get("peak_bytes")
+    cost = f"{seconds:.0f} s, " if seconds is not None else ""
+    cost += f"peak {bytes_in_words(peak)}. " if peak is not None else ""
+    return f"{plan}{cost}Wrote {result.directory}."
+
+
+def result_text(result: Document, width: int = 100) -> str:
+    """The same as text without colours."""
+    printed = console()
+    printed.file, printed.width = io.StringIO(), width
+    print_result(printed, result)
+    return printed.file.getvalue()

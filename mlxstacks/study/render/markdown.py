@@ -1,0 +1,49 @@
+"""A result as Markdown: what stands in a target as result.md, and what a notebook shows."""
+
+import re
+from collections.abc import Sequence
+
+from mlxstacks.study.document import Document, Plot, Table
+from mlxstacks.study.render.words import NOT_MEASURED, clean, format_cell
+
+# What Markdown would read as its own.
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|!~])")
+
+
+def to_markdown(result: Document, pictures: Sequence[str] = ()) -> str:
+    """Verdict, plan, blocks, notes. pictures: names of files; those named as a plot stand there.
+
+    Law: no text of the result is read as Markdown or HTML.
+    """
+    parts = [f"# {_text(result.title)}"]
+    parts += [f"**EXPLORATORY**: {_text(reason)}" for reason in result.standing.reasons]
+    if result.verdict:
+        parts.append(f"**Verdict.** {_text(result.verdict)}")
+    if result.plan_sha256:
+        hypothesis = str((result.plan or {}).get("hypothesis", ""))
+        parts.append(f"Plan `{result.plan_sha256}`, fixed before the first answer. {hypothesis}")
+    for block in result.blocks:
+        if isinstance(block, Table):
+            parts += [f"## {_text(block.title)}", _table(block), _text(block.caption)]
+        elif isinstance(block, Plot):
+            files = [name for name in pictures if name.rpartition(".")[0] == block.id]
+            parts += [f"![{_text(block.alt)}]({name})" for name in files[:1]]
+        else:
+            parts += [f"## {_text(block.title)}", *map(_text, block.paragraphs)]
+    parts += [f"- {_text(line)}" for line in (*result.power, *result.notes)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _text(text: str) -> str:
+    return _SPECIAL.sub(r"\\\1", " ".join(clean(text, 20_000).split()))
+
+
+def _table(block: Table) -> str:
+    columns = [_text(column.name) for column in block.columns]
+    sides = [":---" if column.kind == "text" else "---:" for column in block.columns]
+    rows = [
+        [_text(format_cell(cell, column) or NOT_MEASURED)
+         for cell, column in zip(row, block.columns, strict=True)]
+        for row in block.rows
+    ]  # fmt: skip
+    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, sides, *rows))

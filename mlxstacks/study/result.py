@@ -1,0 +1,136 @@
+"""What a command came to: one document with a head, figures for machines, and blocks for people.
+
+`result.json` in a target is a `Result`. A renderer reads head and `blocks` and knows no kind of
+result. The document ends with its seal, the SHA-256 of everything before it, and names a digest of
+each file that it was made from, so that a change to either shows. What a seal cannot show: that who
+changed the document did not compute a new one; only running the command again shows that.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from mlxstacks.errors import InputError
+from mlxstacks.files.strict_json import compact, json_sha256, read_object
+from mlxstacks.study.document import RESULT, Document, Plot, Standing, Table
+from mlxstacks.study.provenance import check_made_from
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_MOST_NAMED = 5
+
+
+class Result(Document):
+    """A document with what Python wants of it."""
+
+    # --- for people -------------------------------------------------------------------------------
+
+    def table(self, id: str) -> Any:
+        """A table as a pandas DataFrame, an interval in two columns more. Raises: KeyError."""
+        import pandas  # type: ignore[import-untyped]
+
+        block = self._block(id, Table)
+        frame = pandas.DataFrame(list(block.rows), columns=[c.name for c in block.columns])
+        for column in [c.name for c in block.columns]:
+            if any(isinstance(cell, tuple) for cell in frame[column]):
+                cells = [cell if isinstance(cell, tuple) else (cell,) for cell in frame[column]]
+                frame[column] = [None if len(cell) == 2 else cell[0] for cell in cells]
+                ends = [cell[-2:] if len(cell) > 1 else (None, None) for cell in cells]
+                frame[f"{column} low"], frame[f"{column} high"] = zip(*ends, strict=True)
+        return frame
+
+    def plot(self, id: str) -> "Figure":
+        """A plot as a matplotlib figure. Raises: KeyError."""
+        from mlxstacks.study.render.figures import figure_of
+
+        return figure_of(self._block(id, Plot))
+
+    def _block(self, id: str, kind: Any) -> Any:
+        blocks = {block.id: block for block in self.blocks if isinstance(block, kind)}
+        if id not in blocks:
+            raise KeyError(f"{self.kind} has no {kind.__name__.lower()} {id!r}; it has {[*blocks]}")
+        return blocks[id]
+
+    def __str__(self) -> str:
+        from mlxstacks.study.render.console import result_text
+
+        return result_text(self)
+
+    def _repr_markdown_(self) -> str:
+        from mlxstacks.study.render.markdown import to_markdown
+
+        return to_markdown(self)
+
+    # --- on disk ----------------------------------------------------------------------------------
+
+    def as_json(self) -> dict[str, Any]:
+        """As it is written. Law: `Result.open` of it is the result again."""
+        return self.model_dump(mode="json")
+
+    def digest(self) -> str:
+        """What the seal of this document has to be."""
+        document = self.as_json()
+        del document["seal"]
+        return sha256(compact(document)).hexdigest()
+
+    def sealed(self) -> "Result":
+        return self.model_copy(update={"seal": self.digest()})
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Result":
+        """The result in a directory, or in a file: EXPLORATORY, with the reasons, where the
+        document, its plan or a file behind it is not what it was when it was made.
+
+        Raises: InputError: no result of this version.
+        """
+        file = Path(path) / RESULT if Path(path).is_dir() else Path(path)
+        try:
+            result = cls.from_json(read_object(file.read_bytes()))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{file}: no result that can be read: {str(error)[:300]}") from None
+        return result.checked(file.parent)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> "Result":
+        """Raises: ValueError saying what is wrong with the document."""
+        try:
+            return cls.model_validate_json(json.dumps(document))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise ValueError(f"{ascii(place)[1:-1]:.200}: {first['msg']}") from None
+
+    def checked(self, directory: Path) -> "Result":
+        """This result beside what lies in its directory now. Raises: as `check_made_from`."""
+        reasons, notes = list[str](), list[str]()
+        if self.seal != self.digest():
+            reasons.append(f"{RESULT} was changed after the run")
+        if self.plan is not None and self.plan_sha256 != json_sha256(self.plan):
+            reasons.append("the plan in it has not the hash that it names")
+        files = check_made_from(directory, self.provenance)
+        if files.other:
+            reasons.append(_beginning(files.other))
+        if files.same:
+            notes.append(f"Read again: {files.same:,} files behind it, as they were when made.")
+        if files.missing:
+            reasons.append(f"what it was made from is not beside it: {_beginning(files.missing)}")
+        standing = self.standing
+        if reasons:
+            reasons = [*standing.reasons, *reasons]
+            standing = Standing(status="exploratory", reasons=tuple(dict.fromkeys(reasons)))
+        return self.model_copy(
+            update={
+                "standing": standing, "notes": (*self.notes, *notes), "directory": str(directory),
+            }
+        )  # fmt: skip
+
+
+def _beginning(parts: Sequence[str]) -> str:
+    more = len(parts) - _MOST_NAMED
+    listed = ", ".join(part[:200] for part in parts[:_MOST_NAMED])
+    return f"{listed} and {more:,} more" if more > 0 else listed

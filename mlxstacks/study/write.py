@@ -1,0 +1,51 @@
+"""A result and what belongs to it, as files of a target."""
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from mlxstacks import memory
+from mlxstacks.files.outputs import write_json
+from mlxstacks.study.document import RESULT, Plot
+from mlxstacks.study.provenance import of_bytes
+from mlxstacks.study.render.figures import draw_plot, write_figures
+from mlxstacks.study.render.markdown import to_markdown
+from mlxstacks.study.result import Result
+
+MARKDOWN = "result.md"
+
+
+def environment(seconds: float) -> dict[str, Any]:
+    """Where a result was made: device, versions, seconds, highest memory."""
+    device = memory.device()
+    return {
+        "device": f"{device.name} ({device.kind})",
+        "versions": {name: version(name) for name in ("mlxstacks", "mlx", "mlx-lm", "numpy")},
+        "seconds": round(seconds, 1),
+        "peak_bytes": memory.peak_resident_bytes(),
+    }
+
+
+def write_result(
+    result: Result, directory: Path, target: Path, plot_formats: Sequence[str] = ()
+) -> Result:
+    """Write result.json, sealed, with result.md and plots, to `directory`, where the files that the
+    result was made from lie already; it becomes `target`. Returns what was written.
+
+    Every file of the directory enters the provenance. Raises: OSError.
+    """
+    plots = [block for block in result.blocks if isinstance(block, Plot)] if plot_formats else []
+    provenance = dict(result.provenance)
+    for file in sorted(path for path in directory.rglob("*") if path.is_file()):
+        name = str(file.relative_to(directory))
+        if not file.name.startswith("."):
+            provenance.setdefault(name, of_bytes(file.read_bytes()))
+    drawings = [(plot.id, draw_plot(plot)) for plot in plots]
+    pictures, notes = write_figures(directory, drawings, plot_formats) if plots else ([], [])
+    result = result.model_copy(
+        update={"provenance": provenance, "notes": (*result.notes, *notes)}
+    ).sealed()
+    (directory / MARKDOWN).write_text(to_markdown(result, pictures), encoding="utf-8")
+    write_json(directory / RESULT, result.as_json())
+    return result.model_copy(update={"directory": str(target)})

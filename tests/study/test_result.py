@@ -1,0 +1,225 @@
+"""A result: what it refuses to hold, what it shows, and every change to it that has to be noticed.
+
+Run: pytest tests/study/test_result.py
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from mlxstacks.errors import InputError
+from mlxstacks.files.strict_json import json_sha256
+from mlxstacks.report.settings import ReportSettings
+from mlxstacks.report.write import write_report
+from mlxstacks.study.document import RESULT, Column, Kind, Plot, Series, Standing, Table, Text
+from mlxstacks.study.render.markdown import to_markdown
+from mlxstacks.study.render.words import format_cell
+from mlxstacks.study.result import Result
+from mlxstacks.study.write import MARKDOWN, write_result
+
+PLAN = {"hypothesis": "Heads are likelier than tails.", "alpha": 0.05, "limit": 10}
+ARMS = Table(
+    id="arms",
+    title="Heads by arm",
+    columns=(
+        Column(name="arm"),
+        Column(name="n", kind="count"),
+        Column(name="share", kind="share"),
+    ),
+    rows=(("control", 1000, (0.5, 0.4, 0.6)), ("loaded", 1000, (0.7, 0.6, 0.8))),
+)
+PLOT = Plot(
+    id="shares", title="Shares", kind="intervals", categories=("control", "loaded"),
+    series=(Series(label="heads", y=(0.5, 0.7), low=(0.4, 0.6), high=(0.6, 0.8)),),
+    x_label="share of heads", alt="The loaded coin falls on heads more often.",
+)  # fmt: skip
+
+
+def coin(**changes: Any) -> Result:
+    values: dict[str, Any] = {
+        "kind": "coin", "title": "Coins", "status": "done", "outcome": "loaded",
+        "verdict": "The loaded coin falls on heads more often.",
+        "standing": Standing(status="confirmatory"),
+        "settings": {"model": "m", "seed": 0, "limit": 10}, "plan": PLAN,
+        "plan_sha256": json_sha256(PLAN), "environment": {"seconds": 1.0},
+        "data": {"p_value": 0.01, "shares": [0.5, 0.7]}, "blocks": (ARMS, PLOT),
+    }  # fmt: skip
+    return Result(**values | changes)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished run: plan, answers, an arm, and the result."""
+    directory = tmp_path / "run"
+    (directory / "answers").mkdir(parents=True)
+    (directory / "plan.json").write_text(json.dumps(PLAN))
+    for arm in ("control", "loaded"):
+        (directory / "answers" / f"{arm}.jsonl").write_text('{"heads": true}\n')
+    write_result(coin(), directory, directory)
+    return directory
+
+
+def test_a_result_reads_back_as_it_was_written(run: Path) -> None:
+    result = Result.open(run)
+    assert result.standing == Standing(status="confirmatory")
+    assert result.notes == ("Read again: 3 files behind it, as they were when made.",)
+    assert {**result.as_json(), "notes": []} == json.loads((run / RESULT).read_text())
+    assert set(result.provenance) == {"plan.json", "answers/control.jsonl", "answers/loaded.jsonl"}
+
+
+def edit(*path: Any, value: Any = None) -> Callable[[Path], None]:
+    """Put a value under a path of result.json; None removes what is there."""
+
+    def change(run: Path) -> None:
+        document = json.loads((run / RESULT).read_text())
+        part = document
+        for key in path[:-1]:
+            part = part[key]
+        if value is None:
+            del part[path[-1]]
+        else:
+            assert part[path[-1]] != value
+            part[path[-1]] = value
+        (run / RESULT).write_text(json.dumps(document))
+
+    return change
+
+
+def replanned(run: Path) -> None:
+    """The plan another one, in both places, and its hash computed again."""
+    plan = {**PLAN, "alpha": 0.2}
+    edit("plan", value=plan)(run)
+    edit("plan_sha256", value=json_sha256(plan))(run)
+    (run / "plan.json").write_text(json.dumps(plan))
+
+
+EDITS: dict[str, Callable[[Path], Any]] = {
+    "verdict": edit("verdict", value="They are the same."),
+    "outcome": edit("outcome", value="same"),
+    "a figure": edit("data", "shares", value=[0.987, 0.987]),
+    "a p-value": edit("data", "p_value", value=1e-9),
+    "a cell of a table": edit("blocks", 0, "rows", 1, 2, value=[0.987, 0.9, 1.0]),
+    "a row of a table": edit("blocks", 0, "rows", 1),
+    "a point of a plot": edit("blocks", 1, "series", 0, "y", value=[0.987, 0.987]),
+    "the model": edit("settings", "model", value="another"),
+    "the seed": edit("settings", "seed", value=1),
+    "the limit": edit("settings", "limit"),
+    "the plan": edit("plan", "alpha", value=0.2),
+    "the plan's hash": edit("plan_sha256", value="0" * 64),
+    "the plan and its file and hash": replanned,
+    "one file of the provenance": edit("provenance", "answers/loaded.jsonl"),
+    "the provenance": edit("provenance", value={}),
+    "the seal": edit("seal", value="0" * 64),
+    "the environment": edit("environment", "seconds", value=2.0),
+    "plan.json": lambda run: (run / "plan.json").write_text("{}"),
+    "plan.json removed": lambda run: (run / "plan.json").unlink(),
+    "answers": lambda run: (run / "answers/loaded.jsonl").write_text('{"heads": false}\n'),
+    "answers removed": lambda run: (run / "answers/loaded.jsonl").unlink(),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_no_edit_goes_unmarked(run: Path, tmp_path: Path, name: str) -> None:
+    EDITS[name](run)
+    result = Result.open(run)
+    assert result.standing.status == "exploratory"
+    assert result.standing.reasons
+    settings = ReportSettings(runs=(str(run),), save_path=str(tmp_path / "page"), formats=())
+    report = write_report(settings)
+    assert [one.standing for one in report.runs] == ["EXPLORATORY"]
+    page = (tmp_path / "page/index.html").read_text()
+    assert "Heads by arm (EXPLORATORY)" in page
+
+
+def test_what_was_exploratory_stays_so(tmp_path: Path) -> None:
+    standing = Standing(status="exploratory", reasons=("of 10 items of 1,000",))
+    (tmp_path / "run").mkdir()
+    write_result(coin(standing=standing), tmp_path / "run", tmp_path / "run")
+    assert Result.open(tmp_path / "run").standing == standing
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "must be an object"),
+        ("{", "Expecting"),
+        ('{"kind": "coin", "title": "x", "status": "done", "odd": 1}', "odd: Extra inputs"),
+        ('{"kind": "coin", "title": "x", "status": "done", "schema_version": 2}', "schema_version"),
+    ],
+)
+def test_what_is_no_result_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / RESULT).write_text(text)
+    with pytest.raises(InputError, match=f"{RESULT}: no result that can be read: .*{message}"):
+        Result.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Table(id="a", title="", columns=ARMS.columns, rows=((1,),)), "3 cells"),
+        (lambda: PLOT.model_validate(PLOT.model_dump() | {"categories": ("a",)}), "1 values"),
+        (lambda: coin(blocks=(ARMS, ARMS)), "one id"),
+        (lambda: Text(title="", paragraphs=(float("nan"),)), "valid string"),
+        (lambda: ARMS.model_validate(ARMS.model_dump() | {"id": "../up"}), "match pattern"),
+        (lambda: PLOT.model_validate(PLOT.model_dump() | {"form": "{:999999999}"}), "form"),
+    ],
+)
+def test_a_block_that_cannot_be_shown_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("kind", "digits", "cell", "shown"),
+    [
+        ("text", None, "a", "a"), ("count", None, 1234, "1,234"), ("share", None, 0.1234, "12.3%"),
+        ("share", 2, 0.1234, "12.34%"), ("points", None, -0.05, "-5.0"),
+        ("points", 2, (0.05, 0.01, 0.09), "+5.00 (+1.00 to +9.00)"),
+        ("share", None, (0.1, 0.2), "10.0% to 20.0%"), ("p", None, 0.0123, "0.012"),
+        ("p", None, 1e-9, "below 0.0001"), ("bytes", None, 1_500_000, "1.5 MB"),
+        ("seconds", None, 2.5, "2.5 s"), ("number", 3, 0.5, "0.500"), ("number", None, None, None),
+        ("count", None, True, "yes"),
+    ],
+)  # fmt: skip
+def test_a_cell_reads_as_its_column_says(
+    kind: Kind, digits: int | None, cell: Any, shown: str | None
+) -> None:
+    assert format_cell(cell, Column(name="x", kind=kind, digits=digits)) == shown
+
+
+def test_a_terminal_a_data_frame_and_a_figure(run: Path) -> None:
+    result = Result.open(run)
+    text = str(result)
+    assert "50.0% (40.0% to 60.0%)" in text
+    assert text.endswith(f"Verdict: {result.verdict}\n")
+    frame = pytest.importorskip("pandas") and result.table("arms")
+    assert frame["share"].tolist() == [0.5, 0.7]
+    assert frame["share high"].tolist() == [0.6, 0.8]
+    pytest.importorskip("matplotlib")
+    (axes,) = result.plot("shares").axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["control", "loaded"]
+    with pytest.raises(KeyError, match=r"no table 'arm'; it has \['arms'\]"):
+        result.table("arm")
+
+
+@given(st.text(max_size=60))
+def test_no_text_of_a_result_is_read_as_markdown(text: str) -> None:
+    table = ARMS.model_copy(update={"rows": ((text, 1, 0.5),)})
+    lines = to_markdown(coin(verdict=text, blocks=(table,))).splitlines()
+    (row,) = [line for line in lines if line.endswith("| 1 | 50.0% |")]
+    unescaped = row.replace("\\\\", "")
+    assert unescaped.count("|") - unescaped.count("\\|") == 4
+    assert not any(line.startswith(("<", "- [", "# ")) for line in lines[1:])
+
+
+def test_markdown_and_plots_lie_beside_the_result(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write_result(coin(), tmp_path, tmp_path, ["png"])
+    assert (tmp_path / "shares.png").stat().st_size > 1000
+    assert f"![{PLOT.alt}](shares.png)" in (tmp_path / MARKDOWN).read_text()
