@@ -4,7 +4,7 @@ A plan lies as `plan.json` beside its results. `fix_plan` writes it once; with a
 results that are older than any plan, it refuses. A result carries the plan's hash and says what it
 was got from (`Evidence`); `standing` holds the two against each other: *confirmatory* when all is
 as planned, else *exploratory* with the reasons, which belongs into every table and plot
-(`Standing.mark`), or is refused (`require_confirmatory`).
+(`Standing.mark`).
 
 Plans of other shapes (`stack compare`, `sweep buffers`) use `keep_plan` and hash their own.
 """
@@ -219,13 +219,6 @@ def standing(plan: Plan, evidence: Evidence) -> Standing:
         counts = ", ".join(f"{arm} {len(ids)}" for arm, ids in evidence.items.items())
         reasons.append(f"arms answered different items ({counts})")
     return Standing(tuple(reasons))
-
-
-def require_confirmatory(found: Standing, what: str) -> None:
-    """Raises: InputError saying why `what` cannot be claimed."""
-    if found.reasons:
-        lines = "".join(f"\n  {reason}" for reason in found.reasons)
-        raise InputError(f"{what}: refused, since the results are not what was planned:{lines}")
 
 
 def _item_problems(plan: Plan, ids: Sequence[str]) -> list[str]:

@@ -58,11 +58,16 @@ def test_case_and_blanks_decide_nothing(text: str, pattern: str) -> None:
         ("re:(", "is no regular expression"),
         ("re:a*", "fits an empty text"),
         ("re:", "fits an empty text"),
+        ("re:I am (?!not)", "no look-around"),
     ],
 )
 def test_a_pattern_that_says_nothing_is_refused(pattern: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_pattern(pattern)
+
+
+def test_half_a_character_in_a_reply_is_no_error() -> None:
+    assert score("Quinn \ud800", ["re:quinn"], []).passed
 
 
 def test_it_judges_what_nano_says_as_nano_does() -> None:
