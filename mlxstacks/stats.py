@@ -7,6 +7,7 @@ Rates of the same items in two arms are compared by `mcnemar_exact_test` (pairs)
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from statistics import fmean, stdev
 
 
@@ -22,6 +23,7 @@ class Interval:
         return asdict(self)
 
 
+@lru_cache(maxsize=1024)  # nearly a millisecond each, and tables ask for the same few
 def wilson_interval(count: int, n: int, confidence: float = 0.95) -> Interval:
     """Wilson's score interval of `count` successes in `n` trials.
 

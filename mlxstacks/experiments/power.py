@@ -9,7 +9,6 @@ are differences of rates (0.05 is five percentage points).
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from statistics import NormalDist
 
@@ -127,7 +126,7 @@ def least_passing_count(control: int, n: int, least_gain: float, alpha: float = 
     )
 
 
-@lru_cache(maxsize=8)  # the same for every effect of a table
+@lru_cache(maxsize=8)  # the same for every effect
 def _least_passing_counts(n: int, least_gain: float, alpha: float) -> list[int]:
     return [least_passing_count(control, n, least_gain, alpha) for control in range(n + 1)]
 
@@ -157,70 +156,42 @@ def _check(rate: float, other: float, *, allow_equal: bool = False) -> None:
         raise ValueError(f"got rates {rate} and {other}; need two different ones between 0 and 1")
 
 
-@dataclass(frozen=True)
-class PowerTable:
-    """What `n` items show. Effects are differences of rates; None: no effect is large enough.
-
-    half_width_rate, half_width_difference: of 95% intervals at that rate, see `half_widths`.
-    chances: true effect -> chance to pass the plan's rule by the z-test.
-    """
-
-    n: int
-    alpha: float
-    rate: float
-    discordant: float
-    least_gain: float
-    least_effect_unpaired: float | None
-    least_effect_paired: float | None
-    items_unpaired: int | None
-    items_paired: int | None
-    half_width_rate: float
-    half_width_difference: float
-    chances: dict[float, float]
-
-    def lines(self) -> list[str]:
-        """For people."""
-        few = f"at 80% power, alpha {self.alpha:.4g}"
-        unpaired, paired = map(_points, (self.least_effect_unpaired, self.least_effect_paired))
-        known = f"the control's rate {self.rate:.1%}, pairs that differ {self.discordant:.1%}"
-        found = [
-            f"{self.n} items; taken as known: {known}",
-            f"smallest effect {few}: {unpaired} (two proportions), {paired} (McNemar)",
-        ]
-        if self.items_unpaired is not None:
-            items = "more than all" if self.items_paired is None else f"{self.items_paired:,}"
-            found.append(
-                f"items for {_points(self.least_gain)} {few}: {self.items_unpaired:,} an arm (two "
-                f"proportions), {items} (McNemar)"
-            )
-        one, two = (f"{100 * w:.1f}" for w in (self.half_width_rate, self.half_width_difference))
-        found.append(
-            f"95% intervals reach {one} points to each side of one rate, {two} of a difference"
-        )
-        chances = ", ".join(f"{100 * e:g}: {c:.0%}" for e, c in self.chances.items())
-        return [*found, f"chance to pass by a true effect in points: {chances}"]
-
-
-def power_table(
+def power_lines(
     n: int, rate: float, discordant: float, least_gain: float, alpha: float = ALPHA
-) -> PowerTable:
-    """The table that is printed with every plan.
+) -> list[str]:
+    """What `n` items show, as it is printed with every plan; the chances to pass last.
 
     rate: the control's, as expected. discordant: share of items expected to change their answer.
     least_gain: the smallest gain that counts, 0 where any does.
     """
-    possible = 0 < least_gain < 1 - rate
-    effects = [e for e in (0.0, *_EFFECTS) if rate + e < 1]
-    return PowerTable(
-        n, alpha, rate, discordant, least_gain,
-        least_effect_of_two_proportions(rate, n, POWER, alpha),
-        least_effect_of_mcnemar(discordant, n, POWER, alpha),
-        items_for_two_proportions(rate, least_gain, POWER, alpha) if possible else None,
-        items_for_mcnemar(discordant, least_gain, POWER, alpha)
-        if 0 < least_gain <= discordant else None,
-        *half_widths(rate, n),
-        {e: chance_of_passing(rate, e, n, least_gain, alpha) for e in effects},
-    )  # fmt: skip
+    few = f"at 80% power, alpha {alpha:.4g}"
+    unpaired = _points(least_effect_of_two_proportions(rate, n, POWER, alpha))
+    paired = _points(least_effect_of_mcnemar(discordant, n, POWER, alpha))
+    known = f"the control's rate {rate:.1%}, pairs that differ {discordant:.1%}"
+    lines = [
+        f"{n} items; taken as known: {known}",
+        f"smallest effect {few}: {unpaired} (two proportions), {paired} (McNemar)",
+    ]
+    if 0 < least_gain < 1 - rate:
+        items = items_for_two_proportions(rate, least_gain, POWER, alpha)
+        pairs = "more than all"
+        if least_gain <= discordant:
+            pairs = f"{items_for_mcnemar(discordant, least_gain, POWER, alpha):,}"
+        lines.append(
+            f"items for {_points(least_gain)} {few}: {items:,} an arm (two proportions), {pairs} "
+            "(McNemar)"
+        )
+    one, two = (100 * width for width in half_widths(rate, n))
+    chances = ", ".join(
+        f"{100 * effect:g}: {chance_of_passing(rate, effect, n, least_gain, alpha):.0%}"
+        for effect in (0.0, *_EFFECTS)
+        if rate + effect < 1
+    )
+    return [
+        *lines,
+        f"95% intervals reach {one:.1f} points to each side of one rate, {two:.1f} of a difference",
+        f"chance to pass by a true effect in points: {chances}",
+    ]
 
 
 def _points(effect: float | None) -> str:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, TypeAdapter
 
 from mlxstacks.errors import InputError
-from mlxstacks.experiments.power import PowerTable, power_table
+from mlxstacks.experiments.power import power_lines
 from mlxstacks.experiments.run_directory import what_differs
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.strict_json import (
@@ -88,13 +88,11 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         return record_as_json(_PLANS, self)
 
-    def power(self) -> PowerTable:
+    def power_lines(self) -> list[str]:
         """To be printed with the plan. Of several claims each has its share of alpha."""
-        alpha = self.thresholds["alpha"] / max(1, len(self.claims))
-        return power_table(
-            self.n, self.expected_rate, self.expected_discordant, self.thresholds["least_gain"],
-            alpha,
-        )  # fmt: skip
+        alpha, least_gain = self.thresholds["alpha"], self.thresholds["least_gain"]
+        share = alpha / max(1, len(self.claims))
+        return power_lines(self.n, self.expected_rate, self.expected_discordant, least_gain, share)
 
 
 _PLANS: TypeAdapter[Plan] = TypeAdapter(Plan)
