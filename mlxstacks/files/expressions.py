@@ -35,15 +35,17 @@ def compile_expression(expression: str, *, ignore_case: bool = False) -> Any:
 
     if (other := _READ_OTHERWISE.search(expression)) is not None:
         raise ValueError(
-            f"{other[0]!r} is something else to RE2 than to Python; write {{0,n}} for {{,n}}, and "
-            "the letters of a class"
+            f"{other[0]!r:.50} is something else to RE2 than to Python; write {{0,n}} for {{,n}}, "
+            "and the letters of a class"
         )
     if not expression.isascii() and (other := _OF_ASCII.search(expression)) is not None:
-        raise ValueError(f"{other[0]!r} knows ASCII letters alone, and others are beside it")
+        raise ValueError(
+            f"{other[0]!r} knows ASCII letters alone, and others are beside it; write a class"
+        )
     try:
         return re2.compile(expression, re2_options(ignore_case=ignore_case))
     except (re2.error, UnicodeEncodeError) as error:  # half a character, as JSON can write it
-        reason = error.args[0].decode() if isinstance(error.args[0], bytes) else error
+        reason = error.args[0].decode() if isinstance(error.args[0], bytes) else str(error)
         raise ValueError(
-            f"not read by RE2 ({reason}), which has no look-around or back references"
+            f"not read by RE2 ({reason:.100}), which has no look-around or back references"
         ) from None

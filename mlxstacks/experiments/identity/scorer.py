@@ -74,7 +74,7 @@ def check_pattern(pattern: str) -> None:
     nothing: it is in every text.
     """
     if holds(pattern, ""):
-        raise ValueError(f"{pattern!r} fits an empty text, so it says nothing of a reply")
+        raise ValueError(f"{pattern!r:.200} fits an empty text, so it says nothing of a reply")
 
 
 def holds(pattern: str, text: str) -> bool:
@@ -87,7 +87,10 @@ def holds(pattern: str, text: str) -> bool:
     try:
         expression = compile_expression(pattern.removeprefix(EXPRESSION).strip(), ignore_case=True)
     except ValueError as error:
-        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        raise ValueError(
+            f"{pattern!r:.200} is no regular expression: {error}; what must and must not be there "
+            "can be several patterns"
+        ) from None
     # Half a character, which a file of answers can hold, is none to RE2.
     return expression.search(text.encode(errors="replace").decode()) is not None
 
