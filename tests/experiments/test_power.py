@@ -26,6 +26,11 @@ def test_items_for_five_points_are_the_published_about_1015() -> None:
     assert items_for_two_proportions(FLOOR, 0.05) == pytest.approx(1015, abs=3)
 
 
+def test_items_of_pairs_by_hand() -> None:
+    """Gains alone, of a fifth: (1.959964 sqrt(0.2) + 0.841621 sqrt(0.2 - 0.04))^2 / 0.04 = 36.8."""
+    assert items_for_mcnemar(0.2, 0.2) == 37
+
+
 def test_the_least_effect_and_the_items_are_one_formula() -> None:
     for n in (200, 692, 6000):
         effect = least_effect_of_two_proportions(FLOOR, n)
