@@ -6,6 +6,7 @@ Run: pytest tests/test_levels.py
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -128,6 +129,12 @@ def test_only_base_model_imports_mlx_lm() -> None:
         if name.split(".")[0] == "mlx_lm"
     }
     assert found == {"base_model.py"}
+
+
+def test_scipy_waits_until_it_is_called() -> None:
+    """Its distributions take as long to import as a whole start of the command."""
+    early = re.compile(r"^(?:import|from) scipy", re.MULTILINE)
+    assert not [str(file) for file in FILES if early.search((PACKAGE / file).read_text())]
 
 
 def test_settings_load_without_mlx_or_numpy() -> None:

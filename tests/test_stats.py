@@ -1,13 +1,11 @@
-"""Intervals, tests of two rates and families of claims: published numbers, scipy, laws.
+"""Intervals, tests of two rates and families of claims: published numbers and laws.
 
 Run: pytest tests/test_stats.py
 """
 
 import math
-import subprocess
-import sys
+from statistics import NormalDist
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,8 +16,6 @@ from mlxstacks.stats import (
     mcnemar_exact_test,
     mcnemar_of_pairs,
     mean_interval,
-    newcombe_interval,
-    t_quantile,
     two_proportion_z_test,
     wilson_interval,
 )
@@ -59,22 +55,19 @@ def test_more_confidence_is_wider() -> None:
     ("count", "n", "confidence"), [(1, 0, 0.95), (-1, 5, 0.95), (6, 5, 0.95), (1, 5, 1.0)]
 )
 def test_impossible_counts_are_refused(count: int, n: int, confidence: float) -> None:
-    with pytest.raises(ValueError, match="got"):
+    with pytest.raises(ValueError, match=r"must|got"):
         wilson_interval(count, n, confidence)
 
 
-def test_scipy_is_not_imported() -> None:
-    code = "import sys, mlxstacks.stats; assert 'scipy' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize("degrees", [1, 2, 3, 4, 9, 19, 239, 10_000])
-@pytest.mark.parametrize("probability", [0.6, 0.9, 0.95, 0.975, 0.995, 0.9999])
-def test_t_quantile_is_that_of_scipy(probability: float, degrees: int) -> None:
-    stats = pytest.importorskip("scipy.stats")
-    expected = stats.t.ppf(probability, degrees)
-    assert t_quantile(probability, degrees) == pytest.approx(expected, rel=1e-9)
-    assert t_quantile(1 - probability, degrees) == pytest.approx(-expected, rel=1e-6)
+@pytest.mark.parametrize(
+    ("n", "confidence", "quantile"),
+    [(2, 0.95, 12.7062), (10, 0.95, 2.2622), (31, 0.99, 2.7500), (5, 0.9, 2.1318)],
+)
+def test_the_tabulated_quantiles_of_student(n: int, confidence: float, quantile: float) -> None:
+    interval = mean_interval([0.0, 1.0] + [0.5] * (n - 2), confidence)
+    error = math.sqrt(0.5 / (n - 1) / n)
+    assert interval.low == pytest.approx(0.5 - quantile * error, abs=6e-5 * error)
+    assert interval.high == pytest.approx(0.5 + quantile * error, abs=6e-5 * error)
 
 
 def test_mean_interval_is_that_of_the_t_test() -> None:
@@ -119,12 +112,6 @@ def test_impossible_means_are_refused(values: list[float], confidence: float) ->
         mean_interval(values, confidence)
 
 
-@pytest.mark.parametrize(("probability", "degrees"), [(0.0, 3), (1.0, 3), (0.5, 0)])
-def test_impossible_quantiles_are_refused(probability: float, degrees: int) -> None:
-    with pytest.raises(ValueError, match="degrees of freedom"):
-        t_quantile(probability, degrees)
-
-
 def test_the_published_counts_give_the_published_p() -> None:
     """spec/confound.md section 7: 128 and 123 of 692, and the subset of 200."""
     result = two_proportion_z_test(128, 692, 123, 692)
@@ -150,60 +137,38 @@ COUNTS = st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.j
 
 
 @given(COUNTS, COUNTS)
-def test_z_test_is_the_chi_square_test_of_scipy(a: tuple[int, int], b: tuple[int, int]) -> None:
-    """A pooled two-sided z-test is Pearson's chi-square test of the 2x2 table."""
-    stats = pytest.importorskip("scipy.stats")
+def test_z_test_is_the_chi_square_test(a: tuple[int, int], b: tuple[int, int]) -> None:
+    """A pooled two-sided z-test is Pearson's test of the 2x2 table."""
     result, swapped = two_proportion_z_test(*a, *b), two_proportion_z_test(*b, *a)
     assert (result.z, result.p_value) == (-swapped.z, swapped.p_value)
-    right, wrong = (a[0], b[0]), (a[1] - a[0], b[1] - b[0])
-    if 0 in (sum(right), sum(wrong)):
+    right, wrong = a[0] + b[0], a[1] + b[1] - a[0] - b[0]
+    if 0 in (right, wrong):
         assert (result.z, result.p_value) == (0.0, 1.0)
     else:
-        other = stats.chi2_contingency([right, wrong], correction=False)
-        assert result.z**2 == pytest.approx(other.statistic, rel=1e-9, abs=1e-12)
-        assert result.p_value == pytest.approx(other.pvalue, rel=1e-9, abs=1e-12)
+        cross = a[0] * (b[1] - b[0]) - b[0] * (a[1] - a[0])
+        chi_square = cross**2 * (a[1] + b[1]) / (right * wrong * a[1] * b[1])
+        assert result.z**2 == pytest.approx(chi_square, rel=1e-9, abs=1e-12)
+        assert result.p_value == pytest.approx(2 - 2 * NormalDist().cdf(abs(result.z)), abs=1e-12)
 
 
-@given(st.integers(0, 3000), st.integers(0, 3000))
-def test_mcnemar_is_the_binomial_test_of_scipy(gained: int, lost: int) -> None:
-    stats = pytest.importorskip("scipy.stats")
-    result = mcnemar_exact_test(gained, lost)
+@given(st.integers(0, 900), st.integers(0, 900))
+def test_mcnemar_is_exact(gained: int, lost: int) -> None:
+    """Against binomial coefficients, which are integers."""
+    result, n = mcnemar_exact_test(gained, lost), gained + lost
     assert result.p_value == mcnemar_exact_test(lost, gained).p_value
-    if gained + lost:
-        expected = stats.binomtest(gained, gained + lost).pvalue
-        assert result.p_value == pytest.approx(expected, rel=1e-9, abs=1e-300)
-    else:
-        assert result.p_value == 1.0
+    tail = sum(math.comb(n, k) for k in range(min(gained, lost) + 1))
+    assert result.p_value == pytest.approx(min(1.0, 2 * tail / 2**n), rel=1e-9)
 
 
 def test_pairs_are_counted() -> None:
     result = mcnemar_of_pairs([True, False, False, True, False], [True, True, True, False, False])
     assert (result.gained, result.lost) == (2, 1)
-    with pytest.raises(ValueError, match="got 1 and 2 values"):
+    with pytest.raises(ValueError, match=r"shorter|longer"):
         mcnemar_of_pairs([True], [True, False])
-
-
-@pytest.mark.parametrize(
-    ("counts", "low", "high"),
-    [  # Newcombe 1998 (independent proportions), table II, method 10
-        ((56, 70, 48, 80), 0.0524, 0.3339),
-        ((9, 10, 3, 10), 0.1705, 0.8090),
-        ((6, 7, 2, 7), 0.0582, 0.8062),
-        ((5, 56, 0, 29), -0.0381, 0.1926),
-        ((10, 10, 0, 20), 0.6791, 1.0),
-    ],
-)
-def test_newcombe_interval(counts: tuple[int, int, int, int], low: float, high: float) -> None:
-    interval = newcombe_interval(*counts)
-    assert interval.low == pytest.approx(low, abs=6e-5)
-    assert interval.high == pytest.approx(high, abs=6e-5)
 
 
 def test_half_widths_of_the_specification() -> None:
     """spec/confound.md section 7: at the published rate of about 18%."""
-    for n, pp in ((200, 7.5), (500, 4.8), (692, 4.0)):
-        found = newcombe_interval(round(0.18 * n), n, round(0.18 * n), n)
-        assert 50 * (found.high - found.low) == pytest.approx(pp, abs=0.11)
     for n, pp in ((200, 5.3), (692, 2.9)):
         one = wilson_interval(round(0.18 * n), n)
         assert 50 * (one.high - one.low) == pytest.approx(pp, abs=0.06)
@@ -225,12 +190,6 @@ def test_bootstrap_of_a_paired_difference() -> None:
     assert len(others) > 1
     same = bootstrap_difference(first, first, seed=0)
     assert (same.low, same.mean, same.high) == (0.0, 0.0, 0.0)
-    scipy_stats = pytest.importorskip("scipy.stats")
-    other = scipy_stats.bootstrap(
-        (differences,), statistic=np.mean, method="percentile", rng=np.random.default_rng(1)
-    ).confidence_interval
-    assert found.low == pytest.approx(other.low, abs=0.01)
-    assert found.high == pytest.approx(other.high, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +205,7 @@ def test_bootstrap_of_a_paired_difference() -> None:
 def test_impossible_bootstraps_are_refused(
     first: list[float], second: list[float], options: dict[str, float]
 ) -> None:
-    with pytest.raises(ValueError, match=r"got|need"):
+    with pytest.raises(ValueError, match=r"got|need|zip"):
         bootstrap_difference(first, second, seed=0, **options)  # type: ignore[arg-type]
 
 

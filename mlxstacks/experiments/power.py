@@ -7,16 +7,15 @@ are differences of rates (0.05 is five percentage points).
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
 from statistics import NormalDist
-from typing import Any
 
-from mlxstacks.stats import mcnemar_exact_test, two_proportion_z_test
+from mlxstacks.stats import two_proportion_z_test
 
 ALPHA, POWER = 0.05, 0.8
 _EFFECTS = (0.02, 0.05, 0.06, 0.07, 0.08, 0.1)
-_NEGLIGIBLE = 1e-12  # binomial tails that are left out of a sum
 
 
 def items_for_two_proportions(
@@ -27,23 +26,15 @@ def items_for_two_proportions(
     spec/confound.md section 7: 123/692 and five points need about 1,015.
     Raises: ValueError for rates outside (0, 1) or an effect of 0.
     """
-    other = rate + effect
-    _check(rate, other)
-    pooled = (rate + other) / 2
-    spread = rate * (1 - rate) + other * (1 - other)
-    root = _z(1 - alpha / 2) * math.sqrt(2 * pooled * (1 - pooled)) + _z(power) * math.sqrt(spread)
-    return math.ceil((root / effect) ** 2)
+    _check(rate, rate + effect)
+    return _items(partial(_unpaired_noise, rate, power, alpha), effect)
 
 
 def least_effect_of_two_proportions(
     rate: float, n: int, power: float = POWER, alpha: float = ALPHA
 ) -> float | None:
     """The smallest gain over `rate` that n items an arm find at this power; None where none."""
-
-    def enough(effect: float) -> bool:
-        return items_for_two_proportions(rate, effect, power, alpha) <= n
-
-    return _least(enough, 1 - rate)
+    return _least_effect(partial(_unpaired_noise, rate, power, alpha), n, 1 - rate)
 
 
 def items_for_mcnemar(
@@ -56,9 +47,7 @@ def items_for_mcnemar(
     """
     if not 0 < abs(effect) <= discordant <= 1:
         raise ValueError(f"got an effect of {effect} with {discordant} discordant")
-    spread = math.sqrt(max(0.0, discordant - effect**2))
-    root = _z(1 - alpha / 2) * math.sqrt(discordant) + _z(power) * spread
-    return math.ceil((root / effect) ** 2)
+    return _items(partial(_paired_noise, discordant, power, alpha), effect)
 
 
 def least_effect_of_mcnemar(
@@ -67,11 +56,33 @@ def least_effect_of_mcnemar(
     """The smallest gain that n paired items find at this power; None where even gains alone are
     too few.
     """
+    return _least_effect(partial(_paired_noise, discordant, power, alpha), n, discordant)
 
-    def enough(effect: float) -> bool:
-        return items_for_mcnemar(discordant, effect, power, alpha) <= n
 
-    return _least(enough, discordant)
+def _unpaired_noise(rate: float, power: float, alpha: float, effect: float) -> float:
+    """What n items find at this power is an effect of at least this over sqrt(n)."""
+    other, pooled = rate + effect, rate + effect / 2
+    spread = math.sqrt(max(0.0, rate * (1 - rate) + other * (1 - other)))
+    return _z(1 - alpha / 2) * math.sqrt(2 * pooled * (1 - pooled)) + _z(power) * spread
+
+
+def _paired_noise(discordant: float, power: float, alpha: float, effect: float) -> float:
+    spread = math.sqrt(max(0.0, discordant - effect**2))
+    return _z(1 - alpha / 2) * math.sqrt(discordant) + _z(power) * spread
+
+
+def _items(noise: Callable[[float], float], effect: float) -> int:
+    # An effect that was solved for n items must not take one more by rounding.
+    return math.ceil((noise(effect) / effect) ** 2 - 1e-6)
+
+
+def _least_effect(noise: Callable[[float], float], n: int, most: float) -> float | None:
+    from scipy.optimize import brentq
+
+    def lacking(effect: float) -> float:
+        return noise(effect) - effect * math.sqrt(n)
+
+    return None if lacking(most) > 0 else float(brentq(lacking, 0, most, xtol=1e-15))
 
 
 def half_widths(rate: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -92,18 +103,12 @@ def chance_of_passing(
     The kill criterion of spec/confound.md section 7 is least_gain 0.05, alpha 0.05, n 692.
     Exact: every pair of counts, each with its binomial probability. Raises: ValueError.
     """
+    from scipy.stats import binom
+
     _check(rate, rate + effect, allow_equal=True)
-    control, tested = binomial(n, rate), binomial(n, rate + effect)
-    tails = [0.0] * (n + 2)  # tails[k]: chance of k or more
-    for k in range(n, -1, -1):
-        tails[k] = tails[k + 1] + tested[k]
-    chance, count = 0.0, 0
-    for base, probability in enumerate(control):
-        # The smallest passing count never falls as the control's rises.
-        while count <= n and not passes(count, base, n, least_gain, alpha):
-            count += 1
-        chance += probability * tails[count]
-    return min(1.0, chance)
+    least = _least_passing_counts(n, least_gain, alpha)
+    tails = binom.sf([count - 1 for count in least], n, rate + effect)
+    return min(1.0, float(binom.pmf(range(n + 1), n, rate) @ tails))
 
 
 def passes(count: int, control: int, n: int, least_gain: float, alpha: float) -> bool:
@@ -116,7 +121,14 @@ def passes(count: int, control: int, n: int, least_gain: float, alpha: float) ->
 
 def least_passing_count(control: int, n: int, least_gain: float, alpha: float = ALPHA) -> int:
     """The smallest count of n that passes against `control` of n; n + 1 where none does."""
-    return next((c for c in range(n + 1) if passes(c, control, n, least_gain, alpha)), n + 1)
+    return bisect_left(
+        range(n + 1), True, key=lambda count: passes(count, control, n, least_gain, alpha)
+    )
+
+
+@lru_cache(maxsize=8)  # the same for every effect
+def _least_passing_counts(n: int, least_gain: float, alpha: float) -> list[int]:
+    return [least_passing_count(control, n, least_gain, alpha) for control in range(n + 1)]
 
 
 def mcnemar_power(gained: float, lost: float, n: int, alpha: float = ALPHA) -> float:
@@ -124,49 +136,15 @@ def mcnemar_power(gained: float, lost: float, n: int, alpha: float = ALPHA) -> f
 
     Raises: ValueError for shares that are no probabilities.
     """
+    from scipy.stats import binom
+
     discordant = gained + lost
     if gained < 0 or lost < 0 or not 0 < discordant <= 1:
         raise ValueError(f"got {gained} gained and {lost} lost; need shares with a sum in (0, 1]")
-    power = 0.0
-    for pairs, probability in enumerate(binomial(n, discordant)):
-        if probability > _NEGLIGIBLE and pairs:
-            most_lost = _most_lost(pairs, alpha)
-            power += probability * sum(binomial(pairs, lost / discordant)[: most_lost + 1])
-    return min(1.0, power)
-
-
-def _most_lost(pairs: int, alpha: float) -> int:
-    """Of so many discordant pairs, how many may be lost for a significant gain; -1 where none."""
-    low, high = -1, (pairs - 1) // 2
-    while low < high:
-        middle = (low + high + 1) // 2
-        significant = mcnemar_exact_test(pairs - middle, middle).p_value < alpha
-        low, high = (middle, high) if significant else (low, middle - 1)
-    return low
-
-
-def binomial(n: int, rate: float) -> list[float]:
-    """Chances of 0..n successes in n trials."""
-    if rate in (0.0, 1.0):
-        return [float(k == n * rate) for k in range(n + 1)]
-    logs, whole = (math.log(rate), math.log1p(-rate)), math.lgamma(n + 1)
-    return [
-        math.exp(
-            whole - math.lgamma(k + 1) - math.lgamma(n - k + 1) + k * logs[0] + (n - k) * logs[1]
-        )
-        for k in range(n + 1)
-    ]
-
-
-def _least(enough: Callable[[float], bool], most: float) -> float | None:
-    """The smallest effect in (0, most) that is enough, to 1e-7; enough is monotone."""
-    low, high = 0.0, most * (1 - 1e-9)
-    if not enough(high):
-        return None
-    while high - low > 1e-7:
-        middle = (low + high) / 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+    pairs = range(1, n + 1)
+    most_lost = binom.ppf(alpha / 2, pairs, 0.5) - 1  # for p < alpha; -1 where no count is enough
+    enough = binom.cdf(most_lost, pairs, lost / discordant)
+    return min(1.0, float(binom.pmf(pairs, n, discordant) @ enough))
 
 
 def _z(probability: float) -> float:
@@ -178,73 +156,42 @@ def _check(rate: float, other: float, *, allow_equal: bool = False) -> None:
         raise ValueError(f"got rates {rate} and {other}; need two different ones between 0 and 1")
 
 
-@dataclass(frozen=True)
-class PowerTable:
-    """What `n` items show. Effects are differences of rates; None: no effect is large enough.
-
-    half_width_rate, half_width_difference: of 95% intervals at that rate, see `half_widths`.
-    chances: true effect -> chance to pass the plan's rule by the z-test.
-    """
-
-    n: int
-    alpha: float
-    rate: float
-    discordant: float
-    least_gain: float
-    least_effect_unpaired: float | None
-    least_effect_paired: float | None
-    items_unpaired: int | None
-    items_paired: int | None
-    half_width_rate: float
-    half_width_difference: float
-    chances: dict[float, float]
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"chances": {f"{e:g}": c for e, c in self.chances.items()}}
-
-    def lines(self) -> list[str]:
-        """For people."""
-        few = f"at 80% power, alpha {self.alpha:.4g}"
-        unpaired, paired = map(_points, (self.least_effect_unpaired, self.least_effect_paired))
-        known = f"the control's rate {self.rate:.1%}, pairs that differ {self.discordant:.1%}"
-        found = [
-            f"{self.n} items; taken as known: {known}",
-            f"smallest effect {few}: {unpaired} (two proportions), {paired} (McNemar)",
-        ]
-        if self.items_unpaired is not None:
-            items = "more than all" if self.items_paired is None else f"{self.items_paired:,}"
-            found.append(
-                f"items for {_points(self.least_gain)} {few}: {self.items_unpaired:,} an arm (two "
-                f"proportions), {items} (McNemar)"
-            )
-        one, two = (f"{100 * w:.1f}" for w in (self.half_width_rate, self.half_width_difference))
-        found.append(
-            f"95% intervals reach {one} points to each side of one rate, {two} of a difference"
-        )
-        chances = ", ".join(f"{100 * e:g}: {c:.0%}" for e, c in self.chances.items())
-        return [*found, f"chance to pass by a true effect in points: {chances}"]
-
-
-def power_table(
+def power_lines(
     n: int, rate: float, discordant: float, least_gain: float, alpha: float = ALPHA
-) -> PowerTable:
-    """The table that is printed with every plan.
+) -> list[str]:
+    """What `n` items show, as it is printed with every plan; the chances to pass last.
 
     rate: the control's, as expected. discordant: share of items expected to change their answer.
     least_gain: the smallest gain that counts, 0 where any does.
     """
-    possible = 0 < least_gain < 1 - rate
-    effects = [e for e in (0.0, *_EFFECTS) if rate + e < 1]
-    return PowerTable(
-        n, alpha, rate, discordant, least_gain,
-        least_effect_of_two_proportions(rate, n, POWER, alpha),
-        least_effect_of_mcnemar(discordant, n, POWER, alpha),
-        items_for_two_proportions(rate, least_gain, POWER, alpha) if possible else None,
-        items_for_mcnemar(discordant, least_gain, POWER, alpha)
-        if 0 < least_gain <= discordant else None,
-        *half_widths(rate, n),
-        {e: chance_of_passing(rate, e, n, least_gain, alpha) for e in effects},
-    )  # fmt: skip
+    few = f"at 80% power, alpha {alpha:.4g}"
+    unpaired = _points(least_effect_of_two_proportions(rate, n, POWER, alpha))
+    paired = _points(least_effect_of_mcnemar(discordant, n, POWER, alpha))
+    known = f"the control's rate {rate:.1%}, pairs that differ {discordant:.1%}"
+    lines = [
+        f"{n} items; taken as known: {known}",
+        f"smallest effect {few}: {unpaired} (two proportions), {paired} (McNemar)",
+    ]
+    if 0 < least_gain < 1 - rate:
+        items = items_for_two_proportions(rate, least_gain, POWER, alpha)
+        pairs = "more than all"
+        if least_gain <= discordant:
+            pairs = f"{items_for_mcnemar(discordant, least_gain, POWER, alpha):,}"
+        lines.append(
+            f"items for {_points(least_gain)} {few}: {items:,} an arm (two proportions), {pairs} "
+            "(McNemar)"
+        )
+    one, two = (100 * width for width in half_widths(rate, n))
+    chances = ", ".join(
+        f"{100 * effect:g}: {chance_of_passing(rate, effect, n, least_gain, alpha):.0%}"
+        for effect in (0.0, *_EFFECTS)
+        if rate + effect < 1
+    )
+    return [
+        *lines,
+        f"95% intervals reach {one:.1f} points to each side of one rate, {two:.1f} of a difference",
+        f"chance to pass by a true effect in points: {chances}",
+    ]
 
 
 def _points(effect: float | None) -> str:

@@ -4,7 +4,7 @@ A plan lies as `plan.json` beside its results. `fix_plan` writes it once; with a
 results that are older than any plan, it refuses. A result carries the plan's hash and says what it
 was got from (`Evidence`); `standing` holds the two against each other: *confirmatory* when all is
 as planned, else *exploratory* with the reasons, which belongs into every table and plot
-(`Standing.mark`), or is refused (`require_confirmatory`).
+(`Standing.mark`).
 
 Plans of other shapes (`stack compare`, `sweep buffers`) use `keep_plan` and hash their own.
 """
@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, TypeAdapter
 
 from mlxstacks.errors import InputError
-from mlxstacks.experiments.power import PowerTable, power_table
+from mlxstacks.experiments.power import power_lines
 from mlxstacks.experiments.run_directory import what_differs
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.strict_json import (
@@ -88,13 +88,11 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         return record_as_json(_PLANS, self)
 
-    def power(self) -> PowerTable:
+    def power_lines(self) -> list[str]:
         """To be printed with the plan. Of several claims each has its share of alpha."""
-        alpha = self.thresholds["alpha"] / max(1, len(self.claims))
-        return power_table(
-            self.n, self.expected_rate, self.expected_discordant, self.thresholds["least_gain"],
-            alpha,
-        )  # fmt: skip
+        alpha, least_gain = self.thresholds["alpha"], self.thresholds["least_gain"]
+        share = alpha / max(1, len(self.claims))
+        return power_lines(self.n, self.expected_rate, self.expected_discordant, least_gain, share)
 
 
 _PLANS: TypeAdapter[Plan] = TypeAdapter(Plan)
@@ -219,13 +217,6 @@ def standing(plan: Plan, evidence: Evidence) -> Standing:
         counts = ", ".join(f"{arm} {len(ids)}" for arm, ids in evidence.items.items())
         reasons.append(f"arms answered different items ({counts})")
     return Standing(tuple(reasons))
-
-
-def require_confirmatory(found: Standing, what: str) -> None:
-    """Raises: InputError saying why `what` cannot be claimed."""
-    if found.reasons:
-        lines = "".join(f"\n  {reason}" for reason in found.reasons)
-        raise InputError(f"{what}: refused, since the results are not what was planned:{lines}")
 
 
 def _item_problems(plan: Plan, ids: Sequence[str]) -> list[str]:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from mlxstacks.errors import AdapterError
+from mlxstacks.files.expressions import compile_expression, re2_options
 from mlxstacks.files.lora_modules import is_finite_number
 from mlxstacks.files.shard_header import MAX_NAME
 
@@ -67,9 +68,7 @@ class PatternTable:
     def _matcher(self) -> Any:
         import re2
 
-        options = _re2_options()
-        options.max_mem = _MATCHER_BYTES
-        matcher = re2.Set.FullMatchSet(options)
+        matcher = re2.Set.FullMatchSet(re2_options(_MATCHER_BYTES))
         for pattern in [*map(_whole_name, self.numbers), ".*"]:
             matcher.Add(pattern)
         try:
@@ -185,8 +184,6 @@ def _pattern_table(
 
 
 def _pattern_problem(pattern: str) -> str | None:
-    import re2
-
     if len(pattern) > MAX_NAME:
         return f"{len(pattern):,} letters, allowed: {MAX_NAME}; name the modules"
     try:
@@ -194,22 +191,10 @@ def _pattern_problem(pattern: str) -> str | None:
     except (re.error, RecursionError, OverflowError) as error:
         return f"not a regular expression: {error}"
     try:
-        re2.compile(_whole_name(pattern), _re2_options())
-    except (re2.error, UnicodeEncodeError) as error:  # half a character, as JSON can write it
-        reason = error.args[0].decode() if isinstance(error.args[0], bytes) else error
-        return (
-            f"not read by RE2 ({reason}), which has no look-around or back references; name the "
-            "modules"
-        )
+        compile_expression(_whole_name(pattern))
+    except ValueError as error:
+        return f"{error}; name the modules"
     return None
-
-
-def _re2_options() -> Any:
-    import re2
-
-    options = re2.Options()
-    options.log_errors = False
-    return options
 
 
 def _target_parameters(config: Mapping[str, Any], problems: list[str]) -> tuple[str, ...]:

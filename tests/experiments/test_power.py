@@ -1,4 +1,4 @@
-"""Power and sample sizes against the specification's numbers, scipy and simulation.
+"""Power and sample sizes against the specification's numbers, laws and simulation.
 
 Run: pytest tests/experiments/test_power.py
 """
@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from mlxstacks.experiments.power import (
-    binomial,
     chance_of_passing,
     half_widths,
     items_for_mcnemar,
@@ -25,6 +24,11 @@ FLOOR = 123 / 692
 
 def test_items_for_five_points_are_the_published_about_1015() -> None:
     assert items_for_two_proportions(FLOOR, 0.05) == pytest.approx(1015, abs=3)
+
+
+def test_items_of_pairs_by_hand() -> None:
+    """Gains alone, of a fifth: (1.959964 sqrt(0.2) + 0.841621 sqrt(0.2 - 0.04))^2 / 0.04 = 36.8."""
+    assert items_for_mcnemar(0.2, 0.2) == 37
 
 
 def test_the_least_effect_and_the_items_are_one_formula() -> None:
@@ -78,10 +82,11 @@ def test_truth_table_of_the_kill_criterion(count: int, control: int, verdict: bo
 def test_mcnemar_power_by_simulation() -> None:
     random = np.random.default_rng(0)
     gained, lost, n = 0.09, 0.04, 400
-    draws = random.multinomial(n, [gained, lost, 1 - gained - lost], size=4000)
-    found = [a > b and mcnemar_exact_test(int(a), int(b)).p_value < 0.05 for a, b, _ in draws]
+    draws = random.multinomial(n, [gained, lost, 1 - gained - lost], size=600)
+    pairs, counts = np.unique(draws[:, :2], axis=0, return_counts=True)
+    found = [a > b and mcnemar_exact_test(int(a), int(b)).p_value < 0.05 for a, b in pairs]
     power = mcnemar_power(gained, lost, n)
-    assert power == pytest.approx(np.mean(found), abs=0.03)
+    assert power == pytest.approx(np.average(found, weights=counts), abs=0.03)
     # Connor's formula asks for about as many items as give this power
     assert items_for_mcnemar(gained + lost, gained - lost, power) == pytest.approx(n, rel=0.12)
 
@@ -104,10 +109,19 @@ def test_the_published_noise_is_one_standard_error() -> None:
     assert half_widths(0.3, 50, 0.99)[0] > half_widths(0.3, 50)[0]
 
 
-def test_binomial_is_that_of_scipy() -> None:
-    stats = pytest.importorskip("scipy.stats")
-    for n, rate in ((20, 0.3), (692, FLOOR), (3, 0.0), (3, 1.0)):
-        assert binomial(n, rate) == pytest.approx(stats.binom.pmf(range(n + 1), n, rate), rel=1e-8)
+def test_power_of_few_pairs_by_hand() -> None:
+    """Six pairs that all change: significant where none or, at alpha 0.25, at most one is lost."""
+    assert mcnemar_power(0.75, 0.25, 6) == pytest.approx(0.75**6)
+    more = 0.75**6 + 6 * 0.75**5 * 0.25
+    assert mcnemar_power(0.75, 0.25, 6, alpha=0.25) == pytest.approx(more)
+    # p of 0 of 5 is exactly 0.0625, which is not below it.
+    assert mcnemar_power(1, 0, 5, alpha=0.0625) == 0
+    assert mcnemar_power(1, 0, 5, alpha=0.0626) == 1
+
+
+def test_chance_of_few_items_by_hand() -> None:
+    """Two items an arm at alpha 0.05: only two against none pass, z = 2."""
+    assert chance_of_passing(0.5, 0.2, 2) == pytest.approx(0.7**2 * 0.5**2)
 
 
 @pytest.mark.parametrize(("rate", "effect"), [(0.5, 0.0), (0.9, 0.2), (0.0, 0.1), (0.1, -0.2)])

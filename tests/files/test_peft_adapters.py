@@ -193,6 +193,7 @@ REFUSED = [
     ({"alpha_pattern": {r"(.)\1(.)\2": 3}}, "not a regular expression"),
     ({"alpha_pattern": {"(?=q)q_proj": 3}}, "no look-around"),
     ({"alpha_pattern": {"\ud800": 3}}, "not read by RE2"),
+    ({"alpha_pattern": {r"layers\.\d{,2}\.q_proj": 3}}, "write {0,n}"),
     ({"alpha_pattern": {"a" * 501: 3}}, "501 letters, allowed: 500"),
     ({"r": 0}, "r is 0"),
     ({"lora_alpha": "16"}, "lora_alpha is '16'"),

@@ -73,7 +73,7 @@ def test_the_walk_sees_a_bare_share() -> None:
     assert bare_shares(replace(bare, columns=("module", "bits", "survival"))) == []
 
 
-@pytest.mark.parametrize("n", [1, 2, 19, 20, 692])
+@pytest.mark.parametrize("n", [1, 2, 19, 20, 131])
 def test_the_note_holds_the_interval_of_every_share_of_n(n: int) -> None:
     said = float(share_note(n).partition("+-")[2].partition(" ")[0])
     intervals = [wilson_interval(count, n) for count in range(n + 1)]

@@ -19,7 +19,6 @@ from mlxstacks.experiments.power import (
     POWER,
     items_for_mcnemar,
     least_effect_of_mcnemar,
-    power_table,
 )
 from mlxstacks.experiments.prereg import Evidence, Plan, ids_sha256
 from mlxstacks.files.base_location import find_base
@@ -118,8 +117,7 @@ def power_lines(settings: EvalSettings, counts: Mapping[str, int], tests: int) -
     alpha = settings.alpha / max(1, tests)
     for n in sorted(set(counts.values())):
         names = ", ".join(name for name, count in counts.items() if count == n)
-        table = power_table(n, settings.expected_rate, settings.expected_discordant, 0.0, alpha)
-        least = table.least_effect_paired
+        least = least_effect_of_mcnemar(settings.expected_discordant, n, POWER, alpha)
         shown = "none is large enough" if least is None else f"{100 * least:.1f} points"
         lines.append(
             f"{n:,} items ({names}): smallest effect at 80% power, alpha {settings.alpha:g} shared "

@@ -14,7 +14,7 @@ lowest rank - 1; the order seeds of a condition give the values whose mean and i
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
+from statistics import fmean, linear_regression
 from typing import Any, Literal
 
 from mlxstacks.experiments.buffers.arms import ArmRecord
@@ -127,18 +127,12 @@ def _row(
         seed: next((step for step, peak in enumerate(r.peaks, 1) if peak >= line), None)
         for seed, r in own.items()
     }
-    growth = max((_slope(r.after[settings.warmup_steps :]) for r in own.values()), key=abs)
+    after = [r.after[settings.warmup_steps :] for r in own.values()]
+    slopes = [linear_regression(range(len(counts)), counts).slope for counts in after]
     return Row(
         condition, rank, (min(map(min, kept)), max(map(max, kept))),
-        max(max(r.peak_bytes) for r in own.values()), growth, crossings,
+        max(max(r.peak_bytes) for r in own.values()), max(slopes, key=abs), crossings,
     )  # fmt: skip
-
-
-def _slope(values: Sequence[int]) -> float:
-    """Of the least-squares line through the values at 0, 1, ...: buffers a step."""
-    middle, mean = (len(values) - 1) / 2, fmean(values)
-    above = sum((x - middle) * (y - mean) for x, y in enumerate(values))
-    return above / sum((x - middle) ** 2 for x in range(len(values)))
 
 
 def _controls(settings: BufferSettings, records: Sequence[ArmRecord]) -> dict[str, float]:

@@ -146,7 +146,7 @@ class _Confound:
             "status": "done",
             "plan": plan.as_json(),
             "plan_sha256": plan.sha256,
-            "power": plan.power().lines(),
+            "power": plan.power_lines(),
             "mined": mined.as_json(),
             "fuses": arms.fuses,
             "findings": findings,

@@ -93,7 +93,7 @@ def power_lines(plan: Plan) -> list[str]:
     """The plan's table, whose effects are further failures, and what its n can show in words. Not
     the table's last line: chances to pass a criterion of gains, which is none here.
     """
-    return [*plan.power().lines()[:-1], detectable(plan)]
+    return [*plan.power_lines()[:-1], detectable(plan)]
 
 
 def detectable(plan: Plan) -> str:

@@ -10,8 +10,6 @@ Letters: S groups, L layers with experts, E experts; n documents (prompts).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
-from itertools import combinations
 from statistics import NormalDist
 
 import numpy as np
@@ -110,29 +108,16 @@ def mean_of_pairs(matrix: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(matrix[..., rows, columns]).mean(axis=-1)
 
 
-def mean_jaccard(sets: Sequence[frozenset[int]]) -> Fraction:
-    """Exact mean over pairs of sets that are not empty.
-
-    The published table (14 subjects, top 3 of 40 layers) gives 451/910.
-    """
-    pairs = list(combinations(sets, 2))
-    if not pairs or not all(sets):
-        raise ValueError(f"got {len(sets)} sets; need two or more, none of them empty")
-    return sum((Fraction(len(a & b), len(a | b)) for a, b in pairs), Fraction()) / len(pairs)
-
-
 def chance_jaccard(k: int, size: int) -> float:
     """Expected Jaccard of two random k-subsets of `size`: top-3 of 40 gives 0.046.
 
     Raises: ValueError unless 1 <= k <= size.
     """
+    from scipy.stats import hypergeom
+
     if not 1 <= k <= size:
         raise ValueError(f"got {k} of {size}")
-    ways = math.comb(size, k)
-    return sum(
-        math.comb(k, j) * math.comb(size - k, k - j) / ways * j / (2 * k - j)
-        for j in range(max(0, 2 * k - size), k + 1)
-    )
+    return float(hypergeom(size, k, k).expect(lambda shared: shared / (2 * k - shared)))
 
 
 def expert_overlap(p: np.ndarray, top: int) -> np.ndarray:

@@ -16,12 +16,9 @@ Letters: n rows of a domain, R bootstrap draws.
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-
-from mlxstacks.stats import t_quantile
 
 CONFIDENCE = 0.95
 # Under this name stands the mean over domains, each counting alike.
@@ -77,8 +74,10 @@ class _Drawn:
 
 def _stretch(n: int) -> float:
     """What the interval of a bootstrap over n >= 2 rows lacks in width; towards 1 for many."""
+    from scipy.special import ndtri, stdtrit
+
     upper = 0.5 + CONFIDENCE / 2
-    return math.sqrt(n / (n - 1)) * t_quantile(upper, n - 1) / NormalDist().inv_cdf(upper)
+    return math.sqrt(n / (n - 1)) * float(stdtrit(n - 1, upper) / ndtri(upper))
 
 
 def loss_matrix(

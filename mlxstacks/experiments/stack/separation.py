@@ -46,24 +46,17 @@ def silhouette(features: np.ndarray, labels: Sequence[str]) -> float:
 
     A point that is alone in its class counts 0 (Rousseeuw, 1987). Needs two classes.
     """
+    from scipy.spatial.distance import cdist
+
     names, codes = np.unique(np.array(labels), return_inverse=True)
-    squares = np.sum(features**2, axis=1)
-    gram = features @ features.T
-    distances = np.sqrt(np.maximum(squares[:, None] + squares[None] - 2 * gram, 0))
-    np.fill_diagonal(distances, 0)
     member = np.eye(len(names))[codes]  # (n, D)
-    sizes = member.sum(axis=0)
-    means = (distances @ member) / sizes  # (n, D)
-    points = np.arange(len(codes))
-    own_size = sizes[codes]
-    inside = means[points, codes] * own_size / np.maximum(own_size - 1, 1)
-    means[points, codes] = np.inf
-    outside = means.min(axis=1)
+    sizes, totals = member.sum(axis=0), cdist(features, features) @ member  # (D,), (n, D)
+    others = sizes[codes] - 1  # (n,)
+    inside = totals[member > 0] / np.maximum(others, 1)
+    outside = np.where(member > 0, np.inf, totals / sizes).min(axis=1)
     scale = np.maximum(inside, outside)
-    scores = np.where(
-        (own_size > 1) & (scale > 0), (outside - inside) / np.where(scale, scale, 1), 0
-    )
-    return float(scores.mean())
+    scored = (others > 0) & (scale > 0)
+    return float(np.sum((outside - inside)[scored] / scale[scored]) / len(codes))
 
 
 def folds_of(labels: Sequence[str], folds: int, seed: int) -> np.ndarray:
@@ -82,6 +75,8 @@ def nearest_centroid_hits(features: np.ndarray, labels: Sequence[str], fold: np.
     point's fold. A class that the other folds do not have can not be hit; of equally near ones the
     first by name is taken.
     """
+    from scipy.spatial.distance import cdist
+
     names, codes = np.unique(np.array(labels), return_inverse=True)
     hits = 0
     for number in np.unique(fold):
@@ -89,8 +84,7 @@ def nearest_centroid_hits(features: np.ndarray, labels: Sequence[str], fold: np.
         member = np.eye(len(names))[codes[~inside]]
         sizes = member.sum(axis=0)
         centroids = member.T @ features[~inside] / np.maximum(sizes, 1)[:, None]  # (D, F)
-        # |x - c|^2 without |x|^2, which is the same for all centroids
-        distances = np.sum(centroids**2, axis=1) - 2 * features[inside] @ centroids.T
+        distances = cdist(features[inside], centroids)
         distances[:, sizes == 0] = np.inf
         hits += int(np.sum(distances.argmin(axis=1) == codes[inside]))
     return hits

@@ -58,11 +58,23 @@ def test_case_and_blanks_decide_nothing(text: str, pattern: str) -> None:
         ("re:(", "is no regular expression"),
         ("re:a*", "fits an empty text"),
         ("re:", "fits an empty text"),
+        ("re:I am (?!not)", "no look-around or back references; what must .* be several patterns"),
     ],
 )
 def test_a_pattern_that_says_nothing_is_refused(pattern: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_pattern(pattern)
+
+
+@pytest.mark.parametrize("start", ["(", "a*|", "[:a", "\ud800"])
+def test_a_long_pattern_is_refused_in_few_words(start: str) -> None:
+    with pytest.raises(ValueError, match="re:") as error:
+        check_pattern(f"re:{start}{'a' * 10_000}:]")
+    assert len(str(error.value)) < 600
+
+
+def test_half_a_character_in_a_reply_is_no_error() -> None:
+    assert score("Quinn \ud800", ["re:quinn"], []).passed
 
 
 def test_it_judges_what_nano_says_as_nano_does() -> None:

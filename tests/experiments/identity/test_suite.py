@@ -187,29 +187,8 @@ def test_without_a_file_or_a_persona_there_is_no_suite(tmp_path: Path) -> None:
         open_suite(str(tmp_path / "none.yaml"), CARD)
 
 
-def test_the_first_pattern_that_takes_too_long_ends_the_reading(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else a stranger's file of 30,000 of them is read for two days."""
-    asked: list[str] = []
-
-    def slow(pattern: str) -> None:
-        asked.append(pattern)
-        if pattern == "re:2":
-            raise TimeoutError("'2' took more than 5 seconds")
-
-    monkeypatch.setattr(suite_module, "check_pattern", slow)
-    rows = [row(id=n, prompt=str(n), required=["re:1", f"re:{n}", "re:2"]) for n in (1, 2, 3)]
-    rows[0]["required"] = ["re:1"]
-    with pytest.raises(
-        InputError, match=r"^mine: prompt 2: required: '2' took .* empty text; write"
-    ):
-        suite_of(rows, "mine")
-    assert asked == ["re:1", "re:1", "re:2"]
-
-
 def test_all_patterns_together_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each may stay just below its own."""
+    """Else a stranger's file of 50,000 of them is read for minutes."""
     now = iter(range(0, 1000, 50))
     monkeypatch.setattr(suite_module, "time", SimpleNamespace(monotonic=lambda: next(now)))
     monkeypatch.setattr(suite_module, "check_pattern", lambda pattern: None)
