@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mlxstacks.experiments.made_from import Checked, check_made_from
+from mlxstacks.files.manifest import FULL
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.report.content import Cell, Content
 from mlxstacks.report.find import STACK_REPORT, Source
@@ -170,6 +171,8 @@ def _environment(about: Value) -> tuple[tuple[str, Cell], ...]:
         ("highest memory", nbytes(where["peak_bytes"].number)),
     ]
     fingerprint = about["base_fingerprint"].text or about["plan"]["base_fingerprint"].text
+    if fingerprint and not fingerprint.startswith(FULL):
+        fingerprint += " (of samples)"
     said.append(("base fingerprint", fingerprint))
     return tuple(said)
 

@@ -88,6 +88,7 @@ def run(
         evaluation = _Evaluation(settings, asked, arms, document, work.path, progress)
         evaluation.is_published_model = is_published_model(settings)
         evaluation.answer()
+        evaluation.hashes = hashes_of(settings, arms)  # as they are now
         report = write_target(target, work.path, evaluation.report(target), settings)
         work.remove()
     finally:

@@ -48,7 +48,7 @@ from mlxstacks.experiments.profile.settings import (
 )
 from mlxstacks.experiments.run_directory import RunDirectory
 from mlxstacks.experiments.train.setup import prepare_base
-from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.checkpoint import check_unchanged, fingerprint, open_checkpoint
 from mlxstacks.files.disk import mlx_write_errors, user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
@@ -120,7 +120,7 @@ class _Profile:
             settings.top_layers, top_experts, settings.permutations, settings.halves,
             settings.alpha, settings.seed,
         )  # fmt: skip
-        self.plan = self._plan(fingerprint(checkpoint))
+        self.directory, self.plan = checkpoint.directory, self._plan(fingerprint(checkpoint))
         self.report = ProfileReport(
             "planned", str(target), shown, self.plan, [group.as_json() for group in self.groups],
             self.about_layers, notes=self.notes, power=[self._power()],
@@ -146,6 +146,7 @@ class _Profile:
         try:
             keep_plan(work.path / PLAN, self.plan, "a profile")
             choices = self._choices(work.path)
+            check_unchanged(self.directory, self.plan["base_fingerprint"])
             tables = analyse(choices, self.rule, self._tick_of_permutations)
             report = replace(self.report, status="done", tables=tables)
             report = self._write(report, choices)

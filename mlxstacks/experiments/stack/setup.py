@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -60,6 +61,7 @@ class StackSetup:
     settings: StackRunSettings
     model: nn.Module
     base_model: str
+    base_directory: Path
     base_fingerprint: str
     float32_base: bool
     targets: list[Target]
@@ -125,7 +127,8 @@ def set_up(settings: StackRunSettings, store: Store | None) -> StackSetup:
     listed = completed(listed_domains(settings), settings)
     check_names(listed, store)
     checkpoint = open_checkpoint(resolve_model(settings.model))
-    base_fingerprint = fingerprint(checkpoint)
+    like = None if store is None else store.manifest.base_fingerprint
+    base_fingerprint = fingerprint(checkpoint, like)
     if store is not None:
         store.check_base(base_fingerprint)
     model, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
@@ -145,8 +148,8 @@ def set_up(settings: StackRunSettings, store: Store | None) -> StackSetup:
     except ValueError as error:
         raise InputError(str(error)) from error
     return StackSetup(
-        settings, model, base_name(settings.model), base_fingerprint, in_float32, targets, latent,
-        store, rows, to_train, served, notes,
+        settings, model, base_name(settings.model), checkpoint.directory, base_fingerprint,
+        in_float32, targets, latent, store, rows, to_train, served, notes,
     )  # fmt: skip
 
 

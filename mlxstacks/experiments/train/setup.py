@@ -43,6 +43,7 @@ class TrainSetup:
     """
 
     model: nn.Module
+    base_directory: Path
     base_fingerprint: str
     float32_base: bool
     lora: LoRASettings
@@ -110,8 +111,8 @@ def set_up(settings: TrainSettings) -> TrainSetup:
     widths = choose_widths(lengths, settings.max_seq_length)
     plan = BatchPlan(lengths, widths, settings.batch_size, settings.seed)
     return TrainSetup(
-        model, fingerprint(checkpoint), in_float32, lora, targets, train, validation, data, plan,
-        optimizer_settings(settings, plan.batches_per_epoch, notes), notes,
+        model, checkpoint.directory, fingerprint(checkpoint), in_float32, lora, targets, train,
+        validation, data, plan, optimizer_settings(settings, plan.batches_per_epoch, notes), notes,
     )  # fmt: skip
 
 

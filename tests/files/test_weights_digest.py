@@ -1,0 +1,183 @@
+"""The digest of a model's bytes: what it covers, and the file that remembers it.
+
+Run: pytest tests/files/test_weights_digest.py
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlxstacks.errors import CheckpointError
+from mlxstacks.files import weights_digest
+from mlxstacks.files.checkpoint import check_unchanged, fingerprint, open_checkpoint
+from mlxstacks.files.weights_digest import CACHE_NAME
+from tests.files.raw import change_between_samples, sampled_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return sampled_model(tmp_path / "model")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache file of an empty cache, into which files go however new they are."""
+    monkeypatch.setenv("MLXSTACKS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(weights_digest, "CLOCK_STEP_NS", -(2**62))
+    monkeypatch.setattr(weights_digest, "_known", {})
+    return tmp_path / "cache" / CACHE_NAME
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the tensors that are read."""
+    names: list[str] = []
+    read = weights_digest._tensor_sha256
+    monkeypatch.setattr(
+        weights_digest,
+        "_tensor_sha256",
+        lambda descriptor, info: names.append(info.name) or read(descriptor, info),
+    )
+    return names
+
+
+def forget_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_digest, "_known", {})
+
+
+def print_of(model: Path) -> str:
+    return fingerprint(open_checkpoint(model))
+
+
+def test_a_known_state_is_not_read_again(
+    model: Path, cache: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(model)
+    first = fingerprint(checkpoint)
+    assert sorted(reads) == ["large", "small"]
+    assert cache.stat().st_mode & 0o777 == 0o600
+    forget_process(monkeypatch)
+    monkeypatch.setattr(weights_digest, "open_regular", None)
+    monkeypatch.setattr(weights_digest, "read_header", None)
+    assert fingerprint(checkpoint) == first
+    assert len(reads) == 2
+
+
+def test_a_byte_between_samples_with_mtime_put_back_is_seen(model: Path, cache: Path) -> None:
+    before, sampled = print_of(model), fingerprint(open_checkpoint(model), like="0" * 64)
+    change_between_samples(model, keep_mtime=True)
+    assert print_of(model) != before
+    assert fingerprint(open_checkpoint(model), like=sampled) == sampled
+    with pytest.raises(CheckpointError, match="changed during the run"):
+        check_unchanged(model, before)
+
+
+def test_a_file_changed_just_now_is_not_remembered(
+    model: Path, cache: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_digest, "CLOCK_STEP_NS", 3600 * 10**9)
+    assert print_of(model) == print_of(model)
+    assert len(reads) == 4
+    assert not cache.exists()
+
+
+def test_a_copy_and_a_moved_model_have_the_same_fingerprint(model: Path, cache: Path) -> None:
+    before = print_of(model)
+    moved = model.rename(model.with_name("moved"))
+    (moved / "model.safetensors").rename(moved / "model-other.safetensors")
+    assert print_of(moved) == before
+    assert len(json.loads(cache.read_text())) == 2
+
+
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "no JSON": lambda path: path.write_bytes(b"\xff{"),
+    "a list": lambda path: path.write_text("[]"),
+    "nested": lambda path: path.write_text('{"a":' * 9000),
+    "no digests": lambda path: path.write_text(
+        json.dumps(dict.fromkeys(json.loads(path.read_text()), "0" * 63))
+    ),
+    "numbers": lambda path: path.write_text(
+        json.dumps(dict.fromkeys(json.loads(path.read_text()), 7))
+    ),
+    "huge": lambda path: path.write_text(path.read_text() + " " * (1 << 20)),
+    "a directory": lambda path: (path.unlink(), path.mkdir()),
+    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
+    "a link": lambda path: path.rename(path.with_name("f")) and path.symlink_to("f"),
+    "open to others": lambda path: path.chmod(0o666),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_bad_cache_file_is_not_believed(
+    model: Path, cache: Path, reads: list[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = print_of(model)
+    forget_process(monkeypatch)
+    poisoned = dict.fromkeys(json.loads(cache.read_text()), "0" * 64)
+    if name in ("huge", "a link", "open to others"):
+        cache.write_text(json.dumps(poisoned))
+    HOSTILE[name](cache)
+    assert print_of(model) == before
+    assert len(reads) == 4
+
+
+def test_a_cache_that_cannot_be_written_costs_one_hash_a_process(
+    model: Path, cache: Path, reads: list[str]
+) -> None:
+    cache.parent.write_text("a file where the directory should be")
+    assert print_of(model) == print_of(model)
+    assert len(reads) == 2
+
+
+def test_the_newest_entries_stay(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_digest, "MAX_ENTRIES", 2)
+    states = []
+    for _ in range(3):
+        print_of(model)
+        states.append(list(json.loads(cache.read_text()))[-1])
+        os.utime(model / "model.safetensors")
+    assert list(json.loads(cache.read_text())) == states[1:]
+
+
+def test_two_processes_at_once_lose_no_entry(tmp_path: Path, cache: Path, model: Path) -> None:
+    models = [sampled_model(tmp_path / f"model{i}") for i in range(2)]
+    code = (
+        "import sys; from mlxstacks.files import weights_digest as w; w.CLOCK_STEP_NS = -2**62\n"
+        "from mlxstacks.files.checkpoint import fingerprint, open_checkpoint\n"
+        "print(fingerprint(open_checkpoint(sys.argv[1])))"
+    )
+    children = [
+        subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
+        for path in models
+    ]
+    assert {child.communicate()[0].strip() for child in children} == {print_of(model)}
+    assert len(json.loads(cache.read_text())) == 3
+
+
+def test_a_model_that_changes_while_it_is_read_is_refused(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = weights_digest._tensor_sha256
+
+    def read_and_change(descriptor: int, info: weights_digest.TensorInfo) -> str:
+        digest = read(descriptor, info)
+        os.utime(model / "model.safetensors", ns=(0, 0))
+        return digest
+
+    monkeypatch.setattr(weights_digest, "_tensor_sha256", read_and_change)
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        print_of(model)
+    assert not cache.exists()
+
+
+def test_another_header_than_the_opened_one_is_refused(model: Path, cache: Path) -> None:
+    checkpoint = open_checkpoint(model)
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"small"', b'"smalL"'))
+    with pytest.raises(CheckpointError, match="changed since it was opened"):
+        fingerprint(checkpoint)
