@@ -46,7 +46,7 @@ from mlxstacks.experiments.profile.settings import (
     SHARED_ABOVE,
     ProfileSettings,
 )
-from mlxstacks.experiments.run_directory import RunDirectory
+from mlxstacks.experiments.run_directory import RunDirectory, recorded_fingerprint, work_path
 from mlxstacks.experiments.train.setup import prepare_base
 from mlxstacks.files.checkpoint import check_unchanged, fingerprint, open_checkpoint
 from mlxstacks.files.disk import mlx_write_errors, user_path
@@ -120,7 +120,11 @@ class _Profile:
             settings.top_layers, top_experts, settings.permutations, settings.halves,
             settings.alpha, settings.seed,
         )  # fmt: skip
-        self.directory, self.plan = checkpoint.directory, self._plan(fingerprint(checkpoint))
+        recorded = recorded_fingerprint(
+            work_path(target) / PLAN, "base_fingerprint", resume=settings.resume
+        )
+        self.directory = checkpoint.directory
+        self.plan = self._plan(fingerprint(checkpoint, recorded))
         self.report = ProfileReport(
             "planned", str(target), shown, self.plan, [group.as_json() for group in self.groups],
             self.about_layers, notes=self.notes, power=[self._power()],

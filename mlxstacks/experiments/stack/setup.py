@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlxstacks import base_model
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.evaluate import evaluate_mean_loss
+from mlxstacks.experiments.run_directory import recorded_fingerprint, work_path
 from mlxstacks.experiments.stack.data import (
     DomainRows,
     listed_domains,
@@ -26,8 +27,10 @@ from mlxstacks.experiments.stack.plan import (
     plan_domains,
     wanted_data,
 )
+from mlxstacks.experiments.stack.work import RUN
 from mlxstacks.files.base_location import base_name
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.manifest import Manifest
 from mlxstacks.files.store import Store
@@ -127,8 +130,12 @@ def set_up(settings: StackRunSettings, store: Store | None) -> StackSetup:
     listed = completed(listed_domains(settings), settings)
     check_names(listed, store)
     checkpoint = open_checkpoint(resolve_model(settings.model))
-    like = None if store is None else store.manifest.base_fingerprint
-    base_fingerprint = fingerprint(checkpoint, like)
+    if store is not None:
+        recorded: str | None = store.manifest.base_fingerprint
+    else:
+        run = work_path(user_path(settings.save_path or "")) / RUN
+        recorded = recorded_fingerprint(run, "base_fingerprint", resume=settings.resume)
+    base_fingerprint = fingerprint(checkpoint, recorded)
     if store is not None:
         store.check_base(base_fingerprint)
     model, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
