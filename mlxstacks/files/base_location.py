@@ -22,6 +22,8 @@ from mlxstacks.files.outputs import write_json
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_files import LOCATION
 
+_PACKAGE = Path(__file__).resolve().parents[1]
+
 
 def base_name(model: str | Path) -> str:
     """The name of a base without where it is: a hub id, or the last part of a directory's path.
@@ -94,7 +96,8 @@ def find_base(store: Store, model: str | None, notes: list[str] | None = None) -
         StoreError: the model that was given is another one.
     """
     manifest = store.manifest
-    if notes is not None:
+    # nano's store and model come together, so what binds them is of no use to its users
+    if notes is not None and not store.path.is_relative_to(_PACKAGE):
         notes += [f"{store.path}: {note}" for note in binding_notes(manifest.base_fingerprint)]
     if model is not None:
         checkpoint = open_checkpoint(resolve_model(model))
