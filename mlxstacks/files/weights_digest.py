@@ -18,7 +18,7 @@ import stat
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import filelock
@@ -26,14 +26,7 @@ import filelock
 from mlxstacks.errors import CheckpointError, TargetError
 from mlxstacks.files.disk import cache_directory
 from mlxstacks.files.outputs import write_json
-from mlxstacks.files.shard_header import (
-    AGAIN,
-    TensorInfo,
-    open_regular,
-    parse_object,
-    read_exactly,
-    read_header,
-)
+from mlxstacks.files.shard_header import AGAIN, TensorInfo, parse_object, read_header, read_range
 
 CACHE_NAME = "fingerprints.json"
 MAX_ENTRIES = 256  # models; the newest stay
@@ -87,27 +80,21 @@ def _hash(files: Sequence[Path], tensors: Mapping[str, TensorInfo]) -> str:
     headers = {name: info for path in files for name, info in read_header(path).tensors.items()}
     if headers != tensors:
         raise CheckpointError(f"{files[0].parent}: changed since it was opened; {AGAIN}")
-    with ExitStack() as stack:
-        descriptors = {}
-        for path in files:
-            descriptors[path] = open_regular(path)
-            stack.callback(os.close, descriptors[path])
-        ordered = [info for _, info in sorted(tensors.items())]
-        threads = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))
-        digests = threads.map(lambda info: _tensor_sha256(descriptors[info.file], info), ordered)
-        total = hashlib.sha256()
-        for info, digest in zip(ordered, digests, strict=True):
+    ordered = [info for _, info in sorted(tensors.items())]
+    total = hashlib.sha256()
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        for info, digest in zip(ordered, threads.map(_tensor_sha256, ordered), strict=True):
             line = json.dumps([info.name, info.dtype, info.shape, digest], separators=(",", ":"))
             total.update(line.encode() + b"\n")
     return total.hexdigest()
 
 
-def _tensor_sha256(descriptor: int, info: TensorInfo) -> str:
+def _tensor_sha256(info: TensorInfo) -> str:
     digest = hashlib.sha256()
     chunk = memoryview(bytearray(min(info.nbytes, _CHUNK_BYTES)))
-    for start in range(info.start, info.end, _CHUNK_BYTES):
-        part = chunk[: min(_CHUNK_BYTES, info.end - start)]
-        read_exactly(descriptor, part, info, start)
+    for start in range(0, info.nbytes, _CHUNK_BYTES):
+        part = chunk[: info.nbytes - start]
+        read_range(info, start, part)
         digest.update(part)
     return digest.hexdigest()
 
@@ -124,7 +111,7 @@ def _entries() -> dict[str, str]:
         )
         with os.fdopen(descriptor, "rb") as file:
             info = os.fstat(descriptor)
-            ours = info.st_uid == os.getuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            ours = info.st_uid == os.geteuid() and not info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
             if not (stat.S_ISREG(info.st_mode) and ours and info.st_size <= _MAX_CACHE_BYTES):
                 return {}
             values = parse_object(file.read(_MAX_CACHE_BYTES).decode())

@@ -41,7 +41,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(
         weights_digest,
         "_tensor_sha256",
-        lambda descriptor, info: names.append(info.name) or read(descriptor, info),
+        lambda info: names.append(info.name) or read(info),
     )
     return names
 
@@ -62,7 +62,7 @@ def test_a_known_state_is_not_read_again(
     assert sorted(reads) == ["large", "small"]
     assert cache.stat().st_mode & 0o777 == 0o600
     forget_process(monkeypatch)
-    monkeypatch.setattr(weights_digest, "open_regular", None)
+    monkeypatch.setattr(weights_digest, "read_range", None)
     monkeypatch.setattr(weights_digest, "read_header", None)
     assert fingerprint(checkpoint) == first
     assert len(reads) == 2
@@ -164,8 +164,8 @@ def test_a_model_that_changes_while_it_is_read_is_refused(
 ) -> None:
     read = weights_digest._tensor_sha256
 
-    def read_and_change(descriptor: int, info: weights_digest.TensorInfo) -> str:
-        digest = read(descriptor, info)
+    def read_and_change(info: weights_digest.TensorInfo) -> str:
+        digest = read(info)
         os.utime(model / "model.safetensors", ns=(0, 0))
         return digest
 
