@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -38,11 +37,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the tensors that are read."""
     names: list[str] = []
     read = weights_digest._tensor_sha256
-    monkeypatch.setattr(
-        weights_digest,
-        "_tensor_sha256",
-        lambda info: names.append(info.name) or read(info),
-    )
+
+    def read_and_note(info: weights_digest.TensorInfo) -> str:
+        names.append(info.name)
+        return read(info)
+
+    monkeypatch.setattr(weights_digest, "_tensor_sha256", read_and_note)
     return names
 
 
@@ -94,34 +94,43 @@ def test_a_copy_and_a_moved_model_have_the_same_fingerprint(model: Path, cache: 
     assert len(json.loads(cache.read_text())) == 2
 
 
-HOSTILE: dict[str, Callable[[Path], object]] = {
-    "no JSON": lambda path: path.write_bytes(b"\xff{"),
-    "a list": lambda path: path.write_text("[]"),
-    "nested": lambda path: path.write_text('{"a":' * 9000),
-    "no digests": lambda path: path.write_text(
-        json.dumps(dict.fromkeys(json.loads(path.read_text()), "0" * 63))
-    ),
-    "numbers": lambda path: path.write_text(
-        json.dumps(dict.fromkeys(json.loads(path.read_text()), 7))
-    ),
-    "huge": lambda path: path.write_text(path.read_text() + " " * (1 << 20)),
-    "a directory": lambda path: (path.unlink(), path.mkdir()),
-    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
-    "a link": lambda path: path.rename(path.with_name("f")) and path.symlink_to("f"),
-    "open to others": lambda path: path.chmod(0o666),
-}
+def hurt(cache: Path, name: str) -> None:
+    """Damage the cache file, or poison it in a way that nobody may believe."""
+    states = json.loads(cache.read_text())
+    poisoned = json.dumps(dict.fromkeys(states, "0" * 64))
+    contents = {
+        "no JSON": b"\xff{",
+        "a list": b"[]",
+        "nested": b'{"a":' * 9000,
+        "no digests": json.dumps(dict.fromkeys(states, "0" * 63)).encode(),
+        "numbers": json.dumps(dict.fromkeys(states, 7)).encode(),
+        "huge": poisoned.encode() + b" " * (1 << 20),
+    }
+    cache.write_bytes(contents.get(name, poisoned.encode()))
+    if name == "open to others":
+        cache.chmod(0o666)
+    if name == "a link":
+        cache.rename(cache.with_name("elsewhere"))
+        cache.symlink_to("elsewhere")
+    if name in ("a directory", "a pipe"):
+        cache.unlink()
+        make = Path.mkdir if name == "a directory" else os.mkfifo
+        make(cache)
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "no JSON", "a list", "nested", "no digests", "numbers", "huge", "open to others", "a link",
+        "a directory", "a pipe",
+    ],
+)  # fmt: skip
 def test_a_bad_cache_file_is_not_believed(
     model: Path, cache: Path, reads: list[str], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = print_of(model)
     forget_process(monkeypatch)
-    poisoned = dict.fromkeys(json.loads(cache.read_text()), "0" * 64)
-    if name in ("huge", "a link", "open to others"):
-        cache.write_text(json.dumps(poisoned))
-    HOSTILE[name](cache)
+    hurt(cache, name)
     assert print_of(model) == before
     assert len(reads) == 4
 
