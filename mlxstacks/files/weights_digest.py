@@ -35,6 +35,7 @@ MAX_ENTRIES = 256  # models; the newest stay
 CLOCK_STEP_NS = 2_000_000_000
 _MAX_CACHE_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 20  # read and hashed at once, a thread
+_LOCK_SECONDS = 5.0
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 # Of this process: where the cache cannot be written, a run still hashes its model once.
@@ -130,7 +131,7 @@ def _remember(state: str, digest: str) -> None:
     with suppress(OSError, RuntimeError, TargetError):
         path = cache_directory() / CACHE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{path}.lock", timeout=5, mode=0o600):
+        with filelock.FileLock(f"{path}.lock", timeout=_LOCK_SECONDS, mode=0o600):
             entries = _entries() | {state: digest}
             newest = list(entries.items())[-MAX_ENTRIES:]
             write_json(path, dict(newest), mode=0o600)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import filelock
 import pytest
 
 from mlxstacks.errors import CheckpointError
@@ -166,6 +167,32 @@ def test_two_processes_at_once_lose_no_entry(tmp_path: Path, cache: Path, model:
     ]
     assert {child.communicate()[0].strip() for child in children} == {print_of(model)}
     assert len(json.loads(cache.read_text())) == 3
+
+
+def test_the_cache_file_is_written_by_one_at_a_time(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_digest, "_LOCK_SECONDS", 0)
+    cache.parent.mkdir()
+    with filelock.FileLock(f"{cache}.lock"):
+        before = print_of(model)
+        assert not cache.exists()
+    forget_process(monkeypatch)
+    assert print_of(model) == before
+    assert cache.exists()
+
+
+def test_a_tensor_of_many_chunks_has_the_same_digest(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = model / "model.safetensors"
+    content = large.read_bytes()
+    large.write_bytes(content[:-70_000] + bytes(i % 251 for i in range(70_000)))
+    before = print_of(model)
+    forget_process(monkeypatch)
+    cache.unlink()
+    monkeypatch.setattr(weights_digest, "_CHUNK_BYTES", 4001)
+    assert print_of(model) == before
 
 
 def test_a_model_that_changes_while_it_is_read_is_refused(
