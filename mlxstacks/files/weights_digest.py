@@ -36,6 +36,7 @@ CLOCK_STEP_NS = 2_000_000_000
 _MAX_CACHE_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 20  # read and hashed at once, a thread
 _LOCK_SECONDS = 5.0
+_MOST_READS = 3
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 # Of this process: where the cache cannot be written, a run still hashes its model once.
@@ -49,16 +50,18 @@ def weights_sha256(files: Sequence[Path], tensors: Mapping[str, TensorInfo]) -> 
 
     Raises: CheckpointError: a file is gone, cannot be read, or is being changed.
     """
-    state, changed_ns = _state(files)
-    is_recent = changed_ns + CLOCK_STEP_NS >= time.time_ns()
-    digest = _known.get(state) or _entries().get(state)
-    if digest is None:
+    # Again, since a link or a chmod by another process changes ctime too.
+    for _ in range(_MOST_READS):
+        now_ns = time.time_ns()
+        state, changed_ns = _state(files)
+        if digest := _known.get(state) or _entries().get(state):
+            return digest
         digest = _hash(files, tensors)
-        if _state(files)[0] != state:
-            raise CheckpointError(f"{files[0].parent}: changed while it was read; {AGAIN}")
-        if not is_recent:
-            _remember(state, digest)
-    return digest
+        if _state(files)[0] == state:
+            if changed_ns + CLOCK_STEP_NS < now_ns:
+                _remember(state, digest)
+            return digest
+    raise CheckpointError(f"{files[0].parent}: changed each time it was read; {AGAIN}")
 
 
 def _state(files: Sequence[Path]) -> tuple[str, int]:
