@@ -385,6 +385,7 @@ def check_options(
     file = options.save_path / OPTIONS
     if file.exists():
         recorded = json.loads(file.read_text())
+        current["model"] = fingerprint(checkpoint, recorded.get("model"))
     else:
         recorded = current | shown_by_arms(options, golds_of(questions), rows)
     differences = [

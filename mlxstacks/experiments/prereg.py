@@ -21,6 +21,7 @@ from pydantic import Field, JsonValue, TypeAdapter
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.power import power_lines
 from mlxstacks.experiments.run_directory import what_differs
+from mlxstacks.files.manifest import Fingerprint
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.strict_json import (
     STRICT,
@@ -46,7 +47,8 @@ class Plan:
     claims: (arm, control) of each difference that is tested; several share the error (Holm).
     thresholds: what decides, by name, with `alpha` and `least_gain` (a difference of rates).
     expected_rate, expected_discordant: of the control, and of pairs that differ; for power alone.
-    data: name -> SHA-256. details: settings that the outcome depends on, as JSON.
+    data: name -> SHA-256, or fingerprint of a model. details: settings that the outcome depends on,
+    as JSON.
     """
 
     __pydantic_config__ = STRICT
@@ -59,7 +61,7 @@ class Plan:
     test: Text
     thresholds: dict[str, float]
     seeds: tuple[Annotated[int, Field(ge=0)], ...]
-    data: dict[str, Sha256]
+    data: dict[str, Fingerprint]
     expected_rate: Share
     expected_discordant: Share
     claims: tuple[tuple[str, str], ...] = ()

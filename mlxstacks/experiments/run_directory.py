@@ -141,6 +141,23 @@ def discard(directory: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
+def recorded_fingerprint(path: Path, *keys: str, resume: bool = True) -> str | None:
+    """A model's fingerprint in a JSON file of a run that goes on, for `fingerprint` to be like: an
+    earlier version's run is compared in its own way. keys: the way to it.
+
+    None for a run that begins, and for a file that is damaged, which is told elsewhere.
+    """
+    if not resume:
+        return None
+    try:
+        value: Any = json.loads(path.read_bytes())
+        for key in keys:
+            value = value[key]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return value if isinstance(value, str) else None
+
+
 def run_id(identity: Mapping[str, Any]) -> str:
     """A short name of an identity, for its state file."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]

@@ -13,6 +13,7 @@ from mlxstacks.errors import AdapterError, CheckpointError
 from mlxstacks.files.adapter_names import is_embedding_name
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint
 from mlxstacks.files.lora_modules import FLOAT_DTYPES, Adapter, LoraModule, with_experts
+from mlxstacks.files.manifest import FULL
 from mlxstacks.files.stored_weight import (
     StoredWeight,
     grid_texts,
@@ -23,7 +24,7 @@ from mlxstacks.files.stored_weight import (
 )
 
 Kind = Literal["linear", "switch", "embedding"]
-BaseCheck = Literal["verified", "not verifiable", "overridden"]
+BaseCheck = Literal["verified", "verified by samples", "not verifiable", "overridden"]
 
 # Nearest names cost time in proportion to modules x problems (30 microseconds each); further
 # problems are listed without.
@@ -85,9 +86,9 @@ def _check_base(
     trained_on = adapter.base_fingerprint
     if trained_on is None:
         return "not verifiable"
-    found = fingerprint(checkpoint)
+    found = fingerprint(checkpoint, trained_on)
     if trained_on == found:
-        return "verified"
+        return "verified" if found.startswith(FULL) else "verified by samples"
     if not allow_base:
         problems.append(
             f"trained on the base with fingerprint {trained_on}, this one has {found}; use that "

@@ -17,9 +17,12 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint, read_json_object
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import in_hub_cache, may_be_hub_id, resolve_model
+from mlxstacks.files.manifest import binding_notes
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_files import LOCATION
+
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def base_name(model: str | Path) -> str:
@@ -88,19 +91,23 @@ def find_base(store: Store, model: str | None, notes: list[str] | None = None) -
     model: a directory or hub id that somebody gave; nothing else is tried then. None: beside the
         store, where it was when the store was made (seen from the store, then on this machine),
         where the manifest's name leads from here, the hub by its id.
-    notes: gets a line on where it was, if nobody gave it.
+    notes: gets a line on where it was, if nobody gave it, and one on a weak bond.
     Raises: InputError: no such model; in none of these places, each with what is there instead.
         StoreError: the model that was given is another one.
     """
+    manifest = store.manifest
+    # nano's store and model come together, so what binds them is of no use to its users
+    if notes is not None and not store.path.is_relative_to(_PACKAGE):
+        notes += [f"{store.path}: {note}" for note in binding_notes(manifest.base_fingerprint)]
     if model is not None:
         checkpoint = open_checkpoint(resolve_model(model))
-        store.check_base(fingerprint(checkpoint))
+        store.check_base(fingerprint(checkpoint, manifest.base_fingerprint))
         return checkpoint
-    manifest, problems = store.manifest, []
+    problems = []
     for place in _places(store):
         try:
             checkpoint = open_checkpoint(resolve_model(place))
-            found = fingerprint(checkpoint)
+            found = fingerprint(checkpoint, manifest.base_fingerprint)
         except InputError as error:
             missing = isinstance(place, Path) and not os.path.isdir(place)
             problems.append(f"{place}: not there" if missing else str(error))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.manifest import FULL
 from mlxstacks.files.shard_header import (
     AGAIN,
     ShardHeader,
@@ -31,11 +32,19 @@ from mlxstacks.files.shard_header import (
     read_exactly,
     read_header,
 )
+from mlxstacks.files.weights_digest import weights_sha256
 
 if TYPE_CHECKING:
     from mlxstacks.base_model import LoadedWeight
 
-__all__ = ["Checkpoint", "fingerprint", "open_checkpoint", "read_json_object", "resolve_model"]
+__all__ = [
+    "Checkpoint",
+    "check_unchanged",
+    "fingerprint",
+    "open_checkpoint",
+    "read_json_object",
+    "resolve_model",
+]
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_JSON_BYTES = 100_000_000
@@ -116,13 +125,42 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
     return checkpoint
 
 
-def fingerprint(checkpoint: Checkpoint) -> str:
-    """SHA-256 (hex) of what a model is, whatever the number and names of its files.
+def fingerprint(checkpoint: Checkpoint, like: str | None = None) -> str:
+    """What a model is, whatever the number and names of its files: `full:` and a SHA-256 (hex).
 
     Hashed: the config as compact JSON with sorted keys, without `_name_or_path` and `name_or_path`
-    at any depth; then in order of their names, for each tensor, the line `[name, dtype, shape]` as
-    compact JSON and 16 windows of 4 KiB, window i starting at byte `(nbytes - 4096) * i // 15`
-    (tensors of up to 64 KiB are hashed whole).
+    at any depth; then `weights_sha256` of every byte of its tensors, a line each.
+    like: a fingerprint to compare with. One without `full:` is of an earlier version, and gets the
+    answer of that version, in which bytes between samples do not count.
+
+    Raises: CheckpointError: a file is gone, cannot be read, or is being changed.
+    """
+    if like is not None and not like.startswith(FULL):
+        return _sampled_fingerprint(checkpoint)
+    digest = hashlib.sha256(_compact(_without_paths(checkpoint.config)))
+    files = [header.path for header in checkpoint.headers]
+    digest.update(weights_sha256(files, checkpoint.tensors).encode() + b"\n")
+    return FULL + digest.hexdigest()
+
+
+def check_unchanged(directory: Path, recorded: str) -> None:
+    """Call once numbers of the model with the fingerprint `recorded` were read.
+
+    Raises: CheckpointError: what is in the directory is no longer that model.
+    """
+    if fingerprint(open_checkpoint(directory), recorded) != recorded:
+        raise CheckpointError(
+            f"{directory}: changed during the run, which began with fingerprint {recorded[:12]}; "
+            "put that model back, or start anew with this one"
+        )
+
+
+def _sampled_fingerprint(checkpoint: Checkpoint) -> str:
+    """SHA-256 (hex), as versions without `full:` knew a model.
+
+    Hashed: the config as in `fingerprint`; then in order of their names, for each tensor, the line
+    `[name, dtype, shape]` as compact JSON and 16 windows of 4 KiB, window i starting at byte
+    `(nbytes - 4096) * i // 15` (tensors of up to 64 KiB are hashed whole).
     """
     digest = hashlib.sha256()
     digest.update(_compact(_without_paths(checkpoint.config)))

@@ -34,9 +34,23 @@ SHA256 = r"^[0-9a-f]{64}$"
 DomainName = Annotated[str, Field(pattern=NAME)]
 StackName = Annotated[str, Field(pattern=NAME.replace("63", "99"))]
 Sha256 = Annotated[str, Field(pattern=SHA256)]
+# Before a base's fingerprint that covers every byte; those without it are of samples.
+FULL = "full:"
+Fingerprint = Annotated[str, Field(pattern=rf"^({FULL})?[0-9a-f]{{64}}$")]
 _FILE = rf"^({'|'.join(FOLDERS)})/[A-Za-z0-9][A-Za-z0-9._-]{{0,199}}$"
 Count = Annotated[int, Field(ge=0, le=2**60)]
 Round = Annotated[int, Field(ge=0, le=9999)]
+
+
+def binding_notes(fingerprint: str | None) -> list[str]:
+    """What to say of a fingerprint of samples, which earlier versions wrote."""
+    if fingerprint is None or fingerprint.startswith(FULL):
+        return []
+    note = (
+        "bound weakly to its base: an earlier version took the fingerprint from samples, so bytes "
+        "between them are not compared"
+    )
+    return [note]
 
 
 @dataclass(frozen=True)
@@ -105,7 +119,7 @@ class Manifest:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     base_model: Annotated[str, Field(max_length=4096)]
-    base_fingerprint: Sha256
+    base_fingerprint: Fingerprint
     domains: tuple[DomainRecord, ...] = ()
     matrix: Matrix = field(default_factory=dict)
     shared: tuple[FileRecord, ...] = ()

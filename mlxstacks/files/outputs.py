@@ -295,19 +295,27 @@ def _process_in(path: Path) -> str | None:
     return text.decode() if re.fullmatch(rb"\d*", text) else None
 
 
-def write_json(path: Path, value: Any, *, sort_keys: bool = False, allow_nan: bool = False) -> None:
+def write_json(
+    path: Path,
+    value: Any,
+    *,
+    sort_keys: bool = False,
+    allow_nan: bool = False,
+    mode: int = 0o666,
+) -> None:
     """Write JSON atomically: a reader sees the old file or the whole new one.
 
     allow_nan: let NaN and Infinity through as Python spells them (some model configs hold them).
+    mode: of the new file, before the umask.
 
     Raises:
         ValueError: NaN or Infinity in `value` without `allow_nan`.
         TargetError: the directory is missing or read-only, the disk is full.
     """
-    write_file(path, _json_bytes(value, sort_keys, allow_nan))
+    write_file(path, _json_bytes(value, sort_keys, allow_nan), mode)
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Write a file atomically, as `write_json`. Raises: TargetError."""
     path = Path(path)
     data = memoryview(content)
@@ -315,7 +323,7 @@ def write_file(path: Path, content: bytes) -> None:
     try:
         with target_errors(path, data.nbytes):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            descriptor = os.open(temporary, flags, 0o666)
+            descriptor = os.open(temporary, flags, mode)
             try:
                 write_all(descriptor, data, 0)
                 os.fsync(descriptor)

@@ -22,7 +22,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import StoreError
-from mlxstacks.files.manifest import DomainName, Manifest, Sha256
+from mlxstacks.files.manifest import DomainName, Fingerprint, Manifest, Sha256
 from mlxstacks.files.stack_header import Dim, Text
 from mlxstacks.files.strict_json import STRICT, JsonObject, compact, record_as_json, record_from
 from mlxstacks.files.tensor_file import (
@@ -59,7 +59,7 @@ class RouterHeader:
     domains: Annotated[tuple[DomainName, ...], Field(min_length=1, max_length=1024)]
     stacks: dict[DomainName, tuple[Sha256, ...]]
     base_model: Text
-    base_fingerprint: Sha256
+    base_fingerprint: Fingerprint
     input_dims: Dim
     hidden_dims: Dim = 512
     max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = 256

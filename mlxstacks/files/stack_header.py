@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from mlxstacks.files.manifest import DomainName, Round, Sha256, StackName
+from mlxstacks.files.manifest import DomainName, Fingerprint, Round, Sha256, StackName
 from mlxstacks.files.strict_json import STRICT, record_as_json, record_from
 
 FORMAT_VERSION: Literal[1] = 1
@@ -82,7 +82,7 @@ class StackHeader:
     domain: DomainName
     round: Round
     base_model: Text
-    base_fingerprint: Sha256
+    base_fingerprint: Fingerprint
     projections: dict[str, ProjectionShape]
     alpha: float
     scale_rule: Literal["rslora", "lora"]

@@ -15,14 +15,14 @@ import numpy as np
 from mlxstacks import __version__
 from mlxstacks.errors import AdapterError, InputError
 from mlxstacks.files.adapter_commands import adapter_format
-from mlxstacks.files.adapter_match import match_adapter
+from mlxstacks.files.adapter_match import BaseCheck, match_adapter
 from mlxstacks.files.adapter_names import is_embedding_name, is_router_name
 from mlxstacks.files.adapters import WEIGHTS, load_any_adapter
 from mlxstacks.files.base_location import base_name, remember_places
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint, resolve_model
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.lora_modules import Adapter, LoraModule, first_non_finite
-from mlxstacks.files.manifest import DomainRecord, check_name, stack_name
+from mlxstacks.files.manifest import FULL, DomainRecord, binding_notes, check_name, stack_name
 from mlxstacks.files.peft_config import PEFT_WEIGHTS
 from mlxstacks.files.peft_write import alpha_for
 from mlxstacks.files.settings import AdapterFormat
@@ -55,7 +55,7 @@ class Imported:
     storage: StorageDtype
     exact: bool
     rounding: float
-    base: str
+    base: BaseCheck
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def import_adapter(settings: StacksImportSettings, dry_run: bool = False) -> Imp
     adapter = load_any_adapter(settings.adapter_path, settings.peft_layout, model)
     domain = _domain_name(settings, adapter)
     store, base_model, base = _store_for(settings, model)
-    checked = _check_base(adapter, base, settings.allow_base)
+    checked = _check_base(adapter, base, model, settings.allow_base)
     if model is not None:
         match_adapter(adapter, model, allow_base=settings.allow_base)
     storage = settings.storage or _natural_storage(adapter)
@@ -96,7 +96,7 @@ def import_adapter(settings: StacksImportSettings, dry_run: bool = False) -> Imp
             data: JsonObject = {"adapter": adapter.directory.resolve().name, "base": checked,
                     "rounding": rounding}  # fmt: skip
             if checked == "overridden":
-                data["adapter_base_fingerprint"] = str(adapter.base_fingerprint)[:64]
+                data["adapter_base_fingerprint"] = str(adapter.base_fingerprint)[:69]
             made = DomainRecord(domain, True, (record,), data=data, origin="imported")
             change.manifest = change.manifest.with_domain(made)
     return Imported(
@@ -113,7 +113,7 @@ def import_adapter(settings: StacksImportSettings, dry_run: bool = False) -> Imp
         exact=exact,
         rounding=rounding,
         base=checked,
-        notes=tuple(_import_notes(checked, exact, rounding, storage)),
+        notes=tuple(_import_notes(adapter, checked, exact, rounding, storage)),
     )
 
 
@@ -128,7 +128,7 @@ def _store_for(
         return None, base_name(settings.model or ""), fingerprint(model)
     store = open_store(path)
     if model is not None:
-        store.check_base(fingerprint(model))
+        store.check_base(fingerprint(model, store.manifest.base_fingerprint))
     return store, store.manifest.base_model, store.manifest.base_fingerprint
 
 
@@ -140,15 +140,22 @@ def _domain_name(settings: StacksImportSettings, adapter: Adapter) -> str:
         raise InputError(f"{error}; give --domain") from None
 
 
-def _check_base(adapter: Adapter, base: str, allow_base: bool) -> str:
+def _check_base(
+    adapter: Adapter, base: str, model: Checkpoint | None, allow_base: bool
+) -> BaseCheck:
     trained_on = adapter.base_fingerprint
     if trained_on is None:
         return "not verifiable"
+    is_full = trained_on.startswith(FULL)
+    if is_full != base.startswith(FULL):
+        if model is None:
+            return "not verifiable"
+        base = fingerprint(model, trained_on)
     if trained_on == base:
-        return "verified"
+        return "verified" if is_full else "verified by samples"
     if not allow_base:
         raise AdapterError(
-            f"adapter {adapter.directory}: trained on the base with fingerprint {trained_on[:64]}, "
+            f"adapter {adapter.directory}: trained on the base with fingerprint {trained_on[:69]}, "
             f"the store's has {base}; use a store of that base, or --allow-base to import it "
             "marked as of another base"
         )
@@ -265,9 +272,18 @@ def _cast(raw: Array, dtype: str, storage: str) -> tuple[Array | None, float]:
     return cast, error / size if size else 0.0
 
 
-def _import_notes(base: str, exact: bool, rounding: float, storage: str) -> Iterator[str]:
+def _import_notes(
+    adapter: Adapter, base: BaseCheck, exact: bool, rounding: float, storage: str
+) -> Iterator[str]:
     if base == "not verifiable":
-        yield "the adapter names no base: names and shapes alone were checked"
+        reason = (
+            "adapter and store have fingerprints of two kinds, which --model can compare"
+            if adapter.base_fingerprint
+            else "the adapter names no base"
+        )
+        yield f"{reason}: names and shapes alone were checked"
+    if base == "verified by samples":
+        yield from (f"the adapter is {note}" for note in binding_notes(adapter.base_fingerprint))
     if base == "overridden":
         yield "the adapter was trained on another base; the store keeps that mark"
     if not exact:

@@ -345,7 +345,7 @@ def header_problems(header: StackHeader, record: StackRecord, manifest: Manifest
         "base fingerprint": (header.base_fingerprint, manifest.base_fingerprint),
     }
     return [
-        f"its header says {what} {str(mine)[:64]}, the manifest {str(theirs)[:64]}"
+        f"its header says {what} {str(mine)[:69]}, the manifest {str(theirs)[:69]}"
         for what, (mine, theirs) in pairs.items()
         if mine != theirs
     ]

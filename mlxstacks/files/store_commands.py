@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import target_errors
-from mlxstacks.files.manifest import DomainRecord, Manifest, Matrix, MatrixMode
+from mlxstacks.files.manifest import DomainRecord, Manifest, Matrix, MatrixMode, binding_notes
 from mlxstacks.files.router_file import RouterHeader, check_router
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_files import temporaries, unnamed_files
@@ -96,8 +96,10 @@ def open_store(path: str | None) -> Store:
 def list_store(settings: StacksListSettings) -> StoreListing:
     """Domains, stacks, losses, router, and domains that miss what they were trained on."""
     store = open_store(settings.store_path)
-    notes = [*_standing_notes(store.manifest), *router_notes(store)]
-    return StoreListing(str(store.path), store.manifest, tuple(notes), _router_header(store))
+    manifest = store.manifest
+    notes = [*binding_notes(manifest.base_fingerprint), *_standing_notes(manifest)]
+    notes += router_notes(store)
+    return StoreListing(str(store.path), manifest, tuple(notes), _router_header(store))
 
 
 def remove_domain(settings: StacksRemoveSettings, dry_run: bool = False) -> StoreChanged:

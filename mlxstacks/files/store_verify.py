@@ -11,7 +11,7 @@ from typing import Any, Literal
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import CheckpointError, StoreError
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint, resolve_model
-from mlxstacks.files.manifest import FOLDERS, FileRecord, Manifest, StackRecord
+from mlxstacks.files.manifest import FOLDERS, FileRecord, Manifest, StackRecord, binding_notes
 from mlxstacks.files.stack_file import (
     StackHeader,
     file_sha256,
@@ -87,7 +87,7 @@ def verify_store(settings: StacksVerifySettings, progress: Any = None) -> Verifi
     for record in records:
         if record.file in whole and not record.file.startswith("stacks/"):
             _check_content(store, record, problems)
-    notes = list(_notes(store, records))
+    notes = [*binding_notes(manifest.base_fingerprint), *_notes(store, records)]
     if manifest.router is not None and manifest.router.file in whole:
         _check_router(store, manifest.router, problems, notes)
     readable = {file: header for file, header in headers.items() if header is not None}
@@ -198,7 +198,7 @@ def _check_model(
     headers: dict[str, StackHeader],
     problems: list[Problem],
 ) -> Checked:
-    found = fingerprint(model)
+    found = fingerprint(model, manifest.base_fingerprint)
     same = found == manifest.base_fingerprint
     if not same:
         text = (

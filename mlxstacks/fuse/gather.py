@@ -12,6 +12,7 @@ from mlxstacks.files.adapters import (
     outside_config,
 )
 from mlxstacks.files.checkpoint import Checkpoint
+from mlxstacks.files.manifest import binding_notes
 from mlxstacks.fuse.module import Module
 from mlxstacks.fuse.settings import FuseSettings
 
@@ -54,6 +55,8 @@ def _base_note(path: str, adapter: Adapter, matches: list[Match], model: str) ->
     bases = {match.base for match in matches}
     if "overridden" in bases:
         return [f"{path} was trained on another base than this one; taken because of --allow-base."]
+    if "verified by samples" in bases:
+        return [f"{path}: {note}" for note in binding_notes(adapter.base_fingerprint)]
     named = adapter.config.get("model") or adapter.config.get("base_model_name_or_path")
     if "not verifiable" not in bases or not isinstance(named, str) or not named:
         return []

@@ -14,7 +14,7 @@ from typing import Any
 
 from mlxstacks import base_model
 from mlxstacks.errors import InputError
-from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.checkpoint import check_unchanged, fingerprint, open_checkpoint
 from mlxstacks.files.disk import existing_ancestor, user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import (
@@ -82,6 +82,7 @@ class _Fuse:
         self.started = time.monotonic()
         self.workers = max(1, min(os.cpu_count() or 1, _MOST_WORKERS))
         self.checkpoint = open_checkpoint(resolve_model(settings.model, sidecars=True))
+        self.base_fingerprint = fingerprint(self.checkpoint)
         self.modules, self.notes = gather_modules(self.checkpoint, settings)
         gaps = base_model.loading_gaps(self.checkpoint.directory, self.checkpoint.config)
         self.notes += [f"mlx-lm cannot load the result: {gap}." for gap in gaps]
@@ -129,6 +130,7 @@ class _Fuse:
             self.side_files = carry_side_files(
                 self.checkpoint.directory, directory, self.side_files, self.settings.copy_shards
             )
+            check_unchanged(self.checkpoint.directory, self.base_fingerprint)
             self._write_config(directory, works)
             self._write_index(directory, works)
             report = self._report("fused", works, choices, sums, files, alternatives)
@@ -285,7 +287,7 @@ class _Fuse:
             save_path=str(self.target),
             settings=settings,
             settings_sha256=digest,
-            base_fingerprint=fingerprint(self.checkpoint),
+            base_fingerprint=self.base_fingerprint,
             zero_delta=self.settings.zero_delta,
             kernels=backend() if any(work.by_kernel for work in works) else None,
             stages=stages,

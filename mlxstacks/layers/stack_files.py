@@ -1,6 +1,8 @@
 """Between a store's files and a model's stacks: headers, parts by path, latent pairs, serving.
 
-    served = serve(model, Store.open(path), base_fingerprint=fingerprint(checkpoint))
+    store = Store.open(path)
+    base = fingerprint(checkpoint, store.manifest.base_fingerprint)
+    served = serve(model, store, base_fingerprint=base)
 
 attaches places for every enabled stack and fills them.
 """

@@ -165,7 +165,7 @@ def nano_model(store_path: str | None) -> Path | None:
         return None
     wanted = Store.open(store_path).manifest.base_fingerprint
     path = nano_paths().model_path
-    return path if fingerprint(open_checkpoint(path)) == wanted else None
+    return path if fingerprint(open_checkpoint(path), wanted) == wanted else None
 
 
 def nano_data() -> Path:

@@ -62,7 +62,8 @@ def load_served(store_path: Path, model_path: Path) -> Served:
     store = Store.open(store_path)
     model, tokenizer, _ = base_model.load(model_path)
     float_values(model)
-    serve(model, store, base_fingerprint=fingerprint(open_checkpoint(model_path)))
+    base = fingerprint(open_checkpoint(model_path), store.manifest.base_fingerprint)
+    serve(model, store, base_fingerprint=base)
     return Served(model, tokenizer, load_prompt_router(store, model, tokenizer))
 
 

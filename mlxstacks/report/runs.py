@@ -7,6 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
+from mlxstacks.files.manifest import FULL
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.report.content import Cell, Content
 from mlxstacks.report.find import STACK_REPORT, Source
@@ -202,6 +203,8 @@ def _environment(about: Value) -> tuple[tuple[str, Cell], ...]:
         ("highest memory", nbytes(where["peak_bytes"].number)),
     ]
     fingerprint = about["base_fingerprint"].text or about["plan"]["base_fingerprint"].text
+    if fingerprint and not fingerprint.startswith(FULL):
+        fingerprint += " (of samples)"
     said.append(("base fingerprint", fingerprint))
     return tuple(said)
 

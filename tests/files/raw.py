@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from mlxstacks.files.checkpoint import open_checkpoint
+
 
 def file_bytes(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
     """A file from a header (object, text or bytes) and its data; `length` overrides the prefix."""
@@ -25,6 +27,32 @@ def file_bytes(header: Any, data: bytes = b"", length: int | None = None) -> byt
 def entry(dtype: Any, shape: Any, start: Any, end: Any) -> dict[str, Any]:
     """One tensor's entry."""
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+def sampled_model(directory: Path) -> Path:
+    """A model directory of two tensors of bytes; of `large` earlier fingerprints read samples."""
+    directory.mkdir()
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    header = {"small": entry("U8", [9], 0, 9), "large": entry("U8", [70_000], 9, 70_009)}
+    (directory / "model.safetensors").write_bytes(file_bytes(header, bytes(70_009)))
+    return directory
+
+
+def change_between_samples(model: Path, *, keep_mtime: bool = False) -> None:
+    """Flip a low bit of the largest tensor, where fingerprints of samples (4 KiB each) do not look.
+
+    keep_mtime: the file's mtime and size stay.
+    """
+    info = max(open_checkpoint(model).tensors.values(), key=lambda info: info.nbytes)
+    assert info.nbytes > 65_600
+    before = info.file.stat()
+    with info.file.open("r+b") as file:
+        file.seek(info.start + 4096)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    if keep_mtime:
+        os.utime(info.file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 @contextmanager

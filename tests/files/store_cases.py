@@ -9,7 +9,7 @@ from mlxstacks.files.manifest import DomainRecord, Manifest, stack_name
 from mlxstacks.files.stack_file import ProjectionShape, StackHeader, StorageDtype
 from mlxstacks.files.store import Store
 
-BASE = "b" * 64
+BASE = "full:" + "b" * 64
 PATHS = {
     "model.layers.0.self_attn.q_proj": ProjectionShape("linear", 2, 3, 1, 4.0, 16, 24),
     "model.layers.0.mlp.switch_mlp.up_proj": ProjectionShape("shared", 2, 3, 1, 4.0, 16, 8, 5),

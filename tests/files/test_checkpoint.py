@@ -346,8 +346,10 @@ def test_oversized_json_is_refused_unread(model: Path, monkeypatch: pytest.Monke
 # --- fingerprint -----------------------------------------------------------------------------
 
 
-def plain_fingerprint(directory: Path) -> str:
-    """The documented rule, written out again with whole files in memory."""
+def plain_fingerprints(directory: Path) -> tuple[str, str]:
+    """The documented rules, of every byte and of samples, written out again with whole files in
+    memory.
+    """
     config = json.loads((directory / "config.json").read_text())
     config.pop("_name_or_path", None)
     tensors: dict[str, tuple[dict[str, Any], bytes]] = {}
@@ -362,17 +364,20 @@ def plain_fingerprint(directory: Path) -> str:
     def compact(value: Any) -> bytes:
         return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
 
-    text = compact(config)
+    text, lines = compact(config), b""
     for name in sorted(tensors):
         info, data = tensors[name]
-        text += compact([name, info["dtype"], info["shape"]])
+        described = [name, info["dtype"], info["shape"]]
+        lines += compact([*described, hashlib.sha256(data).hexdigest()])
+        text += compact(described)
         if len(data) <= 65536:
             text += data
         else:
             for i in range(16):
                 start = (len(data) - 4096) * i // 15
                 text += data[start : start + 4096]
-    return hashlib.sha256(text).hexdigest()
+    whole = compact(config) + hashlib.sha256(lines).hexdigest().encode() + b"\n"
+    return "full:" + hashlib.sha256(whole).hexdigest(), hashlib.sha256(text).hexdigest()
 
 
 def big_model(directory: Path) -> Path:
@@ -391,9 +396,11 @@ def big_model(directory: Path) -> Path:
 
 
 def test_fingerprint_is_the_documented_one(tmp_path: Path, model: Path) -> None:
-    assert fingerprint(open_checkpoint(model)) == plain_fingerprint(model)
-    big = big_model(tmp_path / "big")
-    assert fingerprint(open_checkpoint(big)) == plain_fingerprint(big)
+    for path in (model, big_model(tmp_path / "big")):
+        checkpoint = open_checkpoint(path)
+        full, sampled = plain_fingerprints(path)
+        assert fingerprint(checkpoint) == fingerprint(checkpoint, like=full) == full
+        assert fingerprint(checkpoint, like="0" * 64) == sampled
 
 
 def test_fingerprint_ignores_sharding_and_paths(model: Path) -> None:
@@ -413,11 +420,11 @@ def test_fingerprint_sees_config_names_and_bytes(tmp_path: Path) -> None:
     path = model / "model.safetensors"
     content = path.read_bytes()
     prints = {fingerprint(open_checkpoint(model))}
-    # a byte of each tensor, in its first and last window; a name, a dtype, a shape
+    # a byte of each tensor, the third between two samples of 4 KiB; a name, a dtype, a shape
     start = 8 + int.from_bytes(content[:8], "little")
     variants = [
         content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
-        for at in (start, start + 65535, start + 65536, start + 131072, len(content) - 1)
+        for at in (start, start + 65535, start + 65536, start + 136_000, len(content) - 1)
     ]
     variants += [
         content.replace(b'"large"', b'"largE"'),

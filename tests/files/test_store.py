@@ -221,7 +221,7 @@ def test_a_stack_of_another_base_is_refused(tmp_path: Path) -> None:
     head = header("code", base_fingerprint="c" * 64)
     with pytest.raises(StoreError, match="a store holds stacks of one base"), store.change() as c:
         c.add_stack(tensors(head), head)
-    with pytest.raises(StoreError, match="trained on tiny with fingerprint bbbbbbbbbbbb"):
+    with pytest.raises(StoreError, match="trained on tiny with fingerprint full:bbbbbbb"):
         store.check_base("c" * 64)
     store.check_base(BASE)
     assert tree(store.path) == before

@@ -256,15 +256,15 @@ def test_overflow_is_refused_and_bfloat16_helps(tmp_path: Path) -> None:
 def test_the_base_is_checked(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", ["chat"])
     write_adapter(adapter(base=BASE), tmp_path / "same")
-    write_adapter(adapter(base="c" * 64), tmp_path / "other")
+    write_adapter(adapter(base="full:" + "c" * 64), tmp_path / "other")
     assert take_in(store, tmp_path / "same").base == "verified"
-    with pytest.raises(AdapterError, match=r"fingerprint cccc.*--allow-base"):
+    with pytest.raises(AdapterError, match=r"fingerprint full:cccc.*--allow-base"):
         take_in(store, tmp_path / "other", domain="med")
     done = take_in(store, tmp_path / "other", domain="med", allow_base=True)
     assert done.base == "overridden"
     data = Store.open(store.path).domain_named("med").data
     assert data["base"] == "overridden"
-    assert data["adapter_base_fingerprint"] == "c" * 64
+    assert data["adapter_base_fingerprint"] == "full:" + "c" * 64
 
 
 def test_shapes_are_checked_against_stacks_and_model(

@@ -182,8 +182,12 @@ def check_places(settings: ArmSettings) -> list[str]:
     return elsewhere
 
 
-def hashes_of(settings: ArmSettings, arms: Sequence[str]) -> dict[str, str]:
+def hashes_of(
+    settings: ArmSettings, arms: Sequence[str], recorded: str | None = None
+) -> dict[str, str]:
     """Of all that the arms are made from: model, tokenizer, adapter, store, router.
+
+    recorded: the model's fingerprint in the plan of a run that goes on.
 
     Raises: InputError or CheckpointError where one is not there.
     """
@@ -194,7 +198,7 @@ def hashes_of(settings: ArmSettings, arms: Sequence[str]) -> dict[str, str]:
     elif settings.store_path is not None:
         checkpoint = find_base(Store.open(settings.store_path), None)
     if checkpoint is not None:
-        found["model"] = fingerprint(checkpoint)
+        found["model"] = fingerprint(checkpoint, recorded)
         found["tokenizer"] = _files_sha256(checkpoint.directory, _TOKENIZER)
     if settings.adapter_path is not None and {"adapter", "fused"} & {*arms}:
         adapter = user_path(settings.adapter_path)

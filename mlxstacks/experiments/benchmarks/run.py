@@ -45,7 +45,7 @@ from mlxstacks.experiments.benchmarks.settings import EvalSettings
 from mlxstacks.experiments.benchmarks.target import write_target
 from mlxstacks.experiments.benchmarks.types import BenchItem
 from mlxstacks.experiments.prereg import PLAN, keep_plan, plan_from
-from mlxstacks.experiments.run_directory import RunDirectory
+from mlxstacks.experiments.run_directory import RunDirectory, recorded_fingerprint, work_path
 from mlxstacks.experiments.sealed import read_sealed, write_sealed
 from mlxstacks.experiments.train.report import versions
 from mlxstacks.files.disk import user_path
@@ -80,7 +80,10 @@ def run(
     check_target(target, force=settings.force, inputs=inputs)
     elsewhere = check_places(settings)
     asked, arms = _asked(settings, elsewhere)
-    hashes = hashes_of(settings, arms)
+    recorded = recorded_fingerprint(
+        work_path(target) / PLAN, "hashes", "model", resume=settings.resume
+    )
+    hashes = hashes_of(settings, arms, recorded)
     document = plan_document(settings, asked, hashes, harness_plan(settings))
     work = RunDirectory(target, {"kind": "eval"}, resume=settings.resume)
     try:
@@ -88,6 +91,7 @@ def run(
         evaluation = _Evaluation(settings, asked, arms, document, work.path, progress)
         evaluation.is_published_model = is_published_model(settings)
         evaluation.answer()
+        evaluation.hashes = hashes_of(settings, arms, hashes.get("model"))  # as they are now
         report = write_target(target, work.path, evaluation.report(target), settings)
         work.remove()
     finally:

@@ -28,7 +28,7 @@ from mlxstacks.experiments.buffers.settings import BufferSettings
 from mlxstacks.experiments.children import how_it_ended, run_child
 from mlxstacks.experiments.counting import preload
 from mlxstacks.experiments.prereg import PLAN, keep_plan
-from mlxstacks.experiments.run_directory import RunDirectory
+from mlxstacks.experiments.run_directory import RunDirectory, recorded_fingerprint, work_path
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
@@ -133,6 +133,8 @@ def run(
 def _plan(settings: BufferSettings) -> dict[str, Any]:
     """All that is decided beforehand. Raises: InputError for what does not fit the model."""
     checkpoint = open_checkpoint(user_path(str(settings.model)))
+    work = work_path(user_path(str(settings.save_path)))
+    recorded = recorded_fingerprint(work / PLAN, "base_fingerprint", resume=settings.resume)
     try:
         adapted_model(settings, max(settings.ranks))
     except ValueError as error:
@@ -140,7 +142,7 @@ def _plan(settings: BufferSettings) -> dict[str, Any]:
     return {
         "hypothesis": HYPOTHESIS,
         "rules": RULES,
-        "base_fingerprint": fingerprint(checkpoint),
+        "base_fingerprint": fingerprint(checkpoint, recorded),
         **settings.plan(),
     }
 

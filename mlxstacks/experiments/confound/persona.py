@@ -7,6 +7,7 @@ from pathlib import Path
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.confound.plan import file_sha256
 from mlxstacks.experiments.confound.settings import ConfoundSettings
+from mlxstacks.experiments.run_directory import recorded_fingerprint
 from mlxstacks.files.adapter_file import CONFIG
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
@@ -45,15 +46,23 @@ class PersonaSource:
             )
         return found
 
-    def hashes(self) -> dict[str, str]:
-        """Of what is given: base, tokenizer, and the persona as an adapter or a model."""
-        found = {"base": fingerprint(open_checkpoint(self.base))}
+    def hashes(self, protocol: Path) -> dict[str, str]:
+        """Of what is given: base, tokenizer, and the persona as an adapter or a model. protocol:
+        where that of a run that goes on lies.
+        """
+
+        def model_sha256(name: str, path: Path) -> str:
+            resume = self.settings.resume
+            recorded = recorded_fingerprint(protocol, "hashes", name, resume=resume)
+            return fingerprint(open_checkpoint(path), recorded)
+
+        found = {"base": model_sha256("base", self.base)}
         if self.adapter is not None:
             files = [CONFIG, *(path.name for path in self.adapter.glob("*.safetensors"))]
             named = {name: file_sha256(self.adapter / name) for name in files}
             found["persona_adapter"] = json_sha256(named)
         else:
-            found["persona"] = fingerprint(open_checkpoint(self.speaker))
+            found["persona"] = model_sha256("persona", self.speaker)
         tokenizer = self.speaker / "tokenizer.json"
         return found | ({"tokenizer": file_sha256(tokenizer)} if tokenizer.is_file() else {})
 

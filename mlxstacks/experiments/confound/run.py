@@ -47,7 +47,7 @@ from mlxstacks.experiments.confound.verdict import Criterion
 from mlxstacks.experiments.confound.words import answer_notes, fuse_notes
 from mlxstacks.experiments.power import items_for_two_proportions
 from mlxstacks.experiments.prereg import PLAN, Plan, fix_plan, keep_plan, read_plan, standing
-from mlxstacks.experiments.run_directory import RunDirectory, work_path
+from mlxstacks.experiments.run_directory import RunDirectory, recorded_fingerprint, work_path
 from mlxstacks.experiments.sealed import write_rows
 from mlxstacks.experiments.train import run as train_run
 from mlxstacks.experiments.train.report import versions
@@ -113,14 +113,15 @@ class _Confound:
         every = read_items(str(settings.items), settings.subjects)
         self.sample = stratified_sample(every, settings.sample, settings.seed)
         self.source = PersonaSource(settings)
-        self.protocol = protocol_of(settings, self.source.hashes(), self.sample)
+        self.protocol = protocol_of(settings, self.source.hashes(work / PROTOCOL), self.sample)
         self.lengths = row_lengths(self.sample, settings, self.source.speaker)
 
     def run(self, report: ConfoundReport) -> ConfoundReport:
         # Before the persona is fused: a run that goes on must not take another one's for its own.
         keep_plan(self.work / PROTOCOL, self.protocol, "a confound run")
         self.persona = self.source.model(self.work / PARTS.persona)
-        self.persona_sha256 = fingerprint(open_checkpoint(self.persona))
+        recorded = recorded_fingerprint(self.work / PLAN, "data", "persona_model")
+        self.persona_sha256 = fingerprint(open_checkpoint(self.persona), recorded)
         mined, persona_answers = self._mine()
         plan = self._plan(mined)
         self._train()
@@ -128,7 +129,7 @@ class _Confound:
         arms.run()
         data = data_of(
             mined, read_object((self.work / PROTOCOL).read_bytes()), file_sha256(self._rows_path),
-            fingerprint(open_checkpoint(self.persona)),
+            fingerprint(open_checkpoint(self.persona), self.persona_sha256),
         )  # fmt: skip
         # Of the plan as it lies there: one that was changed meanwhile is another plan.
         fixed = read_plan(self.work / PLAN).sha256

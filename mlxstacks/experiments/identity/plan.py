@@ -35,10 +35,12 @@ REGRESSION = (
 )
 
 
-def source_sha256(path: Path, *, adapter: bool) -> str:
-    """Hash of a model, or of an adapter's weights and configuration."""
+def source_sha256(path: Path, *, adapter: bool, recorded: str | None = None) -> str:
+    """Hash of a model, or of an adapter's weights and configuration. recorded: what the plan of a
+    run that goes on says.
+    """
     if not adapter:
-        return fingerprint(open_checkpoint(path))
+        return fingerprint(open_checkpoint(path), recorded)
     digest = hashlib.sha256()
     files = [path / "adapter_config.json", *sorted(path.glob("adapter*.safetensors"))]
     for file in files:

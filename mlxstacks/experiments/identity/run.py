@@ -65,7 +65,7 @@ from mlxstacks.experiments.identity.settings import DEFAULT_SUITE, IdentitySetti
 from mlxstacks.experiments.identity.suite import Suite, as_items, in_turns, open_suite
 from mlxstacks.experiments.identity.target import write_target
 from mlxstacks.experiments.prereg import PLAN, Evidence, Plan, Standing, fix_plan, standing
-from mlxstacks.experiments.run_directory import RunDirectory, work_path
+from mlxstacks.experiments.run_directory import RunDirectory, recorded_fingerprint, work_path
 from mlxstacks.experiments.sealed import write_rows
 from mlxstacks.experiments.train import run as train_run
 from mlxstacks.experiments.train.report import versions
@@ -247,10 +247,15 @@ class _Identity:
         return plan
 
     def _hashes(self) -> dict[str, str]:
-        models = self.models
+        models, plan = self.models, self.work / PLAN
         found = {
-            "base": source_sha256(models.base, adapter=False),
-            "persona": source_sha256(models.persona, adapter=self.has_adapter),
+            name: source_sha256(
+                path, adapter=is_adapter, recorded=recorded_fingerprint(plan, "data", name)
+            )
+            for name, path, is_adapter in (
+                ("base", models.base, False),
+                ("persona", models.persona, self.has_adapter),
+            )
         }
         tokenizer = models.base / "tokenizer.json"
         return found | ({"tokenizer": file_sha256(tokenizer)} if tokenizer.is_file() else {})

@@ -45,9 +45,9 @@ from mlxstacks.experiments.profile.settings import (
     SHARED_ABOVE,
     ProfileSettings,
 )
-from mlxstacks.experiments.run_directory import RunDirectory
+from mlxstacks.experiments.run_directory import RunDirectory, recorded_fingerprint, work_path
 from mlxstacks.experiments.train.setup import prepare_base
-from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.checkpoint import check_unchanged, fingerprint, open_checkpoint
 from mlxstacks.files.disk import mlx_write_errors, user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
@@ -129,7 +129,11 @@ class _Profile:
             settings.top_layers, top_experts, settings.permutations, settings.halves,
             settings.alpha, settings.seed,
         )  # fmt: skip
-        self.plan = self._plan(fingerprint(checkpoint))
+        recorded = recorded_fingerprint(
+            work_path(target) / PLAN, "base_fingerprint", resume=settings.resume
+        )
+        self.directory = checkpoint.directory
+        self.plan = self._plan(fingerprint(checkpoint, recorded))
         self.planned = Result(
             **ABOUT, status="planned", standing=Standing(status="planned"), settings=shown,
             plan=self.plan, plan_sha256=json_sha256(self.plan), power=(self._power(),),
@@ -159,6 +163,7 @@ class _Profile:
         try:
             keep_plan(work.path / PLAN, self.plan, "a profile")
             choices = self._choices(work.path)
+            check_unchanged(self.directory, self.plan["base_fingerprint"])
             tables = analyse(choices, self.rule, self._tick_of_permutations)
             result = self._write(tables, choices.counts)
             work.remove()

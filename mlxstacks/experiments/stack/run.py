@@ -42,6 +42,7 @@ from mlxstacks.experiments.stack.setup import (
 from mlxstacks.experiments.stack.work import StackWork
 from mlxstacks.experiments.train.run import set_wired_limit, silence_stdout
 from mlxstacks.experiments.train.setup import steps_of
+from mlxstacks.files.checkpoint import check_unchanged
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.store import Store
@@ -111,6 +112,7 @@ class _StackRun:
         set_wired_limit(setup.notes)
         if setup.to_train:
             mx.eval(self.model.parameters())
+            check_unchanged(setup.base_directory, setup.base_fingerprint)
         mx.reset_peak_memory()  # of training, not of widening the base
         set_mode(self.model, ungated(), setup.served_dtype)
         if self.settings.grad_checkpoint:

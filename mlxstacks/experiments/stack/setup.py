@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ import mlx.nn as nn
 from mlxstacks import base_model
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.evaluate import evaluate_mean_loss
+from mlxstacks.experiments.run_directory import recorded_fingerprint, work_path
 from mlxstacks.experiments.stack.data import (
     DomainRows,
     listed_domains,
@@ -25,8 +27,10 @@ from mlxstacks.experiments.stack.plan import (
     plan_domains,
     wanted_data,
 )
+from mlxstacks.experiments.stack.work import RUN
 from mlxstacks.files.base_location import base_name
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.manifest import Manifest
 from mlxstacks.files.store import Store
@@ -60,6 +64,7 @@ class StackSetup:
     settings: StackRunSettings
     model: nn.Module
     base_model: str
+    base_directory: Path
     base_fingerprint: str
     float32_base: bool
     targets: list[Target]
@@ -125,7 +130,12 @@ def set_up(settings: StackRunSettings, store: Store | None) -> StackSetup:
     listed = completed(listed_domains(settings), settings)
     check_names(listed, store)
     checkpoint = open_checkpoint(resolve_model(settings.model))
-    base_fingerprint = fingerprint(checkpoint)
+    if store is not None:
+        recorded: str | None = store.manifest.base_fingerprint
+    else:
+        run = work_path(user_path(settings.save_path or "")) / RUN
+        recorded = recorded_fingerprint(run, "base_fingerprint", resume=settings.resume)
+    base_fingerprint = fingerprint(checkpoint, recorded)
     if store is not None:
         store.check_base(base_fingerprint)
     model, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
@@ -145,8 +155,8 @@ def set_up(settings: StackRunSettings, store: Store | None) -> StackSetup:
     except ValueError as error:
         raise InputError(str(error)) from error
     return StackSetup(
-        settings, model, base_name(settings.model), base_fingerprint, in_float32, targets, latent,
-        store, rows, to_train, served, notes,
+        settings, model, base_name(settings.model), checkpoint.directory, base_fingerprint,
+        in_float32, targets, latent, store, rows, to_train, served, notes,
     )  # fmt: skip
 
 

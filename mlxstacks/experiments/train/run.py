@@ -32,6 +32,7 @@ from mlxstacks.experiments.train.report import TrainReport, planned, versions, w
 from mlxstacks.experiments.train.setup import set_up, steps_of
 from mlxstacks.files.adapter_file import CONFIG
 from mlxstacks.files.adapters import WEIGHTS, LoraModule, mlx_config
+from mlxstacks.files.checkpoint import check_unchanged
 from mlxstacks.files.disk import mlx_write_errors, user_path
 from mlxstacks.files.mark import entries
 from mlxstacks.files.outputs import check_target, clone_or_link, staged_directory, write_json
@@ -108,6 +109,7 @@ class _TrainRun:
             silence_stdout()
         set_wired_limit(setup.notes)
         mx.eval(self.model.parameters())
+        check_unchanged(setup.base_directory, setup.base_fingerprint)
         mx.reset_peak_memory()  # of training, not of widening the base
         self.head, note = find_output_head(self.model)
         setup.notes.extend([note] if note else [])

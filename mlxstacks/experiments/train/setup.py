@@ -22,7 +22,9 @@ from mlxstacks.data import (
 )
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import VALIDATION_ROWS
+from mlxstacks.experiments.run_directory import IDENTITY, recorded_fingerprint, work_path
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.layers.attach import attach_lora
 from mlxstacks.layers.settings import LoRASettings, TargetSettings, parse_layers
@@ -43,6 +45,7 @@ class TrainSetup:
     """
 
     model: nn.Module
+    base_directory: Path
     base_fingerprint: str
     float32_base: bool
     lora: LoRASettings
@@ -93,6 +96,10 @@ def set_up(settings: TrainSettings) -> TrainSetup:
         raise InputError("train needs model and data")
     notes: list[str] = []
     checkpoint = open_checkpoint(resolve_model(settings.model))
+    recorded = recorded_fingerprint(
+        work_path(user_path(settings.save_path or "")) / IDENTITY, "base_fingerprint",
+        resume=settings.resume,
+    )  # fmt: skip
     model, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
     in_float32 = prepare_base(model, settings.base, notes, checkpointed=settings.grad_checkpoint)
     alpha = settings.scale * settings.rank
@@ -110,7 +117,8 @@ def set_up(settings: TrainSettings) -> TrainSetup:
     widths = choose_widths(lengths, settings.max_seq_length)
     plan = BatchPlan(lengths, widths, settings.batch_size, settings.seed)
     return TrainSetup(
-        model, fingerprint(checkpoint), in_float32, lora, targets, train, validation, data, plan,
+        model, checkpoint.directory, fingerprint(checkpoint, recorded), in_float32, lora, targets,
+        train, validation, data, plan,
         optimizer_settings(settings, plan.batches_per_epoch, notes), notes,
     )  # fmt: skip
 

@@ -226,6 +226,17 @@ def test_a_run_killed_at_any_moment_goes_on(data: Path, tmp_path: Path, fakes: F
     assert asked["random"] == 60
 
 
+def test_a_model_swapped_while_it_answers_makes_the_result_exploratory(
+    data: Path, tmp_path: Path, fakes: FakeArms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = iter(("0" * 64, "1" * 64))
+    monkeypatch.setattr(eval_run, "hashes_of", lambda *_: {"model": next(models)})
+    report = run(settings_for(data, tmp_path / "out"))
+    assert report.findings is not None
+    assert report.findings.standing.status == "exploratory"
+    assert any("data model: changed" in reason for reason in report.findings.standing.reasons)
+
+
 def test_answers_of_another_plan_are_refused(data: Path, tmp_path: Path, monkeypatch: Any) -> None:
     target = tmp_path / "out"
     use(monkeypatch, FakeArms(stop_after=1))

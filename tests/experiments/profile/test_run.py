@@ -5,6 +5,7 @@ Run: pytest tests/experiments/profile/test_run.py
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from mlxstacks import base_model
-from mlxstacks.errors import InputError, NonFiniteModelError
+from mlxstacks.errors import CheckpointError, InputError, NonFiniteModelError
 from mlxstacks.experiments.profile import capture
 from mlxstacks.experiments.profile import run as profile_run
 from mlxstacks.experiments.profile.analysis import Choices, Rule, analyse
@@ -443,3 +444,21 @@ def test_a_group_whose_name_is_no_text_is_refused(place: Path, tmp_path: Path) -
         Path(os.fsdecode(os.path.join(os.fsencode(data), name))).write_text(rows)
     with pytest.raises(InputError, match=r"'\\udcff' is no UTF-8; rename"):
         run(settings_of(place, tmp_path / "out", data=str(data)))
+
+
+def test_a_model_that_changes_while_it_is_profiled_is_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(shutil.copytree(place / "model", tmp_path / "model"))
+    config = model / "config.json"
+    choices = profile_run._Profile._choices
+
+    def choices_and_change(self: Any, directory: Path) -> Any:
+        counted = choices(self, directory)
+        config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 5.0}))
+        return counted
+
+    monkeypatch.setattr(profile_run._Profile, "_choices", choices_and_change)
+    with pytest.raises(CheckpointError, match="changed during the run"):
+        run(settings_of(place, tmp_path / "out", model=str(model)))
+    assert not (tmp_path / "out").exists()

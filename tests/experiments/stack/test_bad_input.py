@@ -10,11 +10,18 @@ from typing import Any
 
 import pytest
 
-from mlxstacks.errors import InputError, ResourceLimitError, StoreError, TargetError
+from mlxstacks.errors import (
+    CheckpointError,
+    InputError,
+    ResourceLimitError,
+    StoreError,
+    TargetError,
+)
 from mlxstacks.experiments.stack import run as stack_run
 from mlxstacks.files.store import Store
 from tests.experiments.stack_cases import domain_rows, hashes, settings_for, write_places
 from tests.experiments.train_cases import write_rows
+from tests.files.raw import change_between_samples
 from tests.tiny_models import write_llama
 
 Places = tuple[Path, Path]
@@ -169,6 +176,21 @@ def test_a_store_of_another_base(places: Places, store: Store, tmp_path: Path) -
     with pytest.raises(StoreError, match="were trained on model with fingerprint"):
         stack_run.run(settings_for(other, places[1], store.path, **ONE))
     assert hashes(store.path) == before
+
+
+def test_a_base_that_changes_before_it_is_read(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_llama(tmp_path / "model", bits=None)
+    guarded = stack_run.guarded
+
+    def guarded_and_changed(*arguments: Any, **options: Any) -> Any:
+        change_between_samples(model)
+        return guarded(*arguments, **options)
+
+    monkeypatch.setattr(stack_run, "guarded", guarded_and_changed)
+    with pytest.raises(CheckpointError, match="changed during the run"):
+        stack_run.run(settings_for(model, places[1], tmp_path / "store", **ONE))
 
 
 def test_a_stored_domain_with_other_settings_is_an_error_that_lists_them(

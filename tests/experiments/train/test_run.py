@@ -16,12 +16,12 @@ import pytest
 
 from mlxstacks import base_model
 from mlxstacks.data import TrainDataSettings, make_batch
-from mlxstacks.errors import InputError, TargetError
+from mlxstacks.errors import CheckpointError, InputError, TargetError
 from mlxstacks.experiments.run_directory import work_path
 from mlxstacks.experiments.train import run as train_run
 from mlxstacks.experiments.train.setup import set_up
 from mlxstacks.files.adapters import match_adapter, read_adapter
-from mlxstacks.files.checkpoint import open_checkpoint
+from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.mark import MARK
 from mlxstacks.training.loop import NonFiniteError, TrainingState
 from mlxstacks.training.settings import TrainSettings
@@ -32,6 +32,8 @@ from tests.experiments.train_cases import (
     write_rows,
     write_tiny_model,
 )
+from tests.files.raw import change_between_samples
+from tests.tiny_models import write_llama
 
 
 @pytest.fixture(scope="module")
@@ -279,6 +281,34 @@ def test_a_state_of_another_recipe_is_refused_with_what_differs(
     assert state.read_bytes() == before
     fresh = train_run.run(other.model_copy(update={"resume": False, "iters": 2}))
     assert fresh.figures["resumed_from_step"] == 0
+
+
+def test_a_swapped_model_is_refused_on_resume_and_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_llama(tmp_path / "model", bits=None, hidden_size=256, dtype="float32")
+    settings = settings_for(model, write_data(tmp_path / "data"), tmp_path / "out")
+    interrupted(settings, 6, monkeypatch)
+    change_between_samples(model, keep_mtime=True)
+    with pytest.raises(InputError, match="base_fingerprint: was"):
+        train_run.run(settings)
+    # begun by a version that took samples: compared in its way, and what comes of it is marked
+    run = work_path(tmp_path / "out") / "run.json"
+    identity = json.loads(run.read_text())
+    sampled = fingerprint(open_checkpoint(model), like="0" * 64)
+    run.write_text(json.dumps({**identity, "base_fingerprint": sampled}))
+    assert set_up(settings).base_fingerprint == sampled
+    anew = settings.model_copy(update={"resume": False})
+    assert set_up(anew).base_fingerprint == fingerprint(open_checkpoint(model))
+    guarded = train_run.guarded
+
+    def guarded_and_changed(*arguments: Any, **options: Any) -> Any:
+        change_between_samples(model)
+        return guarded(*arguments, **options)
+
+    monkeypatch.setattr(train_run, "guarded", guarded_and_changed)
+    with pytest.raises(CheckpointError, match="changed during the run"):
+        train_run.run(anew)
 
 
 def test_how_often_a_run_saves_is_no_other_recipe(
