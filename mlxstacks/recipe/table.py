@@ -105,10 +105,10 @@ COMMANDS: dict[str, Command] = {
         help="Compare settings of `stack` over seeds: equal budgets, differences, a verdict.",
         settings="mlxstacks.experiments.compare.settings:CompareSettings",
         function="mlxstacks.experiments.compare.run:run",
-        render="mlxstacks.cli.compare:render",
+        render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path", "data": "curriculum_path"},
         nano_recipe="compare-building-block-nano",
-        report="compare_report.json",
+        report="result.json",
     ),
     "guard": Command(
         help="Predict live buffers and bytes of a run from a config alone.",

@@ -24,7 +24,6 @@ RESULT_FILES: dict[str, str] = {
     "fuse_report.json": "fuse",
     "train_report.json": "train",
     "sweep_report.json": "sweep",
-    "compare_report.json": "stack compare",
     "analysis_report.json": "stacks analyse",
     "discover_report.json": "route discover",
     "route_evaluate_report.json": "route evaluate",
@@ -37,7 +36,7 @@ RESULT_FILES: dict[str, str] = {
     RESULT: "",
 }
 # Of commands that write result.json now.
-_FORMER_FILES = ("profile_report.json",)
+_FORMER_FILES = ("profile_report.json", "compare_report.json")
 _MOST_FILES = 60
 
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from mlxstacks.errors import InputError
 from mlxstacks.report.benchmarks import eval_content
-from mlxstacks.report.compare import compare_content
 from mlxstacks.report.confound import confound_content
 from mlxstacks.report.content import Content, Mark
 from mlxstacks.report.fuse import fuse_content
@@ -52,11 +51,6 @@ KINDS: Mapping[str, Kind] = {
         "Analysis of stacks", "stacks analyse",
         "Do the stacks of different domains share directions, and does their routing tell "
         "domains apart?", analysis_content,
-    ),
-    "stack compare": Kind(
-        "Comparison of stack settings", "stack compare",
-        "Is one of these settings better than the control, at equal budgets, over seeds?",
-        compare_content,
     ),
     "sweep": Kind(
         "Sweep", "sweep", "What does rank do to the loss, and what of it survives a fuse?",

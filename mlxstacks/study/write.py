@@ -1,6 +1,6 @@
 """A result and what belongs to it, as files of a target."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,21 @@ def environment(seconds: float) -> dict[str, Any]:
 
 
 def write_result(
-    result: Result, directory: Path, target: Path, plot_formats: Sequence[str] = ()
+    result: Result,
+    directory: Path,
+    target: Path,
+    plot_formats: Sequence[str] = (),
+    made_from: Iterable[Path] | None = None,
 ) -> Result:
     """Write result.json, sealed, with result.md and plots, to `directory`, where the files that the
     result was made from lie already; it becomes `target`. Returns what was written.
 
-    Every file of the directory enters the provenance. Raises: OSError.
+    made_from: files of the directory for the provenance; None: all of them. Raises: OSError.
     """
     plots = [block for block in result.blocks if isinstance(block, Plot)] if plot_formats else []
     provenance = dict(result.provenance)
-    for file in sorted(path for path in directory.rglob("*") if path.is_file()):
+    files = directory.rglob("*") if made_from is None else made_from
+    for file in sorted(path for path in files if path.is_file()):
         name = str(file.relative_to(directory))
         if not file.name.startswith("."):
             provenance.setdefault(name, of_bytes(file.read_bytes()))

@@ -1,97 +1,194 @@
-"""The result of a comparison: plan, budgets, arms, differences, verdict."""
+"""What `mlxstacks stack compare` found, as tables and plots: budgets, arms, differences, losses."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 
-from mlxstacks import memory
-from mlxstacks.errors import InputError
-from mlxstacks.experiments.compare.analysis import ArmResult, CellValues
-from mlxstacks.experiments.compare.budget import ArmBudget, as_json
-from mlxstacks.files.outputs import write_json
-from mlxstacks.files.strict_json import read_object
+from mlxstacks.experiments.compare.analysis import ArmResult
+from mlxstacks.experiments.compare.budget import ArmBudget
+from mlxstacks.experiments.compare.cells import CellRecord
+from mlxstacks.experiments.compare.measures import SUMMARY
+from mlxstacks.experiments.compare.settings import CompareSettings
+from mlxstacks.stats import MeanInterval
+from mlxstacks.study.document import Block, Cell, Column, Plot, Series, Table
 
-# failed: training said so (NaN, no memory). crashed: its process died.
-Status = Literal["trained", "failed", "crashed"]
+_COUNTS = ("parameters", "steps", "seconds")
+_NOT_COMPARED = (*_COUNTS, "balance_loss")
 
 
-@dataclass(frozen=True)
-class CellRecord:
-    """What is kept of a cell, in `ARM_seed-S.json` beside its store. values: see compare_measures;
-    curves: domain -> validation losses by step, of all rounds, steps counted on.
+def budget_table(settings: CompareSettings, budgets: Mapping[str, ArmBudget]) -> Table:
+    """Each budget of each arm, and how far it is from the control's."""
+    control = next(iter(budgets.values()))
+    names = ("parameters", "steps", "rows")
+    rows = tuple(
+        (arm, *(_beside(getattr(budget, name), getattr(control, name)) for name in names))
+        for arm, budget in budgets.items()
+    )
+    equal = ", ".join(settings.equal) or "nothing"
+    return Table(
+        id="budgets", title=f"Budgets; equal within {settings.tolerance:.2%}: {equal}", rows=rows,
+        columns=(Column(name="arm"), *(Column(name=name) for name in names)),
+    )  # fmt: skip
+
+
+def _beside(count: int, base: int) -> str:
+    return f"{count:,}" if count == base else f"{count:,} ({count / base - 1:+.2%})"
+
+
+def outcome(results: Sequence[ArmResult]) -> str:
+    return ", ".join(f"{result.arm}: {result.outcome}" for result in results[1:])
+
+
+def blocks(
+    settings: CompareSettings,
+    budgets: Mapping[str, ArmBudget],
+    results: Sequence[ArmResult],
+    cells: Sequence[CellRecord],
+) -> tuple[Block, ...]:
+    """Plots, then tables; of each arm its differences to the control, the first arm."""
+    found: list[Block] = [*_judged_plot(settings, results), *_curves(cells)]
+    found += [budget_table(settings, budgets), _judged_table(settings, results)]
+    found += [_mean_table(settings, results), _spent_table(settings, results)]
+    for place, result in enumerate(results[1:], 1):
+        found += _arm_tables(settings, results[0], result, place)
+    return tuple(found)
+
+
+def _cell(found: MeanInterval | None) -> Cell:
+    if found is None or found.low is None or found.high is None:
+        return None if found is None else found.mean
+    return found.mean, found.low, found.high
+
+
+def _judged_plot(settings: CompareSettings, results: Sequence[ArmResult]) -> Iterator[Plot]:
+    judged = {r.arm: r.judged for r in results[1:] if r.judged is not None}
+    if not judged:
+        return
+    title = f"Arms less {results[0].arm}: {SUMMARY[settings.primary]}"
+    words = ", ".join(f"{arm} {found.mean:+.4g}" for arm, found in judged.items())
+    yield Plot(
+        id="differences", title=title, kind="intervals", categories=tuple(judged),
+        series=(Series(
+            label=settings.primary, y=tuple(found.mean for found in judged.values()),
+            low=tuple(found.low for found in judged.values()),
+            high=tuple(found.high for found in judged.values()),
+        ),),
+        x_label="difference to the control, nats a token",
+        references={
+            "no difference": 0.0, "what counts as better": -settings.margin,
+            "what counts as worse": settings.margin,
+        },
+        alt=f"{title}, nats a token, with intervals: {words}.",
+    )  # fmt: skip
+
+
+def _curves(cells: Sequence[CellRecord]) -> Iterator[Plot]:
+    """Validation loss of each domain by step: of an arm the mean over its seeds, at the steps that
+    all of them have.
     """
-
-    arm: str
-    seed: int
-    status: Status
-    reason: str | None = None
-    values: dict[str, float | None] = field(default_factory=dict)
-    matrix: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    rounds: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return f"{self.arm}_seed-{self.seed}"
-
-    def as_json(self) -> dict[str, Any]:
-        return {"name": self.name, **asdict(self)}
-
-    def figures(self) -> CellValues:
-        return CellValues(self.arm, self.seed, self.values, self.matrix)
+    trained = [cell for cell in cells if cell.status == "trained"]
+    arms = list(dict.fromkeys(cell.arm for cell in trained))
+    for place, domain in enumerate(trained[0].curves if trained else ()):
+        series = []
+        for arm in arms:
+            curves = [dict(cell.curves[domain]) for cell in trained if cell.arm == arm]
+            steps = sorted(set.intersection(*map(set, curves)))
+            losses = tuple(fmean(curve[step] for curve in curves) for step in steps)
+            series.append(Series(label=arm, x=tuple(steps), y=losses))
+        ends = ", ".join(f"{s.label} {s.y[-1]:.3g}" for s in series if s.y)
+        title = f"Validation loss of {domain}, mean over seeds"
+        yield Plot(
+            id=f"curves-{place + 1}", title=title, kind="lines", series=tuple(series),
+            x_label="step", y_label="nats a token", alt=f"{title}; at the end {ends}.",
+        )  # fmt: skip
 
 
-def write_record(directory: Path, record: CellRecord) -> None:
-    write_json(directory / f"{record.name}.json", record.as_json())
+def _judged_table(settings: CompareSettings, results: Sequence[ArmResult]) -> Table:
+    rows = tuple(
+        (r.arm, _cell(r.means.get(settings.primary)), _cell(r.judged), r.judged and r.judged.n,
+         r.outcome or "control", r.reason)
+        for r in results
+    )  # fmt: skip
+    return Table(
+        id="arms", title=f"Arms, by {SUMMARY[settings.primary]}", rows=rows,
+        columns=(
+            Column(name="arm"), Column(name="mean", kind="number", digits=4),
+            Column(name="less control", kind="number", digits=4),
+            Column(name="seeds", kind="count"), Column(name="outcome"), Column(name="why"),
+        ),
+        caption="Nats a token; intervals of Student over seeds, those of the differences for all "
+        "arms together (Bonferroni).",
+    )  # fmt: skip
 
 
-def read_record(path: Path) -> CellRecord:
-    """Raises: InputError for a file that is not a cell's result."""
-    try:
-        document = read_object(path.read_bytes())
-        document.pop("name")
-        return CellRecord(**document)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{path}: not a result of a comparison ({type(error).__name__}: {error}); move it away"
-        ) from None
+def _measures(results: Sequence[ArmResult]) -> list[tuple[str, str]]:
+    """(name, how it is called) of every loss that some arm has; those of domains below theirs."""
+    has = {name for result in results for name in result.means} - {*_COUNTS}
+    if "later_task_loss" not in has:  # one domain: every mode is the same
+        has -= {"ungated", "isolated"}
+    found: list[tuple[str, str]] = []
+    for name, called in SUMMARY.items():
+        if name in has:
+            found.append((name, called))
+        start = f"{name} of "
+        own = [one for one in results[0].means if one.startswith(start)]
+        found += [(one, f"{called} of {one.removeprefix(start)}") for one in own if len(own) > 1]
+    return found
 
 
-@dataclass(frozen=True)
-class CompareReport:
-    """The plan and, unless `status` is "planned", what came of it."""
+def _mean_table(settings: CompareSettings, results: Sequence[ArmResult]) -> Table:
+    rows = tuple(
+        (called, *(_cell(result.means.get(name)) for result in results))
+        for name, called in _measures(results)
+    )
+    arms = (Column(name=result.arm, kind="number", digits=4) for result in results)
+    seeds = len(settings.seeds)
+    return Table(
+        id="losses", title=f"Losses, means over {seeds} seed{'s' if seeds > 1 else ''}", rows=rows,
+        columns=(Column(name="nats a token"), *arms),
+    )  # fmt: skip
 
-    status: str
-    save_path: str
-    settings: dict[str, Any]
-    plan: dict[str, Any]
-    plan_sha256: str
-    budgets: Mapping[str, ArmBudget]
-    results: Sequence[ArmResult] = ()
-    cells: Sequence[CellRecord] = ()
-    verdict: str = "planned only; nothing was run."
-    seconds: float = 0.0
-    plots: Sequence[str] = ()
-    notes: Sequence[str] = ()
 
-    def as_json(self) -> dict[str, Any]:
-        device = memory.device()
-        return {
-            "kind": "stack compare",
-            "status": self.status,
-            "save_path": self.save_path,
-            "settings": self.settings,
-            "plan": self.plan,
-            "plan_sha256": self.plan_sha256,
-            "budgets": as_json(self.budgets),
-            "arms": [result.as_json() for result in self.results],
-            "cells": [cell.as_json() for cell in self.cells],
-            "plots": list(self.plots),
-            "notes": list(self.notes),
-            "seconds": round(self.seconds, 1),
-            "device": f"{device.name} ({device.kind})",
-            "versions": {name: version(name) for name in ("mlxstacks", "mlx", "mlx-lm", "numpy")},
-            "verdict": self.verdict,
-        }
+def _spent_table(settings: CompareSettings, results: Sequence[ArmResult]) -> Table:
+    rows = tuple(
+        (SUMMARY[name], *(found and found.mean for found in (r.means.get(name) for r in results)))
+        for name in _COUNTS
+    )
+    arms = (Column(name=result.arm, kind="number", digits=0) for result in results)
+    return Table(
+        id="spent", title="What was kept and spent, means over seeds", rows=rows,
+        columns=(Column(name="of a run"), *arms),
+    )  # fmt: skip
+
+
+def _arm_tables(
+    settings: CompareSettings, control: ArmResult, result: ArmResult, place: int
+) -> Iterator[Table]:
+    rows = tuple(
+        (called, _cell(found), found.n)
+        for name, called in _measures([result])
+        if name not in _NOT_COMPARED and (found := result.differences.get(name)) is not None
+    )
+    difference = f"mean ({settings.confidence:.0%} interval)"
+    yield Table(
+        id=f"arm-{place}", title=f"{result.arm} less {control.arm}, paired by seed", rows=rows,
+        columns=(
+            Column(name="nats a token"), Column(name=difference, kind="number", digits=4),
+            Column(name="n", kind="count"),
+        ),
+    )  # fmt: skip
+    mode = "ungated"
+    entries = [
+        (after, domain, control.matrix[mode][after][domain].mean,
+         result.matrix[mode][after][domain].mean, _cell(found))
+        for after, columns in result.matrix_differences.get(mode, {}).items()
+        for domain, found in columns.items()
+    ]  # fmt: skip
+    if len(result.matrix_differences.get(mode, {})) > 1:
+        losses = (control.arm, result.arm, difference)
+        yield Table(
+            id=f"matrix-{place}", title="Loss with every stack on", rows=tuple(entries),
+            columns=(
+                Column(name="after"), Column(name="loss of"),
+                *(Column(name=name, kind="number", digits=4) for name in losses),
+            ),
+        )  # fmt: skip

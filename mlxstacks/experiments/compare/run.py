@@ -22,14 +22,9 @@ from mlxstacks.errors import InputError
 from mlxstacks.experiments.children import Message, how_it_ended, run_child
 from mlxstacks.experiments.compare.analysis import RULES, Rule, analyse, verdict
 from mlxstacks.experiments.compare.budget import ArmBudget, as_json, check_budgets, planned_budget
+from mlxstacks.experiments.compare.cells import CellRecord, read_record, write_record
 from mlxstacks.experiments.compare.measures import measures
-from mlxstacks.experiments.compare.plots import write_plots
-from mlxstacks.experiments.compare.report import (
-    CellRecord,
-    CompareReport,
-    read_record,
-    write_record,
-)
+from mlxstacks.experiments.compare.report import blocks, budget_table, outcome
 from mlxstacks.experiments.compare.settings import ArmSettings, CompareSettings
 from mlxstacks.experiments.prereg import PLAN, keep_plan
 from mlxstacks.experiments.run_directory import RunDirectory, work_path
@@ -38,9 +33,17 @@ from mlxstacks.experiments.stack.report import StackReport
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import check_target, clone_or_link, staged_directory, write_json
 from mlxstacks.files.strict_json import json_sha256
+from mlxstacks.study.document import Standing
+from mlxstacks.study.render.figures import FORMATS
+from mlxstacks.study.result import Result
+from mlxstacks.study.write import environment, write_result
 from mlxstacks.training.stack_settings import StackRunSettings
 
-REPORT, CELLS = "compare_report.json", "cells"
+CELLS = "cells"
+ABOUT = {
+    "kind": "stack compare",
+    "title": "Comparison of stack settings",
+}
 WORKER = "mlxstacks.experiments.compare.worker"
 Progress = Callable[..., None]
 # Where files lie and how a run goes on, not what comes of it.
@@ -49,7 +52,7 @@ _NOT_OF_THE_PLAN = {"model", "data", "save_path", "resume", "force", "retry"}
 
 def run(
     settings: CompareSettings, *, dry_run: bool = False, progress: Progress | None = None
-) -> CompareReport:
+) -> Result:
     """Write the plan, run every cell that has no result yet, judge, write to `save_path`.
 
     A cell that fails or crashes is a result, and the comparison goes on.
@@ -82,14 +85,16 @@ class _Comparison:
         notes = [note for report in planned.values() for note in report.notes]
         self.notes = list(dict.fromkeys(notes))
 
-    def run(self, dry_run: bool) -> CompareReport:
+    def run(self, dry_run: bool) -> Result:
         shown = self.settings.model_dump(mode="json", exclude={"force", "save_path", "resume"})
-        report = CompareReport(
-            "planned", str(self.target), shown, self.plan, json_sha256(self.plan), self.budgets,
-            notes=self.notes,
+        planned = Result(
+            **ABOUT, question=self.settings.question, status="planned", settings=shown,
+            plan=self.plan, plan_sha256=json_sha256(self.plan), notes=tuple(self.notes),
+            data={"budgets": as_json(self.budgets)}, directory=str(self.target),
+            blocks=(budget_table(self.settings, self.budgets),),
         )  # fmt: skip
         if dry_run:
-            return report
+            return planned
         work = RunDirectory(self.target, {"kind": "stack compare"}, resume=self.settings.resume)
         try:
             keep_plan(work.path / PLAN, self.plan, "a comparison")
@@ -101,11 +106,11 @@ class _Comparison:
                     record = self._run_cell(arm, seed, place)
                     write_record(self.directory, record)
                 records.append(record)
-            made = self._write(report, records)
+            result = self._write(planned, records)
             work.remove()
         finally:
             work.close()
-        return made
+        return result
 
     # --- the plan ---------------------------------------------------------------------------------
 
@@ -160,18 +165,24 @@ class _Comparison:
 
     # --- the end ----------------------------------------------------------------------------------
 
-    def _write(self, report: CompareReport, records: list[CellRecord]) -> CompareReport:
+    def _write(self, planned: Result, records: list[CellRecord]) -> Result:
         settings, rule = self.settings, rule_of(self.settings)
         trained = [record.figures() for record in records if record.status == "trained"]
         results = analyse(rule, [arm.name for arm in settings.arms], settings.seeds, trained)
-        values = vars(report) | {
+        result = planned.model_copy(update={
             "status": "done",
-            "results": results,
-            "cells": records,
+            "outcome": outcome(results),
             "verdict": verdict(rule, results),
-            "seconds": time.monotonic() - self.started,
-            "notes": [*self.notes, *_how_cells_ended(records)],
-        }
+            "standing": Standing(status="confirmatory"),
+            "environment": environment(time.monotonic() - self.started),
+            "data": {
+                **planned.data,
+                "arms": [result.as_json() for result in results],
+                "cells": [record.as_json() for record in records],
+            },
+            "blocks": blocks(settings, self.budgets, results, records),
+            "notes": (*self.notes, *_how_cells_ended(records)),
+        })  # fmt: skip
         with staged_directory(self.target, force=settings.force) as directory:
             # Linked, not moved: until the target is there the work directory stays whole.
             shutil.copytree(
@@ -180,11 +191,8 @@ class _Comparison:
                 ignore=lambda _, names: [name for name in names if name.endswith(".lock")],
             )  # fmt: skip
             write_json(directory / PLAN, self.plan)
-            made = CompareReport(**values)
-            plots, notes = write_plots(directory, made)
-            made = CompareReport(**values | {"plots": plots, "notes": [*made.notes, *notes]})
-            write_json(directory / REPORT, made.as_json())
-        return made
+            made_from = [directory / PLAN, *(directory / CELLS).glob("*.json")]
+            return write_result(result, directory, self.target, FORMATS, made_from)
 
 
 def rule_of(settings: CompareSettings) -> Rule:
