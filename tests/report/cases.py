@@ -11,7 +11,11 @@ from typing import Any
 import numpy as np
 
 from mlxstacks.experiments.compare.analysis import CellValues, Rule, analyse
-from mlxstacks.experiments.compare.report import CompareReport
+from mlxstacks.experiments.compare.budget import ArmBudget
+from mlxstacks.experiments.compare.report import blocks as compare_blocks
+from mlxstacks.experiments.compare.report import outcome as compare_outcome
+from mlxstacks.experiments.compare.run import ABOUT as COMPARE
+from mlxstacks.experiments.compare.settings import CompareSettings
 from mlxstacks.experiments.confound.plan import arms_of
 from mlxstacks.experiments.confound.report import ConfoundReport
 from mlxstacks.experiments.confound.settings import ConfoundSettings
@@ -94,19 +98,25 @@ def analysis_report() -> dict[str, Any]:
     return report.as_json()
 
 
-def compare_report() -> dict[str, Any]:
+def compare_result() -> dict[str, Any]:
     rule = Rule("task_loss", 0.01, 0.95, 0.1, False)
     cells = [
-        CellValues(arm, seed, {"task_loss": loss + 0.001 * seed}, {})
+        CellValues(arm, seed, {"task_loss": loss + 0.001 * seed, "steps": 4.0}, {})
         for arm, loss in (("control", 1.0), ("boosted", 0.9))
         for seed in (0, 1, 2)
     ]
+    settings = CompareSettings.model_validate(
+        {"arms": [{"name": "control"}, {"name": "boosted"}], "seeds": [0, 1, 2],
+         "run": {"domains": [{"name": "a"}, {"name": "b"}]}}
+    )  # fmt: skip
     plan = {"primary": "task_loss", "margin": 0.01}
     found = analyse(rule, ["control", "boosted"], [0, 1, 2], cells)
-    report = CompareReport(
-        "done", "out", {"seeds": [0, 1, 2]}, plan, json_sha256(plan), {}, found, (), "boosted wins."
-    )
-    return json.loads(json.dumps(report.as_json()))
+    budgets = {arm: ArmBudget(100, 10, 40) for arm in ("control", "boosted")}
+    return Result(
+        **COMPARE, status="done", outcome=compare_outcome(found), verdict="boosted wins.",
+        standing=Standing(status="confirmatory"), settings={"seeds": [0, 1, 2]}, plan=plan,
+        plan_sha256=json_sha256(plan), blocks=compare_blocks(settings, budgets, found, []),
+    ).sealed().as_json()  # fmt: skip
 
 
 def sweep_report() -> dict[str, Any]:
@@ -236,7 +246,7 @@ def _every_report() -> dict[str, tuple[str, dict[str, Any]]]:
         "train": ("train_report.json", train_report()),
         "store": ("manifest.json", manifest()),
         "analyse": ("analysis_report.json", analysis_report()),
-        "compare": ("compare_report.json", compare_report()),
+        "compare": (RESULT, compare_result()),
         "sweep": ("sweep_report.json", sweep_report()),
         "buffers": ("sweep_report.json", buffers_report()),
         "profile": (RESULT, profile_result()),

@@ -34,10 +34,10 @@ def test_a_bare_plan_is_on_one_domain_of_nano(typed: Typed, work_dir: Path) -> N
     plan = json.loads(out)
     assert (code, plan["status"]) == (0, "planned"), err
     assert list(plan["plan"]["data"]) == ["letters"]
-    lora, stack = (plan["budgets"][arm]["parameters"] for arm in ("lora", "moe-lora"))
+    lora, stack = (plan["data"]["budgets"][arm]["parameters"] for arm in ("lora", "moe-lora"))
     assert abs(lora - stack) < 0.01 * stack
     code, out, _ = typed("stack", "compare", "--dry-run", "--json", "--set", "run.iters=5")
-    assert json.loads(out)["budgets"]["lora"]["steps"] == 5
+    assert json.loads(out)["data"]["budgets"]["lora"]["steps"] == 5
     assert list(work_dir.iterdir()) == []
 
 
@@ -55,12 +55,12 @@ def test_a_comparison_prints_budgets_differences_and_its_verdict(
     code, out, err = typed("run", str(recipe))
     text = " ".join(out.split())
     assert code == 0, err
-    assert "budgets; equal within 1.00%: parameters, steps, rows" in text
+    assert "Budgets; equal within 1.00%: parameters, steps, rows" in text
     assert "faster less plain, paired by seed" in text
-    assert "loss with every stack on" in text
+    assert "Loss with every stack on" in text
     assert "undecided" in text
     assert "(one seed has no interval)" in text
-    report = json.loads((work_dir / "mlxstacks-out/mine/compare_report.json").read_text())
+    report = json.loads((work_dir / "mlxstacks-out/mine/result.json").read_text())
     assert report["plan_sha256"][:16] in out
     assert report["verdict"] in text
     code, out, _ = typed("run", str(recipe))

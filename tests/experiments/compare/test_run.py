@@ -4,7 +4,6 @@ Run: pytest tests/experiments/compare/test_run.py
 """
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,12 @@ import pytest
 
 from mlxstacks.errors import InputError
 from mlxstacks.experiments.compare import run as compare
-from mlxstacks.experiments.compare.report import CompareReport
+from mlxstacks.experiments.compare.cells import CellRecord
 from mlxstacks.experiments.compare.run import run
 from mlxstacks.experiments.run_directory import work_path
 from mlxstacks.experiments.stack.run import run as run_stack
 from mlxstacks.files.strict_json import json_sha256
+from mlxstacks.study.result import Result
 from tests.experiments.compare_cases import Cells, compare_settings, stacks
 from tests.experiments.stack_cases import hashes, write_places
 
@@ -32,28 +32,35 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def compared(
     places: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, CompareReport]:
+) -> tuple[Path, Result]:
     target = tmp_path_factory.mktemp("compare") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "run_child", Cells())
         return target, run(compare_settings(places, target))
 
 
+def cells_of(result: Result) -> list[CellRecord]:
+    return [
+        CellRecord(**{key: part for key, part in cell.items() if key != "name"})
+        for cell in json.loads(json.dumps(result.data["cells"]))
+    ]
+
+
 def test_every_cell_is_there_and_nothing_is_left_over(
-    compared: tuple[Path, CompareReport],
+    compared: tuple[Path, Result],
 ) -> None:
     target, report = compared
-    assert {cell.name for cell in report.cells} == CELLS
+    assert {cell["name"] for cell in report.data["cells"]} == CELLS
     assert {name.split("/")[0] for name in stacks(target)} == CELLS
     assert [path.name for path in target.parent.iterdir()] == ["out"]
-    written = json.loads((target / "compare_report.json").read_text())
+    written = json.loads((target / "result.json").read_text())
     assert written == json.loads(json.dumps(report.as_json()))
     plan = json.loads((target / "plan.json").read_text())
     assert json_sha256(plan) == report.plan_sha256 == written["plan_sha256"]
 
 
 def test_a_cell_is_the_run_that_stack_makes(
-    compared: tuple[Path, CompareReport], places: tuple[Path, Path], tmp_path: Path
+    compared: tuple[Path, Result], places: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Files, losses, matrix; and without the projector another domain's training is another."""
     target, report = compared
@@ -64,7 +71,7 @@ def test_a_cell_is_the_run_that_stack_makes(
     )  # fmt: skip
     made = run_stack(stack)
     assert hashes(tmp_path / "store") == hashes(target / "cells" / "kept-out_seed-1")
-    [cell] = [cell for cell in report.cells if cell.name == "kept-out_seed-1"]
+    [cell] = [cell for cell in cells_of(report) if cell.name == "kept-out_seed-1"]
     assert cell.matrix == json.loads(json.dumps(made.as_json()["matrix"]))
     alpha, beta = (made.domains[name]["final_loss"] for name in ("alpha", "beta"))
     last = made.matrix["ungated"]["beta"]
@@ -79,7 +86,7 @@ def test_a_cell_is_the_run_that_stack_makes(
     assert (cell.values["seconds"] or 0) > 0.1
     rounds = made.domains["beta"]["rounds"]
     assert cell.values["balance_loss"] is not None
-    assert cell.curves["beta"][-1] == (4, rounds[0]["validation"][-1]["validation_loss"])
+    assert cell.curves["beta"][-1] == [4, rounds[0]["validation"][-1]["validation_loss"]]
     other = stacks(target)
     alike = [name for name in other if name.startswith("free_seed-1/alpha")]
     assert other[alike[0]] == other[alike[0].replace("free", "kept-out")]
@@ -87,24 +94,24 @@ def test_a_cell_is_the_run_that_stack_makes(
     assert betas[0] != betas[1]
 
 
-def test_differences_are_of_pairs(compared: tuple[Path, CompareReport]) -> None:
+def test_differences_are_of_pairs(compared: tuple[Path, Result]) -> None:
     _, report = compared
-    cells = {(cell.arm, cell.seed): cell for cell in report.cells}
-    result = report.results[1]
+    cells = {(cell.arm, cell.seed): cell for cell in cells_of(report)}
+    result = report.data["arms"][1]
     for name in ("ungated_earlier", "task_loss", "task_loss of beta"):
         pairs = [
             (cells["kept-out", seed].values[name] or 0) - (cells["free", seed].values[name] or 0)
             for seed in (0, 1)
         ]
-        assert result.differences[name].mean == pytest.approx(np.mean(pairs), abs=1e-12)
-        assert result.differences[name].n == 2
-    entry = result.matrix_differences["ungated"]["beta"]["alpha"]
-    assert asdict(entry) == pytest.approx(asdict(result.differences["ungated of alpha"]))
+        assert result["differences"][name]["mean"] == pytest.approx(np.mean(pairs), abs=1e-12)
+        assert result["differences"][name]["n"] == 2
+    entry = result["matrix_differences"]["ungated"]["beta"]["alpha"]
+    assert entry == pytest.approx(result["differences"]["ungated of alpha"])
     assert report.verdict.startswith("kept-out against free, ungated, earlier domains: ")
 
 
 def test_an_interrupted_comparison_goes_on(
-    compared: tuple[Path, CompareReport],
+    compared: tuple[Path, Result],
     places: tuple[Path, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -138,7 +145,7 @@ def test_a_crash_is_a_result_and_leaves_the_question_undecided(
 ) -> None:
     monkeypatch.setattr(compare, "run_child", Cells(fatal_seed=7))
     report = run(compare_settings(places, tmp_path / "out", seeds=(7,)))
-    assert {cell.status for cell in report.cells} == {"crashed"}
+    assert {cell.status for cell in cells_of(report)} == {"crashed"}
     assert "undecided (1 of 1 seeds have no pair of results)" in report.verdict
     assert sum("crashed: killed by SIGABRT" in note for note in report.notes) == 2
 
@@ -197,10 +204,11 @@ def test_a_plan_counts_parameters_by_hand(places: tuple[Path, Path], tmp_path: P
     dims = list(set_up(stack, open_store(tmp_path / "s")).dims.values())
     inputs, outputs = sum(d.input_dims for d in dims), sum(d.output_dims for d in dims)
     domains = 2
-    assert report.budgets["two"].parameters == domains * (4 * (inputs + outputs) + 4 * inputs)
-    assert report.budgets["one"].parameters == domains * 5 * (inputs + outputs)
-    assert (report.budgets["one"].steps, report.budgets["one"].rows) == (8, 16)
-    assert report.verdict == "planned only; nothing was run."
+    one_round, two_rounds = (report.data["budgets"][name] for name in ("one", "two"))
+    assert two_rounds["parameters"] == domains * (4 * (inputs + outputs) + 4 * inputs)
+    assert one_round["parameters"] == domains * 5 * (inputs + outputs)
+    assert (one_round["steps"], one_round["rows"]) == (8, 16)
+    assert report.status == "planned"
     assert list(tmp_path.iterdir()) == []
 
 
