@@ -6,10 +6,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 RESULT = "result.json"
 
-Kind = Literal["text", "count", "number", "share", "points", "p", "bytes", "seconds"]
-"""How a column's numbers are shown: count 1,234; number with `digits` behind the point, else four
-significant ones; share 0.123 as 12.3%; points 0.123 as +12.3 (a difference of shares); p to two
-significant digits."""
+Kind = Literal["text", "count", "number", "change", "share", "points", "p", "bytes", "seconds"]
+"""How a column's numbers are shown. count: 1,234; number: with `digits` behind the point, else four
+significant ones; change: the same with its sign; share: 0.123 as 12.3%; points: 0.123 as +12.3 (a
+difference of shares); p: two significant digits."""
 Cell = str | int | float | bool | tuple[float, float] | tuple[float, float, float] | None
 """None: not measured. Two numbers: an interval; three: an estimate with its interval."""
 

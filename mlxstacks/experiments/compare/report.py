@@ -112,7 +112,7 @@ def _judged_table(settings: CompareSettings, results: Sequence[ArmResult]) -> Ta
         id="arms", title=f"Arms, by {SUMMARY[settings.primary]}", rows=rows,
         columns=(
             Column(name="arm"), Column(name="mean", kind="number", digits=4),
-            Column(name="less control", kind="number", digits=4),
+            Column(name="less control", kind="change"),
             Column(name="seeds", kind="count"), Column(name="outcome"), Column(name="why"),
         ),
         caption="Nats a token; intervals of Student over seeds, those of the differences for all "
@@ -153,7 +153,7 @@ def _spent_table(settings: CompareSettings, results: Sequence[ArmResult]) -> Tab
         (SUMMARY[name], *(found and found.mean for found in (r.means.get(name) for r in results)))
         for name in _COUNTS
     )
-    arms = (Column(name=result.arm, kind="number", digits=0) for result in results)
+    arms = (Column(name=result.arm, kind="count") for result in results)
     return Table(
         id="spent", title="What was kept and spent, means over seeds", rows=rows,
         columns=(Column(name="of a run"), *arms),
@@ -172,7 +172,7 @@ def _arm_tables(
     yield Table(
         id=f"arm-{place}", title=f"{result.arm} less {control.arm}, paired by seed", rows=rows,
         columns=(
-            Column(name="nats a token"), Column(name=difference, kind="number", digits=4),
+            Column(name="nats a token"), Column(name=difference, kind="change"),
             Column(name="n", kind="count"),
         ),
     )  # fmt: skip
@@ -184,11 +184,12 @@ def _arm_tables(
         for domain, found in columns.items()
     ]  # fmt: skip
     if len(result.matrix_differences.get(mode, {})) > 1:
-        losses = (control.arm, result.arm, difference)
         yield Table(
             id=f"matrix-{place}", title="Loss with every stack on", rows=tuple(entries),
             columns=(
                 Column(name="after"), Column(name="loss of"),
-                *(Column(name=name, kind="number", digits=4) for name in losses),
+                Column(name=control.arm, kind="number", digits=4),
+                Column(name=result.arm, kind="number", digits=4),
+                Column(name=difference, kind="change"),
             ),
         )  # fmt: skip

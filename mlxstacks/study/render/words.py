@@ -114,6 +114,10 @@ def format_cell(cell: Cell, column: Column) -> str | None:
 
 def _format_number(value: float, column: Column) -> str:
     match column.kind:
+        case "count":
+            return f"{value:,.0f}"
+        case "change":
+            return f"{value:+.{4 if column.digits is None else column.digits}f}"
         case "share":
             return f"{100 * value:.{1 if column.digits is None else column.digits}f}%"
         case "points":
