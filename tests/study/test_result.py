@@ -184,7 +184,8 @@ def test_a_block_that_cannot_be_shown_is_refused(make: Any, message: str) -> Non
         ("share", None, (0.1, 0.2), "10.0% to 20.0%"), ("p", None, 0.0123, "0.012"),
         ("p", None, 1e-9, "below 0.0001"), ("bytes", None, 1_500_000, "1.5 MB"),
         ("seconds", None, 2.5, "2.5 s"), ("number", 3, 0.5, "0.500"),
-        ("change", None, 0.5, "+0.5000"), ("count", None, 1234.4, "1,234"), ("number", None, None, None),
+        ("change", None, 0.5, "+0.5000"), ("count", None, 1234.4, "1,234"),
+        ("number", None, None, None),
         ("count", None, True, "yes"),
     ],
 )  # fmt: skip
