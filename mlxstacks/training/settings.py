@@ -91,7 +91,7 @@ class TrainSettings(BaseModel):
         "Repeatable. Default: all usual ones, of attention, linear attention and experts.",
     )
     rank: int = Field(8, ge=1, description="Rank of every LoRA.")
-    scale: float = Field(20.0, gt=0, lt=1e30, description="Factor of the low-rank delta.")
+    scale: float = Field(20.0, gt=0, le=1e30, description="Factor of the low-rank delta.")
     dropout: float = Field(0.0, ge=0, lt=1, description="On the input of a LoRA, in training.")
     iters: int | None = Field(
         None,

@@ -32,7 +32,7 @@ from mlxstacks.layers.stacked import set_mode
 from mlxstacks.routing.packed_sets import PackedSets
 from mlxstacks.routing.resident import Resident
 from mlxstacks.routing.resident_stats import ResidentStats
-from tests.files.store_cases import header, tensors
+from tests.files.store_cases import BASE, header, tensors
 from tests.layers.build import assert_close
 from tests.routing.resident_cases import (
     FullyResident,
@@ -428,7 +428,7 @@ def test_a_store_of_another_model_is_refused(tmp_path: Path, store: Store) -> No
 
 def test_a_small_set_out_of_a_large_one_keeps_nothing_of_it(tmp_path: Path) -> None:
     """MLX's own count of active bytes follows what is counted here."""
-    store = Store.create(tmp_path / "store", "tiny", "b" * 64)
+    store = Store.create(tmp_path / "store", "tiny", BASE)
     shapes = shapes_of(small_model(), ["model.layers.0.mlp.up_proj"], rank=8, experts=128)
     for index, name in enumerate(NAMES):
         add_domain(store, name, shapes, seed=index)
@@ -454,7 +454,7 @@ def test_memory_while_a_set_is_changed_for_another(tmp_path: Path) -> None:
     model = small_model()
     paths = [p for p, m in model.named_modules() if "layers" in p and p.endswith("_proj")]
     shapes = shapes_of(model, paths, rank=16, experts=64)
-    store = Store.create(tmp_path / "store", "tiny", "b" * 64)
+    store = Store.create(tmp_path / "store", "tiny", BASE)
     for index, name in enumerate("abcdefg"):
         add_domain(store, name, shapes, seed=index)
     for name in "abcdefg":  # hashes and numbers are checked now, not below
@@ -515,8 +515,8 @@ def test_latent_pairs_are_counted_until_all_is_closed(tmp_path: Path) -> None:
     model = small_model()
     path = "model.layers.0.mlp.up_proj"
     shape = replace(shapes_of(model, [path])[path], latent_dim=4)
-    pairs = pair_tensors(fixed_pairs({path: Dims(32, 48, None)}, 4, "b" * 64))
-    store = Store.create(tmp_path / "store", "tiny", "b" * 64)
+    pairs = pair_tensors(fixed_pairs({path: Dims(32, 48, None)}, 4, BASE))
+    store = Store.create(tmp_path / "store", "tiny", BASE)
     with store.change() as change:
         shared = change.add_shared("pairs", pairs)
         head = header("a", 1, projections={path: shape}, shared_sha256=shared.sha256)

@@ -371,7 +371,7 @@ def test_bad_input_is_told_before_anything_is_written(
         ({"rank": 0}, "greater than or equal to 1"),
         ({"learning_rate": float("inf")}, "finite number"),
         ({"scale": float("inf")}, "finite number"),
-        ({"scale": 1e308}, "less than"),
+        ({"scale": 1e308}, "less than or equal to"),
         ({"clip_norm": float("nan")}, "finite number"),
         ({"seed": 2**64}, "less than"),
     ],
