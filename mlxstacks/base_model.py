@@ -155,8 +155,9 @@ def load(
 
 
 def check_forward(model: nn.Module) -> None:
-    """Build the graph of one token, evaluating nothing, so that what a config says and no layer
-    takes (a `rope_theta` of text) is met here. Raises: whatever the model's class raises.
+    """Build the graph of one token, so that what a config says and no layer takes (a `rope_theta`
+    of text) is met here. Nothing is evaluated, but where a class itself does so while it builds
+    (dbrx: the choice of experts). Raises: whatever the model's class raises.
     """
     with suppress(RuntimeError):  # of a kernel that this device has not
         model(mx.zeros((1, 1), mx.int32))
@@ -239,6 +240,10 @@ def _load_errors(path: Path) -> Iterator[None]:
     except PermissionError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from None
     except ModuleNotFoundError as error:
+        if not str(error.name).startswith("mlx_lm."):
+            raise CheckpointError(
+                f"{path}: to load it the package {error.name} is needed: pip install {error.name}"
+            ) from None
         raise CheckpointError(
             f"{path}: mlx-lm has no {error.name}; mend chat_template_type or tool_parser_type in "
             "tokenizer_config.json, or upgrade mlx-lm"

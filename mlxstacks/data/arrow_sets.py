@@ -8,6 +8,7 @@ a column of images, audio or video refers to is neither decoded nor opened.
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ Rows = Iterator[tuple[str, dict[str, Any]]]
 ROWS_AT_ONCE = 256
 # A few bytes of a compressed file can stand for gigabytes: what its rows may hold, in bytes and as
 # a multiple of the file's own size, and in values at once.
-_MOST_BYTES, _MOST_TIMES, _MOST_VALUES = 1 << 28, 1000, 1 << 20
+_MOST_BYTES, _MOST_TIMES, _MOST_VALUES, _MOST_ROW_VALUES = 1 << 28, 1000, 1 << 20, 1 << 22
 _BYTES_OF_A_VALUE = 32
 INSTALL = "pip install 'mlxstacks[data]'"
 
@@ -175,7 +176,7 @@ def _rows(label: str, batches: Iterable[Any], kind: str, most_bytes: int) -> Row
 
     number = nbytes = 0
     try:
-        for batch in batches:
+        for batch in chain.from_iterable(_pieces(label, batch) for batch in batches):
             names = batch.schema.names
             arrays = [batch.column(i) for i in range(len(names))]
             for name, array in zip(names, arrays, strict=True):
@@ -190,6 +191,21 @@ def _rows(label: str, batches: Iterable[Any], kind: str, most_bytes: int) -> Row
         raise InputError(f"{label}: cannot be read as {kind}: {error}") from error
     if not number:
         raise InputError(f"{label}: no rows")
+
+
+def _pieces(label: str, batch: Any) -> Iterator[Any]:
+    """A batch or table in parts of no more values than may be there at once, or of one row."""
+    count = batch.num_rows
+    for i in range(batch.num_columns):
+        with _named(label, 0, batch.schema.names[i], batch.column(i)):
+            batch.column(i).validate(full=True)  # a damaged offset leads anywhere in memory
+    if count > 1 and any(
+        _extent(batch.column(i))[0] > _MOST_VALUES for i in range(batch.num_columns)
+    ):
+        yield from _pieces(label, batch.slice(0, count // 2))
+        yield from _pieces(label, batch.slice(count // 2))
+    else:
+        yield batch
 
 
 @contextmanager
@@ -207,10 +223,9 @@ def _named(label: str, before: int, name: str, column: Any) -> Iterator[None]:
 
 def _checked_bytes(label: str, before: int, name: str, column: Any) -> int:
     with _named(label, before, name, column):
-        column.validate(full=True)  # a damaged offset leads anywhere in memory
         values, nbytes = _extent(column)
-        if values > _MOST_VALUES:
-            raise ValueError(f"more than {_MOST_VALUES:,} values in {len(column)} rows")
+        if values > _MOST_ROW_VALUES:
+            raise ValueError(f"more than {_MOST_ROW_VALUES:,} values in a row")
     return nbytes + _BYTES_OF_A_VALUE * values
 
 
@@ -227,21 +242,32 @@ def _extent(column: Any) -> tuple[int, int]:
     if hasattr(column, "chunks"):
         return _summed(column.chunks)
     column = getattr(column, "storage", column)  # of an extension type
-    kept = None  # each value that the rows refer to, once
     if types.is_dictionary(column.type):
-        kept = column.dictionary
-    elif types.is_run_end_encoded(column.type):
-        kept = column.values
-    if kept is not None:
-        sizes = [_extent(kept[i : i + 1]) for i in range(len(kept))]
-        values, nbytes = map(max, zip((1, 1), *sizes, strict=True))
-        return len(column) * values, len(column) * nbytes
+        return _extent_of_kept(column.dictionary, len(column), column.indices)
+    if types.is_run_end_encoded(column.type):
+        return _extent_of_kept(column.values, len(column), None)
     if types.is_struct(column.type):
         return _summed(column.flatten())
     if types.is_nested(column.type) and hasattr(column, "flatten"):
         values, nbytes = _extent(column.flatten())
         return len(column) + values, nbytes
     return len(column), column.nbytes
+
+
+def _extent_of_kept(kept: Any, rows: int, indices: Any) -> tuple[int, int]:
+    """Of rows that refer to values which are kept once; indices None: whichever they refer to."""
+    from pyarrow import compute, types
+
+    kind = kept.type
+    if types.is_nested(kind):
+        values, nbytes = _extent(kept)
+        return rows * max(1, values), rows * nbytes
+    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind)):
+        return rows, 8 * rows
+    lengths = compute.binary_length(kept)
+    if indices is None:
+        return rows, rows * (compute.max(lengths).as_py() or 0)
+    return rows, compute.sum(lengths.take(indices)).as_py() or 0
 
 
 def _summed(columns: Iterable[Any]) -> tuple[int, int]:

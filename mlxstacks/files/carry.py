@@ -124,8 +124,10 @@ def carry_side_files(
             is_weights = target.suffix in _WEIGHT_SUFFIXES
             source = Path(source_dir) / file.name
             how = clone_or_link(source, target, copy, link=is_weights)
-            if not source.stat().st_mode & 0o077:  # its owner's alone, and so is the copy
-                target.chmod(0o600)
+            mode = source.stat().st_mode
+            if how != "linked" and not mode & 0o077:  # its owner's alone, and so is the copy
+                with target_errors(target):
+                    target.chmod(mode & 0o700)
             file = replace(file, how=how)
         carried.append(file)
     return carried

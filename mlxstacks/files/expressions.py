@@ -1,7 +1,8 @@
 r"""Regular expressions from untrusted files, by RE2: in time linear in the text, whatever they are.
 
-RE2 has no look-around, back references or possessive repeats, and its `\b`, `\w`, `\d` and `\s`
-know ASCII alone. What it would silently read otherwise than Python's `re` is refused.
+RE2 has no look-around, back references or possessive repeats, its `\b`, `\w`, `\d` and `\s` know
+ASCII alone, and `$` is the very end. `{,n}` and `[:alpha:]`, which it would read as other things
+than Python's `re`, are refused.
 """
 
 import functools

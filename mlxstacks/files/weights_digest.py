@@ -4,10 +4,10 @@ Hashed: for each tensor, in order of names, `[name, dtype, shape, SHA-256 of its
 of compact JSON. How many files hold the tensors, and how they are called, makes no difference.
 Tensors are hashed in parallel: preadv and hashlib let go of the interpreter's lock.
 
-`fingerprints.json` in the cache directory maps the state of all files of a model (each one's
-resolved path, device, inode, size, mtime, ctime; hashed) to its digest. No program can set ctime,
-so a change is seen though mtime was put back. The file is only believed where no other user can
-have written it; what cannot be read or written costs time and nothing else.
+`fingerprints-UID.json` in the cache directory maps the state of all files of a model (each one's
+resolved path, device, inode, size, mtime, ctime; hashed) to its digest. On file systems of Unix no
+program can set ctime, so a change is seen though mtime was put back. The file is only believed
+where no other user can have written it; what cannot be read or written costs time, nothing else.
 """
 
 import hashlib
@@ -28,7 +28,8 @@ from mlxstacks.files.disk import cache_directory
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.shard_header import AGAIN, TensorInfo, parse_object, read_header, read_range
 
-CACHE_NAME = "fingerprints.json"
+# Of each user: what another one wrote is not believed.
+CACHE_NAME = f"fingerprints-{os.getuid()}.json"
 MAX_ENTRIES = 256  # models; the newest stay
 # Files changed so recently are not remembered: another change could bear the same time, which some
 # file systems keep in steps of this length.

@@ -148,11 +148,11 @@ def yaml_loader() -> Any:
 
     class Loader(yaml.SafeLoader):
         def flatten_mapping(self, node: yaml.MappingNode) -> None:
-            for key, value in node.value:
-                if key.tag == "tag:yaml.org,2002:merge" and not isinstance(value, yaml.MappingNode):
-                    raise yaml.constructor.ConstructorError(
-                        "while reading a mapping", key.start_mark, "<< takes one mapping"
-                    )
+            merged = [(k, v) for k, v in node.value if k.tag == "tag:yaml.org,2002:merge"]
+            if len(merged) > 1 or any(not isinstance(v, yaml.MappingNode) for _, v in merged):
+                raise yaml.constructor.ConstructorError(
+                    "while reading a mapping", merged[0][0].start_mark, "<< takes one mapping"
+                )
             super().flatten_mapping(node)
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
+from mlxstacks.files.mark import read_mark
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.render.words import clean
@@ -37,6 +38,7 @@ RESULT_FILES: dict[str, str] = {
 }
 # Of commands that write result.json now.
 _FORMER_FILES = ("profile_report.json", "compare_report.json")
+_FORMER = "written by mlxstacks before 0.2, which writes result.json; run its command again"
 _MOST_FILES = 60
 
 
@@ -82,8 +84,11 @@ def find_sources(runs: Sequence[str]) -> Sources:
         path = user_path(run)
         files = [path] if path.is_file() else list(_results(path, notes))
         if not files:
+            former = [name for name in _FORMER_FILES if (path / name).is_file()]
             raise InputError(
-                f"{run}: holds no result, and no directory in it does; results are named "
+                f"{run}/{former[0]}: {_FORMER}"
+                if former
+                else f"{run}: holds no result, and no directory in it does; results are named "
                 f"{', '.join(RESULT_FILES)}"
             )
         for file in files:
@@ -112,19 +117,31 @@ def _results(directory: Path, notes: list[str]) -> Iterator[Path]:
         yield from results
         if not results and not (below / PAGE).is_file():
             former = [name for name in _FORMER_FILES if (below / name).is_file()]
-            why = f"{former[0]} is of an earlier version" if former else "it holds no result"
+            why = f"{former[0]}: {_FORMER}" if former else "it holds no result"
             notes.append(f"{below.name}: passed over, {why}.")
 
 
 def _own_results(directory: Path) -> Iterator[Path]:
     """Of a trained store its manifest alone, which the report of the training is read with."""
     names = [name for name in RESULT_FILES if (directory / name).is_file()]
+    if RESULT in names and not _is_ours(directory / RESULT):
+        names.remove(RESULT)
     if MANIFEST in names and STACK_REPORT in names:
         names.remove(STACK_REPORT)
     yield from (directory / name for name in names)
 
 
+def _is_ours(file: Path) -> bool:
+    """Whether a file of this common name is a result, or was one: damaged, in a target of ours."""
+    try:
+        return {"kind", "schema_version", "seal"} <= _read(file)[1].keys()
+    except InputError:
+        return read_mark(file.parent) is not None
+
+
 def _source(file: Path) -> Source:
+    if file.name in _FORMER_FILES:
+        raise InputError(f"{file}: {_FORMER}")
     if file.name not in RESULT_FILES:
         raise InputError(f"{file}: no known result; results are named {', '.join(RESULT_FILES)}")
     data, document = _read(file)

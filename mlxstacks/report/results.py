@@ -22,7 +22,9 @@ def result_of(document: dict[str, object], file: str) -> Result:
 def content_of(result: Result, mark: Callable[[str], str]) -> Content:
     """The blocks of a result as the page's. mark: what becomes of a title."""
     return Content(
-        result.outcome or "planned", result.verdict, tuple(_block(b, mark) for b in result.blocks)
+        result.outcome or result.status,
+        result.verdict,
+        tuple(_block(b, mark) for b in result.blocks),
     )
 
 

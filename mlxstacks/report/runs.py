@@ -97,7 +97,7 @@ def _run_of_result(source: Source, slug: str) -> Run:
         return f"{title} (EXPLORATORY)" if exploratory else title
 
     settings, plan = Value(result.settings, file), Value(result.plan, file)
-    about = Value(result.environment | {"base_fingerprint": None, "plan": result.plan}, file)
+    about = Value(result.environment.model_dump() | {"plan": result.plan}, file)
     return Run(
         slug, source, Kind(result.title, result.kind, result.question, None), result.status,
         plan["hypothesis"].text or result.question, standing, result.standing.reasons,

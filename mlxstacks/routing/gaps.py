@@ -21,7 +21,7 @@ import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -99,8 +99,7 @@ class GapLog:
             with _locked(self.path) as descriptor:
                 nbytes = os.fstat(descriptor).st_size
                 if nbytes and nbytes + len(line) > self.max_bytes // 2:
-                    with _locked(older(self.path)):  # raises for a file of somebody else's
-                        pass
+                    _check_older(older(self.path))
                     os.replace(self.path, older(self.path))
                     with _locked(self.path) as fresh:
                         _append(fresh, line, self.path)
@@ -237,6 +236,16 @@ def _locked(path: Path) -> Iterator[int]:
                 os.fchmod(descriptor, 0o600)
                 yield descriptor
                 return
+        finally:
+            os.close(descriptor)
+
+
+def _check_older(path: Path) -> None:
+    """Without its lock, which another process may hold that waits for the newer half's."""
+    with suppress(FileNotFoundError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            _check_log(descriptor, path)
         finally:
             os.close(descriptor)
 

@@ -41,6 +41,8 @@ class Table(_Part):
 
     @model_validator(mode="after")
     def _rows_fit(self) -> "Table":
+        if len({column.name for column in self.columns}) < len(self.columns):
+            raise ValueError(f"table {self.id}: two columns have one name")
         if any(len(row) != len(self.columns) for row in self.rows):
             raise ValueError(f"table {self.id}: a row has not {len(self.columns)} cells")
         return self
@@ -99,6 +101,15 @@ class Text(_Part):
 Block = Annotated[Table | Plot | Text, Field(discriminator="block")]
 
 
+class Environment(_Part):
+    """Where a result was made."""
+
+    device: str | None = None
+    versions: dict[str, str] = Field(default_factory=dict)
+    seconds: float | None = None
+    peak_bytes: int | None = None
+
+
 class Standing(_Part):
     """confirmatory: of a plan that was fixed before the first answer and kept. no plan: described,
     not tested.
@@ -110,10 +121,10 @@ class Standing(_Part):
 
 class Document(_Part):
     """kind: the command. question: what it asks. outcome: a few words; verdict: whole sentences.
-    plan: what was fixed before the first answer; power: what it can find. environment: device,
-    versions, `seconds`, `peak_bytes`. provenance: file -> `sha256`, or `answers` and `digest` of an
-    answer log. data: all figures, units in the names. failed_gate: why the command ends with 3.
-    directory: where it was written or read, no part of the document.
+    plan: what was fixed before the first answer; power: what it can find. provenance: file ->
+    `sha256`, or `answers` and `digest` of an answer log. data: all figures, units in the names.
+    failed_gate: why the command ends with 3. directory: where it was written or read, no part of
+    the document.
     """
 
     kind: str
@@ -126,9 +137,9 @@ class Document(_Part):
     standing: Standing = Standing()
     settings: dict[str, Any] = Field(default_factory=dict)
     plan: dict[str, Any] | None = None
-    plan_sha256: str | None = None
+    plan_sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
     power: tuple[str, ...] = ()
-    environment: dict[str, Any] = Field(default_factory=dict)
+    environment: Environment = Environment()
     provenance: dict[str, dict[str, Any]] = Field(default_factory=dict)
     data: dict[str, Any] = Field(default_factory=dict)
     blocks: tuple[Block, ...] = ()

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from mlxstacks.errors import InputError
-from mlxstacks.files.strict_json import compact, json_sha256, read_object
+from mlxstacks.files.strict_json import MAX_JSON_BYTES, compact, json_sha256, read_object
+from mlxstacks.regular_files import check_regular
 from mlxstacks.study.document import RESULT, Document, Plot, Standing, Table
 from mlxstacks.study.provenance import check_made_from
 
@@ -90,6 +91,9 @@ class Result(Document):
         """
         file = Path(path) / RESULT if Path(path).is_dir() else Path(path)
         try:
+            check_regular(file)
+            if file.stat().st_size > MAX_JSON_BYTES:
+                raise ValueError(f"more than {MAX_JSON_BYTES:,} bytes")
             result = cls.from_json(read_object(file.read_bytes()))
         except (OSError, ValueError) as error:
             raise InputError(f"{file}: no result that can be read: {str(error)[:300]}") from None

@@ -3,11 +3,10 @@
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from mlxstacks import memory
 from mlxstacks.files.outputs import write_json
-from mlxstacks.study.document import RESULT, Plot
+from mlxstacks.study.document import RESULT, Environment, Plot
 from mlxstacks.study.provenance import of_bytes
 from mlxstacks.study.render.figures import draw_plot, write_figures
 from mlxstacks.study.render.markdown import to_markdown
@@ -16,15 +15,15 @@ from mlxstacks.study.result import Result
 MARKDOWN = "result.md"
 
 
-def environment(seconds: float) -> dict[str, Any]:
-    """Where a result was made: device, versions, seconds, highest memory."""
+def environment(seconds: float) -> Environment:
+    """Of this process."""
     device = memory.device()
-    return {
-        "device": f"{device.name} ({device.kind})",
-        "versions": {name: version(name) for name in ("mlxstacks", "mlx", "mlx-lm", "numpy")},
-        "seconds": round(seconds, 1),
-        "peak_bytes": memory.peak_resident_bytes(),
-    }
+    return Environment(
+        device=f"{device.name} ({device.kind})",
+        versions={name: version(name) for name in ("mlxstacks", "mlx", "mlx-lm", "numpy")},
+        seconds=round(seconds, 1),
+        peak_bytes=memory.peak_resident_bytes(),
+    )
 
 
 def write_result(

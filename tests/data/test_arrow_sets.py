@@ -234,6 +234,7 @@ def test_a_small_file_does_not_become_gigabytes(
     parquet = pytest.importorskip("pyarrow.parquet")
     monkeypatch.setattr(arrow_sets, "_MOST_BYTES", 1 << 20)
     monkeypatch.setattr(arrow_sets, "_MOST_VALUES", 1 << 12)
+    monkeypatch.setattr(arrow_sets, "_MOST_ROW_VALUES", 1 << 12)
     columns = {
         "cell": pa.array(["x" * 3_000_000, "y"]),
         "list": pa.array([[{"role": 0}] * 5000, []]),
@@ -242,6 +243,26 @@ def test_a_small_file_does_not_become_gigabytes(
     }
     file = tmp_path / "a.parquet"
     parquet.write_table(pa.table({"text": columns[kind]}), file, compression="zstd")
-    expected = "more than 4,096 values in 2 rows" if kind == "list" else "1,000 times its file"
+    expected = "more than 4,096 values in a row" if kind == "list" else "1,000 times its file"
     with pytest.raises(InputError, match=rf"a\.parquet.*{expected}"):
         read(path=str(file))
+
+
+def test_columns_of_many_numbers_and_of_categories_are_read(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    names = [f"name {n}" for n in range(20_000)]
+    columns = {
+        "text": pa.array(["x"] * 600),
+        "embedding": pa.array([np.zeros(5000, np.float32)] * 600),
+        "kind": pa.DictionaryArray.from_arrays(np.arange(600, dtype=np.int32), names),
+        "rare": pa.DictionaryArray.from_arrays(np.zeros(600, np.int8), ["a", "b" * 900_000]),
+    }
+    parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    rows = [row for _, row in read(path=str(tmp_path / "a.parquet"))]
+    assert len(rows) == 600
+    assert (rows[599]["kind"], rows[599]["rare"], len(rows[599]["embedding"])) == (
+        "name 599",
+        "a",
+        5000,
+    )

@@ -60,7 +60,7 @@ def pruned(value: Any) -> Any:
     """A JSON document without what is volatile; of a long list of records the digest alone."""
     if isinstance(value, dict):
         kept = {key: part for key, part in value.items() if not VOLATILE.search(key)}
-        return {key: pruned(part) for key, part in kept.items()}
+        return {Path(key).name: pruned(part) for key, part in kept.items()}
     if isinstance(value, list):
         parts = [pruned(part) for part in value]
         if len(parts) > MANY:

@@ -63,6 +63,7 @@ def test_scalars_mean_what_they_look_like(tmp_path: Path, text: str, value: obje
         ("1: fuse", "must be a mapping"),
         ("\x00", "special characters are not allowed"),
         ("a: &a {x: 1}\nb: {<<: [*a, *a]}\ncommand: fuse", "<< takes one mapping"),
+        ("command: fuse\nb: {<<: {<<: &a {x: 1}, <<: *a}}", "<< takes one mapping"),
         ('command: fuse\nx: "\\UFFFFFFFF"', "a value is not what it claims to be"),
         ('command: fuse\nx: !!int ""', "a value is not what it claims to be"),
     ],

@@ -35,7 +35,7 @@ EVIL = (
 )
 
 
-_WORDS = ("kind", "status", "sha256", "checksum", "block", "form", "id")
+_WORDS = ("kind", "status", "sha256", "checksum", "block", "form", "id", "plan_sha256", "columns")
 
 
 def poisoned(value: Any, evil: str) -> Any:

@@ -270,3 +270,14 @@ def test_a_file_of_somebody_else_stays_as_it_is(tmp_path: Path, kind: str) -> No
         log.add("y", SCORES, None)
     assert stat.S_IMODE(foreign.stat().st_mode) == 0o644
     assert kind == "fifo" or foreign.read_text() == '{"mine": 1}\n'
+
+
+def test_processes_that_rotate_the_log_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    code = (
+        "import sys; from mlxstacks.routing.gaps import GapLog\n"
+        "log = GapLog(sys.argv[1], max_bytes=600)\n"
+        "for number in range(60): log.add(f'prompt {number}', {'a': 0.5}, None)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "gaps.jsonl")]
+    writers = [subprocess.Popen(command) for _ in range(3)]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0]

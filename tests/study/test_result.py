@@ -4,6 +4,8 @@ Run: pytest tests/study/test_result.py
 """
 
 import json
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,12 +214,32 @@ def test_a_terminal_a_data_frame_and_a_figure(run: Path) -> None:
 
 @given(st.text(max_size=60))
 def test_no_text_of_a_result_is_read_as_markdown(text: str) -> None:
-    table = ARMS.model_copy(update={"rows": ((text, 1, 0.5),)})
-    lines = to_markdown(coin(verdict=text, blocks=(table,))).splitlines()
+    table = ARMS.model_copy(update={"rows": ((text, 1, 0.5),), "title": text, "caption": text})
+    standing = Standing(status="exploratory", reasons=(text,))
+    lines = to_markdown(coin(
+        verdict=text, title=text, blocks=(table,), plan={"hypothesis": text}, notes=(text,),
+        power=(text,), standing=standing,
+    )).splitlines()  # fmt: skip
     (row,) = [line for line in lines if line.endswith("| 1 | 50.0% |")]
     unescaped = row.replace("\\\\", "")
     assert unescaped.count("|") - unescaped.count("\\|") == 4
-    assert not any(line.startswith(("<", "- [", "# ")) for line in lines[1:])
+    bare = "\n".join(lines).replace("\\\\", "")
+    assert not re.search(r"(?<!\\)[<$&\[\]]", bare)
+
+
+def test_a_result_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / RESULT)
+    with pytest.raises(InputError, match="not a regular file"):
+        Result.open(tmp_path)
+
+
+def test_a_foreign_file_of_the_same_name_is_passed_over(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / RESULT).write_text('{"accuracy": 0.5}')
+    settings = ReportSettings(runs=(str(tmp_path),), save_path=str(tmp_path / "page"), formats=())
+    report = write_report(settings)
+    assert [one.source.name for one in report.runs] == ["run"]
+    assert any(note.startswith("other: passed over") for note in report.notes)
 
 
 def test_markdown_and_plots_lie_beside_the_result(tmp_path: Path) -> None:

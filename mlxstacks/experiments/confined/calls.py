@@ -6,8 +6,9 @@
 
 The program may answer what it likes, but only with plain data, by value: None, bool, int, float,
 complex, str, bytes, list, tuple, dict, set, frozenset. Whatever compares an answer is then the
-tests' own, in a process in which no line of the program ever ran. Tests that pass functions or look
-for changes in what they passed therefore fail; HumanEval has none.
+tests' own, in a process in which no line of the program ever ran. So tests that pass functions, or
+expect other types than these (Decimal, the keys of a dict), fail, and none sees what the program
+changes in its arguments; HumanEval needs neither.
 
 Both ends find their descriptors, reading and writing, in `sys.argv`.
 """

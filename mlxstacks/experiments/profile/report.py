@@ -163,8 +163,10 @@ def _jaccard_table(tables: Mapping[str, Any]) -> Table:
         id="jaccard-table", title="Shared layers, by how many are taken", rows=rows,
         columns=(
             Column(name="top layers"), Column(name="mean Jaccard", kind="number", digits=4),
-            Column(name="random layers", kind="number", digits=4), Column(name="p", kind="p"),
-            Column(name="shuffled labels", kind="number", digits=4), Column(name="p", kind="p"),
+            Column(name="random layers", kind="number", digits=4),
+            Column(name="p, random", kind="p"),
+            Column(name="shuffled labels", kind="number", digits=4),
+            Column(name="p, shuffled", kind="p"),
         ),
         caption="Jaccard: layers that two groups both have on top, of those that either has; 1: "
         "the same, 0: none. p: how often chance gives as much or more.",
@@ -185,17 +187,19 @@ def _layer_table(tables: Mapping[str, Any], about_layers: Sequence[Mapping[str, 
     return Table(
         id="layer-table", title="Layers", rows=rows,
         columns=(
-            Column(name="layer", kind="count"), Column(name="attention"),
+            Column(name="layer", kind="count"), Column(name="kind"),
             *([Column(name="bits of experts")] if differ else []),
             Column(name="JS, nats", kind="number", digits=4),
-            Column(name="shuffled", kind="number", digits=4), Column(name="adjusted p", kind="p"),
+            Column(name="JS shuffled", kind="number", digits=4),
+            Column(name="adjusted p", kind="p"),
             Column(name="Jaccard of top experts", kind="number", digits=3),
-            Column(name="shuffled", kind="number", digits=3), Column(name="p", kind="p"),
+            Column(name="Jaccard shuffled", kind="number", digits=3),
+            Column(name="Jaccard p", kind="p"),
         ),
-        caption="JS: mean divergence of the groups at a layer; shuffled: the same when prompts are "
-        "dealt to the groups by chance; adjusted p: how often chance gives as much, for so many "
-        "layers. Jaccard of the groups' most chosen experts; the last p: how often chance gives so "
-        "little.",
+        caption="Kind: of attention. JS: mean divergence of the groups at a layer; shuffled: the "
+        "same when prompts are dealt to the groups by chance; adjusted p: how often chance gives "
+        "as much, for so many layers. Jaccard of the groups' most chosen experts; its p: how often "
+        "chance gives so little.",
     )  # fmt: skip
 
 

@@ -49,10 +49,11 @@ def _written(result: Document) -> str:
     plan = f"Plan {result.plan_sha256[:16]}. " if result.plan_sha256 else ""
     if result.status == "planned":
         return f"{plan}Planned only: would write {result.directory}."
-    seconds, peak = result.environment.get("seconds"), result.environment.get("peak_bytes")
+    seconds, peak = result.environment.seconds, result.environment.peak_bytes
     cost = f"{seconds:.0f} s, " if seconds is not None else ""
     cost += f"peak {bytes_in_words(peak)}. " if peak is not None else ""
-    return f"{plan}{cost}Wrote {result.directory}."
+    wrote = f"Wrote {result.directory}." if result.directory else ""
+    return f"{plan}{cost}{wrote}".rstrip()
 
 
 def result_text(result: Document, width: int = 100) -> str:

@@ -7,7 +7,7 @@ from mlxstacks.study.document import Document, Plot, Table
 from mlxstacks.study.render.words import NOT_MEASURED, clean, format_cell
 
 # What Markdown would read as its own.
-_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|!~])")
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|!~$&])")
 
 
 def to_markdown(result: Document, pictures: Sequence[str] = ()) -> str:
@@ -20,7 +20,7 @@ def to_markdown(result: Document, pictures: Sequence[str] = ()) -> str:
     if result.verdict:
         parts.append(f"**Verdict.** {_text(result.verdict)}")
     if result.plan_sha256:
-        hypothesis = str((result.plan or {}).get("hypothesis", ""))
+        hypothesis = _text(str((result.plan or {}).get("hypothesis", "")))
         parts.append(f"Plan `{result.plan_sha256}`, fixed before the first answer. {hypothesis}")
     for block in result.blocks:
         if isinstance(block, Table):
