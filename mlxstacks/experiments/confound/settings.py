@@ -105,7 +105,10 @@ class ConfoundSettings(BaseModel):
         "drawn at random.",
     )
     least_gain: float = Field(
-        0.05, ge=0, lt=1, description="Smallest A1 - A0 that counts, as a difference of rates."
+        0.05,
+        ge=0,
+        le=0.999999,
+        description="Smallest A1 - A0 that counts, as a difference of rates; 0, or from 1e-6 on.",
     )
     alpha: float = Field(
         0.05, ge=1e-6, le=0.999999, description="p-values below it count as significant."
@@ -137,6 +140,13 @@ class ConfoundSettings(BaseModel):
     seed: int = Field(
         0, ge=0, lt=2**64, description="Seed of sample, split, training and random delta."
     )
+
+    @field_validator("least_gain")
+    @classmethod
+    def _gain_can_be_told_from_none(cls, gain: float) -> float:
+        if 0 < gain < 1e-6:
+            raise ValueError("0, or at least 1e-6")
+        return gain
 
     @field_validator("policies", "subjects")
     @classmethod
