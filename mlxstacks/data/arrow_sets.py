@@ -8,7 +8,6 @@ a column of images, audio or video refers to is neither decoded nor opened.
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +175,7 @@ def _rows(label: str, batches: Iterable[Any], kind: str, most_bytes: int) -> Row
 
     number = nbytes = 0
     try:
-        for batch in chain.from_iterable(_pieces(label, batch) for batch in batches):
+        for batch in _pieces(label, batches):
             names = batch.schema.names
             arrays = [batch.column(i) for i in range(len(names))]
             for name, array in zip(names, arrays, strict=True):
@@ -193,17 +192,22 @@ def _rows(label: str, batches: Iterable[Any], kind: str, most_bytes: int) -> Row
         raise InputError(f"{label}: no rows")
 
 
-def _pieces(label: str, batch: Any) -> Iterator[Any]:
-    """A batch or table in parts of no more values than may be there at once, or of one row."""
-    count = batch.num_rows
-    for i in range(batch.num_columns):
-        with _named(label, 0, batch.schema.names[i], batch.column(i)):
-            batch.column(i).validate(full=True)  # a damaged offset leads anywhere in memory
-    if count > 1 and any(
-        _extent(batch.column(i))[0] > _MOST_VALUES for i in range(batch.num_columns)
-    ):
-        yield from _pieces(label, batch.slice(0, count // 2))
-        yield from _pieces(label, batch.slice(count // 2))
+def _pieces(label: str, batches: Iterable[Any]) -> Iterator[Any]:
+    """Batches or tables in parts of no more values than may be there at once, or of one row."""
+    before = 0
+    for batch in batches:
+        for i, name in enumerate(batch.schema.names):
+            with _named(label, before, name, batch.column(i)):
+                batch.column(i).validate(full=True)  # a damaged offset leads anywhere in memory
+        before += batch.num_rows
+        yield from _halved(batch)
+
+
+def _halved(batch: Any) -> Iterator[Any]:
+    count, columns = batch.num_rows, (batch.column(i) for i in range(batch.num_columns))
+    if count > 1 and any(_extent(column)[0] > _MOST_VALUES for column in columns):
+        yield from _halved(batch.slice(0, count // 2))
+        yield from _halved(batch.slice(count // 2))
     else:
         yield batch
 

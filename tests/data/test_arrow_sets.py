@@ -266,3 +266,12 @@ def test_columns_of_many_numbers_and_of_categories_are_read(tmp_path: Path) -> N
         "a",
         5000,
     )
+
+
+def test_a_damaged_row_is_named_by_its_place_in_the_file(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    bad = pa.array([b"x"] * 300 + [b"\xff"]).view(pa.string())
+    parquet.write_table(pa.table({"text": bad}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match="rows 257 to 301: column 'text'"):
+        read(path=str(tmp_path / "a.parquet"))

@@ -212,3 +212,24 @@ def test_a_store_names_its_own_base(tmp_path: Path) -> None:
     assert (resolved.settings.model, resolved.from_nano) == (None, ())
     resolved = resolve("eval", {"store_path": str(nano_paths().store_path)})
     assert "model" in resolved.from_nano
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("confound", "alpha", 1e-17),
+        ("confound", "least_gain", 1e-320),
+        ("identity", "largest_loss", 1e-320),
+        ("identity", "expected_failures", 1 - 1e-16),
+        ("identity", "expected_discordant", 1e-320),
+        ("eval", "expected_rate", 1 - 1e-16),
+        ("profile", "alpha", 1e-17),
+        ("generate", "budget", "9" * 400),
+    ],
+)
+def test_numbers_that_no_test_or_memory_can_have_are_refused(
+    name: str, key: str, value: object
+) -> None:
+    """Power tables and sizes failed over them."""
+    with pytest.raises(InputError, match=key):
+        resolve(name, {key: value})

@@ -98,7 +98,7 @@ def _layer_lines(tables: Mapping[str, Any], layers: list[int]) -> Plot:
 
 def _jaccard_map(tables: Mapping[str, Any], names: list[str]) -> Plot:
     k, matrix = tables["top_layers"]["k"], tables["jaccard_matrix"]
-    found = tables["jaccard"][str(k)]
+    jaccard = tables["jaccard"][str(k)]
     title = f"Do groups share their top {k} layers? Jaccard of the sets"
     series = tuple(
         Series(label=name, y=tuple(row[: len(names)]))
@@ -107,8 +107,8 @@ def _jaccard_map(tables: Mapping[str, Any], names: list[str]) -> Plot:
     return Plot(
         id="jaccard", title=title, kind="heat map", series=series, categories=tuple(names),
         x_label="group", y_label="group", unit="Jaccard", form="{:.2f}", limits=(0.0, 1.0),
-        alt=f"{title}. Mean {found['mean']:.3f}, random layers {found['chance']:.3f}, shuffled "
-        f"labels {found['shuffled']:.3f}.",
+        alt=f"{title}. Mean {jaccard['mean']:.3f}, random layers {jaccard['chance']:.3f}, shuffled "
+        f"labels {jaccard['shuffled']:.3f}.",
     )  # fmt: skip
 
 
