@@ -21,9 +21,6 @@ from benchmarks.timing import machine, spread
 from mlxstacks import base_model
 from mlxstacks.cli.route_discover import nano_parts
 from mlxstacks.evaluate import evaluate_mean_loss
-from mlxstacks.experiments.route.data import read_examples, routed_domains, stack_hashes
-from mlxstacks.experiments.route.discover_plan import choose_samples, rules_of
-from mlxstacks.experiments.route.evaluate_served import Served, open_served
 from mlxstacks.files.store import Store
 from mlxstacks.layers.output_head import OutputHead, find_output_head
 from mlxstacks.layers.selection import base, routed
@@ -32,6 +29,9 @@ from mlxstacks.routing.candidate_losses import CandidateLosses, candidate, choos
 from mlxstacks.routing.outcome_cache import LossCache
 from mlxstacks.routing.outcome_settings import OutcomeSettings
 from mlxstacks.routing.outcomes import DomainSet, Found, Rules, search_all
+from mlxstacks.studies.route.data import read_examples, routed_domains, stack_hashes
+from mlxstacks.studies.route.discover_plan import choose_samples, rules_of
+from mlxstacks.studies.route.evaluate_served import Served, open_served
 from mlxstacks.training.modes import evaluating
 
 BAR, TOLERANCE = 4.0, 1e-4

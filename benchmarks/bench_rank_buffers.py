@@ -15,9 +15,9 @@ import sys
 from benchmarks.timing import machine
 from mlxstacks.cli import output
 from mlxstacks.cli.sweep import render_buffers
-from mlxstacks.experiments.buffers.run import run
-from mlxstacks.experiments.buffers.settings import BufferSettings
 from mlxstacks.nano.exports import nano_paths
+from mlxstacks.studies.buffers.run import run
+from mlxstacks.studies.buffers.settings import BufferSettings
 from tests.counting_allocator import library
 
 

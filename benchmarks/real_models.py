@@ -32,21 +32,21 @@ from mlx.utils import tree_flatten
 
 from benchmarks.timing import machine
 from mlxstacks import base_model
-from mlxstacks.experiments.benchmarks.arm_model import Loaded, ModelArm
-from mlxstacks.experiments.benchmarks.arm_routes import Routes
-from mlxstacks.experiments.benchmarks.arm_settings import ArmSettings
-from mlxstacks.experiments.benchmarks.task_data import read_task
-from mlxstacks.experiments.benchmarks.tasks import task_named
-from mlxstacks.experiments.benchmarks.types import BenchItem
-from mlxstacks.experiments.confound.adapters import write_controls
-from mlxstacks.experiments.identity.settings import PersonaCard
-from mlxstacks.experiments.identity.suite import SuitePrompt, open_suite
 from mlxstacks.files.adapters import WEIGHTS, match_adapter, read_adapter
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.stack_file import file_sha256
 from mlxstacks.fuse.in_memory import fuse_in_memory
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
 from mlxstacks.stats import wilson_interval
+from mlxstacks.studies.benchmarks.arm_model import Loaded, ModelArm
+from mlxstacks.studies.benchmarks.arm_routes import Routes
+from mlxstacks.studies.benchmarks.arm_settings import ArmSettings
+from mlxstacks.studies.benchmarks.task_data import read_task
+from mlxstacks.studies.benchmarks.tasks import task_named
+from mlxstacks.studies.benchmarks.types import BenchItem
+from mlxstacks.studies.confound.adapters import write_controls
+from mlxstacks.studies.identity.settings import PersonaCard
+from mlxstacks.studies.identity.suite import SuitePrompt, open_suite
 from mlxstacks.training.prepare_base import prepare_base
 
 POLICIES: tuple[PolicyName, ...] = (

@@ -34,7 +34,7 @@ LEVELS = {
     **dict.fromkeys(("layers", "study"), 3),
     **dict.fromkeys(("convert", "fuse", "training", "evaluate"), 4),
     **dict.fromkeys(("routing", "guard"), 5),
-    **dict.fromkeys(("experiments", "nano"), 6),
+    **dict.fromkeys(("studies", "nano"), 6),
     **dict.fromkeys(("recipe", "report", "doctor"), 7),
     "cli": 8,
     "__main__": 9,

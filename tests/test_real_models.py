@@ -19,8 +19,8 @@ from benchmarks.real_models import (
     finished,
     policy_tables,
 )
-from mlxstacks.experiments.benchmarks.types import BenchItem
-from mlxstacks.experiments.confound.adapters import write_controls
+from mlxstacks.studies.benchmarks.types import BenchItem
+from mlxstacks.studies.confound.adapters import write_controls
 from tests.tiny_models import random_adapter, write_llama
 
 GOLDS = [0, 1, 2, 3]

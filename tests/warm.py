@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _IMPORTED = [
-    "mlx_lm", "mlx_lm.models.qwen3_5_moe", "mlxstacks.cli", "mlxstacks.experiments.stack.run",
-    "mlxstacks.experiments.sweep.cell_worker", "mlxstacks.experiments.sweep.rank_sweep",
-    "mlxstacks.experiments.buffers.arms", "mlxstacks.experiments.train.run",
+    "mlx_lm", "mlx_lm.models.qwen3_5_moe", "mlxstacks.cli", "mlxstacks.studies.stack.run",
+    "mlxstacks.studies.sweep.cell_worker", "mlxstacks.studies.sweep.rank_sweep",
+    "mlxstacks.studies.buffers.arms", "mlxstacks.studies.train.run",
     "mlxstacks.fuse.run", "tests.warm",
 ]  # fmt: skip
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -128,7 +128,7 @@ Popen: Any = Child if sys.platform == "linux" else subprocess.Popen
 class WarmSubprocess:
     """What `subprocess` is to a module that starts modules, with processes that are forked.
 
-    monkeypatch.setattr(children, "subprocess", WarmSubprocess)
+    monkeypatch.setattr(child_process, "subprocess", WarmSubprocess)
     """
 
     Popen = Popen
@@ -218,24 +218,24 @@ def _silent() -> None:
 def _run(command: str, settings_json: str) -> None:
     _silent()
     if command == "train":
-        from mlxstacks.experiments.train.run import run as run_train
+        from mlxstacks.studies.train.run import run as run_train
         from mlxstacks.training.settings import TrainSettings
 
         run_train(TrainSettings.model_validate_json(settings_json))
     elif command == "stack":
-        from mlxstacks.experiments.stack.run import run as run_stack
+        from mlxstacks.studies.stack.run import run as run_stack
         from mlxstacks.training.stack_settings import StackRunSettings
 
         run_stack(StackRunSettings.model_validate_json(settings_json))
     else:
         assert command == "sweep"
-        from mlxstacks.experiments import children
-        from mlxstacks.experiments.sweep.rank_sweep import run as run_sweep
-        from mlxstacks.experiments.sweep.settings import SweepSettings
+        from mlxstacks.studies.sweep.rank_sweep import run as run_sweep
+        from mlxstacks.studies.sweep.settings import SweepSettings
+        from mlxstacks.study import child_process
 
         # Its cells come from the server that forked it, which it need not look for.
         forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
-        children.subprocess = WarmSubprocess  # type: ignore[assignment]
+        child_process.subprocess = WarmSubprocess  # type: ignore[assignment]
         run_sweep(SweepSettings.model_validate_json(settings_json))
 
 

@@ -8,7 +8,7 @@ from mlxstacks.stats import share_note
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.confound.report import ConfoundReport, Findings
+    from mlxstacks.studies.confound.report import ConfoundReport, Findings
 
 _MOST_SUBJECTS = 20
 

@@ -9,9 +9,9 @@ from mlxstacks.stats import share_note
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.benchmarks.analysis import Comparison, Rate
-    from mlxstacks.experiments.benchmarks.means import MeanDifference
-    from mlxstacks.experiments.benchmarks.report import EvalReport, Findings, TaskFinding
+    from mlxstacks.studies.benchmarks.analysis import Comparison, Rate
+    from mlxstacks.studies.benchmarks.means import MeanDifference
+    from mlxstacks.studies.benchmarks.report import EvalReport, Findings, TaskFinding
 
 
 # Of the column "outcome", which 80 columns leave little room for.
@@ -235,7 +235,7 @@ def _mean(mean: float, interval: Mapping[str, float], form: str) -> tuple[str, s
 
 def _published_table(found: "Findings") -> object | None:
     """Scores of the paper, where the model is its own: beside, never compared."""
-    from mlxstacks.experiments.benchmarks.tasks import PUBLISHED_MODEL
+    from mlxstacks.studies.benchmarks.tasks import PUBLISHED_MODEL
 
     rows: list[list[output.Cell]] = []
     old = any(arm.reference for one in found.tasks.values() for arm in one.arms.values())

@@ -113,7 +113,7 @@ def _say_what_is_kept(resolved: Resolved) -> None:
     """After Ctrl-C, where the run kept what it had done."""
     if resolved.target is None or "resume" not in type(resolved.settings).model_fields:
         return
-    from mlxstacks.experiments.run_directory import work_path
+    from mlxstacks.study.run_directory import work_path
 
     work = work_path(resolved.target)
     if work.is_dir():

@@ -7,7 +7,7 @@ from mlxstacks.cli import output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.identity.report import Findings, IdentityReport
+    from mlxstacks.studies.identity.report import Findings, IdentityReport
 
 _MOST_DIFFERENCES = 24
 
@@ -153,7 +153,7 @@ def _regression_table(found: "Findings", title: str) -> object:
 
 
 def _published_table() -> object:
-    from mlxstacks.experiments.identity.report import published
+    from mlxstacks.studies.identity.report import published
 
     study = published()
     rows: list[list[output.Cell]] = []

@@ -8,8 +8,8 @@ from mlxstacks.cli import output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.route.check import RouteCheckReport
-    from mlxstacks.experiments.route.check_settings import RouteCheckSettings
+    from mlxstacks.studies.route.check import RouteCheckReport
+    from mlxstacks.studies.route.check_settings import RouteCheckSettings
 
 _SHOWN_CHARACTERS = 70
 
@@ -20,9 +20,9 @@ def run(
     dry_run: bool = False,
     progress: Callable[..., None] | None = None,
 ) -> "RouteCheckReport":
-    """The check. nano stands in for a base that is nano; experiments know no nano."""
-    from mlxstacks.experiments.route import check as route_check
+    """The check. nano stands in for a base that is nano; studies know no nano."""
     from mlxstacks.nano.exports import nano_model
+    from mlxstacks.studies.route import check as route_check
 
     if not settings.model and (model := nano_model(settings.store_path)):
         settings = settings.model_copy(update={"model": str(model)})

@@ -9,8 +9,8 @@ from mlxstacks.command_line import command_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.route.discover import DiscoverReport
     from mlxstacks.routing.outcome_settings import OutcomeSettings
+    from mlxstacks.studies.route.discover import DiscoverReport
 
 _MOST_SETS = 4
 
@@ -22,9 +22,9 @@ def run(
     progress: Callable[..., None] | None = None,
 ) -> "DiscoverReport":
     """The discovery. nano and its routing data stand in where they are what the store was trained
-    on; experiments know no nano.
+    on; studies know no nano.
     """
-    from mlxstacks.experiments.route import discover as route_discover
+    from mlxstacks.studies.route import discover as route_discover
 
     if settings.store_path and not settings.model:
         settings = settings.model_copy(update=nano_parts(settings))

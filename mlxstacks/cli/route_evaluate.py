@@ -8,8 +8,8 @@ from mlxstacks.cli import output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.route.evaluate_report import RouteEvaluateReport
-    from mlxstacks.experiments.route.evaluate_settings import RouteEvaluateSettings
+    from mlxstacks.studies.route.evaluate_report import RouteEvaluateReport
+    from mlxstacks.studies.route.evaluate_settings import RouteEvaluateSettings
 
 
 def run(
@@ -19,9 +19,9 @@ def run(
     progress: Callable[..., None] | None = None,
 ) -> "RouteEvaluateReport":
     """The evaluation. nano, its routing data and its held-out domain stand in where they are what
-    the store was trained on; experiments know no nano.
+    the store was trained on; studies know no nano.
     """
-    from mlxstacks.experiments.route import evaluate as route_evaluate
+    from mlxstacks.studies.route import evaluate as route_evaluate
 
     if settings.store_path and not settings.model:
         settings = settings.model_copy(update=_nano_parts(settings))
@@ -60,8 +60,8 @@ def render(console: "Console", report: "RouteEvaluateReport") -> None:
             markup=False,
         )
         return
-    from mlxstacks.experiments.route.evaluate_matrix import ALL
-    from mlxstacks.experiments.route.evaluate_report import rate_words, spread
+    from mlxstacks.studies.route.evaluate_matrix import ALL
+    from mlxstacks.studies.route.evaluate_report import rate_words, spread
 
     groups = [*found.rows, ALL]
     # Groups down and modes across: there are seven modes, and any number of domains.

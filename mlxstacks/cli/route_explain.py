@@ -7,14 +7,14 @@ from mlxstacks.cli import output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.route.explain import Explanation
-    from mlxstacks.experiments.route.explain_settings import RouteExplainSettings
+    from mlxstacks.studies.route.explain import Explanation
+    from mlxstacks.studies.route.explain_settings import RouteExplainSettings
 
 
 def run(settings: "RouteExplainSettings") -> "Explanation":
-    """The explanation. nano stands in for a base that is nano; experiments know no nano."""
-    from mlxstacks.experiments.route import explain as route_explain
+    """The explanation. nano stands in for a base that is nano; studies know no nano."""
     from mlxstacks.nano.exports import nano_model
+    from mlxstacks.studies.route import explain as route_explain
 
     if not settings.model and (model := nano_model(settings.store_path)):
         settings = settings.model_copy(update={"model": str(model)})

@@ -7,7 +7,7 @@ from mlxstacks.cli import output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.route.gaps import GapsReport
+    from mlxstacks.studies.route.gaps import GapsReport
 
 _MOST_ROWS = 24
 _SHOWN_CHARACTERS = 60

@@ -10,8 +10,8 @@ from mlxstacks.command_line import command_line
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.route.train import RouteTrainReport
     from mlxstacks.routing.router_settings import RouterTrainSettings
+    from mlxstacks.studies.route.train import RouteTrainReport
 
 
 def run(
@@ -23,8 +23,8 @@ def run(
     """The training. nano stands in for a base that is nano; its own store, which lies in the
     package, is read and not changed.
     """
-    from mlxstacks.experiments.route import train as route_train
     from mlxstacks.nano.exports import nano_model
+    from mlxstacks.studies.route import train as route_train
 
     notes: list[str] = []
     if settings.store_path:

@@ -9,7 +9,7 @@ from mlxstacks.memory import bytes_in_words
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.stack.report import StackReport
+    from mlxstacks.studies.stack.report import StackReport
 
 _TITLES = {
     "ungated": "Loss with every stack on, after each domain",

@@ -8,8 +8,8 @@ from mlxstacks.cli import output
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.stack.analysis import AnalysisReport
-    from mlxstacks.experiments.stack.analysis_settings import StacksAnalyseSettings
+    from mlxstacks.studies.stack.analysis import AnalysisReport
+    from mlxstacks.studies.stack.analysis_settings import StacksAnalyseSettings
 
 _MOST_ROWS = 24
 
@@ -21,9 +21,9 @@ def run(
     progress: Callable[..., None] | None = None,
 ) -> "AnalysisReport":
     """The analysis. nano and its curriculum stand in where they are what the store was trained on;
-    experiments know no nano.
+    studies know no nano.
     """
-    from mlxstacks.experiments.stack import analysis as stack_analysis
+    from mlxstacks.studies.stack import analysis as stack_analysis
 
     unsaid = not (settings.model or settings.weights_only or dry_run)
     if settings.store_path and unsaid:

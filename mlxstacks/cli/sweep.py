@@ -9,11 +9,11 @@ from mlxstacks.memory import bytes_in_words
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.buffers.run import BufferReport
-    from mlxstacks.experiments.sweep.report import PlannedCell, SweepReport
-    from mlxstacks.experiments.sweep.settings import SweepSettings
-    from mlxstacks.experiments.sweep.summary import MatrixRow
     from mlxstacks.stats import MeanInterval
+    from mlxstacks.studies.buffers.run import BufferReport
+    from mlxstacks.studies.sweep.report import PlannedCell, SweepReport
+    from mlxstacks.studies.sweep.settings import SweepSettings
+    from mlxstacks.studies.sweep.summary import MatrixRow
 
 _MOST_ROWS, _MOST_POINTS = 40, 6
 _RUN_COLUMNS = ("rank", "cells", "before", "after", "best", "seconds", "peak", "buffers")
@@ -25,9 +25,9 @@ def run(
     dry_run: bool = False,
     progress: Callable[..., None] | None = None,
 ) -> "SweepReport":
-    """The sweep. nano is exported at whatever widths are asked for; experiments know no nano."""
-    from mlxstacks.experiments.sweep import rank_sweep
+    """The sweep. nano is exported at whatever widths are asked for; studies know no nano."""
     from mlxstacks.nano.exports import nano_paths
+    from mlxstacks.studies.sweep import rank_sweep
 
     base_at = None
     # a model of one's own has {bits} in its name wherever there are bits
@@ -64,7 +64,7 @@ def _render_point(
     console: "Console", rows: list["MatrixRow"], policies: list[str], named: bool
 ) -> None:
     """Runs and survival of one point, a line for each rank."""
-    from mlxstacks.experiments.sweep.summary import point_name
+    from mlxstacks.studies.sweep.summary import point_name
 
     counted = any(row.mean("measured_buffers") is not None for row in rows)
     columns = [*_RUN_COLUMNS, *(["counted"] if counted else [])]

@@ -9,7 +9,7 @@ from mlxstacks.memory import bytes_in_words
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.experiments.train.report import TrainReport
+    from mlxstacks.studies.train.report import TrainReport
 
 _MOST_EVALUATIONS = 12
 

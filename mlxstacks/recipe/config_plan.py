@@ -19,12 +19,12 @@ from mlxstacks.routing.gap_settings import NO_GAP_LOG
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from mlxstacks.experiments.buffers.settings import BufferSettings
-    from mlxstacks.experiments.compare.settings import CompareSettings
-    from mlxstacks.experiments.sweep.settings import SweepSettings
     from mlxstacks.guard.settings import GuardSettings
     from mlxstacks.layers.targets import Target
     from mlxstacks.recipe.resolve import Resolved
+    from mlxstacks.studies.buffers.settings import BufferSettings
+    from mlxstacks.studies.compare.settings import CompareSettings
+    from mlxstacks.studies.sweep.settings import SweepSettings
     from mlxstacks.training.settings import TrainSettings
     from mlxstacks.training.stack_settings import StackRunSettings
 
@@ -179,9 +179,9 @@ def _training(name: str, settings: Any) -> Iterator[PlannedTraining]:
 def _train(
     name: str, settings: "TrainSettings", runs: int = 1, ask: bool = True
 ) -> PlannedTraining:
-    from mlxstacks.experiments.guarded import asked_of
-    from mlxstacks.experiments.train.setup import choose_targets, trained_parameters
     from mlxstacks.guard.build import lazy_model, read_config
+    from mlxstacks.studies.guarded import asked_of
+    from mlxstacks.studies.train.setup import choose_targets, trained_parameters
 
     model = str(settings.model)
     targets = choose_targets(lazy_model(read_config(model)[0]), settings)
@@ -199,10 +199,10 @@ def _train(
 
 
 def _stack(name: str, settings: "StackRunSettings", runs: int = 1) -> PlannedTraining:
-    from mlxstacks.experiments.stack.guard import asked_of
-    from mlxstacks.experiments.stack.setup import choose_targets
     from mlxstacks.guard.build import lazy_model, read_config
     from mlxstacks.layers.targets import stack_size
+    from mlxstacks.studies.stack.guard import asked_of
+    from mlxstacks.studies.stack.setup import choose_targets
 
     model = str(settings.model)
     targets = choose_targets(lazy_model(read_config(model)[0]), settings)
@@ -236,7 +236,7 @@ def _sweep(settings: "SweepSettings") -> Iterator[PlannedTraining]:
     """
     from pathlib import Path
 
-    from mlxstacks.experiments.sweep.cells import cells_of, train_settings
+    from mlxstacks.studies.sweep.cells import cells_of, train_settings
 
     asked = {min(settings.ranks), max(settings.ranks)}
     for cell in cells_of(settings):
@@ -260,12 +260,12 @@ def _buffers(settings: "BufferSettings") -> Iterator[PlannedTraining]:
     """A line for each rank. The guard is asked of mlx-lm's loop, where it is among the trainers:
     it holds by far the most buffers.
     """
-    from mlxstacks.experiments.buffers.arms import arms_of
-    from mlxstacks.experiments.train.setup import trained_parameters
     from mlxstacks.guard.build import lazy_model, read_config
     from mlxstacks.guard.settings import GuardSettings
     from mlxstacks.layers.settings import TargetSettings, parse_layers
     from mlxstacks.layers.targets import find_targets
+    from mlxstacks.studies.buffers.arms import arms_of
+    from mlxstacks.studies.train.setup import trained_parameters
 
     model = str(settings.model)
     wanted = TargetSettings(
@@ -314,8 +314,8 @@ def _verdict(asked: "GuardSettings", choice: str, ask: bool) -> dict[str, Any] |
     """The guard's word, as reports of runs keep it."""
     if choice == "off" or not ask:
         return None
-    from mlxstacks.experiments.train.report import guard_json
     from mlxstacks.guard.run import guard
+    from mlxstacks.studies.train.report import guard_json
 
     report = guard(asked)
     return guard_json(report, report.change.settings if report.change else {})

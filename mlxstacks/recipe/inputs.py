@@ -136,7 +136,7 @@ def _benchmarks(settings: Any) -> Iterator[Input]:
 
     Tasks may share one, as a part of it each: it is here where the parts of all of them are.
     """
-    from mlxstacks.experiments.benchmarks.tasks import task_named
+    from mlxstacks.studies.benchmarks.tasks import task_named
 
     if settings.data is not None or settings.regrade is not None:
         return

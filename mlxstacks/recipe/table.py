@@ -87,7 +87,7 @@ COMMANDS: dict[str, Command] = {
     "train": Command(
         help="Train a LoRA on a model and write an adapter that mlx-lm loads.",
         settings="mlxstacks.training.settings:TrainSettings",
-        function="mlxstacks.experiments.train.run:run",
+        function="mlxstacks.studies.train.run:run",
         render="mlxstacks.cli.train:render",
         nano={"model": "model_path", "data": "data_path"},
         report="train_report.json",
@@ -95,7 +95,7 @@ COMMANDS: dict[str, Command] = {
     "stack": Command(
         help="Train frozen stacks, domain after domain, into a store that loses none of them.",
         settings="mlxstacks.training.stack_settings:StackRunSettings",
-        function="mlxstacks.experiments.stack.run:run",
+        function="mlxstacks.studies.stack.run:run",
         render="mlxstacks.cli.stack:render",
         nano={"model": "model_path", "data": "curriculum_path"},
         extends=True,
@@ -103,8 +103,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "stack compare": Command(
         help="Compare settings of `stack` over seeds: equal budgets, differences, a verdict.",
-        settings="mlxstacks.experiments.compare.settings:CompareSettings",
-        function="mlxstacks.experiments.compare.run:run",
+        settings="mlxstacks.studies.compare.settings:CompareSettings",
+        function="mlxstacks.studies.compare.run:run",
         render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path", "data": "curriculum_path"},
         nano_recipe="compare-building-block-nano",
@@ -119,7 +119,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "sweep": Command(
         help="Train at many ranks and compare: losses, buffers, what a fuse keeps.",
-        settings="mlxstacks.experiments.sweep.settings:SweepSettings",
+        settings="mlxstacks.studies.sweep.settings:SweepSettings",
         function="mlxstacks.cli.sweep:run",
         render="mlxstacks.cli.sweep:render",
         nano={"model": "model_path", "data": "data_path"},
@@ -127,16 +127,16 @@ COMMANDS: dict[str, Command] = {
     ),
     "sweep buffers": Command(
         help="Test whether rank moves the number of live buffers, with a counting allocator.",
-        settings="mlxstacks.experiments.buffers.settings:BufferSettings",
-        function="mlxstacks.experiments.buffers.run:run",
+        settings="mlxstacks.studies.buffers.settings:BufferSettings",
+        function="mlxstacks.studies.buffers.run:run",
         render="mlxstacks.cli.sweep:render_buffers",
         nano={"model": "model_path"},
         report="sweep_report.json",
     ),
     "confound": Command(
         help="Does fusing a second adapter add knowledge? Every arm beside its control.",
-        settings="mlxstacks.experiments.confound.settings:ConfoundSettings",
-        function="mlxstacks.experiments.confound.run:run",
+        settings="mlxstacks.studies.confound.settings:ConfoundSettings",
+        function="mlxstacks.studies.confound.run:run",
         render="mlxstacks.cli.confound:render",
         nano={"model": "model_path", "persona": "adapter_path", "items": "items_path"},
         nano_recipe="confound-nano",
@@ -144,8 +144,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "identity": Command(
         help="Does a persona survive a second adapter? Conditions, suite, validity gate.",
-        settings="mlxstacks.experiments.identity.settings:IdentitySettings",
-        function="mlxstacks.experiments.identity.run:run",
+        settings="mlxstacks.studies.identity.settings:IdentitySettings",
+        function="mlxstacks.studies.identity.run:run",
         render="mlxstacks.cli.identity:render",
         nano={
             "model": "model_path",
@@ -159,8 +159,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "eval": Command(
         help="Benchmarks in every mode: base, adapter, fused, ungated, routed; paired tests.",
-        settings="mlxstacks.experiments.benchmarks.settings:EvalSettings",
-        function="mlxstacks.experiments.benchmarks.run:run",
+        settings="mlxstacks.studies.benchmarks.settings:EvalSettings",
+        function="mlxstacks.studies.benchmarks.run:run",
         render="mlxstacks.cli.eval:render",
         nano={
             "model": "model_path",
@@ -246,7 +246,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "stacks analyse": Command(
         help="Look at what a store's stacks do: routing, directions, spectra, losses, plots.",
-        settings="mlxstacks.experiments.stack.analysis_settings:StacksAnalyseSettings",
+        settings="mlxstacks.studies.stack.analysis_settings:StacksAnalyseSettings",
         function="mlxstacks.cli.stacks_analysis:run",
         render="mlxstacks.cli.stacks_analysis:render",
         arguments={"store_path": "STORE"},
@@ -272,7 +272,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "route explain": Command(
         help="Say why a prompt goes where it goes, and what each domain does to an answer's loss.",
-        settings="mlxstacks.experiments.route.explain_settings:RouteExplainSettings",
+        settings="mlxstacks.studies.route.explain_settings:RouteExplainSettings",
         function="mlxstacks.cli.route_explain:run",
         render="mlxstacks.cli.route_explain:render",
         arguments={"prompt": "PROMPT"},
@@ -281,13 +281,13 @@ COMMANDS: dict[str, Command] = {
     "route gaps": Command(
         help="List prompts that no domain fitted, in groups; propose domains to train.",
         settings="mlxstacks.routing.gap_settings:RouteGapsSettings",
-        function="mlxstacks.experiments.route.gaps:run",
+        function="mlxstacks.studies.route.gaps:run",
         render="mlxstacks.cli.route_gaps:render",
         arguments={"log_path": "LOG"},
     ),
     "route evaluate": Command(
         help="Measure whether routing pays: losses in every mode, the router's metrics, gaps.",
-        settings="mlxstacks.experiments.route.evaluate_settings:RouteEvaluateSettings",
+        settings="mlxstacks.studies.route.evaluate_settings:RouteEvaluateSettings",
         function="mlxstacks.cli.route_evaluate:run",
         render="mlxstacks.cli.route_evaluate:render",
         arguments={"store_path": "STORE"},
@@ -297,7 +297,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "route check": Command(
         help="Ask prompts whose answers and routes are known, in every mode, and judge by rules.",
-        settings="mlxstacks.experiments.route.check_settings:RouteCheckSettings",
+        settings="mlxstacks.studies.route.check_settings:RouteCheckSettings",
         function="mlxstacks.cli.route_check:run",
         render="mlxstacks.cli.route_check:render",
         arguments={"store_path": "STORE"},
@@ -320,8 +320,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "profile": Command(
         help="Profile which experts groups of prompts go to, beside what chance gives.",
-        settings="mlxstacks.experiments.profile.settings:ProfileSettings",
-        function="mlxstacks.experiments.profile.run:run",
+        settings="mlxstacks.studies.profile.settings:ProfileSettings",
+        function="mlxstacks.studies.profile.run:run",
         render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path", "data": "domains_path"},
         report="result.json",

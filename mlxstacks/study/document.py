@@ -123,8 +123,8 @@ class Document(_Part):
     """kind: the command. question: what it asks. outcome: a few words; verdict: whole sentences.
     plan: what was fixed before the first answer; power: what it can find. provenance: file ->
     `sha256`, or `answers` and `digest` of an answer log. data: all figures, units in the names.
-    failed_gate: why the command ends with 3. directory: where it was written or read, no part of
-    the document.
+    failed_gate: why the command ends with 3; failure: why with 1, although the document is whole.
+    directory: where it was written or read, no part of the document.
     """
 
     kind: str
@@ -145,6 +145,7 @@ class Document(_Part):
     blocks: tuple[Block, ...] = ()
     notes: tuple[str, ...] = ()
     failed_gate: str | None = None
+    failure: str | None = None
     seal: str = ""
     directory: str | None = Field(default=None, exclude=True)
 

@@ -14,8 +14,8 @@ import pytest
 
 from mlxstacks.command_line import command_line
 from tests.cli.conftest import Run
-from tests.experiments.stack_cases import domain_rows
-from tests.experiments.train_cases import write_rows, write_tiny_model
+from tests.studies.stack_cases import domain_rows
+from tests.studies.train_cases import write_rows, write_tiny_model
 from tests.tiny_models import random_adapter
 
 _STEP = re.compile(r"^(?:Try it|Next|See also|.* without): ((?:mlxstacks|mlx_lm)\S* .*)$", re.M)

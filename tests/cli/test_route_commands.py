@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
-from tests.experiments.route_evaluate_cases import Places, write_places
+from tests.studies.route_evaluate_cases import Places, write_places
 
 
 @pytest.fixture(scope="module")

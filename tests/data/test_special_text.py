@@ -32,9 +32,9 @@ from mlxstacks.data.special_text import (
     special_literals,
 )
 from mlxstacks.errors import CheckpointError, InputError
-from mlxstacks.experiments.benchmarks.arm_prompts import PromptEncoder
-from mlxstacks.experiments.benchmarks.arm_settings import ArmSettings
 from mlxstacks.routing.generation import encode_prompt
+from mlxstacks.studies.benchmarks.arm_prompts import PromptEncoder
+from mlxstacks.studies.benchmarks.arm_settings import ArmSettings
 from tests.data.chat_tokenizers import KINDS, PLAIN_KINDS, Counting, chat_tokenizer
 from tests.data.train_rows import read_rows
 

@@ -13,11 +13,11 @@ from pydantic import BaseModel, TypeAdapter
 from mlxstacks.data import DomainDataSettings, Rendering, Row, encode_messages
 from mlxstacks.data.chat import prompt_tokens
 from mlxstacks.data.text_settings import Thinking, ThinkingMode
-from mlxstacks.experiments.benchmarks.arm_prompts import PromptEncoder
-from mlxstacks.experiments.benchmarks.arm_settings import ArmSettings
-from mlxstacks.experiments.confound.items import Item
-from mlxstacks.experiments.confound.scoring import encode_choices
 from mlxstacks.routing.generation import encode_prompt
+from mlxstacks.studies.benchmarks.arm_prompts import PromptEncoder
+from mlxstacks.studies.benchmarks.arm_settings import ArmSettings
+from mlxstacks.studies.confound.items import Item
+from mlxstacks.studies.confound.scoring import encode_choices
 from tests.data.chat_tokenizers import chat_tokenizer
 from tests.data.train_rows import read_rows
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxstacks.experiments.profile.kept import keep_choices
 from mlxstacks.files import outputs
 from mlxstacks.files.outputs import staged_directory, write_json
 from mlxstacks.files.shards import ShardWriter
 from mlxstacks.routing.conversation import _write_once
+from mlxstacks.studies.profile.kept import keep_choices
 from mlxstacks.study.answer_log import AnswerLog
 from mlxstacks.training.loop import new_state
 from mlxstacks.training.settings import OptimizerSettings

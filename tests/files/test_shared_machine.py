@@ -17,10 +17,10 @@ from unittest.mock import Mock
 import pytest
 
 from mlxstacks.errors import TargetError
-from mlxstacks.experiments.run_directory import RunDirectory
 from mlxstacks.files.disk import target_errors
 from mlxstacks.files.mark import MARK, new_mark, read_mark
 from mlxstacks.files.outputs import fill_cache, staged_directory, write_json
+from mlxstacks.study.run_directory import RunDirectory
 
 NOBODY = 65534
 ME = pwd.getpwuid(os.geteuid()).pw_name

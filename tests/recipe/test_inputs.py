@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from mlxstacks.data import TrainDataSettings
-from mlxstacks.experiments.benchmarks.settings import EvalSettings
 from mlxstacks.recipe import inputs
 from mlxstacks.recipe.inputs import Input, inputs_of
+from mlxstacks.studies.benchmarks.settings import EvalSettings
 from mlxstacks.training.settings import TrainSettings
 
 ARC = ("arc_easy", "arc_challenge")

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError
-from mlxstacks.experiments.benchmarks.settings import EvalSettings
 from mlxstacks.files.outputs import mark_bare
 from mlxstacks.files.store import Store
 from mlxstacks.nano.exports import nano_paths
@@ -24,6 +23,7 @@ from mlxstacks.recipe.resolve import (
     resolve,
     validate,
 )
+from mlxstacks.studies.benchmarks.settings import EvalSettings
 from tests.cli.toy import TOY
 
 TREES = st.recursive(

@@ -10,41 +10,41 @@ from typing import Any
 
 import numpy as np
 
-from mlxstacks.experiments.compare.analysis import CellValues, Rule, analyse
-from mlxstacks.experiments.compare.budget import ArmBudget
-from mlxstacks.experiments.compare.report import blocks as compare_blocks
-from mlxstacks.experiments.compare.report import outcome as compare_outcome
-from mlxstacks.experiments.compare.run import ABOUT as COMPARE
-from mlxstacks.experiments.compare.settings import CompareSettings
-from mlxstacks.experiments.confound.plan import arms_of
-from mlxstacks.experiments.confound.report import ConfoundReport
-from mlxstacks.experiments.confound.settings import ConfoundSettings
-from mlxstacks.experiments.identity.report import IdentityReport
-from mlxstacks.experiments.profile.analysis import Choices
-from mlxstacks.experiments.profile.analysis import Rule as ProfileRule
-from mlxstacks.experiments.profile.analysis import analyse as analyse_profile
-from mlxstacks.experiments.profile.report import blocks as profile_blocks
-from mlxstacks.experiments.profile.report import outcome, verdict_of
-from mlxstacks.experiments.profile.run import ABOUT
-from mlxstacks.experiments.route.discover import DiscoverReport
-from mlxstacks.experiments.route.evaluate_matrix import ALL, Estimate
-from mlxstacks.experiments.route.evaluate_report import Evaluation, RouteEvaluateReport
-from mlxstacks.experiments.route.train import RouteTrainReport
-from mlxstacks.experiments.stack.analysis import AnalysisReport
-from mlxstacks.experiments.sweep.cells import Cell, CellResult
-from mlxstacks.experiments.sweep.report import report_of, shown_settings
-from mlxstacks.experiments.sweep.settings import SweepSettings
-from mlxstacks.experiments.train.report import TrainReport, versions
 from mlxstacks.files.manifest import DomainRecord, Manifest
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.fuse.fidelity import Sums, fidelity
 from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.studies.compare.analysis import CellValues, Rule, analyse
+from mlxstacks.studies.compare.budget import ArmBudget
+from mlxstacks.studies.compare.report import blocks as compare_blocks
+from mlxstacks.studies.compare.report import outcome as compare_outcome
+from mlxstacks.studies.compare.run import ABOUT as COMPARE
+from mlxstacks.studies.compare.settings import CompareSettings
+from mlxstacks.studies.confound.plan import arms_of
+from mlxstacks.studies.confound.report import ConfoundReport
+from mlxstacks.studies.confound.settings import ConfoundSettings
+from mlxstacks.studies.identity.report import IdentityReport
+from mlxstacks.studies.profile.analysis import Choices
+from mlxstacks.studies.profile.analysis import Rule as ProfileRule
+from mlxstacks.studies.profile.analysis import analyse as analyse_profile
+from mlxstacks.studies.profile.report import blocks as profile_blocks
+from mlxstacks.studies.profile.report import outcome, verdict_of
+from mlxstacks.studies.profile.run import ABOUT
+from mlxstacks.studies.route.discover import DiscoverReport
+from mlxstacks.studies.route.evaluate_matrix import ALL, Estimate
+from mlxstacks.studies.route.evaluate_report import Evaluation, RouteEvaluateReport
+from mlxstacks.studies.route.train import RouteTrainReport
+from mlxstacks.studies.stack.analysis import AnalysisReport
+from mlxstacks.studies.sweep.cells import Cell, CellResult
+from mlxstacks.studies.sweep.report import report_of, shown_settings
+from mlxstacks.studies.sweep.settings import SweepSettings
+from mlxstacks.studies.train.report import TrainReport, versions
 from mlxstacks.study.document import RESULT, Standing
 from mlxstacks.study.result import Result
 from mlxstacks.training.settings import TrainSettings
-from tests.experiments import confound_cases
-from tests.experiments.identity import cases as identity_cases
+from tests.studies import confound_cases
+from tests.studies.identity import cases as identity_cases
 
 SETTINGS = FuseSettings(model="m", adapter_path=("a",))
 RATE = {"count": 3, "n": 4, "rate": 0.75, "low": 0.3, "high": 0.95}
@@ -218,8 +218,8 @@ def identity_report() -> dict[str, Any]:
 
 
 def eval_report() -> dict[str, Any]:
-    from mlxstacks.experiments.benchmarks.report import EvalReport
-    from tests.experiments.benchmarks.test_report import found_of, marks
+    from mlxstacks.studies.benchmarks.report import EvalReport
+    from tests.studies.benchmarks.test_report import found_of, marks
 
     found = found_of({
         "arc_easy": {"base": marks(100), "routed": marks(130)},

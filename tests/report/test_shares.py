@@ -11,19 +11,19 @@ import pytest
 from rich.console import Console
 
 from mlxstacks.cli.confound import render as render_confound
-from mlxstacks.experiments.confound.plan import arms_of
-from mlxstacks.experiments.confound.report import ConfoundReport
-from mlxstacks.experiments.confound.settings import ConfoundSettings
 from mlxstacks.report.content import Table
 from mlxstacks.report.find import RESULT_FILES
 from mlxstacks.report.kinds import KINDS
 from mlxstacks.report.results import content_of
 from mlxstacks.report.values import Value
 from mlxstacks.stats import share_note, wilson_interval
+from mlxstacks.studies.confound.plan import arms_of
+from mlxstacks.studies.confound.report import ConfoundReport
+from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.result import Result
-from tests.experiments import confound_cases
 from tests.report.cases import every_report
+from tests.studies import confound_cases
 
 SHARE = re.compile(r"^[+-]?\d+(\.\d+)?%$")
 # Shares of a known whole, of weights or codes; rates of guessing; and ratios of two differences.

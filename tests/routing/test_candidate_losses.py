@@ -34,8 +34,8 @@ from mlxstacks.routing.candidate_losses import (
 )
 from mlxstacks.routing.outcome_cache import LossCache
 from mlxstacks.training.modes import evaluating
-from tests.experiments.stack_analysis_cases import random_part
-from tests.experiments.train_cases import write_tiny_model
+from tests.studies.stack_analysis_cases import random_part
+from tests.studies.train_cases import write_tiny_model
 
 DOMAINS = ("a", "b")
 STACKS = {name: [f"{name}-hash"] for name in DOMAINS}

@@ -22,7 +22,6 @@ from mlxstacks.routing.generation import Sampling, encode_prompt, generate
 from mlxstacks.routing.open_routed import context_tokens
 from mlxstacks.routing.prompt_cache import PromptCache
 from mlxstacks.routing.route import Route, pinned
-from tests.experiments.train_cases import WORDS
 from tests.routing.engine_cases import (
     DOMAINS,
     Places,
@@ -31,6 +30,7 @@ from tests.routing.engine_cases import (
     user,
     write_places,
 )
+from tests.studies.train_cases import WORDS
 from tests.tiny_models import END_OF_TEXT
 
 SHORT = Sampling(max_tokens=5)

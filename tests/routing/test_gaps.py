@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError, TargetError
-from mlxstacks.experiments.route.gaps import run
 from mlxstacks.routing.gap_clusters import cluster_gaps
 from mlxstacks.routing.gap_settings import RouteGapsSettings
 from mlxstacks.routing.gaps import GapEvent, GapLog, is_loss_gap, older, read_gaps
+from mlxstacks.studies.route.gaps import run
 
 SCORES = {"code": 0.04, "math": 0.11}
 

@@ -25,7 +25,7 @@ from mlxstacks.study.answer_log import (
     lines_of,
     whole_lines,
 )
-from tests.experiments.answer_files import forge
+from tests.studies.answer_files import forge
 
 HEADER = {"plan_sha256": "a", "arm": "base"}
 ROWS = [

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from mlxstacks.experiments.benchmarks.plots import draw_scores
-from mlxstacks.experiments.stack.plots import draw_load, draw_losses, draw_matrix
+from mlxstacks.studies.benchmarks.plots import draw_scores
+from mlxstacks.studies.stack.plots import draw_load, draw_losses, draw_matrix
 from mlxstacks.study.render.drawings import Dot, draw_heat_map, draw_intervals
 from mlxstacks.study.render.figures import LONGEST_TICK, fit, tick_texts
-from tests.experiments.benchmarks.test_report import found_of, marks
+from tests.studies.benchmarks.test_report import found_of, marks
 
 pytest.importorskip("matplotlib")
 

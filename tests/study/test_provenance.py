@@ -13,7 +13,7 @@ import pytest
 from mlxstacks.study import provenance as made_from_module
 from mlxstacks.study.answer_log import AnswerLog
 from mlxstacks.study.provenance import Checked, check_made_from, of_bytes
-from tests.experiments.answer_files import forge, rows_of
+from tests.studies.answer_files import forge, rows_of
 
 ROWS = [{"item_id": str(place), "pick": 0} for place in range(4)]
 

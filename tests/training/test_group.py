@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from mlxstacks.experiments.train.run import run
+from mlxstacks.studies.train.run import run
 from mlxstacks.training.group import current_group, gathered
-from tests.experiments.train_cases import settings_for, write_data, write_tiny_model
+from tests.studies.train_cases import settings_for, write_data, write_tiny_model
 
 LAUNCHER = Path(sys.executable).with_name("mlx.launch")
 
@@ -48,7 +48,7 @@ def test_two_launched_processes_train_like_one(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import sys\n"
-        "from mlxstacks.experiments.train.run import run\n"
+        "from mlxstacks.studies.train.run import run\n"
         "from mlxstacks.training.settings import TrainSettings\n"
         "from mlxstacks.training.group import current_group, gathered, size_and_rank\n"
         "size, rank = size_and_rank(current_group())\n"

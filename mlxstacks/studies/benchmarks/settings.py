@@ -1,0 +1,153 @@
+"""Settings of `mlxstacks eval`. Imports neither mlx nor numpy."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from mlxstacks.studies.benchmarks.arm_settings import ArmName, ArmSettings
+from mlxstacks.studies.benchmarks.tasks import TWELVE
+
+Normalisation = Literal["sum", "token", "character"]
+NORMALISATIONS: tuple[Normalisation, ...] = ("sum", "token", "character")
+HARNESS = "lm_eval/"
+# How a run writes, goes on and grades; not what the arms answer or what is tested.
+NOT_OF_THE_PLAN = {
+    "save_path", "resume", "force", "save_every", "regrade", "allow_code", "plots", "data", "model",
+    "adapter_path", "store_path", "router_path", "items_per_task", "limit", "sample", "arms",
+    "tasks",
+    "task_files",
+}  # fmt: skip
+
+
+class EvalSettings(ArmSettings):
+    """Benchmarks in every mode of a model. The defaults are ours; recipes hold published ones."""
+
+    tasks: tuple[str, ...] = Field(
+        TWELVE,
+        description="Benchmarks. Repeatable. lm_eval/NAME is a task of the lm-evaluation-harness: "
+        "a file of task_files, else one of ours, else its own (a group gives each of its tasks).",
+    )
+    data: str | None = Field(
+        None,
+        description="A directory with a file for each task, or one file. Default: data sets in the "
+        "Hugging Face cache; without a model of your own, nano's items.",
+    )
+    task_files: str | None = Field(
+        None, description="Directory of more task files for lm_eval/NAME, besides those shipped."
+    )
+    arms: tuple[ArmName, ...] = Field(
+        (), description="Modes to compare. Repeatable. Default: all that there is an adapter, a "
+        "store or labelled items for.",
+    )  # fmt: skip
+    items_per_task: Annotated[int, Field(ge=1)] | None = Field(
+        200, description="Items of each task, drawn before any answer; none: all there are."
+    )
+    limit: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Answer only so many items of each task: a quick look, marked exploratory.",
+    )
+    sample: Literal["stratified", "first"] = Field(
+        "stratified",
+        description="stratified: a seeded sample, each subject in proportion. first: the first "
+        "rows of the file, as published; of MMLU that is one subject or two.",
+    )
+    normalisation: Normalisation = Field(
+        "token",
+        description="Of likelihoods, the one that is tested: their sum, or the mean over tokens "
+        "(as published) or characters. All three are reported.",
+    )
+    letters: bool = Field(
+        False, description="Score lettered tasks by their letters too, reported beside."
+    )
+    domains: tuple[str, ...] = Field(
+        (),
+        description="SUBJECT=DOMAIN or TASK=DOMAIN: the domain whose stacks items are for, as arm "
+        "oracle takes them. Repeatable; a subject wins over a task.",
+    )
+    allow_code: bool = Field(
+        False,
+        description="Run programs that the model wrote, in a sandbox, to grade them; without it "
+        "they are not graded.",
+    )
+    alpha: float = Field(
+        0.05, ge=1e-6, le=0.999999, description="Adjusted p-values below it count as a difference."
+    )
+    expected_rate: float = Field(
+        0.5,
+        ge=1e-6,
+        le=0.999999,
+        description="Score of the control that the power table takes as known.",
+    )
+    expected_discordant: float = Field(
+        0.1,
+        ge=1e-6,
+        le=0.999999,
+        description="Share of items that change sides, for the power table.",
+    )
+    save_every: int = Field(32, ge=1, description="Items answered before they are written down.")
+    regrade: str | None = Field(
+        None,
+        description="Directory of a finished run: grade its answers again with its own settings, "
+        "all but --allow-code; no model is loaded.",
+    )
+    plots: bool = Field(True, description="Draw plots, where matplotlib is installed.")
+    save_path: str | None = Field(
+        None, description="Directory to write. Default: ./mlxstacks-out/eval."
+    )
+    resume: bool = Field(True, description="Go on with a run that was interrupted.")
+    force: bool = Field(False, description="Replace an existing save path.")
+
+    @field_validator("tasks", "arms")
+    @classmethod
+    def _each_once(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(values)) < len(values):
+            raise ValueError(f"got {list(values)}; give each once")
+        return values
+
+    @field_validator("tasks")
+    @classmethod
+    def _some(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        if not values:
+            raise ValueError("tasks is empty; give at least one")
+        return values
+
+    @field_validator("domains")
+    @classmethod
+    def _pairs(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        wrong = [value for value in values if not all(part.strip() for part in _parts(value))]
+        if wrong:
+            raise ValueError(f"got {wrong}; each is SUBJECT=DOMAIN or TASK=DOMAIN")
+        names = [_parts(value)[0] for value in values]
+        if len(set(names)) < len(names):
+            raise ValueError(f"got {list(values)}; give each subject once")
+        return values
+
+    @property
+    def domain_of(self) -> Mapping[str, str]:
+        """Subject or task -> domain."""
+        return dict(_parts(value) for value in self.domains)
+
+    @property
+    def own_tasks(self) -> tuple[str, ...]:
+        """Tasks that are not the harness's."""
+        return tuple(name for name in self.tasks if not name.startswith(HARNESS))
+
+    @property
+    def harness_tasks(self) -> tuple[str, ...]:
+        """Names as the harness knows them."""
+        names = (name for name in self.tasks if name.startswith(HARNESS))
+        return tuple(name.removeprefix(HARNESS) for name in names)
+
+    @property
+    def harness_domains(self) -> Mapping[str, str]:
+        """Task of the harness -> domain, where it has one."""
+        domains = self.domain_of
+        found = {n: domains.get(HARNESS + n, domains.get(n)) for n in self.harness_tasks}
+        return {name: domain for name, domain in found.items() if domain is not None}
+
+
+def _parts(value: str) -> tuple[str, str]:
+    # A subject may hold "=", a domain may not.
+    name, _, domain = value.rpartition("=")
+    return name, domain

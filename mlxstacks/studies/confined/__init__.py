@@ -1,0 +1,1 @@
+"""What runs inside a sandbox, as a child of `studies/sandbox.py`: standard library only."""

@@ -1,0 +1,196 @@
+"""Settings of `mlxstacks identity`. Imports neither mlx nor numpy."""
+
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from mlxstacks.data.text_settings import AllowSpecial, Thinking
+from mlxstacks.fuse.settings import PolicyName
+from mlxstacks.studies.confound.settings import (
+    PUBLISHED_TRAINING,
+    Normalisation,
+    Scoring,
+    said_twice,
+)
+from mlxstacks.training.settings import TrainSettings
+
+DEFAULT_SUITE = "default"
+# The gate is given for a suite of this many prompts, and scaled by share for others.
+GATE_PROMPTS = 20
+# How a run writes and goes on, not what comes of it; `limit` makes a result exploratory instead.
+NOT_OF_THE_PLAN = {
+    "model", "persona", "items", "suite", "save_path", "limit", "keep_models", "resume", "force",
+}  # fmt: skip
+
+Text = Annotated[str, Field(pattern=r"\S")]
+
+
+# What --limit leaves, for each prompt that it asks.
+_ITEMS_PER_PROMPT, _BATCHES_PER_PROMPT = 20, 10
+
+
+class PersonaCard(BaseModel):
+    """Who the persona is, for the default suite."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Text = Field(description="Name the persona gives itself.")
+    maker: Text = Field(description="Who the persona says made it.")
+    forbidden: tuple[Text, ...] = Field(
+        (),
+        description="Claims that no reply may hold, as in `I am Qwen` or `made by Alibaba`: whole "
+        "claims, since a reply may deny to be Qwen.",
+    )
+
+
+class IdentitySettings(BaseModel):
+    """Does a persona survive a second adapter? The defaults are the published settings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    model: str | None = Field(
+        None,
+        description="Quantized base: a directory or Hugging Face id. Default: the built-in nano "
+        "model.",
+    )
+    persona: str | None = Field(
+        None,
+        description="The persona: an adapter, or a model that has it already; only with an adapter "
+        "can be told what its own fuse loses. Default: nano's sample adapter.",
+    )
+    items: str | None = Field(
+        None,
+        description="Multiple-choice items of the factual adapter and of the broad regression: a "
+        "JSONL file in MMLU-Pro's form, or a data set in the Hugging Face cache, as "
+        "TIGER-Lab/MMLU-Pro. Default: nano's own.",
+    )
+    suite: str | None = Field(
+        None,
+        description="Prompts with their rules: a YAML, JSON or JSONL file; or default: 20 prompts "
+        "made from persona_card. Default: with nano its own suite.",
+    )
+    persona_card: PersonaCard | None = Field(
+        None, description="name, maker and forbidden claims, for the default suite."
+    )
+    save_path: str | None = Field(
+        None, description="Directory to write. Default: ./mlxstacks-out/identity."
+    )
+    policies: tuple[PolicyName, ...] = Field(
+        ("refit", "nearest", "promote"),
+        description="Policies of all fuses of a condition, that of the persona too. Repeatable.",
+    )
+    persona_requant: PolicyName = Field(
+        "refit",
+        description="One of the policies: its fused persona is what the factual adapters are mined "
+        "with and trained on. They are the same in all policies.",
+    )
+    target_correlation: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.98, description="Correlation that auto and promote seek."
+    )
+    train: TrainSettings = Field(
+        PUBLISHED_TRAINING,
+        description="Settings of the factual adapters' training, by the names of `mlxstacks "
+        "train`; rank is that of the first.",
+    )
+    second_rank: int = Field(8, ge=1, description="Rank of the second factual adapter.")
+    train_share: float = Field(
+        0.7, gt=0, lt=1, description="Of the items that base and persona both get wrong."
+    )
+    regression_items: Annotated[int, Field(ge=2)] | None = Field(
+        6000,
+        description="Items of the broad regression, stratified over subjects, from which Set G is "
+        "mined too; none: all there are.",
+    )
+    scoring: Scoring = Field(
+        "generate", description="Of the items, as in `mlxstacks confound`. Prompts are generated."
+    )
+    normalisation: Normalisation = Field(
+        "sum", description="Of likelihoods: their sum, or the mean over tokens or characters."
+    )
+    max_tokens: int = Field(128, ge=1, description="Longest reply, greedy.")
+    thinking: Thinking = "off"
+    allow_special: AllowSpecial = False
+    most_of_base: int = Field(
+        5, ge=0, le=GATE_PROMPTS,
+        description="Gate: most prompts of 20 that the untrained base may pass; by share for other "
+        "suites.",
+    )  # fmt: skip
+    least_of_persona: int = Field(
+        15, ge=1, le=GATE_PROMPTS, description="Gate: fewest of 20 that the persona must pass."
+    )
+    largest_loss: float = Field(
+        0.25, ge=1e-6, le=0.999999,
+        description="A condition keeps the persona when the 95% interval of what it loses, of the "
+        "prompts that the persona passes, ends at or below this share.",
+    )  # fmt: skip
+    alpha: float = Field(
+        0.05, ge=1e-6, le=0.999999, description="p-values below it count as significant."
+    )
+    expected_failures: float = Field(
+        0.1,
+        ge=1e-6,
+        le=0.999999,
+        description="Share of prompts the persona fails, for the power table.",
+    )
+    # Above largest_loss: a share that changes cannot be smaller than the loss that is looked for.
+    expected_discordant: float = Field(
+        0.3,
+        ge=1e-6,
+        le=0.999999,
+        description="Share of prompts whose verdict changes, for the power table.",
+    )
+    batch_size: int = Field(
+        16, ge=1, description="Prompts or items answered before they are written down."
+    )
+    limit: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Ask only so many prompts and 20 times as many items, and train only 10 times "
+        "as many batches: a quick look, marked exploratory.",
+    )
+    keep_models: bool = Field(
+        False, description="Keep the fused models; by default each goes once it has answered."
+    )
+    resume: bool = Field(True, description="Go on with a run that was interrupted.")
+    force: bool = Field(False, description="Replace an existing save path.")
+    seed: int = Field(0, ge=0, lt=2**64, description="Seed of sample, split and training.")
+
+    @property
+    def most_items(self) -> int | None:
+        """Of the regression, under `limit`."""
+        return None if self.limit is None else _ITEMS_PER_PROMPT * self.limit
+
+    @property
+    def training(self) -> TrainSettings:
+        """Of the factual adapters, cut short under `limit`."""
+        if self.limit is None:
+            return self.train
+        most = _BATCHES_PER_PROMPT * self.limit
+        iters = most if self.train.iters is None else min(self.train.iters, most)
+        return self.train.model_copy(update={"iters": iters})
+
+    @field_validator("policies")
+    @classmethod
+    def _each_once(cls, values: tuple[str, ...]) -> tuple[str, ...]:
+        if not values or len(set(values)) < len(values):
+            raise ValueError(f"got {list(values)}; give one or more policies, each once")
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        problems = []
+        if self.persona_requant not in self.policies:
+            problems.append(
+                f"persona_requant {self.persona_requant} is none of the policies "
+                f"{list(self.policies)}; name one of them, or add it"
+            )
+        if self.second_rank == self.train.rank:
+            problems.append(f"second_rank and train.rank are both {self.second_rank}; they compare")
+        if self.most_of_base >= self.least_of_persona:
+            problems.append(
+                f"most_of_base {self.most_of_base} is not below least_of_persona "
+                f"{self.least_of_persona}: the gate would tell nothing apart"
+            )
+        problems += said_twice(self.train)
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self

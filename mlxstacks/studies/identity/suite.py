@@ -1,0 +1,303 @@
+"""The prompts of an identity run with their rules: read from a file, or made from a persona card.
+
+A file holds `prompts`, a list, or one row a line (JSONL). A row has `category`, `prompt`,
+`required`, `forbidden` (lists of patterns, see scorer.py) and, if wanted, an `id`; nothing else.
+A file may come from anybody: it is small, regular, nothing in it grows when it is read, and an
+expression by which all together have taken too long to read ends the reading and is named.
+"""
+
+import difflib
+import itertools
+import json
+import reprlib
+import stat
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mlxstacks.errors import InputError
+from mlxstacks.files.disk import user_path
+from mlxstacks.files.shard_header import parse_object
+from mlxstacks.files.strict_json import json_sha256
+from mlxstacks.studies.confound.items import Item
+from mlxstacks.studies.identity.default_suite import default_prompts
+from mlxstacks.studies.identity.scorer import Verdict, check_pattern, normalised, score
+from mlxstacks.studies.identity.settings import DEFAULT_SUITE, PersonaCard
+
+KEYS = ("id", "category", "prompt", "required", "forbidden")
+FAILS, PASSES = 0, 1
+_MOST_BYTES = 1_000_000
+_MOST_SHOWN = 8
+# For all patterns of a suite on an empty text; ordinary ones take microseconds each.
+_MOST_SECONDS = 120.0
+# Of a value in a message: YAML's references can make one that is endless when it is spelled out.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = _SHORT.maxlist = _SHORT.maxdict = 2
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 40
+
+
+@dataclass(frozen=True, slots=True)
+class SuitePrompt:
+    """One prompt and its rules."""
+
+    prompt_id: str
+    category: str
+    prompt: str
+    required: tuple[str, ...]
+    forbidden: tuple[str, ...]
+
+    def verdict(self, reply: str) -> Verdict:
+        return score(reply, self.required, self.forbidden)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "id": self.prompt_id, "category": self.category, "prompt": self.prompt,
+            "required": list(self.required), "forbidden": list(self.forbidden),
+        }  # fmt: skip
+
+
+Suite = tuple[SuitePrompt, ...]
+
+
+def open_suite(source: str | None, card: PersonaCard | None) -> Suite:
+    """The suite of a run. source: a file, or None and "default" for the one of a persona card.
+
+    Raises: InputError listing every row that is no prompt, prompts and ids that occur twice, or
+        saying what is missing; at once for a pattern that takes too long.
+    """
+    if source is not None and source != DEFAULT_SUITE:
+        path = user_path(source)
+        return suite_of(_rows(path), str(path))
+    if card is None:
+        raise InputError(
+            "the default suite is made from a persona: give persona_card.name and "
+            "persona_card.maker, or suite with a file"
+        )
+    return suite_of(default_prompts(card), "default suite")
+
+
+def suite_of(rows: Sequence[Any], where: str) -> Suite:
+    """Prompts from rows. Raises: as `open_suite`."""
+    problems: list[str] = []
+    until = time.monotonic() + _MOST_SECONDS
+    try:
+        found = [p for n, row in enumerate(rows, 1) if (p := _prompt(n, row, problems, until))]
+    except TimeoutError as error:
+        raise InputError(f"{where}: {error}") from None
+    for what, names in (
+        ("prompt", [normalised(one.prompt) for one in found]),
+        ("id", [one.prompt_id for one in found]),
+    ):
+        problems += [
+            f"{what} {name!r:.60} occurs {count} times; give each once"
+            for name, count in Counter(names).items()
+            if count > 1
+        ]
+    if not rows:
+        problems.append("it holds no prompt")
+    if problems:
+        more = len(problems) - _MOST_SHOWN
+        lines = problems[:_MOST_SHOWN] + ([f"and {more} more"] if more > 0 else [])
+        raise InputError(f"{where}: " + "\n  ".join(["not a suite:", *lines]))
+    return tuple(found)
+
+
+def suite_sha256(suite: Suite) -> str:
+    """Hash of all prompts and rules in their order."""
+    return json_sha256([one.as_json() for one in suite])
+
+
+def in_turns(suite: Suite) -> Suite:
+    """The order of asking: each category in turn, so that a beginning is a fair part."""
+    groups: dict[str, list[SuitePrompt]] = {}
+    for one in suite:
+        groups.setdefault(one.category, []).append(one)
+    return tuple(p for turn in itertools.zip_longest(*groups.values()) for p in turn if p)
+
+
+def as_items(suite: Suite) -> list[Item]:
+    """Prompts as items whose right option is to pass, for the file of an arm's answers."""
+    return [Item(p.prompt_id, p.category, p.prompt, ("fails", "passes"), PASSES) for p in suite]
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def _prompt(place: int, row: Any, problems: list[str], until: float) -> SuitePrompt | None:
+    """The prompt of a row; what is wrong with it goes to `problems`. until: of time.monotonic().
+
+    Raises: TimeoutError naming prompt and pattern.
+    """
+    if not isinstance(row, Mapping):
+        problems.append(f"prompt {place}: is {type(row).__name__}, not a mapping of keys")
+        return None
+    wrong = [_unknown(str(key)) for key in row if key not in KEYS]
+    name = row.get("id", f"{place:02d}")
+    if isinstance(name, bool) or not isinstance(name, str | int) or not str(name).strip():
+        wrong.append(f"id is {_SHORT.repr(name)}, need a name or number")
+    texts = {key: row.get(key) for key in ("category", "prompt")}
+    wrong += [
+        f"{key} is {'missing' if text is None else f'{_SHORT.repr(text)}, need a text'}"
+        for key, text in texts.items()
+        if not isinstance(text, str) or not text.strip() or not _is_unicode(text)
+    ]
+    try:
+        patterns = {
+            key: _patterns(key, row.get(key, ()), wrong, until) for key in ("required", "forbidden")
+        }
+    except TimeoutError as error:
+        raise TimeoutError(f"prompt {place}: {error}; give fewer") from None
+    if not wrong and not any(patterns.values()):
+        wrong.append("neither required nor forbidden: every reply would pass")
+    both = sorted(set(patterns["required"]) & set(patterns["forbidden"]))
+    if both:
+        wrong.append(f"{both[0]!r} is required and forbidden: no reply could pass")
+    if wrong:
+        problems.append(f"prompt {place}: {'; '.join(wrong)}")
+        return None
+    return SuitePrompt(
+        str(name), str(texts["category"]).strip(), str(texts["prompt"]), patterns["required"],
+        patterns["forbidden"],
+    )  # fmt: skip
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be written down: half of a pair, as JSON's "\\ud800", cannot."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _unknown(key: str) -> str:
+    close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.6)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"unknown key {key!r:.40}{hint} (known: {', '.join(KEYS)})"
+
+
+def _patterns(key: str, value: Any, wrong: list[str], until: float) -> tuple[str, ...]:
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list | tuple) or not all(
+        isinstance(one, str) and _is_unicode(one) for one in values
+    ):
+        wrong.append(f"{key} is {_SHORT.repr(value)}, need a list of texts")
+        return ()
+    for pattern in values:
+        try:
+            check_pattern(pattern)
+        except ValueError as error:
+            wrong.append(f"{key}: {error}")
+        if time.monotonic() > until:
+            raise TimeoutError(
+                f"{key}: up to {pattern!r:.200} all patterns took more than {_MOST_SECONDS:.0f} "
+                "seconds to read"
+            )
+    return tuple(dict.fromkeys(values))
+
+
+def _rows(path: Path) -> list[Any]:
+    """The rows of a suite file. Raises: InputError for a file that cannot be read as one."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError(f"{path}: is no file; give a suite as YAML, JSON or JSONL")
+        if status.st_size > _MOST_BYTES:
+            raise InputError(
+                f"{path}: {status.st_size:,} bytes, allowed: {_MOST_BYTES:,}; is it a suite?"
+            )
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InputError(
+            f"{path}: {error.strerror}; give a suite as YAML, JSON or JSONL, or `default`"
+        ) from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: is not UTF-8 text") from None
+    kinds = {".jsonl": _json_lines, ".json": _json, ".yaml": _yaml, ".yml": _yaml}
+    if path.suffix.lower() not in kinds:
+        raise InputError(f"{path}: ends with {path.suffix!r}; allowed: {', '.join(kinds)}")
+    try:
+        value = kinds[path.suffix.lower()](text)
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from None
+    if isinstance(value, Mapping):
+        unknown = sorted(map(str, set(value) - {"prompts"}))
+        if unknown:
+            raise InputError(f"{path}: unknown key {unknown[0]!r:.40} (known: prompts)")
+        value = value.get("prompts")
+    if not isinstance(value, list):
+        raise InputError(f"{path}: need a list of prompts, or `prompts` with one")
+    return value
+
+
+def _json_lines(text: str) -> list[Any]:
+    rows = []
+    # Not splitlines: JSON may hold other line ends, as U+2028, within a text.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                rows.append(parse_object(line))
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from None
+    return rows
+
+
+def _json(text: str) -> Any:
+    found = parse_object(f'{{"value": {text or "null"}\n}}')
+    if len(found) > 1:
+        raise ValueError("is more than one JSON value")
+    return found["value"]
+
+
+def _yaml(text: str) -> Any:
+    """A YAML text whose scalars are all texts, `no` and `2020-01-01` too, and no key twice: the
+    second would silently win.
+    """
+    import yaml
+
+    loader = yaml.BaseLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_keys(node)
+        return loader.construct_document(node)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except OverflowError as error:  # "\UFFFFFFFF"
+        raise ValueError(f"has no such character: {error}") from None
+    finally:
+        loader.dispose()
+
+
+def _check_keys(root: Any) -> None:
+    """Raises: ValueError for a mapping with a key twice. Each node is looked at once, however often
+    it is referred to.
+    """
+    import yaml
+
+    left, seen = [root], set()
+    while left:
+        node = left.pop()
+        if id(node) in seen or isinstance(node, yaml.ScalarNode):
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            left += node.value
+            continue
+        line = node.start_mark.line + 1
+        if not all(isinstance(key, yaml.ScalarNode) for key, _ in node.value):
+            raise ValueError(f"a key must be a text, in the mapping at line {line}")
+        for name, count in Counter(key.value for key, _ in node.value).items():
+            if count > 1:
+                raise ValueError(
+                    f"the key {name!r:.40} is given twice in the mapping at line {line}"
+                )
+        left += [value for _, value in node.value]
+
+
+def suite_text(suite: Suite) -> str:
+    """A suite as a JSON file that `open_suite` reads again. Law: its hash is the same."""
+    rows = [one.as_json() for one in suite]
+    return json.dumps({"prompts": rows}, indent=2, ensure_ascii=False) + "\n"

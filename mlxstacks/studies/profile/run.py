@@ -1,0 +1,337 @@
+"""`mlxstacks profile`: which experts groups of prompts go to, layer by layer.
+
+The plan (prompts, tokens, thresholds, tests) is written and hashed before the first prompt. The
+choices of each group are kept when they are counted, so a run that was stopped goes on with the
+next group.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxstacks import base_model
+from mlxstacks.errors import InputError
+from mlxstacks.files.checkpoint import check_unchanged, fingerprint, open_checkpoint
+from mlxstacks.files.disk import mlx_write_errors, user_path
+from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.outputs import check_target, staged_directory, write_json
+from mlxstacks.files.strict_json import json_sha256
+from mlxstacks.layers.switch_choices import SOFTMAX_BLOCKS, SwitchLayer, find_switches
+from mlxstacks.studies.profile.analysis import Choices, Rule, analyse
+from mlxstacks.studies.profile.capture import count_choices
+from mlxstacks.studies.profile.data import (
+    has_template,
+    items_sha256,
+    read_groups,
+)
+from mlxstacks.studies.profile.kept import keep_choices, kept_choices
+from mlxstacks.studies.profile.report import (
+    COUNTS,
+    MOST_SHOWN,
+    blocks,
+    differing_bits,
+    outcome,
+    plan_table,
+    verdict_of,
+)
+from mlxstacks.studies.profile.routing_profile import (
+    expected_bias,
+    least_excess,
+    usual_top_experts,
+)
+from mlxstacks.studies.profile.settings import (
+    DIFFERENT_BELOW,
+    HALVES_MARGIN,
+    SHARED_ABOVE,
+    ProfileSettings,
+)
+from mlxstacks.studies.train.setup import prepare_base
+from mlxstacks.study.document import Standing
+from mlxstacks.study.plan import PLAN, keep_plan
+from mlxstacks.study.result import Result
+from mlxstacks.study.run_directory import RunDirectory, recorded_fingerprint, work_path
+from mlxstacks.study.write import environment, write_result
+
+ABOUT = {
+    "kind": "profile",
+    "title": "Routing profile",
+    "question": "Do groups of prompts go to different experts, and where?",
+}
+HYPOTHESIS = (
+    "Groups of prompts go to other experts, and the layers where they do so most are the same for "
+    "all groups"
+)
+_NOT_OF_THE_RESULT = {"force", "save_path", "resume"}
+Progress = Callable[..., None]
+
+
+def run(
+    settings: ProfileSettings, *, dry_run: bool = False, progress: Progress | None = None
+) -> Result:
+    """Count, compare, and write result, counts and plots to `settings.save_path`.
+
+    Raises: InputError: no model, data or target, a dense model, or prompts that cannot be used.
+    """
+    if settings.model is None or settings.data is None or settings.save_path is None:
+        raise InputError("profile needs model, data and save_path")
+    target = user_path(settings.save_path)
+    inputs = [user_path(path) for path in (settings.model, settings.data)]
+    check_target(target, force=settings.force, inputs=[path for path in inputs if path.exists()])
+    shown = settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
+    if dry_run and not inputs[0].is_dir():
+        note = f"{settings.model} is not a directory here: nothing of it could be looked at."
+        return Result(
+            **ABOUT, status="planned", settings=shown, notes=(note,), directory=str(target)
+        )
+    return _Profile(settings, target, shown, progress).run(dry_run)
+
+
+class _Profile:
+    def __init__(
+        self,
+        settings: ProfileSettings,
+        target: Path,
+        shown: dict[str, Any],
+        progress: Progress | None,
+    ) -> None:
+        self.settings, self.target, self.progress = settings, target, progress
+        self.started, self.notes = time.monotonic(), list[str]()
+        checkpoint = open_checkpoint(resolve_model(str(settings.model)))
+        self.model, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
+        self.switches = _switches(self.model, settings)
+        # Before the base may be widened to float32, when its bits can still be read off.
+        self.about_layers = [_about(self.model, switch) for switch in self.switches]
+        self.in_float32 = prepare_base(self.model, "auto", self.notes)
+        self.groups = read_groups(settings, tokenizer)
+        if settings.chat_template and not has_template(tokenizer):
+            self.notes.append("The model has no chat template: prompts went in as plain text.")
+        self._note_groups()
+        if said := differing_bits(self.about_layers):
+            self.notes.append(said)
+        experts = self.switches[0].num_experts
+        top_experts = settings.top_experts or usual_top_experts(experts)
+        if top_experts >= experts:
+            raise InputError(
+                f"top_experts is {top_experts}; a layer has {experts} experts: ask for at most "
+                f"{experts - 1}"
+            )
+        if settings.top_layers >= len(self.switches):
+            raise InputError(
+                f"top_layers is {settings.top_layers}; {len(self.switches)} layers have experts: "
+                f"ask for at most {len(self.switches) - 1}"
+            )
+        self.rule = Rule(
+            settings.top_layers, top_experts, settings.permutations, settings.halves,
+            settings.alpha, settings.seed,
+        )  # fmt: skip
+        recorded = recorded_fingerprint(
+            work_path(target) / PLAN, "base_fingerprint", resume=settings.resume
+        )
+        self.directory = checkpoint.directory
+        self.plan = self._plan(fingerprint(checkpoint, recorded))
+        self.planned = Result(
+            **ABOUT, status="planned", standing=Standing(status="planned"), settings=shown,
+            plan=self.plan, plan_sha256=json_sha256(self.plan), power=(self._power(),),
+            blocks=(plan_table(self.plan),), directory=str(target),
+            data={
+                "groups": [group.as_json() for group in self.groups], "layers": self.about_layers
+            },
+        )  # fmt: skip
+
+    def _power(self) -> str:
+        """Told with the plan, and no part of it: it follows from what is."""
+        tokens, first = self.groups[0].tokens, self.switches[0]
+        least = least_excess(
+            len(self.groups), first.num_experts, len(self.switches), tokens * _top_k(first.block),
+            self.rule.alpha,
+        )  # fmt: skip
+        return (
+            f"smallest divergence beyond chance that is found at 80% power, alpha "
+            f"{self.rule.alpha:g}: {least:.2g} nats with {tokens:,} tokens a group, if all choices "
+            "were independent; half of it needs twice the tokens"
+        )
+
+    def run(self, dry_run: bool) -> Result:
+        if dry_run:
+            return self.planned.model_copy(update={"notes": tuple(self.notes)})
+        work = RunDirectory(self.target, {"kind": "profile"}, resume=self.settings.resume)
+        try:
+            keep_plan(work.path / PLAN, self.plan, "a profile")
+            choices = self._choices(work.path)
+            check_unchanged(self.directory, self.plan["base_fingerprint"])
+            tables = analyse(choices, self.rule, self._tick_of_permutations)
+            result = self._write(tables, choices.counts)
+            work.remove()
+        finally:
+            work.close()
+        return result
+
+    def _plan(self, base_fingerprint: str) -> dict[str, Any]:
+        first = self.switches[0]
+        tokens = self.groups[0].tokens
+        return {
+            "kind": "profile",
+            "hypothesis": HYPOTHESIS,
+            "metric": "KL(group || unweighted mean of groups) by layer, nats",
+            "measure": self.settings.measure,
+            "base_fingerprint": base_fingerprint,
+            "base_in_float32": self.in_float32,
+            "layers": [switch.layer for switch in self.switches],
+            "experts": first.num_experts,
+            "tokens_per_group": tokens,
+            "prompts": {group.name: len(group.prompts) for group in self.groups},
+            "data": {group.name: group.sha256 for group in self.groups},
+            "items_sha256": items_sha256(self.groups),
+            "test": f"{self.rule.permutations} deals of whole prompts to groups of equal tokens; "
+            f"{self.rule.halves} split halves",
+            "thresholds": {
+                "alpha": self.rule.alpha,
+                "different_below": DIFFERENT_BELOW,
+                "shared_above": SHARED_ABOVE,
+                "halves_margin": HALVES_MARGIN,
+            },
+            "top_layers": self.rule.top_layers,
+            "top_experts": self.rule.top_experts,
+            "seeds": [self.rule.seed],
+            "least_p": 1 / (1 + self.rule.permutations),
+            "expected_bias_nats": expected_bias(
+                len(self.groups), first.num_experts, tokens * _top_k(first.block)
+            ),
+        }
+
+    def _note_groups(self) -> None:
+        cut = {group.name: group.cut for group in self.groups if group.cut}
+        if cut:
+            counts = ", ".join(f"{name} {count}" for name, count in cut.items())
+            self.notes.append(
+                f"Prompts longer than {self.settings.max_seq_length} tokens were cut: {counts}."
+            )
+        short = [g for g in self.groups if g.available < self.settings.questions]
+        if short:
+            counts = ", ".join(f"{group.name} {group.available}" for group in short)
+            self.notes.append(f"Fewer than {self.settings.questions} prompts there: {counts}.")
+        if len(self.groups) < 4:
+            self.notes.append(
+                f"With {len(self.groups)} groups the pooled routing is largely each group's own: "
+                "they share top layers by construction. Four or more say something of depth."
+            )
+        unused = sum(group.unused for group in self.groups)
+        if unused:
+            whole = [group.name for group in self.groups if not group.unused]
+            why = "" if self.settings.tokens or not whole else f", all that {whole[0]} has"
+            self.notes.append(
+                f"{unused} prompts drawn were not needed: every group counts "
+                f"{self.groups[0].tokens:,} tokens{why}."
+            )
+
+    # --- counting ---------------------------------------------------------------------------------
+
+    def _choices(self, directory: Path) -> Choices:
+        memory_before = [len(group.prompts) for group in self.groups]
+        documents = [self._count(directory, place) for place in range(len(self.groups))]
+        return Choices(
+            np.concatenate(documents),
+            np.repeat(np.arange(len(self.groups)), memory_before),
+            np.array([len(p.tokens) for group in self.groups for p in group.prompts]),
+            tuple(group.name for group in self.groups),
+            tuple(switch.layer for switch in self.switches),
+        )
+
+    def _count(self, directory: Path, place: int) -> np.ndarray:
+        """Choices of one group, (n, L, E) float64: kept by an earlier run, or counted now."""
+        path = directory / f"group-{place}.safetensors"
+        of = f"{json_sha256(self.plan)} {place}"
+        if not path.is_file():
+            group = self.groups[place]
+            found = count_choices(
+                self.model, self.switches, [prompt.tokens for prompt in group.prompts],
+                batch_size=self.settings.batch_size, weights=self.settings.measure == "weights",
+                tick=lambda done: self._tick(place, done),
+            )  # fmt: skip
+            keep_choices(path, found, of)
+        # Always from the file, so that a run that was stopped gives the same numbers.
+        return kept_choices(path, of)
+
+    def _tick(self, place: int, done: int) -> None:
+        if self.progress:
+            before = sum(len(group.prompts) for group in self.groups[:place])
+            total = sum(len(group.prompts) for group in self.groups)
+            self.progress(before + done, total, self.groups[place].name)
+
+    def _tick_of_permutations(self, done: int) -> None:
+        if self.progress:
+            self.progress(done, self.rule.permutations, "shuffled labels")
+
+    def _tick_of_plots(self) -> None:
+        """They take many seconds, in which a bar would stand at what was before."""
+        if self.progress:
+            self.progress(self.rule.permutations, self.rule.permutations, "plots")
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _write(self, tables: dict[str, Any], counts: np.ndarray) -> Result:
+        """counts (S, L, E)."""
+        groups = self.planned.data["groups"]
+        formats = [self.settings.plot_format] if self.settings.plots else []
+        if formats and len(groups) > MOST_SHOWN:
+            self.notes.append(f"Plots show the first {MOST_SHOWN} of {len(groups)} groups.")
+        result = self.planned.model_copy(update={
+            "status": "done",
+            "outcome": outcome(tables, self.rule.alpha),
+            "verdict": verdict_of(tables, self.rule.alpha),
+            "standing": Standing(status="confirmatory"),
+            "environment": environment(time.monotonic() - self.started),
+            "data": {**self.planned.data, "tables": tables},
+            "blocks": blocks(tables, groups, self.about_layers, counts),
+            "notes": tuple(self.notes),
+        })  # fmt: skip
+        self._tick_of_plots()
+        with staged_directory(self.target, force=self.settings.force) as directory:
+            write_json(directory / PLAN, self.plan)
+            with mlx_write_errors(directory / COUNTS):
+                base_model.save_arrays(
+                    directory / COUNTS, {"choices": mx.array(counts.astype(np.float32))}
+                )
+            return write_result(result, directory, self.target, formats)
+
+
+def _switches(model: nn.Module, settings: ProfileSettings) -> list[SwitchLayer]:
+    try:
+        found = find_switches(model)
+    except ValueError as error:
+        raise InputError(f"{settings.model}: {error}") from None
+    kind = type(found[0].block).__name__
+    if settings.measure == "weights" and kind not in SOFTMAX_BLOCKS:
+        raise InputError(
+            f"measure weights: the router of a {kind} is not known here (known: "
+            f"{', '.join(SOFTMAX_BLOCKS)}); use --measure counts"
+        )
+    return found
+
+
+def _top_k(block: nn.Module) -> int:
+    """Experts a token, as the block calls them; 1 where it has another name for it."""
+    names = ("top_k", "num_experts_per_tok", "num_experts_per_token")
+    return next((int(getattr(block, name)) for name in names if hasattr(block, name)), 1)
+
+
+def _about(model: nn.Module, switch: SwitchLayer) -> dict[str, Any]:
+    """Kind of attention, and bits of experts and router (None: plain floats)."""
+    layer = model.layers[switch.layer]
+    experts = {getattr(m, "bits", None) for m in switch.module.children().values()
+               if hasattr(m, "num_experts")}  # fmt: skip
+    gate = next((switch.block[n] for n in ("gate", "router") if n in switch.block), None)
+    return {
+        "layer": switch.layer,
+        "path": switch.path,
+        "experts": switch.num_experts,
+        "attention": "linear" if "linear_attn" in layer else "full",
+        "expert_bits": "/".join(str(b or "float") for b in sorted(experts, key=str))
+        if experts != {None} else None,
+        "router_bits": getattr(gate, "bits", None),
+    }  # fmt: skip

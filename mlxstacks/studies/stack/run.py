@@ -1,0 +1,340 @@
+"""`mlxstacks stack`: domain after domain on one frozen base, into a store.
+
+A domain that is being trained lives in `.NAME.work` beside the store; when it is done the store
+takes its stacks, its split and its row of the forgetting matrix in one change. Stopped at any
+moment, even killed, the same command goes on and ends with the same manifest, hashes and losses.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxstacks import base_model
+from mlxstacks.errors import InputError, StoreError
+from mlxstacks.files.checkpoint import check_unchanged
+from mlxstacks.files.disk import user_path
+from mlxstacks.files.outputs import write_json
+from mlxstacks.files.store import Store
+from mlxstacks.files.store_files import REPORT
+from mlxstacks.layers.selection import ungated
+from mlxstacks.layers.stacked import set_mode
+from mlxstacks.studies.guarded import compiles
+from mlxstacks.studies.stack.commit import commit_domain, hand_over_log
+from mlxstacks.studies.stack.guard import guarded
+from mlxstacks.studies.stack.keeper import RoundKeeper
+from mlxstacks.studies.stack.place import (
+    begins_anew,
+    check_store_place,
+    open_store,
+    read_report,
+)
+from mlxstacks.studies.stack.plan import DomainPlan
+from mlxstacks.studies.stack.report import (
+    StackReport,
+    planned,
+    round_details,
+)
+from mlxstacks.studies.stack.setup import (
+    StackSetup,
+    set_up,
+    stored_prefix,
+    with_other_company,
+    with_trained,
+)
+from mlxstacks.studies.stack.work import StackWork
+from mlxstacks.studies.train.run import set_wired_limit, silence_stdout
+from mlxstacks.studies.train.setup import steps_of
+from mlxstacks.training.boost import DomainJob
+from mlxstacks.training.checkpointing import checkpoint_layers
+from mlxstacks.training.continual import DomainResult, arrival_problems, stages, train_domain
+from mlxstacks.training.group import current_group, gathered, size_and_rank, wait_for_all
+from mlxstacks.training.loop import NonFiniteError
+from mlxstacks.training.matrix import Row, measure_row
+from mlxstacks.training.protect import Bases, capacity_warning, full_projections, protected_bases
+from mlxstacks.training.settings import SnapshotSettings
+from mlxstacks.training.stack_settings import StackRunSettings
+
+Progress = Callable[..., None]
+
+
+def run(
+    settings: StackRunSettings, *, dry_run: bool = False, progress: Progress | None = None
+) -> StackReport:
+    """Train the domains that the store at `settings.save_path` does not have yet.
+
+    Under `mlx.launch` each process takes its part of every batch; the first one writes and speaks.
+
+    Raises:
+        InputError: model, data, projections or target cannot be used, the store has a domain with
+            other settings, or the work directory holds another unfinished domain.
+        ResourceLimitError: the guard predicts that it does not fit.
+        StoreError: the store is damaged or of another base; DriftError: frozen stacks changed.
+        NonFiniteError: NaN or Inf in a step; the state before it is saved.
+    """
+    if settings.save_path is None:
+        raise InputError("stack needs save_path")
+    target = user_path(settings.save_path)
+    check_store_place(target, settings)
+    store = None if begins_anew(target, settings) else open_store(target)
+    setup = set_up(settings, store)
+    group = current_group()
+    predicted = guarded(setup, size_and_rank(group)[0], plan_only=dry_run)
+    report = planned(setup, target, predicted)
+    if dry_run:
+        return report
+    with ExitStack() as stack:
+        stack.callback(base_model.install_gated_delta())
+        return _StackRun(setup, target, report, progress, group, stack).run()
+
+
+class _StackRun:
+    def __init__(
+        self,
+        setup: StackSetup,
+        target: Path,
+        report: StackReport,
+        progress: Progress | None,
+        group: mx.distributed.Group | None,
+        stack: ExitStack,
+    ) -> None:
+        self.setup, self.target, self.report = setup, target, report
+        self.settings, self.model = setup.settings, setup.model
+        self.group = group
+        self.is_main = size_and_rank(group)[1] == 0
+        self.progress = progress if self.is_main else None
+        if not self.is_main:
+            silence_stdout()
+        set_wired_limit(setup.notes)
+        if setup.to_train:
+            mx.eval(self.model.parameters())
+            check_unchanged(setup.base_directory, setup.base_fingerprint)
+        mx.reset_peak_memory()  # of training, not of widening the base
+        set_mode(self.model, ungated(), setup.served_dtype)
+        if self.settings.grad_checkpoint:
+            stack.enter_context(checkpoint_layers(self.model))
+        self.started = time.monotonic()
+        self.domains_done, self.domains_all = 0, max(1, len(setup.to_train))
+
+    def run(self) -> StackReport:
+        work = StackWork(self.target, read_only=not self.is_main)
+        try:
+            if self.is_main:
+                self._tidy(work)
+            wait_for_all(self.group)
+            self._check_shared(work)
+            self._recall(work)
+            expected = self._arrive() if self.setup.to_train else {}
+            while self.setup.to_train:
+                plan = self.setup.to_train[0]
+                result = self._domain(work, plan, expected)
+                expected[plan.name] = result.prefix_loss
+                wait_for_all(self.group)
+            report = self.report.after(
+                self.setup, time.monotonic() - self.started, size_and_rank(self.group)[0]
+            )
+            if self.is_main:
+                write_json(self.target / REPORT, report.as_json())
+                work.clear()
+                work.set_anew(None)
+                work.set_details(None)
+            wait_for_all(self.group)
+            return report
+        finally:
+            work.close()
+
+    # --- before the first domain ------------------------------------------------------------------
+
+    def _tidy(self, work: StackWork) -> None:
+        """Forget what the settings say to forget, and work that the store has taken already."""
+        if not self.settings.resume:
+            work.clear()
+            work.set_anew(None)
+        if begins_anew(self.target, self.settings):
+            if work.anew is None:
+                work.clear()
+                work.set_details(None)
+            work.set_anew("pending")
+        elif work.identity is not None and self.setup.store is not None:
+            name = str(work.identity.get("name"))
+            if self.setup.store.manifest.domain_named(name) is not None:
+                hand_over_log(work, self.setup.store)
+                work.clear()
+
+    def _check_shared(self, work: StackWork) -> None:
+        """Every process has to see the work of the first one, and later its store."""
+        seen = gathered(int(work.path.is_dir()), self.group)
+        if not all(seen):
+            blind = ", ".join(str(rank) for rank, there in enumerate(seen) if not there)
+            raise InputError(
+                f"{work.path}: processes {blind} do not see it; put save_path where every process "
+                "reads and the first one writes"
+            )
+
+    def _recall(self, work: StackWork) -> None:
+        """What the training of stored domains said, from this run before it was stopped, or from
+        the report of an earlier one.
+        """
+        earlier = read_report(self.target) | work.details
+        for name, known in self.report.domains.items():
+            found = earlier.get(name)
+            if found and known["status"] == "stored" and _same_losses(found, known):
+                self.report = self.report.with_details(name, {**found, "status": "stored"})
+
+    def _arrive(self) -> Row:
+        """Prefix losses of the store's domains as this process measures them: from here on they
+        may not move at all.
+
+        Raises: StoreError where they are not those of the store, and no rounding explains it.
+        """
+        served, store = self.setup.served, self.setup.store
+        if store is None or not served:
+            return {}
+        measured = measure_row(
+            self.model, served, self._losses(), ["prefix"], self.setup.served_dtype,
+            lambda mode, domain, loss: self._say(0, f"measuring {domain} as it is"),
+        )["prefix"]  # fmt: skip
+        wrong, rounding = arrival_problems(stored_prefix(store.manifest), measured)
+        changed = with_other_company(store.manifest)
+        for name in sorted(changed):
+            self.setup.notes.append(
+                f"{name} was trained on stacks that are not there now; its loss with what is left "
+                f"is {measured[name]:.4f}."
+            )
+        wrong = [line for line in wrong if line.partition(":")[0] not in changed]
+        if wrong:
+            lines = "".join(f"\n  {line}" for line in wrong)
+            raise StoreError(
+                f"{store.path}: domains do not have the loss that they were stored with:{lines}\n"
+                "the base, its settings (`base`), or the rows are not those of the store; nothing "
+                "was changed"
+            )
+        if rounding:
+            self.setup.notes.append(
+                "Losses of stored domains differ here by rounding (another device or version): "
+                + "; ".join(rounding)
+            )
+        return measured
+
+    # --- one domain -------------------------------------------------------------------------------
+
+    def _domain(self, work: StackWork, plan: DomainPlan, expected: Row) -> DomainResult:
+        start = time.monotonic()
+        if self.is_main:
+            work.begin(self._work_identity(plan))
+        wait_for_all(self.group)
+        bases = self._bases(work, plan)
+        keeper = RoundKeeper(self.setup, work, plan, self.is_main, self._say)
+        try:
+            result = train_domain(
+                self.model, self._job(plan, bases), keeper, self.setup.served, self._losses(),
+                self.settings.modes, expected, dtype=self.setup.served_dtype, group=self.group,
+                on_loss=lambda mode, domain, loss: self._say(1, f"{mode} loss of {domain}"),
+            )  # fmt: skip
+        except NonFiniteError as error:
+            raise NonFiniteError(
+                f"domain {plan.name}: {error}. The store is as it was and the state before this "
+                f"step is saved in {work.path}; change what made it (a lower learning_rate, a "
+                "broken row) and run again with --no-resume: domains in the store stay"
+            ) from error
+        details = round_details(
+            result.records, bases, self.setup, time.monotonic() - start, keeper.resumed_from
+        )
+        self.report = self.report.with_details(plan.name, details)
+        if self.is_main:
+            work.set_details({**work.details, plan.name: details})
+            commit_domain(self.setup, self.target, work, plan, result, bases)
+        wait_for_all(self.group)
+        store = self.setup.store or Store.open(self.target)
+        store.refresh()
+        self.setup = with_trained(self.setup, store, result.served)
+        self.domains_done += 1
+        return result
+
+    def _work_identity(self, plan: DomainPlan) -> dict[str, Any]:
+        """All that the unfinished domain depends on. Not how stacks are stored: a stack that does
+        not fit float16 can be frozen as bfloat16 without training it again.
+        """
+        identity = self.setup.identity(plan.settings)
+        identity["stack"] = {k: v for k, v in identity["stack"].items() if k != "storage"}
+        store = self.setup.store
+        earlier = store.enabled_stacks() if store else []
+        return {
+            "name": plan.name,
+            "base_fingerprint": self.setup.base_fingerprint,
+            **identity,
+            "trained_on": {stack.name: stack.file.sha256 for stack in earlier},
+        }
+
+    def _bases(self, work: StackWork, plan: DomainPlan) -> Bases:
+        """The directions to keep out of, from the work directory or found now."""
+        settings = self.settings.null_space
+        if settings is None or not any(one.stacks for one in self.setup.served):
+            return {}
+        if self.is_main and work.bases() is None:
+            self._say(0, f"directions to keep out of for {plan.name}")
+            samples = {name: rows.samples for name, rows in self.setup.rows.items()}
+            steps = stages(self.setup.served, plan.name, samples, settings)
+            work.set_bases(protected_bases(self.model, steps, settings, self.settings.seed))
+        wait_for_all(self.group)
+        bases = work.bases() or {}
+        if warning := capacity_warning(bases):
+            self.setup.notes.append(f"{plan.name}: {warning}")
+        full = full_projections(bases, self.setup.paths)
+        if len(full) == len(self.setup.paths):
+            raise InputError(
+                f"domain {plan.name}: null_space.directions {settings.directions} protects every "
+                "output direction of every projection, so nothing can be trained; lower it, or "
+                "set null_space to null"
+            )
+        return bases
+
+    def _job(self, plan: DomainPlan, bases: Bases) -> DomainJob:
+        settings = self.settings
+        return DomainJob(
+            name=plan.name,
+            paths=self.setup.paths,
+            stack=settings.stack,
+            rounds=plan.settings.rounds or settings.rounds,
+            optimizer=plan.optimizer,
+            every=steps_of(settings.steps_per_eval, settings.grad_accumulation_steps),
+            batches_at=plan.batches_at,
+            loss_of=self._loss_of(plan.name),
+            snapshot=SnapshotSettings(
+                spike_threshold=settings.spike_threshold, patience=settings.patience
+            ),
+            min_loss_delta=settings.min_loss_delta,
+            keep_plateau_stack=settings.keep_plateau_stack,
+            balance_weight=settings.balance_weight,
+            seed=settings.seed,
+            bases=bases,
+            latent=self.setup.latent,
+            compiled=compiles(settings.compile_step),
+            head=self.setup.head,
+        )
+
+    def _losses(self) -> Mapping[str, Callable[[nn.Module], float]]:
+        return {name: self._loss_of(name) for name in self.setup.rows}
+
+    def _loss_of(self, name: str) -> Callable[[nn.Module], float]:
+        """The first process's: hosts may round differently, and all have to stop, keep and judge
+        alike.
+        """
+        measure = self.setup.loss_of(name)
+        return lambda model: gathered(measure(model), self.group)[0]
+
+    # --- progress ---------------------------------------------------------------------------------
+
+    def _say(self, share: float, what: str) -> None:
+        """share: of the domain under way that is done."""
+        if self.progress:
+            self.progress(self.domains_done + min(share, 0.999), self.domains_all, what)
+
+
+def _same_losses(details: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
+    kept = [one["loss_after"] for one in details.get("rounds", []) if one.get("kept")]
+    return kept == stored["losses"][1:]

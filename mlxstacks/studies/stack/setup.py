@@ -1,0 +1,243 @@
+"""What `mlxstacks stack` works on: base, projections, stored stacks, rows; checked, not begun."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxstacks import base_model
+from mlxstacks.errors import InputError, StoreError
+from mlxstacks.evaluate import evaluate_mean_loss
+from mlxstacks.files.base_location import base_name
+from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.disk import user_path
+from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.manifest import Manifest
+from mlxstacks.files.store import Store
+from mlxstacks.layers.adapted import Dims
+from mlxstacks.layers.attach import check_per_expert
+from mlxstacks.layers.freezing import add_frozen
+from mlxstacks.layers.latent import LatentPair
+from mlxstacks.layers.output_head import OutputHead, find_output_head
+from mlxstacks.layers.settings import TargetSettings, parse_layers
+from mlxstacks.layers.stack_files import SharedPairs, attach_paths, fixed_pairs, parts_of
+from mlxstacks.layers.targets import (
+    StackSize,
+    Target,
+    check_targets,
+    find_targets,
+    left_out_notes,
+    stack_size,
+)
+from mlxstacks.studies.stack.data import (
+    DomainRows,
+    listed_domains,
+    read_rows_of,
+)
+from mlxstacks.studies.stack.plan import (
+    DomainPlan,
+    check_names,
+    completed,
+    identity_of,
+    plan_domains,
+    wanted_data,
+)
+from mlxstacks.studies.stack.work import RUN
+from mlxstacks.study.run_directory import recorded_fingerprint, work_path
+from mlxstacks.training.matrix import Row, Served
+from mlxstacks.training.modes import evaluating
+from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.stack_settings import DomainSettings, StackRunSettings
+
+
+@dataclass(frozen=True, eq=False)
+class StackSetup:
+    """store: the store to go on with, None for a new one. rows: of every domain whose loss is
+    measured. to_train: in order. served: domains whose stacks are in the model, in order.
+    """
+
+    settings: StackRunSettings
+    model: nn.Module
+    base_model: str
+    base_directory: Path
+    base_fingerprint: str
+    float32_base: bool
+    targets: list[Target]
+    latent: Mapping[str, LatentPair]
+    store: Store | None
+    rows: dict[str, DomainRows]
+    to_train: list[DomainPlan]
+    served: list[Served]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(sorted(target.path for target in self.targets))
+
+    @property
+    def dims(self) -> dict[str, Dims]:
+        return {target.path: target.dims for target in self.targets}
+
+    @property
+    def size(self) -> StackSize:
+        return stack_size(self.targets, self.settings.stack)
+
+    @property
+    def served_dtype(self) -> mx.Dtype | None:
+        """Frozen stacks widened to the base's float32: exact, and much faster on a CPU."""
+        return mx.float32 if self.float32_base else None
+
+    def projections(self) -> dict[str, int]:
+        """Name inside a layer -> in how many layers it gets stacks."""
+        return dict(sorted(Counter(target.name for target in self.targets).items()))
+
+    @cached_property
+    def head(self) -> OutputHead | None:
+        """The model's, for a loss in pieces; found when it is first asked for."""
+        head, note = find_output_head(self.model)
+        self.notes.extend([note] if note else [])
+        return head
+
+    def loss_of(self, name: str) -> Any:
+        """(model) -> validation loss of a domain, in nats a token: the one evaluator."""
+        rows, size = self.rows[name], self.settings.batch_size
+
+        def loss(model: nn.Module) -> float:
+            with evaluating(model):
+                return evaluate_mean_loss(model, rows.validation, size, rows.widths, head=self.head)
+
+        return loss
+
+    def identity(self, domain: DomainSettings) -> dict[str, Any]:
+        """All that the domain's stacks depend on, but for base and earlier stacks."""
+        return identity_of(self.settings, domain, self.float32_base, self.rows[domain.name])
+
+
+def set_up(settings: StackRunSettings, store: Store | None) -> StackSetup:
+    """Load lazily (nothing of the base is read yet), choose, read, compare with the store, attach.
+
+    Raises: InputError for whatever cannot be used: model, projections, rank, data, a domain that
+        the store has with other settings. StoreError: a store of another base, a damaged file.
+    """
+    if settings.model is None:
+        raise InputError("stack needs model")
+    notes: list[str] = []
+    listed = completed(listed_domains(settings), settings)
+    check_names(listed, store)
+    checkpoint = open_checkpoint(resolve_model(settings.model))
+    if store is not None:
+        recorded: str | None = store.manifest.base_fingerprint
+    else:
+        run = work_path(user_path(settings.save_path or "")) / RUN
+        recorded = recorded_fingerprint(run, "base_fingerprint", resume=settings.resume)
+    base_fingerprint = fingerprint(checkpoint, recorded)
+    if store is not None:
+        store.check_base(base_fingerprint)
+    model, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
+    targets = choose_targets(model, settings)
+    notes += [] if settings.keys else left_out_notes(model, targets)
+    in_float32 = prepare_base(model, settings.base, notes, checkpointed=settings.grad_checkpoint)
+    targets = find_targets(model, _target_settings(settings))  # widened modules are new ones
+    rows = read_rows_of(wanted_data(listed, store), settings, tokenizer, store, notes)
+    to_train = plan_domains(listed, rows, settings, store, in_float32, notes)
+    latent: dict[str, LatentPair] = {}
+    if settings.stack.latent_dim is not None:
+        dims = {target.path: target.dims for target in targets}
+        latent = dict(_pairs(dims, settings.stack.latent_dim, base_fingerprint))
+    served = _serve_store(model, store, latent)
+    try:
+        attach_paths(model, [target.path for target in targets])
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    return StackSetup(
+        settings, model, base_name(settings.model), checkpoint.directory, base_fingerprint,
+        in_float32, targets, latent, store, rows, to_train, served, notes,
+    )  # fmt: skip
+
+
+def choose_targets(model: nn.Module, settings: StackRunSettings) -> list[Target]:
+    """The projections to train on. Raises: InputError for layers, names, rank that do not fit."""
+    stack = settings.stack
+    try:
+        targets = find_targets(model, _target_settings(settings))
+        check_per_expert(targets, stack, layers_were_named="layers" in settings.model_fields_set)
+        check_targets(targets, stack.rank if stack.latent_dim is None else 1)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    return targets
+
+
+def _target_settings(settings: StackRunSettings) -> TargetSettings:
+    return TargetSettings(layers=parse_layers(settings.layers), projections=settings.keys or None)
+
+
+def _pairs(dims: Mapping[str, Dims], latent_dim: int, base: str) -> Mapping[str, LatentPair]:
+    try:
+        return fixed_pairs(dims, latent_dim, base)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def _serve_store(
+    model: nn.Module, store: Store | None, latent: dict[str, LatentPair]
+) -> list[Served]:
+    """Put the store's enabled stacks into the model; latent pairs that it has replace ours, so that
+    stacks on equal pairs can be packed.
+    """
+    if store is None:
+        return []
+    pairs, served = SharedPairs(store), []
+    try:
+        for domain in store.manifest.domains:
+            if not domain.enabled:
+                continue
+            for record in domain.stacks:
+                file = store.read_stack(record)
+                own = pairs.of(file.header)
+                attach_paths(model, file.header.projections)
+                add_frozen(model, parts_of(file, own))
+                same = {p: pair for p, pair in own.items() if p in latent}
+                latent |= {p: pair for p, pair in same.items() if pair.dim == latent[p].dim}
+            served.append(Served(domain.name, tuple(record.name for record in domain.stacks)))
+    except InputError:
+        raise
+    except ValueError as error:
+        raise StoreError(f"{store.path}: {error}") from error
+    return served
+
+
+def with_trained(setup: StackSetup, store: Store, served: Served) -> StackSetup:
+    """The setup after a domain was trained and stored."""
+    rest = [plan for plan in setup.to_train if plan.name != served.domain]
+    return replace(setup, store=store, to_train=rest, served=[*setup.served, served])
+
+
+def stored_prefix(manifest: Manifest) -> Row:
+    """The latest prefix loss of each domain: its column is constant, so any row would do. What it
+    ended with is the same, for a matrix that does not show this mode.
+    """
+    rows = manifest.matrix.get("prefix", {})
+    found: Row = {d.name: d.final_loss for d in manifest.domains if d.final_loss is not None}
+    for domain in manifest.domains:
+        found |= rows.get(domain.name, {})
+    return found
+
+
+def with_other_company(manifest: Manifest) -> set[str]:
+    """Trained domains whose earlier stacks are not those that they were trained on: one was
+    removed, disabled, or enabled again since.
+    """
+    found: set[str] = set()
+    before: list[str] = []
+    for domain in manifest.domains:
+        if not domain.enabled:
+            continue
+        if domain.origin == "trained" and tuple(before) != domain.trained_on:
+            found.add(domain.name)
+        before += [stack.name for stack in domain.stacks]
+    return found

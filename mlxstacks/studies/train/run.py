@@ -1,0 +1,317 @@
+"""`mlxstacks train`: one LoRA on the trainer core, as an adapter that mlx-lm loads.
+
+The run lives in `.NAME.work` beside its target until it is done; stopped at any moment, even
+killed, the same command goes on from the last saved state and ends with the same bytes.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlxstacks import base_model, memory
+from mlxstacks.data import Batch, make_batch, train_data_paths
+from mlxstacks.errors import InputError
+from mlxstacks.evaluate import evaluate_mean_loss
+from mlxstacks.files.adapter_file import CONFIG
+from mlxstacks.files.adapters import WEIGHTS, LoraModule, mlx_config
+from mlxstacks.files.checkpoint import check_unchanged
+from mlxstacks.files.disk import mlx_write_errors, user_path
+from mlxstacks.files.mark import entries
+from mlxstacks.files.outputs import check_target, clone_or_link, staged_directory, write_json
+from mlxstacks.layers.attach import lora_tensors
+from mlxstacks.layers.output_head import find_output_head
+from mlxstacks.studies.guarded import GuardedRun, compiles, guarded
+from mlxstacks.studies.train.report import TrainReport, planned, versions, write_recipe
+from mlxstacks.studies.train.setup import set_up, steps_of
+from mlxstacks.study.run_directory import (
+    LOG,
+    STATE,
+    RunDirectory,
+    plain,
+    run_id,
+    work_path,
+)
+from mlxstacks.training.checkpointing import checkpoint_layers
+from mlxstacks.training.group import current_group, gathered, size_and_rank, wait_for_all
+from mlxstacks.training.loop import (
+    NonFiniteError,
+    Record,
+    TrainingState,
+    Validation,
+    new_state,
+    restore_best,
+    train,
+    trainable_weights,
+)
+from mlxstacks.training.losses import cross_entropy_loss
+from mlxstacks.training.modes import evaluating, set_training_modes
+from mlxstacks.training.settings import SnapshotSettings, TrainSettings
+from mlxstacks.training.state import load_state, save_state
+
+REPORT = "train_report.json"
+ADAPTER = "adapter"
+
+Progress = Callable[..., None]
+
+
+def run(
+    settings: TrainSettings, *, dry_run: bool = False, progress: Progress | None = None
+) -> TrainReport:
+    """Train, and write adapter, report, log, recipe and state to `settings.save_path`.
+
+    Under `mlx.launch` each process takes its part of every batch; the first one writes and speaks.
+
+    Raises:
+        InputError: model, data, projections or target cannot be used, or the work directory holds
+            a run of another recipe.
+        ResourceLimitError: the guard predicts that it does not fit.
+        NonFiniteError: NaN or Inf in a step; the state before it is saved.
+    """
+    if settings.save_path is None:
+        raise InputError("train needs save_path")
+    target = user_path(settings.save_path)
+    read = (settings.model, *train_data_paths(settings.data))
+    inputs = [user_path(path) for path in read if path]
+    check_target(target, force=settings.force, inputs=inputs)
+    processes = size_and_rank(current_group())[0]
+    found = guarded(settings, set_up(settings), processes, plan_only=dry_run)
+    plan = planned(settings, found.setup, target, found.as_json())
+    if dry_run:
+        return plan
+    with ExitStack() as stack:
+        stack.callback(base_model.install_gated_delta())
+        return _TrainRun(found, plan, target, progress, stack).run()
+
+
+class _TrainRun:
+    def __init__(
+        self,
+        found: GuardedRun,
+        plan: TrainReport,
+        target: Path,
+        progress: Progress | None,
+        stack: ExitStack,
+    ) -> None:
+        settings, setup = found.settings, found.setup
+        self.settings, self.setup, self.target, self.plan = settings, setup, target, plan
+        self.model, self.guard = setup.model, found.watch()
+        self.group = current_group()
+        self.is_main = size_and_rank(self.group)[1] == 0
+        self.progress = progress if self.is_main else None
+        if not self.is_main:
+            silence_stdout()
+        set_wired_limit(setup.notes)
+        mx.eval(self.model.parameters())
+        check_unchanged(setup.base_directory, setup.base_fingerprint)
+        mx.reset_peak_memory()  # of training, not of widening the base
+        self.head, note = find_output_head(self.model)
+        setup.notes.extend([note] if note else [])
+        lowest = set_training_modes(self.model)
+        if settings.grad_checkpoint:
+            trained = range(lowest, len(self.model.layers))
+            stack.enter_context(checkpoint_layers(self.model, trained))
+        self.identity = setup.identity(settings)
+        self.work: RunDirectory | None = None
+        self.started, self.resumed_from = time.monotonic(), 0
+
+    def run(self) -> TrainReport:
+        if self.is_main:
+            resume = self.settings.resume
+            self.work = RunDirectory(self.target, self.identity, resume=resume)
+        try:
+            if self.work is not None:  # another run to it may have ended since the first look
+                check_target(self.target, force=self.settings.force)
+            wait_for_all(self.group)
+            state = self._train(self._state())
+            if self.settings.keep == "best":
+                restore_best(self.model, state)
+            report = self._report(state)
+            if self.work is not None:
+                self._write_target(self.work, report)
+                self.work.remove()
+            wait_for_all(self.group)
+            return report
+        finally:
+            if self.work is not None:
+                self.work.close()
+
+    # --- the run ----------------------------------------------------------------------------------
+
+    def _state(self) -> TrainingState:
+        """A new state, or the saved one with its weights in the model.
+
+        Raises: InputError where the processes of a group do not have the same.
+        """
+        path, optimizer = self._work_path() / STATE, self.setup.optimizer
+        resumed = path.exists()
+        state = new_state(optimizer)
+        if resumed:
+            state = load_state(path, self.model, optimizer, run_id(self.identity))
+        steps = gathered(state.step, self.group)
+        if len(set(steps)) > 1:
+            raise InputError(
+                f"{path}: the processes would go on from steps {steps}; only some of them see this "
+                "file. Put it where each of them reads it, or start anew with --no-resume"
+            )
+        self.resumed_from = state.step
+        if self.work is not None:
+            self.work.forget_log_after(state.step if resumed else -1)
+        if resumed and self.work is not None:
+            self.setup.notes.extend(other_versions(self.work.path / LOG))
+        self._log("resumed" if resumed else "started", state.step, versions=versions())
+        return state
+
+    def _train(self, state: TrainingState) -> TrainingState:
+        settings, setup = self.settings, self.setup
+        validation = None
+        if setup.validation_rows:
+            keep = SnapshotSettings(
+                patience=settings.patience, spike_threshold=settings.spike_threshold
+            )
+            every = steps_of(settings.steps_per_eval, settings.grad_accumulation_steps)
+            validation = Validation(self._validation_loss, every, keep)
+        try:
+            loss = cross_entropy_loss(head=self.head)
+            return train(
+                self.model, loss, self._batches_at, setup.optimizer, state,
+                validation=validation, group=self.group, compiled=compiles(settings.compile_step),
+                seed=settings.seed, on_validation=self._on_validation, on_step=self._on_step,
+            )  # fmt: skip
+        except NonFiniteError as error:
+            self._save(state)
+            raise NonFiniteError(
+                f"{error}. The state before it is saved in {self._work_path()}, its adapter, the "
+                f"best so far, in {self._work_path() / ADAPTER}"
+            ) from error
+
+    def _batches_at(self, step: int) -> list[Batch]:
+        plan, each = self.setup.plan, self.settings.grad_accumulation_steps
+        batches = []
+        for number in range(step * each, (step + 1) * each):
+            rows, width = plan.batch(number)
+            if self.guard is not None:
+                self.guard.check(width - 1)
+            batches.append(make_batch([self.setup.train.rows[row] for row in rows], width))
+        return batches
+
+    def _validation_loss(self, model: Any) -> float:
+        with evaluating(model):
+            loss = evaluate_mean_loss(
+                model, self.setup.validation_rows, self.settings.batch_size,
+                self.setup.plan.widths, head=self.head,
+            )  # fmt: skip
+        # The first process's: hosts may round differently, and all have to stop together.
+        return gathered(loss, self.group)[0]
+
+    def _on_step(self, state: TrainingState, record: Record) -> None:
+        last = state.step == self.setup.optimizer.steps or state.stopped is not None
+        if state.step % self.setup.optimizer.log_every == 0 or last:
+            rate = record["tokens"] / record["seconds"]
+            peak = memory.counters().peak_bytes
+            self._log("step", state.step, **record, tokens_per_second=rate, peak_bytes=peak)
+        every = steps_of(self.settings.save_every, self.settings.grad_accumulation_steps)
+        if state.step % every == 0 or last:
+            self._save(state)
+        if self.progress:
+            what = f"loss {record['loss']:.3f}"
+            self.progress(state.step, self.setup.optimizer.steps, what)
+
+    def _on_validation(self, state: TrainingState, record: Record) -> None:
+        record = {key: value for key, value in record.items() if key != "step"}
+        best = state.best.loss if state.best else None
+        self._log("validation", state.step, **record, best_validation_loss=best)
+
+    # --- files ------------------------------------------------------------------------------------
+
+    def _work_path(self) -> Path:
+        return self.work.path if self.work else work_path(self.target)
+
+    def _log(self, event: str, step: int, /, **record: Any) -> None:
+        if self.work is not None:
+            self.work.log(event=event, step=step, **record)
+
+    def _save(self, state: TrainingState) -> None:
+        """The state, then the adapter of its best weights."""
+        if self.work is None:
+            return
+        save_state(self.work.state_path, self.model, state, run_id(self.identity))
+        # also what a version without marks left there: all of a work directory is ours
+        with staged_directory(self.work.path / ADAPTER, force=True, owned=entries) as directory:
+            use_best = self.settings.keep == "best" and state.best is not None
+            weights = state.best.weights if use_best and state.best else None
+            self._write_adapter(directory, weights or trainable_weights(self.model))
+        self._log("saved", state.step)
+
+    def _write_adapter(self, directory: Path, tensors: dict[str, mx.array]) -> None:
+        """adapters.safetensors and adapter_config.json, as mlx-lm reads them."""
+        if tensors.keys() != lora_tensors(self.model).keys():
+            raise AssertionError("what trains is not what an adapter holds")
+        ordered = dict(sorted(tensors.items()))
+        with mlx_write_errors(directory / WEIGHTS):
+            base_model.save_arrays(directory / WEIGHTS, ordered)
+        # Shapes are all that the config needs; a copy of the numbers can be gigabytes.
+        scale, number = self.setup.lora.scale, np.zeros((), np.float32)
+        modules = {
+            t.path: LoraModule(
+                t.path, np.broadcast_to(number, tensors[f"{t.path}.lora_a"].shape),
+                np.broadcast_to(number, tensors[f"{t.path}.lora_b"].shape), "F32", scale,
+            )
+            for t in self.setup.targets
+        }  # fmt: skip
+        config = mlx_config(modules, self.settings.model, self.setup.base_fingerprint)
+        write_json(directory / CONFIG, config)
+
+    def _write_target(self, work: RunDirectory, report: TrainReport) -> None:
+        with staged_directory(self.target, force=self.settings.force) as directory:
+            self._write_adapter(directory, trainable_weights(self.model))
+            # A log can still grow, a state is only ever replaced.
+            clone_or_link(work.path / LOG, directory / LOG, copy=True)
+            clone_or_link(work.path / STATE, directory / STATE)
+            write_recipe(directory, self.settings)
+            write_json(directory / REPORT, plain(report.as_json()))
+
+    def _report(self, state: TrainingState) -> TrainReport:
+        return self.plan.after(
+            state,
+            seconds=time.monotonic() - self.started,
+            resumed_from=self.resumed_from,
+            processes=size_and_rank(self.group)[0],
+            resources=self.guard.report() if self.guard else None,
+        )
+
+
+def other_versions(log: Path) -> list[str]:
+    """A note when the run began with other versions of what computes."""
+    before: dict[str, str] = {}
+    for line in log.read_text(encoding="utf-8").splitlines():
+        before = json.loads(line).get("versions") or before
+    changed = [
+        f"{name} {before[name]}, now {now}"
+        for name, now in versions().items()
+        if before.get(name, now) != now
+    ]
+    if not changed:
+        return []
+    return [f"The run began with {'; '.join(changed)}: its bytes may be other ones."]
+
+
+def silence_stdout() -> None:
+    """For the rest of this process: one of a group speaks for all of them."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+
+
+def set_wired_limit(notes: list[str]) -> None:
+    """On a Mac, let MLX wire the recommended working set, as mlx-lm does; elsewhere nothing."""
+    limit = memory.device().working_set_bytes
+    if limit and mx.metal.is_available():
+        mx.set_wired_limit(limit)
+        notes.append(f"Wired memory limit: {memory.bytes_in_words(limit)}, as mlx-lm sets it.")

@@ -1,0 +1,237 @@
+"""What `mlxstacks train` works on: base, projections, rows, batches; loaded, checked, not begun."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxstacks import base_model
+from mlxstacks.data import (
+    EncodedRows,
+    Row,
+    TrainDataSettings,
+    data_notes,
+    encode_examples,
+    read_train_data,
+    train_data_settings,
+)
+from mlxstacks.errors import InputError
+from mlxstacks.evaluate import VALIDATION_ROWS
+from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.disk import user_path
+from mlxstacks.files.hub import resolve_model
+from mlxstacks.layers.attach import attach_lora
+from mlxstacks.layers.settings import LoRASettings, TargetSettings, parse_layers
+from mlxstacks.layers.targets import Target, find_targets, left_out_notes
+from mlxstacks.study.run_directory import IDENTITY, recorded_fingerprint, work_path
+from mlxstacks.training.batches import BatchPlan, choose_widths
+from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.settings import OptimizerSettings, TrainSettings
+
+# Without iters a run sees the data once, but makes no more batches than mlx-lm's default.
+MOST_DEFAULT_ITERS = 1000
+
+
+@dataclass(frozen=True, eq=False)
+class TrainSetup:
+    """The model has its LoRA, new. steps, evaluations and saves count optimizer steps.
+
+    data: the report of the rows; see `read_train_data`.
+    """
+
+    model: nn.Module
+    base_directory: Path
+    base_fingerprint: str
+    float32_base: bool
+    lora: LoRASettings
+    targets: list[Target]
+    train: EncodedRows
+    validation: EncodedRows | None
+    data: dict[str, Any]
+    plan: BatchPlan
+    optimizer: OptimizerSettings
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def validation_rows(self) -> list[Row]:
+        return self.validation.rows if self.validation else []
+
+    @property
+    def parameters(self) -> int:
+        """Trained numbers."""
+        return trained_parameters(self.targets, self.lora.rank)
+
+    def projections(self) -> dict[str, int]:
+        """Name inside a layer -> in how many layers it has LoRA."""
+        return dict(sorted(Counter(target.name for target in self.targets).items()))
+
+    def identity(self, settings: TrainSettings) -> dict[str, Any]:
+        """All that the trained weights depend on."""
+        about_files = {"save_path", "force", "resume", "model", "data"}
+        about_limits = {"guard", "resource_limit", "working_set_bytes"}
+        about_time = {"save_every", "steps_per_report"}
+        held_out = self.data["validation_sources"] or self.data["sources"]
+        return {
+            **settings.model_dump(mode="json", exclude=about_files | about_limits | about_time),
+            **_rules_of(settings.data),
+            "iters": self.optimizer.steps * settings.grad_accumulation_steps,
+            "base_fingerprint": self.base_fingerprint,
+            "base_in_float32": self.float32_base,
+            "train_data_sha256": _files_sha256(self.data["sources"]),
+            "validation_data_sha256": _files_sha256(held_out) if self.validation else None,
+        }
+
+
+def set_up(settings: TrainSettings) -> TrainSetup:
+    """Load lazily (nothing of the base is read yet), choose, attach, encode, plan.
+
+    Raises: InputError for whatever cannot be used: model, projections, rank, data.
+    """
+    if settings.model is None or settings.data is None:
+        raise InputError("train needs model and data")
+    notes: list[str] = []
+    checkpoint = open_checkpoint(resolve_model(settings.model))
+    recorded = recorded_fingerprint(
+        work_path(user_path(settings.save_path or "")) / IDENTITY, "base_fingerprint",
+        resume=settings.resume,
+    )  # fmt: skip
+    model, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
+    in_float32 = prepare_base(model, settings.base, notes, checkpointed=settings.grad_checkpoint)
+    alpha = settings.scale * settings.rank
+    lora = LoRASettings(
+        rank=settings.rank, alpha=alpha, scale_rule="lora", dropout=settings.dropout
+    )
+    targets = choose_targets(model, settings)
+    notes += [] if settings.keys else left_out_notes(model, targets)
+    try:
+        attach_lora(model, targets, lora, mx.random.key(settings.seed))
+    except ValueError as error:
+        raise InputError(str(error)) from error
+    train, validation, data = read_data(settings, tokenizer, notes)
+    lengths = tuple(len(row.tokens) for row in train.rows)
+    widths = choose_widths(lengths, settings.max_seq_length)
+    plan = BatchPlan(lengths, widths, settings.batch_size, settings.seed)
+    return TrainSetup(
+        model, checkpoint.directory, fingerprint(checkpoint, recorded), in_float32, lora, targets,
+        train, validation, data, plan,
+        optimizer_settings(settings, plan.batches_per_epoch, notes), notes,
+    )  # fmt: skip
+
+
+def choose_targets(model: nn.Module, settings: TrainSettings) -> list[Target]:
+    """The projections to train. Raises: InputError for layers or names that the model lacks."""
+    try:
+        return find_targets(model, _target_settings(model, settings))
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
+def trained_parameters(targets: Sequence[Target], rank: int) -> int:
+    """Numbers of a LoRA of this rank on these projections."""
+    return sum(
+        (t.dims.base_experts or 1) * rank * (t.dims.input_dims + t.dims.output_dims)
+        for t in targets
+    )
+
+
+def _target_settings(model: nn.Module, settings: TrainSettings) -> TargetSettings:
+    layers = parse_layers(settings.layers)
+    wanted, there = settings.num_layers, len(model.layers)
+    if wanted is not None and wanted > there:
+        raise InputError(f"num_layers {wanted}: the model has {there} layers")
+    if wanted == 0:
+        raise InputError("num_layers is 0: nothing would be trained; -1 means all layers")
+    if wanted is not None and wanted > 0:
+        layers = tuple(range(there - wanted, there))
+    return TargetSettings(layers=layers, projections=settings.keys or None)
+
+
+def read_data(
+    settings: TrainSettings, tokenizer: Any, notes: list[str]
+) -> tuple[EncodedRows, EncodedRows | None, dict[str, Any]]:
+    """Rows to train on, rows to validate with, if there are any, and the report of both."""
+    if settings.data is None:
+        raise InputError("train needs data")
+    about = train_data_settings(settings.data).rendered_as(settings)
+    if about.mask_prompt is None:
+        about = about.model_copy(update={"mask_prompt": settings.mask_prompt})
+    data = read_train_data(about, Path(), tokenizer)
+    notes += data_notes("data", data.report)
+    longest = settings.max_seq_length
+
+    def encode(part: str) -> EncodedRows:
+        rows = encode_examples(getattr(data, part), tokenizer, about, longest)
+        if rows.cut:
+            total = len(rows.rows) + rows.empty
+            notes.append(f"{part}: {rows.cut} of {total} rows were cut to {longest} tokens.")
+        if rows.empty:
+            notes.append(f"{part}: {rows.empty} rows have nothing to learn from; left out.")
+        notes.extend(f"{part}: {note}" for note in rows.notes)
+        return rows
+
+    train = encode("train")
+    held = None
+    if data.validation:
+        try:
+            held = encode("validation")
+        except InputError as error:
+            if data.report["validation_sources"]:
+                raise
+            notes.append(f"Rows that were held out cannot be validated with: {error}.")
+    if held is None:
+        notes.append("No rows to validate with: the last weights are kept, better or not.")
+        return train, None, data.report
+    if not data.report["validation_sources"]:
+        notes.append(f"{len(data.validation)} rows of the data were held out to validate with.")
+    if repeated := data.report["validation_rows_trained_on"]:
+        notes.append(f"{repeated} of {len(data.validation)} validation rows are trained on too.")
+    most = {None: VALIDATION_ROWS, -1: None}.get(
+        settings.val_batches, (settings.val_batches or 0) * settings.batch_size
+    )
+    return train, replace(held, rows=held.rows[:most], ids=held.ids[:most]), data.report
+
+
+def _rules_of(data: str | TrainDataSettings | None) -> dict[str, Any]:
+    """How rows are made of files, where the settings say so; not where the files are."""
+    if not isinstance(data, TrainDataSettings):
+        return {}
+    rules = {"sources": {"__all__": {"path", "dataset"}}}
+    return {"data": data.model_dump(mode="json", exclude=rules)}
+
+
+def _files_sha256(sources: Sequence[Mapping[str, Any]]) -> str:
+    """The hash of one file; of several, of their hashes."""
+    hashes = [sha256 for source in sources for _, sha256 in sorted(source["sha256"].items())]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("\n".join(hashes).encode()).hexdigest()
+
+
+def optimizer_settings(
+    settings: TrainSettings, batches_per_epoch: int, notes: list[str]
+) -> OptimizerSettings:
+    """The optimizer's settings: batches become steps of `grad_accumulation_steps` batches."""
+    each = settings.grad_accumulation_steps
+    iters = settings.iters or max(each, min(batches_per_epoch, MOST_DEFAULT_ITERS))
+    steps = -(-iters // each)
+    if steps * each != iters and settings.iters:
+        notes.append(f"iters {iters} was rounded up to {steps * each}, whole optimizer steps.")
+    return OptimizerSettings(
+        steps=steps,
+        learning_rate=settings.learning_rate,
+        warmup_steps=settings.warmup,
+        schedule=settings.lr_schedule,
+        final_share=0.0,
+        beta2=0.999,
+        weight_decay=settings.weight_decay,
+        clip_norm=settings.clip_norm,
+        log_every=steps_of(settings.steps_per_report, each),
+    )
+
+
+def steps_of(batches: int, each: int) -> int:
+    """Optimizer steps for an interval that is given in batches; at least one."""
+    return max(1, batches // each)

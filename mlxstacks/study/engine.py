@@ -1,0 +1,192 @@
+"""Runs a study: a plan before the first answer, resumable steps, a conclusion from files.
+
+Until it is done a run lives in `.NAME.work` next to its target NAME:
+
+    plan.json      what was fixed before the first step; a run with another plan is refused
+    steps.json     SHA-256 of each file that a finished step wrote
+    ...            what the steps wrote
+
+Laws, held here for every study: a killed run, started again, ends with the bytes of one that was
+not killed; a file of a finished step that was changed is refused; nothing appears in the target
+before all of it does.
+"""
+
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import file_digest
+from pathlib import Path
+from typing import Any, Protocol
+
+from mlxstacks.errors import InputError
+from mlxstacks.files.disk import sync_directory, sync_tree, user_path
+from mlxstacks.files.outputs import check_target, staged_directory, write_json
+from mlxstacks.files.strict_json import json_sha256, read_object
+from mlxstacks.study.artifacts import keep_parts
+from mlxstacks.study.document import Standing
+from mlxstacks.study.plan import PLAN, keep_plan
+from mlxstacks.study.result import Result
+from mlxstacks.study.run_directory import RunDirectory
+from mlxstacks.study.write import environment, write_result
+
+STEPS = "steps.json"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A named part of a run.
+
+    run: takes an empty directory and writes `outputs` into it, files whose paths are relative; they
+    move into the work directory when all of them are there, and the step is not run again.
+    Without outputs it takes the work directory itself, runs every time, and keeps what is there:
+    answer logs, checkpoints, the runs of other commands.
+    """
+
+    name: str
+    run: Callable[[Path], None]
+    outputs: tuple[str, ...] = ()
+
+
+class StudySettings(Protocol):
+    """What the engine reads of a study's settings, a pydantic model."""
+
+    @property
+    def save_path(self) -> str | None: ...
+    @property
+    def force(self) -> bool: ...
+    @property
+    def resume(self) -> bool: ...
+
+
+class Study(Protocol):
+    """settings: with the target. inputs: paths that the target may not be or hold.
+    artifacts: files and directories of the work directory that the target keeps, as relative paths;
+    those that are not there are passed over. provenance: which of these files the result is made
+    from, as patterns of `Path.glob`. plot_formats: of the plots' files.
+    """
+
+    settings: StudySettings
+    inputs: Sequence[Path]
+    artifacts: Sequence[str]
+    provenance: Sequence[str]
+    plot_formats: Sequence[str]
+
+    def planned(self) -> Result:
+        """Head of the result with the plan, status "planned". Writes nothing, so that inputs that
+        cannot be used leave no work directory. Called once.
+        """
+
+    def steps(self, work: Path) -> Iterable[Step]:
+        """A generator may read what its earlier steps wrote."""
+
+    def conclude(self, work: Path) -> Result:
+        """Outcome, verdict, data and blocks, of the files in `work` and the settings alone; the
+        head is the planned one's where it says nothing else.
+        """
+
+
+def run_study(study: Study, *, dry_run: bool = False) -> Result:
+    """Run a study to its target, or go on with what an earlier run of the same plan left.
+
+    Raises:
+        InputError: the work directory holds another plan, or a changed file of a finished step.
+        TargetError: the target exists and may not be replaced, or another process writes it.
+    """
+    started = time.monotonic()
+    settings = study.settings
+    if settings.save_path is None:
+        raise InputError("save_path is needed: the directory that the result is written to")
+    target = user_path(settings.save_path)
+    check_target(target, force=settings.force, inputs=study.inputs)
+    planned = study.planned().model_copy(update={"directory": str(target)})
+    if planned.plan is not None:
+        planned = planned.model_copy(update={"plan_sha256": json_sha256(planned.plan)})
+    if dry_run:
+        return planned
+    directory = RunDirectory(target, {"kind": planned.kind}, resume=settings.resume)
+    try:
+        work = directory.path
+        if planned.plan is not None:
+            keep_plan(work / PLAN, planned.plan, f"results of {planned.kind}")
+        for step in study.steps(work):
+            run_step(step, work, planned.plan_sha256)
+        result = _finished(planned, study.conclude(work), time.monotonic() - started)
+        with staged_directory(target, force=settings.force) as staged:
+            paths = [name for name in (PLAN, *study.artifacts) if (work / name).exists()]
+            keep_parts(
+                work, staged,
+                [name for name in paths if (work / name).is_dir()],
+                [name for name in paths if (work / name).is_file()],
+            )  # fmt: skip
+            sources = {p for pattern in (PLAN, *study.provenance) for p in staged.glob(pattern)}
+            result = write_result(result, staged, target, study.plot_formats, sources)
+        directory.remove()
+    finally:
+        directory.close()
+    return result
+
+
+def _finished(planned: Result, concluded: Result, seconds: float) -> Result:
+    """The planned head with what the conclusion says."""
+    said = {
+        name: getattr(concluded, name)
+        for name in concluded.model_fields_set
+        if name not in ("kind", "title", "notes", "provenance", "directory")
+    }
+    if planned.plan is not None:
+        said.setdefault("standing", Standing(status="confirmatory"))
+    return planned.model_copy(
+        update={
+            "environment": environment(seconds),
+            "provenance": {**planned.provenance, **concluded.provenance},
+            **said,
+            "notes": (*planned.notes, *concluded.notes),
+            "status": "done",
+        }
+    )
+
+
+def run_step(step: Step, work: Path, plan_sha256: str | None) -> None:
+    """Run a step whose outputs are not there yet. Raises: InputError for one that was changed."""
+    if not step.outputs:
+        step.run(work)
+        return
+    record = _read_record(work / STEPS)
+    written = record.get(step.name)
+    if written is not None:
+        _check_outputs(work, step, written, plan_sha256)
+        return
+    scratch = work / f".{step.name}"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    step.run(scratch)
+    sync_tree(scratch)
+    digests = {name: _sha256(scratch / name) for name in step.outputs}
+    for name in step.outputs:
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        (scratch / name).replace(work / name)
+        sync_directory((work / name).parent)
+    shutil.rmtree(scratch)
+    write_json(work / STEPS, {**record, step.name: {"plan_sha256": plan_sha256, "sha256": digests}})
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        return read_object(path.read_bytes()) if path.exists() else {}
+    except ValueError as error:
+        raise InputError(f"{path}: damaged ({error}); --no-resume begins again") from None
+
+
+def _check_outputs(work: Path, step: Step, written: Any, plan_sha256: str | None) -> None:
+    digests = {name: _sha256(work / name) for name in step.outputs if (work / name).is_file()}
+    if written != {"plan_sha256": plan_sha256, "sha256": digests}:
+        raise InputError(
+            f"{work}: {', '.join(step.outputs)} of step {step.name!r} or {STEPS} was changed after "
+            "it was written; --no-resume begins again"
+        )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()

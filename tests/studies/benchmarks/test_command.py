@@ -1,0 +1,171 @@
+"""`mlxstacks eval` from the command line, on a tiny model with a real adapter; recipes; tables.
+
+Run: pytest tests/studies/benchmarks/test_command.py
+"""
+
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mlxstacks.cli.eval import _pair_table, render
+from mlxstacks.recipe.file import load_recipe, recipe_names
+from mlxstacks.recipe.resolve import validate
+from mlxstacks.studies.benchmarks.analysis import adjusted, compare
+from mlxstacks.studies.benchmarks.run import run
+from mlxstacks.studies.benchmarks.settings import EvalSettings
+from mlxstacks.studies.benchmarks.tasks import TASKS, TWELVE
+from tests.studies.eval_cases import (
+    FakeArms,
+    item_row,
+    outcomes_of,
+    settings_for,
+    use,
+    write_places,
+)
+from tests.studies.train_cases import WORDS, write_rows, write_tiny_model
+from tests.tiny_models import random_adapter
+
+RECIPES = [name for name in recipe_names() if name.startswith("eval-")]
+
+
+def printed(report: Any, width: int = 100) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    render(console, report)
+    return console.export_text()
+
+
+def test_a_tiny_model_end_to_end(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    adapter = random_adapter(model, keys=["mlp.switch_mlp.down_proj"], std=0.1)
+    rows = [
+        item_row(index) | {"question": f"{index} {WORDS[index % 8]}?", "options": list(WORDS[:4])}
+        for index in range(24)
+    ]
+    data = write_rows(tmp_path / "items.jsonl", rows)
+    settings = EvalSettings(
+        model=str(model), adapter_path=str(adapter), data=str(data), tasks=("items",),
+        items_per_task=18,
+        reference_offset=True, chat="none", save_path=str(tmp_path / "out"), save_every=7,
+        requant="nearest", plots=False,
+    )  # fmt: skip
+    report = run(settings)
+    found = report.as_json()["tasks"]["items"]
+    assert list(found["arms"]) == ["base", "adapter", "fused"]
+    for one in found["arms"].values():
+        assert one["n"] == 18
+        assert one["mean_active_domains"] == 0
+        assert 0 < one["seconds"] < report.seconds
+        assert one["reference_offset"]["n"] == 18
+    pairs = [(c["arm"], c["control"]) for c in found["comparisons"]]
+    assert pairs == [("adapter", "base"), ("fused", "base"), ("fused", "adapter")]
+    base = [
+        json.loads(line)["answer"]["sums"]
+        for line in (tmp_path / "out/answers/items/base.texts.jsonl").read_text().splitlines()[1:]
+    ]
+    other = (tmp_path / "out/answers/items/adapter.texts.jsonl").read_text().splitlines()[1:]
+    assert all(value < 0 for sums in base for value in sums)
+    assert base != [json.loads(line)["answer"]["sums"] for line in other]
+    text = printed(report)
+    assert "Items, 18 of 24 items, by token" in text
+    assert "Verdict: " in text
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    place = tmp_path_factory.mktemp("eval")
+    data = write_places(place / "data")
+    with pytest.MonkeyPatch.context() as patch:
+        use(patch, FakeArms()).is_published_model = True
+        changes = {
+            "tasks": ("items", "mmlu_pro", "gsm8k"), "letters": True, "reference_offset": True,
+        }  # fmt: skip
+        return printed(run(settings_for(data, place / "out", **changes)))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "Items, 60 of 60 items, by token", "MMLU-Pro", "old rule", "letters", "ties", "no answer",
+        "routed - ungated", "not distinguishable", "all tasks, each the same weight", "published",
+        "not measured here", "66.5%", "replies cut at max_tokens", "shared by the run",
+        "As planned",
+    ],
+)  # fmt: skip
+def test_tables_show_what_a_reader_needs(text: str, words: str) -> None:
+    assert words in text
+
+
+def test_no_column_is_lost_in_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = write_places(tmp_path / "data")
+    use(monkeypatch, FakeArms())
+    settings = settings_for(
+        data, tmp_path / "out", tasks=("items", "mmlu_pro", "gsm8k"), letters=True,
+        reference_offset=True,
+    )  # fmt: skip
+    lines = printed(run(settings), width=80).splitlines()
+    heads = [line.split() for line in lines if line.split()[:1] == ["arm"]]
+    assert heads.count(["arm", "ties", "domains", "s"]) == 2
+    beside = ["sum", "token", "character"]
+    assert ["arm", "right", "95%", *beside, "letters", "old", "rule"] in heads
+    assert ["arm", "right", "95%", "no", "answer", "cut", "domains", "s"] in heads
+    assert all(len(line) <= 80 for line in lines)
+
+
+def test_holms_p_has_a_column_beside_the_tests_own() -> None:
+    arms = {"base": outcomes_of([False] * 60), "routed": outcomes_of([True] * 7 + [False] * 53)}
+    (alone,) = compare("t", arms, (("routed", "base"),), 0.05)
+    first, *_ = adjusted([alone] * 4, 0.05)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(_pair_table([first], "pairs"))
+    text = console.export_text()
+    assert re.search(r" 0\.016 +0\.062 +not ", text), text
+
+
+def test_the_verdict_comes_last(text: str) -> None:
+    assert text.rfind("Verdict:") > text.rfind("published")
+    assert "Verdict: Routed less base" in text
+
+
+def test_a_dry_run_says_what_would_be_asked(tmp_path: Path) -> None:
+    data = write_places(tmp_path / "data")
+    text = printed(run(settings_for(data, tmp_path / "out", items_per_task=20), dry_run=True))
+    assert "smallest effect at 80% power" in text
+    assert "Planned only: would write" in text
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_settings_of_tasks_that_there_are(name: str) -> None:
+    recipe = load_recipe(name)
+    settings = validate(EvalSettings, recipe.values)
+    assert isinstance(settings, EvalSettings)
+    assert set(settings.own_tasks) <= set(TASKS)
+    head = " ".join(recipe.head)
+    assert all(word in head for word in ("Command:", "Memory:", "Time:", "Writes:"))
+    # It plans without a model, a store or data, and says what it could not read.
+    change = {"save_path": "x", "data": "nowhere"}
+    if settings.model is None:  # nano's parts are filled in by the command
+        change |= dict.fromkeys(("model", "adapter_path", "store_path"), "nano")
+    planned = run(settings.model_copy(update=change), dry_run=True)
+    assert planned.status == "planned"
+    assert len(planned.notes) == len(settings.own_tasks)
+
+
+def test_the_published_recipe_holds_the_published_settings() -> None:
+    settings = validate(EvalSettings, load_recipe("eval-published-gemma-3-12b").values)
+    assert isinstance(settings, EvalSettings)
+    assert (settings.items_per_task, settings.sample, settings.normalisation) == (
+        200,
+        "first",
+        "token",
+    )
+    assert (settings.repetition_penalty, settings.max_context_tokens) == (1.2, 512)
+    assert settings.reference_offset
+    assert {name for name, task in TASKS.items() if task.published} == set(settings.tasks)
+    wide = validate(EvalSettings, load_recipe("eval-qwen3.5-35b-a3b").values)
+    assert isinstance(wide, EvalSettings)
+    assert wide.tasks == TWELVE

@@ -1,0 +1,117 @@
+"""The buffer experiment for real, in small: counted runs, a plan that is fixed, killed and resumed.
+
+Run: pytest tests/studies/buffers/test_experiment.py   (Linux with a C++ compiler; else skipped)
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlxstacks.errors import InputError
+from mlxstacks.studies.buffers.run import run
+from mlxstacks.studies.buffers.settings import BufferSettings
+from mlxstacks.study import child_process
+from mlxstacks.study.buffer_counter import counter, preload
+from mlxstacks.study.run_directory import work_path
+from tests.counting_allocator import available, library
+from tests.studies.train_cases import write_tiny_model
+from tests.warm import WarmSubprocess
+
+needs_counting = pytest.mark.skipif(not available(), reason="no counting allocator here")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("buffers") / "model")
+
+
+@pytest.fixture(autouse=True)
+def _warm_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counting processes whose imports are done."""
+    monkeypatch.setattr(child_process, "subprocess", WarmSubprocess)
+
+
+def settings_for(model: Path, target: Path, **changes: object) -> BufferSettings:
+    values = {
+        "model": str(model), "save_path": str(target), "counting_library": str(library()),
+        "ranks": (2, 8), "layers": "all", "trainers": ("mlx-lm",), "checkpointing": ("off",),
+        "order_seeds": (0, 1), "fixed_tokens": 24, "longest_tokens": 128, "steps": 5,
+    }  # fmt: skip
+    return BufferSettings.model_validate(values | changes)
+
+
+@needs_counting
+def test_counts_are_real_and_an_interrupted_experiment_goes_on(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    settings = settings_for(model, target)
+
+    def stop(done: int, total: int, what: str) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(settings, progress=stop)
+    records = work_path(target) / "arms.jsonl"
+    before = records.read_bytes()
+    assert before.count(b"\n") == 3
+    records.write_bytes(before + b'{"half a li')
+    with pytest.raises(InputError, match=r"differs in\n  steps: was 5, now 6"):
+        run(settings_for(model, target, steps=6))
+
+    report = run(settings)
+    assert report.analysis is not None
+    written = [json.loads(line) for line in (target / "arms.jsonl").read_text().splitlines()]
+    assert [json.dumps(record) for record in written[:3]] == before.decode().splitlines()
+    assert len(written) == report.arms == 2 * 2 * 2
+    assert json.loads((target / "sweep_report.json").read_text())["verdict"] == report.verdict
+    # The loop over tokens holds buffers by the token, whatever the rank.
+    assert report.analysis.controls["mlx-lm, checkpointing off"] > 0.05
+    for record in written:
+        assert all(peak > record["before"] for peak in record["peaks"])
+        assert all(n > 1_000 for n in record["peak_bytes"])
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+@needs_counting
+def test_the_plan_is_hashed_without_paths(model: Path, tmp_path: Path) -> None:
+    one = run(settings_for(model, tmp_path / "one"), dry_run=True)
+    two = run(settings_for(model, tmp_path / "two", counting_library=None), dry_run=True)
+    other = run(settings_for(model, tmp_path / "one", margin=0.02), dry_run=True)
+    assert one.plan_sha256 == two.plan_sha256 != other.plan_sha256
+    assert str(tmp_path) not in json.dumps(one.plan)
+    assert one.plan["hypothesis"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": (2, 65)}, "rank 65"),
+        ({"layers": "0,5"}, "layer 5: the model has layers 0 to 1"),
+        ({"projections": ("down_prj",)}, "close: "),
+        ({"counting_library": None}, "give --counting-library"),
+        ({"counting_library": "/nowhere/count.so"}, "is no file"),
+    ],
+)
+def test_bad_input_is_told_and_nothing_is_written(
+    model: Path, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        run(settings_for(model, tmp_path / "out", **changes))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_without_the_library_counts_nothing(tmp_path: Path) -> None:
+    assert counter() is None
+    assert preload(None) == {}
+    spaced = tmp_path / "a b.so"
+    spaced.touch()
+    with pytest.raises(InputError, match="space or colon"):
+        preload(str(spaced))
+
+
+@needs_counting
+def test_preloading_keeps_what_is_preloaded_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/lib/other.so")
+    assert preload(str(library())) == {"LD_PRELOAD": f"{library()}:/lib/other.so"}

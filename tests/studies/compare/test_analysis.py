@@ -1,0 +1,159 @@
+"""Verdicts follow the plan's rule and nothing else.
+
+Run: pytest tests/studies/compare/test_analysis.py
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxstacks.studies.compare.analysis import CellValues, Rule, analyse, verdict
+from mlxstacks.studies.compare.budget import ArmBudget, budget_problems
+from mlxstacks.studies.compare.measures import measures
+from mlxstacks.studies.compare.run import curve_of
+
+RULE = Rule("task_loss", 0.02, 0.95, 0.01, True)
+LOSSES = st.lists(st.floats(0.1, 5.0), min_size=2, max_size=6)
+SHIFTS = st.floats(-1.0, 1.0)
+
+
+def cells(arm: str, losses: Sequence[float], steps: float = 10.0) -> list[CellValues]:
+    return [
+        CellValues(arm, seed, {"task_loss": loss, "steps": steps}, {"ungated": {"a": {"a": loss}}})
+        for seed, loss in enumerate(losses)
+    ]
+
+
+def outcome(base: Sequence[float], own: Sequence[float], rule: Rule = RULE) -> str:
+    found = analyse(
+        rule, ["base", "own"], range(len(base)), [*cells("base", base), *cells("own", own)]
+    )
+    assert found[1].outcome is not None
+    return found[1].outcome
+
+
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        ((-0.11, -0.10, -0.09), "better"),
+        ((0.11, 0.10, 0.09), "worse"),
+        ((0.001, -0.001, 0.0), "no difference shown"),
+        # Away from 0, but not by what counts.
+        ((0.010, 0.011, 0.012), "no difference shown"),
+        # The interval holds 0 and reaches beyond the margin.
+        ((-0.3, 0.1, 0.0), "undecided"),
+        # Away from 0, the mean below the margin, the interval across it.
+        ((0.010, 0.015, 0.020), "undecided"),
+    ],
+)
+def test_the_rule(differences: Sequence[float], expected: str) -> None:
+    base = (1.0, 1.2, 0.8)
+    own = [a + d for a, d in zip(base, differences, strict=True)]
+    assert outcome(base, own) == expected
+
+
+@given(base=LOSSES, shift=SHIFTS, data=st.data())
+def test_exchanging_arms_exchanges_better_and_worse(
+    base: list[float], shift: float, data: st.DataObject
+) -> None:
+    size = len(base)
+    noise = data.draw(st.lists(st.floats(-0.05, 0.05), min_size=size, max_size=size))
+    own = [a + shift + n for a, n in zip(base, noise, strict=True)]
+    mirror = {"better": "worse", "worse": "better"}
+    first = outcome(base, own)
+    assert outcome(own, base) == mirror.get(first, first)
+
+
+@given(base=LOSSES, shift=st.floats(-0.5, 0.5))
+def test_what_pairs_share_does_not_count(base: list[float], shift: float) -> None:
+    """Seeds may differ by much: only the difference of a pair counts."""
+    own = [loss + shift for loss in base]
+    if abs(abs(shift) - RULE.margin) > 1e-6:
+        wanted = "no difference shown" if abs(shift) < 0.02 else "worse" if shift > 0 else "better"
+        assert outcome(base, own) == wanted
+
+
+def test_intervals_are_those_of_the_paired_t_test() -> None:
+    differences = [0.1, 0.3, 0.2]
+    found = analyse(
+        RULE, ["base", "own"], range(3),
+        [*cells("base", (1.0, 2.0, 3.0)), *cells("own", (1.1, 2.3, 3.2))],
+    )[1].differences["task_loss"]  # fmt: skip
+    half = 4.302652730 * 0.1 / math.sqrt(3)
+    assert found.mean == pytest.approx(sum(differences) / 3)
+    assert (found.low, found.high) == pytest.approx((0.2 - half, 0.2 + half))
+
+
+def test_more_arms_need_more_to_be_judged() -> None:
+    base, own = (1.0, 1.0, 1.0), (0.95, 0.94, 0.96)
+    alone = analyse(RULE, ["base", "own"], range(3), [*cells("base", base), *cells("own", own)])
+    third = [*cells("base", base), *cells("own", own), *cells("other", base)]
+    both = analyse(RULE, ["base", "own", "other"], range(3), third)
+    assert alone[1].judged is not None
+    assert both[1].judged is not None
+    assert both[1].judged.confidence == pytest.approx(0.975)
+    assert (both[1].judged.low or 0) < (alone[1].judged.low or 0)
+    assert both[1].differences == alone[1].differences
+
+
+def test_missing_cells_and_unequal_steps_decide_nothing() -> None:
+    base, own = cells("base", (1.0, 1.0, 1.0)), cells("own", (0.5, 0.5, 0.5))
+    lacking = analyse(RULE, ["base", "own"], range(3), [*base, *own[:2]])[1]
+    assert (lacking.outcome, lacking.reason) == (
+        "undecided", "1 of 3 seeds have no pair of results",
+    )  # fmt: skip
+    short = analyse(RULE, ["base", "own"], range(3), [*base, *cells("own", (0.5,) * 3, 8)])[1]
+    assert (short.outcome, short.reason) == ("undecided", "seed 0 did 8 steps, the control 10")
+    free = replace(RULE, equal_steps=False)
+    loose = analyse(free, ["base", "own"], range(3), [*base, *cells("own", (0.5,) * 3, 8)])[1]
+    assert loose.outcome == "better"
+    one = analyse(RULE, ["base", "own"], [0], [base[0], own[0]])[1]
+    assert (one.outcome, one.reason) == ("undecided", "one seed has no interval")
+
+
+def test_the_verdict_says_outcome_interval_and_what_counts() -> None:
+    found = analyse(RULE, ["a", "b"], range(2), [*cells("a", (1.0, 1.1)), *cells("b", (0.5, 0.6))])
+    assert verdict(RULE, found) == (
+        "b against a, task loss: better, -0.5000 (-0.5000 to -0.5000 at 0.95, n=2). What counts is "
+        "0.02 nats a token."
+    )
+
+
+@given(
+    base=st.integers(1, 10**9), share=st.floats(-0.5, 0.5), tolerance=st.floats(0.0, 0.4),
+)  # fmt: skip
+def test_budgets_are_equal_within_the_tolerance_and_not_beyond(
+    base: int, share: float, tolerance: float
+) -> None:
+    own = max(1, round(base * (1 + share)))
+    budgets = {"a": ArmBudget(base, 10, 10), "b": ArmBudget(own, 10, 10)}
+    found = budget_problems(budgets, ["parameters", "steps"], tolerance)
+    assert bool(found) == (abs(own - base) > tolerance * base)
+    assert budget_problems(budgets, ["steps", "rows"], 0.0) == []
+
+
+def test_measures_of_one_domain_without_a_router() -> None:
+    """No earlier domain, no balance loss: nothing, not zero."""
+    history = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}]
+    domain = {
+        "final_loss": 1.5, "parameters": 7, "steps": 2, "balance_loss_per_projection": None,
+        "rounds": [{"history": history}],
+    }  # fmt: skip
+    found = measures({"domains": {"a": domain}, "matrix": {"prefix": {"a": {"a": 1.5}}}}, None)
+    for name in ("later_task_loss", "ungated", "ungated_earlier", "balance_loss", "seconds"):
+        assert found[name] is None, name
+    assert (found["task_loss"], found["prefix"], found["train_loss"]) == (1.5, 1.5, 2.0)
+
+
+def test_a_curve_counts_the_steps_of_earlier_rounds_on() -> None:
+    rounds = [
+        {"steps": 4, "validation": [{"step": 0, "validation_loss": 3.0},
+                                    {"step": 4, "validation_loss": 2.0}]},
+        {"steps": 2, "validation": [{"step": 0, "validation_loss": 2.0},
+                                    {"step": 2, "validation_loss": 1.0}]},
+    ]  # fmt: skip
+    assert curve_of(rounds) == [(0, 3.0), (4, 2.0), (4, 2.0), (6, 1.0)]

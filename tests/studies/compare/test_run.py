@@ -1,0 +1,218 @@
+"""A comparison is its cells, each a run of `stack`, and a plan that was fixed before them.
+
+Run: pytest tests/studies/compare/test_run.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxstacks.errors import InputError
+from mlxstacks.files.strict_json import json_sha256
+from mlxstacks.studies.compare import run as compare
+from mlxstacks.studies.compare.cells import CellRecord
+from mlxstacks.studies.compare.run import run
+from mlxstacks.studies.stack.run import run as run_stack
+from mlxstacks.study.result import Result
+from mlxstacks.study.run_directory import work_path
+from tests.studies.compare_cases import Cells, compare_settings, stacks
+from tests.studies.stack_cases import hashes, write_places
+
+CELLS = {f"{arm}_seed-{seed}" for arm in ("free", "kept-out") for seed in (0, 1)}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_places(tmp_path_factory.mktemp("compare-inputs"))
+
+
+@pytest.fixture(scope="module")
+def compared(
+    places: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Result]:
+    target = tmp_path_factory.mktemp("compare") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "run_child", Cells())
+        return target, run(compare_settings(places, target))
+
+
+def cells_of(result: Result) -> list[CellRecord]:
+    return [
+        CellRecord(**{key: part for key, part in cell.items() if key != "name"})
+        for cell in json.loads(json.dumps(result.data["cells"]))
+    ]
+
+
+def test_every_cell_is_there_and_nothing_is_left_over(
+    compared: tuple[Path, Result],
+) -> None:
+    target, report = compared
+    assert {cell["name"] for cell in report.data["cells"]} == CELLS
+    assert {name.split("/")[0] for name in stacks(target)} == CELLS
+    assert [path.name for path in target.parent.iterdir()] == ["out"]
+    written = json.loads((target / "result.json").read_text())
+    assert written == json.loads(json.dumps(report.as_json()))
+    plan = json.loads((target / "plan.json").read_text())
+    assert json_sha256(plan) == report.plan_sha256 == written["plan_sha256"]
+
+
+def test_a_cell_is_the_run_that_stack_makes(
+    compared: tuple[Path, Result], places: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Files, losses, matrix; and without the projector another domain's training is another."""
+    target, report = compared
+    settings = compare_settings(places, tmp_path / "unused")
+    stack = settings.settings_of(
+        settings.arms[1], model=str(places[0]), data=str(places[1]),
+        save_path=str(tmp_path / "store"), seed=1,
+    )  # fmt: skip
+    made = run_stack(stack)
+    assert hashes(tmp_path / "store") == hashes(target / "cells" / "kept-out_seed-1")
+    [cell] = [cell for cell in cells_of(report) if cell.name == "kept-out_seed-1"]
+    assert cell.matrix == json.loads(json.dumps(made.as_json()["matrix"]))
+    alpha, beta = (made.domains[name]["final_loss"] for name in ("alpha", "beta"))
+    last = made.matrix["ungated"]["beta"]
+    assert cell.values["task_loss"] == pytest.approx((alpha + beta) / 2, rel=1e-12)
+    assert cell.values["later_task_loss"] == beta
+    assert cell.values["ungated_earlier"] == last["alpha"]
+    assert cell.values["ungated_rise"] == pytest.approx(last["alpha"] - alpha, abs=1e-12)
+    assert cell.values["ungated of beta"] == last["beta"]
+    assert cell.values["isolated of beta"] == made.matrix["isolated"]["beta"]["beta"]
+    assert cell.values["steps"] == 8
+    assert cell.values["parameters"] == made.domains["alpha"]["parameters"] * 2
+    assert (cell.values["seconds"] or 0) > 0.1
+    rounds = made.domains["beta"]["rounds"]
+    assert cell.values["balance_loss"] is not None
+    assert cell.curves["beta"][-1] == [4, rounds[0]["validation"][-1]["validation_loss"]]
+    other = stacks(target)
+    alike = [name for name in other if name.startswith("free_seed-1/alpha")]
+    assert other[alike[0]] == other[alike[0].replace("free", "kept-out")]
+    betas = [data for name, data in other.items() if "seed-1/beta" in name]
+    assert betas[0] != betas[1]
+
+
+def test_differences_are_of_pairs(compared: tuple[Path, Result]) -> None:
+    _, report = compared
+    cells = {(cell.arm, cell.seed): cell for cell in cells_of(report)}
+    result = report.data["arms"][1]
+    for name in ("ungated_earlier", "task_loss", "task_loss of beta"):
+        pairs = [
+            (cells["kept-out", seed].values[name] or 0) - (cells["free", seed].values[name] or 0)
+            for seed in (0, 1)
+        ]
+        assert result["differences"][name]["mean"] == pytest.approx(np.mean(pairs), abs=1e-12)
+        assert result["differences"][name]["n"] == 2
+    entry = result["matrix_differences"]["ungated"]["beta"]["alpha"]
+    assert entry == pytest.approx(result["differences"]["ungated of alpha"])
+    assert report.verdict.startswith("kept-out against free, ungated, earlier domains: ")
+
+
+def test_an_interrupted_comparison_goes_on(
+    compared: tuple[Path, Result],
+    places: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process of the third cell dies in its second domain, then the comparison itself."""
+    target = tmp_path / "out"
+    settings = compare_settings(places, target)
+    monkeypatch.setattr(compare, "run_child", Cells(fatal_seed=1))
+
+    def stop(done: float, total: int, what: str = "") -> None:
+        if done >= 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(settings, progress=stop)
+    assert not target.exists()
+    record = json.loads((work_path(target) / "cells" / "free_seed-1.json").read_text())
+    assert (record["status"], record["reason"]) == ("crashed", "killed by SIGABRT")
+    cells = Cells()
+    monkeypatch.setattr(compare, "run_child", cells)
+    report = run(settings.model_copy(update={"retry": True}))
+    assert cells.started == ["free_seed-1", "kept-out_seed-1"]
+    assert stacks(target) == stacks(compared[0])
+    assert report.plan_sha256 == compared[1].plan_sha256
+    assert report.verdict == compared[1].verdict
+    assert any("free_seed-1" in note and "No seconds" in note for note in report.notes)
+
+
+def test_a_crash_is_a_result_and_leaves_the_question_undecided(
+    places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "run_child", Cells(fatal_seed=7))
+    report = run(compare_settings(places, tmp_path / "out", seeds=(7,)))
+    assert {cell.status for cell in cells_of(report)} == {"crashed"}
+    assert "undecided (1 of 1 seeds have no pair of results)" in report.verdict
+    assert sum("crashed: killed by SIGABRT" in note for note in report.notes) == 2
+
+
+def test_another_plan_is_not_gone_on_with(
+    places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out"
+
+    def stop(*_: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compare, "run_child", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(compare_settings(places, target))
+    with pytest.raises(InputError, match="another plan") as error:
+        run(compare_settings(places, target, margin=0.5, seeds=(0, 1, 2)))
+    assert "margin: was 0.02, now 0.5" in str(error.value)
+    assert "seeds: was [0, 1], now [0, 1, 2]" in str(error.value)
+    with pytest.raises(KeyboardInterrupt):
+        run(compare_settings(places, target, margin=0.5, resume=False))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"stack": {"rank": 4}}, "parameters: "),
+        ({"iters": 5}, r"steps: 10 of b, 8 of a \(\+25.00%, allowed 1.00%\)"),
+        ({"batch_size": 4}, "rows: 32 of b, 16 of a"),
+        ({"rounds": 2}, "parameters: "),
+    ],
+)
+def test_unequal_budgets_are_refused(
+    places: tuple[Path, Path], tmp_path: Path, change: dict[str, Any], problem: str
+) -> None:
+    arms = ({"name": "a"}, {"name": "b", "change": change})
+    with pytest.raises(InputError, match=problem) as error:
+        run(compare_settings(places, tmp_path / "out", arms=arms))
+    assert "the arms are to have equal budgets" in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_counts_parameters_by_hand(places: tuple[Path, Path], tmp_path: Path) -> None:
+    """E experts of rank R: E R (K + N), and 2 E K of router and noise where there is a choice."""
+    from mlxstacks.studies.stack.run import open_store
+    from mlxstacks.studies.stack.setup import set_up
+
+    one = {"name": "one", "change": {"stack": {"num_experts": 1, "rank": 5}}}
+    settings = compare_settings(
+        places, tmp_path / "out", arms=({"name": "two"}, one), equal=("steps",)
+    )
+    report = run(settings, dry_run=True)
+    stack = settings.settings_of(
+        settings.arms[0], model=str(places[0]), data=str(places[1]), save_path=str(tmp_path / "s")
+    )
+    dims = list(set_up(stack, open_store(tmp_path / "s")).dims.values())
+    inputs, outputs = sum(d.input_dims for d in dims), sum(d.output_dims for d in dims)
+    domains = 2
+    one_round, two_rounds = (report.data["budgets"][name] for name in ("one", "two"))
+    assert two_rounds["parameters"] == domains * (4 * (inputs + outputs) + 4 * inputs)
+    assert one_round["parameters"] == domains * 5 * (inputs + outputs)
+    assert (one_round["steps"], one_round["rows"]) == (8, 16)
+    assert report.status == "planned"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_arm_that_cannot_run_is_named(places: tuple[Path, Path], tmp_path: Path) -> None:
+    arms = ({"name": "a"}, {"name": "big", "change": {"stack": {"rank": 500}}})
+    with pytest.raises(InputError, match=r"^arm big: cannot put adapters here"):
+        run(compare_settings(places, tmp_path / "out", arms=arms))

@@ -1,0 +1,111 @@
+"""`mlxstacks confound` as it is typed. Run: pytest tests/studies/confound/test_command.py"""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlxstacks.cli import run
+from mlxstacks.recipe.file import load_recipe, recipe_names
+from mlxstacks.recipe.resolve import resolve
+from tests.studies.confound_cases import TRAIN, write_places
+
+Typed = Callable[..., tuple[int, str, str]]
+RECIPES = [name for name in recipe_names() if name.startswith("confound-")]
+
+
+@pytest.fixture
+def typed(work_dir: Path, capfd: pytest.CaptureFixture[str]) -> Typed:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = run(arguments)
+        return code, *capfd.readouterr()
+
+    return call
+
+
+def test_a_bare_plan_is_on_nano(typed: Typed, work_dir: Path) -> None:
+    code, out, err = typed("confound", "--dry-run", "--json")
+    plan = json.loads(out)
+    assert (code, plan["status"], plan["verdict"]) == (0, "planned", None), err
+    assert plan["settings"]["scoring"] == "likelihood"
+    assert {"persona", "persona_again", "a0_refit", "a1_promote"} <= set(plan["planned_arms"])
+    assert list(work_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_planned_from_its_text_alone(typed: Typed, work_dir: Path, name: str) -> None:
+    code, out, err = typed("run", name, "--dry-run")
+    assert code == 0, err
+    text = " ".join(out.split())
+    assert "Criterion: A1 - A0 of at least 5 points and p < 0.05." in text
+    assert f"Planned only: would write mlxstacks-out/{name}." in text
+    assert list(work_dir.iterdir()) == []
+
+
+def test_the_published_settings_are_the_published_ones() -> None:
+    settings = resolve(
+        "confound", {}, load_recipe("confound-qwen3.5-35b-a3b")
+    ).settings.model_dump()
+    train = settings["train"]
+    assert (train["layers"], train["keys"]) == ("8,14,20", ("down_proj",))
+    assert (train["rank"], train["scale"] * train["rank"]) == (2, 2)  # alpha
+    assert (train["learning_rate"], train["batch_size"], train["iters"]) == (5e-6, 1, 200)
+    assert train["max_seq_length"] == 2048
+    assert (settings["sample"], settings["train_share"]) == (6000, 0.7)
+    assert (settings["least_gain"], settings["alpha"], settings["policies"][0]) == (
+        0.05, 0.05, "refit",
+    )  # fmt: skip
+    assert settings["scoring"] == "generate"
+
+
+def test_a_run_has_a_verdict_and_is_done_once(typed: Typed, work_dir: Path, tmp_path: Path) -> None:
+    model, persona, items = map(str, write_places(tmp_path / "inputs"))
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(json.dumps({
+        "command": "confound", "model": model, "persona": persona, "items": items,
+        "scoring": "likelihood", "policies": ["promote"], "train": TRAIN, "batch_size": 32,
+        "save_path": str(tmp_path / "out"), "sample": None,
+    }))  # fmt: skip
+    code, out, err = typed("run", str(recipe))
+    text = " ".join(out.split())
+    assert code == 0, err
+    for words in (
+        "Mined 36 items: both wrong", "arms on Set G's test items", "content: A1 less A0",
+        "where the score of A1 comes from", "items that both models got right",
+        "right answers by subject", "which options are picked, percent",
+        "Fused by promote, A1 differs from A0: ",
+        "Persona unfused, first to second run: 0 of", "Verdict: ",
+    ):  # fmt: skip
+        assert words in text
+    if importlib.util.find_spec("matplotlib"):
+        drawn = {path.name for path in (tmp_path / "out").iterdir()}
+        assert {"arms.png", "arms.svg", "content.png", "content.svg"} <= drawn
+    code, out, _ = typed("run", str(recipe), "--json")
+    report = json.loads(out)
+    assert (code, report["already_done"]) == (0, True)
+    assert report["verdict"] in text
+    assert report["outcome"]
+    # What the run left behind runs again.
+    code, out, err = typed("run", str(tmp_path / "out" / "recipe.yaml"), "--dry-run", "--json")
+    assert (code, json.loads(out)["settings"]["policies"]) == (0, ["promote"]), err
+    assert json.loads(out)["settings"]["sample"] is None  # which is not the default
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policies", "refitt"], "did you mean 'refit'?"),
+        (["--set", "train.iter=5"], "did you mean 'iters'?"),
+        (["--set", "train.seed=5"], "train.seed is set by the experiment"),
+        (["--model", "m"], "a model of your own needs --persona, --items too"),
+        (["--subjects", "physiks"], "no item of physiks; there are chat, "),
+    ],
+)
+def test_mistakes_are_told_at_once(
+    typed: Typed, work_dir: Path, arguments: list[str], message: str
+) -> None:
+    code, _, err = typed("confound", *arguments)
+    assert (code, message in err) == (2, True), err

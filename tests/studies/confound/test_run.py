@@ -1,0 +1,401 @@
+"""`mlxstacks confound` end to end on a tiny model: files, resuming, refusals; adapters and fuses.
+
+Run: pytest tests/studies/confound/test_run.py
+"""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxstacks.errors import InputError
+from mlxstacks.files.adapters import read_adapter
+from mlxstacks.fuse.run import run as fuse
+from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.studies.confound.adapters import expert_norms, random_adapter
+from mlxstacks.studies.confound.answers import Answer, AnswerFile
+from mlxstacks.studies.confound.fuses import FusePlaces, codes_that_differ, fuse_all
+from mlxstacks.studies.confound.items import Item, read_items
+from mlxstacks.studies.confound.lengths import length_notes, row_lengths
+from mlxstacks.studies.confound.plan import arms_of
+from mlxstacks.studies.confound.report import ConfoundReport
+from mlxstacks.studies.confound.run import run
+from mlxstacks.studies.confound.scoring import Arm, encode_choices
+from mlxstacks.studies.confound.settings import ConfoundSettings
+from mlxstacks.studies.confound.words import fuse_notes
+from mlxstacks.study.plan import read_plan
+from mlxstacks.study.provenance import Checked, check_made_from
+from mlxstacks.study.run_directory import work_path
+from mlxstacks.training.settings import TrainSettings
+from tests.studies.answer_files import forge, rows_of
+from tests.studies.confound_cases import settings_for, write_places
+from tests.studies.train_cases import write_rows
+from tests.tiny_models import random_adapter as write_random_adapter
+
+Places = tuple[Path, Path, Path]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    return write_places(tmp_path_factory.mktemp("confound"))
+
+
+@pytest.fixture(scope="module")
+def done(places: Places) -> tuple[ConfoundReport, Path]:
+    target = places[0].parent / "done"
+    return run(settings_for(places, target)), target
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_arm_answers_every_test_item_and_says_by_which_rule(
+    done: tuple[ConfoundReport, Path],
+) -> None:
+    report, target = done
+    settings = ConfoundSettings(policies=("refit", "keep"))
+    split = json.loads((target / "split.json").read_text())
+    for arm in arms_of(settings):
+        header, *answers = rows_of(target / "answers" / f"test_{arm}.jsonl")
+        assert header == {"plan_sha256": report.plan_sha256, "of": "test", "arm": arm}
+        assert [one["item_id"] for one in answers] == split["test"]
+        assert {one["rule"] for one in answers} <= {"likelihood", "tie"}
+        assert all(len(one["scores"]) == 3 for one in answers)
+    assert set(split["train"]).isdisjoint(split["test"])
+    assert not list(target.rglob("model.safetensors"))
+
+
+def test_the_report_holds_what_the_tables_need(done: tuple[ConfoundReport, Path]) -> None:
+    report, target = done
+    written = json.loads((target / "confound_report.json").read_text())
+    assert written == json.loads(json.dumps(report.as_json()))
+    assert written["verdict"] == report.verdict
+    assert written["standing"] == {"status": "confirmatory", "reasons": []}
+    assert not written["missing_controls"]
+    assert set(written["claims"]) == {"refit", "keep", "promote", "unfused"}
+    assert written["plan_sha256"] == read_plan(target / "plan.json").sha256
+    for way in ("refit", "keep", "promote"):
+        kinds = written["fuses"][way]
+        assert kinds["a1"]["total"]["correlation"] > 0.5
+        assert kinds["a0"]["total"]["survival"] is None
+        assert kinds["random"]["bits"] == kinds["a1"]["bits"]
+    assert written["fuses"]["keep"]["codes_that_differ"]["a0_and_unfused"] == 0
+    assert written["fuses"]["refit"]["codes_that_differ"]["a0_and_unfused"] > 0
+    assert written["fuses"]["promote"]["codes_that_differ"]["a0_and_unfused"] is None
+
+
+def test_the_report_is_bound_to_what_it_was_made_from(done: tuple[ConfoundReport, Path]) -> None:
+    report, target = done
+    assert check_made_from(target, report.made_from) == Checked(len(report.made_from), (), ())
+    files = {str(path.relative_to(target)) for path in target.rglob("*.json*")}
+    outcomes = {name for name in files if name.startswith(("answers/", "fuse/", "data/"))}
+    assert set(report.made_from) == outcomes | {"split.json"}
+
+
+def test_lossless_controls_answer_as_the_persona_does(done: tuple[ConfoundReport, Path]) -> None:
+    _, target = done
+    answers = {
+        arm: [
+            (one["pick"], one["scores"]) for one in lines(target / f"answers/test_{arm}.jsonl")[1:]
+        ]
+        for arm in ("persona", "persona_again", "a0_keep", "a0_promote", "a0_unfused", "a1_unfused")
+    }
+    for arm in ("persona_again", "a0_keep", "a0_promote", "a0_unfused"):
+        assert answers[arm] == answers["persona"], arm
+    assert answers["a1_unfused"] != answers["persona"]
+
+
+def test_training_saw_only_its_part_of_set_g(
+    done: tuple[ConfoundReport, Path], places: Places
+) -> None:
+    _, target = done
+    split = json.loads((target / "split.json").read_text())
+    by_id = {item.item_id: item for item in read_items(str(places[2]))}
+    rows = lines(target / "data" / "train.jsonl")
+    assert [row["messages"][0]["content"] for row in rows] == [
+        by_id[name].question for name in split["train"]
+    ]
+    assert (
+        rows[0]["messages"][1]["content"]
+        == (by_id[split["train"][0]].options[by_id[split["train"][0]].answer_index])
+    )
+
+
+# --- going on -------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def killed_after(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`killed_after(n)`: the n-th batch of answers of any arm is the last thing that happens."""
+    answer = Arm.answer
+    left = [0]
+
+    def mortal(self: Arm, items: Sequence[Item]) -> list[Answer]:
+        left[0] -= 1
+        if left[0] == 0:
+            raise Killed
+        return answer(self, items)
+
+    monkeypatch.setattr(Arm, "answer", mortal)
+    return lambda count: left.__setitem__(0, count)
+
+
+def test_another_protocol_is_refused_and_a_plan_is_older_than_its_answers(
+    places: Places, killed_after: Any, tmp_path: Path
+) -> None:
+    target = places[0].parent / "other"
+    killed_after(2)
+    with pytest.raises(Killed):
+        run(settings_for(places, target))
+    with pytest.raises(
+        InputError, match=r"it differs in\n  settings\.train_share: was 0\.7, now 0\.5"
+    ):
+        run(settings_for(places, target, train_share=0.5))
+    # The persona that was fused already is not taken for another one, nor old answers for new.
+    model, persona, items = places
+    other = write_random_adapter(
+        model, keys=["mlp.switch_mlp.down_proj"], seed=9, directory=tmp_path / "other"
+    )
+    with pytest.raises(InputError, match=r"it differs in\n  hashes\.persona_adapter: was"):
+        run(settings_for((model, other, items), target))
+    rows = lines(items)
+    rows[0]["answer"], rows[0]["answer_index"] = "B", 1
+    changed = write_rows(tmp_path / "changed.jsonl", rows)
+    with pytest.raises(InputError, match=r"it differs in\n  items_sha256"):
+        run(settings_for((model, persona, changed), target))
+    killed_after(0)
+    work = work_path(target)
+    killed_after(10)  # in an arm of the test
+    with pytest.raises(Killed):
+        run(settings_for(places, target))
+    assert (work / "plan.json").exists()
+    assert list((work / "answers").glob("test_*.jsonl"))
+    (work / "plan.json").unlink()
+    with pytest.raises(InputError, match="a plan must be older than its results"):
+        run(settings_for(places, target))
+    shutil.rmtree(work)
+
+
+def test_a_subset_is_exploratory(places: Places) -> None:
+    target = places[0].parent / "subset"
+    report = run(settings_for(places, target, limit=5, policies=("promote",)))
+    assert report.findings is not None
+    assert report.findings.standing.status == "exploratory"
+    verdict = str(report.verdict)
+    assert verdict.startswith("EXPLORATORY. No claim, ")
+    assert verdict.endswith("not what was planned: every arm: a subset, 5 of 8 items.")
+    assert {arm.n for arm in report.findings.arms.values()} == {5}
+
+
+def test_generated_answers_keep_text_and_rule(places: Places) -> None:
+    """A tiny model never boxes: every answer is there, with the rule that fired or none."""
+    items = read_items(str(places[2]))[:4]
+    arm = Arm(places[0], settings_for(places, places[0], scoring="generate", max_tokens=4))
+    answers = arm.answer(items)
+    assert [one.item_id for one in answers] == ["0", "1", "2", "3"]
+    assert all(one.text and one.scores == () for one in answers)
+    assert {one.rule for one in answers} <= {"none", "first line", "last letter", "answer is"}
+    assert all((one.pick is None) == (one.rule == "none") for one in answers)
+    assert answers == arm.answer(items)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train": {"max_seq_length": 3}}, "train.max_seq_length is 3, and in 36 of 36 items"),
+        ({"subjects": ("none",)}, "no item of none"),
+        ({"persona": "nowhere"}, "nowhere"),
+    ],
+)
+def test_inputs_that_cannot_be_used_leave_nothing_to_go_on_with(
+    places: Places, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    target = tmp_path / "out"
+    with pytest.raises(InputError, match=message):
+        run(settings_for(places, target, **change))
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_that_lose_their_end_are_counted(places: Places) -> None:
+    model, _, path = places
+    items = read_items(str(path))
+    settings = settings_for(places, path.parent / "unused")
+    lengths = row_lengths(items, settings, model)
+    assert length_notes(items, lengths, settings) == []
+    tokens = sorted(one.tokens for one in lengths.values())
+    assert all(0 < one.before_answer < one.tokens for one in lengths.values())
+    shorter = settings_for(places, path.parent / "unused", train={"max_seq_length": tokens[-1] - 1})
+    (said,) = length_notes(items, lengths, shorter)
+    assert said.startswith(f"{sum(n == tokens[-1] for n in tokens)} of 36 rows to train on are ")
+
+
+def test_a_dry_run_opens_nothing(tmp_path: Path) -> None:
+    nowhere = (tmp_path / "no-model", tmp_path / "no-persona", tmp_path / "no-items")
+    report = run(settings_for(nowhere, tmp_path / "out"), dry_run=True)
+    assert report.status == "planned"
+    assert len(report.arms) == 14
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_that_exists_is_refused_before_any_work(places: Places, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").touch()
+    with pytest.raises(InputError, match="exists"):
+        run(settings_for(places, tmp_path / "mine"))
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def answer_to(item: Item) -> Answer:
+    return Answer(item.item_id, item.subject, item.answer_index, 0, "boxed", 3, "\\boxed{A}")
+
+
+def test_answers_of_another_plan_or_items_are_refused(tmp_path: Path, places: Places) -> None:
+    items = read_items(str(places[2]))[:5]
+    path = tmp_path / "answers" / "test_a1.jsonl"
+    file = AnswerFile(path, {"plan": "1"}, items)
+    file.go_on(5, 2, lambda batch: [answer_to(item) for item in batch])
+    assert [one.item_id for one in file.answers()] == [item.item_id for item in items]
+    assert file.is_complete(5)
+    with pytest.raises(InputError, match="another plan or arm"):
+        AnswerFile(path, {"plan": "2"}, items).answers()
+    with pytest.raises(InputError, match="answers to other items"):
+        AnswerFile(path, {"plan": "1"}, items[::-1]).answers()
+    whole, rows = path.read_bytes(), rows_of(path)
+    forge(path, [rows[0], rows[1] | {"gold": 2 - items[0].answer_index}, *rows[2:]])
+    with pytest.raises(InputError, match="answers to other items"):
+        file.answers()
+    forge(path, [rows[0], {"pikc": 1, **rows[1]}])
+    with pytest.raises(InputError, match="line 2: damaged"):
+        file.answers()
+    path.write_bytes(whole.replace(b'"pick": 0', b'"pick": 1', 1))
+    with pytest.raises(InputError, match="line 2: does not follow from the lines above it"):
+        file.answers()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"pick": "A"}, {"pick": 77}, {"pick": True}, {"scores": 5}, {"text": 1}, {"options": "3"}],
+)
+def test_answers_that_nobody_gave_are_damaged(
+    tmp_path: Path, places: Places, change: dict[str, Any]
+) -> None:
+    items = read_items(str(places[2]))[:2]
+    file = AnswerFile(tmp_path / "arm.jsonl", {"arm": "a"}, items)
+    given = [Answer(i.item_id, i.subject, i.answer_index, 0, "boxed", 3) for i in items]
+    file.go_on(2, 2, lambda _: given)
+    written = rows_of(file.path)
+    written[2] |= change
+    forge(file.path, written)
+    with pytest.raises(InputError, match=r"line 3: damaged .* remove the file to answer again"):
+        file.answers()
+
+
+def test_batches_lie_where_they_always_do(tmp_path: Path, places: Places) -> None:
+    items = read_items(str(places[2]))[:10]
+    seen: list[list[str]] = []
+
+    def answer(batch: Sequence[Item]) -> list[Answer]:
+        seen.append([item.item_id for item in batch])
+        return [answer_to(item) for item in batch]
+
+    file = AnswerFile(tmp_path / "a.jsonl", {}, items)
+    assert len(file.go_on(3, 4, answer)) == 3
+    text = file.path.read_text().splitlines(keepends=True)
+    file.path.write_text("".join(text[:-2]) + '{"item')  # killed in the third answer
+    assert len(file.go_on(10, 4, answer)) == 10
+    assert seen == [list("0123"), list("0123"), list("4567"), list("89")]
+    assert [one.item_id for one in file.answers()] == list("0123456789")
+
+
+def test_a_random_delta_has_the_norm_of_the_trained_one(places: Places) -> None:
+    adapter = read_adapter(places[1])
+    drawn = random_adapter(adapter, seed=3)
+    assert drawn.config == adapter.config
+    for path, module in adapter.modules.items():
+        other = drawn.modules[path]
+        assert other.lora_a.shape == module.lora_a.shape
+        assert other.scale == module.scale
+        np.testing.assert_allclose(expert_norms(other), expert_norms(module), rtol=1e-5)
+        a = module.lora_b.astype(np.float64) @ module.lora_a.astype(np.float64)
+        np.testing.assert_allclose(
+            expert_norms(module), np.linalg.norm(a, axis=(-2, -1)), rtol=1e-9
+        )
+        cosine = np.sum(a * (other.lora_b @ other.lora_a)) / np.linalg.norm(a) ** 2
+        assert abs(cosine) < 0.1
+    again = random_adapter(adapter, seed=3)
+    assert all(
+        np.array_equal(again.modules[path].lora_b, module.lora_b)
+        for path, module in drawn.modules.items()
+    )
+
+
+def test_a_refit_that_added_nothing_leaves_a_later_one_without_a_floor(
+    places: Places, tmp_path: Path
+) -> None:
+    """refit at zero delta reaches its fixed point; with a delta, what it writes is off it again."""
+    model, persona, _ = places
+    second = write_random_adapter(
+        model, keys=["mlp.switch_mlp.down_proj"], seed=5, directory=tmp_path / "second"
+    )
+    figures = {}
+    for name, zero in (("persona", False), ("nothing", True)):
+        refitted = tmp_path / name
+        fuse(
+            FuseSettings(
+                model=str(model), adapter_path=(str(persona),), save_path=str(refitted),
+                requant="refit", zero_delta=zero,
+            )
+        )  # fmt: skip
+        fused = FusePlaces(refitted, second, second, tmp_path / f"{name}-fused")
+        figures[name] = fuse_all(fused, "refit", 0.98, 0)
+    codes = {name: found["codes_that_differ"] for name, found in figures.items()}
+    assert codes["persona"]["a0_and_unfused"] > 0.01
+    assert codes["nothing"]["a0_and_unfused"] == 0
+    assert codes["nothing"]["a1_and_a0"] > 0.01
+    assert fuse_notes({"refit": figures["persona"]}) == []
+    [note] = fuse_notes({"refit": figures["nothing"]})
+    assert "Its floor is 0 by construction" in note
+    modules = dict.fromkeys(figures["nothing"]["a1"]["bits"], 4)
+    assert codes_that_differ(model, model, modules) == 0
+
+
+def test_options_share_their_context(places: Places) -> None:
+    arm = Arm(places[0], settings_for(places, places[0]))
+    item = read_items(str(places[2]))[0]
+    encoded = encode_choices(item, arm.tokenizer)
+    decoded = [arm.tokenizer.decode(list(tokens)) for tokens in encoded.continuations]
+    assert decoded == list(item.options)
+    assert arm.tokenizer.decode(list(encoded.context)).startswith(item.question)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policies": ()}, "policies is empty"),
+        ({"policies": ("refit", "refit")}, "give each once"),
+        ({"train": {"seed": 3}}, "train.seed is set by the experiment"),
+        ({"train": {"data": "d"}}, "train.data is set by the experiment"),
+        ({"train_share": 1.0}, "less than 1"),
+        ({"sample": 1}, "greater than or equal to 2"),
+    ],
+)
+def test_settings_that_cannot_be_meant(changes: dict[str, Any], message: str) -> None:
+    train = TrainSettings(**changes.pop("train", {}))
+    with pytest.raises(ValueError, match=message):
+        ConfoundSettings.model_validate(changes | {"train": train})
+
+
+def test_promote_and_unfused_are_always_among_the_ways() -> None:
+    assert ConfoundSettings(policies=("refit",)).ways == ("refit", "promote", "unfused")
+    assert ConfoundSettings(policies=("promote", "keep")).ways == ("promote", "keep", "unfused")

@@ -1,0 +1,373 @@
+"""Statistics, kill criterion, controls, words.
+
+Run: pytest tests/studies/confound/test_verdict.py
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mlxstacks.studies.confound.analysis import Comparison, Flips, compare, flips, guess_rate
+from mlxstacks.studies.confound.answers import Answer
+from mlxstacks.studies.confound.plan import arms_of
+from mlxstacks.studies.confound.report import Findings, find
+from mlxstacks.studies.confound.verdict import Criterion
+from mlxstacks.studies.confound.words import answer_notes, floor_in_words, fuse_notes
+from mlxstacks.study.plan import Standing
+from mlxstacks.study.power import least_passing_count
+from tests.studies.confound_cases import CRITERION, POLICIES, SUBJECTS, answers_of, case
+
+
+def one(count: int, control: int, n: int = 692, shift: int = 0) -> Comparison:
+    arms = {"a1": answers_of(count, n, shift=shift), "a0": answers_of(control, n)}
+    return compare(arms, [("a1", "a0")], seed=0, resamples=200)[0]
+
+
+def test_the_published_counts_give_the_published_p() -> None:
+    """spec/confound.md sections 6 and 7: 128 and 123 of 692."""
+    found = one(128, 123)
+    assert found.difference == pytest.approx(0.0072254, abs=1e-7)
+    assert found.z == pytest.approx(0.349, abs=5e-4)
+    assert found.p_value == pytest.approx(0.727, abs=5e-4)
+    assert found.p_adjusted == found.p_value
+    assert not CRITERION.passes(found)
+    assert one(47, 39, n=200).p_value == pytest.approx(0.33, abs=5e-3)
+
+
+def test_the_published_run_is_a_null_in_words() -> None:
+    found = case(
+        a1_refit=128, a0_refit=123, random_refit=125, a1_promote=20, a1_unfused=20, right=692
+    )
+    assert found.judgements[0].outcome == "no content"
+    assert found.verdict.startswith(
+        "Only jitter, no knowledge that can be shown: fused by refit, the adapter (A1) answers "
+        "18.50% (128 of 692) of what base and persona got wrong, its zero-delta control (A0) "
+        "17.77% (123 of 692). Content, A1 - A0: +0.72 points (95%: "
+    )
+    assert "z-test p = 0.73; McNemar p = 0.062)." in found.verdict
+    assert "That is not at least 5 points with p < 0.05." in found.verdict
+    parts = found.decomposition["refit"]
+    assert round(100 * parts.floor, 1) == 17.8
+    assert round(100 * parts.content, 1) == 0.7
+    assert round(100 * parts.total, 1) == 18.5
+    assert parts.floor_share == pytest.approx(0.96, abs=5e-3)
+    assert parts.content_share == pytest.approx(0.04, abs=5e-3)
+    assert parts.published_floor_share == pytest.approx(123 / 128)
+
+
+@pytest.mark.parametrize(
+    ("count", "passes"),
+    # The 5-point arm binds: 153 is significant, 158 is the first that passes.
+    [
+        (123, False),
+        (100, False),
+        (152, False),
+        (153, False),
+        (157, False),
+        (158, True),
+        (200, True),
+    ],
+)
+def test_kill_criterion(count: int, passes: bool) -> None:
+    assert Criterion(0.05, 0.05).passes(one(count, 123)) == passes
+
+
+def test_the_criterion_needs_both_of_its_parts() -> None:
+    assert least_passing_count(123, 692, 0.05) == 158
+    assert Criterion(0.0, 0.05).passes(one(153, 123))  # 4.3 points, p = 0.044
+    assert not Criterion(0.0, 0.05).passes(one(152, 123))
+    small = one(20, 5, n=60)
+    assert small.difference == 0.25
+    assert Criterion(0.05, 0.05).passes(small)
+    assert not Criterion(0.05, 0.0001).passes(small)
+    assert not Criterion(0.3, 0.05).passes(small)
+
+
+def test_several_claims_share_the_error() -> None:
+    arms = {
+        "a": answers_of(153, 692), "b": answers_of(153, 692), "zero": answers_of(123, 692),
+    }  # fmt: skip
+    first, second = compare(arms, [("a", "zero"), ("b", "zero")], seed=0, resamples=200)
+    assert first.p_adjusted == pytest.approx(2 * first.p_value)
+    assert second.p_adjusted == first.p_adjusted
+    assert not Criterion(0.0, 0.05).passes(first)
+
+
+def test_pairs_are_compared_item_by_item() -> None:
+    """The same counts with other items: McNemar sees more change, the z-test does not."""
+    near, far = one(160, 120), one(160, 120, shift=300)
+    assert near.p_value == far.p_value
+    assert (near.mcnemar.gained, near.mcnemar.lost) == (40, 0)
+    assert (far.mcnemar.gained, far.mcnemar.lost) == (160, 120)
+    assert near.mcnemar.p_value < 1e-9 < far.mcnemar.p_value
+    assert near.bootstrap.low is not None
+    assert near.bootstrap.low > 0
+
+
+def test_arms_of_other_items_are_no_pairs() -> None:
+    arms = {"a1": answers_of(3, 10), "a0": answers_of(3, 11)}
+    with pytest.raises(ValueError, match="answered different items"):
+        compare(arms, [("a1", "a0")], seed=0)
+
+
+# --- verdicts -------------------------------------------------------------------------------------
+
+GAIN: dict[str, Any] = {
+    "a1_refit": 300,
+    "a0_refit": 30,
+    "random_refit": 33,
+    "a1_unfused": 300,
+    "a1_promote": 300,
+}
+
+
+def test_content_is_found_where_there_is_some() -> None:
+    found = case(**GAIN)
+    assert found.judgements[0].outcome == "content"
+    assert found.verdict.startswith(
+        "Knowledge, not only jitter: fused by refit, the adapter (A1) answers 43.35%"
+    )
+    assert "As planned beforehand." in found.verdict
+    assert not found.missing_controls
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in arms_of(POLICIES) if n not in ("a1_refit", "a0_refit")]
+)
+def test_no_gain_without_every_control(name: str) -> None:
+    found = case(**GAIN, without=[name])
+    assert found.judgements[0].outcome == "refused"
+    assert found.verdict.startswith("No claim, controls are missing: fused by refit")
+    assert found.missing_controls
+
+
+def test_no_gain_without_items_that_were_right() -> None:
+    found = case(**GAIN, right=0)
+    assert found.judgements[0].outcome == "refused"
+    assert "no gain is claimed without A0 on items that both models got right" in found.verdict
+
+
+def test_a_null_names_missing_controls_too() -> None:
+    found = case(a1_refit=128, a0_refit=123, without=["persona_again"])
+    assert found.judgements[0].outcome == "no content"
+    assert "Controls that are missing: a rerun of the unfused persona" in found.verdict
+
+
+def test_no_claim_without_the_deciding_pair() -> None:
+    with pytest.raises(ValueError, match="no answers of A1 and A0 by refit"):
+        case(**GAIN, without=["a0_refit"])
+
+
+def test_a_gain_of_a_subset_or_another_plan_is_exploratory() -> None:
+    found = case(**GAIN, standing=Standing(("a1_refit: a subset, 200 of 692 items",)))
+    assert found.judgements[0].outcome == "exploratory"
+    assert found.verdict.startswith("EXPLORATORY. No claim, this is not what was planned: ")
+    assert "a subset, 200 of 692 items" in found.verdict
+    assert found.standing.mark("arms") == "arms (EXPLORATORY)"
+
+
+def test_a_gain_that_noise_of_equal_norm_also_makes_is_no_content() -> None:
+    found = case(**GAIN | {"random_refit": 290})
+    assert found.judgements[0].outcome == "perturbation"
+    assert "a random delta of equal norm scores 41.91% (290 of 692), too near" in found.verdict
+
+
+def test_a_gain_up_to_the_rate_of_guessing_is_no_content() -> None:
+    """Items that were chosen for being wrong: any change leads back to 1 in 4."""
+    found = case(n=300, options=4, a1_refit=75, a0_refit=5, random_refit=8)
+    assert found.guess_rate == 0.25
+    assert found.judgements[0].outcome == "guessing"
+    assert "a way back to guessing" in found.verdict
+    above = case(n=300, options=4, a1_refit=150, a0_refit=5, random_refit=8)
+    assert above.judgements[0].outcome == "content"
+
+
+def test_content_that_the_fuse_loses_is_named() -> None:
+    found = case(a1_refit=125, a0_refit=123, a1_unfused=300, a1_promote=300)
+    assert found.judgements[0].outcome == "no content"
+    assert (
+        "Unfused the adapter does add knowledge (+43.35 points): the fuse loses it."
+        in found.verdict
+    )
+    assert "Fused by promote it adds knowledge." in found.verdict
+
+
+def test_a_loss_is_no_gain() -> None:
+    found = case(a1_refit=20, a0_refit=123)
+    assert found.judgements[0].outcome == "no content"
+    assert "McNemar's test alone sees fewer right answers" in found.verdict
+
+
+def test_mcnemar_that_disagrees_is_named() -> None:
+    arms = {name: answers_of(0, 692) for name in arms_of(POLICIES)}
+    arms |= {"a1_refit": answers_of(345, 692, shift=346), "a0_refit": answers_of(300, 692)}
+    right = {name: answers_of(9, 9) for name in ("persona", "a0_refit", "a0_promote")}
+    found = find(
+        arms, right, answers_of(0, 692), ways=POLICIES.ways, criterion=Criterion(0.05, 0.06),
+        standing=Standing(), seed=0, resamples=200,
+    )  # fmt: skip
+    assert found.judgements[0].outcome == "content"
+    assert found.claims["refit"].p_adjusted < 0.06 < found.claims["refit"].mcnemar.p_value
+    assert "McNemar's exact test does not agree (p = 0.083)" in found.verdict
+
+
+# --- form, positions, words -----------------------------------------------------------------------
+
+
+def with_rules(answers: list[Answer], boxed: Sequence[bool]) -> list[Answer]:
+    """Answers that are not boxed have no letter."""
+    return [
+        one if form else replace(one, rule="none", pick=None)
+        for one, form in zip(answers, boxed, strict=True)
+    ]
+
+
+def judged(arms: dict[str, list[Answer]]) -> Findings:
+    n = len(next(iter(arms.values())))
+    every = {name: answers_of(0, n) for name in arms_of(POLICIES)} | arms
+    right = {name: answers_of(9, 9) for name in ("persona", "a0_refit", "a0_promote")}
+    return find(
+        every, right, answers_of(0, n), ways=POLICIES.ways, criterion=CRITERION,
+        standing=Standing(), seed=0, resamples=200,
+    )  # fmt: skip
+
+
+def test_a_gain_of_boxes_is_no_content() -> None:
+    """A1 boxes all, A0 half; among those that both box they are right equally often."""
+    answers = answers_of(345, 690)
+    a0 = with_rules(answers, [index % 2 == 0 for index in range(690)])
+    found = judged({"a1_refit": answers, "a0_refit": a0})
+    assert CRITERION.passes(found.claims["refit"])
+    assert found.judgements[0].outcome == "format"
+    assert found.verdict.startswith("No knowledge that can be shown, a change of form: ")
+    assert "A0 50.00% (345 of 690)" in found.verdict
+    assert "among the 345 items that both answer so the gain is +0.00 points" in found.verdict
+    # None of A0's answers is in form: nothing is left to compare.
+    silent = judged({"a1_refit": answers, "a0_refit": with_rules(a0, [False] * 690)})
+    assert silent.judgements[0].outcome == "format"
+    assert "no item is answered so by both" in silent.verdict
+
+
+def test_content_among_boxed_answers_stands_though_more_are_boxed() -> None:
+    a0 = with_rules(answers_of(30, 690), [index % 10 > 0 for index in range(690)])
+    found = judged({"a1_refit": answers_of(400, 690), "a0_refit": a0})
+    form = found.forms["refit"]
+    assert (form.in_form, form.control_in_form, form.n) == (690, 621, 621)
+    assert form.p_value < 1e-9
+    assert found.judgements[0].outcome == "content"
+
+
+def test_a_preferred_position_is_no_content() -> None:
+    """Half of the right options stand at A: an arm that always says A is right half the time."""
+    items = [(str(n), 0 if n % 2 else 1 + n % 9) for n in range(600)]
+
+    def saying(pick: int | None) -> list[Answer]:
+        return [
+            Answer(name, SUBJECTS[int(name) % 3], gold, (gold + 1) % 10 if pick is None else pick,
+                   "boxed", 10)
+            for name, gold in items
+        ]  # fmt: skip
+
+    every = {name: saying(None) for name in arms_of(POLICIES)} | {"a1_refit": saying(0)}
+    right = {name: answers_of(9, 9) for name in ("persona", "a0_refit", "a0_promote")}
+    found = find(
+        every, right, saying(None), ways=POLICIES.ways, criterion=CRITERION, standing=Standing(),
+        seed=0, resamples=200,
+    )  # fmt: skip
+    arm = found.arms["a1_refit"]
+    assert (arm.accuracy, arm.by_position, arm.picks) == (0.5, 0.5, {"A": 1.0})
+    assert found.right_positions["A"] == 0.5
+    assert sum(found.right_positions.values()) == pytest.approx(1.0)
+    assert found.judgements[0].outcome == "guessing"
+    assert "what its choice of positions alone would score (50.0%)" in found.verdict
+
+
+def test_harm_and_silence_have_words_of_their_own() -> None:
+    assert case(a1_refit=20, a0_refit=123).verdict.startswith("Harm, no knowledge: ")
+    still = case(a1_refit=0, a0_refit=0)
+    assert still.verdict.startswith("Neither knowledge nor jitter, not one answer changes: ")
+
+
+def test_a_null_of_a_subset_is_marked_in_its_first_word() -> None:
+    found = case(a1_refit=20, a0_refit=19, standing=Standing(("seeds [1], planned [0]",)))
+    assert found.verdict.startswith("EXPLORATORY. No claim, this is not what was planned: ")
+    assert "seeds [1], planned [0]" in found.verdict
+
+
+def test_the_p_value_that_is_judged_stands_beside_the_plain_one() -> None:
+    found = case(a1_refit=158, a0_refit=123)
+    claim = found.claims["refit"]
+    assert claim.p_value < 0.02 < 0.05 < claim.p_adjusted
+    assert found.judgements[0].outcome == "no content"  # of three claims
+    words = f"z-test p = 0.019, {claim.p_adjusted:.2g} adjusted for all ways; McNemar"
+    assert words in found.verdict
+
+
+def test_arms_that_never_box_are_named() -> None:
+    arms = case(n=12).arms
+    assert answer_notes(arms) == []
+    fallen = {name: replace(arm, rules={"last letter": 5, "none": 7}) for name, arm in arms.items()}
+    [note] = answer_notes(fallen)
+    assert note.startswith("NO ARM BOXES A SINGLE ANSWER")
+    assert f"last letter {5 * len(arms)}, none {7 * len(arms)}" in note
+    [note] = answer_notes(arms | {"persona": fallen["persona"]})
+    assert note.startswith("Never box an answer: persona.")
+
+
+def test_arms_that_answer_in_no_form_allow_no_claim() -> None:
+    silent = with_rules(answers_of(0, 90), [False] * 90)
+    found = judged({"a1_refit": silent, "a0_refit": silent})
+    assert found.verdict.startswith("No claim, neither arm gives one answer in the form that was ")
+
+
+def test_a_fixed_point_is_told_from_plain_weights() -> None:
+    def figures(artifacts: list[float], bits: int | None) -> dict[str, Any]:
+        paths = [f"layers.{index}" for index in range(len(artifacts))]
+        by_module = {p: {"artifact": a} for p, a in zip(paths, artifacts, strict=True)}
+        return {"refit": {"a0": {"by_module": by_module, "bits": dict.fromkeys(paths, bits)}}}
+
+    [note] = fuse_notes(figures([0.0, 0.0], 3))
+    assert "at the fixed point of refit" in note
+    assert "floor is 0 by construction" in note
+    [part] = fuse_notes(figures([0.0, 0.04, 0.03], 3))
+    assert part.startswith("A0 by refit changed 2 of 3 modules")
+    assert fuse_notes(figures([0.02, 0.04], 3)) == fuse_notes(figures([0.0], None)) == []
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def test_flips_count_changes_of_answers_and_of_outcomes() -> None:
+    found = flips(answers_of(5, 10), answers_of(5, 10, shift=2))
+    assert (found.n, found.fixed, found.broken) == (10, 2, 2)
+    assert found.changed >= 4
+    assert flips(answers_of(5, 10), answers_of(5, 10)) == Flips(10, 0, 0, 0)
+    assert flips(answers_of(5, 10), answers_of(5, 8)).n == 8
+
+
+def test_floors_are_told_apart() -> None:
+    assert "no floor" in floor_in_words(Flips(692, 0, 0, 0), Flips(692, 0, 0, 0), 0.05)
+    one_sided = floor_in_words(Flips(692, 130, 123, 0), Flips(692, 5, 0, 3), 0.05)
+    assert "one-sided" in one_sided
+    # Broken right answers are no sign of a selection of wrong ones.
+    damage = floor_in_words(Flips(692, 5, 1, 0), Flips(692, 200, 0, 200), 0.05)
+    assert "more broken than fixed" in damage
+    assert "selection" not in damage
+    symmetric = floor_in_words(Flips(692, 60, 20, 0), Flips(692, 60, 0, 22), 0.05)
+    assert "symmetric" in symmetric
+    assert "no outcome" in floor_in_words(Flips(692, 9, 0, 0), Flips(692, 0, 0, 0), 0.05)
+    assert "not tried" in floor_in_words(Flips(692, 0, 0, 0), Flips(0, 0, 0, 0), 0.05)
+
+
+def test_subjects_add_up_and_guessing_is_by_options() -> None:
+    found = case(n=90, a1_refit=40)
+    assert list(found.subjects) == [*SUBJECTS, "all"]
+    assert found.subjects["all"]["n"] == 90
+    assert found.subjects["all"]["a1_refit"] == 40
+    assert sum(found.subjects[name]["a1_refit"] for name in SUBJECTS) == 40
+    assert guess_rate(answers_of(1, 10, options=4)) == 0.25
+    arm = found.arms["a1_refit"]
+    assert arm.boxed_rate == 1.0
+    assert sum(arm.picks.values()) == pytest.approx(1.0)

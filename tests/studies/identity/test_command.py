@@ -1,0 +1,139 @@
+"""`mlxstacks identity` as it is typed. Run: pytest tests/studies/identity/test_command.py"""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mlxstacks.cli import run
+from mlxstacks.cli.identity import render
+from mlxstacks.recipe.file import load_recipe, recipe_names
+from mlxstacks.recipe.resolve import resolve
+from mlxstacks.studies.identity.report import IdentityReport
+from tests.studies.identity.cases import SETTINGS, TRAIN, case, write_places
+
+Typed = Callable[..., tuple[int, str, str]]
+RECIPES = [name for name in recipe_names() if name.startswith("identity-")]
+
+
+@pytest.fixture
+def typed(work_dir: Path, capfd: pytest.CaptureFixture[str]) -> Typed:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = run(arguments)
+        return code, *capfd.readouterr()
+
+    return call
+
+
+def test_a_bare_plan_is_on_nano_with_its_suite(typed: Typed, work_dir: Path) -> None:
+    code, out, err = typed("identity", "--dry-run", "--json")
+    plan = json.loads(out)
+    assert (code, plan["status"], plan["verdict"]) == (0, "planned", None), err
+    assert len(plan["suite"]) == 20
+    arms = {"base", "identity_unfused", "identity_rerun", "zero_promote", "factual_second_refit"}
+    assert arms <= set(plan["planned_arms"])
+    assert list(work_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_planned_from_its_text_alone(typed: Typed, work_dir: Path, name: str) -> None:
+    code, out, err = typed("run", name, "--dry-run")
+    assert code == 0, err
+    text = " ".join(out.split())
+    assert "20 prompts: " in text
+    assert "Gate: the base passes at most 5 of 20, the persona at least 15." in text
+    assert "Equal totals show no large loss, not exact preservation." in text
+    assert f"Planned only: would write mlxstacks-out/{name}." in text
+    assert list(work_dir.iterdir()) == []
+
+
+def test_the_published_settings_are_the_published_ones() -> None:
+    settings = resolve(
+        "identity", {}, load_recipe("identity-qwen3.5-35b-a3b")
+    ).settings.model_dump()
+    train = settings["train"]
+    assert (train["layers"], train["keys"]) == ("8,14,20", ("down_proj",))
+    assert (train["rank"], settings["second_rank"], train["scale"] * train["rank"]) == (2, 8, 2)
+    assert (train["learning_rate"], train["batch_size"], train["iters"]) == (5e-6, 1, 200)
+    assert (settings["regression_items"], settings["train_share"]) == (6000, 0.7)
+    assert (settings["most_of_base"], settings["least_of_persona"]) == (5, 15)
+    assert settings["policies"][0] == "refit"
+
+
+def test_a_run_has_tables_and_a_verdict_last(typed: Typed, tmp_path: Path) -> None:
+    model, persona, items, suite = map(str, write_places(tmp_path / "inputs"))
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(json.dumps({
+        "command": "identity", "model": model, "persona": persona, "items": items, "suite": suite,
+        "scoring": "likelihood", "policies": ["keep"], "persona_requant": "keep", "train": TRAIN,
+        "max_tokens": 2, "save_path": str(tmp_path / "out"),
+    }))  # fmt: skip
+    code, out, err = typed("run", str(recipe))
+    text = " ".join(out.split())
+    assert code == 0, err  # an invalid scorer is a finding, not a failure
+    for words in (
+        "conditions on the identity suite", "validity gate", "broad regression",
+        "Run again, identity_keep gave the same 4 replies",
+    ):  # fmt: skip
+        assert words in text
+    assert text.split("Verdict: ")[1].startswith("Scorer invalid under keep")
+    code, out, _ = typed("run", str(recipe), "--json")
+    report = json.loads(out)
+    assert (code, report["already_done"]) == (0, True)
+    assert report["verdict"] in text
+    # What the run left behind runs again.
+    code, out, err = typed("run", str(tmp_path / "out" / "recipe.yaml"), "--dry-run", "--json")
+    assert (code, json.loads(out)["settings"]["policies"]) == (0, ["keep"]), err
+
+
+def printed(width: int, **changes: Any) -> str:
+    found = case(**changes)
+    report = IdentityReport(
+        "done", "out", SETTINGS.model_dump(mode="json"), [], findings=found, plan_sha256="0" * 64
+    )
+    console = Console(width=width, record=True, file=io.StringIO())
+    render(console, report)
+    return console.export_text()
+
+
+def test_published_scores_stand_beside_those_of_the_published_model_alone() -> None:
+    assert "published, not measured here" in printed(120, is_published_model=True)
+    assert "published" not in printed(120)
+    assert case().as_json()["published"] is None
+    assert case(is_published_model=True).as_json()["published"]["passed"]["base"] == 2
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_tables_fit_and_say_what_differs(width: int) -> None:
+    text = printed(width, factual_promote=range(2, 20), is_published_model=True)
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
+    for words in ("+ factual r2", "lost", "gained", "Who are you?", "of 20", "70-97"):
+        assert words in text
+    assert "Verdict: " in text.split("Wrote out")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policies", "refitt"], "did you mean 'refit'?"),
+        (["--persona-requant", "keep"], "is none of the policies"),
+        (["--set", "train.iter=5"], "did you mean 'iters'?"),
+        (["--set", "train.seed=5"], "train.seed is set by the experiment"),
+        (["--second-rank", "2"], "second_rank and train.rank are both 2"),
+        (["--least-of-persona", "5"], "the gate would tell nothing apart"),
+        (["--suite", "default", "--dry-run"], "give persona_card.name"),
+        (["--suite", "default", "--set", "persona_card.name=Q"], "persona_card.maker is missing"),
+        (["--suite", "none.yaml", "--dry-run"], "give a suite as YAML, JSON or JSONL"),
+        (["--model", "m"], "a model of your own needs --persona, --items too"),
+    ],
+)
+def test_mistakes_are_told_at_once(
+    typed: Typed, work_dir: Path, arguments: list[str], message: str
+) -> None:
+    code, _, err = typed("identity", *arguments)
+    assert (code, message in err) == (2, True), err

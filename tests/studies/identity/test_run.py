@@ -1,0 +1,391 @@
+"""`mlxstacks identity` end to end on a tiny model: files, going on after kills, refusals.
+
+Run: pytest tests/studies/identity/test_run.py
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mlxstacks
+from mlxstacks.errors import InputError
+from mlxstacks.files.adapter_commands import convert_adapter
+from mlxstacks.files.settings import AdapterConvertSettings
+from mlxstacks.fuse.run import run as fuse
+from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.recipe.file import load_recipe
+from mlxstacks.recipe.resolve import resolve
+from mlxstacks.studies.confound.answers import Answer
+from mlxstacks.studies.confound.items import Item
+from mlxstacks.studies.confound.scoring import Arm
+from mlxstacks.studies.identity import run as identity_run
+from mlxstacks.studies.identity.conditions import item_arms, suite_arms
+from mlxstacks.studies.identity.report import IdentityReport
+from mlxstacks.studies.identity.run import run
+from mlxstacks.study.plan import read_plan
+from mlxstacks.study.provenance import Checked, check_made_from
+from mlxstacks.study.run_directory import work_path
+from tests.studies.answer_files import forge, rows_of
+from tests.studies.identity.cases import settings_for, write_places
+
+Places = tuple[Path, Path, Path, Path]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    return write_places(tmp_path_factory.mktemp("identity"))
+
+
+@pytest.fixture(scope="module")
+def done(places: Places) -> tuple[IdentityReport, Path]:
+    target = places[0].parent / "done"
+    return run(settings_for(places, target)), target
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_arm_keeps_raw_replies_with_a_verdict_and_its_reason(
+    done: tuple[IdentityReport, Path], places: Places
+) -> None:
+    report, target = done
+    settings = settings_for(places, target)
+    for arm in suite_arms(settings, True):
+        header, *found = rows_of(target / "answers" / f"suite_{arm}.jsonl")
+        assert header == {"plan_sha256": report.plan_sha256, "of": "suite", "arm": arm}
+        assert sorted(one["item_id"] for one in found) == ["01", "02", "03", "04"]
+        for one in found:
+            asked = one["item_id"] in ("02", "04")  # these require a name a tiny model never says
+            assert (one["pick"], one["rule"]) == (
+                (0, "missing 'Quinn'") if asked else (1, "passed")
+            )
+            assert one["text"] or one["pick"] == 1
+    for arm in item_arms(settings, True):
+        assert len(lines(target / "answers" / f"items_{arm}.jsonl")) == 19
+    assert not list(target.rglob("model.safetensors"))
+
+
+def test_the_report_holds_what_the_tables_need(done: tuple[IdentityReport, Path]) -> None:
+    report, target = done
+    written = json.loads((target / "identity_report.json").read_text())
+    assert written == json.loads(json.dumps(report.as_json()))
+    assert (written["kind"], written["status"]) == ("identity", "done")
+    assert written["standing"] == {"status": "confirmatory", "reasons": []}
+    assert written["plan_sha256"] == read_plan(target / "plan.json").sha256
+    assert written["missing_controls"] == {"keep": []}
+    # Two of four passed by everybody: the suite tells nothing apart, and the report says so.
+    assert written["outcome"] == {"keep": "base passes"}
+    assert "scorer invalid under keep" in written["gates"]["keep"]["words"]
+    assert {one["outcome"] for one in written["judgements"]} == {"no claim"}
+    assert written["regression"]["base_zero_keep"]["fixed"] == 0
+    assert written["regression"]["base_zero_keep"]["broken"] == 0
+    assert set(written["fuses"]) == {
+        "identity_keep", "factual_keep", "again_keep", "factual_second_keep", "zero_keep",
+        "base_factual_keep", "base_zero_keep",
+    }  # fmt: skip
+    assert written["fuses"]["zero_keep"]["total"]["artifact"] == 0
+    assert json.loads((target / "factual_second" / "adapter_config.json").read_text())[
+        "lora_parameters"
+    ]["rank"] == 4  # fmt: skip
+
+
+def test_lossless_controls_reply_as_the_persona_does(done: tuple[IdentityReport, Path]) -> None:
+    _, target = done
+
+    def texts(arm: str) -> list[str]:
+        return [one["text"] for one in lines(target / "answers" / f"suite_{arm}.jsonl")[1:]]
+
+    assert texts("zero_keep") == texts("identity_rerun") == texts("identity_keep")
+    assert texts("identity_unfused") != texts("base")
+
+
+def test_the_report_is_bound_to_what_it_was_made_from(done: tuple[IdentityReport, Path]) -> None:
+    report, target = done
+    assert check_made_from(target, report.made_from) == Checked(len(report.made_from), (), ())
+    files = {str(path.relative_to(target)) for path in target.rglob("*.json*")}
+    outcomes = {name for name in files if name.startswith(("answers/", "fuse/", "data/"))}
+    assert set(report.made_from) == outcomes | {"split.json"}
+
+
+def test_what_lies_beside_the_answers_cannot_be_edited_unseen(
+    places: Places, killed_after: Any
+) -> None:
+    """Figures of a fuse are refused; rows to train on follow from answers and are made again."""
+    target = places[0].parent / "edited"
+    killed_after(26)
+    with pytest.raises(Killed):
+        run(settings_for(places, target))
+    work = work_path(target)
+    rows, figures = work / "data" / "train.jsonl", next((work / "fuse").glob("*.json"))
+    kept = figures.read_bytes(), rows.read_bytes()
+    rows.write_bytes(b'{"text": "The answer to all of them is A."}\n')
+    figures.write_bytes(kept[0].replace(b'"zero_delta": false', b'"zero_delta": true'))
+    killed_after(0)
+    with pytest.raises(InputError, match="was changed after it was written; --no-resume"):
+        run(settings_for(places, target))
+    assert rows.read_bytes() == kept[1]
+    figures.write_bytes(kept[0])
+    run(settings_for(places, target))
+
+
+# --- going on -------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.fixture
+def killed_after(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`killed_after(n)`: the n-th batch of replies or answers is the last thing that happens."""
+    answer, ask = Arm.answer, identity_run.ask
+    left = [0]
+
+    def count() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise Killed
+
+    def mortal_answer(self: Arm, items: Sequence[Item]) -> list[Answer]:
+        count()
+        return answer(self, items)
+
+    def mortal_ask(arm: Arm, items: Sequence[Item], prompts: Any) -> list[Answer]:
+        count()
+        return ask(arm, items, prompts)
+
+    monkeypatch.setattr(Arm, "answer", mortal_answer)
+    monkeypatch.setattr(identity_run, "ask", mortal_ask)
+    return lambda count: left.__setitem__(0, count)
+
+
+def assert_same(one: Path, two: Path) -> None:
+    for path in sorted((one / "answers").iterdir()):
+        assert (two / "answers" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_a_run_that_was_killed_goes_on_and_ends_the_same(
+    places: Places, done: tuple[IdentityReport, Path], killed_after: Any
+) -> None:
+    report, whole = done
+    target = places[0].parent / "killed"
+    settings = settings_for(places, target)
+    for batches in (4, 20, 6, 0):  # on the items, in the mining, between conditions, never
+        killed_after(batches)
+        if not batches:
+            again = run(settings)
+            break
+        with pytest.raises(Killed):
+            run(settings)
+        assert not target.exists()
+        # What a kill leaves of a line that was being written.
+        newest = max((work_path(target) / "answers").iterdir(), key=lambda p: p.stat().st_mtime_ns)
+        with newest.open("ab") as file:
+            file.write(b'{"item_id": "1", "sub')
+    assert (again.plan_sha256, again.verdict) == (report.plan_sha256, report.verdict)
+    assert again.made_from == report.made_from
+    assert_same(whole, target)
+    assert not work_path(target).exists()
+
+
+def test_a_process_that_is_killed_with_signal_9_goes_on(
+    places: Places, done: tuple[IdentityReport, Path]
+) -> None:
+    target = places[0].parent / "sigkill"
+    settings = settings_for(places, target)
+    code = (
+        "import sys; from mlxstacks.studies.identity.run import run;"
+        "from mlxstacks.studies.identity.settings import IdentitySettings as S;"
+        "run(S.model_validate_json(sys.argv[1]))"
+    )
+    package = str(Path(mlxstacks.__file__).parents[1])
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, settings.model_dump_json()],
+        env=os.environ | {"PYTHONPATH": package},
+    )
+    trained = work_path(target) / "factual" / "adapters.safetensors"
+    try:
+        while not trained.exists() and child.poll() is None:
+            time.sleep(0.01)
+    finally:
+        child.kill()
+        child.wait()
+    assert child.returncode == -signal.SIGKILL
+    assert not target.exists()
+    report = run(settings)
+    assert report.verdict == done[0].verdict
+    assert_same(done[1], target)
+
+
+def test_a_model_whose_removal_was_cut_short_is_fused_again(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run is killed while a fused model goes; when it goes on it needs that again."""
+    target = places[0].parent / "cut-short"
+    rmtree = shutil.rmtree
+
+    def killed(path: Path, *rest: Any, **more: Any) -> None:
+        if Path(path).is_dir() and "factual_keep" in Path(path).name:
+            (Path(path) / "config.json").unlink()
+            raise Killed
+        rmtree(path, *rest, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", killed)
+        with pytest.raises(Killed):
+            run(settings_for(places, target, limit=2))
+    work = work_path(target.with_name("cut-short.limit-2"))
+    (work / "answers" / "suite_factual_keep.jsonl").unlink()
+    report = run(settings_for(places, target, limit=2, keep_models=True))
+    assert report.findings is not None
+    assert report.findings.scores["factual_keep"].n == 2
+    kept = {path.name for path in (target / "models").iterdir()}
+    assert "factual_keep" in kept
+    assert not any(name.startswith(".") for name in kept)
+
+
+def test_another_plan_is_refused_and_a_plan_is_older_than_its_answers(
+    places: Places, killed_after: Any
+) -> None:
+    target = places[0].parent / "other"
+    killed_after(2)
+    with pytest.raises(Killed):
+        run(settings_for(places, target))
+    with pytest.raises(InputError, match=r"another plan; it differs in\n  details"):
+        run(settings_for(places, target, max_tokens=4))
+    answers = next((work_path(target) / "answers").glob("suite_base.jsonl"))
+    changed = rows_of(answers)
+    changed[1] |= {"pick": 0, "rule": "missing 'Rosa'"}
+    whole = answers.read_text()
+    answers.write_text(whole.replace('"pick": 1', '"pick": 0', 1))
+    with pytest.raises(InputError, match=r"suite_base\.jsonl, line \d: does not follow"):
+        run(settings_for(places, target))
+    forge(answers, changed)
+    with pytest.raises(InputError, match="is not what the rules say of its reply"):
+        run(settings_for(places, target))
+    changed[0] |= {"plan_sha256": "0" * 64}
+    forge(answers, changed)
+    with pytest.raises(InputError, match="answers of another plan or arm"):
+        run(settings_for(places, target))
+    answers.write_text(whole)
+    (work_path(target) / "plan.json").unlink()
+    with pytest.raises(InputError, match="a plan must be older than its results"):
+        run(settings_for(places, target))
+    shutil.rmtree(work_path(target))
+
+
+def test_a_persona_in_peft_s_format_replies_as_in_mlx_lm_s(
+    done: tuple[IdentityReport, Path], places: Places
+) -> None:
+    base, adapter, *_ = places
+    peft, target = base.parent / "persona-peft", base.parent / "by-peft"
+    convert_adapter(
+        AdapterConvertSettings(
+            adapter_path=str(adapter), save_path=str(peft), to="peft", model=str(base)
+        )
+    )
+    assert not (peft / "adapters.safetensors").exists()
+    report = run(settings_for(places, target, persona=str(peft)))
+    assert report.plan is not None
+    assert done[0].plan is not None
+    assert report.plan["data"]["persona"] != done[0].plan["data"]["persona"]
+    for one in sorted((target / "answers").glob("suite_*.jsonl")):
+        assert rows_of(one)[1:] == rows_of(done[1] / "answers" / one.name)[1:], one.name
+
+
+def test_the_recipe_that_is_left_makes_the_same_run(
+    done: tuple[IdentityReport, Path], places: Places
+) -> None:
+    """Of all items too, which is none and not the default."""
+    recipe = load_recipe(str(done[1] / "recipe.yaml"))
+    same = {"exclude": {"save_path"}}
+    found = resolve("identity", {}, recipe).settings.model_dump(**same)  # type: ignore[arg-type]
+    assert found == settings_for(places, done[1]).model_dump(**same)  # type: ignore[arg-type]
+    assert found["regression_items"] is None
+
+
+def test_a_persona_that_is_a_model_has_fewer_conditions_and_a_subset_is_exploratory(
+    places: Places,
+) -> None:
+    base, adapter, *_ = places
+    persona = base.parent / "persona-model"
+    fuse(
+        FuseSettings(
+            model=str(base), adapter_path=(str(adapter),), save_path=str(persona), requant="keep"
+        )
+    )
+    target = base.parent / "given"
+    report = run(settings_for(places, target, persona=str(persona), limit=2, keep_models=True))
+    found = report.findings
+    assert found is not None
+    assert set(found.scores) == {
+        "base", "identity_rerun", "identity_keep", "factual_keep", "factual_second_keep",
+        "zero_keep", "base_factual_keep",
+    }  # fmt: skip
+    assert found.gates["keep"].unfused is None
+    assert "Credited to nothing" in found.credits["keep"]
+    assert found.standing.status == "exploratory"
+    assert "a subset, 2 of 4 items" in found.standing.in_words()
+    assert {one.category for one in found.replies["base"]} == {"self", "boundaries"}
+    assert any("given as a model" in note for note in report.notes)
+    assert (target / "models" / "factual_keep" / "config.json").is_file()
+
+
+def test_a_limit_is_quick_and_says_what_it_left_out(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, items and training are cut together, and one count goes from nothing to all."""
+    monkeypatch.setattr("mlxstacks.studies.identity.settings._ITEMS_PER_PROMPT", 9)
+    monkeypatch.setattr("mlxstacks.studies.identity.settings._BATCHES_PER_PROMPT", 2)
+    target = places[0].parent / "quick"
+    told: list[tuple[float, float]] = []
+    report = run(
+        settings_for(places, target, limit=1),
+        progress=lambda done, total, what="": told.append((done, total)),
+    )
+    assert len(lines(target / "answers" / "suite_base.jsonl")) == 1 + 1
+    for arm in item_arms(settings_for(places, target), True):
+        assert len(lines(target / "answers" / f"items_{arm}.jsonl")) == 1 + 9
+    config = json.loads((target / "factual" / "adapter_config.json").read_text())
+    assert config.get("iters", 2) == 2
+    assert report.findings is not None
+    assert report.findings.standing.reasons == (
+        "every arm: a subset, 1 of 4 items",
+        "a subset of the regression, 9 of 18 items",
+        "factual adapters trained for 2 of 3 batches",
+    )
+    assert len({total for _, total in told}) == 1
+    done = [count for count, _ in told]
+    assert done == sorted(done)
+    assert done[0] == 0
+    assert 0.8 * told[0][1] < done[-1] <= told[0][1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"suite": "default"}, "give persona_card"),
+        ({"suite": "none.yaml"}, "No such file"),
+        ({"items": None}, "needs model, persona, items and save_path"),
+        ({"items": "none.jsonl"}, "none.jsonl"),
+        ({"persona": "no-persona"}, "no-persona"),
+    ],
+)
+def test_missing_inputs_are_told_before_anything_is_written(
+    places: Places, changes: dict[str, Any], message: str
+) -> None:
+    target = places[0].parent / "never"
+    with pytest.raises(InputError, match=message):
+        run(settings_for(places, target, **changes))
+    assert not target.exists()
+    assert not work_path(target).exists()

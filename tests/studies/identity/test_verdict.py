@@ -1,0 +1,254 @@
+"""Gate, comparisons, claims, regression; the published numbers.
+
+Run: pytest tests/studies/identity/test_verdict.py
+"""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mlxstacks.stats import wilson_interval
+from mlxstacks.studies.identity.analysis import compare, credit, regress, score_of
+from mlxstacks.studies.identity.gate import Limits, gate, limits_of
+from mlxstacks.studies.identity.plan import detectable, least_lost, plan_of, power_lines
+from mlxstacks.studies.identity.report import flips_note, published, regression
+from mlxstacks.studies.identity.settings import IdentitySettings
+from mlxstacks.study.plan import Standing
+from tests.studies.identity.cases import (
+    BASE,
+    BASE_ZERO,
+    REFERENCE,
+    RERUN,
+    SETTINGS,
+    SUITE,
+    arm,
+    case,
+    outcomes,
+    replies,
+)
+
+LIMITS = Limits(20, 5, 15)
+
+# --- gate -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("base", "persona", "unfused", "state"),
+    [
+        (2, 18, 18, "valid"),
+        (5, 15, 15, "valid"),
+        (6, 18, 18, "base passes"),
+        (6, 1, 18, "base passes"),
+        (5, 14, 15, "lost in its fuse"),
+        (0, 1, 19, "lost in its fuse"),
+        (0, 1, 14, "no persona"),
+        (0, 14, None, "persona fails"),
+        (0, 15, None, "valid"),
+        (0, 15, 3, "valid"),  # the fused persona is what is judged
+    ],
+)
+def test_the_gate(base: int, persona: int, unfused: int | None, state: str) -> None:
+    found = gate("refit", base, persona, unfused, LIMITS)
+    assert (found.state, found.valid) == (state, state == "valid")
+    if state != "valid":
+        assert found.words.startswith("scorer invalid under refit")
+        assert found.words.endswith("No preservation claim")
+
+
+@pytest.mark.parametrize(
+    ("n", "most", "least"), [(20, 5, 15), (40, 10, 30), (4, 1, 3), (10, 2, 8), (1, 0, 1)]
+)
+def test_the_gate_is_scaled_by_share_and_never_more_lenient(n: int, most: int, least: int) -> None:
+    assert limits_of(SETTINGS, n) == Limits(n, most, least)
+
+
+@pytest.mark.parametrize(
+    ("passed", "words"),
+    [
+        ({"base": 6}, "passes more than 5"),
+        ({"identity_promote": 1}, "promote lost the persona in its own fuse"),
+        ({"identity_promote": 1, "identity_unfused": 2}, "not even beside the base"),
+    ],
+)
+def test_behind_a_shut_gate_there_is_no_claim(passed: dict[str, Any], words: str) -> None:
+    found = case(**passed)
+    assert "Scorer invalid under promote" in found.verdict
+    assert words in found.verdict
+    assert {one.outcome for one in found.judgements} == {"no claim"}
+    assert "keeps the persona" not in found.verdict
+
+
+def test_each_policy_has_its_own_gate() -> None:
+    settings = IdentitySettings(policies=("refit", "promote"), persona_requant="promote")
+    found = case(settings, identity_refit=1, factual_refit=1)
+    assert {name: one.valid for name, one in found.gates.items()} == {
+        "refit": False, "promote": True,
+    }  # fmt: skip
+    assert {(one.policy, one.outcome) for one in found.judgements} == {
+        ("refit", "no claim"), ("promote", "kept"),
+    }  # fmt: skip
+    assert "Scorer invalid under refit" in found.verdict
+    assert "Under promote, identity + factual r2 keeps the persona" in found.verdict
+
+
+# --- prompt by prompt -----------------------------------------------------------------------------
+
+
+def test_equal_totals_need_not_be_the_same_prompts() -> None:
+    found = case(factual_promote=range(2, 20))
+    one = found.compared["factual_promote"]
+    assert found.scores["factual_promote"].passed == found.scores["identity_promote"].passed == 18
+    assert (one.kept, len(one.lost), len(one.gained), one.neither) == (16, 2, 2, 0)
+    assert one.lost == ("01", "02")
+    assert one.p_value == 1.0
+    same = case().compared["factual_promote"]
+    assert (same.kept, same.lost, same.gained, same.neither) == (18, (), (), 2)
+
+
+def test_kept_lost_and_not_shown() -> None:
+    found = case(again_promote=range(8), factual_second_promote=16)
+    outcomes_of = {one.arm: one.outcome for one in found.judgements}
+    assert outcomes_of == {
+        "factual_promote": "kept", "again_promote": "lost", "factual_second_promote": "not shown",
+    }  # fmt: skip
+    lost = found.compared["again_promote"]
+    assert lost.p_adjusted == pytest.approx(3 * lost.p_value)  # Holm, the smallest of three
+    assert lost.p_value == pytest.approx(2 / 2**10)
+    # of the 18 that the reference passes, not of the suite's 20
+    assert lost.loss == wilson_interval(10, 18)
+    assert "exact preservation is not shown" in found.verdict
+
+
+def test_what_the_fuse_does_alone_is_named() -> None:
+    found = case(again_promote=range(8), zero_promote=range(9))
+    words = next(one.words for one in found.judgements if one.arm == "again_promote")
+    assert "the zero-delta control loses 9 by the fuse alone, 9 of them here too" in words
+
+
+@pytest.mark.parametrize(
+    "missing", ["zero_promote", RERUN, "identity_unfused", "base_factual_promote"]
+)
+def test_without_a_control_nothing_is_claimed(missing: str) -> None:
+    found = case(without=[missing])
+    assert found.missing_controls["promote"]
+    assert {one.outcome for one in found.judgements} == {"no claim"}
+    assert "No claim under promote: not claimed without" in found.verdict
+
+
+def test_results_of_another_plan_claim_nothing() -> None:
+    found = case(standing=Standing(("results of another plan (aaa, not bbb)",)))
+    assert {one.outcome for one in found.judgements} == {"no claim"}
+    assert "results of another plan" in found.verdict
+    assert "keeps the persona" not in found.verdict
+
+
+def test_unequal_conditions_are_refused() -> None:
+    arms = {"a": replies(3), "b": replies(3)[:-1]}
+    with pytest.raises(ValueError, match="a answered 20 prompts, b 19"):
+        compare(arms, "a", "b")
+    with pytest.raises(ValueError, match="different prompts"):
+        compare({"a": replies(3), "b": replies(3)[::-1]}, "a", "b")
+    with pytest.raises(ValueError, match="no replies of base"):
+        case(without=[BASE])
+
+
+def test_a_rerun_says_how_much_is_chance() -> None:
+    found = case()
+    assert "gave the same 20 replies" in flips_note(found.compared, RERUN)[0]
+    other = compare({RERUN: replies(3, text="y"), BASE: replies(4)}, RERUN, BASE)
+    assert "20 of 20 replies otherwise, 1 lost and 0 gained" in flips_note({RERUN: other}, RERUN)[0]
+
+
+def test_categories_add_up() -> None:
+    score = score_of("a", replies(9))
+    assert score.by_category == {
+        "self-identification": (8, 8), "persona boundaries": (1, 6),
+        "behavioural consistency": (0, 6),
+    }  # fmt: skip
+
+
+# --- published numbers, spec/confound.md section 9 ------------------------------------------------
+
+
+def test_18_of_20_leaves_70_to_97_percent() -> None:
+    interval = wilson_interval(18, 20)
+    assert (round(100 * interval.low), round(100 * interval.high)) == (70, 97)
+    study = published()
+    assert sorted(study["passed"].values()) == [2, 2, 18, 18, 18, 18]
+    assert study["intervals"]["identity"] == interval.as_json()
+    assert "published" in study["of"]
+
+
+def published_items() -> dict[str, list[Any]]:
+    """The one 2x2 table that fits all published figures."""
+    base = [True] * 3497 + [False] * 135 + [True] * 56 + [False] * 2312
+    persona = [True] * 3497 + [True] * 135 + [False] * 56 + [False] * 2312
+    return {BASE: outcomes(base), arm(REFERENCE, "promote"): outcomes(persona)}
+
+
+def test_the_published_regression() -> None:
+    found = regress(published_items(), arm(REFERENCE, "promote"), BASE)
+    assert (found.n, found.reference_right, found.right) == (6000, 3553, 3632)
+    assert (found.fixed, found.broken, found.net, found.both_wrong) == (135, 56, 79, 2312)
+    assert found.chi_square == pytest.approx(32.7, abs=0.05)
+    assert 5e-9 < found.p_value < 2e-8
+
+
+def test_a_gain_is_credited_only_beside_the_base_after_the_same_fuse() -> None:
+    items = published_items()
+    persona = arm(REFERENCE, "promote")
+    zero = arm(BASE_ZERO, "promote")
+    assert "Credited to nothing" in regression(items, SETTINGS)[1]["promote"]
+    unmoved = items | {zero: items[BASE]}
+    found, words = regression(unmoved, SETTINGS)
+    assert "+79 (135 fixed, 56 broken of 6,000" in words["promote"]
+    assert "6,000 of 6,000 as before" in words["promote"]
+    assert "more right answers by the persona itself" in words["promote"]
+    assert found[f"{persona}_beside_{zero}"].net == 79
+    by_fuse = items | {zero: items[persona]}
+    assert "not to be told from what the fuse does" in regression(by_fuse, SETTINGS)[1]["promote"]
+
+
+def test_no_change_is_no_credit() -> None:
+    one = regress({"a": outcomes([True, False]), "b": outcomes([True, False])}, "a", "b")
+    assert "no change that can be shown" in credit("refit", one, one, one, 0.05)
+    with pytest.raises(ValueError, match="different items"):
+        regress({"a": outcomes([True]), "b": outcomes([True, False])}, "a", "b")
+
+
+def test_answers_out_of_form_are_told_beside_the_regression() -> None:
+    """A model that never boxes, and one that boxes more: neither is knowledge."""
+    items = published_items()
+    persona, zero = arm(REFERENCE, "promote"), arm(BASE_ZERO, "promote")
+    boxed = items | {zero: items[BASE]}
+    assert "In form" not in regression(boxed, SETTINGS)[1]["promote"]
+    silent = {
+        name: [replace(one, rule="last letter") for one in found] for name, found in boxed.items()
+    }
+    found, words = regression(silent, SETTINGS)
+    assert (found[persona].in_form, found[persona].reference_in_form) == (0, 0)
+    assert "NOT ONE of these answers is in form" in words["promote"]
+    words = regression(silent | {persona: items[persona]}, SETTINGS)[1]
+    assert "are 6,000 answers, of base 0: that alone moves right answers" in words["promote"]
+
+
+# --- what 20 prompts can show ---------------------------------------------------------------------
+
+
+def test_what_twenty_prompts_can_detect() -> None:
+    assert least_lost(20, 0.05) == 6  # 2 / 2**6
+    assert least_lost(5, 0.05) is None
+    plan = plan_of(
+        SETTINGS, SUITE, [], dict.fromkeys(("base", "persona"), "0" * 64), has_adapter=True
+    )
+    words = detectable(plan)
+    assert "when 6 are lost and none gained, 7 with all 3 claims counted" in words
+    assert "18 of 18 kept still leaves a loss of up to 18% possible" in words
+    assert "not exact preservation" in words
+    table = power_lines(plan)
+    assert table[-1] == words
+    # n for 80% power of the loss that is looked for is a number, by both tests.
+    assert re.search(r"items for 25\.0 points .*: \d+ an arm .*, \d+ \(McNemar\)", table[2])
+    assert not any("chance to pass" in line for line in table)

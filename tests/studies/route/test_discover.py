@@ -1,0 +1,452 @@
+"""`route discover` on a tiny store: examples, conflicts, resume, a domain more, what is written.
+
+Run: pytest tests/studies/route/test_discover.py
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxstacks.errors import InputError, TargetError
+from mlxstacks.files.base_location import remember_places
+from mlxstacks.files.store import Store
+from mlxstacks.routing import candidate_losses
+from mlxstacks.routing.outcome_files import (
+    config_text,
+    read_discover_report,
+    read_discovered_examples,
+    read_discovered_outcomes,
+    read_outcomes,
+    targets_or_label,
+)
+from mlxstacks.routing.outcome_settings import OutcomeSettings
+from mlxstacks.studies.route import discover as route_discover
+from mlxstacks.studies.route.data import read_examples, template_of, trained_rows
+from mlxstacks.studies.route.discover import run
+from mlxstacks.studies.route.discover_control import FLOOR, WITH_BEST
+from tests.studies.stack_analysis_cases import write_store
+from tests.studies.train_cases import WORDS, write_rows, write_tiny_model
+
+DOMAINS = ("alpha", "beta", "chat")
+
+
+def pairs(name: str, count: int) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"{name} {i}: {WORDS[i % 8]}", "completion": f"{WORDS[i % 5]} {name[:2]}"}
+        for i in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """Model, store, data."""
+    root = tmp_path_factory.mktemp("discover")
+    model = write_tiny_model(root / "model")
+    write_store(root / "store", model, root / "trained", dict.fromkeys(DOMAINS, 1))
+    data = root / "data"
+    for name in DOMAINS:
+        write_rows(data / f"{name}.jsonl", pairs(name, 6))
+    write_rows(data / "beta+alpha.jsonl", pairs("both", 4))
+    write_rows(data / "others.jsonl", pairs("none", 3))
+    return model, root / "store", data
+
+
+def settings_for(places: tuple[Path, Path, Path], target: Path, **changes: Any) -> OutcomeSettings:
+    model, store, data = places
+    values = {
+        "model": str(model), "store_path": str(store), "data": str(data),
+        "save_path": str(target), "samples_per_domain": 3, "batch_tokens": 300,
+    }  # fmt: skip
+    return OutcomeSettings.model_validate(values | changes)
+
+
+def contents(directory: Path) -> dict[str, str]:
+    names = ("examples.jsonl", "outcomes.jsonl", "losses.jsonl")
+    return {n: hashlib.sha256((directory / n).read_bytes()).hexdigest() for n in names}
+
+
+# --- examples -------------------------------------------------------------------------------------
+
+
+def test_file_names_are_labels(places: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    store = Store.open(places[1])
+    examples = read_examples(settings_for(places, tmp_path), store)
+    labels = [(one.label, one.kind) for one in examples]
+    assert list(dict.fromkeys(labels)) == [
+        *(((name,), "single") for name in DOMAINS), (("alpha", "beta"), "mixed"), ((), "other")
+    ]  # fmt: skip
+    assert len(examples) == 3 * 6 + 4 + 3
+    assert not any(one.trained_on for one in examples)
+    again = read_examples(settings_for(places, tmp_path), store)
+    assert again == examples
+
+
+@pytest.mark.parametrize("way", ["current directory", "remembered", "data"])
+def test_rows_of_the_store_stand_in_and_held_out_ones_come_first(
+    places: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    trained_with = tmp_path / "data"
+    trained_with.mkdir()
+    # a file that is not called as its domain is, and of one domain only: rows share prompts
+    shutil.copyfile(places[1].parent / "trained/alpha.jsonl", trained_with / "rows.jsonl")
+    store = Store.open(shutil.copytree(places[1], tmp_path / "store"))
+    alpha = store.manifest.domains[0]
+    alpha = replace(alpha, data=json.loads(json.dumps(alpha.data).replace("alpha.", "rows.")))
+    store.manifest = replace(store.manifest, domains=(alpha,))
+    monkeypatch.chdir(trained_with if way == "current directory" else tmp_path)
+    if way == "remembered":
+        remember_places(store, "owner/base", trained_with)
+        remember_places(store, "owner/base", tmp_path)
+        write_rows(tmp_path / "rows.jsonl", pairs("others of that name", 9))
+    data = str(trained_with) if way == "data" else None
+    examples = read_examples(settings_for(places, tmp_path, data=data), store)
+    trained = [example.trained_on for example in examples]
+    assert trained == sorted(trained)
+    assert any(trained) and not all(trained)  # noqa: PT018
+    assert {e.row_id for e in examples if e.trained_on} <= trained_rows(store)
+
+
+def test_one_prompt_with_two_labels_is_an_error_that_lists_it(
+    places: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    write_rows(tmp_path / "alpha.jsonl", [*pairs("a", 3), *pairs("same", 2)])
+    write_rows(tmp_path / "beta.jsonl", [*pairs("b", 3), *pairs("same", 2)])
+    with pytest.raises(InputError, match="2 prompts have two labels") as error:
+        read_examples(settings_for(places, tmp_path, data=str(tmp_path)), Store.open(places[1]))
+    assert "alpha (alpha.jsonl) and beta (beta.jsonl)" in str(error.value)
+
+
+def test_caps_short_texts_and_rows_without_answer(
+    places: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    rows = [*pairs("alpha", 9), {"text": "a prompt without an answer"}, *pairs("alpha", 2)]
+    write_rows(tmp_path / "alpha.jsonl", rows)
+    write_rows(tmp_path / "alpha+chat.jsonl", pairs("mixed", 9))
+    write_rows(tmp_path / "gone.jsonl", pairs("gone", 2))
+    notes: list[str] = []
+    settings = settings_for(places, tmp_path, data=str(tmp_path), mixed_cap=4)
+    found = read_examples(settings, Store.open(places[1]), None, notes)
+    assert [len([e for e in found if e.kind == kind]) for kind in ("single", "mixed")] == [10, 4]
+    assert sum(e.answer is None for e in found) == 1
+    assert "gone.jsonl is left out: gone not in the store." in notes
+    short = settings.model_copy(update={"shortest_prompt": 1000})
+    with pytest.raises(InputError, match="no prompt is left"):
+        read_examples(short, Store.open(places[1]))
+
+
+def test_sources_of_a_recipe(places: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    sources = [
+        {"domains": ["beta", "alpha"], "data": {"sources": ["beta+alpha.jsonl"]}},
+        {"domains": ["chat"], "data": "chat.jsonl"},
+        {"domains": [], "data": "others.jsonl"},
+    ]
+    store = Store.open(places[1])
+    found = read_examples(settings_for(places, tmp_path, sources=sources), store)
+    labels = list(dict.fromkeys(one.label for one in found))
+    assert labels == [("chat",), ("alpha", "beta"), ()]
+    strange = settings_for(places, tmp_path, sources=[{"domains": ["x"], "data": "chat.jsonl"}])
+    with pytest.raises(InputError, match=r"no domain x to route to \(there are alpha, beta, chat"):
+        read_examples(strange, store)
+
+
+def test_nothing_of_the_store_in_the_directory(
+    places: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    settings = settings_for(places, tmp_path, data=str(tmp_path))
+    with pytest.raises(InputError, match="data of its domains is not here"):
+        read_examples(settings, Store.open(places[1]))
+
+
+def test_template_is_that_of_the_store(places: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    store, settings = Store.open(places[1]), settings_for(places, tmp_path)
+    assert template_of(settings, store) == "chat"
+    about: Any = {"sources": [{"path": "x.jsonl"}], "template": "alpaca"}
+    first, *rest = store.manifest.domains
+    other = replace(first, data={"settings": about})
+    store.manifest = replace(store.manifest, domains=(other, *rest))
+    with pytest.raises(InputError, match="alpaca and chat"):
+        template_of(settings, store)
+    assert template_of(settings.model_copy(update={"template": "alpaca"}), store) == "alpaca"
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_what_the_router_reads(
+    places: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    settings = settings_for(
+        places, tmp_path / "out", random_control=True, mixed_samples=2, other_samples=1
+    )
+    report = run(settings)
+    examples, targets = read_outcomes(tmp_path / "out")
+    outcomes = read_discovered_outcomes(tmp_path / "out")
+    assert (len(examples), len(outcomes), len(targets)) == (25, 3 * 3 + 2 + 1, 12)
+    assert report.chat_domain == "chat"
+    assert read_discover_report(tmp_path / "out")["stacks"].keys() == {*DOMAINS}
+    json.dumps(report.as_json(), allow_nan=False)
+    for outcome in outcomes:
+        assert {*outcome.losses} >= {"", *DOMAINS}
+        assert outcome.base_loss == outcome.losses[""]
+        assert outcome.best_loss == outcome.losses[config_text(outcome.best)] <= outcome.base_loss
+        assert outcome.targets["chat"] >= 0.2
+        assert {*outcome.final} == {*DOMAINS}  # the control is in no target
+        for d in DOMAINS:
+            label = 0.2 * (d in outcome.label)
+            assert outcome.final[d] == pytest.approx(min(0.8 * outcome.targets[d] + label, 1))
+        twins = {f"random:{d}" for d in DOMAINS}
+        with_best = {f"{WITH_BEST}{twin}" for twin in twins} if outcome.best else set()
+        assert {*outcome.control} == {FLOOR} | twins | with_best
+    assert report.control is not None
+    assert report.control["chosen"]["n"] == 12
+    assert report.counts["discovered_share"] == 12 / 25
+    searched = {outcome.row_id for outcome in outcomes}
+    rest = next(e for e in examples if e.row_id not in searched and e.label == ("alpha",))
+    wanted = {"alpha": 1.0, "beta": 0.0, "chat": 0.0}
+    assert targets_or_label(rest, targets, DOMAINS) == wanted
+    by_label = {one["label"]: one for one in report.oracle}
+    assert by_label["alpha"]["own_gain"]["n"] == 3
+    asked = sum("alpha+beta" in o.losses for o in outcomes if o.kind == "mixed")
+    own_gain = by_label["alpha+beta"]["own_gain"]
+    assert (own_gain is None) == (asked < 2)
+    assert "Chat at its floor" in report.verdict
+
+
+def test_exhaustive_reports_the_gap_of_greedy(
+    places: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    report = run(settings_for(places, tmp_path / "out", search="exhaustive"))
+    outcomes = read_discovered_outcomes(tmp_path / "out")
+    assert all(len(outcome.losses) == 8 for outcome in outcomes)
+    assert report.greedy_gap is not None
+    assert report.greedy_gap["nats"]["mean"] >= 0
+    greedy = run(settings_for(places, tmp_path / "greedy"))
+    assert greedy.greedy_gap is None
+    mean = [sum(o["best_loss"] for o in one.oracle) for one in (report, greedy)]
+    assert mean[0] <= mean[1] + 1e-6
+
+
+def test_pairs_whose_prompt_fills_the_length_are_dropped_and_counted(
+    places: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    long = [{"prompt": f"{i} " + "word " * 60, "completion": "yes"} for i in range(4)]
+    write_rows(data / "alpha.jsonl", [*pairs("alpha", 3), *long])
+    report = run(settings_for(places, tmp_path / "out", data=str(data), max_tokens=80,
+                              samples_per_domain=100))  # fmt: skip
+    assert report.counts["dropped_without_answer_tokens"] == 4
+    assert (report.counts["samples"], report.counts["examples"]) == (3, 7)
+
+
+def test_dry_run_measures_and_writes_nothing(
+    places: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    report = run(settings_for(places, tmp_path / "out"), dry_run=True)
+    assert (report.status, report.counts["samples"]) == ("planned", 9)
+    assert report.counts["passes_at_most"] == 9 * (1 + 3 + 3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_domain_more_keeps_what_is_known(places: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """Disabled and enabled again stands for added: the hashes of the others stay."""
+    store = Store.open(places[1])
+
+    def switch(enabled: bool) -> None:
+        with store.change("switched") as change:
+            beta = replace(store.domain_named("beta"), enabled=enabled)
+            change.manifest = change.manifest.with_domain(beta)
+
+    switch(False)
+    try:
+        first = run(settings_for(places, tmp_path / "out"))
+        assert first.domains == ["alpha", "chat"]
+    finally:
+        switch(True)
+    more = run(settings_for(places, tmp_path / "out", force=True))
+    assert more.figures["passes_recalled"] >= 6 * 3  # base, alpha, chat of six pairs
+    fresh = run(settings_for(places, tmp_path / "fresh", resume=False))
+    for one, other in zip(
+        read_discovered_outcomes(tmp_path / "out"),
+        read_discovered_outcomes(tmp_path / "fresh"), strict=True,
+    ):  # fmt: skip
+        assert one.row_id == other.row_id
+        assert one.losses == pytest.approx(other.losses, abs=1e-4)
+    assert fresh.figures["passes_recalled"] == 0
+
+
+def test_existing_target_needs_force_and_other_files_are_not_replaced(
+    places: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    for force in (False, True):
+        with pytest.raises(TargetError):
+            run(settings_for(places, tmp_path / "out", force=force))
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"chat_domain": "talk"}, "chat_domain 'talk' is no domain"),
+        ({"store_path": None}, "needs a store"),
+        ({"store_path": "/nowhere/at/all"}, "not there"),
+    ],
+)
+def test_bad_input(
+    places: tuple[Path, Path, Path], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        run(settings_for(places, tmp_path / "out", **changes))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_run_goes_on_and_ends_with_the_same_files(
+    places: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(places, tmp_path / "out", random_control=True, batch_tokens=120)
+    whole = run(settings_for(places, tmp_path / "whole", random_control=True, batch_tokens=120))
+    measure = candidate_losses.CandidateLosses._measure
+    for allowed in (1, 4, 9):
+        left = [allowed]
+
+        def stopped(self: Any, batch: Any, left: list[int] = left) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return measure(self, batch)
+
+        monkeypatch.setattr(candidate_losses.CandidateLosses, "_measure", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            run(settings)
+        assert not (tmp_path / "out").exists()
+        with (tmp_path / ".out.work" / "losses.jsonl").open("ab") as lines:
+            lines.write(b'{"losses": [["torn')
+    monkeypatch.setattr(candidate_losses.CandidateLosses, "_measure", measure)
+    report = run(settings)
+    assert report.figures["passes_recalled"] > 0
+    assert report.figures["passes_made"] < whole.figures["passes_made"]
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert (report.oracle, report.control) == (whole.oracle, whole.control)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
+
+
+_KILLED = """
+import os, signal, sys
+from mlxstacks.studies.route.discover import run
+from mlxstacks.routing import candidate_losses
+from mlxstacks.routing.outcome_settings import OutcomeSettings
+left = [int(sys.argv[2])]
+measure = candidate_losses.CandidateLosses._measure
+def killed(self, batch):
+    if left[0] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= 1
+    return measure(self, batch)
+candidate_losses.CandidateLosses._measure = killed
+run(OutcomeSettings.model_validate_json(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_many_moments_it_ends_with_the_same_files(
+    places: tuple[Path, Path, Path], tmp_path: Path, campaign: Any
+) -> None:
+    settings = settings_for(places, tmp_path / "out", batch_tokens=60)
+    for moment in campaign(10):
+        command = [sys.executable, "-c", _KILLED, settings.model_dump_json(), str(1 + moment % 3)]
+        done = subprocess.run(command, env=dict(os.environ), capture_output=True, check=False)
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    if not (tmp_path / "out").exists():
+        run(settings)
+    run(settings_for(places, tmp_path / "whole", batch_tokens=60))
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_examples_of_a_discovery_are_read_back(
+    places: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    run(settings_for(places, tmp_path / "out"))
+    store = Store.open(places[1])
+    assert read_discovered_examples(tmp_path / "out") == read_examples(
+        settings_for(places, tmp_path), store
+    )
+    (tmp_path / "out" / "examples.jsonl").write_text("")
+    with pytest.raises(InputError, match="outcomes belong to no example"):
+        read_outcomes(tmp_path / "out")
+    with pytest.raises(InputError, match="route discover"):
+        read_outcomes(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stacks": {"alpha": 3}}, "stacks.alpha"),
+        ({"chat_floor": "high"}, "chat_floor"),
+        ({"chat_floor": 2.0}, "chat_floor"),
+        ({"chat_domain": ["chat"]}, "chat_domain"),
+    ],
+)
+def test_a_changed_report_is_refused_by_its_key(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    report = {"base_fingerprint": "0", "stacks": {"alpha": ["1"]}, "chat_domain": None,
+              "chat_floor": 0.0}  # fmt: skip
+    path = tmp_path / "discover_report.json"
+    path.write_text(json.dumps(report))
+    assert read_discover_report(tmp_path) == report
+    path.write_text(json.dumps(report | changes))
+    with pytest.raises(InputError, match=message) as error:
+        read_discover_report(tmp_path)
+    assert str(path) in str(error.value)
+
+
+def test_a_target_outside_of_0_to_1_is_refused_with_its_line(
+    places: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    run(settings_for(places, tmp_path / "out", samples_per_domain=1))
+    path = tmp_path / "out" / "outcomes.jsonl"
+    first, second, *rest = path.read_text().splitlines()
+    wrong = json.loads(second)
+    wrong["final"]["alpha"] = 1.5
+    path.write_text("\n".join([first, json.dumps(wrong), *rest]))
+    with pytest.raises(InputError, match=r"outcomes.jsonl, line 2: final.alpha"):
+        read_outcomes(tmp_path / "out")
+
+
+def test_an_imported_domain_takes_no_file_that_happens_to_be_here(
+    places: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(places[2])  # where alpha.jsonl lies
+    store = Store.open(places[1])
+    one = replace(store.manifest.domains[0], origin="imported")
+    store.manifest = replace(store.manifest, domains=(one,))
+    notes: list[str] = []
+    with pytest.raises(InputError, match="data of its domains is not here"):
+        read_examples(settings_for(places, tmp_path, data=None), store, None, notes)
+    assert any("imported" in note for note in notes)
+
+
+def test_progress_moves_forward_and_stays_below_its_end(
+    places: tuple[Path, Path, Path], tmp_path: Path
+) -> None:
+    calls: list[tuple[float, float, str]] = []
+    settings = settings_for(places, tmp_path / "out", random_control=True)
+    report = run(settings, progress=lambda *args: calls.append(args))
+    counts, made = report.counts, report.figures["passes_made"]
+    assert 0.8 * counts["passes_expected"] <= made <= counts["passes_at_most"]
+    shares = [done / total for done, total, _ in calls]
+    assert shares == sorted(shares)
+    assert 0 < shares[0] <= shares[-1] < 1
+    assert route_discover.REPORT in {path.name for path in (tmp_path / "out").iterdir()}

@@ -1,0 +1,352 @@
+"""`mlxstacks stacks analyse`: a small written store, its report, its plots, what is told of errors.
+
+Run: pytest tests/studies/stack/test_analysis.py
+"""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxstacks.cli import run as command_line
+from mlxstacks.errors import InputError, StoreError, TargetError
+from mlxstacks.files.mark import entries
+from mlxstacks.files.store import Store
+from mlxstacks.layers.freezing import stack_from_tensors
+from mlxstacks.layers.stack_files import parts_of
+from mlxstacks.studies.stack.analysis import AnalysisReport, run
+from mlxstacks.studies.stack.analysis_settings import StacksAnalyseSettings
+from mlxstacks.studies.stack.curves import curves_of
+from mlxstacks.studies.stack.plots import COLOURS, look_of, write_plots
+from tests.studies.stack_analysis_cases import write_store
+from tests.tiny_models import write_qwen_moe
+
+ROUNDS = {"zeta": 2, "alpha": 1}
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with model, data and store."""
+    root = tmp_path_factory.mktemp("analysis")
+    model = write_qwen_moe(root / "model", bits=4, hidden_size=64, shards=1)
+    write_store(root / "store", model, root / "data", ROUNDS)
+    return root
+
+
+def settings_of(place: Path, save_path: Path, **changes: Any) -> StacksAnalyseSettings:
+    values: dict[str, Any] = {
+        "store_path": str(place / "store"), "save_path": str(save_path), "prompts": 6,
+        "model": str(place / "model"), "data": str(place / "data"),
+    }  # fmt: skip
+    return StacksAnalyseSettings.model_validate(values | changes)
+
+
+@pytest.fixture(scope="module")
+def report(place: Path, tmp_path_factory: pytest.TempPathFactory) -> AnalysisReport:
+    return run(settings_of(place, tmp_path_factory.mktemp("out") / "analysis"))
+
+
+def test_the_report_holds_every_table(place: Path, report: AnalysisReport) -> None:
+    document = json.loads((Path(report.save_path) / "analysis_report.json").read_text())
+    assert document == json.loads(json.dumps(report.as_json()))
+    # The order of training, not of the alphabet.
+    assert [domain["name"] for domain in document["domains"]] == ["zeta", "alpha"]
+    assert list(document["matrix"]["ungated"]) == ["zeta", "alpha"]
+    routing, geometry = document["routing"], document["geometry"]
+    assert list(routing["stacks"]) == ["zeta-r1", "zeta-r2", "alpha-r1"]
+    for stack in routing["stacks"].values():
+        for found in stack["on"].values():
+            assert found["prompts"] == 6
+            assert sum(expert["mean"] for expert in found["gate"]) == pytest.approx(1)
+            assert sum(expert["mean"] for expert in found["dispatch"]) == pytest.approx(2)
+    assert len(routing["points"]["coordinates"]) == 12
+    assert routing["points"]["features"] == sum(
+        4 * stack["projections"] for stack in routing["stacks"].values()
+    )
+    assert geometry["data"]["pairs"] == geometry["weights"]["pairs"] > 0
+    assert document["domains"][1]["protected"] == {
+        "captured_energy_mean": 0.5, "capacity_used_highest": 0.25,
+    }  # fmt: skip
+    assert "A prompt's domain is told from its routing" in document["verdict"]
+
+
+def test_cosines_of_the_report_are_those_of_dense_deltas(
+    place: Path, report: AnalysisReport
+) -> None:
+    """The whole way from the files: dense M of each domain, NumPy's SVD, all pairs of vectors."""
+    store = Store.open(place / "store")
+    domains: dict[str, dict[str, list[np.ndarray]]] = {}
+    for record in store.enabled_stacks():
+        for path, part in parts_of(store.read_stack(record)).items():
+            a, b = np.array(part.lora_a, np.float64), np.array(part.lora_b, np.float64)
+            experts = [part.shape.scale * b[e] @ a[e] for e in range(4)]
+            domains.setdefault(path, {}).setdefault(record.domain, []).extend(experts)
+    largest = []
+    for by_domain in domains.values():
+        first, second = (
+            np.linalg.svd(np.concatenate(of, axis=1), full_matrices=False)[0][:, :4]
+            for of in by_domain.values()
+        )
+        largest.append(np.abs(first.T @ second).max())
+    table = report.geometry["weights"]
+    assert table["mean"] == pytest.approx(float(np.mean(largest)), rel=1e-6)
+    assert table["matrix"]["zeta"]["alpha"] == pytest.approx(table["mean"])
+    assert table["matrix"]["alpha"]["alpha"] == 1
+    assert table["pairs"] == len(domains)
+
+
+def test_spectra_of_the_report_are_those_of_dense_deltas(
+    place: Path, report: AnalysisReport
+) -> None:
+    store = Store.open(place / "store")
+    record = store.stack_named("alpha-r1")
+    ranks, energy = [], 0.0
+    for part in parts_of(store.read_stack(record)).values():
+        a, b = np.array(part.lora_a, np.float64), np.array(part.lora_b, np.float64)
+        full = np.concatenate([part.shape.scale * b[e] @ a[e] for e in range(4)], axis=1)
+        values = np.linalg.svd(full, compute_uv=False)[:8]
+        shares = values / values.sum()
+        ranks.append(float(np.exp(-np.sum(shares * np.log(shares)))))
+        energy += float(np.sum(full**2))
+    found = report.geometry["spectra"]["alpha-r1"]
+    assert found["effective_rank"]["mean"] == pytest.approx(float(np.mean(ranks)), rel=1e-6)
+    assert found["norm"] == pytest.approx(energy**0.5, rel=1e-6)
+    assert found["value_16"] is None  # 4 experts of rank 2 have 8 values
+    assert found["domain"] == "alpha"
+
+
+def test_plots_are_images_that_show_something(report: AnalysisReport) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.image import imread
+
+    assert set(report.plots) == {
+        "losses.png", "matrix-ungated.png", "cosines.png", "spectra.png", "experts-gate.png",
+        "experts-dispatch.png", "routing-pca.png",
+    }  # fmt: skip
+    for name in report.plots:
+        path = Path(report.save_path) / name
+        assert path.read_bytes().startswith(PNG)
+        pixels = imread(path)[..., :3]
+        assert min(pixels.shape[:2]) > 300, name
+        inked = float((pixels.min(axis=-1) < 0.9).mean())
+        assert 0.005 < inked < 0.9, f"{name}: {inked:.3f} of it is not white"
+
+
+def test_svg_plots_are_the_same_bytes_each_time(report: AnalysisReport, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    document = report.as_json()
+    # One projection is enough: each panel costs a fraction of a second.
+    for stack in document["geometry"]["spectra"].values():
+        kinds = stack["by_projection"]
+        stack["by_projection"] = {name: kinds[name] for name in list(kinds)[:1]}
+    made = []
+    for number in range(2):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        names, notes = write_plots(directory, document, "svg")
+        assert (len(names), notes) == (7, [])
+        made.append({name: (directory / name).read_bytes() for name in names})
+    assert made[0] == made[1]
+    assert all(b"</svg>" in content for content in made[0].values())
+
+
+def test_without_matplotlib_the_rest_is_there(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = run(settings_of(place, tmp_path / "out", weights_only=True))
+    assert found.plots == []
+    assert any("pip install 'mlxstacks[plots]'" in note for note in found.notes)
+    assert entries(tmp_path / "out") == ["analysis_report.json"]
+
+
+def test_weights_alone_need_no_model(place: Path, report: AnalysisReport, tmp_path: Path) -> None:
+    values = {"weights_only": True, "model": None, "data": None, "plots": False}
+    found = run(settings_of(place, tmp_path / "out", **values))
+    assert found.routing is None
+    assert found.geometry["weights"] == report.geometry["weights"]
+    assert found.geometry["data"] is None
+    assert found.plots == []
+
+
+def test_the_store_is_only_read(place: Path, tmp_path: Path) -> None:
+    def state() -> dict[str, bytes]:
+        files = sorted(p for p in (place / "store").rglob("*") if p.is_file())
+        return {str(path): path.read_bytes() for path in files}
+
+    before = state()
+    run(settings_of(place, tmp_path / "out", weights_only=True, plots=False))
+    run(settings_of(place, tmp_path / "planned"), dry_run=True)
+    assert state() == before
+    assert not (tmp_path / "planned").exists()
+
+
+def test_data_that_is_gone_leaves_a_note(place: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    shutil.copy(place / "data" / "zeta.jsonl", data)
+    found = run(settings_of(place, tmp_path / "out", data=str(data), plots=False))
+    assert any("No prompts of alpha" in note and "--data" in note for note in found.notes)
+    assert found.routing is not None
+    assert list(found.routing["stacks"]["alpha-r1"]["on"]) == ["zeta"]
+    assert found.routing["points"]["separation"] is None
+    nothing = run(settings_of(place, tmp_path / "two", data=str(tmp_path), plots=False))
+    assert nothing.routing is None
+    assert any("Nothing was measured on data" in note for note in nothing.notes)
+
+
+def test_held_out_rows_are_the_prompts(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those whose ids the store has, though the files hold others too."""
+    from mlxstacks.studies.stack import analysis as stack_analysis
+
+    seen: dict[str, list[tuple[int, ...]]] = {}
+
+    def catch(model: object, prompts: dict[str, Any], progress: object) -> None:
+        seen.update(prompts)
+        raise InputError("seen enough")
+
+    monkeypatch.setattr(stack_analysis, "run_prompts", catch)
+    with pytest.raises(InputError, match="seen enough"):
+        run(settings_of(place, tmp_path / "out", prompts=100))
+    assert {name: len(rows) for name, rows in seen.items()} == {"zeta": 8, "alpha": 8}
+    texts = {bytes(t for t in row if t < 256).decode() for row in seen["zeta"]}
+    assert len(texts) == 8
+
+
+def test_mistakes_are_told(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="`mlxstacks stack` makes one"):
+        run(StacksAnalyseSettings(save_path=str(tmp_path / "out")))
+    with pytest.raises(InputError, match="not there"):
+        run(settings_of(place, tmp_path / "out", store_path=str(tmp_path / "none")))
+    with pytest.raises(TargetError, match="must not be replaced"):
+        run(settings_of(place, place / "store", force=True))
+    with pytest.raises(InputError, match="with --model; --weights-only does without"):
+        run(settings_of(place, tmp_path / "out", model=None))
+    other = write_qwen_moe(tmp_path / "other", bits=4, hidden_size=64, shards=1, seed=7)
+    with pytest.raises(StoreError, match="fingerprint"):
+        run(settings_of(place, tmp_path / "out", model=str(other)))
+
+
+def test_a_store_without_enabled_stacks_is_refused(place: Path, tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    store_path = tmp_path / "store"
+    shutil.copytree(place / "store", store_path)
+    with Store.open(store_path).change() as change:
+        for domain in change.manifest.domains:
+            change.manifest = change.manifest.with_domain(replace(domain, enabled=False))
+    with pytest.raises(InputError, match="holds no enabled stack"):
+        run(settings_of(place, tmp_path / "out", store_path=str(store_path)))
+
+
+def test_a_flipped_bit_is_named(place: Path, tmp_path: Path) -> None:
+    store_path = tmp_path / "store"
+    shutil.copytree(place / "store", store_path)
+    [file] = (store_path / "stacks").glob("alpha-r1-*")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(bytes(data))
+    with pytest.raises(StoreError, match="alpha-r1"):
+        run(settings_of(place, tmp_path / "out", store_path=str(store_path)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_curves_come_from_the_log(tmp_path: Path) -> None:
+    def line(number: int, step: int, loss: float, event: str = "validation") -> str:
+        return json.dumps({"time": "t", "event": event, "domain": "chat", "round": number,
+                           "step": step, "validation_loss": loss})  # fmt: skip
+
+    lines = [
+        line(1, 0, 3.0), line(1, 50, 2.0), line(2, 0, 2.0), line(1, 0, 2.9), line(1, 50, 1.9),
+        line(1, 60, 9.0, event="step"), "not json", "[1]", line(1, 100, 1.8)[:-9],
+    ]  # fmt: skip
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    assert curves_of(tmp_path) == {
+        "chat": [
+            {"round": 1, "step": 0, "validation_loss": 2.9},
+            {"round": 1, "step": 50, "validation_loss": 1.9},
+        ]
+    }
+    assert curves_of(tmp_path / "none") == {}
+
+
+def test_looks_differ() -> None:
+    looks = look_of([str(number) for number in range(40)])
+    assert len({tuple(look.values()) for look in looks.values()}) == 40
+    first = list(looks.values())[: len(COLOURS)]
+    assert len({look["color"] for look in first}) == len({look["marker"] for look in first}) == 7
+
+
+Typed = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def typed(work_dir: Path, capfd: pytest.CaptureFixture[str]) -> Typed:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = command_line(arguments)
+        return code, *capfd.readouterr()
+
+    return call
+
+
+def test_the_command_as_it_is_typed(place: Path, typed: Typed, work_dir: Path) -> None:
+    words = ["stacks", "analyse", str(place / "store"), "--weights-only", "--no-plots"]
+    code, out, err = typed(*words)
+    assert code == 0, err
+    flat = " ".join(out.split())
+    assert "Wrote mlxstacks-out/stacks-analyse: analysis_report.json" in flat
+    assert "effective rank" in flat
+    assert "largest cosine of 4 directions from weights" in flat
+    # A store of one's own is no bare run: what is there is replaced when that is asked for.
+    assert typed(*words)[0] == 2
+    code, out, err = typed(*words, "--json", "--force")
+    assert (code, json.loads(out)["status"]) == (0, "done"), err
+    code, out, _ = typed(*words, "--dry-run", "--force")
+    assert (code, "Planned only" in out) == (0, True)
+    code, _, err = typed("stacks", "analyse", "--dry-run", "--save-path", "new")
+    assert (code, "nano's sample stacks" in err) == (0, True)
+
+
+def test_tables_of_routing_are_printed(place: Path, typed: Typed) -> None:
+    from mlxstacks.cli.output import console
+    from mlxstacks.cli.stacks_analysis import render
+
+    code, out, err = typed(
+        "stacks", "analyse", str(place / "store"), "--model", str(place / "model"),
+        "--data", str(place / "data"), "--prompts", "4", "--no-plots", "--json",
+    )  # fmt: skip
+    assert code == 0, err
+    document = json.loads(out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "160")
+        shown = console()
+        with shown.capture() as captured:
+            render(shown, _report_of(document))
+    text = captured.get()
+    for words in ("mean gate weight", "dispatch share", "nearest centroid", "domains inside"):
+        assert words in text
+
+
+def _report_of(document: dict[str, Any]) -> AnalysisReport:
+    names = [name for name in AnalysisReport.__dataclass_fields__ if name in document]
+    return AnalysisReport(**{name: document[name] for name in names})
+
+
+def test_stack_tensors_of_the_cases_are_readable(place: Path) -> None:
+    """The cases write what the layers read: a guard against a store that only looks right."""
+    store = Store.open(place / "store")
+    file = store.read_stack(store.stack_named("zeta-r2"))
+    parts = parts_of(file)
+    again = stack_from_tensors(
+        file.tensors, next(iter(parts.values())).id, {path: p.shape for path, p in parts.items()}
+    )
+    assert set(again) == set(parts)

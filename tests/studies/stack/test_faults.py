@@ -1,0 +1,426 @@
+"""`mlxstacks stack` when things go wrong: stopped, killed, NaN, full disk, data gone, drift.
+
+Run: pytest tests/studies/stack/test_faults.py
+"""
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import filelock
+import numpy as np
+import pytest
+
+from mlxstacks.errors import InputError, StoreError, TargetError
+from mlxstacks.files.store import Store
+from mlxstacks.files.store_commands import remove_domain
+from mlxstacks.files.store_settings import StacksRemoveSettings
+from mlxstacks.layers.stacked import stacked_layers
+from mlxstacks.studies.stack import commit as stack_commit
+from mlxstacks.studies.stack import keeper as stack_keeper
+from mlxstacks.studies.stack import plan as stack_plan
+from mlxstacks.studies.stack import run as stack_run
+from mlxstacks.studies.stack import work as stack_work
+from mlxstacks.study.run_directory import work_path
+from mlxstacks.training.loop import NonFiniteError
+from mlxstacks.training.matrix import DriftError
+from tests.studies.stack_cases import (
+    domain_of,
+    domain_rows,
+    hashes,
+    log_of,
+    settings_for,
+    train_store,
+    write_domains,
+    write_places,
+)
+from tests.studies.train_cases import write_rows
+from tests.warm import ended, start
+
+Places = tuple[Path, Path]
+TWO: dict[str, Any] = {"domains": ("alpha", "beta"), "iters": 6, "keys": ("q_proj",)}
+
+
+class StoppedError(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    return write_places(tmp_path_factory.mktemp("stack"))
+
+
+@pytest.fixture(scope="module")
+def whole(places: Places, tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return train_store(places, tmp_path_factory.mktemp("whole") / "store", **TWO)
+
+
+# --- stopped --------------------------------------------------------------------------------------
+
+
+def test_stopped_before_every_write_it_ends_with_the_same_bytes(
+    places: Places, whole: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is stopped at its n-th file, for growing n, and goes on each time."""
+    settings = settings_for(*places, tmp_path / "store", **TWO)
+    plain, allowed, stops = os.replace, 0, 0
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        nonlocal allowed
+        if allowed == 0:
+            raise StoppedError
+        allowed -= 1
+        plain(*args, **kwargs)
+
+    monkeypatch.setattr(os, "replace", counted)
+    for allowed in range(0, 200, 2):  # noqa: B007
+        try:
+            stack_run.run(settings)
+            break
+        except StoppedError:
+            stops += 1
+    assert stops >= 5
+    assert hashes(tmp_path / "store") == hashes(whole.path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]
+    steps = [e for e in log_of(tmp_path / "store") if e["event"] == "step"]
+    assert [(e["domain"], e["round"], e["step"]) for e in steps] == [
+        (e["domain"], e["round"], e["step"]) for e in log_of(whole.path) if e["event"] == "step"
+    ]
+
+
+def signs_of_life(target: Path) -> tuple[Any, ...]:
+    files = [path for root in (work_path(target), target) for path in root.rglob("*")]
+    return tuple(sorted((str(path), path.stat().st_mtime_ns) for path in files if path.is_file()))
+
+
+def test_killed_at_random_moments_it_ends_with_the_same_bytes(
+    places: Places, tmp_path: Path, campaign: Callable[[int], range]
+) -> None:
+    """kill -9, some time after the run has begun to write, until it was killed often enough."""
+    changes = {**TWO, "iters": 10, "save_every": 1, "steps_per_report": 1}
+    target, known = tmp_path / "store", tmp_path / "whole"
+    began = None
+    process = start("stack", settings_for(*places, known, **changes).model_dump_json())
+    while process.is_alive():
+        began = began or (time.monotonic() if work_path(known).is_dir() else None)
+        time.sleep(0.01)
+    assert ended(process) == 0
+    assert began is not None
+    duration = time.monotonic() - began
+    wanted = hashes(known)
+    settings, chance = settings_for(*places, target, **changes).model_dump_json(), random.Random(0)
+    kills = 0
+    for _ in campaign(30):
+        before = signs_of_life(target)
+        process = start("stack", settings)
+        while process.is_alive() and signs_of_life(target) == before:
+            time.sleep(0.005)
+        # The first at once, when the run has only begun: one kill at least meets it at work.
+        time.sleep(chance.uniform(0, duration / 2) if kills else 0)
+        process.kill()
+        kills += ended(process) == -signal.SIGKILL
+        if target.exists() and not work_path(target).exists():
+            assert hashes(target) == wanted
+            shutil.rmtree(target)
+    assert ended(start("stack", settings)) == 0
+    assert hashes(target) == wanted
+    assert kills > 0
+    assert [p.name for p in tmp_path.iterdir() if "work" in p.name] == []
+
+
+def test_an_unfinished_domain_of_other_settings_is_refused_with_what_differs(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(*places, tmp_path / "store", **TWO)
+    stopped_at(settings, monkeypatch, 4)
+    before = signs_of_life(tmp_path / "store")
+    other = settings.model_copy(update={"learning_rate": 2e-2, "balance_weight": 0.1})
+    with pytest.raises(InputError) as refused:
+        stack_run.run(other)
+    message = str(refused.value)
+    assert "unfinished domain alpha" in message
+    assert "learning_rate: was 0.01, now 0.02" in message
+    assert "balance_weight: was 0.01, now 0.1" in message
+    assert "--no-resume" in message
+    assert "seed" not in message
+    assert signs_of_life(tmp_path / "store") == before
+    fresh = stack_run.run(other.model_copy(update={"resume": False}))
+    assert fresh.domains["alpha"]["resumed_from_step"] is None
+    assert fresh.domains["alpha"]["steps"] == 12
+
+
+def stopped_at(settings: Any, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Run until a step of the first domain is done, and stop there."""
+    plain = stack_keeper.RoundKeeper.on_step
+
+    def stop(self: Any, number: int, state: Any, record: Any) -> None:
+        plain(self, number, state, record)
+        if state.step == step:
+            raise StoppedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stack_keeper.RoundKeeper, "on_step", stop)
+        with pytest.raises(StoppedError):
+            stack_run.run(settings)
+
+
+def test_how_often_a_run_saves_is_no_other_run(
+    places: Places, whole: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(*places, tmp_path / "store", **TWO)
+    stopped_at(settings, monkeypatch, 4)
+    report = stack_run.run(settings.model_copy(update={"save_every": 1, "steps_per_report": 1}))
+    assert report.domains["alpha"]["resumed_from_step"] == 3
+    assert hashes(tmp_path / "store") == hashes(whole.path)
+
+
+# --- what goes wrong while it runs ----------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_leaves_the_store_as_it_was(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of the second domain."""
+    settings = settings_for(*places, tmp_path / "store", **TWO)
+    train_store(places, tmp_path / "store", **{**TWO, "domains": ("alpha",)})
+    before = hashes(tmp_path / "store")
+    plain = stack_plan.DomainPlan.batches_at
+
+    def poisoned(self: Any, number: int, step: int) -> Any:
+        batches = plain(self, number, step)
+        if number == 2 and step >= 4:
+            batches[0].weights[:] = np.nan
+        return batches
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stack_plan.DomainPlan, "batches_at", poisoned)
+        with pytest.raises(NonFiniteError, match=r"domain beta: step 5: the loss is nan.*--no-res"):
+            stack_run.run(settings)
+    assert hashes(tmp_path / "store") == before
+    # The cause gone, it goes on at the step before.
+    report = stack_run.run(settings)
+    assert report.domains["beta"]["resumed_from_step"] == 6 + 4
+
+
+def test_a_full_disk_while_freezing_loses_nothing(
+    places: Places, whole: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(*places, tmp_path / "store", **TWO)
+    train_store(places, tmp_path / "store", **{**TWO, "domains": ("alpha",)})
+    before = hashes(tmp_path / "store")
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for where in ("work", "store"):
+        with monkeypatch.context() as patch:
+            if where == "work":
+                patch.setattr("mlxstacks.files.shard_writer.write_all", full)
+            else:
+                plain = stack_run.commit_domain
+
+                def commit(*args: Any, plain: Any = plain) -> None:
+                    patch.setattr("mlxstacks.files.shard_writer.write_all", full)
+                    plain(*args)
+
+                patch.setattr(stack_run, "commit_domain", commit)
+            with pytest.raises(TargetError, match="the disk is full"):
+                stack_run.run(settings)
+        assert hashes(tmp_path / "store") == before
+    assert stack_run.run(settings).status == "trained"
+    assert hashes(tmp_path / "store") == hashes(whole.path)
+
+
+def test_data_that_is_gone_is_named_and_nothing_changes(places: Places, tmp_path: Path) -> None:
+    data = write_domains(tmp_path / "data", ("alpha", "beta"))
+    mine = (places[0], data)
+    train_store(mine, tmp_path / "store", **{**TWO, "domains": ("alpha",)})
+    before = hashes(tmp_path / "store")
+    (data / "alpha.jsonl").rename(tmp_path / "moved.jsonl")
+    settings = settings_for(*mine, tmp_path / "store", **{**TWO, "domains": ("beta",)})
+    with pytest.raises(InputError) as refused:
+        stack_run.run(settings)
+    assert f"alpha: {data / 'alpha.jsonl'}" in str(refused.value)
+    assert "Put the files back" in str(refused.value)
+    assert hashes(tmp_path / "store") == before
+    # Listed with its new place, it is the same data.
+    moved = {"name": "alpha", "data": {"sources": str(tmp_path / "moved.jsonl")}}
+    moved["data"]["validation_rows"] = 6  # type: ignore[index]
+    again = settings_for(*mine, tmp_path / "store", **{**TWO, "domains": (moved, "beta")})
+    assert stack_run.run(again).status == "trained"
+
+
+def test_rows_of_a_stored_split_that_are_gone_are_counted(places: Places, tmp_path: Path) -> None:
+    data = write_domains(tmp_path / "data", ("alpha", "beta"))
+    train_store((places[0], data), tmp_path / "store", **{**TWO, "domains": ("alpha",)})
+    write_rows(data / "alpha.jsonl", domain_rows("alpha", 20))
+    with pytest.raises(InputError, match=r"domain alpha: \d of 18 training rows and \d of 6"):
+        stack_run.run(settings_for(places[0], data, tmp_path / "store", **TWO))
+
+
+def test_drift_of_a_frozen_stack_stops_the_run(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something writes a little into a frozen stack while the next domain trains."""
+    train_store(places, tmp_path / "store", **{**TWO, "domains": ("alpha",)})
+    before = hashes(tmp_path / "store")
+    plain = stack_keeper.RoundKeeper.round_done
+
+    def touch(self: Any, record: Any, parts: Any) -> None:
+        plain(self, record, parts)
+        for _, layer in stacked_layers(self.setup.model):
+            stacks = layer.stacks.stacks()
+            first = stacks[0]
+            changed = type(first)(
+                first.id, first.shape, first.lora_a, first.lora_b * 1.01, first.router
+            )
+            layer.set_stacks([changed, *stacks[1:]])
+
+    monkeypatch.setattr(stack_keeper.RoundKeeper, "round_done", touch)
+    with pytest.raises(DriftError, match=r"alpha: was \d") as drift:
+        stack_run.run(settings_for(*places, tmp_path / "store", **TWO))
+    assert "nothing was added to the store" in str(drift.value)
+    assert isinstance(drift.value, StoreError)
+    assert hashes(tmp_path / "store") == before
+
+
+def test_a_store_whose_losses_are_not_met_here_is_not_gone_on_with(
+    places: Places, tmp_path: Path
+) -> None:
+    """Losses far from the stored ones: other rows, base or evaluator. Nearby ones are rounding."""
+    store = train_store(places, tmp_path / "store", **{**TWO, "domains": ("alpha",)})
+    with store.change() as change:
+        rows: Any = {"prefix": {"alpha": {"alpha": domain_of(store, "alpha").final_loss + 0.1}}}
+        change.manifest = replace(change.manifest, matrix=rows)
+    with pytest.raises(StoreError, match="do not have the loss that they were stored with"):
+        stack_run.run(settings_for(*places, tmp_path / "store", **TWO))
+    with store.change() as change:
+        rows = {"prefix": {"alpha": {"alpha": domain_of(store, "alpha").final_loss + 1e-6}}}
+        change.manifest = replace(change.manifest, matrix=rows)
+    report = stack_run.run(settings_for(*places, tmp_path / "store", **TWO))
+    assert any("differ here by rounding" in note for note in report.notes)
+
+
+def test_a_store_that_changes_during_the_training_is_not_written(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_store(places, tmp_path / "store", **{**TWO, "domains": ("alpha",)})
+    plain = stack_run.commit_domain
+
+    def commit(*args: Any) -> None:
+        remove_domain(StacksRemoveSettings(store_path=str(tmp_path / "store"), domain="alpha"))
+        plain(*args)
+
+    settings = settings_for(*places, tmp_path / "store", **{**TWO, "domains": ("beta",)})
+    with monkeypatch.context() as patch:
+        patch.setattr(stack_run, "commit_domain", commit)
+        with pytest.raises(StoreError, match="was changed while beta was trained"):
+            stack_run.run(settings)
+    assert Store.open(tmp_path / "store").manifest.domains == ()
+    with pytest.raises(InputError, match="trained_on"):
+        stack_run.run(settings)
+    assert stack_run.run(settings.model_copy(update={"resume": False})).status == "trained"
+
+
+def test_a_stack_too_large_for_float16_can_be_stored_as_bfloat16(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without training it again: the state was saved before it was frozen."""
+    from mlxstacks.training import boost
+
+    def huge(model: Any, state: Any) -> None:
+        for _, layer in stacked_layers(model):
+            assert layer.active is not None
+            layer.active.lora_a = layer.active.lora_a * 1e7
+            layer.active.lora_b = layer.active.lora_b * 1e-7
+
+    settings = settings_for(*places, tmp_path / "store", **{**TWO, "domains": ("alpha",)})
+    monkeypatch.setattr(boost, "restore_best", huge)
+    with pytest.raises(InputError, match=r"too large for mlx.core.float16; store it as bfloat16"):
+        stack_run.run(settings)
+    stack = settings.stack.model_copy(update={"storage": "bfloat16"})
+    report = stack_run.run(settings.model_copy(update={"stack": stack}))
+    assert report.domains["alpha"]["resumed_from_step"] == 6
+
+
+def test_two_runs_to_one_store_do_not_mix(places: Places, tmp_path: Path) -> None:
+    with (
+        filelock.FileLock(f"{work_path(tmp_path / 'store')}.lock"),
+        pytest.raises(TargetError, match="is writing it"),
+    ):
+        stack_run.run(settings_for(*places, tmp_path / "store", **TWO))
+
+
+# --- beginning anew -------------------------------------------------------------------------------
+
+
+def test_force_replaces_a_store_when_the_first_new_domain_is_done(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = train_store(places, tmp_path / "store", **{**TWO, "domains": ("beta",), "seed": 1})
+    before = hashes(old.path)
+    anew = settings_for(*places, tmp_path / "store", **TWO, force=True)
+    stopped_at(anew, monkeypatch, 4)
+    assert hashes(old.path) == before
+    with pytest.raises(InputError, match="--force goes on with it"):
+        stack_run.run(anew.model_copy(update={"force": False}))
+    # Stopped again, between the domains: --force now goes on with what it made.
+    plain = stack_run._StackRun._domain
+
+    def only_alpha(self: Any, work: Any, plan: Any, expected: Any) -> Any:
+        if plan.name == "beta":
+            raise StoppedError
+        return plain(self, work, plan, expected)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stack_run._StackRun, "_domain", only_alpha)
+        with pytest.raises(StoppedError):
+            stack_run.run(anew)
+    assert [d.name for d in Store.open(old.path).manifest.domains] == ["alpha"]
+    report = stack_run.run(anew)
+    assert [d.name for d in Store.open(old.path).manifest.domains] == ["alpha", "beta"]
+    assert report.domains["alpha"]["resumed_from_step"] == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]
+
+
+def test_work_that_the_store_has_taken_is_forgotten(
+    places: Places, whole: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the change of the store and the clearing of the work directory."""
+
+    def stop(*args: Any) -> None:
+        raise StoppedError
+
+    settings = settings_for(*places, tmp_path / "store", **TWO)
+    with monkeypatch.context() as patch:
+        patch.setattr(stack_commit, "hand_over_log", stop)
+        with pytest.raises(StoppedError):
+            stack_run.run(settings)
+    assert [d.name for d in Store.open(tmp_path / "store").manifest.domains] == ["alpha"]
+    assert stack_work.StackWork(tmp_path / "store", read_only=True).identity is not None
+    stack_run.run(settings)
+    assert hashes(tmp_path / "store") == hashes(whole.path)
+
+
+def test_a_damaged_stack_of_the_store_is_named(places: Places, tmp_path: Path) -> None:
+    store = train_store(places, tmp_path / "store", **{**TWO, "domains": ("alpha",)})
+    path = store.path / store.manifest.stacks[0].file.file
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StoreError, match=path.name):
+        stack_run.run(settings_for(*places, tmp_path / "store", **TWO))
+
+
+def test_the_report_is_plain_json(whole: Store) -> None:
+    """Also where a loss was not finite: JSON has no word for NaN."""
+    text = (whole.path / "stack_report.json").read_text()
+    json.loads(text, parse_constant=lambda word: pytest.fail(word))

@@ -1,0 +1,366 @@
+"""`mlxstacks stack` on a tiny hybrid model: frozen means frozen, the matrix, what it writes.
+
+Run: pytest tests/studies/stack/test_run.py
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlxstacks import base_model
+from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.manifest import Manifest
+from mlxstacks.files.store import Store
+from mlxstacks.files.store_commands import remove_domain
+from mlxstacks.files.store_settings import StacksRemoveSettings
+from mlxstacks.layers.attach import detach
+from mlxstacks.layers.stack_files import serve
+from mlxstacks.layers.stacked import stacked_layers
+from mlxstacks.studies.stack import run as stack_run
+from mlxstacks.studies.stack.report import StackReport
+from mlxstacks.studies.stack.setup import set_up
+from mlxstacks.training import protect
+from tests.studies.stack_cases import (
+    DOMAINS,
+    domain_of,
+    domain_rows,
+    hashes,
+    log_of,
+    settings_for,
+    train_store,
+    write_domains,
+    write_places,
+)
+from tests.studies.train_cases import write_rows
+
+Places = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
+    return write_places(tmp_path_factory.mktemp("stack"))
+
+
+class Watch:
+    """What a run had in memory around each domain, and the bases that it protected."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.frozen: dict[str, tuple[dict[str, bytes], dict[str, bytes]]] = {}
+        self.bases: list[protect.Bases] = []
+        plain, plain_bases = stack_run.train_domain, stack_run.protected_bases
+
+        def watched(model: nn.Module, job: Any, *args: Any, **kwargs: Any) -> Any:
+            before = frozen_bytes(model)
+            result = plain(model, job, *args, **kwargs)
+            after = frozen_bytes(model)
+            self.frozen[job.name] = (before, {name: after[name] for name in before})
+            return result
+
+        def kept(*args: Any) -> Any:
+            self.bases.append(plain_bases(*args))
+            return self.bases[-1]
+
+        monkeypatch.setattr(stack_run, "train_domain", watched)
+        monkeypatch.setattr(stack_run, "protected_bases", kept)
+
+
+def frozen_bytes(model: nn.Module) -> dict[str, bytes]:
+    """Base weights and frozen stacks, to the bit."""
+    found = {
+        name: np.array(value).tobytes()
+        for name, value in tree_flatten(model.parameters())
+        if ".active." not in name
+    }
+    for path, layer in stacked_layers(model):
+        for stack in layer.stacks.stacks():
+            for leaf, value in stack.tensors().items():
+                found[f"{path}/{stack.id.name}/{leaf}"] = np.array(value).tobytes()
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(places: Places, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A whole run: its report, its store, what was in memory."""
+    target = tmp_path_factory.mktemp("out") / "store"
+    with pytest.MonkeyPatch.context() as patch:
+        watch = Watch(patch)
+        report = stack_run.run(settings_for(*places, target))
+    return report, Store.open(target), watch
+
+
+def logits_of(places: Places, store: Store) -> mx.array:
+    """What the base with the store's stacks computes; float32, as it was trained."""
+    model, tokenizer, _ = base_model.load(places[0])
+    base_model.dequantize(model)
+    base_model.cast(model, mx.float32)
+    serve(model, store, base_fingerprint=fingerprint(open_checkpoint(places[0])))
+    tokens = tokenizer.encode("alpha 3: seven apple")
+    return model(mx.array([tokens]))
+
+
+# --- frozen means frozen --------------------------------------------------------------------------
+
+
+def test_base_and_earlier_stacks_keep_every_byte(trained: Any) -> None:
+    _, _, watch = trained
+    assert list(watch.frozen) == list(DOMAINS)
+    for before, after in watch.frozen.values():
+        assert before == after
+    counts = [sum("/" in name for name in before) for before, _ in watch.frozen.values()]
+    assert counts[0] == 0
+    assert 0 < counts[1] < counts[2]
+
+
+def test_prefix_losses_stay_what_they_were_to_the_bit(trained: Any) -> None:
+    report, store, _ = trained
+    prefix = report.matrix["prefix"]
+    assert list(prefix) == list(DOMAINS)
+    for place, name in enumerate(DOMAINS):
+        column = {prefix[row][name] for row in DOMAINS[place:]}
+        assert column == {domain_of(store, name).final_loss}
+        assert domain_of(store, name).final_loss == domain_of(store, name).losses[-1]
+
+
+def test_the_matrix_has_its_three_modes(trained: Any) -> None:
+    report, store, _ = trained
+    for mode in ("ungated", "prefix", "isolated"):
+        rows = report.matrix[mode]
+        assert {row: list(columns) for row, columns in rows.items()} == {
+            name: list(DOMAINS[: place + 1]) for place, name in enumerate(DOMAINS)
+        }
+        assert store.manifest.matrix[mode] == rows
+    ungated, isolated = report.matrix["ungated"], report.matrix["isolated"]
+    for name in DOMAINS:
+        assert ungated[name][name] == report.matrix["prefix"][name][name]
+    # Only the first domain was trained alone.
+    assert isolated["gamma"]["alpha"] == domain_of(store, "alpha").final_loss
+    assert isolated["gamma"]["gamma"] != domain_of(store, "gamma").final_loss
+    assert ungated["gamma"]["alpha"] != ungated["alpha"]["alpha"]
+
+
+def test_removing_the_last_domain_gives_the_logits_of_before_back(
+    places: Places, trained: Any, tmp_path: Path
+) -> None:
+    store = train_store(places, tmp_path / "store", domains=("alpha", "beta"))
+    before = logits_of(places, store)
+    store = train_store(places, tmp_path / "store")
+    assert [domain.name for domain in store.manifest.domains] == list(DOMAINS)
+    assert not mx.array_equal(logits_of(places, store), before).item()
+    remove_domain(StacksRemoveSettings(store_path=str(store.path), domain="gamma"))
+    assert mx.array_equal(logits_of(places, Store.open(store.path)), before).item()
+    # Domain by domain is the same as all at once.
+    again = train_store(places, tmp_path / "store")
+    assert hashes_of_stacks(again.manifest) == hashes_of_stacks(trained[1].manifest)
+    assert again.manifest.matrix == trained[1].manifest.matrix
+
+
+def hashes_of_stacks(manifest: Manifest) -> dict[str, str]:
+    return {stack.name: stack.file.sha256 for stack in manifest.stacks}
+
+
+def test_a_frozen_stack_keeps_out_of_the_protected_directions(trained: Any) -> None:
+    """What was folded and cast to half precision has nothing but rounding left in the span."""
+    _, store, watch = trained
+    assert len(watch.bases) == 2  # nothing is protected from the first domain
+    for domain, bases in zip(("beta", "gamma"), watch.bases, strict=True):
+        assert len(bases) == 4
+        for record in domain_of(store, domain).stacks:
+            tensors = store.read_stack(record).tensors
+            for path, basis in bases.items():
+                lora_b = tensors[f"{path}.lora_b"].astype(mx.float32)
+                inside = mx.abs(basis.vectors.T @ lora_b).max().item()
+                assert inside < 1e-3 * mx.abs(lora_b).max().item()
+        told = domain_of(store, domain).protected
+        for path, basis in bases.items():
+            assert told["projections"][path]["capacity_used"] == basis.capacity
+            assert 0 < told["projections"][path]["captured_energy"] <= 1 + 1e-9
+
+
+def test_without_null_space_nothing_is_protected(places: Places, tmp_path: Path) -> None:
+    store = train_store(
+        places, tmp_path / "store", domains=("alpha", "beta"), rounds=1, null_space=None
+    )
+    assert [domain.protected for domain in store.manifest.domains] == [None, None]
+
+
+# --- rounds ---------------------------------------------------------------------------------------
+
+
+def test_no_round_ends_worse_than_it_began(trained: Any) -> None:
+    report, store, _ = trained
+    for name in DOMAINS:
+        rounds = report.domains[name]["rounds"]
+        assert [one["number"] for one in rounds] == [1, 2]
+        for one in rounds:
+            assert one["loss_after"] < one["loss_before"]
+            assert one["loss_after"] == pytest.approx(one["loss_trained"], abs=1e-3)
+        # A new stack changes nothing: round 2 begins at the loss that round 1 froze.
+        assert rounds[1]["loss_before"] == rounds[0]["loss_after"]
+        losses = [rounds[0]["loss_before"], *(one["loss_after"] for one in rounds)]
+        assert list(domain_of(store, name).losses) == losses
+        assert report.domains[name]["losses"] == losses
+
+
+def test_task_and_balance_loss_are_told_apart(trained: Any) -> None:
+    report, _, _ = trained
+    weight, places = 0.01, report.plan["modules"]
+    for record in report.domains["beta"]["rounds"][0]["history"]:
+        whole = record["task_loss"] + weight * record["balance_loss"]
+        assert record["loss"] == pytest.approx(whole, rel=1e-5)
+        # Two of three experts a token: 2 where routing is even, 3 at most.
+        assert 1.9 * places < record["balance_loss"] <= 3 * places
+    assert 1.9 < report.domains["beta"]["balance_loss_per_projection"] <= 3
+
+
+def test_a_round_that_gains_too_little_is_the_last_and_dropped(
+    places: Places, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"domains": ("alpha",), "min_loss_delta": 50.0, "rounds": 3}
+    dropped = stack_run.run(settings_for(*places, tmp_path / "dropped", **changes))
+    kept = stack_run.run(
+        settings_for(*places, tmp_path / "kept", keep_plateau_stack=True, **changes)
+    )
+    assert Store.open(tmp_path / "dropped").manifest.stacks == ()
+    assert len(Store.open(tmp_path / "kept").manifest.stacks) == 1
+    for report in (dropped, kept):
+        (only,) = report.domains["alpha"]["rounds"]
+        assert "less than 50.0" in only["last"]
+    assert dropped.domains["alpha"]["losses"] == kept.domains["alpha"]["losses"][:1]
+    assert "gained nothing for alpha" in dropped.verdict
+
+
+def test_each_domain_may_have_rounds_batches_and_rate_of_its_own(
+    places: Places, tmp_path: Path
+) -> None:
+    domains = [{"name": "beta", "rounds": 1, "iters": 4, "learning_rate": 5e-3}, "alpha"]
+    store = train_store(places, tmp_path / "store", domains=domains)
+    assert [domain.name for domain in store.manifest.domains] == ["beta", "alpha"]
+    beta, alpha = store.manifest.domains
+    assert (beta.settings["rounds"], beta.settings["iters"]) == (1, 4)
+    assert beta.settings["learning_rate"] == 5e-3
+    assert (alpha.settings["rounds"], alpha.settings["iters"]) == (2, 8)
+    assert len(beta.stacks) == 1
+    assert alpha.trained_on == ("beta-r1",)
+
+
+# --- what is written ------------------------------------------------------------------------------
+
+
+def test_two_runs_write_equal_bytes(places: Places, trained: Any, tmp_path: Path) -> None:
+    again = train_store(places, tmp_path / "store")
+    assert hashes(again.path) == hashes(trained[1].path)
+
+
+def test_nothing_but_the_store_is_left(trained: Any) -> None:
+    _, store, _ = trained
+    assert [path.name for path in store.path.parent.iterdir()] == [store.path.name]
+    files = {path.name for path in store.path.iterdir()} - {".lock"}
+    assert files == {
+        "manifest.json", "base.json", "stack_report.json", "log.jsonl", "stacks", "splits",
+    }  # fmt: skip
+
+
+def test_report_log_and_manifest_agree(trained: Any) -> None:
+    report, store, _ = trained
+    assert report.status == "trained"
+    written = json.loads((store.path / "stack_report.json").read_text())
+    assert written == json.loads(json.dumps(report.as_json()))
+    assert list(written["domains"]) == list(DOMAINS)
+    for name in DOMAINS:
+        domain, record = written["domains"][name], store.domain_named(name)
+        assert domain["bytes"] == sum(stack.file.nbytes for stack in record.stacks)
+        assert domain["steps"] == 16
+        assert [r["step"] for r in domain["rounds"][0]["validation"]] == [0, 4, 8]
+        assert record.settings["data"]["train_rows"] == 18
+        assert record.settings["data"]["validation_rows"] == 6
+        split = store.read_json(record.split)
+        assert (len(split["train"]), len(split["validation"])) == (18, 6)
+    events = [e for e in log_of(store.path) if e["event"] == "step" and e["domain"] == "beta"]
+    assert [(e["round"], e["step"]) for e in events] == [
+        (number, step) for number in (1, 2) for step in (2, 4, 6, 8)
+    ]
+    assert "to the last bit" in report.verdict
+
+
+def test_a_dry_run_plans_and_touches_nothing(places: Places, trained: Any, tmp_path: Path) -> None:
+    report = stack_run.run(settings_for(*places, tmp_path / "out"), dry_run=True)
+    assert report.status == "planned"
+    assert list(tmp_path.iterdir()) == []
+    assert report.plan == {**trained[0].plan, "writes": [str(tmp_path / "out")]}
+    assert [report.domains[name]["steps_per_round"] for name in DOMAINS] == [8, 8, 8]
+    record = trained[1].manifest.stacks[0]
+    tensors = trained[1].read_stack(record).tensors
+    assert report.plan["stack_bytes"] == sum(array.nbytes for array in tensors.values())
+
+
+def test_what_cleaning_changed_is_in_the_plan(places: Places, tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{i}", "completion": f"    a{i}  b\n"} for i in range(24)]
+    rows += [{"prompt": f"q{i}", "completion": "a<|im_end|>"} for i in range(3)]
+    rows += [{"prompt": "q", "completion": "<|im_end|>"}]
+    write_rows(tmp_path / "data" / "code.jsonl", rows)
+    report = stack_run.run(settings_for(places[0], tmp_path / "data", tmp_path / "o"), dry_run=True)
+    (source,) = report.as_json()["domains"]["code"]["data"]["sources"]
+    assert source["changed"] == {"markers_removed": 3}
+    note = "code: code.jsonl: 27 of 28 rows are used (1 no answer, 3 markers removed)."
+    assert note in report.notes
+
+
+def test_a_complete_store_is_left_alone(places: Places, trained: Any) -> None:
+    _, store, _ = trained
+    before = hashes(store.path)
+    report: StackReport = stack_run.run(settings_for(*places, store.path))
+    assert report.status == "complete"
+    assert hashes(store.path) == before
+    # What was known of the training is still told.
+    assert report.domains["alpha"]["steps"] == 16
+
+
+def test_serving_a_store_and_taking_it_off_again(places: Places, trained: Any) -> None:
+    _, store, _ = trained
+    model, tokenizer, _ = base_model.load(places[0])
+    tokens = mx.array([tokenizer.encode("beta 2: river")])
+    base = model(tokens)
+    assert [record.name for record in serve(model, store)] == [
+        f"{name}-r{number}" for name in DOMAINS for number in (1, 2)
+    ]
+    assert not mx.array_equal(model(tokens), base).item()
+    detach(model)
+    assert mx.array_equal(model(tokens), base).item()
+    assert [record.name for record in serve(model, store, ["beta"])] == ["beta-r1", "beta-r2"]
+
+
+# --- changed stores -------------------------------------------------------------------------------
+
+
+def test_a_domain_can_be_trained_again_after_it_was_removed(
+    places: Places, trained: Any, tmp_path: Path
+) -> None:
+    model, data = places[0], write_domains(tmp_path / "data")
+    store = train_store((model, data), tmp_path / "store", rounds=1)
+    old = hashes_of_stacks(store.manifest)
+    remove_domain(StacksRemoveSettings(store_path=str(store.path), domain="beta", force=True))
+    write_rows(data / "beta.jsonl", domain_rows("beta", 30))
+    report = stack_run.run(settings_for(model, data, store.path, rounds=1))
+    manifest = Store.open(store.path).manifest
+    assert [domain.name for domain in manifest.domains] == ["alpha", "gamma", "beta"]
+    new = hashes_of_stacks(manifest)
+    assert new["alpha-r1"] == old["alpha-r1"]
+    assert new["gamma-r1"] == old["gamma-r1"]
+    assert new["beta-r1"] != old["beta-r1"]
+    # gamma was trained on top of the old beta: without it, its loss is another, and that is told.
+    assert any("gamma was trained on stacks that are not there" in note for note in report.notes)
+    assert domain_of(Store.open(store.path), "beta").trained_on == ("alpha-r1", "gamma-r1")
+
+
+def test_settings_of_the_setup_are_what_the_store_says(places: Places, trained: Any) -> None:
+    _, store, _ = trained
+    setup = set_up(settings_for(*places, store.path), store)
+    assert setup.to_train == []
+    assert [one.domain for one in setup.served] == list(DOMAINS)
+    assert setup.notes == ["The base computes with its stored values in float32 (928 kB)."]

@@ -1,0 +1,106 @@
+"""`mlxstacks sweep` as it is typed. Run: pytest tests/studies/sweep/test_command.py"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mlxstacks.cli import run
+from mlxstacks.recipe.file import load_recipe
+from mlxstacks.recipe.resolve import resolve
+from mlxstacks.study import child_process
+from tests.warm import WarmSubprocess
+
+Typed = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def typed(work_dir: Path, capfd: pytest.CaptureFixture[str]) -> Typed:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        code = run(arguments)
+        return code, *capfd.readouterr()
+
+    return call
+
+
+def test_a_bare_sweep_is_on_nano_and_done_once(
+    typed: Typed, work_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_process, "subprocess", WarmSubprocess)
+    short = ["--set", "train.iters=2", "--ranks", "2", "--ranks", "4", "--policies", "refit"]
+    code, out, err = typed("sweep", *short)
+    assert code == 0, err
+    assert "Using nano, the built-in model and its sample data." in err
+    assert "Wrote mlxstacks-out/sweep: sweep_report.json, cells" in " ".join(out.split())
+    assert "one seed, so nothing follows from it" in " ".join(out.split())
+    report = json.loads((work_dir / "mlxstacks-out/sweep/sweep_report.json").read_text())
+    assert [cell["status"] for cell in report["cells"]] == ["trained", "trained"]
+    # And again: its own target may be replaced, its cells are kept.
+    code, out, _ = typed("sweep", *short, "--json")
+    again = json.loads(out)
+    assert (code, again["cells"]) == (0, report["cells"])
+
+
+def test_a_plan_lists_cells_with_buffers_bytes_and_time(typed: Typed, work_dir: Path) -> None:
+    code, out, _ = typed("sweep", "--dry-run", "--json", "--bits", "3", "--bits", "4")
+    plan = json.loads(out)
+    assert (code, plan["status"], len(plan["cells"])) == (0, "planned", 6)
+    assert {cell["bits"] for cell in plan["cells"]} == {3, 4}
+    for cell in plan["cells"]:
+        assert cell["predicted_buffers"] > 100
+        assert cell["predicted_bytes"] > 1_000_000
+        assert cell["outcome"] == "fits"
+        assert cell["least_seconds"] is not None
+    assert list(work_dir.iterdir()) == []
+    code, out, _ = typed("sweep", "--dry-run")
+    assert code == 0
+    assert "Planned only: 3 cells into mlxstacks-out/sweep." in " ".join(out.split())
+
+
+def test_every_cell_refused_is_a_gate_not_met(typed: Typed, work_dir: Path) -> None:
+    code, out, err = typed("sweep", "--resource-limit", "100", "--ranks", "2")
+    assert code == 3
+    assert "Gate not met: every cell was refused by the guard" in err
+    assert "1 refused" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "65", "--layers", "2", "--projections", "k_proj"], "rank 65"),
+        (["--layers", "1,9"], "layer 9: the model has layers 0 to 5"),
+        (["--projections", "dwn_proj"], "close: "),
+        (["--policies", "refitt"], "did you mean 'refit'?"),
+        (["--set", "train.iter=5"], "did you mean 'iters'?"),
+        (["--set", "layers=[1,2]"], "each entry is a set"),
+        (["--model", "m"], "a model of your own needs --data too"),
+    ],
+)
+def test_mistakes_are_told_at_once(
+    typed: Typed, work_dir: Path, arguments: list[str], message: str
+) -> None:
+    code, out, err = typed("sweep", *arguments)
+    assert (code, message in err) == (2, True), err
+    assert "Traceback" not in out + err
+    assert list(work_dir.iterdir()) == []
+
+
+def test_buffers_has_a_plan_and_wants_a_counter(typed: Typed, work_dir: Path) -> None:
+    code, out, _ = typed("sweep", "buffers", "--dry-run", "--json")
+    plan = json.loads(out)
+    assert (code, plan["arms"], plan["plan"]["ranks"]) == (0, 120, [2, 4, 8])
+    assert len(plan["plan_sha256"]) == 64
+    code, _, err = typed("sweep", "buffers")
+    assert (code, "give --counting-library" in err) == (2, True)
+    assert list(work_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["sweep-nano", "sweep-qwen3.5-35b-a3b"])
+def test_the_recipes_ask_the_published_question(name: str) -> None:
+    settings = resolve("sweep", {}, load_recipe(name)).settings.model_dump()
+    assert settings["ranks"] == (2, 4, 8, 16, 64)
+    assert settings["projections"] == ("switch_mlp.down_proj",)
+    assert settings["train"]["iters"] == 200
+    assert settings["layers"] == (("1,2,3",) if name == "sweep-nano" else ("8,14,20",))

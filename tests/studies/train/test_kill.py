@@ -1,0 +1,72 @@
+"""kill -9 at random moments of a training run: resumed, it ends with the same bytes.
+
+Run: pytest tests/studies/train/test_kill.py
+"""
+
+import json
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+from mlxstacks.study.run_directory import work_path
+from tests.studies.train_cases import settings_for, write_data, write_tiny_model
+from tests.warm import ended, start
+
+STEPS = 20
+
+
+def wait_for_start(process: ForkServerProcess, target: Path, before: int) -> bool:
+    """Until the run has written a line of its log beyond `before` bytes; False when it is over."""
+    log = work_path(target) / "log.jsonl"
+    while process.is_alive():
+        if log.exists() and log.stat().st_size != before:
+            return True
+        time.sleep(0.002)
+    return False
+
+
+def check_finished(target: Path, whole: Path, resumes: bool) -> None:
+    for name in ("adapters.safetensors", "adapter_config.json"):
+        assert (target / name).read_bytes() == (whole / name).read_bytes(), name
+    events = [json.loads(line) for line in (target / "log.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["event"] == "step"] == list(range(1, STEPS + 1))
+    # It did go on, rather than begin again.
+    report = json.loads((target / "train_report.json").read_text())
+    assert (report["resumed_from_step"] > 0) == resumes
+
+
+def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(
+    tmp_path: Path, campaign: Callable[[int], range]
+) -> None:
+    model, data = write_tiny_model(tmp_path / "model"), write_data(tmp_path / "data")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    changes = {"iters": STEPS, "save_every": 1, "steps_per_eval": 10, "steps_per_report": 1}
+    process = start("train", settings_for(model, data, whole, **changes).model_dump_json())
+    assert wait_for_start(process, whole, 0)
+    began = time.monotonic()
+    assert ended(process) == 0
+    duration = time.monotonic() - began
+    settings = settings_for(model, data, killed, **changes).model_dump_json()
+    work, chance, kills = work_path(killed), random.Random(0), 0
+    state, log = work / "checkpoint.safetensors", work / "log.jsonl"
+    for _ in campaign(20):
+        before, resumes = log.stat().st_size if log.exists() else 0, state.exists()
+        process = start("train", settings)
+        if wait_for_start(process, killed, before):
+            # The first at once: one kill at least meets the run at work.
+            time.sleep(chance.uniform(0, duration / 2) if kills else 0)
+        process.kill()
+        kills += ended(process) == -signal.SIGKILL
+        if killed.exists():
+            # Done before the kill, or all but clearing away: check, and begin another.
+            check_finished(killed, whole, resumes)
+            shutil.rmtree(killed)
+            shutil.rmtree(work, ignore_errors=True)
+    resumes = state.exists()
+    assert ended(start("train", settings)) == 0
+    check_finished(killed, whole, resumes)
+    assert kills > 0
