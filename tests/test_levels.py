@@ -28,6 +28,7 @@ LEVELS = {
     "errors": FOUNDATION,
     "regular_files": FOUNDATION,
     "resources": FOUNDATION,
+    "settings": FOUNDATION,
     **dict.fromkeys(("ops", "data", "stats", "memory"), 0),
     "base_model": 1,
     "files": 2,
