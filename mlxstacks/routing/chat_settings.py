@@ -117,6 +117,11 @@ class AnswerSettings(Settings):
         """Whether an answer needs stacks."""
         return self.routed or self.ungated or bool(self.pin) or self.compare
 
+    @property
+    def mode(self) -> Literal["base", "ungated", "routed"]:
+        """How a question is answered that names no mode and no domains."""
+        return "ungated" if self.ungated else "routed" if self.routed or self.compare else "base"
+
 
 class ChatSettings(AnswerSettings):
     """`mlxstacks chat`."""
