@@ -37,7 +37,7 @@ LEVELS = {
     **dict.fromkeys(("routing", "guard"), 5),
     **dict.fromkeys(("studies", "nano"), 6),
     **dict.fromkeys(("recipe", "report", "doctor"), 7),
-    "cli": 8,
+    **dict.fromkeys(("api", "cli"), 8),
     "__main__": 9,
 }
 
