@@ -32,7 +32,7 @@ LEVELS = {
     **dict.fromkeys(("ops", "data", "stats", "memory"), 0),
     "base_model": 1,
     "files": 2,
-    **dict.fromkeys(("layers", "study"), 3),
+    **dict.fromkeys(("layers", "sandbox", "study"), 3),
     **dict.fromkeys(("convert", "fuse", "training", "evaluate"), 4),
     **dict.fromkeys(("routing", "guard"), 5),
     **dict.fromkeys(("studies", "nano"), 6),
