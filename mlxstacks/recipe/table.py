@@ -137,10 +137,10 @@ COMMANDS: dict[str, Command] = {
         help="Does fusing a second adapter add knowledge? Every arm beside its control.",
         settings="mlxstacks.studies.confound.settings:ConfoundSettings",
         function="mlxstacks.studies.confound.run:run",
-        render="mlxstacks.cli.confound:render",
+        render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path", "persona": "adapter_path", "items": "items_path"},
         nano_recipe="confound-nano",
-        report="confound_report.json",
+        report="result.json",
     ),
     "identity": Command(
         help="Does a persona survive a second adapter? Conditions, suite, validity gate.",

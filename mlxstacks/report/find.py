@@ -29,14 +29,18 @@ RESULT_FILES: dict[str, str] = {
     "discover_report.json": "route discover",
     "route_evaluate_report.json": "route evaluate",
     "route_check_report.json": "route check",
-    "confound_report.json": "confound",
     "eval_report.json": "eval",
     STACK_REPORT: "stack",
     MANIFEST: "store",
     RESULT: "",
 }
 # Of commands that write result.json now.
-_FORMER_FILES = ("profile_report.json", "compare_report.json", "identity_report.json")
+_FORMER_FILES = (
+    "confound_report.json",
+    "profile_report.json",
+    "compare_report.json",
+    "identity_report.json",
+)
 _FORMER = "written by mlxstacks before 0.2, which writes result.json; run its command again"
 _MOST_FILES = 60
 

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from mlxstacks.errors import InputError
 from mlxstacks.report.benchmarks import eval_content
-from mlxstacks.report.confound import confound_content
 from mlxstacks.report.content import Content, Mark
 from mlxstacks.report.fuse import fuse_content
 from mlxstacks.report.route import discover_content, route_check_content, route_train_content
@@ -76,10 +75,6 @@ KINDS: Mapping[str, Kind] = {
     "route check": Kind(
         "Check of prompts", "route check", "Do named prompts get the routes and answers expected?",
         route_check_content,
-    ),
-    "confound": Kind(
-        "Stacking confound", "confound",
-        "Does fusing a second adapter add knowledge, or only jitter?", confound_content,
     ),
     "eval": Kind(
         "Benchmarks", "eval", "Which modes score better on which benchmark?", eval_content,

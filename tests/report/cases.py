@@ -21,8 +21,8 @@ from mlxstacks.studies.compare.report import blocks as compare_blocks
 from mlxstacks.studies.compare.report import outcome as compare_outcome
 from mlxstacks.studies.compare.run import ABOUT as COMPARE
 from mlxstacks.studies.compare.settings import CompareSettings
-from mlxstacks.studies.confound.plan import arms_of
-from mlxstacks.studies.confound.report import ConfoundReport
+from mlxstacks.studies.confound.report import blocks as confound_blocks
+from mlxstacks.studies.confound.run import ABOUT as CONFOUND
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.identity.analysis import verdict as identity_verdict
 from mlxstacks.studies.identity.report import blocks as identity_blocks
@@ -199,15 +199,17 @@ def profile_result() -> dict[str, Any]:
     ).sealed().as_json()  # fmt: skip
 
 
-def confound_report() -> dict[str, Any]:
+def confound_result() -> dict[str, Any]:
     settings = ConfoundSettings(model="m", persona="p", items="i", policies=("refit",))
-    found = confound_cases.case(n=60, right=20, a1_refit=30, random_refit=2)
+    findings = confound_cases.case(n=60, right=20, a1_refit=30, random_refit=2)
     plan = {"hypothesis": "A1 beats A0.", "n": 60}
-    report = ConfoundReport(
-        "done", "out", settings.model_dump(mode="json"), list(arms_of(settings)), plan,
-        json_sha256(plan), ["enough items"], findings=found, versions=versions(), device="cpu",
-    )  # fmt: skip
-    return json.loads(json.dumps(report.as_json()))
+    mined = {"table": {"all": {"both wrong": 200}}, "train": ["1"], "test": ["2"]}
+    return Result(
+        **CONFOUND, status="done", outcome="adds knowledge", verdict=findings.verdict,
+        standing=Standing(status="confirmatory"), settings=settings.model_dump(mode="json"),
+        plan=plan, plan_sha256=json_sha256(plan), power=("enough items",),
+        data=findings.as_json(), blocks=confound_blocks(findings, {}, mined, settings),
+    ).sealed().as_json()  # fmt: skip
 
 
 def identity_result() -> dict[str, Any]:
@@ -256,7 +258,7 @@ def _every_report() -> dict[str, tuple[str, dict[str, Any]]]:
         "sweep": ("sweep_report.json", sweep_report()),
         "buffers": ("sweep_report.json", buffers_report()),
         "profile": (RESULT, profile_result()),
-        "confound": ("confound_report.json", confound_report()),
+        "confound": (RESULT, confound_result()),
         "identity": (RESULT, identity_result()),
         "eval": ("eval_report.json", eval_report()),
         **{f"route-{number}": pair for number, pair in enumerate(routes.items())},
