@@ -10,7 +10,6 @@ from mlxstacks.report.fuse import fuse_content
 from mlxstacks.report.route import discover_content, route_check_content, route_train_content
 from mlxstacks.report.route_evaluate import route_evaluate_content
 from mlxstacks.report.stack import analysis_content, stack_content, store_content
-from mlxstacks.report.sweep import buffers_content, sweep_content
 from mlxstacks.report.train import train_content
 from mlxstacks.report.values import Value
 
@@ -49,14 +48,6 @@ KINDS: Mapping[str, Kind] = {
         "Analysis of stacks", "stacks analyse",
         "Do the stacks of different domains share directions, and does their routing tell "
         "domains apart?", analysis_content,
-    ),
-    "sweep": Kind(
-        "Sweep", "sweep", "What does rank do to the loss, and what of it survives a fuse?",
-        sweep_content,
-    ),
-    "sweep buffers": Kind(
-        "Live buffers", "sweep buffers", "Does rank move the number of live buffers?",
-        buffers_content,
     ),
     "route discover": Kind(
         "Discovery of outcomes", "route discover",
