@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from mlxstacks.study.document import Cell
     from mlxstacks.study.result import Result
 
-PACKAGES = ("mlxstacks", "mlx", "mlx-lm", "numpy", "transformers", "safetensors", "huggingface_hub")
+PACKAGES = (
+    "mlxstacks", "mlx", "mlx-lm", "numpy", "transformers", "safetensors", "huggingface_hub",
+    "datasets",
+)  # fmt: skip
 # The extra that brings each optional package, and what needs it.
 OPTIONAL = {
-    "datasets": ("data", "reading data sets from the Hugging Face hub"),
     "matplotlib": ("plots", "plots"),
     "lm_eval": ("eval", "benchmarks of lm-evaluation-harness"),
 }
