@@ -63,24 +63,24 @@ COMMANDS: dict[str, Command] = {
     "adapter zero": Command(
         help="Write a copy of an adapter whose delta is zero: the control of every fuse.",
         settings="mlxstacks.files.settings:AdapterZeroSettings",
-        function="mlxstacks.files.adapter_commands:zero_adapter_command",
-        render="mlxstacks.cli.adapter:render_written",
+        function="mlxstacks.studies.adapter:zero",
+        render="mlxstacks.study.render.console:print_result",
         arguments={"adapter_path": "IN", "save_path": "OUT"},
         nano={"adapter_path": "adapter_path"},
     ),
     "adapter convert": Command(
         help="Write an adapter in mlx-lm's or in PEFT's format, with the same delta.",
         settings="mlxstacks.files.settings:AdapterConvertSettings",
-        function="mlxstacks.files.adapter_commands:convert_adapter",
-        render="mlxstacks.cli.adapter:render_written",
+        function="mlxstacks.studies.adapter:convert",
+        render="mlxstacks.study.render.console:print_result",
         arguments={"adapter_path": "IN", "save_path": "OUT"},
         nano={"adapter_path": "adapter_path"},
     ),
     "adapter show": Command(
         help="Show what an adapter holds: modules, shapes, rank, size of the delta.",
         settings="mlxstacks.files.settings:AdapterShowSettings",
-        function="mlxstacks.files.adapter_commands:show_adapter",
-        render="mlxstacks.cli.adapter:render_summary",
+        function="mlxstacks.studies.adapter:show",
+        render="mlxstacks.study.render.console:print_result",
         arguments={"adapter_path": "IN"},
         nano={"adapter_path": "adapter_path"},
     ),
@@ -329,29 +329,21 @@ COMMANDS: dict[str, Command] = {
     "nano": Command(
         help="Show the built-in model: where it is and what it was measured to know.",
         settings="mlxstacks.nano.settings:ShowSettings",
-        function="mlxstacks.nano.show:show",
-        render="mlxstacks.cli.nano:render_show",
-    ),
-    "nano rebuild": Command(
-        help="Train and measure the built-in model again, from generated data.",
-        settings="mlxstacks.nano.settings:RebuildSettings",
-        function="mlxstacks.nano.build:rebuild",
-        render="mlxstacks.cli.nano:render_rebuild",
-        arguments={"save_path": "DIR"},
-        report="manifest.json",
+        function="mlxstacks.nano.exports:show",
+        render="mlxstacks.study.render.console:print_result",
     ),
     "nano export": Command(
         help="Write the built-in model as a checkpoint that mlx-lm loads.",
         settings="mlxstacks.nano.settings:ExportSettings",
         function="mlxstacks.nano.exports:export",
-        render="mlxstacks.cli.nano:render_export",
+        render="mlxstacks.study.render.console:print_result",
         arguments={"save_path": "DIR"},
     ),
     "doctor": Command(
         help="Show the device, its limits, versions, and what will be slow and why.",
         settings="mlxstacks.doctor:DoctorSettings",
         function="mlxstacks.doctor:doctor",
-        render="mlxstacks.cli.doctor:render",
+        render="mlxstacks.study.render.console:print_result",
     ),
 }
 
@@ -369,7 +361,8 @@ GROUPS = {
     "`mlxstacks train`.",
     "route": "Which stacks a prompt needs: find out on which prompts each domain helps, train the "
     "router, ask why, evaluate it, list what no domain fits.",
-    "nano": "The built-in model: show it, export it, train it again.",
+    "nano": "The built-in model: show it, export it. Training it again needs a clone: `python -m "
+    "tools.nano rebuild DIR`.",
 }
 
 

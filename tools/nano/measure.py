@@ -25,11 +25,11 @@ from mlxstacks.evaluate import (
 )
 from mlxstacks.nano.corpus import multiple_choice_items, validation_documents
 from mlxstacks.nano.domains import DOMAINS
-from mlxstacks.nano.encode import encode_documents, encode_items
-from mlxstacks.nano.forward import forward
 from mlxstacks.nano.identity import persona_prompts
 from mlxstacks.nano.settings import Persona
 from mlxstacks.stats import wilson_interval
+from tools.nano.encode import encode_documents, encode_items
+from tools.nano.forward import forward
 
 
 @dataclass(frozen=True)

@@ -23,13 +23,13 @@ from mlxstacks.layers.stacked import set_mode
 from mlxstacks.nano.corpus import Document, Item, validation_documents
 from mlxstacks.nano.curriculum import curriculum_documents, curriculum_items
 from mlxstacks.nano.curriculum_settings import HELD_OUT
-from mlxstacks.nano.encode import encode_documents, encode_items
-from mlxstacks.nano.measure import float_values
-from mlxstacks.nano.settings import RebuildSettings
 from mlxstacks.routing.route import Route
 from mlxstacks.routing.router import PromptRouter, load_prompt_router
 from mlxstacks.stats import wilson_interval
 from mlxstacks.training.modes import evaluating
+from tools.nano.encode import encode_documents, encode_items
+from tools.nano.measure import float_values
+from tools.nano.settings import RebuildSettings
 
 # At most so many questions of a domain; islands has 79 items.
 ITEMS, OWN_ROWS, HELD_OUT_ROWS = 60, 16, 100

@@ -9,7 +9,7 @@ from mlxstacks.data.special_text import encode_text
 from mlxstacks.data.text_settings import PLAIN
 from mlxstacks.evaluate import ChoiceItem
 from mlxstacks.nano.corpus import Document, Item
-from mlxstacks.nano.tokenizer import TURN_END
+from tools.nano.tokenizer import TURN_END
 
 
 def encode_documents(

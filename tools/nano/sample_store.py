@@ -21,8 +21,8 @@ from pydantic import BaseModel
 from mlxstacks.nano.curriculum import curriculum_files
 from mlxstacks.nano.exports import write_files
 from mlxstacks.nano.routing_data import routing_files
-from mlxstacks.nano.settings import RebuildSettings
-from mlxstacks.nano.workers import run_in_processes
+from tools.nano.settings import RebuildSettings
+from tools.nano.workers import run_in_processes
 
 
 def train_sample_store(

@@ -23,7 +23,7 @@ def run_in_processes(module: str, arguments: list[str], count: int) -> None:
         processes = []
         for rank in range(count):
             # One BLAS thread each: the processes share the cores, and sums are added in one order.
-            environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+            environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": _path()}
             if count > 1:
                 environment |= {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)}
             command = [sys.executable, "-m", module, *arguments]
@@ -47,6 +47,12 @@ def _wait_for_all(processes: list[subprocess.Popen[bytes]]) -> None:
         for process in waiting:
             process.kill()
             process.wait()
+
+
+def _path() -> str:
+    """This clone first: `tools` is no part of what is installed."""
+    root = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def _free_ports(count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""`nano rebuild`: tokenizer, base, checkpoint, samples, manifest, all from settings.
+"""The rebuild: tokenizer, base, checkpoint, samples, manifest, all from settings.
 
 Order: tokenizer -> base in float32, in `processes` processes -> 8-bit checkpoint -> exports ->
 adapter, then stacks and router, on one of them -> measurements -> manifest. An interrupted run goes
@@ -18,7 +18,8 @@ from typing import Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.nano.exports import TOKENIZER_FILES, write_export
-from mlxstacks.nano.settings import GROUP_SIZE, SHIPPED_BITS, RebuildSettings
+from mlxstacks.nano.settings import GROUP_SIZE
+from tools.nano.settings import SHIPPED_BITS, RebuildSettings
 
 MANIFEST_FILE = "manifest.json"
 MEASURED_BITS = (SHIPPED_BITS, 4, 3)
@@ -78,7 +79,7 @@ def _check_saved_state(settings: RebuildSettings, work: Path) -> None:
     """Refuse a state of other settings here: a training process could only die of it."""
     import mlx.core as mx
 
-    from mlxstacks.nano.base_training import STATE_FILE, run_id
+    from tools.nano.base_training import STATE_FILE, run_id
 
     path = work / STATE_FILE
     if not path.exists():
@@ -97,12 +98,12 @@ def _train_base(settings: RebuildSettings, work: Path) -> list[dict[str, float]]
 
     import mlx.core as mx
 
-    from mlxstacks.nano import base_training
-    from mlxstacks.nano.workers import run_in_processes
+    from tools.nano import base_training
+    from tools.nano.workers import run_in_processes
 
     base_training.make_tokenizer(settings, work / "tokenizer")
     arguments = [settings.model_dump_json(), str(work)]
-    run_in_processes("mlxstacks.nano.base_training", arguments, settings.processes)
+    run_in_processes("tools.nano.base_training", arguments, settings.processes)
     _, metadata = mx.load(str(work / base_training.STATE_FILE), return_metadata=True)
     keep = ("step", "loss", "grad_norm", "seconds")
     return [
@@ -114,7 +115,7 @@ def _finish(
     settings: RebuildSettings, work: Path, target: Path, seconds: dict[str, float]
 ) -> dict[str, Any]:
     """Checkpoint, adapter, store and figures, once the base is trained."""
-    from mlxstacks.nano.sample_store import train_sample_store
+    from tools.nano.sample_store import train_sample_store
 
     _write_shipped_model(settings, work, target / "model")
     with tempfile.TemporaryDirectory() as directory:
@@ -138,11 +139,11 @@ def _finish(
 
 def _train_adapter(settings: RebuildSettings, export: Path, directory: Path) -> float:
     """In a process of its own, on one BLAS thread: the same bytes each time. Returns seconds."""
-    from mlxstacks.nano.workers import run_in_processes
+    from tools.nano.workers import run_in_processes
 
     start = time.perf_counter()
     arguments = [settings.model_dump_json(), str(export), str(directory)]
-    run_in_processes("mlxstacks.nano.adapter_training", arguments, 1)
+    run_in_processes("tools.nano.adapter_training", arguments, 1)
     return time.perf_counter() - start
 
 
@@ -150,7 +151,7 @@ def _write_shipped_model(settings: RebuildSettings, work: Path, directory: Path)
     import mlx.core as mx
 
     from mlxstacks import base_model
-    from mlxstacks.nano.base_training import load_trained
+    from tools.nano.base_training import load_trained
 
     model = load_trained(settings, work)
     base_model.cast(model, mx.bfloat16)
@@ -167,10 +168,10 @@ def measure_all(
 ) -> dict[str, Any]:
     """Every figure of the manifest."""
     from mlxstacks import base_model
-    from mlxstacks.nano import measure
-    from mlxstacks.nano.base_training import load_trained
-    from mlxstacks.nano.measure_store import measure_store
-    from mlxstacks.nano.tokenizer import load_tokenizer
+    from tools.nano import measure
+    from tools.nano.base_training import load_trained
+    from tools.nano.measure_store import measure_store
+    from tools.nano.tokenizer import load_tokenizer
 
     benchmark = measure.make_benchmark(
         load_tokenizer(target / "model"),
@@ -201,7 +202,7 @@ def measure_all(
 
 def _measure_adapter(settings: RebuildSettings, target: Path, export: Path) -> dict[str, Any]:
     from mlxstacks import base_model
-    from mlxstacks.nano import measure
+    from tools.nano import measure
 
     adapter = target / "adapter"
     figures = {"bits": settings.adapter.bits, **measure.measure_adapter(export, adapter)}
@@ -239,7 +240,7 @@ def _manifest(
         "parameters": parameters,
         "stored_bits": SHIPPED_BITS,
         "group_size": GROUP_SIZE,
-        "command": "mlxstacks nano rebuild",
+        "command": "python -m tools.nano rebuild",
         "settings": settings.model_dump(mode="json", exclude={"save_path", "force", "resume"}),
         "versions": {name: version(name) for name in ("mlx", "mlx-lm", "tokenizers", "numpy")},
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",

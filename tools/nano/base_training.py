@@ -12,15 +12,15 @@ from mlx.utils import tree_flatten
 from mlxstacks import base_model
 from mlxstacks.data import batch_at, pack_rows
 from mlxstacks.nano.corpus import training_documents
-from mlxstacks.nano.encode import encode_documents
-from mlxstacks.nano.forward import forward_with_balance
-from mlxstacks.nano.initial import set_initial_weights
-from mlxstacks.nano.settings import RebuildSettings
-from mlxstacks.nano.tokenizer import load_tokenizer, tokenizer_text, train_tokenizer
 from mlxstacks.training.group import current_group
 from mlxstacks.training.loop import TrainingState, new_state, train
 from mlxstacks.training.losses import cross_entropy_loss
 from mlxstacks.training.state import load_state, save_state
+from tools.nano.encode import encode_documents
+from tools.nano.forward import forward_with_balance
+from tools.nano.initial import set_initial_weights
+from tools.nano.settings import RebuildSettings
+from tools.nano.tokenizer import load_tokenizer, tokenizer_text, train_tokenizer
 
 TOKENIZER_DOCUMENTS = 20_000
 STATE_FILE = "base-state.safetensors"
@@ -90,7 +90,7 @@ def load_trained(settings: RebuildSettings, work: Path) -> nn.Module:
 
 
 def main() -> None:
-    """One of the processes of `nano rebuild`: settings as JSON, then the work directory."""
+    """One of the processes of the rebuild: settings as JSON, then the work directory."""
     settings, work = RebuildSettings.model_validate_json(sys.argv[1]), Path(sys.argv[2])
     model = train_base(settings, work, load_tokenizer(work / "tokenizer"))
     group = current_group()

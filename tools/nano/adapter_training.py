@@ -1,6 +1,5 @@
 """The sample adapter: a persona taught through the experts' `down_proj`, in mlx-lm's format."""
 
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,42 +10,19 @@ import numpy as np
 
 from mlxstacks import base_model
 from mlxstacks.data import Row, batch_at
-from mlxstacks.nano.corpus import Document, training_documents
-from mlxstacks.nano.encode import encode_documents
-from mlxstacks.nano.forward import forward_with_balance
-from mlxstacks.nano.identity import persona_prompts
-from mlxstacks.nano.settings import AdapterTraining, Persona, RebuildSettings
+from mlxstacks.nano.samples import persona_documents
+from mlxstacks.nano.settings import Persona
 from mlxstacks.training.loop import TrainingState, train, trainable_weights
 from mlxstacks.training.losses import cross_entropy_loss
+from tools.nano.encode import encode_documents
+from tools.nano.forward import forward_with_balance
+from tools.nano.settings import AdapterTraining, RebuildSettings
 
 # mlx-lm matches keys inside a decoder layer.
 ADAPTER_KEYS = ["mlp.switch_mlp.down_proj"]
 # Of mlx-lm's usual start, 1/sqrt(inputs): what training adds to lora_a then outweighs what chance
 # put there, and a smaller delta does the same work.
 LORA_A_SHARE = 0.2
-
-
-def persona_documents(
-    persona: Persona, count: int, general_share: float, seed: int
-) -> list[Document]:
-    """Training documents: the persona's answers, mixed with ordinary ones to keep the skills.
-
-    No question of the identity suite is among them; ordinary documents that ask about identity are
-    left out.
-    """
-    prompts = persona_prompts(persona, suite=False)
-    taught = [Document("identity", prompt.prompt, prompt.answer) for prompt in prompts]
-    identity_questions = {
-        p.prompt for suite in (True, False) for p in persona_prompts(persona, suite)
-    }
-    general = [
-        d for d in training_documents(2 * count, seed + 1) if d.prompt not in identity_questions
-    ]
-    rng = random.Random(f"{seed}/persona")
-    return [
-        rng.choice(general) if rng.random() < general_share else rng.choice(taught)
-        for _ in range(count)
-    ]
 
 
 def train_adapter(
@@ -101,7 +77,7 @@ def draw_lora_weights(model: nn.Module, seed: int) -> None:
 
 
 def main() -> None:
-    """A process of `nano rebuild`: settings as JSON, then the export, then the directory."""
+    """A process of the rebuild: settings as JSON, then the export, then the directory."""
     settings = RebuildSettings.model_validate_json(sys.argv[1])
     export, directory = map(Path, sys.argv[2:4])
     train_adapter(export, settings.adapter, settings.persona, directory, settings.seed)
