@@ -8,7 +8,6 @@ from mlxstacks.report.benchmarks import eval_content
 from mlxstacks.report.confound import confound_content
 from mlxstacks.report.content import Content, Mark
 from mlxstacks.report.fuse import fuse_content
-from mlxstacks.report.identity import identity_content
 from mlxstacks.report.route import discover_content, route_check_content, route_train_content
 from mlxstacks.report.route_evaluate import route_evaluate_content
 from mlxstacks.report.stack import analysis_content, stack_content, store_content
@@ -81,9 +80,6 @@ KINDS: Mapping[str, Kind] = {
     "confound": Kind(
         "Stacking confound", "confound",
         "Does fusing a second adapter add knowledge, or only jitter?", confound_content,
-    ),
-    "identity": Kind(
-        "Identity", "identity", "Does the persona survive a second adapter?", identity_content,
     ),
     "eval": Kind(
         "Benchmarks", "eval", "Which modes score better on which benchmark?", eval_content,

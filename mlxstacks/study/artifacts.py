@@ -30,7 +30,8 @@ def keep_parts(
                 ignore=lambda _, names: [name for name in names if name.startswith(".")],
             )  # fmt: skip
     for name in files:
-        shutil.copyfile(work / name, directory / name)
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        clone_or_link(work / name, directory / name)
 
 
 def write_recipe(directory: Path, command: str, settings: "BaseModel") -> None:

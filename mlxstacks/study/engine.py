@@ -13,6 +13,7 @@ before all of it does.
 
 import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import file_digest
@@ -44,7 +45,7 @@ class Step:
     """
 
     name: str
-    run: Callable[[Path], None]
+    run: Callable[[Path], object]
     outputs: tuple[str, ...] = ()
 
 
@@ -59,27 +60,39 @@ class StudySettings(Protocol):
     def resume(self) -> bool: ...
 
 
-class Study(Protocol):
-    """settings: with the target. inputs: paths that the target may not be or hold.
-    artifacts: files and directories of the work directory that the target keeps, as relative paths;
-    those that are not there are passed over. provenance: which of these files the result is made
-    from, as patterns of `Path.glob`. plot_formats: of the plots' files.
+class Study(ABC):
+    """What a study says for the engine to run it.
+
+    settings: a pydantic model, with the target. inputs: models and data, which the target may not
+    be or hold. artifacts: files and directories of the work directory that the target keeps, as
+    relative paths; those that are not there are passed over. provenance: which files of the target
+    the result is made from, as patterns of `Path.glob`. plot_formats: of the plots' files. part:
+    ends the work directory's name where a part of the study has to share nothing with the whole.
     """
 
     settings: StudySettings
-    inputs: Sequence[Path]
-    artifacts: Sequence[str]
-    provenance: Sequence[str]
-    plot_formats: Sequence[str]
+    inputs: Sequence[str | Path | None] = ()
+    artifacts: Sequence[str] = ()
+    provenance: Sequence[str] = ()
+    plot_formats: Sequence[str] = ()
+    part: str = ""
 
+    @property
+    def work_target(self) -> Path:
+        """What `work_path` gives the work directory of."""
+        return user_path(f"{self.settings.save_path}{self.part}")
+
+    @abstractmethod
     def planned(self) -> Result:
         """Head of the result with the plan, status "planned". Writes nothing, so that inputs that
         cannot be used leave no work directory. Called once.
         """
 
+    @abstractmethod
     def steps(self, work: Path) -> Iterable[Step]:
         """A generator may read what its earlier steps wrote."""
 
+    @abstractmethod
     def conclude(self, work: Path) -> Result:
         """Outcome, verdict, data and blocks, of the files in `work` and the settings alone; the
         head is the planned one's where it says nothing else.
@@ -90,7 +103,8 @@ def run_study(study: Study, *, dry_run: bool = False) -> Result:
     """Run a study to its target, or go on with what an earlier run of the same plan left.
 
     Raises:
-        InputError: the work directory holds another plan, or a changed file of a finished step.
+        InputError: the work directory holds another plan, results without one, or a changed file of
+            a finished step.
         TargetError: the target exists and may not be replaced, or another process writes it.
     """
     started = time.monotonic()
@@ -98,17 +112,19 @@ def run_study(study: Study, *, dry_run: bool = False) -> Result:
     if settings.save_path is None:
         raise InputError("save_path is needed: the directory that the result is written to")
     target = user_path(settings.save_path)
-    check_target(target, force=settings.force, inputs=study.inputs)
+    inputs = [user_path(given) for given in study.inputs if given is not None]
+    check_target(target, force=settings.force, inputs=[path for path in inputs if path.exists()])
     planned = study.planned().model_copy(update={"directory": str(target)})
     if planned.plan is not None:
         planned = planned.model_copy(update={"plan_sha256": json_sha256(planned.plan)})
     if dry_run:
         return planned
-    directory = RunDirectory(target, {"kind": planned.kind}, resume=settings.resume)
+    directory = RunDirectory(study.work_target, {"kind": planned.kind}, resume=settings.resume)
     try:
         work = directory.path
         if planned.plan is not None:
-            keep_plan(work / PLAN, planned.plan, f"results of {planned.kind}")
+            results = [path for pattern in study.provenance for path in work.glob(pattern)]
+            keep_plan(work / PLAN, planned.plan, f"results of {planned.kind}", results)
         for step in study.steps(work):
             run_step(step, work, planned.plan_sha256)
         result = _finished(planned, study.conclude(work), time.monotonic() - started)

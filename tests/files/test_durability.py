@@ -8,15 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mlxstacks.files import outputs
 from mlxstacks.files.outputs import staged_directory, write_json
 from mlxstacks.files.shards import ShardWriter
 from mlxstacks.routing.conversation import _write_once
-from mlxstacks.studies.profile.kept import keep_choices
 from mlxstacks.study.answer_log import AnswerLog
+from mlxstacks.study.engine import Step, run_step
 from mlxstacks.training.loop import new_state
 from mlxstacks.training.settings import OptimizerSettings
 from mlxstacks.training.state import save_state
@@ -131,10 +130,13 @@ def test_a_directory_is_synced_whole_before_it_has_its_name(
     assert max(moments(calls, "sync", tmp_path)) > named
 
 
-def test_kept_counts_are_synced_before_they_are_named(tmp_path: Path, calls: Calls) -> None:
-    path = tmp_path / "counts.safetensors"
-    keep_choices(path, np.ones((1, 2, 3)), "a plan")
-    assert min(moments(calls, "sync", path)) < min(moments(calls, "name", path))
+def test_outputs_of_a_step_are_synced_before_they_are_named(tmp_path: Path, calls: Calls) -> None:
+    step = Step("count", lambda out: (out / "counts").write_bytes(b"1"), ("counts",))
+    run_step(step, tmp_path, None)
+    path = tmp_path / "counts"
+    written, record = moments(calls, "name", path), moments(calls, "name", tmp_path / "steps.json")
+    assert min(moments(calls, "sync", path)) < min(written)
+    assert min(written) < min(record)
 
 
 def test_a_closed_shard_and_appended_answers_are_synced(tmp_path: Path, calls: Calls) -> None:

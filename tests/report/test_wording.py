@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from mlxstacks.report.benchmarks import eval_content
 from mlxstacks.report.confound import confound_content
 from mlxstacks.report.content import Content, Table, Words
-from mlxstacks.report.identity import identity_content
 from mlxstacks.report.page import _is_number
 from mlxstacks.report.values import Value
 from mlxstacks.study.render.drawings import draw_heat_map, draw_intervals, percent_dot
 from mlxstacks.study.render.words import beginning
 from mlxstacks.study.result import Result
-from tests.report.cases import confound_report, eval_report, identity_report, profile_result
+from tests.report.cases import confound_report, eval_report, profile_result
 
 
 def content_of(make: Any, document: dict[str, Any]) -> Content:
@@ -32,40 +31,6 @@ def words_of(found: Content) -> list[str]:
 
 def table_of(found: Content, title: str) -> Table:
     return next(b for b in found.blocks if isinstance(b, Table) and b.title == title)
-
-
-def test_a_judgement_of_the_persona_is_said_with_its_outcome() -> None:
-    document = identity_report()
-    outcomes = {
-        "kept": "keeps the persona", "lost": "loses it", "not shown": "leaves it open",
-    }  # fmt: skip
-    document["judgements"] = [
-        {"arm": outcome, "policy": "promote", "outcome": outcome, "words": f"keeps {n} of 19"}
-        for n, outcome in enumerate(outcomes)
-    ]
-    said = words_of(content_of(identity_content, document))
-    for n, (outcome, head) in enumerate(outcomes.items()):
-        assert f"{outcome}: {head}: keeps {n} of 19" in said
-    assert "left open" in content_of(identity_content, document).outcome
-
-
-def test_what_is_said_of_several_conditions_is_said_once() -> None:
-    document = identity_report()
-    document["judgements"] = [
-        {"arm": arm, "policy": "promote", "outcome": "no claim", "words": "scorer invalid"}
-        for arm in ("first", "second")
-    ]
-    said = words_of(content_of(identity_content, document))
-    assert "first; second: no claim: scorer invalid" in said
-    assert sum("scorer invalid" in one for one in said) == 1
-
-
-def test_a_reference_that_passes_nothing_has_nothing_to_lose() -> None:
-    document = identity_report()
-    name = next(iter(document["compared"]))
-    document["compared"][name]["loss"] = None
-    rows = table_of(content_of(identity_content, document), "Prompt by prompt").rows
-    assert rows[0][5] == "nothing to lose"
 
 
 def test_no_difference_between_modes_is_said_so() -> None:
@@ -106,23 +71,6 @@ FIGURES: list[tuple[Any, Any, str, dict[str, Any], dict[str, Any]]] = [
         {"mean": -0.05, "interval": INTERVAL, "tasks": 7, "better": ["b1", "b2"], "worse": ["w"]},
         {"points": "-5.00", "95%": "+1.2 to +34.5", "tasks": "7", "better on": "b1, b2",
          "worse on": "w"},
-    ),
-    (
-        identity_content, identity_report, "compared.identity_rerun",
-        {"kept": 11, "lost": ["l1", "l2"], "gained": ["g"], "loss": INTERVAL, "p_value": 0.02,
-         "p_adjusted": 0.04, "other_texts": 5},
-        {"kept": "11", "lost": 2, "gained": 1, "lost, 95%, in percent": "1 to 34",
-         "p (McNemar)": "0.02", "p (Holm)": "0.04", "replies that differ": "5",
-         "prompts lost": "l1, l2", "prompts gained": "g"},
-    ),
-    (
-        identity_content, identity_report, "regression.a_b",
-        {"reference": "r_s", "n": 90, "right": 50, "reference_right": 40, "fixed": 13, "broken": 3,
-         "net": 10, "p_value": 0.00002, "chi_square": 6.25, "in_form": 80,
-         "reference_in_form": 70},
-        {"arm": "a b", "beside": "r s", "items": "90", "right": "50", "right before": "40",
-         "fixed": "13", "broken": "3", "net": "10", "p (McNemar)": "below 0.0001",
-         "chi square": "6.25", "in form": "80", "in form before": "70"},
     ),
     (
         confound_content, confound_report, "claims.refit",

@@ -5,8 +5,8 @@ choices of each group are kept when they are counted, so a run that was stopped 
 next group.
 """
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,10 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import check_unchanged, fingerprint, open_checkpoint
 from mlxstacks.files.disk import mlx_write_errors, user_path
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.outputs import check_target, staged_directory, write_json
-from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.switch_choices import SOFTMAX_BLOCKS, SwitchLayer, find_switches
 from mlxstacks.studies.profile.analysis import Choices, Rule, analyse
 from mlxstacks.studies.profile.capture import count_choices
-from mlxstacks.studies.profile.data import (
-    has_template,
-    items_sha256,
-    read_groups,
-)
-from mlxstacks.studies.profile.kept import keep_choices, kept_choices
+from mlxstacks.studies.profile.data import has_template, items_sha256, read_groups
 from mlxstacks.studies.profile.report import (
     COUNTS,
     MOST_SHOWN,
@@ -52,10 +45,10 @@ from mlxstacks.studies.profile.settings import (
 )
 from mlxstacks.studies.train.setup import prepare_base
 from mlxstacks.study.document import Standing
-from mlxstacks.study.plan import PLAN, keep_plan
+from mlxstacks.study.engine import Step, Study, run_study
+from mlxstacks.study.plan import PLAN
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import RunDirectory, recorded_fingerprint, work_path
-from mlxstacks.study.write import environment, write_result
+from mlxstacks.study.run_directory import recorded_fingerprint, work_path
 
 ABOUT = {
     "kind": "profile",
@@ -79,29 +72,27 @@ def run(
     """
     if settings.model is None or settings.data is None or settings.save_path is None:
         raise InputError("profile needs model, data and save_path")
-    target = user_path(settings.save_path)
-    inputs = [user_path(path) for path in (settings.model, settings.data)]
-    check_target(target, force=settings.force, inputs=[path for path in inputs if path.exists()])
-    shown = settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
-    if dry_run and not inputs[0].is_dir():
-        note = f"{settings.model} is not a directory here: nothing of it could be looked at."
-        return Result(
-            **ABOUT, status="planned", settings=shown, notes=(note,), directory=str(target)
-        )
-    return _Profile(settings, target, shown, progress).run(dry_run)
+    return run_study(_Profile(settings, progress, dry_run), dry_run=dry_run)
 
 
-class _Profile:
-    def __init__(
-        self,
-        settings: ProfileSettings,
-        target: Path,
-        shown: dict[str, Any],
-        progress: Progress | None,
-    ) -> None:
-        self.settings, self.target, self.progress = settings, target, progress
-        self.started, self.notes = time.monotonic(), list[str]()
+class _Profile(Study):
+    artifacts = provenance = (COUNTS,)
+    settings: ProfileSettings
+
+    def __init__(self, settings: ProfileSettings, progress: Progress | None, dry_run: bool) -> None:
+        self.settings, self.progress, self.notes = settings, progress, list[str]()
+        self.inputs, self.dry_run = (settings.model, settings.data), dry_run
+        self.plot_formats = [settings.plot_format] if settings.plots else []
+
+    def planned(self) -> Result:
+        settings = self.settings
+        shown = settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
+        head = Result(**ABOUT, status="planned", settings=shown)
+        if self.dry_run and not user_path(str(settings.model)).is_dir():
+            note = f"{settings.model} is not a directory here: nothing of it could be looked at."
+            return head.model_copy(update={"notes": (note,)})
         checkpoint = open_checkpoint(resolve_model(str(settings.model)))
+        self.directory = checkpoint.directory
         self.model, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
         self.switches = _switches(self.model, settings)
         # Before the base may be widened to float32, when its bits can still be read off.
@@ -111,36 +102,43 @@ class _Profile:
         if settings.chat_template and not has_template(tokenizer):
             self.notes.append("The model has no chat template: prompts went in as plain text.")
         self._note_groups()
-        if said := differing_bits(self.about_layers):
-            self.notes.append(said)
-        experts = self.switches[0].num_experts
-        top_experts = settings.top_experts or usual_top_experts(experts)
-        if top_experts >= experts:
-            raise InputError(
-                f"top_experts is {top_experts}; a layer has {experts} experts: ask for at most "
-                f"{experts - 1}"
-            )
-        if settings.top_layers >= len(self.switches):
-            raise InputError(
-                f"top_layers is {settings.top_layers}; {len(self.switches)} layers have experts: "
-                f"ask for at most {len(self.switches) - 1}"
-            )
-        self.rule = Rule(
-            settings.top_layers, top_experts, settings.permutations, settings.halves,
-            settings.alpha, settings.seed,
-        )  # fmt: skip
-        recorded = recorded_fingerprint(
-            work_path(target) / PLAN, "base_fingerprint", resume=settings.resume
-        )
-        self.directory = checkpoint.directory
+        if difference := differing_bits(self.about_layers):
+            self.notes.append(difference)
+        if self.plot_formats and len(self.groups) > MOST_SHOWN:
+            self.notes.append(f"Plots show the first {MOST_SHOWN} of {len(self.groups)} groups.")
+        self.rule = _rule(settings, self.switches)
+        plan = work_path(user_path(str(settings.save_path))) / PLAN
+        recorded = recorded_fingerprint(plan, "base_fingerprint", resume=settings.resume)
         self.plan = self._plan(fingerprint(checkpoint, recorded))
-        self.planned = Result(
-            **ABOUT, status="planned", standing=Standing(status="planned"), settings=shown,
-            plan=self.plan, plan_sha256=json_sha256(self.plan), power=(self._power(),),
-            blocks=(plan_table(self.plan),), directory=str(target),
-            data={
-                "groups": [group.as_json() for group in self.groups], "layers": self.about_layers
-            },
+        self.data = {
+            "groups": [group.as_json() for group in self.groups], "layers": self.about_layers
+        }  # fmt: skip
+        return head.model_copy(
+            update={
+                "standing": Standing(status="planned"), "plan": self.plan, "data": self.data,
+                "power": (self._power(),), "blocks": (plan_table(self.plan),),
+                "notes": tuple(self.notes),
+            }
+        )  # fmt: skip
+
+    def steps(self, work: Path) -> Iterator[Step]:
+        for place, group in enumerate(self.groups):
+            file = _group_file(place)
+            yield Step(group.name, partial(self._count, place, file), (file,))
+        check_unchanged(self.directory, self.plan["base_fingerprint"])
+        yield Step("counts", lambda out: _save(out / COUNTS, self._choices(work).counts), (COUNTS,))
+
+    def conclude(self, work: Path) -> Result:
+        choices = self._choices(work)
+        tables = analyse(choices, self.rule, self._tick_of_permutations)
+        if self.progress and self.plot_formats:
+            # They take many seconds, in which a bar would stand at what was before.
+            self.progress(self.rule.permutations, self.rule.permutations, "plots")
+        return Result(
+            **ABOUT, status="done",
+            outcome=outcome(tables, self.rule.alpha), verdict=verdict_of(tables, self.rule.alpha),
+            data={**self.data, "tables": tables},
+            blocks=blocks(tables, self.data["groups"], self.about_layers, choices.counts),
         )  # fmt: skip
 
     def _power(self) -> str:
@@ -155,21 +153,6 @@ class _Profile:
             f"{self.rule.alpha:g}: {least:.2g} nats with {tokens:,} tokens a group, if all choices "
             "were independent; half of it needs twice the tokens"
         )
-
-    def run(self, dry_run: bool) -> Result:
-        if dry_run:
-            return self.planned.model_copy(update={"notes": tuple(self.notes)})
-        work = RunDirectory(self.target, {"kind": "profile"}, resume=self.settings.resume)
-        try:
-            keep_plan(work.path / PLAN, self.plan, "a profile")
-            choices = self._choices(work.path)
-            check_unchanged(self.directory, self.plan["base_fingerprint"])
-            tables = analyse(choices, self.rule, self._tick_of_permutations)
-            result = self._write(tables, choices.counts)
-            work.remove()
-        finally:
-            work.close()
-        return result
 
     def _plan(self, base_fingerprint: str) -> dict[str, Any]:
         first = self.switches[0]
@@ -231,31 +214,24 @@ class _Profile:
 
     # --- counting ---------------------------------------------------------------------------------
 
-    def _choices(self, directory: Path) -> Choices:
-        memory_before = [len(group.prompts) for group in self.groups]
-        documents = [self._count(directory, place) for place in range(len(self.groups))]
+    def _count(self, place: int, file: str, out: Path) -> None:
+        counts = count_choices(
+            self.model, self.switches, [prompt.tokens for prompt in self.groups[place].prompts],
+            batch_size=self.settings.batch_size, weights=self.settings.measure == "weights",
+            tick=lambda done: self._tick(place, done),
+        )  # fmt: skip
+        _save(out / file, counts)
+
+    def _choices(self, work: Path) -> Choices:
+        """Always from the files, so that a run that was stopped gives the same numbers."""
+        files = [work / _group_file(place) for place in range(len(self.groups))]
         return Choices(
-            np.concatenate(documents),
-            np.repeat(np.arange(len(self.groups)), memory_before),
+            np.concatenate([_read(file) for file in files]),
+            np.repeat(np.arange(len(files)), [len(group.prompts) for group in self.groups]),
             np.array([len(p.tokens) for group in self.groups for p in group.prompts]),
             tuple(group.name for group in self.groups),
             tuple(switch.layer for switch in self.switches),
         )
-
-    def _count(self, directory: Path, place: int) -> np.ndarray:
-        """Choices of one group, (n, L, E) float64: kept by an earlier run, or counted now."""
-        path = directory / f"group-{place}.safetensors"
-        of = f"{json_sha256(self.plan)} {place}"
-        if not path.is_file():
-            group = self.groups[place]
-            found = count_choices(
-                self.model, self.switches, [prompt.tokens for prompt in group.prompts],
-                batch_size=self.settings.batch_size, weights=self.settings.measure == "weights",
-                tick=lambda done: self._tick(place, done),
-            )  # fmt: skip
-            keep_choices(path, found, of)
-        # Always from the file, so that a run that was stopped gives the same numbers.
-        return kept_choices(path, of)
 
     def _tick(self, place: int, done: int) -> None:
         if self.progress:
@@ -267,37 +243,38 @@ class _Profile:
         if self.progress:
             self.progress(done, self.rule.permutations, "shuffled labels")
 
-    def _tick_of_plots(self) -> None:
-        """They take many seconds, in which a bar would stand at what was before."""
-        if self.progress:
-            self.progress(self.rule.permutations, self.rule.permutations, "plots")
 
-    # --- the end ----------------------------------------------------------------------------------
+def _group_file(place: int) -> str:
+    return f"group-{place}.safetensors"
 
-    def _write(self, tables: dict[str, Any], counts: np.ndarray) -> Result:
-        """counts (S, L, E)."""
-        groups = self.planned.data["groups"]
-        formats = [self.settings.plot_format] if self.settings.plots else []
-        if formats and len(groups) > MOST_SHOWN:
-            self.notes.append(f"Plots show the first {MOST_SHOWN} of {len(groups)} groups.")
-        result = self.planned.model_copy(update={
-            "status": "done",
-            "outcome": outcome(tables, self.rule.alpha),
-            "verdict": verdict_of(tables, self.rule.alpha),
-            "standing": Standing(status="confirmatory"),
-            "environment": environment(time.monotonic() - self.started),
-            "data": {**self.planned.data, "tables": tables},
-            "blocks": blocks(tables, groups, self.about_layers, counts),
-            "notes": tuple(self.notes),
-        })  # fmt: skip
-        self._tick_of_plots()
-        with staged_directory(self.target, force=self.settings.force) as directory:
-            write_json(directory / PLAN, self.plan)
-            with mlx_write_errors(directory / COUNTS):
-                base_model.save_arrays(
-                    directory / COUNTS, {"choices": mx.array(counts.astype(np.float32))}
-                )
-            return write_result(result, directory, self.target, formats)
+
+def _save(path: Path, choices: np.ndarray) -> None:
+    """choices: as float32."""
+    with mlx_write_errors(path):
+        base_model.save_arrays(path, {"choices": mx.array(choices.astype(np.float32))})
+
+
+def _read(path: Path) -> np.ndarray:
+    return np.array(base_model.load_arrays(path)[0]["choices"]).astype(np.float64)
+
+
+def _rule(settings: ProfileSettings, switches: Sequence[SwitchLayer]) -> Rule:
+    experts = switches[0].num_experts
+    top_experts = settings.top_experts or usual_top_experts(experts)
+    if top_experts >= experts:
+        raise InputError(
+            f"top_experts is {top_experts}; a layer has {experts} experts: ask for at most "
+            f"{experts - 1}"
+        )
+    if settings.top_layers >= len(switches):
+        raise InputError(
+            f"top_layers is {settings.top_layers}; {len(switches)} layers have experts: ask for at "
+            f"most {len(switches) - 1}"
+        )
+    return Rule(
+        settings.top_layers, top_experts, settings.permutations, settings.halves, settings.alpha,
+        settings.seed,
+    )  # fmt: skip
 
 
 def _switches(model: nn.Module, settings: ProfileSettings) -> list[SwitchLayer]:

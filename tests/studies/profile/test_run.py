@@ -22,7 +22,6 @@ from mlxstacks.studies.profile import run as profile_run
 from mlxstacks.studies.profile.analysis import Choices, Rule, analyse
 from mlxstacks.studies.profile.capture import profile_routing
 from mlxstacks.studies.profile.data import MOST_GROUPS
-from mlxstacks.studies.profile.kept import keep_choices, kept_choices
 from mlxstacks.studies.profile.report import MOST_SHOWN, blocks
 from mlxstacks.studies.profile.run import run
 from mlxstacks.studies.profile.settings import ProfileSettings
@@ -204,21 +203,6 @@ def test_a_stopped_profile_goes_on_with_the_next_group(
     finished = run(settings)
     assert len(calls) == 5  # two kept, one stopped, two after it
     assert finished.data["tables"] == report.data["tables"]
-
-
-def test_counts_that_are_damaged_or_of_another_plan_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "group-0.safetensors"
-    choices = np.arange(24.0).reshape(2, 3, 4)
-    keep_choices(path, choices, "plan 0")
-    assert np.array_equal(kept_choices(path, "plan 0"), choices)
-    assert [one.name for one in tmp_path.iterdir()] == [path.name]
-    with pytest.raises(InputError, match="counts of another plan or group; remove it"):
-        kept_choices(path, "plan 1")
-    whole = path.read_bytes()
-    for data in (b"", whole[:40], whole[:-8], b"x" * 100):
-        path.write_bytes(data)
-        with pytest.raises(InputError, match=r"damaged .* remove it to count again"):
-            kept_choices(path, "plan 0")
 
 
 def test_the_group_that_limits_all_others_is_named(place: Path, tmp_path: Path) -> None:
@@ -451,14 +435,13 @@ def test_a_model_that_changes_while_it_is_profiled_is_refused(
 ) -> None:
     model = Path(shutil.copytree(place / "model", tmp_path / "model"))
     config = model / "config.json"
-    choices = profile_run._Profile._choices
+    count = profile_run._Profile._count
 
-    def choices_and_change(self: Any, directory: Path) -> Any:
-        counted = choices(self, directory)
+    def count_and_change(*args: Any) -> None:
+        count(*args)
         config.write_text(json.dumps({**json.loads(config.read_text()), "rope_theta": 5.0}))
-        return counted
 
-    monkeypatch.setattr(profile_run._Profile, "_choices", choices_and_change)
+    monkeypatch.setattr(profile_run._Profile, "_count", count_and_change)
     with pytest.raises(CheckpointError, match="changed during the run"):
         run(settings_of(place, tmp_path / "out", model=str(model)))
     assert not (tmp_path / "out").exists()

@@ -8,7 +8,7 @@ import ctypes
 import os
 from collections.abc import Iterable
 
-from mlxstacks.studies.confined.syscalls import call
+from mlxstacks.sandbox.syscalls import call
 
 # rights by version: 13 at first; + refer 2, + truncate 3, + ioctl of devices 5
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}

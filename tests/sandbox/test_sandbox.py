@@ -1,6 +1,6 @@
 """Hostile programs in the sandbox: with everything on, and with each way alone that may have to do.
 
-Run: pytest tests/studies/test_sandbox.py   (Linux; the macOS profile is only read, not run)
+Run: pytest tests/sandbox/test_sandbox.py   (Linux; the macOS profile is only read, not run)
 """
 
 import ctypes
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxstacks.studies import sandbox
-from mlxstacks.studies.sandbox import (
+from mlxstacks.sandbox import run as sandbox
+from mlxstacks.sandbox.run import (
     MECHANISMS,
     SandboxError,
     SandboxLimits,
@@ -414,7 +414,7 @@ def test_the_macos_profile_denies_by_default(tmp_path: Path) -> None:
 def test_no_process_outlives_the_caller(tmp_path: Path) -> None:
     """The caller is killed while a program runs; launcher, init and program end with it."""
     code = (
-        "from mlxstacks.studies.sandbox import *\n"
+        "from mlxstacks.sandbox.run import *\n"
         "l = SandboxLimits(wall_seconds=300, cpu_seconds=300)\n"
         "run_untrusted('import time\\nwhile True: time.sleep(1)', l, allowed=True)"
     )

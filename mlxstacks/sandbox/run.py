@@ -29,7 +29,7 @@ the system can be read; with Landlock alone the program can learn which paths ex
 disk with many files of the largest size; CPU and memory are used up to their limits. "Finished" is
 told by the process in which the program ran: a program that looks for it can say so of itself. What
 a program is worth is for another process to say, in which it never ran: two programs that share a
-`channel`, one with the code and one with its tests (confined/calls.py).
+`channel`, one with the code and one with its tests (calls.py).
 """
 
 import json
@@ -56,7 +56,7 @@ MECHANISMS = ("namespaces", "landlock", "seccomp")
 Status = Literal["finished", "failed", "out of time", "killed", "too much output"]
 _BOOT = (
     "import sys; sys.path.insert(0, sys.argv.pop(1));"
-    "from mlxstacks.studies.confined.launcher import main; main()"
+    "from mlxstacks.sandbox.launcher import main; main()"
 )
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
 _START_SECONDS = 60.0  # for the sandbox itself, on a busy machine

@@ -9,7 +9,7 @@ import ctypes
 import errno
 import os
 
-from mlxstacks.studies.confined.syscalls import number, prctl
+from mlxstacks.sandbox.syscalls import number, prctl
 
 _NEVER = (
     # processes and programs (clone has a rule of its own, for threads)

@@ -1,4 +1,4 @@
-"""The child of `studies/sandbox.py`: puts on every protection there is, then runs a program.
+"""The child of `sandbox/run.py`: puts on every protection there is, then runs a program.
 
     python -I -S -c BOOT STATUS TOKEN < specification
 
@@ -17,9 +17,9 @@ import sys
 from typing import Any, NoReturn
 
 # Programs import it, and can read no file of this package then.
-import mlxstacks.studies.confined.calls  # noqa: F401
-from mlxstacks.studies.confined import landlock, namespaces, seccomp
-from mlxstacks.studies.confined.syscalls import prctl
+import mlxstacks.sandbox.calls  # noqa: F401
+from mlxstacks.sandbox import landlock, namespaces, seccomp
+from mlxstacks.sandbox.syscalls import prctl
 
 _NO_NEW_PRIVILEGES = 38
 _CAPABILITIES_VERSION = 0x20080522
@@ -207,7 +207,7 @@ class Launcher:
 def _drop_capabilities() -> None:
     import ctypes
 
-    from mlxstacks.studies.confined.syscalls import call
+    from mlxstacks.sandbox.syscalls import call
 
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
     call("capset", header, (ctypes.c_uint32 * 6)())

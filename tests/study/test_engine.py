@@ -1,0 +1,226 @@
+"""Laws of every study, on the study of examples/coin_study.py.
+
+Run: pytest tests/study/test_engine.py
+"""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mlxstacks.errors import InputError, TargetError
+from mlxstacks.report.settings import ReportSettings
+from mlxstacks.report.write import write_report
+from mlxstacks.study import engine
+from mlxstacks.study.engine import Step, run_step, run_study
+from mlxstacks.study.result import Result
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "coin_study.py"
+_spec = importlib.util.spec_from_file_location("coin_study", EXAMPLE)
+assert _spec is not None
+assert _spec.loader is not None
+coin = importlib.util.module_from_spec(_spec)
+sys.modules["coin_study"] = coin
+_spec.loader.exec_module(coin)
+
+
+class Quick(coin.CoinStudy):  # type: ignore[name-defined]
+    """Without pictures, which take seconds."""
+
+    plot_formats = ()
+
+
+def study(place: Path, **settings: Any) -> Any:
+    return Quick(coin.CoinSettings(save_path=str(place / "coin"), **settings))
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """All but the mark and what tells of the machine."""
+    whole = {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != ".mlxstacks.json"
+    }
+    document = json.loads(whole.pop("result.json"))
+    whole.pop("result.md")
+    del document["environment"], document["seal"]
+    return {**whole, "result": json.dumps(document).encode()}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return run_study(study(tmp_path_factory.mktemp("unbroken")))
+
+
+def test_the_head_is_filled_by_the_engine(unbroken: Result) -> None:
+    assert (unbroken.kind, unbroken.status, unbroken.standing.status) == (
+        "coin", "done", "confirmatory",
+    )  # fmt: skip
+    assert unbroken.question == "Does the loaded coin fall on heads more often?"
+    assert unbroken.plan is not None
+    assert {*unbroken.provenance} == {"plan.json", "fair.json", "loaded.json"}
+    assert unbroken.environment.seconds is not None
+    assert Result.open(str(unbroken.directory)).standing.status == "confirmatory"
+
+
+def stops() -> Iterator[Any]:
+    """Where a run can be stopped: (name in the engine, call of it that is the last)."""
+    for name in ("keep_plan", "run_step", "write_json", "keep_parts", "write_result"):
+        for call in range(2 if name in ("run_step", "write_json") else 1):
+            for when in ("before", "after"):
+                yield pytest.param(name, call, when, id=f"{when} {name} {call}")
+
+
+@pytest.mark.parametrize(("name", "call", "when"), [*stops()])
+def test_a_stopped_run_ends_with_the_bytes_of_one_that_was_not(
+    name: str,
+    call: int,
+    when: str,
+    unbroken: Result,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, calls = getattr(engine, name), []
+
+    def stopping(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        if len(calls) - 1 == call and when == "before":
+            raise KeyboardInterrupt
+        result = real(*args, **kwargs)
+        if len(calls) - 1 == call:
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, name, stopping)
+        with pytest.raises(KeyboardInterrupt):
+            run_study(study(tmp_path))
+    assert not (tmp_path / "coin").exists()
+    run_study(study(tmp_path))
+    assert files(tmp_path / "coin") == files(Path(str(unbroken.directory)))
+    assert [path.name for path in tmp_path.iterdir()] == ["coin"]
+
+
+def test_a_killed_process_leaves_a_run_that_goes_on(
+    unbroken: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = (
+        "import os, signal, sys; sys.path.insert(0, sys.argv[1]); import coin_study as c;"
+        "toss = c.CoinStudy.toss;"
+        "c.CoinStudy.toss = lambda self, arm, out: os.kill(os.getpid(), signal.SIGKILL)"
+        " if arm == 'loaded' else toss(self, arm, out);"
+        "c.toss(sys.argv[2])"
+    )
+    target = tmp_path / "coin"
+    done = subprocess.run(
+        [sys.executable, "-c", killed, str(EXAMPLE.parent), str(target)],
+        env={**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1])},
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    assert not target.exists()
+    work = tmp_path / ".coin.work"
+    tossed: list[str] = []
+    toss = Quick.toss
+
+    def counted(self: Any, arm: str, directory: Path) -> None:
+        tossed.append(arm)
+        toss(self, arm, directory)
+
+    monkeypatch.setattr(Quick, "toss", counted)
+    assert {*json.loads((work / "steps.json").read_text())} == {"fair"}
+    run_study(study(tmp_path))
+    assert tossed == ["loaded"]
+    assert files(target) == files(Path(str(unbroken.directory)))
+
+
+def _stop_before_the_end(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Quick, "conclude", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run_study(study(place))
+    return place / ".coin.work"
+
+
+def test_another_plan_is_refused_and_may_begin_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _stop_before_the_end(tmp_path, monkeypatch)
+    with pytest.raises(InputError, match=r"another plan; it differs in\n  seed: was 0, now 1"):
+        run_study(study(tmp_path, seed=1))
+    assert run_study(study(tmp_path, seed=1, resume=False)).settings["seed"] == 1
+
+
+def _flip(path: Path) -> None:
+    path.write_text(path.read_text().replace("true", "false", 1))
+
+
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "an answer": lambda work: _flip(work / "fair.json"),
+    "a file that is gone": lambda work: (work / "loaded.json").unlink(),
+    "digests": lambda work: (work / "steps.json").write_text('{"fair": {"sha256": {}}}'),
+    "digests of no shape": lambda work: (work / "steps.json").write_text('{"fair": [1]}'),
+    "digests that are no JSON": lambda work: (work / "steps.json").write_text("{"),
+    "the plan": lambda work: (work / "plan.json").write_text('{"seed": 0}'),
+    "a plan that is no JSON": lambda work: (work / "plan.json").write_bytes(b"\xff"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_was_changed_in_the_work_directory_is_refused(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = _stop_before_the_end(tmp_path, monkeypatch)
+    CHANGES[change](work)
+    with pytest.raises(InputError, match=r"\.coin\.work"):
+        run_study(study(tmp_path))
+    assert not (tmp_path / "coin").exists()
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    planned = run_study(study(tmp_path), dry_run=True)
+    assert planned.status == "planned"
+    assert planned.plan_sha256 is not None
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_an_existing_target_is_refused_before_anything_is_done(tmp_path: Path) -> None:
+    first = run_study(study(tmp_path))
+    with pytest.raises(TargetError, match="exists"):
+        run_study(study(tmp_path, seed=1))
+    assert Result.open(tmp_path / "coin").as_json() == {
+        **first.as_json(), "notes": Result.open(tmp_path / "coin").as_json()["notes"],
+    }  # fmt: skip
+    assert run_study(study(tmp_path, seed=1, force=True)).settings["seed"] == 1
+
+
+def test_a_step_without_all_its_outputs_is_an_error(tmp_path: Path) -> None:
+    step = Step("half", lambda out: (out / "a").write_text("1"), ("a", "b"))
+    with pytest.raises(FileNotFoundError):
+        run_step(step, tmp_path, None)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_study_of_ones_own_is_reported_and_shown(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("pandas")
+    result = coin.toss(str(tmp_path / "coin"))
+    assert result.table("arms")["heads"].tolist() == [*result.data["heads"].values()]
+    assert result.plot("shares").axes
+    assert (tmp_path / "coin" / "shares.png").is_file()
+    assert result.verdict in result._repr_markdown_()
+    settings = ReportSettings(runs=(str(tmp_path / "coin"),), save_path=str(tmp_path / "page"))
+    write_report(settings)
+    page = (tmp_path / "page" / "index.html").read_text()
+    assert result.question in page
+    assert "<svg" in page
