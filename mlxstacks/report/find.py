@@ -26,9 +26,6 @@ RESULT_FILES: dict[str, str] = {
     "train_report.json": "train",
     "sweep_report.json": "sweep",
     "analysis_report.json": "stacks analyse",
-    "discover_report.json": "route discover",
-    "route_evaluate_report.json": "route evaluate",
-    "route_check_report.json": "route check",
     "confound_report.json": "confound",
     "identity_report.json": "identity",
     "eval_report.json": "eval",
@@ -37,7 +34,10 @@ RESULT_FILES: dict[str, str] = {
     RESULT: "",
 }
 # Of commands that write result.json now.
-_FORMER_FILES = ("profile_report.json", "compare_report.json")
+_FORMER_FILES = (
+    "profile_report.json", "compare_report.json", "discover_report.json",
+    "route_evaluate_report.json", "route_check_report.json",
+)  # fmt: skip
 _FORMER = "written by mlxstacks before 0.2, which writes result.json; run its command again"
 _MOST_FILES = 60
 

@@ -9,8 +9,6 @@ from mlxstacks.report.confound import confound_content
 from mlxstacks.report.content import Content, Mark
 from mlxstacks.report.fuse import fuse_content
 from mlxstacks.report.identity import identity_content
-from mlxstacks.report.route import discover_content, route_check_content, route_train_content
-from mlxstacks.report.route_evaluate import route_evaluate_content
 from mlxstacks.report.stack import analysis_content, stack_content, store_content
 from mlxstacks.report.sweep import buffers_content, sweep_content
 from mlxstacks.report.train import train_content
@@ -59,24 +57,6 @@ KINDS: Mapping[str, Kind] = {
     "sweep buffers": Kind(
         "Live buffers", "sweep buffers", "Does rank move the number of live buffers?",
         buffers_content,
-    ),
-    "route discover": Kind(
-        "Discovery of outcomes", "route discover",
-        "Which stacks lower the loss of which prompts, measured instead of assumed?",
-        discover_content,
-    ),
-    "route train": Kind(
-        "Training of the router", "route train",
-        "Can the right stacks be told from the prompt alone?", route_train_content,
-    ),
-    "route evaluate": Kind(
-        "Evaluation of routing", "route evaluate",
-        "Is a routed model better than the base and than all stacks at once, and are the domains "
-        "the reason?", route_evaluate_content,
-    ),
-    "route check": Kind(
-        "Check of prompts", "route check", "Do named prompts get the routes and answers expected?",
-        route_check_content,
     ),
     "confound": Kind(
         "Stacking confound", "confound",

@@ -61,6 +61,13 @@ _OF_A_RESULT = {
 }  # fmt: skip
 
 
+# What a kind of result said of itself otherwise, or not at all, before it was a `Result`.
+FORMER: dict[str, dict[str, Any]] = {
+    "route train": {"status": "trained"},
+    "route explain": {"status": None, "settings": None},
+}
+
+
 def pruned(value: Any) -> Any:
     """A JSON document without what is volatile; of a long list of records the digest alone."""
     if isinstance(value, dict):
@@ -93,9 +100,11 @@ def figures_of(document: dict[str, Any]) -> dict[str, Any]:
     those of `data` stand at the top, and what is drawn of them is left out.
     """
     if "seal" in document:
-        document = {k: v for k, v in document.items() if k not in _OF_A_RESULT} | document["data"]
-    figures: dict[str, Any] = pruned(document)
-    return figures
+        former = FORMER.get(document["kind"], {})
+        figures = document["data"] | former
+        document = {k: v for k, v in document.items() if k not in _OF_A_RESULT} | figures
+    kept: dict[str, Any] = pruned(document)
+    return kept
 
 
 def digest(data: bytes) -> str:
