@@ -28,6 +28,8 @@ RESULT_FILES: dict[str, str] = {
     "discover_report.json": "route discover",
     "route_evaluate_report.json": "route evaluate",
     "route_check_report.json": "route check",
+    "confound_report.json": "confound",
+    "identity_report.json": "identity",
     "eval_report.json": "eval",
     STACK_REPORT: "stack",
     MANIFEST: "store",
@@ -44,6 +46,9 @@ _FORMER_FILES = (
     "identity_report.json",
     "sweep_report.json",
 )
+    "profile_report.json", "compare_report.json", "discover_report.json",
+    "route_evaluate_report.json", "route_check_report.json",
+)  # fmt: skip
 _FORMER = "written by mlxstacks before 0.2, which writes result.json; run its command again"
 _MOST_FILES = 60
 

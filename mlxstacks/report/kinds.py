@@ -9,6 +9,7 @@ from mlxstacks.report.content import Content, Mark
 from mlxstacks.report.fuse import fuse_content
 from mlxstacks.report.route import discover_content, route_check_content, route_train_content
 from mlxstacks.report.route_evaluate import route_evaluate_content
+from mlxstacks.report.identity import identity_content
 from mlxstacks.report.stack import analysis_content, stack_content, store_content
 from mlxstacks.report.train import train_content
 from mlxstacks.report.values import Value
@@ -66,6 +67,20 @@ KINDS: Mapping[str, Kind] = {
     "route check": Kind(
         "Check of prompts", "route check", "Do named prompts get the routes and answers expected?",
         route_check_content,
+    "sweep": Kind(
+        "Sweep", "sweep", "What does rank do to the loss, and what of it survives a fuse?",
+        sweep_content,
+    ),
+    "sweep buffers": Kind(
+        "Live buffers", "sweep buffers", "Does rank move the number of live buffers?",
+        buffers_content,
+    ),
+    "confound": Kind(
+        "Stacking confound", "confound",
+        "Does fusing a second adapter add knowledge, or only jitter?", confound_content,
+    ),
+    "identity": Kind(
+        "Identity", "identity", "Does the persona survive a second adapter?", identity_content,
     ),
     "eval": Kind(
         "Benchmarks", "eval", "Which modes score better on which benchmark?", eval_content,

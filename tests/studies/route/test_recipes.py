@@ -19,7 +19,7 @@ from mlxstacks.nano.curriculum_settings import DOMAINS
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
 from mlxstacks.routing.router import parameter_count
-from mlxstacks.studies.route.check_settings import RouteCheckSettings
+from mlxstacks.studies.route.settings import RouteCheckSettings
 from tests.tiny_models import qwen_moe_config
 from tools.nano.settings import RebuildSettings
 

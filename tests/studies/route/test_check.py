@@ -1,6 +1,6 @@
 """The rules of `mlxstacks route check`: texts, numbers, thoughts, repetition.
 
-Run: pytest tests/studies/route/test_check_rules.py
+Run: pytest tests/studies/route/test_check.py
 """
 
 from typing import Any
@@ -10,22 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from mlxstacks.studies.route.check_rules import (
-    Judged,
+from mlxstacks.studies.route.check import (
     has_number,
     judge,
     missing_domains,
     repetition,
     split_thoughts,
 )
-from mlxstacks.studies.route.check_settings import CheckPrompt, RouteCheckSettings
+from mlxstacks.studies.route.settings import CheckPrompt, RouteCheckSettings
 
 
 def words(text: str) -> int:
     return len(text.split())
 
 
-def judged(text: str, begins_in_thought: bool = False, **rules: Any) -> Judged:
+def judged(text: str, begins_in_thought: bool = False, **rules: Any) -> dict[str, Any]:
     check = CheckPrompt.model_validate({"name": "n", "prompt": "p", **rules})
     return judge(
         check, text, words, begins_in_thought=begins_in_thought, most_think_share=0.2,
@@ -35,14 +34,14 @@ def judged(text: str, begins_in_thought: bool = False, **rules: Any) -> Judged:
 
 def test_one_of_the_expected_texts_is_enough() -> None:
     rules: dict[str, Any] = {"expect": ("[::-1]", "reversed(")}
-    assert not judged("Use s[::-1].", **rules).failed
-    assert not judged("''.join(REVERSED(s))", **rules).failed
-    assert judged("Write a loop.", **rules).failed == ("has none of [::-1], reversed(",)
+    assert not judged("Use s[::-1].", **rules)["failed"]
+    assert not judged("''.join(REVERSED(s))", **rules)["failed"]
+    assert judged("Write a loop.", **rules)["failed"] == ["has none of [::-1], reversed("]
 
 
 def test_forbidden_texts_are_marks_of_another_domain() -> None:
     found = judged("Consider each Permutation.", expect=("consider",), forbid=("permutation",))
-    assert found.failed == ("has permutation",)
+    assert found["failed"] == ["has permutation"]
 
 
 @pytest.mark.parametrize(
@@ -61,8 +60,8 @@ def test_numbers_stand_on_their_own(text: str, number: float, has: bool) -> None
 
 def test_a_tolerance_takes_rounded_answers() -> None:
     rules: dict[str, Any] = {"number": 166.67, "tolerance": 0.5}
-    assert not judged("about 167 mg", **rules).failed
-    assert judged("about 170 mg", **rules).failed == ("lacks the number 166.67",)
+    assert not judged("about 167 mg", **rules)["failed"]
+    assert judged("about 170 mg", **rules)["failed"] == ["lacks the number 166.67"]
 
 
 @pytest.mark.parametrize(
@@ -98,10 +97,10 @@ def test_no_text_is_lost_between_marks(parts: list[str], inside: bool) -> None:
 
 def test_an_answer_that_is_thought_only_is_none() -> None:
     found = judged("It may be 60, so 60", begins_in_thought=True, number=60)
-    assert found.failed == ("no answer outside of thoughts", "100% of it is thinking")
+    assert found["failed"] == ["no answer outside of thoughts", "100% of it is thinking"]
     found = judged("<think>a</think> one two three four five 60", number=60)
-    assert found.think_share == pytest.approx(1 / 7)
-    assert not found.failed
+    assert found["think_share"] == pytest.approx(1 / 7)
+    assert not found["failed"]
 
 
 def test_repetition_is_the_share_of_runs_seen_before() -> None:
@@ -111,7 +110,7 @@ def test_repetition_is_the_share_of_runs_seen_before() -> None:
     assert repetition("a b a b a b a b") == pytest.approx(3 / 5)
     loop = "I am sure. " * 20
     assert repetition(loop) > 0.9
-    assert any("repeats" in why for why in judged(loop, expect=("sure",)).failed)
+    assert any("repeats" in why for why in judged(loop, expect=("sure",))["failed"])
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=30))

@@ -1,6 +1,6 @@
 """Intervals, differences and words of `mlxstacks route evaluate`, without a model.
 
-Run: pytest tests/studies/route/test_evaluate_matrix.py
+Run: pytest tests/studies/route/test_evaluate_figures.py
 """
 
 import numpy as np
@@ -9,17 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.routing.outcome_files import RouterExample
-from mlxstacks.studies.route.evaluate_gaps import gap_summary
-from mlxstacks.studies.route.evaluate_matrix import (
+from mlxstacks.routing.route import Route
+from mlxstacks.studies.route.evaluate import MODES, weights_of
+from mlxstacks.studies.route.evaluate_figures import (
     ALL,
     DomainLosses,
-    Estimate,
-    compared_words,
-    loss_differences,
+    Matrix,
+    gap_summary,
     loss_matrix,
+    over_routers,
+    router_metrics,
 )
-from mlxstacks.studies.route.evaluate_metrics import over_routers, router_metrics
-from mlxstacks.studies.route.evaluate_modes import fixed_weights
+from mlxstacks.studies.route.evaluate_report import compared_words, sign
 from mlxstacks.studies.route.evaluate_rows import MIXED, OTHER, EvaluatedRow
 
 
@@ -30,20 +31,24 @@ def losses(seed: int, n: int, gain: float) -> DomainLosses:
     return DomainLosses(tokens, {"base": base, "routed": base - gain * tokens})
 
 
+def differences(groups: dict[str, DomainLosses], mode: str, against: str, seed: int = 0) -> Matrix:
+    return loss_matrix(groups, [mode, against], ["a"], 100, seed, against)
+
+
 def test_a_loss_is_the_mean_over_tokens_not_over_rows() -> None:
     one = DomainLosses(np.array([1.0, 3.0]), {"base": np.array([4.0, 3.0])})
     found = loss_matrix({"a": one}, ["base"], ["a"], 200, 0)["base"]
-    assert found["a"].value == one.loss("base") == 7 / 4
+    assert found["a"]["value"] == 7 / 4
     # percentiles are 1 and 4; two rows tell so little that their distances grow 9.2 times
     wider = 2**0.5 * 12.7062 / 1.95996
-    bounds = (found["a"].low, found["a"].high)
+    bounds = (found["a"]["low"], found["a"]["high"])
     assert bounds == pytest.approx((7 / 4 - 0.75 * wider, 7 / 4 + 2.25 * wider), rel=1e-5)
 
 
 def test_the_mean_over_domains_counts_each_alike_and_leaves_the_others_out() -> None:
     groups = {"a": losses(0, 50, 0.1), "b": losses(1, 5, 0.1), "mixed prompts": losses(2, 9, 0.1)}
     found = loss_matrix(groups, ["base"], ["a", "b"], 200, 0)["base"]
-    assert found[ALL].value == pytest.approx((found["a"].value + found["b"].value) / 2)
+    assert found[ALL]["value"] == pytest.approx((found["a"]["value"] + found["b"]["value"]) / 2)
 
 
 @given(st.integers(0, 1000), st.integers(2, 30), st.floats(-1, 1))
@@ -52,16 +57,16 @@ def test_differences_are_of_pairs(seed: int, n: int, gain: float) -> None:
     does not differ from itself; a difference turned round changes its sign.
     """
     groups = {"a": losses(seed, n, gain)}
-    found = loss_differences(groups, ["base", "routed"], "base", ["a"], 100, seed)
+    found = differences(groups, "routed", "base", seed)
     assert list(found) == ["routed"]
     one = found["routed"]["a"]
-    assert (one.value, one.low, one.high) == pytest.approx((-gain, -gain, -gain), abs=1e-9)
-    back = loss_differences(groups, ["base", "routed"], "routed", ["a"], 100, seed)["base"]["a"]
-    assert back.value == pytest.approx(-one.value)
-    same = {"a": DomainLosses(groups["a"].tokens, {"x": groups["a"].sums["base"],
-                                                   "y": groups["a"].sums["base"]})}  # fmt: skip
-    zero = loss_differences(same, ["x"], "y", ["a"], 100, seed)["x"]["a"]
-    assert (zero.value, zero.low, zero.high, zero.sign) == (0, 0, 0, 0)
+    assert [*one.values()] == pytest.approx([-gain, -gain, -gain], abs=1e-9)
+    back = differences(groups, "base", "routed", seed)["base"]["a"]
+    assert back["value"] == pytest.approx(-one["value"])
+    base = groups["a"].sums["base"]
+    same = {"a": DomainLosses(groups["a"].tokens, {"x": base, "y": base})}
+    zero = differences(same, "x", "y", seed)["x"]["a"]
+    assert (*zero.values(), sign(zero)) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize(("n", "least"), [(3, 370), (5, 370), (60, 370)])
@@ -74,38 +79,45 @@ def test_intervals_cover_what_they_should(n: int, least: int) -> None:
         rng = np.random.default_rng(1000 + seed)
         one = DomainLosses(np.ones(n), {"base": rng.normal(0, 1, n)})
         e = loss_matrix({"a": one}, ["base"], ["a"], 400, seed)["base"]["a"]
-        assert e.low is not None
-        assert e.high is not None
-        held += e.low <= 0 <= e.high
+        assert e["low"] is not None
+        assert e["high"] is not None
+        held += e["low"] <= 0 <= e["high"]
     assert least <= held <= 396
 
 
 def test_one_row_has_no_interval_and_tells_nothing_apart() -> None:
-    found = loss_differences({"a": losses(0, 1, 5.0)}, ["routed"], "base", ["a"], 100, 0)
-    assert found["routed"]["a"].low is None
-    assert found["routed"]["a"].sign == 0
+    found = differences({"a": losses(0, 1, 5.0)}, "routed", "base")["routed"]["a"]
+    assert (found["low"], sign(found)) == (None, 0)
 
 
 def test_words_say_what_the_intervals_allow() -> None:
-    said = compared_words(
-        {"a": Estimate(-0.2, -0.3, -0.1), "b": Estimate(0.2, 0.1, 0.3),
-         "c": Estimate(-0.2, -0.5, 0.1), ALL: Estimate(-0.1, -0.2, -0.1)},
-        "better on", "worse on", "unclear on",
-    )  # fmt: skip
-    assert said == "better on a (-0.200); worse on b (+0.200); unclear on c (-0.200)"
+    rows = {"a": (-0.2, -0.3, -0.1), "b": (0.2, 0.1, 0.3), "c": (-0.2, -0.5, 0.1),
+            ALL: (-0.1, -0.2, -0.1)}  # fmt: skip
+    keys = ("value", "low", "high")
+    estimates = {name: dict(zip(keys, row, strict=True)) for name, row in rows.items()}
+    text = compared_words(estimates, "better on", "worse on", "unclear on")
+    assert text == "better on a (-0.200); worse on b (+0.200); unclear on c (-0.200)"
 
 
 # --- modes ----------------------------------------------------------------------------------------
 
 
 def test_modes_are_weights_of_domains() -> None:
-    domains = ("a", "b", "c")
-    assert fixed_weights("base", ("b",), domains) == {}
-    assert fixed_weights("ungated", ("b",), domains) == {"a": 1, "b": 1, "c": 1}
-    assert fixed_weights("oracle_domain", ("b", "c"), domains) == {"b": 1, "c": 1}
-    assert fixed_weights("oracle_domain", (), domains) == {}
-    assert fixed_weights("random_stack", ("b",), domains) == {"random:b": 1}
-    assert fixed_weights("prefix", ("b",), domains) == {"a": 1}
+    route = Route("routed", weights={"a": 0.5, "c": 0.2})
+
+    def weights(mode: str, *label: str) -> dict[str, float]:
+        return weights_of(mode, label, ("a", "b", "c"), route)
+
+    assert {mode: weights(mode, "b", "c") for mode in MODES} == {
+        "base": {},
+        "ungated": {"a": 1, "b": 1, "c": 1},
+        "routed": {"a": 0.5, "c": 0.2},
+        "routed_hard": {"a": 1, "c": 1},
+        "oracle_domain": {"b": 1, "c": 1},
+        "random_stack": {"random:b": 1, "random:c": 1},
+        "prefix": {"a": 1},
+    }
+    assert weights("oracle_domain") == {}
 
 
 # --- the router's metrics and gaps ----------------------------------------------------------------
