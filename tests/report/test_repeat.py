@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
+from mlxstacks.report.kinds import KINDS
+from mlxstacks.report.values import Value
 
 from mlxstacks.cli import run as command
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
@@ -20,10 +22,8 @@ from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.inputs import KEYS
 from mlxstacks.recipe.resolve import resolve
 from mlxstacks.recipe.table import COMMANDS
-from mlxstacks.report.kinds import KINDS
 from mlxstacks.report.repeat import NANO_PARTS, READ, Recipe, recipe_of
 from mlxstacks.report.settings import ReportSettings
-from mlxstacks.report.values import Value
 from mlxstacks.report.write import write_report
 from tests.report.cases import every_report, write_run
 

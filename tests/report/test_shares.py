@@ -8,14 +8,14 @@ import re
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
-
-from mlxstacks.cli.confound import render as render_confound
 from mlxstacks.report.content import Table
-from mlxstacks.report.find import RESULT_FILES
 from mlxstacks.report.kinds import KINDS
 from mlxstacks.report.results import content_of
 from mlxstacks.report.values import Value
+from rich.console import Console
+
+from mlxstacks.cli.confound import render as render_confound
+from mlxstacks.report.find import RESULT_FILES
 from mlxstacks.stats import share_note, wilson_interval
 from mlxstacks.studies.confound.plan import arms_of
 from mlxstacks.studies.confound.report import ConfoundReport

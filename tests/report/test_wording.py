@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from mlxstacks.report.benchmarks import eval_content
 from mlxstacks.report.confound import confound_content
 from mlxstacks.report.content import Content, Table, Words
 from mlxstacks.report.identity import identity_content
 from mlxstacks.report.page import _is_number
 from mlxstacks.report.values import Value
+
 from mlxstacks.study.render.drawings import draw_heat_map, draw_intervals, percent_dot
 from mlxstacks.study.render.words import beginning
 from mlxstacks.study.result import Result
