@@ -176,7 +176,7 @@ COMMANDS: dict[str, Command] = {
         help="One HTML page, and plots, from the results of any runs.",
         settings="mlxstacks.report.settings:ReportSettings",
         function="mlxstacks.cli.report:run",
-        render="mlxstacks.cli.report:render",
+        render="mlxstacks.study.render.console:print_result",
         arguments={"runs": "RUN..."},
     ),
     "stacks list": Command(
