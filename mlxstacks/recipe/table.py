@@ -45,10 +45,10 @@ COMMANDS: dict[str, Command] = {
     "fuse": Command(
         help="Fuse adapters into a quantized model and say what survived.",
         settings="mlxstacks.fuse.settings:FuseSettings",
-        function="mlxstacks.fuse.run:run",
-        render="mlxstacks.cli.fuse:render",
+        function="mlxstacks.fuse.run:run_command",
+        render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path", "adapter_path": "adapter_path"},
-        report="fuse_report.json",
+        report="result.json",
     ),
     "convert": Command(
         help="Write a GGUF file or a Hugging Face model as an mlx-lm directory, or with experts.",

@@ -11,7 +11,6 @@ from mlxstacks.files.adapter_commands import convert_adapter
 from mlxstacks.files.adapters import WEIGHTS
 from mlxstacks.files.settings import AdapterConvertSettings
 from mlxstacks.files.strict_json import read_object
-from mlxstacks.fuse.run import REPORT_NAME
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.studies.identity.conditions import (
@@ -22,6 +21,7 @@ from mlxstacks.studies.identity.conditions import (
     arm,
 )
 from mlxstacks.studies.identity.settings import IdentitySettings
+from mlxstacks.study.document import RESULT
 from mlxstacks.study.integrity import read_sealed, write_sealed
 from mlxstacks.study.provenance import MadeFrom, of_bytes
 from mlxstacks.study.run_directory import discard
@@ -88,7 +88,7 @@ class Models:
             discard(self.work / "models" / arm(kind, policy))
 
     def figures(self) -> tuple[dict[str, dict[str, Any]], MadeFrom]:
-        """Arm -> correlation and artifact of its last fuse, as `fuse_report.json` has them; and the
+        """Arm -> correlation and artifact of its last fuse, as its result has them; and the
         files that they are from. Raises: InputError for one that was changed.
         """
         figures: dict[str, dict[str, Any]] = {}
@@ -102,5 +102,6 @@ class Models:
     def _keep_figures(self, model: Path, name: str) -> None:
         path = self.work / "fuse" / f"{name}.json"
         if not path.is_file():
-            report = read_object((model / REPORT_NAME).read_bytes())
-            write_sealed(path, {key: report[key] for key in _KEPT_FIGURES})
+            result = read_object((model / RESULT).read_bytes())
+            figures = result["data"] | {"verdict": result["verdict"]}
+            write_sealed(path, {key: figures[key] for key in _KEPT_FIGURES})
