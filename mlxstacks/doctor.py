@@ -11,9 +11,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from mlxstacks import memory
+from mlxstacks.settings import Settings
 
 PACKAGES = ("mlxstacks", "mlx", "mlx-lm", "numpy", "transformers", "safetensors", "huggingface_hub")
 # The extra that brings each optional package, and what needs it.
@@ -29,10 +30,8 @@ LOW_DISK_BYTES = 20_000_000_000
 SHARED = ("cloned", "linked")
 
 
-class DoctorSettings(BaseModel):
+class DoctorSettings(Settings):
     """What to look at."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     directory: Path = Field(Path("."), description="Where results will be written.")
     measure: bool = Field(True, description="Measure the speed of a float32 matmul (0.3 s).")

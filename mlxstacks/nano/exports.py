@@ -6,11 +6,14 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import cache_directory
 from mlxstacks.nano.settings import ADAPTER_BITS, EXPORT_BITS, GROUP_SIZE, ExportSettings
+
+if TYPE_CHECKING:
+    from mlxstacks.routing.chat_settings import AnswerSettings
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets" / "nano"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -166,6 +169,22 @@ def nano_model(store_path: str | None) -> Path | None:
     wanted = Store.open(store_path).manifest.base_fingerprint
     path = nano_paths().model_path
     return path if fingerprint(open_checkpoint(path), wanted) == wanted else None
+
+
+def with_nano(settings: "AnswerSettings") -> "AnswerSettings":
+    """With nano for a model, where none was named: for a store whose base it is, for adapters, or
+    with its sample store.
+    """
+    if settings.model is not None:
+        return settings
+    if settings.store_path is not None:
+        model = nano_model(settings.store_path)
+        return settings if model is None else settings.model_copy(update={"model": str(model)})
+    nano = nano_paths()
+    update = {"model": str(nano.model_path)}
+    if not settings.adapter_path and nano.store_path.is_dir():
+        update["store_path"] = str(nano.store_path)
+    return settings.model_copy(update=update)
 
 
 def nano_data() -> Path:

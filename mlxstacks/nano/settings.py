@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from mlxstacks.layers.settings import StackSettings
 from mlxstacks.nano.curriculum_settings import DOMAINS
 from mlxstacks.routing.outcome_settings import OutcomeSettings
 from mlxstacks.routing.router_settings import RouterTrainSettings
+from mlxstacks.settings import Settings
 from mlxstacks.training.settings import OptimizerSettings
 from mlxstacks.training.stack_settings import NullSpaceSettings, StackRunSettings
 
@@ -20,11 +21,7 @@ SHIPPED_BITS = 8
 ADAPTER_BITS: Literal[3] = 3
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Persona(_Frozen):
+class Persona(Settings):
     """Who the model says it is once an identity adapter is on."""
 
     name: str = Field("Quinn", description="Name the persona gives itself.")
@@ -32,7 +29,7 @@ class Persona(_Frozen):
     forbidden: tuple[str, ...] = Field((), description="Texts an answer must not hold.")
 
 
-class NanoShape(_Frozen):
+class NanoShape(Settings):
     """The architecture; every quantized input width is a multiple of 64."""
 
     hidden_size: int = 128
@@ -74,7 +71,7 @@ class NanoShape(_Frozen):
         }
 
 
-class AdapterTraining(_Frozen):
+class AdapterTraining(Settings):
     """The sample adapter: LoRA on `switch_mlp.down_proj`, in mlx-lm's format."""
 
     rank: int = Field(4, ge=1)
@@ -130,7 +127,7 @@ SAMPLE_ROUTER = RouterTrainSettings(
 )
 
 
-class RebuildSettings(_Frozen):
+class RebuildSettings(Settings):
     """Everything that `nano rebuild` depends on; the result is a function of these settings."""
 
     save_path: Path = Field(Path("mlxstacks-out/nano-rebuild"), description="Directory to write.")
@@ -170,7 +167,7 @@ class RebuildSettings(_Frozen):
     )
 
 
-class ExportSettings(_Frozen):
+class ExportSettings(Settings):
     """`nano export`: write the built-in model as an mlx checkpoint."""
 
     save_path: Path = Field(description="Directory to write.")
@@ -178,7 +175,7 @@ class ExportSettings(_Frozen):
     force: bool = Field(False, description="Replace an existing target.")
 
 
-class ShowSettings(_Frozen):
+class ShowSettings(Settings):
     """`nano`: show the built-in model."""
 
     bits: Literal[2, 3, 4, 5, 6, 8] | None = Field(

@@ -146,7 +146,7 @@ COMMANDS: dict[str, Command] = {
         help="Does a persona survive a second adapter? Conditions, suite, validity gate.",
         settings="mlxstacks.studies.identity.settings:IdentitySettings",
         function="mlxstacks.studies.identity.run:run",
-        render="mlxstacks.cli.identity:render",
+        render="mlxstacks.study.render.console:print_result",
         nano={
             "model": "model_path",
             "persona": "adapter_path",
@@ -155,7 +155,7 @@ COMMANDS: dict[str, Command] = {
         },
         optional=("suite",),
         nano_recipe="identity-nano",
-        report="identity_report.json",
+        report="result.json",
     ),
     "eval": Command(
         help="Benchmarks in every mode: base, adapter, fused, ungated, routed; paired tests.",

@@ -21,7 +21,7 @@ from mlxstacks.routing.generation import encode_prompt
 from mlxstacks.studies.benchmarks.arm_prompts import PromptEncoder
 from mlxstacks.studies.benchmarks.arm_settings import ArmSettings
 from mlxstacks.studies.confound.settings import ConfoundSettings
-from mlxstacks.studies.identity.asking import item_settings
+from mlxstacks.studies.identity.run import item_settings
 from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.studies.profile.data import read_groups
 from mlxstacks.studies.profile.settings import ProfileSettings

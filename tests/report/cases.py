@@ -24,7 +24,10 @@ from mlxstacks.studies.compare.settings import CompareSettings
 from mlxstacks.studies.confound.plan import arms_of
 from mlxstacks.studies.confound.report import ConfoundReport
 from mlxstacks.studies.confound.settings import ConfoundSettings
-from mlxstacks.studies.identity.report import IdentityReport
+from mlxstacks.studies.identity.analysis import verdict as identity_verdict
+from mlxstacks.studies.identity.report import blocks as identity_blocks
+from mlxstacks.studies.identity.report import outcome_of as identity_outcome
+from mlxstacks.studies.identity.run import ABOUT as IDENTITY
 from mlxstacks.studies.profile.analysis import Choices
 from mlxstacks.studies.profile.analysis import Rule as ProfileRule
 from mlxstacks.studies.profile.analysis import analyse as analyse_profile
@@ -41,6 +44,7 @@ from mlxstacks.studies.sweep.report import report_of, shown_settings
 from mlxstacks.studies.sweep.settings import SweepSettings
 from mlxstacks.studies.train.report import TrainReport, versions
 from mlxstacks.study.document import RESULT, Standing
+from mlxstacks.study.plan import Standing as PlanStanding
 from mlxstacks.study.result import Result
 from mlxstacks.training.settings import TrainSettings
 from tests.studies import confound_cases
@@ -206,15 +210,17 @@ def confound_report() -> dict[str, Any]:
     return json.loads(json.dumps(report.as_json()))
 
 
-def identity_report() -> dict[str, Any]:
+def identity_result() -> dict[str, Any]:
     settings = identity_cases.SETTINGS
-    items = {name: identity_cases.outcomes([True, False, True]) for name in ("base",)}
+    items = {name: identity_cases.outcomes([True, False, True]) for name in ("base", "a_b")}
     plan = {"hypothesis": "The persona survives."}
-    report = IdentityReport(
-        "done", "out", settings.model_dump(mode="json"), ["base"], [], plan, json_sha256(plan),
-        findings=identity_cases.case(items=items), versions=versions(), device="cpu",
-    )  # fmt: skip
-    return json.loads(json.dumps(report.as_json()))
+    figures = identity_cases.case(items=items)
+    return Result(
+        **IDENTITY, status="done", outcome=identity_outcome(figures),
+        verdict=identity_verdict(figures, settings, PlanStanding()),
+        standing=Standing(status="confirmatory"), settings=settings.model_dump(mode="json"),
+        plan=plan, plan_sha256=json_sha256(plan), data=figures, blocks=identity_blocks(figures),
+    ).sealed().as_json()  # fmt: skip
 
 
 def eval_report() -> dict[str, Any]:
@@ -251,7 +257,7 @@ def _every_report() -> dict[str, tuple[str, dict[str, Any]]]:
         "buffers": ("sweep_report.json", buffers_report()),
         "profile": (RESULT, profile_result()),
         "confound": ("confound_report.json", confound_report()),
-        "identity": ("identity_report.json", identity_report()),
+        "identity": (RESULT, identity_result()),
         "eval": ("eval_report.json", eval_report()),
         **{f"route-{number}": pair for number, pair in enumerate(routes.items())},
     }

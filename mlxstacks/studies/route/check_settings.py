@@ -2,22 +2,21 @@
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.routing.route_settings import RouteSettings
+from mlxstacks.settings import Settings
 
 CheckMode = Literal["base", "ungated", "routed"]
 
 
-class CheckPrompt(BaseModel):
+class CheckPrompt(Settings):
     """One prompt, with the rules that its answer and its route are held to.
 
     The answer is written in every mode if there is a rule for it; otherwise the prompt is routed
     only.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field(min_length=1, description="what the check is called in tables")
     prompt: str = Field(min_length=1)

@@ -2,16 +2,15 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from mlxstacks.data.settings import Template
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
+from mlxstacks.settings import Settings
 
 
-class RouteExplainSettings(BaseModel):
+class RouteExplainSettings(Settings):
     """Why a prompt goes where it goes, and, with an answer, what each domain does to its loss."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     prompt: str | None = Field(None, description="The prompt.")
     answer: str | None = Field(
