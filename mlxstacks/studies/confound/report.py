@@ -157,7 +157,7 @@ def find(
 class ConfoundReport:
     """status: "planned" or "done". plan, power, mined, fuses and findings are there once done.
 
-    fuses: way -> figures of its three fuses, as `fuse_report.json` has them, and how many codes
+    fuses: way -> figures of its three fuses, as a fuse's result has them, and how many codes
     differ between them. made_from: file -> digest of what was read of it, see made_from.py.
     """
 
