@@ -45,20 +45,20 @@ COMMANDS: dict[str, Command] = {
     "fuse": Command(
         help="Fuse adapters into a quantized model and say what survived.",
         settings="mlxstacks.fuse.settings:FuseSettings",
-        function="mlxstacks.fuse.run:run",
-        render="mlxstacks.cli.fuse:render",
+        function="mlxstacks.fuse.run:run_command",
+        render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path", "adapter_path": "adapter_path"},
-        report="fuse_report.json",
+        report="result.json",
     ),
     "convert": Command(
         help="Write a GGUF file or a Hugging Face model as an mlx-lm directory, or with experts.",
         settings="mlxstacks.convert.settings:ConvertSettings",
         function="mlxstacks.convert.run:convert",
-        render="mlxstacks.cli.convert:render",
+        render="mlxstacks.study.render.console:print_result",
         arguments={"model": "MODEL"},
         nano={"model": "float_model_path"},
         nano_recipe="convert",
-        report="convert_report.json",
+        report="result.json",
     ),
     "adapter zero": Command(
         help="Write a copy of an adapter whose delta is zero: the control of every fuse.",
@@ -87,10 +87,10 @@ COMMANDS: dict[str, Command] = {
     "train": Command(
         help="Train a LoRA on a model and write an adapter that mlx-lm loads.",
         settings="mlxstacks.training.settings:TrainSettings",
-        function="mlxstacks.studies.train.run:run",
-        render="mlxstacks.cli.train:render",
+        function="mlxstacks.studies.train.run:run_command",
+        render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path", "data": "data_path"},
-        report="train_report.json",
+        report="result.json",
     ),
     "stack": Command(
         help="Train frozen stacks, domain after domain, into a store that loses none of them.",
@@ -113,7 +113,7 @@ COMMANDS: dict[str, Command] = {
     "guard": Command(
         help="Predict live buffers and bytes of a run from a config alone.",
         settings="mlxstacks.guard.settings:GuardSettings",
-        function="mlxstacks.guard.run:guard",
+        function="mlxstacks.guard.run:run_command",
         render="mlxstacks.cli.guard:render",
         nano={"model": "model_path"},
     ),

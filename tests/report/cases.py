@@ -13,6 +13,7 @@ from mlxstacks.files.manifest import DomainRecord, Manifest
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.fuse.fidelity import Sums, fidelity
 from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport
+from mlxstacks.fuse.result import result_of as fuse_result
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.studies.buffers.analysis import blocks as buffers_blocks
 from mlxstacks.studies.buffers.run import ABOUT as BUFFERS
@@ -44,6 +45,7 @@ from mlxstacks.studies.sweep.cells import Cell, CellResult
 from mlxstacks.studies.sweep.report import concluded
 from mlxstacks.studies.sweep.settings import SweepSettings
 from mlxstacks.studies.train.report import TrainReport, versions
+from mlxstacks.studies.train.report import result_of as train_result
 from mlxstacks.study.document import RESULT, Standing
 from mlxstacks.study.plan import Standing as PlanStanding
 from mlxstacks.study.result import Result
@@ -69,23 +71,27 @@ def fuse_report(zero: bool = False) -> dict[str, Any]:
         for layer in range(3)
     ]  # fmt: skip
     report = FuseReport(
-        "fused", "m", "out", SETTINGS.model_dump(mode="json"), "0" * 64, "1" * 64,
-        zero, None, [StageReport("a", modules, figures)],
+        "fused", "m", "out", SETTINGS.model_dump(mode="json"), "1" * 64, zero, None,
+        [StageReport("a", modules, figures)],
         [{"name": "model.safetensors", "how": "rewritten", "written_bytes": 10}], 0, 10, 0.5,
-        versions(), "correlation 0.5.", total=figures,
+        "correlation 0.5.", total=figures,
     )  # fmt: skip
-    return report.as_json()
+    return fuse_result(report).sealed().as_json()
 
 
 def train_report() -> dict[str, Any]:
     report = TrainReport(
         "trained", "out", TrainSettings(model="m").model_dump(mode="json"),
-        {"trained_parameters": 5, "layers": [1, 2], "padding_percent": 3.0}, ["a note"], None,
+        {
+            "trained_parameters": 5, "layers": [1, 2], "padding_percent": 3.0, "modules": 2,
+            "projections": {"q": 2}, "adapter_bytes": 20, "optimizer_bytes": 40, "train_rows": 7,
+            "validation_rows": 2, "widths_tokens": [8], "iters": 20, "steps": 20, "guard": None,
+        }, ["a note"], None,
         "best", 20, 20,
         [{"step": 0, "validation_loss": 2.0}, {"step": 20, "validation_loss": 1.5}],
         [{"step": 10, "loss": 1.8}], {"seconds": 1.0, "versions": versions(), "device": "cpu"},
     )  # fmt: skip
-    return report.as_json()
+    return train_result(report).sealed().as_json()
 
 
 def manifest() -> dict[str, Any]:
@@ -254,9 +260,9 @@ def every_report() -> dict[str, tuple[str, dict[str, Any]]]:
 def _every_report() -> dict[str, tuple[str, dict[str, Any]]]:
     routes = route_reports()
     return {
-        "fuse": ("fuse_report.json", fuse_report()),
-        "zero": ("fuse_report.json", fuse_report(zero=True)),
-        "train": ("train_report.json", train_report()),
+        "fuse": (RESULT, fuse_report()),
+        "zero": (RESULT, fuse_report(zero=True)),
+        "train": (RESULT, train_report()),
         "store": ("manifest.json", manifest()),
         "analyse": ("analysis_report.json", analysis_report()),
         "compare": (RESULT, compare_result()),
