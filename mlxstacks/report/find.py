@@ -31,13 +31,12 @@ RESULT_FILES: dict[str, str] = {
     "route_check_report.json": "route check",
     "confound_report.json": "confound",
     "identity_report.json": "identity",
-    "eval_report.json": "eval",
     STACK_REPORT: "stack",
     MANIFEST: "store",
     RESULT: "",
 }
 # Of commands that write result.json now.
-_FORMER_FILES = ("profile_report.json", "compare_report.json")
+_FORMER_FILES = ("profile_report.json", "compare_report.json", "eval_report.json")
 _FORMER = "written by mlxstacks before 0.2, which writes result.json; run its command again"
 _MOST_FILES = 60
 

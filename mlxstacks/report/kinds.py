@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mlxstacks.errors import InputError
-from mlxstacks.report.benchmarks import eval_content
 from mlxstacks.report.confound import confound_content
 from mlxstacks.report.content import Content, Mark
 from mlxstacks.report.fuse import fuse_content
@@ -84,9 +83,6 @@ KINDS: Mapping[str, Kind] = {
     ),
     "identity": Kind(
         "Identity", "identity", "Does the persona survive a second adapter?", identity_content,
-    ),
-    "eval": Kind(
-        "Benchmarks", "eval", "Which modes score better on which benchmark?", eval_content,
     ),
 }  # fmt: skip
 

@@ -93,9 +93,6 @@ def _run_of_result(source: Source, slug: str) -> Run:
     if result.status == "planned":
         standing = "planned only"
 
-    def mark(title: str) -> str:
-        return f"{title} (EXPLORATORY)" if exploratory else title
-
     settings, plan = Value(result.settings, file), Value(result.plan, file)
     about = Value(result.environment.model_dump() | {"plan": result.plan}, file)
     return Run(
@@ -103,7 +100,7 @@ def _run_of_result(source: Source, slug: str) -> Run:
         plan["hypothesis"].text or result.question, standing, result.standing.reasons,
         result.plan_sha256, _pairs(plan, skip={"hypothesis"}), result.power, _pairs(settings),
         _environment(about), recipe_of(result.kind, settings), result.notes,
-        content_of(result, mark),
+        content_of(result, result.standing.mark),
     )  # fmt: skip
 
 

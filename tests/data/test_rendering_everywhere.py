@@ -19,7 +19,7 @@ from mlxstacks.nano.encode import encode_items
 from mlxstacks.recipe.table import COMMANDS, load
 from mlxstacks.routing.generation import encode_prompt
 from mlxstacks.studies.benchmarks.arm_prompts import PromptEncoder
-from mlxstacks.studies.benchmarks.arm_settings import ArmSettings
+from mlxstacks.studies.benchmarks.settings import ArmSettings
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.identity.asking import item_settings
 from mlxstacks.studies.identity.settings import IdentitySettings

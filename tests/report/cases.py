@@ -217,19 +217,22 @@ def identity_report() -> dict[str, Any]:
     return json.loads(json.dumps(report.as_json()))
 
 
-def eval_report() -> dict[str, Any]:
-    from mlxstacks.studies.benchmarks.report import EvalReport
+def eval_result() -> dict[str, Any]:
+    from mlxstacks.studies.benchmarks.report import blocks, outcome
+    from mlxstacks.studies.benchmarks.run import ABOUT
     from tests.studies.benchmarks.test_report import found_of, marks
 
-    found = found_of({
+    figures, verdict = found_of({
         "arc_easy": {"base": marks(100), "routed": marks(130)},
         "medqa": {"base": marks(100), "routed": marks(60)},
     }, is_published_model=True)  # fmt: skip
     plan = {"hypothesis": "A mode answers more or fewer."}
-    report = EvalReport(
-        "done", "out", {"tasks": ["arc_easy"]}, {}, plan, json_sha256(plan), findings=found
-    )
-    return json.loads(json.dumps(report.as_json()))
+    settings = {"tasks": ["arc_easy"], "normalisation": "token"}
+    return Result(
+        **ABOUT, status="done", outcome=outcome(figures), verdict=verdict, settings=settings,
+        standing={"status": "confirmatory"}, plan=plan, plan_sha256=json_sha256(plan),
+        data=figures, blocks=blocks(figures, {}, settings),
+    ).as_json()  # fmt: skip
 
 
 def every_report() -> dict[str, tuple[str, dict[str, Any]]]:
@@ -252,7 +255,7 @@ def _every_report() -> dict[str, tuple[str, dict[str, Any]]]:
         "profile": (RESULT, profile_result()),
         "confound": ("confound_report.json", confound_report()),
         "identity": ("identity_report.json", identity_report()),
-        "eval": ("eval_report.json", eval_report()),
+        "eval": (RESULT, eval_result()),
         **{f"route-{number}": pair for number, pair in enumerate(routes.items())},
     }
 

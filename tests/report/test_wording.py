@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.report.benchmarks import eval_content
 from mlxstacks.report.confound import confound_content
 from mlxstacks.report.content import Content, Table, Words
 from mlxstacks.report.identity import identity_content
@@ -18,7 +17,7 @@ from mlxstacks.report.values import Value
 from mlxstacks.study.render.drawings import draw_heat_map, draw_intervals, percent_dot
 from mlxstacks.study.render.words import beginning
 from mlxstacks.study.result import Result
-from tests.report.cases import confound_report, eval_report, identity_report, profile_result
+from tests.report.cases import confound_report, identity_report, profile_result
 
 
 def content_of(make: Any, document: dict[str, Any]) -> Content:
@@ -68,45 +67,8 @@ def test_a_reference_that_passes_nothing_has_nothing_to_lose() -> None:
     assert rows[0][5] == "nothing to lose"
 
 
-def test_no_difference_between_modes_is_said_so() -> None:
-    document = eval_report()
-    assert content_of(eval_content, document).outcome.endswith(" differences shown")
-    for task in document["tasks"].values():
-        for one in task["comparisons"]:
-            one["label"] = "not distinguishable"
-    assert content_of(eval_content, document).outcome == "no difference shown, of 2 tested"
-
-
-def test_worse_counts_as_a_difference_and_holms_p_has_its_own_column() -> None:
-    document = eval_report()
-    better, worse = (task["comparisons"][0] for task in document["tasks"].values())
-    assert (better["label"], worse["label"]) == ("better", "worse")
-    assert content_of(eval_content, document).outcome == "2 of 2 differences shown"
-    document["settings"]["alpha"] = 0.05
-    better["label"] = "not distinguishable"
-    better["mcnemar"]["p_value"], better["p_adjusted"] = 0.03, 0.06
-    found = content_of(eval_content, document)
-    assert found.outcome == "1 of 2 differences shown"
-    tests = table_of(found, "Paired tests")
-    row = dict(zip(tests.columns, tests.rows[0], strict=True))
-    assert (row["p (McNemar)"], row["p (Holm)"]) == ("0.03", "0.06")
-    assert row["outcome"] == "not told apart*"
-
-
 INTERVAL = {"low": 0.012, "high": 0.345}
 FIGURES: list[tuple[Any, Any, str, dict[str, Any], dict[str, Any]]] = [
-    (
-        eval_content, eval_report, "tasks.arc_easy.comparisons.0",
-        {"difference": 0.123, "interval": INTERVAL, "mcnemar": {"p_value": 0.02},
-         "p_adjusted": 0.04},
-        {"points": "+12.30", "95%": "+1.2 to +34.5", "p (McNemar)": "0.02", "p (Holm)": "0.04"},
-    ),
-    (
-        eval_content, eval_report, "mean_differences.0",
-        {"mean": -0.05, "interval": INTERVAL, "tasks": 7, "better": ["b1", "b2"], "worse": ["w"]},
-        {"points": "-5.00", "95%": "+1.2 to +34.5", "tasks": "7", "better on": "b1, b2",
-         "worse on": "w"},
-    ),
     (
         identity_content, identity_report, "compared.identity_rerun",
         {"kept": 11, "lost": ["l1", "l2"], "gained": ["g"], "loss": INTERVAL, "p_value": 0.02,
@@ -152,16 +114,6 @@ def test_a_column_shows_the_figure_of_its_name(
     ]
     (row, *_) = tables[0].rows
     assert dict(zip(tables[0].columns, row, strict=True)).items() >= shown.items()
-
-
-def test_published_scores_have_a_table_only_where_there_are_some() -> None:
-    document = eval_report()
-    titles = [b.title for b in content_of(eval_content, document).blocks if isinstance(b, Table)]
-    assert any(title.startswith("Published") for title in titles)
-    for task in document["tasks"].values():
-        task["published"] = None
-    titles = [b.title for b in content_of(eval_content, document).blocks if isinstance(b, Table)]
-    assert not any(title.startswith("Published") for title in titles)
 
 
 def test_a_judgement_of_content_says_of_how_much() -> None:
@@ -235,54 +187,6 @@ def test_a_map_of_yes_and_no_has_two_colours_and_no_scale() -> None:
     assert [one.get_text() for one in legend.get_texts()] == ["failed", "passed"]
     cells = [patch.get_facecolor() for patch in figure.axes[0].patches]
     assert [patch.get_facecolor() for patch in legend.get_patches()] == cells
-
-
-def one_task(labels: list[tuple[str, float]]) -> dict[str, Any]:
-    """An eval of one task; of each comparison its label and p."""
-    document = eval_report()
-    document["tasks"] = {"medqa": document["tasks"]["medqa"]}
-    (one,) = document["tasks"]["medqa"]["comparisons"]
-    document["tasks"]["medqa"]["comparisons"] = [
-        {**one, "label": label, "mcnemar": {**one["mcnemar"], "p_value": p}} for label, p in labels
-    ]
-    document["settings"]["alpha"] = 0.05
-    return document
-
-
-def test_of_one_task_an_arm_is_a_row() -> None:
-    found = content_of(eval_content, one_task([("worse", 0.001)]))
-    scores = table_of(found, "Scores, MedQA, 200 items")
-    assert scores.columns == ("arm", "right", "share", "95% interval")
-    assert [row[:3] for row in scores.rows] == [("base", "100", "50.0%"), ("routed", "60", "30.0%")]
-    assert scores.note == "Guessing gives 25.0%."
-    assert not any(b.title.startswith("Differences, mean") for b in found.blocks
-                   if isinstance(b, Table))  # fmt: skip
-    several = table_of(content_of(eval_content, eval_report()), "Scores, with 95% intervals")
-    assert several.columns == ("task", "items", "guessing", "base", "routed")
-
-
-def test_outcomes_of_tests_are_short_and_a_star_is_what_a_test_alone_says() -> None:
-    labels = [("worse", 0.001), ("not distinguishable", 0.04), ("not distinguishable", 0.06)]
-    tests = table_of(content_of(eval_content, one_task(labels)), "Paired tests")
-    assert [row[1] for row in tests.rows] == ["worse", "not told apart*", "not told apart"]
-    assert tests.note.endswith(" *: its own p, without Holm's rule, is below 0.05.")
-    plain = table_of(content_of(eval_content, one_task(labels[:1])), "Paired tests")
-    assert "*" not in plain.note
-    several = table_of(content_of(eval_content, eval_report()), "Paired tests")
-    assert several.columns[:3] == ("task", "pair", "outcome")
-
-
-def test_a_mean_that_alone_is_clear_of_zero_has_a_star() -> None:
-    document = eval_report()
-    (one,) = document["mean_differences"]
-    assert one["label"] == "not distinguishable"
-    title = "Differences, mean over tasks"
-    found = table_of(content_of(eval_content, document), title)
-    assert (found.rows[0][1], found.note) == ("not told apart", "")
-    one["interval"] |= {"low": -0.05, "high": -0.001}
-    found = table_of(content_of(eval_content, document), title)
-    assert found.rows[0][1] == "not told apart*"
-    assert found.note.startswith("*: its 95% interval is clear of 0")
 
 
 def test_words_of_the_profile_are_explained_below_its_tables() -> None:
