@@ -161,7 +161,7 @@ COMMANDS: dict[str, Command] = {
         help="Benchmarks in every mode: base, adapter, fused, ungated, routed; paired tests.",
         settings="mlxstacks.studies.benchmarks.settings:EvalSettings",
         function="mlxstacks.studies.benchmarks.run:run",
-        render="mlxstacks.cli.eval:render",
+        render="mlxstacks.study.render.console:print_result",
         nano={
             "model": "model_path",
             "adapter_path": "adapter_path",
@@ -170,7 +170,7 @@ COMMANDS: dict[str, Command] = {
         },
         optional=("adapter_path", "store_path", "data"),
         nano_recipe="eval-nano",
-        report="eval_report.json",
+        report="result.json",
     ),
     "report": Command(
         help="One HTML page, and plots, from the results of any runs.",

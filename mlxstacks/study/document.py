@@ -125,6 +125,10 @@ class Standing(_Part):
     status: Literal["confirmatory", "exploratory", "no plan", "planned"] = "no plan"
     reasons: tuple[str, ...] = ()
 
+    def mark(self, title: str) -> str:
+        """A title of a table or plot, with the word where it must not be missed."""
+        return f"{title} (EXPLORATORY)" if self.status == "exploratory" else title
+
 
 class Document(_Part):
     """kind: the command. question: what it asks. outcome: a few words; verdict: whole sentences.

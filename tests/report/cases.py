@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from mlxstacks.studies.route.evaluate_matrix import ALL, Estimate
 
 from mlxstacks.files.manifest import DomainRecord, Manifest
 from mlxstacks.files.strict_json import json_sha256
@@ -37,7 +38,6 @@ from mlxstacks.studies.profile.report import blocks as profile_blocks
 from mlxstacks.studies.profile.report import outcome, verdict_of
 from mlxstacks.studies.profile.run import ABOUT
 from mlxstacks.studies.route.discover import DiscoverReport
-from mlxstacks.studies.route.evaluate_matrix import ALL, Estimate
 from mlxstacks.studies.route.evaluate_report import Evaluation, RouteEvaluateReport
 from mlxstacks.studies.route.train import RouteTrainReport
 from mlxstacks.studies.stack.analysis import AnalysisReport
@@ -236,19 +236,22 @@ def identity_result() -> dict[str, Any]:
     ).sealed().as_json()  # fmt: skip
 
 
-def eval_report() -> dict[str, Any]:
-    from mlxstacks.studies.benchmarks.report import EvalReport
+def eval_result() -> dict[str, Any]:
+    from mlxstacks.studies.benchmarks.report import blocks, outcome
+    from mlxstacks.studies.benchmarks.run import ABOUT
     from tests.studies.benchmarks.test_report import found_of, marks
 
-    found = found_of({
+    figures, verdict = found_of({
         "arc_easy": {"base": marks(100), "routed": marks(130)},
         "medqa": {"base": marks(100), "routed": marks(60)},
     }, is_published_model=True)  # fmt: skip
     plan = {"hypothesis": "A mode answers more or fewer."}
-    report = EvalReport(
-        "done", "out", {"tasks": ["arc_easy"]}, {}, plan, json_sha256(plan), findings=found
-    )
-    return json.loads(json.dumps(report.as_json()))
+    settings = {"tasks": ["arc_easy"], "normalisation": "token"}
+    return Result(
+        **ABOUT, status="done", outcome=outcome(figures), verdict=verdict, settings=settings,
+        standing={"status": "confirmatory"}, plan=plan, plan_sha256=json_sha256(plan),
+        data=figures, blocks=blocks(figures, {}, settings),
+    ).as_json()  # fmt: skip
 
 
 def every_report() -> dict[str, tuple[str, dict[str, Any]]]:
@@ -271,7 +274,7 @@ def _every_report() -> dict[str, tuple[str, dict[str, Any]]]:
         "profile": (RESULT, profile_result()),
         "confound": (RESULT, confound_result()),
         "identity": (RESULT, identity_result()),
-        "eval": ("eval_report.json", eval_report()),
+        "eval": (RESULT, eval_result()),
         **{f"route-{number}": pair for number, pair in enumerate(routes.items())},
     }
 

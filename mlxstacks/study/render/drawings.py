@@ -299,6 +299,6 @@ def _hex(rgba: Sequence[float]) -> str:
 
 
 def _title(figure: Any, title: str) -> None:
-    # Of the figure, not of its axes: it may be as wide as all of it. matplotlib's own wrapping would
-    # read a dollar sign as a formula's, whatever text.parse_math says; `fit` wraps it.
+    # Of the figure, not of its axes: it may be as wide as all of it. `fit` wraps it: matplotlib's
+    # own wrapping reads a dollar sign as a formula's, whatever text.parse_math says.
     figure.suptitle(short(title, 120), x=0.01, ha="left", fontsize=10)
