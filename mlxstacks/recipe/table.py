@@ -63,24 +63,24 @@ COMMANDS: dict[str, Command] = {
     "adapter zero": Command(
         help="Write a copy of an adapter whose delta is zero: the control of every fuse.",
         settings="mlxstacks.files.settings:AdapterZeroSettings",
-        function="mlxstacks.files.adapter_commands:zero_adapter_command",
-        render="mlxstacks.cli.adapter:render_written",
+        function="mlxstacks.studies.adapter:zero",
+        render="mlxstacks.study.render.console:print_result",
         arguments={"adapter_path": "IN", "save_path": "OUT"},
         nano={"adapter_path": "adapter_path"},
     ),
     "adapter convert": Command(
         help="Write an adapter in mlx-lm's or in PEFT's format, with the same delta.",
         settings="mlxstacks.files.settings:AdapterConvertSettings",
-        function="mlxstacks.files.adapter_commands:convert_adapter",
-        render="mlxstacks.cli.adapter:render_written",
+        function="mlxstacks.studies.adapter:convert",
+        render="mlxstacks.study.render.console:print_result",
         arguments={"adapter_path": "IN", "save_path": "OUT"},
         nano={"adapter_path": "adapter_path"},
     ),
     "adapter show": Command(
         help="Show what an adapter holds: modules, shapes, rank, size of the delta.",
         settings="mlxstacks.files.settings:AdapterShowSettings",
-        function="mlxstacks.files.adapter_commands:show_adapter",
-        render="mlxstacks.cli.adapter:render_summary",
+        function="mlxstacks.studies.adapter:show",
+        render="mlxstacks.study.render.console:print_result",
         arguments={"adapter_path": "IN"},
         nano={"adapter_path": "adapter_path"},
     ),
@@ -121,32 +121,32 @@ COMMANDS: dict[str, Command] = {
         help="Train at many ranks and compare: losses, buffers, what a fuse keeps.",
         settings="mlxstacks.studies.sweep.settings:SweepSettings",
         function="mlxstacks.cli.sweep:run",
-        render="mlxstacks.cli.sweep:render",
+        render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path", "data": "data_path"},
-        report="sweep_report.json",
+        report="result.json",
     ),
     "sweep buffers": Command(
         help="Test whether rank moves the number of live buffers, with a counting allocator.",
         settings="mlxstacks.studies.buffers.settings:BufferSettings",
         function="mlxstacks.studies.buffers.run:run",
-        render="mlxstacks.cli.sweep:render_buffers",
+        render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path"},
-        report="sweep_report.json",
+        report="result.json",
     ),
     "confound": Command(
         help="Does fusing a second adapter add knowledge? Every arm beside its control.",
         settings="mlxstacks.studies.confound.settings:ConfoundSettings",
         function="mlxstacks.studies.confound.run:run",
-        render="mlxstacks.cli.confound:render",
+        render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path", "persona": "adapter_path", "items": "items_path"},
         nano_recipe="confound-nano",
-        report="confound_report.json",
+        report="result.json",
     ),
     "identity": Command(
         help="Does a persona survive a second adapter? Conditions, suite, validity gate.",
         settings="mlxstacks.studies.identity.settings:IdentitySettings",
         function="mlxstacks.studies.identity.run:run",
-        render="mlxstacks.cli.identity:render",
+        render="mlxstacks.study.render.console:print_result",
         nano={
             "model": "model_path",
             "persona": "adapter_path",
@@ -155,7 +155,7 @@ COMMANDS: dict[str, Command] = {
         },
         optional=("suite",),
         nano_recipe="identity-nano",
-        report="identity_report.json",
+        report="result.json",
     ),
     "eval": Command(
         help="Benchmarks in every mode: base, adapter, fused, ungated, routed; paired tests.",
@@ -176,7 +176,7 @@ COMMANDS: dict[str, Command] = {
         help="One HTML page, and plots, from the results of any runs.",
         settings="mlxstacks.report.settings:ReportSettings",
         function="mlxstacks.cli.report:run",
-        render="mlxstacks.cli.report:render",
+        render="mlxstacks.study.render.console:print_result",
         arguments={"runs": "RUN..."},
     ),
     "stacks list": Command(
@@ -329,29 +329,21 @@ COMMANDS: dict[str, Command] = {
     "nano": Command(
         help="Show the built-in model: where it is and what it was measured to know.",
         settings="mlxstacks.nano.settings:ShowSettings",
-        function="mlxstacks.nano.show:show",
-        render="mlxstacks.cli.nano:render_show",
-    ),
-    "nano rebuild": Command(
-        help="Train and measure the built-in model again, from generated data.",
-        settings="mlxstacks.nano.settings:RebuildSettings",
-        function="mlxstacks.nano.build:rebuild",
-        render="mlxstacks.cli.nano:render_rebuild",
-        arguments={"save_path": "DIR"},
-        report="manifest.json",
+        function="mlxstacks.nano.exports:show",
+        render="mlxstacks.study.render.console:print_result",
     ),
     "nano export": Command(
         help="Write the built-in model as a checkpoint that mlx-lm loads.",
         settings="mlxstacks.nano.settings:ExportSettings",
         function="mlxstacks.nano.exports:export",
-        render="mlxstacks.cli.nano:render_export",
+        render="mlxstacks.study.render.console:print_result",
         arguments={"save_path": "DIR"},
     ),
     "doctor": Command(
         help="Show the device, its limits, versions, and what will be slow and why.",
         settings="mlxstacks.doctor:DoctorSettings",
         function="mlxstacks.doctor:doctor",
-        render="mlxstacks.cli.doctor:render",
+        render="mlxstacks.study.render.console:print_result",
     ),
 }
 
@@ -369,7 +361,8 @@ GROUPS = {
     "`mlxstacks train`.",
     "route": "Which stacks a prompt needs: find out on which prompts each domain helps, train the "
     "router, ask why, evaluate it, list what no domain fits.",
-    "nano": "The built-in model: show it, export it, train it again.",
+    "nano": "The built-in model: show it, export it. Training it again needs a clone: `python -m "
+    "tools.nano rebuild DIR`.",
 }
 
 

@@ -1,5 +1,6 @@
 """The document that a result is: a head, figures for machines, and blocks for people."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -38,6 +39,12 @@ class Table(_Part):
     rows: tuple[tuple[Cell, ...], ...]
     caption: str = ""
     folded: bool = False
+
+    @classmethod
+    def of_facts(cls, id: str, title: str, facts: Mapping[str, Cell]) -> "Table":
+        """Two columns: what, and its value."""
+        columns = (Column(name="what"), Column(name="value"))
+        return cls(id=id, title=title, columns=columns, rows=tuple(facts.items()))
 
     @model_validator(mode="after")
     def _rows_fit(self) -> "Table":

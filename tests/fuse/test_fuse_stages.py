@@ -15,6 +15,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlxstacks.report.fuse import fuse_content
+from mlxstacks.report.values import Value
 from rich.console import Console
 
 from mlxstacks.cli.fuse import render
@@ -31,8 +33,6 @@ from mlxstacks.fuse.report import FuseReport
 from mlxstacks.fuse.run import REPORT_NAME, run
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops.policies import Groups
-from mlxstacks.report.fuse import fuse_content
-from mlxstacks.report.values import Value
 from tests.files.raw import mounted
 from tests.fuse.test_fuse_parity import assert_same_bytes
 from tests.tiny_models import random_adapter, write_llama

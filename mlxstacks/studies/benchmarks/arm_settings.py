@@ -2,10 +2,11 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
+from mlxstacks.settings import Settings
 
 ArmName = Literal["base", "adapter", "fused", "ungated", "routed", "oracle", "random"]
 # Those of one line share a model, loaded once.
@@ -14,10 +15,8 @@ ADAPTER_ARMS: tuple[ArmName, ...] = ("adapter", "fused")
 ARMS: tuple[ArmName, ...] = ("base", *ADAPTER_ARMS, *STORE_ARMS)
 
 
-class ArmSettings(BaseModel):
+class ArmSettings(Settings):
     """A model, what changes it, and how it is asked."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str | None = Field(
         None, description="Model directory or Hugging Face id. Default: the base of the store."

@@ -2,12 +2,13 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from mlxstacks.data.settings import SourceSettings, Template
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.routing.outcome_settings import LabelledSource
 from mlxstacks.routing.route_settings import RouteSettings
+from mlxstacks.settings import Settings
 
 CheckMode = Literal["base", "ungated", "routed"]
 
@@ -22,14 +23,12 @@ class _ServedSettings(RouteSettings):
     )
 
 
-class CheckPrompt(BaseModel):
+class CheckPrompt(Settings):
     """One prompt, with the rules that its answer and its route are held to.
 
     The answer is written in every mode if there is a rule for it; otherwise the prompt is routed
     only.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field(min_length=1, description="what the check is called in tables")
     prompt: str = Field(min_length=1)

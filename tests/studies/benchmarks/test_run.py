@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlxstacks.report.content import Table
+from mlxstacks.report.runs import run_of
 from rich.console import Console
 
 from mlxstacks.cli.eval import render
@@ -23,9 +25,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import validate
-from mlxstacks.report.content import Table
 from mlxstacks.report.find import find_sources
-from mlxstacks.report.runs import run_of
 from mlxstacks.studies.benchmarks import run as eval_run
 from mlxstacks.studies.benchmarks.asked import ask
 from mlxstacks.studies.benchmarks.harness import run as harness
