@@ -38,7 +38,7 @@ def train(
     """nano's own store, which lies in the package, is read and not changed."""
     from mlxstacks.studies.route.train import run
 
-    notes = ()
+    notes: tuple[str, ...] = ()
     if settings.store_path and settings.install and _in_package(settings.store_path):
         settings = settings.model_copy(update={"install": False})
         notes = ("nano's own store is not changed; the router is in the save path alone.",)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mlxstacks.studies.route.evaluate_matrix import ALL, Estimate
+from mlxstacks.studies.route.evaluate_matrix import ALL
 
 from mlxstacks.files.manifest import DomainRecord, Manifest
 from mlxstacks.files.strict_json import json_sha256
@@ -37,9 +37,11 @@ from mlxstacks.studies.profile.analysis import analyse as analyse_profile
 from mlxstacks.studies.profile.report import blocks as profile_blocks
 from mlxstacks.studies.profile.report import outcome, verdict_of
 from mlxstacks.studies.profile.run import ABOUT
-from mlxstacks.studies.route.discover import DiscoverReport
-from mlxstacks.studies.route.evaluate_report import Evaluation, RouteEvaluateReport
-from mlxstacks.studies.route.train import RouteTrainReport
+from mlxstacks.studies.route import check as route_check
+from mlxstacks.studies.route import discover as route_discover
+from mlxstacks.studies.route import evaluate as route_evaluate
+from mlxstacks.studies.route import train as route_train
+from mlxstacks.studies.route.evaluate_figures import ALL
 from mlxstacks.studies.stack.analysis import AnalysisReport
 from mlxstacks.studies.sweep.cells import Cell, CellResult
 from mlxstacks.studies.sweep.report import concluded
@@ -56,7 +58,7 @@ from tests.studies.identity import cases as identity_cases
 SETTINGS = FuseSettings(model="m", adapter_path=("a",))
 RATE = {"count": 3, "n": 4, "rate": 0.75, "low": 0.3, "high": 0.95}
 ORACLE = {
-    "label": "letters", "n": 4, "own": RATE, "label_in_set": RATE, "nothing": RATE,
+    "label": "letters", "n": 4, "sets": [], "own": RATE, "label_in_set": RATE, "nothing": RATE,
     "gain": {"mean": 0.5, "low": 0.2, "high": 0.8}, "own_gain": None,
 }  # fmt: skip
 
@@ -160,36 +162,47 @@ def buffers_result() -> dict[str, Any]:
     ).sealed().as_json()  # fmt: skip
 
 
-def route_reports() -> dict[str, dict[str, Any]]:
-    discover = DiscoverReport(
-        "done", "store", "out", {"seed": 0}, "0" * 64, ["letters"], {}, None, 0.0, "chat",
-        {"discovered_share": 0.5}, [ORACLE], verdict="Found.",
-    )  # fmt: skip
-    train = RouteTrainReport(
-        "trained", "store", "out", {"seed": 0}, ["letters"], {"all": 4, "discovered": 2},
-        best_epoch=2, history=[{"epoch": 1, "loss": 0.9}, {"epoch": 2, "loss": 0.5}],
-        metrics={"single_top1": 0.9, "mixed_set": None, "examples": {"single": 10, "mixed": 0},
-                 "calibration": {"expected_calibration_error": 0.02}},
-    )  # fmt: skip
-    row = {"letters": Estimate(1.0, 0.9, 1.1), ALL: Estimate(1.0, None, None)}
+def route_results() -> list[dict[str, Any]]:
+    labels = dict.fromkeys(("examples", "trained_on", "samples", "samples_trained_on"), 4)
+    discover = {
+        "oracle": [ORACLE], "control": None, "greedy_gap": None,
+        "counts": {"discovered_share": 0.5, "labels": {"letters": labels}},
+    }  # fmt: skip
+    epoch = {"single_top1": 0.9, "mixed_set": None, "val_bce": 0.4, "checkpoint_score": 0.4}
+    calibration = {"expected_calibration_error": 0.02, "bins": []}
+    train = {
+        "domains": ["letters"], "examples": {"all": 4, "discovered": 2}, "best_epoch": 2,
+        "history": [{"epoch": number, "train_loss": 1 / number, **epoch} for number in (1, 2)],
+        "metrics": {**epoch, "examples": {"single": 10, "mixed": 0}, "domains": {},
+                    "calibration": calibration},
+    }  # fmt: skip
+    row = {"letters": {"value": 1.0, "low": 0.9, "high": 1.1},
+           ALL: {"value": 1.0, "low": None, "high": None}}  # fmt: skip
     matrix = dict.fromkeys(("base", "routed", "ungated"), row)
-    gaps = {"scores": {"detection": RATE, "false_alarms": RATE, "others": None}}
-    evaluation = Evaluation(
-        ("letters",), {"letters": 4}, matrix, {"base": matrix, "ungated": matrix}, [], None, gaps,
-        {"all, routed": {"mode": "routed", "losses": {ALL: 1.0}, "exactly_right": 1, "samples": 2}},
-        [{"group": "letters", "prompt": "p", "expected": "e", "answers": {"base": {"text": "t"}}}],
-    )  # fmt: skip
-    evaluate = RouteEvaluateReport("done", "store", "out", {"seed": 0}, "chat", evaluation)
-    check = {
-        "kind": "route check", "status": "done", "settings": {"hard": False}, "verdict": "Holds.",
-        "summary": {"answers": {"routed": RATE}, "expected_domains_active": RATE},
-        "prompts": [{"name": "one", "prompt": "p", "weights": {"letters": 0.9},
-                     "answers": {"routed": {"failed": ["too long"]}}}],
+    evaluate = {
+        "domains": ["letters"], "rows": {"letters": 4}, "matrix": matrix, "routers": [],
+        "differences": {"base": matrix, "ungated": matrix}, "over_routers": None,
+        "gaps": {"scores": {"detection": RATE, "false_alarms": RATE, "others": None}},
+        "panels": {"all, routed": {"mode": "routed", "losses": {ALL: 1.0}, "exactly_right": 1,
+                                   "samples": 2}},
+        "samples": [{"group": "letters", "prompt": "p", "expected": "e",
+                     "answers": {"base": {"text": "t"}}}],
     }  # fmt: skip
-    return {
-        "discover_report.json": discover.as_json(), "train_report.json": train.as_json(),
-        "route_evaluate_report.json": evaluate.as_json(), "route_check_report.json": check,
-    }  # fmt: skip
+    answer = {"passed": False, "failed": ["too long"], "text": "t"}
+    prompts = [{"name": "one", "prompt": "p", "weights": {"letters": 0.9}, "missing_domains": [],
+                "expected_domains": ["letters"], "answers": {"routed": answer}}]  # fmt: skip
+    summary = route_check.summary_of(prompts, None)
+    parts: list[tuple[dict[str, str], dict[str, Any], Any]] = [
+        (route_discover.ABOUT, discover, route_discover.blocks(discover)),
+        (route_train.ABOUT, train, route_train.blocks(train)),
+        (route_evaluate.ABOUT, evaluate, route_evaluate.blocks(evaluate)),
+        (route_check.ABOUT, {"summary": summary}, route_check.blocks(summary, prompts)),
+    ]
+    return [
+        Result(**about, status="done", settings={"seed": 0}, data=data, blocks=blocks,
+               outcome="found", verdict="Found.").sealed().as_json()
+        for about, data, blocks in parts
+    ]  # fmt: skip
 
 
 def profile_result() -> dict[str, Any]:
@@ -261,7 +274,6 @@ def every_report() -> dict[str, tuple[str, dict[str, Any]]]:
 
 @cache
 def _every_report() -> dict[str, tuple[str, dict[str, Any]]]:
-    routes = route_reports()
     return {
         "fuse": (RESULT, fuse_report()),
         "zero": (RESULT, fuse_report(zero=True)),
@@ -275,7 +287,7 @@ def _every_report() -> dict[str, tuple[str, dict[str, Any]]]:
         "confound": (RESULT, confound_result()),
         "identity": (RESULT, identity_result()),
         "eval": (RESULT, eval_result()),
-        **{f"route-{number}": pair for number, pair in enumerate(routes.items())},
+        **{f"route-{number}": (RESULT, found) for number, found in enumerate(route_results())},
     }
 
 

@@ -1,21 +1,29 @@
-"""Cells, columns and plots that the results of `mlxstacks route` share."""
+"""Cells, tables and plots that the results of `mlxstacks route` share."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mlxstacks.study.document import Cell, Column, Kind, Plot, Series
+from mlxstacks.study.document import Cell, Column, Plot, Series, Table
 
 Estimate = Mapping[str, Any]
 """`value`, `mean`, `rate` or `share`, with `low` and `high` (of a share in `interval`) or None."""
 
 
-def columns(*names: str | tuple[str, Kind] | tuple[str, Kind, int]) -> tuple[Column, ...]:
-    """Columns by name, kind and digits; a name alone is of text."""
-    specs = [(name,) if isinstance(name, str) else name for name in names]
-    return tuple(
-        Column(**dict(zip(("name", "kind", "digits"), spec, strict=False)))  # type: ignore[arg-type]
-        for spec in specs
-    )
+Head = str | tuple[str, str] | tuple[str, str, int]
+"""Of a column: name, kind and digits; a name alone is of text."""
+RATE: tuple[Head, ...] = ("number", "count"), ("of", "count"), ("share", "share", 0)
+
+
+def table(
+    id: str, title: str, heads: Iterable[Head], rows: Iterable[Sequence[Cell]], **options: Any
+) -> Table:
+    """options: of `Table`."""
+    specs = [(head,) if isinstance(head, str) else head for head in heads]
+    columns = [dict(zip(("name", "kind", "digits"), spec, strict=False)) for spec in specs]
+    return Table(
+        id=id, title=title, columns=tuple(Column.model_validate(one) for one in columns),
+        rows=tuple(map(tuple, rows)), **options,
+    )  # fmt: skip
 
 
 def cell(estimate: Estimate | None) -> Cell:
@@ -37,9 +45,6 @@ def triple(estimate: Estimate) -> tuple[float | None, float | None, float | None
 def rate_row(rate: Estimate | None) -> tuple[Cell, Cell, Cell]:
     """Count, of how many, share with interval."""
     return (None, None, None) if rate is None else (rate["count"], rate["n"], cell(rate))
-
-
-RATE_COLUMNS = ("number", "count"), ("of", "count"), ("share", "share", 0)
 
 
 def interval_plot(

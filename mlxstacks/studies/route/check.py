@@ -21,17 +21,12 @@ from mlxstacks.routing.generation import encode_prompt
 from mlxstacks.routing.route import Route, base_route, ungated_route
 from mlxstacks.routing.router import PromptRouter, load_prompt_router
 from mlxstacks.routing.router_metrics import rate_json
-from mlxstacks.studies.route.cells import (
-    RATE_COLUMNS,
-    columns,
-    interval_plot,
-    rate_in_words,
-    rate_row,
-)
+from mlxstacks.studies.route.cells import RATE, interval_plot, rate_in_words, rate_row, table
 from mlxstacks.studies.route.data import routed_domains
 from mlxstacks.studies.route.served import Served, open_served, selection_of
 from mlxstacks.studies.route.settings import CheckMode, CheckPrompt, RouteCheckSettings
 from mlxstacks.study.document import Block, Table
+from mlxstacks.study.render.words import short
 from mlxstacks.study.result import Result
 from mlxstacks.study.write import environment, write_result
 
@@ -281,31 +276,26 @@ def verdict(summary: Mapping[str, Any]) -> str:
 def blocks(summary: Mapping[str, Any], prompts: Sequence[Mapping[str, Any]]) -> tuple[Block, ...]:
     rates = {f"answers hold, {mode}": rate for mode, rate in summary["answers"].items()}
     rates |= {key.replace("_", " "): summary[key] for key in summary if key != "answers"}
-    measured = {name: rate for name, rate in rates.items() if rate}
-    failures = tuple(
-        (p["name"], mode, "; ".join(answer["failed"]),
-         " ".join(answer["text"].split())[:_SHOWN_CHARACTERS])
-        for p in prompts for mode, answer in p["answers"].items() if answer["failed"]
-    )  # fmt: skip
-    failure_table = Table(
-        id="failures", title="Answers that break a rule", rows=failures,
-        columns=columns("prompt", "mode", "rules", "the answer begins"),
-    )  # fmt: skip
+    failures = [
+        (p["name"], mode, "; ".join(answer["failed"]), short(answer["text"], _SHOWN_CHARACTERS))
+        for p in prompts
+        for mode, answer in p["answers"].items()
+        if answer["failed"]
+    ]
+    heads = ("prompt", "mode", "rules", "the answer begins")
     return (
         _prompt_table(list(summary["answers"]), prompts),
-        *([failure_table] if failures else []),
-        Table(
-            id="rate-table", title="Rates", columns=columns("what", *RATE_COLUMNS),
-            rows=tuple((name, *rate_row(rate)) for name, rate in rates.items()),
-        ),
+        *([table("failures", "Answers that break a rule", heads, failures)] if failures else []),
+        table("rate-table", "Rates", ("what", *RATE), (
+            (name, *rate_row(rate)) for name, rate in rates.items()
+        )),
         interval_plot(
-            "rates", "Answers and routes that hold", measured, "% of prompts, 95% interval",
+            "rates", "Answers and routes that hold",
+            {name: rate for name, rate in rates.items() if rate}, "% of prompts, 95% interval",
             scale=100, form="{:.0f}", limits=(-5.0, 105.0),
         ),
-        Table(
-            id="texts", title="Prompts", columns=columns("prompt", "text"), folded=True,
-            rows=tuple((p["name"], p["prompt"]) for p in prompts),
-        ),
+        table("texts", "Prompts", ("prompt", "text"), ((p["name"], p["prompt"]) for p in prompts),
+              folded=True),
     )  # fmt: skip
 
 
@@ -313,11 +303,9 @@ def _prompt_table(modes: Sequence[str], prompts: Sequence[Mapping[str, Any]]) ->
     rows = []
     for prompt in prompts:
         active = ", ".join(f"{name} {weight:.2f}" for name, weight in prompt["weights"].items())
-        holds = [answer and ("holds" if answer["passed"] else "fails")
-                 for answer in map(prompt["answers"].get, modes)]  # fmt: skip
+        answers = map(prompt["answers"].get, modes)
+        holds = [answer and ("holds" if answer["passed"] else "fails") for answer in answers]
         missing = ", ".join(prompt["missing_domains"]) or "none"
         rows.append((prompt["name"], active or "none", missing, *holds))
-    return Table(
-        id="prompts", title="Prompts and their routes", rows=tuple(rows),
-        columns=columns("prompt", "active domains", "missing domains", *modes),
-    )  # fmt: skip
+    heads = ("prompt", "active domains", "missing domains", *modes)
+    return table("prompts", "Prompts and their routes", heads, rows)

@@ -1,7 +1,7 @@
 """Figures of a discovery and its tables: which sets win for which label, greedy's gap, controls."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import comb
 from typing import Any
@@ -10,13 +10,14 @@ from mlxstacks.routing.outcome_files import Outcome, RouterExample, config_text
 from mlxstacks.routing.outcomes import Rules, improves, replay
 from mlxstacks.routing.random_stack import random_name
 from mlxstacks.stats import mean_interval, wilson_interval
-from mlxstacks.studies.route.cells import RATE_COLUMNS, cell, columns, interval_plot, rate_row
+from mlxstacks.studies.route.cells import RATE, Head, cell, interval_plot, rate_row, table
 from mlxstacks.study.document import Block, Table
 
 # Keys of `Outcome.control`: chat at its floor alone; the best set and the random stack of a domain.
 FLOOR, WITH_BEST = "floor", "best+"
 NO_LABEL = "others"
 _MOST_SETS = 4
+_RATE_AND_NATS: tuple[Head, ...] = ("what", *RATE, ("nats", "change", 3))
 
 
 def label_text(label: Sequence[str]) -> str:
@@ -172,68 +173,44 @@ def _twin_gains(domain: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def count_table(counts: Mapping[str, Any]) -> Table:
     keys = ("examples", "trained_on", "samples", "samples_trained_on")
-    return Table(
-        id="counts", title="Prompts by label",
-        columns=columns(
-            "label", ("examples", "count"), ("trained on", "count"), ("searched", "count"),
-            ("of them trained on", "count"),
-        ),
-        rows=tuple((name, *(row[key] for key in keys)) for name, row in counts["labels"].items()),
-    )  # fmt: skip
+    rows = ((name, *(row[key] for key in keys)) for name, row in counts["labels"].items())
+    return table("counts", "Prompts by label", (
+        "label", ("examples", "count"), ("trained on", "count"), ("searched", "count"),
+        ("of them trained on", "count"),
+    ), rows)  # fmt: skip
 
 
 def blocks(data: Mapping[str, Any]) -> tuple[Block, ...]:
     """Labels first; then the controls."""
-    found: list[Block] = []
-    if oracle := data["oracle"]:
-        found += _label_blocks(oracle)
-    if control := data["control"]:
-        found += _control_tables(control)
-    if gap := data["greedy_gap"]:
-        found.append(Table(
-            id="greedy", title="Greedy search against all sets", rows=(
-                ("finds the best set", *rate_row(gap["same_set"]), None),
-                ("leaves more than the threshold", *rate_row(gap["beyond_threshold"]), None),
-                ("nats it leaves", None, None, None, cell(gap["nats"])),
-                ("most nats it leaves", None, None, None, gap["largest_nats"]),
-            ), columns=columns("what", *RATE_COLUMNS, ("nats", "change", 3)),
-        ))  # fmt: skip
-    return (*found, count_table(data["counts"]))
-
-
-def _label_blocks(oracle: Sequence[Mapping[str, Any]]) -> tuple[Block, ...]:
-    title = "What the best set of stacks takes off the loss"
     return (
-        Table(
-            id="labels", title="Which stacks help, by label",
-            columns=columns(
-                "label", ("pairs", "count"), ("best set is the label", "share", 0),
-                ("holds it", "share", 0), ("no set helps", "share", 0), ("gain, nats", "change", 3),
-                ("gain of the label alone", "change", 3),
-            ),
-            rows=tuple(
-                (row["label"], row["n"], cell(row["own"]), cell(row["label_in_set"]),
-                 cell(row["nothing"]), cell(row["gain"]), cell(row["own_gain"]))
-                for row in oracle
-            ),
-        ),
-        Table(
-            id="sets", title="Which set lowers the answer's loss most",
-            columns=columns("label", "best set", *RATE_COLUMNS),
-            rows=tuple(
-                (row["label"], best["set"] or "(base)", *rate_row(best))
-                for row in oracle for best in row["sets"][:_MOST_SETS]
-            ),
-            caption=f"Of each label the {_MOST_SETS} most frequent ones.",
-        ),
-        interval_plot(
-            "gains", title, {row["label"]: row["gain"] for row in oracle},
-            "gain, nats a token (right is better)", references={"no gain": 0.0},
-        ),
+        *(_label_blocks(data["oracle"]) if data["oracle"] else ()),
+        *(_control_tables(data["control"]) if data["control"] else ()),
+        *(_gap_tables(data["greedy_gap"]) if data["greedy_gap"] else ()),
+        count_table(data["counts"]),
+    )
+
+
+def _label_blocks(oracle: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
+    shares, gains = ("own", "label_in_set", "nothing"), ("gain", "own_gain")
+    yield table("labels", "Which stacks help, by label", (
+        "label", ("pairs", "count"), ("best set is the label", "share", 0),
+        ("holds it", "share", 0), ("no set helps", "share", 0), ("gain, nats", "change", 3),
+        ("gain of the label alone", "change", 3),
+    ), (
+        (row["label"], row["n"], *(cell(row[key]) for key in (*shares, *gains))) for row in oracle
+    ))  # fmt: skip
+    yield table("sets", "Which set lowers the answer's loss most", ("label", "best set", *RATE), (
+        (row["label"], best["set"] or "(base)", *rate_row(best))
+        for row in oracle for best in row["sets"][:_MOST_SETS]
+    ), caption=f"Of each label the {_MOST_SETS} most frequent ones.")  # fmt: skip
+    yield interval_plot(
+        "gains", "What the best set of stacks takes off the loss",
+        {row["label"]: row["gain"] for row in oracle}, "gain, nats a token (right is better)",
+        references={"no gain": 0.0},
     )  # fmt: skip
 
 
-def _control_tables(control: Mapping[str, Any]) -> tuple[Table, ...]:
+def _control_tables(control: Mapping[str, Any]) -> Iterator[Table]:
     rates = {
         "a random stack would be chosen": "chosen", "some random stack helps": "helps",
         "some real stack helps": "real_helps",
@@ -243,28 +220,26 @@ def _control_tables(control: Mapping[str, Any]) -> tuple[Table, ...]:
         "mean gain of random stacks": "gain", "mean gain of real stacks": "real_gain",
         "gain of chat at its floor alone": "floor_gain",
     }  # fmt: skip
+    yield table("control", "Control: random stacks of equal norm", _RATE_AND_NATS, (
+        *((name, *rate_row(control[key]), None) for name, key in rates.items()),
+        *((name, None, None, None, cell(control[key])) for name, key in gains.items()),
+    ))  # fmt: skip
     keys = ("gain_all", "random_gain_all", "gain_own", "random_gain_own")
-    return (
-        Table(
-            id="control", title="Control: random stacks of equal norm",
-            columns=columns("what", *RATE_COLUMNS, ("nats", "change", 3)),
-            rows=(
-                *((name, *rate_row(control[key]), None) for name, key in rates.items()),
-                *((name, None, None, None, cell(control[key])) for name, key in gains.items()),
-            ),
-        ),
-        Table(
-            id="twins", title="Nats gained by one domain alone, and by its random twin",
-            columns=columns(
-                "domain", ("all prompts", "change", 3), ("random", "change", 3),
-                ("its own prompts", "change", 3), ("random, its own", "change", 3),
-            ),
-            rows=tuple(
-                (name, *(cell(row[key]) for key in keys))
-                for name, row in control["domains"].items()
-            ),
-        ),
-    )  # fmt: skip
+    yield table("twins", "Nats gained by one domain alone, and by its random twin", (
+        "domain", ("all prompts", "change", 3), ("random", "change", 3),
+        ("its own prompts", "change", 3), ("random, its own", "change", 3),
+    ), (
+        (name, *(cell(row[key]) for key in keys)) for name, row in control["domains"].items()
+    ))  # fmt: skip
+
+
+def _gap_tables(gap: Mapping[str, Any]) -> Iterator[Table]:
+    yield table("greedy", "Greedy search against all sets", _RATE_AND_NATS, (
+        ("finds the best set", *rate_row(gap["same_set"]), None),
+        ("leaves more than the threshold", *rate_row(gap["beyond_threshold"]), None),
+        ("nats it leaves", None, None, None, cell(gap["nats"])),
+        ("most nats it leaves", None, None, None, gap["largest_nats"]),
+    ))  # fmt: skip
 
 
 def verdict(data: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:

@@ -4,14 +4,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mlxstacks.studies.route.cells import (
-    RATE_COLUMNS,
+    RATE,
     Estimate,
+    Head,
     cell,
-    columns,
     in_words,
     interval_plot,
     rate_in_words,
     rate_row,
+    table,
 )
 from mlxstacks.studies.route.evaluate_figures import ALL
 from mlxstacks.study.document import Block, Plot, Table
@@ -105,15 +106,12 @@ def _groups(data: Mapping[str, Any]) -> dict[str, int | None]:
 def _loss_table(data: Mapping[str, Any]) -> Table:
     """Groups down and modes across: there are seven modes, and any number of domains."""
     modes = data["matrix"]
-    heads = [(mode.replace("_", " "), "number", 3) for mode in modes]
-    rows = [
+    heads: list[Head] = [(mode.replace("_", " "), "number", 3) for mode in modes]
+    rows = (
         (group, count, *(row.get(group, {}).get("value") for row in modes.values()))
         for group, count in _groups(data).items()
-    ]
-    return Table(
-        id="losses", title="Loss, nats a token", rows=tuple(rows),
-        columns=columns("prompts", ("rows", "count"), *heads),
-    )  # fmt: skip
+    )
+    return table("losses", "Loss, nats a token", ("prompts", ("rows", "count"), *heads), rows)
 
 
 def _plots(data: Mapping[str, Any]) -> Iterator[Plot]:
@@ -132,10 +130,10 @@ def _plots(data: Mapping[str, Any]) -> Iterator[Plot]:
 def _difference_table(data: Mapping[str, Any], to: str) -> Table:
     matrix = data["differences"][to]
     modes = [m for m in _COMPARED.get(to, ("routed", "routed_hard")) if m in matrix]
+    heads: list[Head] = [(mode, "change", 3) for mode in modes]
     rows = [(group, *(cell(matrix[mode].get(group)) for mode in modes)) for group in _groups(data)]
-    return Table(
-        id=f"to-{to.replace('_', '-')}", title=f"Difference to {to}, same tokens",
-        columns=columns("prompts", *((mode, "change", 3) for mode in modes)), rows=tuple(rows),
+    return table(
+        f"to-{to.replace('_', '-')}", f"Difference to {to}, same tokens", ("prompts", *heads), rows,
         caption="Nats a token, 95% intervals over rows; below 0 is better.",
     )  # fmt: skip
 
@@ -147,11 +145,9 @@ def _every_difference(differences: Mapping[str, Any]) -> Table:
         for mode, row in matrix.items()
         for group, estimate in row.items()
     )
-    return Table(
-        id="every-difference", title="Every difference between modes, same tokens",
-        columns=columns("mode", "less", "prompts", ("nats a token", "change", 3)),
-        rows=tuple(rows), folded=True,
-    )  # fmt: skip
+    heads = ("mode", "less", "prompts", ("nats a token", "change", 3))
+    title = "Every difference between modes, same tokens"
+    return table("every-difference", title, heads, rows, folded=True)
 
 
 def _gap_table(gaps: Mapping[str, Any]) -> Table:
@@ -161,10 +157,7 @@ def _gap_table(gaps: Mapping[str, Any]) -> Table:
         if rates
         for name, kind in _KINDS.items()
     )
-    return Table(
-        id="gaps", title="Gaps: prompts that no domain fits", rows=tuple(rows),
-        columns=columns("test", "prompts", *RATE_COLUMNS),
-    )  # fmt: skip
+    return table("gaps", "Gaps: prompts that no domain fits", ("test", "prompts", *RATE), rows)
 
 
 def _router_tables(data: Mapping[str, Any]) -> Iterator[Table]:
@@ -177,22 +170,16 @@ def _router_tables(data: Mapping[str, Any]) -> Iterator[Table]:
             router["name"], *rates, metrics["bce"], metrics["calibration_error"],
             router["losses"]["routed"][ALL], router["mean_active_domains"],
         ))  # fmt: skip
-    yield Table(
-        id="routers", title="Routers", rows=tuple(rows),
-        columns=columns(
-            "router", ("right domain first", "share", 0), ("single prompts", "count"),
-            ("both domains", "share", 0), ("mixed prompts", "count"),
-            ("cross entropy", "number", 3), ("calibration error", "number", 3),
-            ("routed loss", "number", 3), ("active domains", "number", 2),
-        ),
-    )  # fmt: skip
+    yield table("routers", "Routers", (
+        "router", ("right domain first", "share", 0), ("single prompts", "count"),
+        ("both domains", "share", 0), ("mixed prompts", "count"), ("cross entropy", "number", 3),
+        ("calibration error", "number", 3), ("routed loss", "number", 3),
+        ("active domains", "number", 2),
+    ), rows)  # fmt: skip
     if data["over_routers"]:
-        means = data["over_routers"].items()
-        yield Table(
-            id="over-routers", title="Means over routers, with Student's intervals",
-            columns=columns("what", ("mean", "change", 3)),
-            rows=tuple((name.replace("_", " "), cell(mean)) for name, mean in means),
-        )  # fmt: skip
+        means = ((key.replace("_", " "), cell(mean)) for key, mean in data["over_routers"].items())
+        title = "Means over routers, with Student's intervals"
+        yield table("over-routers", title, ("what", ("mean", "change", 3)), means)
 
 
 def _panel_table(panels: Mapping[str, Any]) -> Table:
@@ -200,11 +187,9 @@ def _panel_table(panels: Mapping[str, Any]) -> Table:
         (name, panel["mode"], panel["losses"].get(ALL), panel["exactly_right"], panel["samples"])
         for name, panel in panels.items()
     )
-    return Table(
-        id="panels", title="Three panels", rows=tuple(rows),
-        columns=columns("panel", "mode", ("loss", "number", 3), ("exactly right", "count"),
-                        ("of answers", "count")),
-    )  # fmt: skip
+    return table("panels", "Three panels", (
+        "panel", "mode", ("loss", "number", 3), ("exactly right", "count"), ("of answers", "count")
+    ), rows)  # fmt: skip
 
 
 def _sample_table(data: Mapping[str, Any]) -> Table:
@@ -213,9 +198,7 @@ def _sample_table(data: Mapping[str, Any]) -> Table:
     rows = []
     for sample in samples:
         texts = [sample["expected"] or "", *(sample["answers"][panel]["text"] for panel in panels)]
-        beginnings = [short(text, _LONGEST) for text in (sample["prompt"], *texts)]
-        rows.append((beginnings[0], sample["group"], *beginnings[1:]))
-    return Table(
-        id="samples", title="Samples", rows=tuple(rows), folded=True,
-        columns=columns("prompt", "group", "expected", *panels),
-    )  # fmt: skip
+        prompt, *answers = (short(text, _LONGEST) for text in (sample["prompt"], *texts))
+        rows.append((prompt, sample["group"], *answers))
+    heads = ("prompt", "group", "expected", *panels)
+    return table("samples", "Samples", heads, rows, folded=True)

@@ -17,7 +17,7 @@ from mlxstacks.routing.outcome_settings import OutcomeSettings
 from mlxstacks.routing.outcomes import Rules
 from mlxstacks.routing.route import Route
 from mlxstacks.routing.router import PromptRouter, load_prompt_router
-from mlxstacks.studies.route.cells import columns
+from mlxstacks.studies.route.cells import table
 from mlxstacks.studies.route.data import encode_pair, template_of
 from mlxstacks.studies.route.served import RowLosses, Served, open_served
 from mlxstacks.studies.route.settings import RouteExplainSettings
@@ -132,11 +132,9 @@ def _score_table(data: Mapping[str, Any], served: tuple[str, ...]) -> Table:
         why = why or ("" if name in served else "not served")
         rows.append((name, score, data["active"].get(name), why))
     floors = f"{chat} is never below {floor:.2f}." if chat else "no domain has a floor."
-    return Table(
-        id="scores", title="Domains", rows=tuple(rows),
-        columns=columns("domain", ("score", "number", 3), ("weight", "number", 3), "why"),
-        caption=f"Active above {data['threshold']:.2f}; template {data['template']}; {floors}",
-    )  # fmt: skip
+    caption = f"Active above {data['threshold']:.2f}; template {data['template']}; {floors}"
+    heads = ("domain", ("score", "number", 3), ("weight", "number", 3), "why")
+    return table("scores", "Domains", heads, rows, caption=caption)
 
 
 def _loss_table(data: Mapping[str, Any]) -> Table:
@@ -144,7 +142,5 @@ def _loss_table(data: Mapping[str, Any]) -> Table:
     for one in data["losses"]:
         weights = ", ".join(f"{name} {weight:.2f}" for name, weight in one["weights"].items())
         rows.append((one["name"], one["loss"], one["difference_to_base"], weights or "none"))
-    return Table(
-        id="losses", title="The answer, nats a token", rows=tuple(rows),
-        columns=columns("set", ("loss", "number", 3), ("to base", "change", 3), "weights"),
-    )  # fmt: skip
+    heads = ("set", ("loss", "number", 3), ("to base", "change", 3), "weights")
+    return table("losses", "The answer, nats a token", heads, rows)

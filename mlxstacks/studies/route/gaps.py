@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from mlxstacks.routing.gap_clusters import GapCluster, cluster_gaps
 from mlxstacks.routing.gap_settings import RouteGapsSettings
 from mlxstacks.routing.gaps import GapEvents, log_files, read_gaps
-from mlxstacks.studies.route.cells import columns
+from mlxstacks.studies.route.cells import table
 from mlxstacks.study.document import Table
 from mlxstacks.study.render.words import short
 from mlxstacks.study.result import Result
@@ -88,8 +88,8 @@ def _table(settings: RouteGapsSettings, clusters: Sequence[GapCluster]) -> Table
             f"{nearest[0]} {nearest[1]:.2f}" if nearest else None,
             "\n".join(prompts) or "(text not kept)",
         ))  # fmt: skip
-    return Table(
-        id="groups", title="Groups of like prompts", rows=tuple(rows),
-        columns=columns(("group", "count"), ("events", "count"), ("cosine", "number", 2),
-                        "nearest domain", "prompts"),
+    heads = (
+        ("group", "count"), ("events", "count"), ("cosine", "number", 2), "nearest domain",
+        "prompts",
     )  # fmt: skip
+    return table("groups", "Groups of like prompts", heads, rows)

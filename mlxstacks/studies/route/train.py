@@ -24,7 +24,7 @@ from mlxstacks.routing.router import ROUTER_FILE, parameter_count, router_tensor
 from mlxstacks.routing.router_metrics import rate_json
 from mlxstacks.routing.router_settings import RouterTrainSettings
 from mlxstacks.routing.router_training import TrainedRouter, train_router
-from mlxstacks.studies.route.cells import RATE_COLUMNS, cell, columns, rate_row
+from mlxstacks.studies.route.cells import RATE, cell, rate_row, table
 from mlxstacks.studies.route.data import routed_domains, stack_hashes
 from mlxstacks.study.document import Block, Plot, Series, Table
 from mlxstacks.study.render.words import number
@@ -269,59 +269,48 @@ def _facts(data: Mapping[str, Any]) -> Table:
             "best epoch": str(data["best_epoch"]),
             "router in the store": data["installed"] or "not put there",
         }
-    return Table(
-        id="facts", title="Training", columns=columns("what", "value"), rows=tuple(rows.items())
-    )
+    return table("facts", "Training", ("what", "value"), rows.items())
 
 
 def blocks(data: Mapping[str, Any]) -> tuple[Block, ...]:
-    metrics, history = data["metrics"], data["history"]
-    hits = _hits(metrics)
-    held_out = sum(metrics["examples"].values())
+    metrics = data["metrics"]
+    domains = (
+        (name, row["true"], row["chosen"], cell(row["precision"]), cell(row["recall"]),
+         row["expected_calibration_error"])
+        for name, row in metrics["domains"].items()
+    )  # fmt: skip
+    bins = (
+        (f"{row['low']:.1f} to {row['high']:.1f}", row["count"], row["mean_score"],
+         row["mean_target"])
+        for row in metrics["calibration"]["bins"]
+    )  # fmt: skip
+    hits = ((name, *rate_row(rate)) for name, rate in _hits(metrics).items())
     return (
         _facts(data),
-        Table(
-            id="held-out", title="On prompts that were held out",
-            columns=columns("what", *RATE_COLUMNS),
-            rows=tuple((name, *rate_row(rate)) for name, rate in hits.items()),
-        ),
-        _loss_plot(history),
-        Table(
-            id="epochs", title="Epochs, on held-out prompts but for the loss",
-            columns=columns(
-                ("epoch", "count"), "kept", ("loss", "number"), ("single", "share"),
-                ("mixed", "share"), ("validation BCE", "number"), ("score", "number"),
-            ),
-            rows=tuple(
-                (row["epoch"], "*" if row["epoch"] == data["best_epoch"] else "",
-                 row["train_loss"], row["single_top1"], row["mixed_set"], row["val_bce"],
-                 row["checkpoint_score"])
-                for row in history
-            ),
-            caption=f"Of up to {held_out:,} prompts; intervals stand above." if held_out else "",
-        ),
-        Table(
-            id="domains", title="Domains", rows=tuple(
-                (name, row["true"], row["chosen"], cell(row["precision"]), cell(row["recall"]),
-                 row["expected_calibration_error"])
-                for name, row in metrics["domains"].items()
-            ),
-            columns=columns(
-                "domain", ("wanted", "count"), ("chosen", "count"), ("precision", "share", 0),
-                ("recall", "share", 0), ("calibration error", "number"),
-            ),
-        ),
-        Table(
-            id="calibration", title="Calibration",
-            columns=columns("score", ("pairs", "count"), ("mean score", "number"),
-                            ("mean target", "number")),
-            rows=tuple(
-                (f"{row['low']:.1f} to {row['high']:.1f}", row["count"], row["mean_score"],
-                 row["mean_target"])
-                for row in metrics["calibration"]["bins"]
-            ),
-        ),
+        table("held-out", "On prompts that were held out", ("what", *RATE), hits),
+        _loss_plot(data["history"]),
+        _epoch_table(data),
+        table("domains", "Domains", (
+            "domain", ("wanted", "count"), ("chosen", "count"), ("precision", "share", 0),
+            ("recall", "share", 0), ("calibration error", "number"),
+        ), domains),
+        table("calibration", "Calibration", (
+            "score", ("pairs", "count"), ("mean score", "number"), ("mean target", "number")
+        ), bins),
     )  # fmt: skip
+
+
+def _epoch_table(data: Mapping[str, Any]) -> Table:
+    rows = []
+    for row in data["history"]:
+        hits = _hits({**row, "examples": data["metrics"]["examples"]}).values()
+        is_best = "*" if row["epoch"] == data["best_epoch"] else ""
+        rows.append((row["epoch"], is_best, row["train_loss"], *map(cell, hits), row["val_bce"],
+                     row["checkpoint_score"]))  # fmt: skip
+    return table("epochs", "Epochs, on held-out prompts but for the loss", (
+        ("epoch", "count"), "kept", ("loss", "number"), ("single", "share"), ("mixed", "share"),
+        ("validation BCE", "number"), ("score", "number"),
+    ), rows)  # fmt: skip
 
 
 def _loss_plot(history: Sequence[Mapping[str, Any]]) -> Plot:
