@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mlxstacks.studies.route.evaluate_matrix import ALL
 
 from mlxstacks.files.manifest import DomainRecord, Manifest
 from mlxstacks.files.strict_json import json_sha256
