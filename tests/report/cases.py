@@ -140,7 +140,7 @@ def sweep_result() -> dict[str, Any]:
             figures = {"peak_bytes": 10, "validation": losses, "last_validation_loss": 1.0 + seed}
             kept = {"refit": {"survival": 0.1 * rank, "correlation": 0.5, "extra_bytes": 0}}
             cell = Cell(rank, seed, "all", "usual", None)
-            results.append(CellResult(cell, "trained", {}, {"buffers": 7}, None, figures, kept))
+            results.append(CellResult(cell, "trained", {}, {"outcome": "fits", "buffers": 7}, None, figures, kept))
     shown = {"settings": settings.model_dump(mode="json")}
     return concluded(settings, results).model_copy(update=shown).sealed().as_json()
 
