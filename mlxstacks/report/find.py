@@ -7,53 +7,51 @@ by their names; what is inside is checked by who reads it.
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.mark import read_mark
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.render.words import clean
 
-MANIFEST, STACK_REPORT, PAGE = "manifest.json", "stack_report.json", "report.json"
+MANIFEST, PAGE = "manifest.json", "report.json"
 # File name -> what it holds where it does not say so itself by `kind`.
 RESULT_FILES: dict[str, str] = {
     "fuse_report.json": "fuse",
     "train_report.json": "train",
     "sweep_report.json": "sweep",
-    "analysis_report.json": "stacks analyse",
     "discover_report.json": "route discover",
     "route_evaluate_report.json": "route evaluate",
     "route_check_report.json": "route check",
     "confound_report.json": "confound",
     "identity_report.json": "identity",
     "eval_report.json": "eval",
-    STACK_REPORT: "stack",
-    MANIFEST: "store",
     RESULT: "",
+    # of a store that stacks were imported into, or trained before 0.2
+    MANIFEST: "stacks list",
 }
 # Of commands that write result.json now.
-_FORMER_FILES = ("profile_report.json", "compare_report.json")
+_FORMER_FILES = (
+    "profile_report.json", "compare_report.json", "stack_report.json", "analysis_report.json",
+)  # fmt: skip
 _FORMER = "written by mlxstacks before 0.2, which writes result.json; run its command again"
 _MOST_FILES = 60
 
 
 @dataclass(frozen=True)
 class Source:
-    """One result. path: of its directory, as given. also: other results read with it (a store's
-    manifest beside the report of its training). files: (name, bytes) of the directory.
-    """
+    """One result. path: of its directory, as given. files: (name, bytes) of the directory."""
 
     path: str
     file: str
     kind: str
     sha256: str
     document: dict[str, Any]
-    also: dict[str, dict[str, Any]] = field(default_factory=dict)
     files: tuple[tuple[str, int], ...] = ()
     more_files: int = 0
 
@@ -122,12 +120,12 @@ def _results(directory: Path, notes: list[str]) -> Iterator[Path]:
 
 
 def _own_results(directory: Path) -> Iterator[Path]:
-    """Of a trained store its manifest alone, which the report of the training is read with."""
+    """Of a trained store the result of its training alone."""
     names = [name for name in RESULT_FILES if (directory / name).is_file()]
     if RESULT in names and not _is_ours(directory / RESULT):
         names.remove(RESULT)
-    if MANIFEST in names and STACK_REPORT in names:
-        names.remove(STACK_REPORT)
+    if MANIFEST in names and RESULT in names:
+        names.remove(MANIFEST)
     yield from (directory / name for name in names)
 
 
@@ -145,18 +143,25 @@ def _source(file: Path) -> Source:
     if file.name not in RESULT_FILES:
         raise InputError(f"{file}: no known result; results are named {', '.join(RESULT_FILES)}")
     data, document = _read(file)
-    also = {}
-    beside = file.parent / STACK_REPORT
-    if file.name == MANIFEST and beside.is_file():
-        also[STACK_REPORT] = _read(beside)[1]
+    if file.name == MANIFEST:
+        document = _of_store(file.parent)
     kind = document.get("kind", RESULT_FILES[file.name])
     if not isinstance(kind, str):
         raise InputError(f"{file}: kind is {ascii(kind)[:60]}, text is needed")
     files = sorted(_files(file.parent))
     return Source(
-        str(file.parent), file.name, kind, sha256(data).hexdigest(), document, also,
+        str(file.parent), file.name, kind, sha256(data).hexdigest(), document,
         tuple(files[:_MOST_FILES]), max(0, len(files) - _MOST_FILES),
     )  # fmt: skip
+
+
+def _of_store(directory: Path) -> dict[str, Any]:
+    from mlxstacks.studies.stack.store_commands import store_result
+
+    try:
+        return store_result(directory).as_json()
+    except StoreError as error:
+        raise InputError(str(error)) from None
 
 
 def _read(file: Path) -> tuple[bytes, dict[str, Any]]:

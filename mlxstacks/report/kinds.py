@@ -11,7 +11,6 @@ from mlxstacks.report.fuse import fuse_content
 from mlxstacks.report.identity import identity_content
 from mlxstacks.report.route import discover_content, route_check_content, route_train_content
 from mlxstacks.report.route_evaluate import route_evaluate_content
-from mlxstacks.report.stack import analysis_content, stack_content, store_content
 from mlxstacks.report.sweep import buffers_content, sweep_content
 from mlxstacks.report.train import train_content
 from mlxstacks.report.values import Value
@@ -38,19 +37,6 @@ KINDS: Mapping[str, Kind] = {
     "train": Kind(
         "Training", "train",
         "How far does an adapter of these settings lower the validation loss?", train_content,
-    ),
-    "stack": Kind(
-        "Stacks", "stack", "What does each domain gain, and what do later ones cost it?",
-        stack_content,
-    ),
-    "store": Kind(
-        "Store of stacks", "stack",
-        "What does each domain gain, and what do later ones cost it?", store_content,
-    ),
-    "stacks analyse": Kind(
-        "Analysis of stacks", "stacks analyse",
-        "Do the stacks of different domains share directions, and does their routing tell "
-        "domains apart?", analysis_content,
     ),
     "sweep": Kind(
         "Sweep", "sweep", "What does rank do to the loss, and what of it survives a fuse?",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from mlxstacks.files.manifest import FULL
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.report.content import Cell, Content
-from mlxstacks.report.find import STACK_REPORT, Source
+from mlxstacks.report.find import MANIFEST, Source
 from mlxstacks.report.kinds import Kind, kind_named
 from mlxstacks.report.repeat import Recipe, recipe_of
 from mlxstacks.report.results import content_of, result_of
@@ -56,13 +56,11 @@ class Run:
 
 def run_of(source: Source, slug: str) -> Run:
     """Raises: InputError for an unknown kind and for a part of another type than its key says."""
-    if source.file == RESULT:
+    if source.file in (RESULT, MANIFEST):
         return _run_of_result(source, slug)
     file = f"{source.path}/{source.file}"
     kind = kind_named(source.kind, file)
     document = Value(source.document, file)
-    trained = Value(source.also.get(STACK_REPORT), f"{source.path}/{STACK_REPORT}")
-    about = trained if trained else document
     checked = _checked(source, document)
     standing, reasons = _standing(document, checked)
     exploratory = standing == EXPLORATORY
@@ -70,17 +68,16 @@ def run_of(source: Source, slug: str) -> Run:
     def mark(title: str) -> str:
         return f"{title} (EXPLORATORY)" if exploratory else title
 
-    settings, plan = about["settings"], document["plan"]
-    said = Value({**source.document, "trained": trained.raw}, file)
+    settings, plan = document["settings"], document["plan"]
     assert kind.content is not None
-    content = kind.content(said if source.kind == "store" else document, mark)
+    content = kind.content(document, mark)
     return Run(
-        slug, source, kind, _status(source, document, about),
+        slug, source, kind, document["status"].text or "unknown",
         plan["hypothesis"].text or _hypothesis(plan) or kind.question,
         standing, reasons, document["plan_sha256"].text,
         _pairs(plan, skip={"hypothesis"}), tuple(document["power"].texts()), _pairs(settings),
-        _environment(about), recipe_of(kind.command, settings),
-        (*_notes(document, trained), *_answers_note(checked)),
+        _environment(document), recipe_of(kind.command, settings),
+        (*_notes(document), *_answers_note(checked)),
         content,
     )  # fmt: skip
 
@@ -105,11 +102,6 @@ def _run_of_result(source: Source, slug: str) -> Run:
         _environment(about), recipe_of(result.kind, settings), result.notes,
         content_of(result, mark),
     )  # fmt: skip
-
-
-def _status(source: Source, document: Value, about: Value) -> str:
-    usual = "stored" if source.kind == "store" else "unknown"
-    return document["status"].text or about["status"].text or usual
 
 
 def _hypothesis(plan: Value) -> str | None:
@@ -209,8 +201,8 @@ def _environment(about: Value) -> tuple[tuple[str, Cell], ...]:
     return tuple(said)
 
 
-def _notes(document: Value, trained: Value) -> tuple[str, ...]:
-    notes = [*document["notes"].texts(), *trained["notes"].texts()]
+def _notes(document: Value) -> tuple[str, ...]:
+    notes = document["notes"].texts()
     if gate := document["failed_gate"].text:
         notes.insert(0, f"Gate not met: {gate}")
     return tuple(notes)

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from mlxstacks.files.manifest import DomainRecord, Manifest
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.fuse.fidelity import Sums, fidelity
 from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport
@@ -35,7 +34,11 @@ from mlxstacks.studies.route.discover import DiscoverReport
 from mlxstacks.studies.route.evaluate_matrix import ALL, Estimate
 from mlxstacks.studies.route.evaluate_report import Evaluation, RouteEvaluateReport
 from mlxstacks.studies.route.train import RouteTrainReport
-from mlxstacks.studies.stack.analysis import AnalysisReport
+from mlxstacks.studies.stack.analysis_report import ABOUT as ANALYSIS
+from mlxstacks.studies.stack.analysis_report import blocks as analysis_blocks
+from mlxstacks.studies.stack.analysis_report import verdict as analysis_verdict
+from mlxstacks.studies.stack.report import ABOUT as STACK
+from mlxstacks.studies.stack.report import domain_table, matrix_blocks
 from mlxstacks.studies.sweep.cells import Cell, CellResult
 from mlxstacks.studies.sweep.report import report_of, shown_settings
 from mlxstacks.studies.sweep.settings import SweepSettings
@@ -46,6 +49,7 @@ from mlxstacks.training.settings import TrainSettings
 from tests.studies import confound_cases
 from tests.studies.identity import cases as identity_cases
 
+ROWS = {"a": {"a": 1.0}, "b": {"a": 1.5, "b": 0.5}}
 SETTINGS = FuseSettings(model="m", adapter_path=("a",))
 RATE = {"count": 3, "n": 4, "rate": 0.75, "low": 0.3, "high": 0.95}
 ORACLE = {
@@ -83,19 +87,30 @@ def train_report() -> dict[str, Any]:
     return report.as_json()
 
 
-def manifest() -> dict[str, Any]:
-    rows = {"a": {"a": 1.0}, "b": {"a": 1.5, "b": 0.5}}
-    domains = tuple(DomainRecord(name, True, (), (2.0, 1.0), 1.0) for name in ("a", "b"))
-    return Manifest("base", "0" * 64, domains, {"ungated": rows}).document()
+def stack_result() -> dict[str, Any]:
+    domain = {"enabled": True, "stacks": ["a-r1"], "parameters": 5, "bytes": 10,
+              "losses": [2.0, 1.0], "protected": {"captured_energy_mean": 0.5}}  # fmt: skip
+    blocks = (domain_table({"a": domain, "b": domain}), *matrix_blocks({"ungated": ROWS}))
+    return Result(
+        **STACK, status="done", outcome="2 domains, 2 stacks", verdict="a lost most, +0.5000.",
+        settings={"seed": 0}, blocks=blocks,
+    ).sealed().as_json()  # fmt: skip
 
 
-def analysis_report() -> dict[str, Any]:
+def analysis_result() -> dict[str, Any]:
     points = [{"round": 1, "step": step, "validation_loss": 2.0 - step} for step in (0, 1)]
-    report = AnalysisReport(
-        "done", "store", "out", {"seed": 0}, [{"name": "a", "curve": points}],
-        {"ungated": {"a": {"a": 1.0}}}, {"weights": {"mean": 0.2, "mean_chance": 0.1, "pairs": 0}},
-    )  # fmt: skip
-    return report.as_json()
+    domain = {"name": "a", "enabled": True, "stacks": [], "bytes": 0, "losses": [],
+              "protected": None, "curve": points}  # fmt: skip
+    means = {"mean": 0.2, "mean_chance": 0.1, "pairs": 1}
+    cosines = {"directions": 4, "matrix": {"a": {"a": 1.0, "b": 0.2}, "b": {"a": 0.2, "b": 1.0}},
+               "by_projection": {"q_proj": means}, **means}  # fmt: skip
+    geometry = {"weights": cosines, "data": None, "spectra": {}}
+    data = {"domains": [domain], "matrix": {"ungated": {"a": {"a": 1.0}}}, "geometry": geometry,
+            "routing": None}  # fmt: skip
+    return Result(
+        **ANALYSIS, status="done", outcome="cosine 0.200", settings={"seed": 0},
+        verdict=analysis_verdict(geometry, None), data=data, blocks=analysis_blocks(data),
+    ).sealed().as_json()  # fmt: skip
 
 
 def compare_result() -> dict[str, Any]:
@@ -244,8 +259,8 @@ def _every_report() -> dict[str, tuple[str, dict[str, Any]]]:
         "fuse": ("fuse_report.json", fuse_report()),
         "zero": ("fuse_report.json", fuse_report(zero=True)),
         "train": ("train_report.json", train_report()),
-        "store": ("manifest.json", manifest()),
-        "analyse": ("analysis_report.json", analysis_report()),
+        "stack": (RESULT, stack_result()),
+        "analyse": (RESULT, analysis_result()),
         "compare": (RESULT, compare_result()),
         "sweep": ("sweep_report.json", sweep_report()),
         "buffers": ("sweep_report.json", buffers_report()),

@@ -26,7 +26,8 @@ def print_result(console: "Console", result: Document) -> None:
                 console.print(paragraph, markup=False)
     for line in (*result.power, *result.notes):
         console.print(line, markup=False, style="dim")
-    console.print(_written(result), markup=False)
+    if written := _written(result):
+        console.print(written, markup=False)
     for reason in result.standing.reasons:
         console.print(f"EXPLORATORY: {reason}", markup=False, style="bold")
     if result.verdict:
@@ -48,7 +49,8 @@ def _print_table(console: "Console", block: Table) -> None:
 def _written(result: Document) -> str:
     plan = f"Plan {result.plan_sha256[:16]}. " if result.plan_sha256 else ""
     if result.status == "planned":
-        return f"{plan}Planned only: would write {result.directory}."
+        would = f": would write {result.directory}" if result.directory else ""
+        return f"{plan}Planned only{would}."
     seconds, peak = result.environment.seconds, result.environment.peak_bytes
     cost = f"{seconds:.0f} s, " if seconds is not None else ""
     cost += f"peak {bytes_in_words(peak)}. " if peak is not None else ""
