@@ -56,7 +56,7 @@ class Table(_Part):
 
 
 class Series(_Part):
-    """One value for each category (intervals, bars: with low and high), points (lines: y over x),
+    """One value for each category (intervals, bars: with low and high), y over x (lines, points),
     or one row of a heat map.
     """
 
@@ -76,7 +76,7 @@ class Plot(_Part):
     block: Literal["plot"] = "plot"
     id: Id
     title: str
-    kind: Literal["intervals", "series", "lines", "heat map"]
+    kind: Literal["intervals", "series", "lines", "points", "heat map"]
     series: tuple[Series, ...]
     categories: tuple[str, ...] = ()
     x_label: str = ""
@@ -90,7 +90,7 @@ class Plot(_Part):
     @model_validator(mode="after")
     def _series_fit(self) -> "Plot":
         for series in self.series:
-            count = len(series.x) if self.kind == "lines" else len(self.categories)
+            count = len(series.x) if self.kind in ("lines", "points") else len(self.categories)
             ends = {len(series.low or series.y), len(series.high or series.y)}
             if {len(series.y), *ends} != {count}:
                 raise ValueError(f"plot {self.id}: series {series.label} has not {count} values")
