@@ -1,6 +1,6 @@
 """The document that a result is: a head, figures for machines, and blocks for people."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -15,6 +15,8 @@ Cell = str | int | float | bool | tuple[float, float] | tuple[float, float, floa
 """None: not measured. Two numbers: an interval; three: an estimate with its interval."""
 
 
+Columns = Mapping[str, Kind | tuple[Kind, int]]
+"""Name -> kind, or kind and digits."""
 # Files and anchors are named so.
 Id = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,59}$")]
 
@@ -45,6 +47,24 @@ class Table(_Part):
         """Two columns: what, and its value."""
         columns = (Column(name="what"), Column(name="value"))
         return cls(id=id, title=title, columns=columns, rows=tuple(facts.items()))
+
+    @classmethod
+    def of(
+        cls,
+        id: str,
+        title: str,
+        columns: Columns,
+        rows: Iterable[Sequence[Cell]],
+        **more: Any,
+    ) -> "Table":
+        """more: caption, folded."""
+        pairs = {name: (kind, None) if isinstance(kind, str) else kind
+                 for name, kind in columns.items()}  # fmt: skip
+        return cls(
+            id=id, title=title, rows=tuple(map(tuple, rows)),
+            columns=tuple(Column(name=n, kind=kind, digits=d) for n, (kind, d) in pairs.items()),
+            **more,
+        )  # fmt: skip
 
     @model_validator(mode="after")
     def _rows_fit(self) -> "Table":
