@@ -5,13 +5,11 @@ from dataclasses import dataclass
 
 from mlxstacks.errors import InputError
 from mlxstacks.report.benchmarks import eval_content
-from mlxstacks.report.confound import confound_content
 from mlxstacks.report.content import Content, Mark
 from mlxstacks.report.fuse import fuse_content
 from mlxstacks.report.route import discover_content, route_check_content, route_train_content
 from mlxstacks.report.route_evaluate import route_evaluate_content
 from mlxstacks.report.stack import analysis_content, stack_content, store_content
-from mlxstacks.report.sweep import buffers_content, sweep_content
 from mlxstacks.report.train import train_content
 from mlxstacks.report.values import Value
 
@@ -51,14 +49,6 @@ KINDS: Mapping[str, Kind] = {
         "Do the stacks of different domains share directions, and does their routing tell "
         "domains apart?", analysis_content,
     ),
-    "sweep": Kind(
-        "Sweep", "sweep", "What does rank do to the loss, and what of it survives a fuse?",
-        sweep_content,
-    ),
-    "sweep buffers": Kind(
-        "Live buffers", "sweep buffers", "Does rank move the number of live buffers?",
-        buffers_content,
-    ),
     "route discover": Kind(
         "Discovery of outcomes", "route discover",
         "Which stacks lower the loss of which prompts, measured instead of assumed?",
@@ -76,10 +66,6 @@ KINDS: Mapping[str, Kind] = {
     "route check": Kind(
         "Check of prompts", "route check", "Do named prompts get the routes and answers expected?",
         route_check_content,
-    ),
-    "confound": Kind(
-        "Stacking confound", "confound",
-        "Does fusing a second adapter add knowledge, or only jitter?", confound_content,
     ),
     "eval": Kind(
         "Benchmarks", "eval", "Which modes score better on which benchmark?", eval_content,

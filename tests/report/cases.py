@@ -3,7 +3,6 @@
 import copy
 import json
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,16 @@ from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.fuse.fidelity import Sums, fidelity
 from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.studies.buffers.analysis import blocks as buffers_blocks
+from mlxstacks.studies.buffers.run import ABOUT as BUFFERS
 from mlxstacks.studies.compare.analysis import CellValues, Rule, analyse
 from mlxstacks.studies.compare.budget import ArmBudget
 from mlxstacks.studies.compare.report import blocks as compare_blocks
 from mlxstacks.studies.compare.report import outcome as compare_outcome
 from mlxstacks.studies.compare.run import ABOUT as COMPARE
 from mlxstacks.studies.compare.settings import CompareSettings
-from mlxstacks.studies.confound.plan import arms_of
-from mlxstacks.studies.confound.report import ConfoundReport
+from mlxstacks.studies.confound.report import blocks as confound_blocks
+from mlxstacks.studies.confound.run import ABOUT as CONFOUND
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.identity.analysis import verdict as identity_verdict
 from mlxstacks.studies.identity.report import blocks as identity_blocks
@@ -40,7 +41,7 @@ from mlxstacks.studies.route.evaluate_report import Evaluation, RouteEvaluateRep
 from mlxstacks.studies.route.train import RouteTrainReport
 from mlxstacks.studies.stack.analysis import AnalysisReport
 from mlxstacks.studies.sweep.cells import Cell, CellResult
-from mlxstacks.studies.sweep.report import report_of, shown_settings
+from mlxstacks.studies.sweep.report import concluded
 from mlxstacks.studies.sweep.settings import SweepSettings
 from mlxstacks.studies.train.report import TrainReport, versions
 from mlxstacks.study.document import RESULT, Standing
@@ -123,7 +124,7 @@ def compare_result() -> dict[str, Any]:
     ).sealed().as_json()  # fmt: skip
 
 
-def sweep_report() -> dict[str, Any]:
+def sweep_result() -> dict[str, Any]:
     settings = SweepSettings(model="m", data="d", ranks=(2, 8), seeds=(0, 1), policies=("refit",))
     results = []
     for rank in (2, 8):
@@ -133,20 +134,24 @@ def sweep_report() -> dict[str, Any]:
             kept = {"refit": {"survival": 0.1 * rank, "correlation": 0.5, "extra_bytes": 0}}
             cell = Cell(rank, seed, "all", "usual", None)
             results.append(CellResult(cell, "trained", {}, {"buffers": 7}, None, figures, kept))
-    report = report_of(settings, "out", results, [], 1.0)
-    return replace(report, settings=shown_settings(settings)).as_json()
+    shown = {"settings": settings.model_dump(mode="json")}
+    return concluded(settings, results).model_copy(update=shown).sealed().as_json()
 
 
-def buffers_report() -> dict[str, Any]:
+def buffers_result() -> dict[str, Any]:
     mean = {"mean": 0.0001, "low": -0.001, "high": 0.001, "n": 3, "confidence": 0.9}
-    compared = {"condition": ["mlx-lm", "off", "variable"], "rank": 8, "equivalence": mean,
-                "difference": mean, "largest": 0.002}  # fmt: skip
+    condition = ["mlx-lm", "off", "variable"]
+    compared = {"condition": condition, "rank": 8, "equivalence": mean, "difference": mean,
+                "largest": 0.002}  # fmt: skip
+    row = {"condition": condition, "rank": 8, "peaks": [900, 910], "growth_per_step": 0.1}
+    figures = {"comparisons": [compared], "rows": [row], "controls": {"mlx-lm": 0.9}}
     plan = {"hypothesis": "Rank does not move it.", "margin": 0.01}
-    return {
-        "kind": "sweep buffers", "status": "done", "settings": {"margin": 0.01}, "plan": plan,
-        "plan_sha256": json_sha256(plan), "verdict": "Rank does not move the count here.",
-        "analysis": {"outcome": "equal", "comparisons": [compared], "controls": {"mlx-lm": 0.9}},
-    }  # fmt: skip
+    return Result(
+        **BUFFERS, status="done", outcome="equal", verdict="Rank does not move the count here.",
+        standing=Standing(status="confirmatory"), settings={"margin": 0.01}, plan=plan,
+        plan_sha256=json_sha256(plan), data={"analysis": figures},
+        blocks=buffers_blocks(figures, 0.01),
+    ).sealed().as_json()  # fmt: skip
 
 
 def route_reports() -> dict[str, dict[str, Any]]:
@@ -199,15 +204,17 @@ def profile_result() -> dict[str, Any]:
     ).sealed().as_json()  # fmt: skip
 
 
-def confound_report() -> dict[str, Any]:
+def confound_result() -> dict[str, Any]:
     settings = ConfoundSettings(model="m", persona="p", items="i", policies=("refit",))
-    found = confound_cases.case(n=60, right=20, a1_refit=30, random_refit=2)
+    findings = confound_cases.case(n=60, right=20, a1_refit=30, random_refit=2)
     plan = {"hypothesis": "A1 beats A0.", "n": 60}
-    report = ConfoundReport(
-        "done", "out", settings.model_dump(mode="json"), list(arms_of(settings)), plan,
-        json_sha256(plan), ["enough items"], findings=found, versions=versions(), device="cpu",
-    )  # fmt: skip
-    return json.loads(json.dumps(report.as_json()))
+    mined = {"table": {"all": {"both wrong": 200}}, "train": ["1"], "test": ["2"]}
+    return Result(
+        **CONFOUND, status="done", outcome="adds knowledge", verdict=findings.verdict,
+        standing=Standing(status="confirmatory"), settings=settings.model_dump(mode="json"),
+        plan=plan, plan_sha256=json_sha256(plan), power=("enough items",),
+        data=findings.as_json(), blocks=confound_blocks(findings, {}, mined, settings),
+    ).sealed().as_json()  # fmt: skip
 
 
 def identity_result() -> dict[str, Any]:
@@ -253,10 +260,10 @@ def _every_report() -> dict[str, tuple[str, dict[str, Any]]]:
         "store": ("manifest.json", manifest()),
         "analyse": ("analysis_report.json", analysis_report()),
         "compare": (RESULT, compare_result()),
-        "sweep": ("sweep_report.json", sweep_report()),
-        "buffers": ("sweep_report.json", buffers_report()),
+        "sweep": (RESULT, sweep_result()),
+        "buffers": (RESULT, buffers_result()),
         "profile": (RESULT, profile_result()),
-        "confound": ("confound_report.json", confound_report()),
+        "confound": (RESULT, confound_result()),
         "identity": (RESULT, identity_result()),
         "eval": ("eval_report.json", eval_report()),
         **{f"route-{number}": pair for number, pair in enumerate(routes.items())},

@@ -27,7 +27,10 @@ from mlxstacks.report.values import Value
 from mlxstacks.report.write import write_report
 from tests.report.cases import every_report, write_run
 
-NAMES = sorted({kind.command for kind in KINDS.values()} | {"profile", "stack compare", "identity"})
+NAMES = sorted(
+    {kind.command for kind in KINDS.values()}
+    | {"profile", "stack compare", "identity", "sweep", "sweep buffers"}
+)
 PLACES = ("save_path", "force", "resume")
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from mlxstacks.stats import holm, mcnemar_of_pairs, wilson_interval
 from mlxstacks.studies.confound.analysis import in_form
-from mlxstacks.studies.confound.answers import Answer
 from mlxstacks.studies.identity.plan import (
     BASE,
     BASE_ZERO,
@@ -26,6 +25,7 @@ from mlxstacks.studies.identity.plan import (
 )
 from mlxstacks.studies.identity.settings import GATE_PROMPTS, IdentitySettings
 from mlxstacks.studies.identity.suite import Suite
+from mlxstacks.study.answers import Answer
 from mlxstacks.study.plan import Standing
 
 Answers = Mapping[str, Sequence[Answer]]

@@ -33,9 +33,6 @@ from mlxstacks.files.strict_json import read_object
 from mlxstacks.fuse.run import REPORT_NAME
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.studies.confound.answers import Answer, AnswerFile
-from mlxstacks.studies.confound.asking import Progress, ask_missing
-from mlxstacks.studies.confound.items import Item, read_items, stratified_sample
 from mlxstacks.studies.confound.mining import mine
 from mlxstacks.studies.confound.plan import evidence_of, file_sha256
 from mlxstacks.studies.confound.prompts import training_rows
@@ -76,9 +73,11 @@ from mlxstacks.studies.identity.suite import (
 )
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.study import document
+from mlxstacks.study.answers import Answer, AnswerFile, Progress, ask_missing
 from mlxstacks.study.artifacts import RECIPE, write_recipe
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import read_sealed, write_rows, write_sealed
+from mlxstacks.study.items import Item, read_items, stratified_sample
 from mlxstacks.study.plan import PLAN, Standing, standing
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import discard, recorded_fingerprint, work_path

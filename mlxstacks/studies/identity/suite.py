@@ -22,9 +22,9 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.shard_header import parse_object
 from mlxstacks.files.strict_json import json_sha256
-from mlxstacks.studies.confound.items import Item
 from mlxstacks.studies.identity.scorer import Verdict, check_pattern, normalised, score
 from mlxstacks.studies.identity.settings import DEFAULT_SUITE, PersonaCard
+from mlxstacks.study.items import Item
 
 KEYS = ("id", "category", "prompt", "required", "forbidden")
 FAILS, PASSES = 0, 1

@@ -253,9 +253,10 @@ def _points(series: Series) -> Iterator[tuple[float, float]]:
 
 
 def _dots(plot: Plot) -> Iterator[Dot]:
-    """All series of a category together."""
+    """All series of a category together, those that have a value where any has one."""
     for place, label in enumerate(plot.categories):
-        for series in plot.series:
+        measured = [series for series in plot.series if series.y[place] is not None]
+        for series in measured or plot.series[:1]:
             ends = series.low or series.y, series.high or series.y
             low, high = (values[place] for values in ends)
             group = series.label if len(plot.series) > 1 else ""

@@ -24,12 +24,12 @@ from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
-from mlxstacks.studies.confound.answers import Answer
-from mlxstacks.studies.confound.items import Item
 from mlxstacks.studies.confound.scoring import Arm
 from mlxstacks.studies.identity import run as identity_run
 from mlxstacks.studies.identity.plan import item_arms, suite_arms
 from mlxstacks.studies.identity.run import run
+from mlxstacks.study.answers import Answer
+from mlxstacks.study.items import Item
 from mlxstacks.study.plan import read_plan
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path

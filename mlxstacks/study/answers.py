@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.studies.confound.items import Item
 from mlxstacks.study.answer_log import AnswerLog
+from mlxstacks.study.items import Item
 
 LIKELIHOOD, TIE = "likelihood", "tie"
 
@@ -38,6 +38,7 @@ class Answer:
 
 
 AnswerItems = Callable[[Sequence[Item]], Sequence[Answer]]
+Progress = Callable[..., None]
 
 
 class AnswerFile:
@@ -97,3 +98,28 @@ def _answer(row: dict[str, Any]) -> Answer:
 
 def _about(item: Item) -> tuple[str, str, int, int]:
     return item.item_id, item.subject, item.answer_index, len(item.options)
+
+
+def ask_missing(
+    file: AnswerFile,
+    count: int,
+    batch_size: int,
+    answer: AnswerItems,
+    progress: Progress | None,
+) -> list[Answer]:
+    """The answers to the first `count` items of a file; only those that are missing are asked.
+
+    progress: (done, count, name of the file), before each batch.
+    Raises: InputError for a file of other answers.
+    """
+    done = len(file.answers())
+
+    def told(items: Sequence[Item]) -> Sequence[Answer]:
+        nonlocal done
+        if progress:
+            progress(done, count, file.path.stem)
+        found = answer(items)
+        done += len(found)
+        return found
+
+    return file.go_on(count, batch_size, told)
