@@ -26,7 +26,8 @@ def print_result(console: "Console", result: Document) -> None:
                 console.print(paragraph, markup=False)
     for line in (*result.power, *result.notes):
         console.print(line, markup=False, style="dim")
-    console.print(_written(result), markup=False)
+    if written := _written(result):
+        console.print(written, markup=False)
     for reason in result.standing.reasons:
         console.print(f"EXPLORATORY: {reason}", markup=False, style="bold")
     if result.verdict:
