@@ -69,7 +69,7 @@ def test_guard_by_itself_says_the_same_of_the_same_settings(
     assert code == 0
     longest = max(plan["widths_tokens"]) - 1
     assert run_cli(["guard", *common, "--batch-size", "2", "--max-seq-length", str(longest)]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)["data"]
     assert found["buffers"] == plan["guard"]["buffers"]
     assert found["bytes"]["total_bytes"] == plan["guard"]["bytes"]
 
