@@ -18,7 +18,7 @@ from mlxstacks.nano.corpus import Item
 from mlxstacks.recipe.table import COMMANDS, load
 from mlxstacks.routing.generation import encode_prompt
 from mlxstacks.studies.benchmarks.arm_prompts import PromptEncoder
-from mlxstacks.studies.benchmarks.arm_settings import ArmSettings
+from mlxstacks.studies.benchmarks.settings import ArmSettings
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.identity.run import item_settings
 from mlxstacks.studies.identity.settings import IdentitySettings

@@ -132,7 +132,7 @@ def test_results_say_what_was_done(moe_adapter: Path, tmp_path: Path) -> None:
     facts, modules = shown.blocks
     assert isinstance(facts, Table)
     assert isinstance(modules, Table)
-    assert dict(facts.rows)["format"] == "mlx-lm"
+    assert ("format", "mlx-lm") in facts.rows
     assert [row[0] for row in modules.rows] == [m["path"] for m in shown.data["modules"]]
     target = tmp_path / "peft"
     settings = AdapterConvertSettings(adapter_path=moe_adapter, save_path=target, to="peft")

@@ -59,6 +59,11 @@ _OF_A_RESULT = {
     "data", "blocks", "title", "question", "schema_version", "outcome", "standing", "environment",
     "provenance", "seal", "failed_gate",
 }  # fmt: skip
+# What the head of a result has and the report of that kind had not.
+_NEW_IN_THE_HEAD = {
+    "fuse": {"kind"}, "guard": {"kind"}, "train": {"kind", "verdict"},
+    "convert": {"kind", "verdict"},
+}  # fmt: skip
 # What the report of a kind held at the top, and its result holds in the head.
 _IN_THE_HEAD = {"identity": {"standing"}, "sweep": {"failed_gate"}}
 
@@ -68,6 +73,8 @@ FORMER: dict[str, dict[str, Any]] = {
     "route train": {"status": "trained"},
     "route explain": {"status": None, "settings": None},
 }
+# Of a result's head, what former documents of some commands had no word for.
+_OF_THE_HEAD = ("kind", "verdict", "settings.")
 
 
 def pruned(value: Any) -> Any:
@@ -103,7 +110,7 @@ def figures_of(document: dict[str, Any]) -> dict[str, Any]:
     """
     if "seal" in document:
         kind, data = document["kind"], document["data"]
-        left_out = _OF_A_RESULT - _IN_THE_HEAD.get(kind, set())
+        left_out = _OF_A_RESULT - _IN_THE_HEAD.get(kind, set()) | _NEW_IN_THE_HEAD.get(kind, set())
         head = {k: v for k, v in document.items() if k not in left_out}
         document = head | data | FORMER.get(kind, {})
     figures: dict[str, Any] = pruned(document)
@@ -179,6 +186,8 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], fl
         for key in sorted(old_leaves.keys() | new_leaves.keys()):
             before, after = old_leaves.get(key), new_leaves.get(key)
             if before == after or _both_nan(before, after):
+                continue
+            if key not in old_leaves and key.startswith(_OF_THE_HEAD):
                 continue
             if isinstance(before, float) and isinstance(after, float):
                 share = abs(after - before) / max(abs(before), abs(after))

@@ -30,7 +30,7 @@ from mlxstacks.layers.stacked import set_mode
 from mlxstacks.routing.router import load_prompt_router
 from mlxstacks.studies.benchmarks.arm_model import Loaded, ModelArm
 from mlxstacks.studies.benchmarks.arm_routes import Routes
-from mlxstacks.studies.benchmarks.arm_settings import (
+from mlxstacks.studies.benchmarks.settings import (
     ADAPTER_ARMS,
     ARMS,
     STORE_ARMS,
