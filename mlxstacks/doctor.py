@@ -16,10 +16,12 @@ from pydantic import Field
 from mlxstacks import memory
 from mlxstacks.settings import Settings
 
-PACKAGES = ("mlxstacks", "mlx", "mlx-lm", "numpy", "transformers", "safetensors", "huggingface_hub")
+PACKAGES = (
+    "mlxstacks", "mlx", "mlx-lm", "numpy", "transformers", "safetensors", "huggingface_hub",
+    "datasets", "scipy",
+)  # fmt: skip
 # The extra that brings each optional package, and what needs it.
 OPTIONAL = {
-    "datasets": ("data", "reading data sets from the Hugging Face hub"),
     "matplotlib": ("plots", "plots"),
     "lm_eval": ("eval", "benchmarks of lm-evaluation-harness"),
 }
