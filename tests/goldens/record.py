@@ -60,7 +60,7 @@ _OF_A_RESULT = {
     "provenance", "seal", "failed_gate",
 }  # fmt: skip
 # Of a result's head, what former documents of some commands had no word for.
-_OF_THE_HEAD = ("kind", "verdict", "settings.")
+_OF_THE_HEAD = ("kind", "status", "verdict", "settings.")
 
 
 def pruned(value: Any) -> Any:
