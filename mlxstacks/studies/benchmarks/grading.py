@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from mlxstacks.sandbox.run import SandboxLimits
 from mlxstacks.studies.benchmarks import extract, human_eval
 from mlxstacks.studies.benchmarks.equivalence import Symbolic, equivalent
 from mlxstacks.studies.benchmarks.symbolic import SymbolicChecker, installed
 from mlxstacks.studies.benchmarks.tasks import Grader, Task
 from mlxstacks.studies.benchmarks.types import BenchItem
-from mlxstacks.studies.sandbox import SandboxLimits
 
 NO_ANSWER = "no answer"
 CODE_NOT_RUN = "not run: programs need allow_code"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from mlxstacks.errors import InputError
 from mlxstacks.studies.benchmarks.types import BenchItem
-from mlxstacks.studies.confound.items import Item, stratified_sample
+from mlxstacks.study.items import Item, stratified_sample
 
 
 def sample_items(

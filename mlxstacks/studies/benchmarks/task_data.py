@@ -21,7 +21,7 @@ from mlxstacks.studies.benchmarks.task_prompts import bench_item
 from mlxstacks.studies.benchmarks.task_rows import READERS, RawItem
 from mlxstacks.studies.benchmarks.tasks import TASKS, Task
 from mlxstacks.studies.benchmarks.types import BenchItem
-from mlxstacks.studies.confound.items import read_items
+from mlxstacks.study.items import read_items
 
 _MOST_SHOWN = 8
 # MMLU's published rows have no ids, and some of them occur twice.

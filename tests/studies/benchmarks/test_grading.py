@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxstacks.sandbox.run import SandboxError, SandboxLimits
 from mlxstacks.studies.benchmarks import grading, human_eval, symbolic
 from mlxstacks.studies.benchmarks.grading import Grade, GradingTools, grade, grading_tools
 from mlxstacks.studies.benchmarks.task_prompts import bench_item
 from mlxstacks.studies.benchmarks.task_rows import READERS
 from mlxstacks.studies.benchmarks.tasks import TASKS
 from mlxstacks.studies.benchmarks.types import BenchItem
-from mlxstacks.studies.sandbox import SandboxError, SandboxLimits
 from tests.studies.benchmarks.task_cases import ROWS
 
 TOOLS = GradingTools()
