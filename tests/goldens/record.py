@@ -74,7 +74,7 @@ FORMER: dict[str, dict[str, Any]] = {
     "route explain": {"status": None, "settings": None},
 }
 # Of a result's head, what former documents of some commands had no word for.
-_OF_THE_HEAD = ("kind", "verdict", "settings.")
+_OF_THE_HEAD = ("kind", "status", "verdict", "settings.")
 
 
 def pruned(value: Any) -> Any:
