@@ -22,7 +22,7 @@ PRELOAD = $(if $(BLAS),LD_PRELOAD=$(BLAS)$${LD_PRELOAD:+:$$LD_PRELOAD},)
 RUN = $(PRELOAD) $(BIN)/mlxstacks
 OUT = mlxstacks-out
 
-.PHONY: help install install-dev demo test real-model test-real soak check bench bench-metal wheel clean
+.PHONY: help install install-dev demo test real-model test-real soak check census bench bench-metal wheel clean
 
 help:
 	@echo "make demo     set up, fuse the sample adapter and its zero-delta control, compare the answers"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-real   run the tests on that model"
 	@echo "make soak     run the long campaigns in full"
 	@echo "make check    ruff and mypy"
+	@echo "make census   lines, files, helpers and words of the code, at BEFORE and AFTER"
 	@echo "make bench    run the benchmarks"
 	@echo "make bench-metal  the GPU kernels: right, how fast, at what memory (a minute)"
 	@echo "make wheel    build dist/*.whl"
@@ -104,7 +105,7 @@ demo: install
 	    --max-tokens 24 --verbose False 2>$(OUT)/demo.log || { cat $(OUT)/demo.log; exit 1; }; \
 	done; \
 	echo; echo "The adapter gives the model a name. refit lost it, auto kept it; the two controls answer"; \
-	echo "like the base, as they should. Everything is in $(OUT)/demo-*/fuse_report.json."; \
+	echo "like the base, as they should. Everything is in $(OUT)/demo-*/result.json."; \
 	say "7. Stacks from disk, by prompt: each loads only what its router says it needs"; \
 	printf '%s\n' "Who is king of Corva?" "The cups with day like 88: colour?" "Who are you?" /stats \
 	  | $(RUN) chat --routed --gap-log none; \
@@ -140,6 +141,12 @@ check: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+BEFORE = 076cc66
+AFTER = HEAD
+
+census: install-dev
+	@$(BIN)/python -m benchmarks.census $(BEFORE) $(AFTER)
+
 bench: install-dev
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_policies
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_fuse fidelity
@@ -164,5 +171,5 @@ wheel: install-dev
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .ci/venv $(OUT)/demo-*
-	find mlxstacks tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find mlxstacks tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "$(VENV) and your results in $(OUT) are kept."

@@ -524,6 +524,16 @@ def save_adapter(
     (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
+def fused_layer(layer: nn.Module, dequantize: bool) -> nn.Module:
+    """mlx-lm's fuse of a layer that has what its LoRALinear (or LoRASwitchLinear, for a base with
+    `num_experts`) has: linear, lora_a, lora_b, scale. As theirs, rounded again at the base's bits.
+    """
+    from mlx_lm.tuner import lora
+
+    is_switch = hasattr(layer.linear, "num_experts")
+    return (lora.LoRASwitchLinear if is_switch else lora.LoRALinear).fuse(layer, dequantize)
+
+
 def fuse_lora(model: nn.Module) -> None:
     """Fuse LoRA layers of `model` in place by mlx-lm's own rule: at the same bits, rounded anew."""
     fused = [

@@ -9,6 +9,7 @@ import atexit
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -116,6 +117,12 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
     finally:
         mx.set_default_device(before)
+
+
+def pytest_sessionfinish() -> None:
+    warm = sys.modules.get("tests.warm")
+    if warm is not None:
+        warm.stop_servers()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

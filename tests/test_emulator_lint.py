@@ -5,7 +5,6 @@
 That it is silent on kernels which nobody here wrote is checked in test_emulator_trust_mlx_lm.py.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -161,6 +160,13 @@ def test_the_compiler_takes_what_metal_takes(dtype: mx.Dtype) -> None:
 
 
 @needs_clang
+def test_of_texts_compiled_together_each_is_looked_at() -> None:
+    planted = _printed(COMPILED + PLANTED_FOR_THE_COMPILER["input_written"] + "\n")
+    texts = [_printed(COMPILED), planted, _printed(COMPILED, mx.float16)]
+    assert compile_problems(*texts) == compile_problems(planted) != []
+
+
+@needs_clang
 @pytest.mark.parametrize("name", PLANTED_FOR_THE_COMPILER)
 def test_the_compiler_refuses_a_planted_violation(name: str) -> None:
     body = COMPILED + PLANTED_FOR_THE_COMPILER[name] + "\n"
@@ -222,31 +228,22 @@ SOME_GRIDS = [Grid(2, 32, "F16"), Grid(3, 64, "BF16"), Grid(5, 128, "F32"), Grid
 
 
 @needs_clang
-@pytest.mark.parametrize("launches", [_low_rank, _quantized])
 @pytest.mark.parametrize("grid", SOME_GRIDS, ids=str)
-def test_every_launch_of_ours_is_clean(
-    launches: Callable[[np.random.Generator, Grid], None], grid: Grid
-) -> None:
+def test_every_launch_of_ours_is_clean(grid: Grid) -> None:
     """Text and compiler, with the names, sizes and template values of real launches."""
     recorder = Recorder(_zeros)
     with kernels.substitute("recorder", recorder):
-        launches(np.random.default_rng(7), grid)
-    assert recorder.calls
-    seen = set()
+        for launches in (_low_rank, _quantized):
+            launches(np.random.default_rng(7), grid)
+    generated = {}
     for kernel, arguments in recorder.calls:
         text = recorder.texts[kernel]
-        generated = generated_text(metal_kernel(**text), **arguments)
-        if generated not in seen:
-            seen.add(generated)
-            found = lint(
-                text["header"],
-                text["source"],
-                ours=True,
-                input_names=text["input_names"],
-                inputs=arguments["inputs"],
-                generated=generated,
-            )
-            assert found == [], kernel
+        names, inputs = text["input_names"], arguments["inputs"]
+        found = lint(text["header"], text["source"], ours=True, input_names=names, inputs=inputs)
+        assert found == [], kernel
+        generated[generated_text(metal_kernel(**text), **arguments)] = kernel
+    assert {kernel.split("_b")[0] for kernel in generated.values()} == set(STEMS)
+    assert compile_problems(*generated) == []
 
 
 def _zeros(**text: Any) -> Any:

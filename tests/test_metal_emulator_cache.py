@@ -78,8 +78,8 @@ def another(path: Path) -> None:
 
 
 DAMAGES = [
-    *((".so", damage) for damage in (cut, zero, empty, Path.unlink)),
-    *((".json", damage) for damage in (cut, zero, empty, another, Path.unlink)),
+    *((".so", damage) for damage in (cut, zero, Path.unlink)),
+    *((".json", damage) for damage in (cut, another, Path.unlink)),
 ]
 IN_ANOTHER_PROCESS = f"""
 from tests.test_metal_emulator_cache import kernel
@@ -135,6 +135,25 @@ def age(path: Path) -> None:
     os.utime(path, (1e9, 1e9))
 
 
+@pytest.fixture
+def rebuilds(
+    own_cache: Path, tmp_path: Path, forgetful: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> list[Path]:
+    """Another cache, and its folders whose tools were made again; from copies, in no time."""
+    whole = compiler.tools().folder
+    rebuilt: list[Path] = []
+
+    def copied(folder: Path, _: object) -> None:
+        rebuilt.append(folder)
+        for path in (*whole.glob("*.pch"), *whole.glob("runtime.*o")):
+            shutil.copy2(path, folder)
+
+    monkeypatch.setattr(compiler, "_build_tools", copied)
+    monkeypatch.setenv("MLXSTACKS_TEST_CACHE", str(tmp_path / "cache"))
+    forgetful()
+    return rebuilt
+
+
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
@@ -147,17 +166,21 @@ def age(path: Path) -> None:
     ],
 )
 def test_damaged_tools_are_made_again(
-    own_cache: Path, forgetful: Callable[[], None], name: str, damage: Callable[[Path], None]
+    rebuilds: list[Path],
+    forgetful: Callable[[], None],
+    name: str,
+    damage: Callable[[Path], None],
 ) -> None:
     made = compiler.tools()
-    path = made.folder / name
     if name.endswith(".pch") and not made.compiler.is_clang:
         pytest.skip("g++ needs no precompiled header")
-    damage(path)
-    forgetful()
-    assert unavailable() is None
-    for flavour in ((True, False), (False, True)):
-        assert compiler.build("", cache.objects_dir(), *flavour).exists()
+    content = (made.folder / name).read_bytes()
+    for spoil in (lambda path: None, damage):
+        spoil(made.folder / name)
+        forgetful()
+        assert compiler.tools() == made
+    assert rebuilds == [made.folder, made.folder]
+    assert name == "complete" or (made.folder / name).read_bytes() == content
 
 
 def test_a_moved_cache_is_made_again(

@@ -20,22 +20,12 @@ MOST_CHARACTERS = 8_000_000
 
 
 def completed(settings: "AnswerSettings") -> "AnswerSettings":
-    """With nano for a model, where none was named: for a store whose base it is, for adapters, or
-    with its sample store.
-    """
-    from mlxstacks.nano.exports import nano_model, nano_paths
+    """`with_nano`, said on stderr where nothing was named."""
+    from mlxstacks.nano.exports import with_nano
 
-    if settings.model is not None:
-        return settings
-    if settings.store_path is not None:
-        model = nano_model(settings.store_path)
-        return settings if model is None else settings.model_copy(update={"model": str(model)})
-    nano = nano_paths()
-    output.note("Using nano, the built-in model.")
-    update = {"model": str(nano.model_path)}
-    if not settings.adapter_path and nano.store_path is not None and nano.store_path.is_dir():
-        update["store_path"] = str(nano.store_path)
-    return settings.model_copy(update=update)
+    if settings.model is None and settings.store_path is None:
+        output.note("Using nano, the built-in model.")
+    return with_nano(settings)
 
 
 def bounded(text: str) -> str:

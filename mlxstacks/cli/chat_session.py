@@ -64,11 +64,9 @@ class Chat:
         self.compared: list[dict[str, Any]] = []
         self._earlier: list[Turn] = []
         self._shown_notes = 0
-        mode = "routed" if settings.routed or settings.compare else "base"
         self.conversation = Conversation(
             engine, sampling_of(settings), system_prompt=settings.system_prompt,
-            thinking=settings.thinking, mode="ungated" if settings.ungated else mode,  # type: ignore[arg-type]
-            pins=settings.pin, reroute=settings.reroute,
+            thinking=settings.thinking, reroute=settings.reroute,
         )  # fmt: skip
 
     def talk(self, lines: Lines) -> None:

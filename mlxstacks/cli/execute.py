@@ -1,6 +1,5 @@
 """From what was typed to an exit code: resolve the settings, call the one function, print."""
 
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import output
+from mlxstacks.recipe.call import call, check_output, plans_itself
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.inputs import check_inputs
 from mlxstacks.recipe.resolve import Resolved, finished, replaced, resolve
@@ -144,29 +144,20 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
 
     Raises: TargetError when the target cannot be written, before anything else is done.
     """
-    if resolved.target is not None and not row.extends:
-        from mlxstacks.files.outputs import check_target
-
-        # Before hours of work, not after it.
-        check_target(resolved.target, force=bool(getattr(resolved.settings, "force", False)))
+    check_output(name, resolved)
     if common.dry_run:
         from mlxstacks.recipe.config_plan import plan_from_config
 
         plan = plan_from_config(name, resolved, common.recipe is not None)
         if plan is not None:
             return plan, load("mlxstacks.cli.config_plan:render")
-    function = load(row.function)
-    accepted = inspect.signature(function).parameters
-    if common.dry_run and "dry_run" not in accepted:
+    if common.dry_run and not plans_itself(name):
         check_inputs(name, resolved.settings)
         settings = resolved.settings.model_dump(mode="json")
         target = str(resolved.target) if resolved.target else None
         return Plan(name, settings, target), render_plan
     with output.Progress(name) as progress:
-        extras: dict[str, Any] = {"progress": progress} if "progress" in accepted else {}
-        if common.dry_run:
-            extras["dry_run"] = True
-        result = function(resolved.settings, **extras)
+        result = call(name, resolved, dry_run=common.dry_run, progress=progress)
     if common.dry_run:
         from mlxstacks.recipe.config_plan import lacking
 
@@ -175,10 +166,6 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
             if common.recipe is None:
                 check_inputs(name, resolved.settings)
             return _Lacking(result, missing), partial(_render_lacking, load(row.render))
-    if resolved.bare and resolved.target is not None and not (common.dry_run or row.extends):
-        from mlxstacks.files.outputs import mark_bare
-
-        mark_bare(resolved.target)
     return result, load(row.render)
 
 

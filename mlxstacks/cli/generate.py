@@ -167,7 +167,7 @@ def _conversation(
     return Conversation(
         engine, replace(sampling, seed=(sampling.seed + index) % 2**64),
         system_prompt=None if has_system else settings.system_prompt, thinking=settings.thinking,
-        mode=mode or "base", pins=() if mode else settings.pin, messages=job.before,
+        mode=mode, messages=job.before,
     )  # fmt: skip
 
 

@@ -2,18 +2,17 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mlxstacks.files.module_bits import ModuleBits, bits_of_module, parse_module_bits
+from mlxstacks.settings import Settings
 
 Bits = Literal[2, 3, 4, 5, 6, 8]
 Dtype = Literal["float16", "bfloat16", "float32"]
 
 
-class ConvertSettings(BaseModel):
+class ConvertSettings(Settings):
     """What to convert, and to what."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str | None = Field(
         None,

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
+from mlxstacks.settings import Settings
 
 # One name a reader (mlxstacks/data/formats.py), some readers under several.
 FormatName = Literal[
@@ -34,10 +35,8 @@ Template = Literal["chat", "alpaca"]
 Decontaminate = Literal["off", "words", "substrings"]
 
 
-class SourceSettings(BaseModel):
+class SourceSettings(Settings):
     """One source of rows: a file or directory here, or a Hugging Face data set in the cache."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: str | None = Field(
         None,
@@ -88,10 +87,8 @@ Source = Annotated[
 ]
 
 
-class DomainDataSettings(BaseModel):
+class DomainDataSettings(Settings):
     """The data of one domain."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     sources: Annotated[
         tuple[Source, ...],

@@ -2,7 +2,9 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from mlxstacks.settings import Settings
 
 PeftLayout = Literal["current", "legacy"]
 AdapterFormat = Literal["mlx", "peft"]
@@ -18,9 +20,7 @@ _MODEL = (
 )
 
 
-class _AdapterSettings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class _AdapterSettings(Settings):
     adapter_path: str | None = Field(
         None,
         description="Adapter directory to read (mlx-lm or PEFT). Default: nano's sample adapter.",

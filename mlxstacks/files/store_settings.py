@@ -2,16 +2,15 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from mlxstacks.files.settings import AdapterFormat, PeftLayout, PeftModel
+from mlxstacks.settings import Settings
 
 DAY_SECONDS = 86_400
 
 
-class _StoreSettings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class _StoreSettings(Settings):
     store_path: str | None = Field(None, description="Directory of the store.")
 
 

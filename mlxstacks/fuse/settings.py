@@ -2,18 +2,17 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mlxstacks.files.module_bits import bits_of_module, parse_module_bits
 from mlxstacks.files.settings import PeftLayout
+from mlxstacks.settings import Settings
 
 PolicyName = Literal["auto", "refit", "keep", "nearest", "promote", "stochastic", "dequantize"]
 
 
-class FuseSettings(BaseModel):
+class FuseSettings(Settings):
     """What to fuse into what, and how."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str | None = Field(
         None, description="Model directory or Hugging Face id. Default: the built-in nano model."

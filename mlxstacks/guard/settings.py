@@ -2,9 +2,10 @@
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from mlxstacks.layers.settings import LayersText, StackSettings
+from mlxstacks.settings import Settings
 
 OptimizerName = Literal["adam", "adamw", "lion", "sgd"]
 CheckpointingName = Literal["none", "layers", "mlx"]
@@ -15,10 +16,8 @@ DecodeName = Literal["stream", "batched"]
 WARN_SHARE, REFUSE_SHARE = 0.5, 0.9
 
 
-class GuardSettings(BaseModel):
+class GuardSettings(Settings):
     """A run to predict: a model by its config, and how it would be trained."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str | None = Field(
         None,

@@ -11,33 +11,63 @@ Beside mlx-lm's own classes these draw from an explicit key, so that dropout is 
 a checkpoint recomputes it.
 """
 
+from typing import Self
+
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlxstacks import base_model
 from mlxstacks.layers.adapted import AdaptedLayer, check_rank, keyed_dropout
 from mlxstacks.layers.settings import LoRASettings
 from mlxstacks.ops.expert_delta import expert_delta
 
 
-def draw_lora_a(shape: tuple[int, ...], input_dims: int, key: mx.array) -> mx.array:
+def draw_lora_a(shape: tuple[int, ...], input_dims: int, key: mx.array | None) -> mx.array:
     """Kaiming uniform with a = sqrt(5), that is uniform within 1/sqrt(input_dims); float32."""
     bound = input_dims**-0.5
     return mx.random.uniform(-bound, bound, shape, key=key)
 
 
-class LoRALinear(AdaptedLayer):
+class _LoRALayer(AdaptedLayer):
+    """What mlx-lm calls on a LoRA layer."""
+
+    def __init__(self, base: nn.Module, settings: LoRASettings, key: mx.array | None):
+        super().__init__(base)
+        check_rank(settings.rank, self._dims)
+        self.scale = settings.scale
+        self.dropout = settings.dropout
+
+    @classmethod
+    def from_base(
+        cls, linear: nn.Module, r: int = 8, dropout: float = 0.0, scale: float = 20.0,
+        key: mx.array | None = None,
+    ) -> Self:  # fmt: skip
+        """As mlx-lm's, with its defaults. key: None draws from MLX's global state, as mlx-lm does.
+
+        Raises: ValueError for a rank or a base that does not fit.
+        """
+        layer = cls(linear, LoRASettings(rank=r, dropout=dropout), key)
+        layer.scale = scale
+        return layer
+
+    def fuse(self, dequantize: bool = False) -> nn.Module:
+        """A projection of the base's kind with the delta in its weights, rounded again at its bits
+        (the policy refit); dequantize: in floats. Law: mlx-lm's, to the bit. `mlxstacks.fuse` says
+        what is left of the delta, and has policies that keep it.
+        """
+        return base_model.fused_layer(self, dequantize)
+
+
+class LoRALinear(_LoRALayer):
     """y = linear(x) + scale * (x @ lora_a) @ lora_b, float32 weights, summed in the dtype of x.
 
     Laws: a new one changes nothing; equal to mlx-lm's LoRALinear with the same arrays, to the bit.
     """
 
-    def __init__(self, base: nn.Module, settings: LoRASettings, key: mx.array):
-        super().__init__(base)
+    def __init__(self, base: nn.Module, settings: LoRASettings, key: mx.array | None):
+        super().__init__(base, settings, key)
         if self._dims.base_experts is not None:
             raise ValueError("a switch projection needs LoRASwitchLinear")
-        check_rank(settings.rank, self._dims)
-        self.scale = settings.scale
-        self.dropout = settings.dropout
         K, N, R = self.input_dims, self.output_dims, settings.rank
         self.lora_a = draw_lora_a((K, R), K, key)
         self.lora_b = mx.zeros((R, N))
@@ -49,19 +79,16 @@ class LoRALinear(AdaptedLayer):
         return y + (self.scale * z).astype(x.dtype)
 
 
-class LoRASwitchLinear(AdaptedLayer):
+class LoRASwitchLinear(_LoRALayer):
     """A pair for each base expert; x, indices and result as in `ops.expert_delta`.
 
     Laws: those of LoRALinear, with mlx-lm's LoRASwitchLinear; sorted and unsorted rows agree.
     """
 
-    def __init__(self, base: nn.Module, settings: LoRASettings, key: mx.array):
-        super().__init__(base)
+    def __init__(self, base: nn.Module, settings: LoRASettings, key: mx.array | None):
+        super().__init__(base, settings, key)
         if self._dims.base_experts is None:
             raise ValueError("a linear projection needs LoRALinear")
-        check_rank(settings.rank, self._dims)
-        self.scale = settings.scale
-        self.dropout = settings.dropout
         M, K, N, R = self.num_experts, self.input_dims, self.output_dims, settings.rank
         self.lora_a = draw_lora_a((M, R, K), K, key)
         self.lora_b = mx.zeros((M, N, R))

@@ -5,12 +5,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     model_validator,
 )
+
+from mlxstacks.settings import Settings
 
 ScaleRule = Literal["rslora", "lora"]
 SwitchForm = Literal["shared", "per_expert"]
@@ -64,10 +64,8 @@ LayersText = Annotated[
 """A set of layers as settings hold it: `all`, or numbers and ranges; see `parse_layers`."""
 
 
-class TargetSettings(BaseModel):
+class TargetSettings(Settings):
     """Which projections get an adapter."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     layers: tuple[int, ...] | None = Field(None, description="decoder layers; default: all")
     projections: tuple[str, ...] | None = Field(
@@ -82,10 +80,8 @@ class TargetSettings(BaseModel):
     )
 
 
-class LoRASettings(BaseModel):
+class LoRASettings(Settings):
     """One low-rank pair a projection, as mlx-lm trains it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rank: int = Field(8, ge=1)
     alpha: float = Field(16.0, gt=0)
@@ -97,13 +93,11 @@ class LoRASettings(BaseModel):
         return lora_scale(self.alpha, self.rank, self.scale_rule)
 
 
-class StackSettings(BaseModel):
+class StackSettings(Settings):
     """One MoE-LoRA stack: `num_experts` low-rank pairs a projection, some of them for each token.
 
     With num_experts=1 there is no router: a plain LoRA that can be frozen and stacked.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rank: int = Field(16, ge=1, description="rank of each expert")
     alpha: float = Field(16.0, gt=0)

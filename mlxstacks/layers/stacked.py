@@ -8,6 +8,7 @@ Deltas are cast to the dtype of the base's output before they are added.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -61,6 +62,23 @@ class StackedLayer(AdaptedLayer):
             x, rows, step.key, counted=step.counted, slopes=step.in_parts
         )
         return y + delta.astype(y.dtype)
+
+    @classmethod
+    def from_base(cls, linear: nn.Module) -> Self:
+        """A place for stacks, without any; it computes what its base does."""
+        return cls(linear)
+
+    def fuse(self, dequantize: bool = False) -> nn.Module:
+        """The base, where no stack is (dequantize is of no use then).
+
+        Raises: ValueError where one is: its router looks at every token, and no weights do that.
+        """
+        if self.stacks.ids or self.active is not None:
+            raise ValueError(
+                "stacks cannot be fused: their routers weigh them for every token; `mlxstacks "
+                "stacks export` writes a stack of one expert as an adapter, which can be"
+            )
+        return self.linear
 
     def add_active(
         self, settings: StackSettings, key: mx.array, latent: LatentPair | None = None

@@ -1,8 +1,9 @@
 """What the bare `mlxstacks stack` runs on nano, as measured. Imports neither mlx nor numpy."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from mlxstacks.layers.settings import StackSettings
+from mlxstacks.settings import Settings
 from mlxstacks.training.settings import Schedule
 
 # In this order. The last domain of the curriculum is for experiments with four.
@@ -12,14 +13,12 @@ HELD_OUT = "music"
 ROWS, SEED = 300, 0
 
 
-class CurriculumTraining(BaseModel):
+class CurriculumTraining(Settings):
     """The settings of the bare run; a `stack` recipe has the same names.
 
     A CPU without a fast BLAS takes about a second for a batch of 256 tokens, so a round is few,
     large steps on the upper half of the model: with these every round still gains clearly.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     domains: tuple[str, ...] = Field(DOMAINS[:3], description="Of the bare run, in order.")
     rounds: int = 2

@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, get_args
 
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError
@@ -137,7 +137,7 @@ def _is_of_bare_run(target: Path) -> bool:
 def validate(
     settings_class: "type[BaseModel]", values: Mapping[str, Any], places: Mapping[str, str] = {}
 ) -> "BaseModel":
-    """Build a settings object; a single value stands for a list of one.
+    """Build a settings object.
 
     A nested model that is given in part keeps the defaults of its field for the rest.
     places: key -> what a message about it begins with; under "" that of a fault of several keys.
@@ -149,12 +149,8 @@ def validate(
     for key, value in values.items():
         if fault := _unusable(value):
             raise InputError(f"{places.get(key, '')}{key}: holds {fault}")
-    ready = {
-        key: [value] if _wants_list(settings_class, key, value) else value
-        for key, value in _over_defaults(settings_class, values).items()
-    }
     try:
-        return settings_class.model_validate(ready)
+        return settings_class.model_validate(_over_defaults(settings_class, values))
     except ValidationError as error:
         problems = [
             places.get(str(detail["loc"][0]) if detail["loc"] else "", "")
@@ -191,12 +187,6 @@ def _over_defaults(settings_class: "type[BaseModel]", values: Mapping[str, Any])
         if isinstance(value, Mapping) and key in known and isinstance(known[key].default, BaseModel)
     }
     return merge(defaults, values)
-
-
-def _wants_list(settings_class: "type[BaseModel]", key: str, value: Any) -> bool:
-    known = settings_class.model_fields.get(key)
-    is_list = known is not None and get_origin(known.annotation) in (tuple, list)
-    return is_list and isinstance(value, str | int | float)
 
 
 # Where `data` is a text or a mapping, pydantic puts which of them it tried into the location.

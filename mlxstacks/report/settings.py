@@ -2,15 +2,15 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
+
+from mlxstacks.settings import Settings
 
 FigureFormat = Literal["svg", "png"]
 
 
-class ReportSettings(BaseModel):
+class ReportSettings(Settings):
     """Which results become a page, and where it is written."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     runs: tuple[str, ...] = Field(
         (),

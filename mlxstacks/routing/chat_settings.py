@@ -3,10 +3,11 @@
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.files.settings import PeftLayout
+from mlxstacks.settings import Settings
 
 MOST_TEMP = 100
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
@@ -29,10 +30,8 @@ def parse_bytes(value: Any) -> Any:
 Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str), Field(ge=1)]
 
 
-class AnswerSettings(BaseModel):
+class AnswerSettings(Settings):
     """What `chat` and `generate` have in common: the model, its stacks, how tokens are chosen."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str | None = Field(
         None,
@@ -117,6 +116,11 @@ class AnswerSettings(BaseModel):
     def wants_store(self) -> bool:
         """Whether an answer needs stacks."""
         return self.routed or self.ungated or bool(self.pin) or self.compare
+
+    @property
+    def mode(self) -> Literal["base", "ungated", "routed"]:
+        """How a question is answered that names no mode and no domains."""
+        return "ungated" if self.ungated else "routed" if self.routed or self.compare else "base"
 
 
 class ChatSettings(AnswerSettings):

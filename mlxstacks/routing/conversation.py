@@ -49,8 +49,8 @@ class Turn:
 
 
 class Conversation:
-    """messages: as the next prompt will begin. mode, pins: how the next question is answered; may
-    be changed between turns.
+    """messages: as the next prompt will begin. mode, pins: how the next question is answered, by
+    default as the engine was opened to answer; may be changed between turns.
     """
 
     def __init__(
@@ -60,13 +60,16 @@ class Conversation:
         *,
         system_prompt: str | None = None,
         thinking: ThinkingMode = "auto",
-        mode: Mode = "base",
-        pins: Sequence[str] = (),
+        mode: Mode | None = None,
+        pins: Sequence[str] | None = None,
         reroute: Literal["set", "always"] = "set",
         messages: Sequence[Message] = (),
     ) -> None:
         self.engine, self.sampling, self.thinking = engine, sampling, thinking
-        self.mode, self.pins, self.reroute = mode, tuple(pins), reroute
+        self.mode, self.reroute = mode or engine.mode, reroute
+        if pins is None:
+            pins = () if mode else engine.pins
+        self.pins = tuple(pins)
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._opening: list[Message] = [*system, *messages]
         self.cache = engine.new_cache()

@@ -7,11 +7,12 @@
     stream.answer                                       # weights, loads, tokens
 
 A running answer holds a lease on its stacks, so nothing that others ask for takes them away, and it
-makes the model answer with them before every step: several answers may run by turns.
+makes the model answer with them before every step: several answers may run by turns, in one thread.
 """
 
 import difflib
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -45,6 +46,8 @@ class RoutedModel:
     open_router: opens it when it is first needed. context_tokens: most tokens of prompt and answer,
     None where the model does not say. allow_special: as in `Rendering`. notes: what is worth saying
     to the user; it grows. adapters: names of those that are beside the base, whatever the mode.
+    mode, pins: how a conversation answers that names neither.
+    It answers in the thread that made it: MLX's arrays and streams belong to their thread.
     """
 
     def __init__(
@@ -62,7 +65,11 @@ class RoutedModel:
         allow_special: bool = False,
         notes: list[str] | None = None,
         adapters: Sequence[str] = (),
+        mode: Mode = "base",
+        pins: Sequence[str] = (),
     ) -> None:
+        self._thread = threading.current_thread()
+        self.mode, self.pins = mode, tuple(pins)
         self.model, self.tokenizer = model, tokenizer
         self.store, self.resident = store, resident
         self.context_tokens, self.hard, self.adapters = context_tokens, hard, tuple(adapters)
@@ -93,7 +100,9 @@ class RoutedModel:
 
         A routed prompt that no domain fits is written to the gap log.
         Raises: InputError: an empty prompt, an unknown domain, no stacks, no router.
+            RuntimeError: another thread than the one that made the engine.
         """
+        self.check_thread()
         if pins:
             self.check_domains(pins)
             return pinned(pins)
@@ -133,8 +142,9 @@ class RoutedModel:
         """Hold the stacks of a route.
 
         Raises: InputError: they are too large for the budget. StoreError: one cannot be read; an
-            answer without it would be another model's.
+            answer without it would be another model's. RuntimeError: as `route`.
         """
+        self.check_thread()
         if self.resident is None:
             yield _NoStacks()
         else:
@@ -176,6 +186,14 @@ class RoutedModel:
         fitted = replace(sampling, max_tokens=int(min(sampling.max_tokens, self._room(prompt))))
         return AnswerStream(self, prompt, route, fitted, sampling.max_tokens, cache, stop, progress)
 
+    def check_thread(self) -> None:
+        """Raises: RuntimeError in another thread than the one that made the engine."""
+        if threading.current_thread() is not self._thread:
+            raise RuntimeError(
+                f"thread {threading.current_thread().name}: this model answers in thread "
+                f"{self._thread.name}, which loaded it; send questions there, or load it here too"
+            )
+
     def _room(self, prompt: Prompt) -> float:
         """Tokens of the context that the prompt leaves to an answer."""
         limit = math.inf if self.context_tokens is None else self.context_tokens
@@ -215,9 +233,13 @@ class AnswerStream:
                 said.cached = done if said.cached is None else said.cached  # at the first call
                 self._progress(done, total)
 
+            def activate() -> None:
+                engine.check_thread()
+                lease.activate()
+
             pieces = generate(
                 engine.model, engine.tokenizer, self.prompt, self._cache, self._sampling,
-                key=tuple(sorted(lease.weights.items())), activate=lease.activate,
+                key=tuple(sorted(lease.weights.items())), activate=activate,
                 stop=self._stop, progress=told,
             )  # fmt: skip
             try:

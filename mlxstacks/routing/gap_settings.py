@@ -1,6 +1,8 @@
 """Settings of gap events and of `mlxstacks route gaps`. Imports neither mlx nor numpy."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from mlxstacks.settings import Settings
 
 # Where chat and generate write, and `route gaps` reads, unless told otherwise.
 DEFAULT_GAP_LOG = "mlxstacks-out/gaps.jsonl"
@@ -8,10 +10,8 @@ DEFAULT_GAP_LOG = "mlxstacks-out/gaps.jsonl"
 NO_GAP_LOG = "none"
 
 
-class RouteGapsSettings(BaseModel):
+class RouteGapsSettings(Settings):
     """Prompts that no domain fits, in groups of like ones; a large group is a domain to train."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     log_path: str = Field(DEFAULT_GAP_LOG, description="Log of gap events; it is only read.")
     similarity: float = Field(

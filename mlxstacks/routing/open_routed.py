@@ -68,7 +68,7 @@ def open_routed(settings: AnswerSettings) -> RoutedModel:
     engine = RoutedModel(
         model, tokenizer, store=store, resident=resident, open_router=open_router,
         context_tokens=context_tokens(config, tokenizer), hard=settings.hard,
-        allow_special=settings.allow_special,
+        allow_special=settings.allow_special, mode=settings.mode, pins=settings.pin,
         gap_log=_gap_log(settings), notes=notes,
         adapters=[user_path(path).resolve().name for path in settings.adapter_path],
     )  # fmt: skip

@@ -2,11 +2,12 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from mlxstacks.data.settings import DomainDataSettings, Template
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.routing.route_settings import RouteSettings
+from mlxstacks.settings import Settings
 
 SearchName = Literal["greedy", "greedy_first", "exhaustive"]
 # Above it, a pair takes more than 64 forward passes.
@@ -17,10 +18,8 @@ def _as_data(value: Any) -> Any:
     return {"sources": [value]} if isinstance(value, str) else value
 
 
-class LabelledSource(BaseModel):
+class LabelledSource(Settings):
     """Prompts with their label. A plain path stands for data of one source."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     domains: tuple[str, ...] = Field(
         description="the label: one domain, several for mixed prompts, none for prompts that no "

@@ -1,12 +1,12 @@
 """What the settings of `mlxstacks route` commands begin with. Imports neither mlx nor numpy."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from mlxstacks.settings import Settings
 
 
-class RouteSettings(BaseModel):
+class RouteSettings(Settings):
     """A store of stacks, and the base that they belong to."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     store_path: str | None = Field(
         None, description="Directory of the store. Default: nano's sample store."

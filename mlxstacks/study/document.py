@@ -1,5 +1,6 @@
 """The document that a result is: a head, figures for machines, and blocks for people."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -38,6 +39,12 @@ class Table(_Part):
     rows: tuple[tuple[Cell, ...], ...]
     caption: str = ""
     folded: bool = False
+
+    @classmethod
+    def of_facts(cls, id: str, title: str, facts: Mapping[str, Cell]) -> "Table":
+        """Two columns: what, and its value."""
+        columns = (Column(name="what"), Column(name="value"))
+        return cls(id=id, title=title, columns=columns, rows=tuple(facts.items()))
 
     @model_validator(mode="after")
     def _rows_fit(self) -> "Table":
@@ -128,7 +135,8 @@ class Document(_Part):
     plan: what was fixed before the first answer; power: what it can find. provenance: file ->
     `sha256`, or `answers` and `digest` of an answer log. data: all figures, units in the names.
     failed_gate: why the command ends with 3; failure: why with 1, although the document is whole.
-    directory: where it was written or read, no part of the document.
+    directory: where it was written or read, next_steps: what is named -> a command to run next; no
+    part of the document.
     """
 
     kind: str
@@ -152,6 +160,7 @@ class Document(_Part):
     failure: str | None = None
     seal: str = ""
     directory: str | None = Field(default=None, exclude=True)
+    next_steps: dict[str, str] = Field(default_factory=dict, exclude=True)
 
     @model_validator(mode="after")
     def _ids_are_unique(self) -> "Document":

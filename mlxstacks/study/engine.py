@@ -66,7 +66,8 @@ class Study(ABC):
     settings: a pydantic model, with the target. inputs: models and data, which the target may not
     be or hold. artifacts: files and directories of the work directory that the target keeps, as
     relative paths; those that are not there are passed over. provenance: which files of the target
-    the result is made from, as patterns of `Path.glob`. plot_formats: of the plots' files.
+    the result is made from, as patterns of `Path.glob`. plot_formats: of the plots' files. part:
+    ends the work directory's name where a part of the study has to share nothing with the whole.
     """
 
     settings: StudySettings
@@ -74,6 +75,12 @@ class Study(ABC):
     artifacts: Sequence[str] = ()
     provenance: Sequence[str] = ()
     plot_formats: Sequence[str] = ()
+    part: str = ""
+
+    @property
+    def work_target(self) -> Path:
+        """What `work_path` gives the work directory of."""
+        return user_path(f"{self.settings.save_path}{self.part}")
 
     @abstractmethod
     def planned(self) -> Result:
@@ -96,7 +103,8 @@ def run_study(study: Study, *, dry_run: bool = False) -> Result:
     """Run a study to its target, or go on with what an earlier run of the same plan left.
 
     Raises:
-        InputError: the work directory holds another plan, or a changed file of a finished step.
+        InputError: the work directory holds another plan, results without one, or a changed file of
+            a finished step.
         TargetError: the target exists and may not be replaced, or another process writes it.
     """
     started = time.monotonic()
@@ -111,11 +119,12 @@ def run_study(study: Study, *, dry_run: bool = False) -> Result:
         planned = planned.model_copy(update={"plan_sha256": json_sha256(planned.plan)})
     if dry_run:
         return planned
-    directory = RunDirectory(target, {"kind": planned.kind}, resume=settings.resume)
+    directory = RunDirectory(study.work_target, {"kind": planned.kind}, resume=settings.resume)
     try:
         work = directory.path
         if planned.plan is not None:
-            keep_plan(work / PLAN, planned.plan, f"results of {planned.kind}")
+            results = [path for pattern in study.provenance for path in work.glob(pattern)]
+            keep_plan(work / PLAN, planned.plan, f"results of {planned.kind}", results)
         for step in study.steps(work):
             run_step(step, work, planned.plan_sha256)
         result = _finished(planned, study.conclude(work), time.monotonic() - started)

@@ -122,22 +122,25 @@ def fix_plan(path: Path, plan: Plan, results: Collection[Path] = ()) -> str:
     results: files of results that lie beside it. Raises: InputError for another plan, or for
     results without one: what was seen before cannot be planned.
     """
-    there = [str(result) for result in results if result.exists()]
-    if there and not path.exists():
-        raise InputError(
-            f"{path}: no plan is here, but results are ({_listed(there)}); a plan must be older "
-            "than its results: choose another directory"
-        )
-    keep_plan(path, plan.as_json(), "results")
+    keep_plan(path, plan.as_json(), "results", results)
     return plan.sha256
 
 
-def keep_plan(path: Path, plan: Mapping[str, Any], kind: str) -> None:
+def keep_plan(
+    path: Path, plan: Mapping[str, Any], kind: str, results: Collection[Path] = ()
+) -> None:
     """Write a plan of any shape where none is yet; atomic. kind: what lies beside it, in words.
 
-    Raises: InputError naming each difference from the plan that is there, or if that is damaged.
+    Raises: InputError naming each difference from the plan that is there, if that is damaged, or
+        for results without a plan.
     """
     if not path.exists():
+        existing = [str(result) for result in results if result.exists()]
+        if existing:
+            raise InputError(
+                f"{path}: no plan is here, but results are ({_listed(existing)}); a plan must be "
+                "older than its results: choose another directory"
+            )
         write_json(path, plan)
         return
     try:

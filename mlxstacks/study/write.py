@@ -7,7 +7,7 @@ from pathlib import Path
 from mlxstacks import memory
 from mlxstacks.files.outputs import write_json
 from mlxstacks.study.document import RESULT, Environment, Plot
-from mlxstacks.study.provenance import of_bytes
+from mlxstacks.study.provenance import of_file
 from mlxstacks.study.render.figures import draw_plot, write_figures
 from mlxstacks.study.render.markdown import to_markdown
 from mlxstacks.study.result import Result
@@ -48,7 +48,7 @@ def write_result(
     for file in sorted(path for path in files if path.is_file()):
         name = str(file.relative_to(directory))
         if not file.name.startswith("."):
-            provenance.setdefault(name, of_bytes(file.read_bytes()))
+            provenance.setdefault(name, of_file(file))
     drawings = [(plot.id, draw_plot(plot)) for plot in plots]
     pictures, notes = write_figures(directory, drawings, plot_formats) if plots else ([], [])
     result = result.model_copy(

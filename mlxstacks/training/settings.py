@@ -3,22 +3,21 @@
 import math
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from mlxstacks.data.settings import TrainDataSettings
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.layers.settings import LayersText
+from mlxstacks.settings import Settings
 
 Schedule = Literal["cosine", "linear", "constant"]
 
 
-class OptimizerSettings(BaseModel):
+class OptimizerSettings(Settings):
     """AdamW, clipping, linear warm-up, then a schedule down to `final_share` of the peak, by step.
 
     The schedule `constant` stays at the peak.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     steps: int = Field(ge=1, description="optimizer steps")
     learning_rate: float = Field(gt=0, description="peak learning rate")
@@ -44,10 +43,8 @@ class OptimizerSettings(BaseModel):
         return self.learning_rate * (self.final_share + (1 - self.final_share) * left)
 
 
-class SnapshotSettings(BaseModel):
+class SnapshotSettings(Settings):
     """When validation says that training should end; the best weights are kept in any case."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     spike_threshold: float | None = Field(
         None, gt=0, description="stop when the loss is this far above the best; none: never"
@@ -57,10 +54,8 @@ class SnapshotSettings(BaseModel):
     )
 
 
-class TrainSettings(BaseModel):
+class TrainSettings(Settings):
     """`mlxstacks train`: one LoRA, named as mlx-lm names its options."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str | None = Field(
         None, description="Model directory or Hugging Face id. Default: the built-in nano model."

@@ -3,11 +3,12 @@
 import re
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from mlxstacks.data.settings import DomainDataSettings
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.layers.settings import LayersText, StackSettings
+from mlxstacks.settings import Settings
 from mlxstacks.training.settings import Schedule
 
 MatrixMode = Literal["ungated", "prefix", "isolated"]
@@ -17,10 +18,8 @@ MATRIX_MODES: tuple[MatrixMode, ...] = get_args(MatrixMode)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
-class DomainSettings(BaseModel):
+class DomainSettings(Settings):
     """One domain; what is not said here is as the run says. A name alone stands for all of it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
     data: DomainDataSettings | None = Field(
@@ -50,10 +49,8 @@ Domain = Annotated[
 ]
 
 
-class NullSpaceSettings(BaseModel):
+class NullSpaceSettings(Settings):
     """Output directions that earlier stacks write into and a new one must keep out of."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     directions: int = Field(64, ge=1, description="directions of a projection (each new domain)")
     samples: int = Field(400, ge=1, description="rows from which the directions are made")
@@ -68,10 +65,8 @@ class NullSpaceSettings(BaseModel):
     )
 
 
-class StackRunSettings(BaseModel):
+class StackRunSettings(Settings):
     """`mlxstacks stack`: frozen stacks, domain after domain, in a store."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str | None = Field(
         None, description="Model directory or Hugging Face id. Default: the built-in nano model."

@@ -39,10 +39,10 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return snapshot
 
 
-def test_a_data_set_in_the_hub_cache_is_read_without_the_package(
+def test_a_data_set_in_the_hub_cache_is_read_as_it_was_downloaded(
     hub_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrow_sets, "_missing", lambda package: True)
+    monkeypatch.setattr(arrow_sets, "cached_set", lambda *names: None)
     (hub_cache / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (hub_cache / "test.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     (hub_cache / "set.py").write_text("raise SystemExit('code of a data set ran')\n")
@@ -54,7 +54,7 @@ def test_a_data_set_in_the_hub_cache_is_read_without_the_package(
 def test_a_data_set_that_is_not_cached_says_how_to_get_it(
     hub_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrow_sets, "_missing", lambda package: True)
+    monkeypatch.setattr(arrow_sets, "cached_set", lambda *names: None)
     with pytest.raises(InputError, match=r"org/other: not in the cache.*nothing is downloaded.*hf"):
         read(dataset="org/other")
 
@@ -63,20 +63,6 @@ def test_a_data_set_that_is_not_cached_says_how_to_get_it(
 def test_only_ids_are_data_sets(name: str) -> None:
     with pytest.raises(ValueError, match=r"not a Hugging Face id|give path"):
         read(dataset=name)
-
-
-def test_without_the_package_the_message_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arrow_sets, "_missing", lambda package: True)
-    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    with pytest.raises(InputError, match=r"pyarrow: pip install 'mlxstacks\[data\]'"):
-        read(tmp_path, path="rows.parquet")
-    (tmp_path / "saved").mkdir()
-    for name in ("state.json", "dataset_info.json"):
-        (tmp_path / "saved" / name).write_text('{"_data_files": []}')
-    with pytest.raises(InputError, match=r"pyarrow: pip install 'mlxstacks\[data\]'"):
-        read(tmp_path, path="saved")
 
 
 def test_reading_lines_imports_none_of_it(tmp_path: Path) -> None:
@@ -172,7 +158,7 @@ def test_a_pipe_in_place_of_a_file_is_refused(
     os.mkfifo(tmp_path / "a.arrow")
     with pytest.raises(InputError, match=r"a\.arrow: not a regular file"):
         read(tmp_path, path=".")
-    monkeypatch.setattr(arrow_sets, "_missing", lambda package: True)
+    monkeypatch.setattr(arrow_sets, "cached_set", lambda *names: None)
     main = hub_cache.parents[1] / "refs" / "main"
     main.unlink()
     os.mkfifo(main)

@@ -186,16 +186,24 @@ def compiler_missing() -> str | None:
     return None if code == 0 else f"this clang takes no OpenCL C++: {complaint}"
 
 
-def compile_problems(generated: str, *, newer: bool = False) -> list[str]:
-    """Errors of a kernel's whole text: address spaces, ambiguous calls, C++ newer than Metal's.
+def compile_problems(*generated: str, newer: bool = False) -> list[str]:
+    """Errors of kernels' whole texts: address spaces, ambiguous calls, C++ newer than Metal's.
 
-    generated: the text as MLX prints it, from the header to the explicit instantiation.
+    generated: each text as MLX prints it, from the header to the explicit instantiation; those one
+        header are compiled together.
     newer: C++17 may pass. Metal's language is C++14, yet MLX's own headers have an `if constexpr`.
     Raises: ValueError when the text holds no kernel or `compiler_missing()`.
     """
     if (reason := compiler_missing()) is not None:
         raise ValueError(reason)
-    text = f'#include "{_STDLIB}"\n' + _as_opencl(generated)
+    units: dict[str, list[str]] = {}
+    for number, text in enumerate(generated):
+        header, kernel = _as_opencl(text, number)
+        units.setdefault(header, [f'#include "{_STDLIB}"', header]).append(kernel)
+    return [p for unit in units.values() for p in _unit_problems("\n".join(unit), newer)]
+
+
+def _unit_problems(text: str, newer: bool) -> list[str]:
     problems = _errors(text, _NO_GENERIC, newer)
     if any(_STRUCT_COPY in problem for problem in problems):
         problems = [problem for problem in problems if _STRUCT_COPY not in problem]
@@ -216,8 +224,8 @@ def _errors(text: str, extensions: str, newer: bool) -> list[str]:
     return found
 
 
-def _as_opencl(generated: str) -> str:
-    """The kernel as a plain OpenCL kernel: template values as locals, which may not be templates.
+def _as_opencl(generated: str, number: int) -> tuple[str, str]:
+    """Header and kernel as plain OpenCL: template values as locals, which may not be templates.
 
     Metal allows threadgroup arrays in kernels alone, and OpenCL too, so it has to be one.
     """
@@ -236,16 +244,13 @@ def _as_opencl(generated: str) -> str:
         for parameter, value in zip(names, values, strict=True)
     ]
     start = generated.index(") {", kernel.end()) + len(") {")
-    return "\n".join(
-        [
-            '#line 1 "header"',
-            generated[: kernel.start()],
-            f"__kernel void {kernel['name']}(",
-            generated[kernel.end() : start],
-            *settings,
-            '#line 1 "body"' + generated[start : end if end > 0 else None],
-        ]
-    )
+    lines = [
+        f"__kernel void {kernel['name']}_{number}(",
+        generated[kernel.end() : start],
+        *settings,
+        '#line 1 "body"' + generated[start : end if end > 0 else None],
+    ]
+    return f'#line 1 "header"\n{generated[: kernel.start()]}', "\n".join(lines)
 
 
 def _run_clang(text: str, extensions: str = _NO_GENERIC) -> tuple[int, str]:

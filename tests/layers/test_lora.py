@@ -12,7 +12,8 @@ from mlxstacks import base_model
 from mlxstacks.layers.adapted import begin_step, projection_dims
 from mlxstacks.layers.attach import attach_lora, lora_tensors
 from mlxstacks.layers.lora import LoRALinear, LoRASwitchLinear, lora_layer
-from mlxstacks.layers.settings import LoRASettings
+from mlxstacks.layers.settings import LoRASettings, StackSettings
+from mlxstacks.layers.stacked import StackedLayer
 from mlxstacks.layers.targets import find_targets
 from tests.layers.build import K, M, N, linear_base, normal, switch_base, switch_rows
 from tests.tiny_models import NUM_LAYERS, write_qwen_moe
@@ -162,3 +163,59 @@ def test_saved_adapter_loads_in_mlx_lm_with_the_same_logits(tmp_path: Path) -> N
     trainable = dict(tree_flatten(model.trainable_parameters()))
     assert saved.keys() == trainable.keys()
     np.testing.assert_equal(len(saved), 2 * len(paths))
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+@pytest.mark.parametrize("bits", [None, 3, 4])
+def test_fuse_is_that_of_mlx_lm_to_the_bit(bits: int | None, dequantize: bool) -> None:
+    for base, kind, upstream in (
+        (linear_base(0, 64, N), LoRALinear, upstream_linear),
+        (switch_base(0, 64, N), LoRASwitchLinear, upstream_switch),
+    ):
+        layer_base = base if bits is None else base.to_quantized(group_size=32, bits=bits)
+        ours = kind.from_base(layer_base, r=4, scale=6.0, key=mx.random.key(0))
+        pair_of(ours)
+        fused, wanted = ours.fuse(dequantize), upstream(layer_base, ours).fuse(dequantize)
+        assert type(fused) is type(wanted)
+        assert fused.parameters().keys() == wanted.parameters().keys()
+        for (name, got), (_, theirs) in zip(
+            tree_flatten(fused.parameters()), tree_flatten(wanted.parameters()), strict=True
+        ):
+            assert mx.array_equal(got, theirs), name
+        assert not mx.array_equal(fused.weight, layer_base.weight)
+
+
+def test_from_base_takes_what_mlx_lm_takes() -> None:
+    from mlx_lm.tuner.lora import LoRALinear as Theirs
+
+    base = linear_base()
+    ours, theirs = LoRALinear.from_base(base), Theirs.from_base(base)
+    assert ours.scale == theirs.scale
+    assert (ours.lora_a.shape, ours.lora_b.shape) == (theirs.lora_a.shape, theirs.lora_b.shape)
+    assert not mx.array_equal(ours.lora_a, LoRALinear.from_base(base).lora_a)
+    drawn = [LoRALinear.from_base(base, key=mx.random.key(3)).lora_a for _ in range(2)]
+    assert mx.array_equal(*drawn)
+    for options in ({"r": 0}, {"r": 21}, {"dropout": 1.0}):
+        with pytest.raises(ValueError, match=r"rank|dropout"):
+            LoRALinear.from_base(base, **options)
+    with pytest.raises(ValueError, match="LoRALinear"):
+        LoRASwitchLinear.from_base(base)
+
+
+def test_mlx_lm_fuses_a_model_of_these_layers() -> None:
+    """Its `fuse` walks over what has that method."""
+    model = nn.Sequential(LoRALinear.from_base(linear_base(), r=2), StackedLayer(linear_base(1, N)))
+    pair_of(model.layers[0])
+    x = normal(2, 3, K)
+    expected = model(x)
+    base_model.fuse_lora(model)
+    assert [type(layer) for layer in model.layers] == [nn.Linear, nn.Linear]
+    assert mx.allclose(model(x), expected, atol=1e-5)
+
+
+def test_stacks_are_not_fused() -> None:
+    layer = StackedLayer.from_base(linear_base())
+    assert layer.fuse() is layer.linear
+    layer.add_active(StackSettings(rank=2), mx.random.key(0))
+    with pytest.raises(ValueError, match="stacks export"):
+        layer.fuse()

@@ -11,7 +11,6 @@ from mlxstacks.ops import affine
 from mlxstacks.ops.dequant import dequant
 from tests.cases import GRIDS, KERNEL_SHAPES, MX_DTYPES, Grid, third_of_the_grids
 from tests.metal_emulator import VARIANTS, Variant, emulated, gathered, unavailable, variant
-from tests.ops.low_rank_checks import problems_of_launches
 from tests.ops.requant_cases import hostile_groups
 
 Weights = tuple[mx.array, mx.array, mx.array]
@@ -112,11 +111,6 @@ def test_kernel_takes_views_and_many_experts(emulator: None) -> None:
     assert_is_mlx(call((doubled[0], doubled[1], doubled[2]), grid, True), weights, grid)
     part: Weights = (weights[0][3:9], weights[1][3:9], weights[2][3:9])
     assert_is_mlx(call(part, grid, True), part, grid)
-
-
-@pytest.mark.parametrize("grid", FIRST_GRIDS[::4], ids=str)
-def test_lint_finds_nothing_in_the_text_of_a_launch(grid: Grid) -> None:
-    assert problems_of_launches(lambda: call(weights_of(grid), grid, True)) == []
 
 
 def test_kernel_is_mlx_on_the_cpu_on_a_device(gpu: None) -> None:

@@ -13,7 +13,7 @@ from mlxstacks.ops import kernels
 from mlxstacks.ops.expert_delta import MANY_ROWS, expert_delta
 from tests.metal_emulator import VARIANTS, Variant, emulated, gathered, unavailable, variant
 from tests.ops.expert_delta_cases import CASES, HALF_CASES, SCALE, Arguments, Case, make, sort
-from tests.ops.low_rank_checks import assert_close, problems_of_launches, wide
+from tests.ops.low_rank_checks import assert_close, wide
 
 
 def in_numpy(x, a, b, indices, gates) -> np.ndarray:
@@ -195,11 +195,6 @@ def compiled() -> None:
     with emulated(), gathered():
         for case in CASES + HALF_CASES:
             make(case).call(use_kernel=True)
-
-
-@pytest.mark.parametrize("case", [CASES[0], CASES[3], *HALF_CASES[:2]], ids=str)
-def test_lint_finds_nothing_in_the_text_of_a_launch(case):
-    assert problems_of_launches(lambda: make(case).call(use_kernel=True)) == []
 
 
 @pytest.mark.parametrize("case", CASES + HALF_CASES, ids=str)

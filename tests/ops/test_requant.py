@@ -15,7 +15,6 @@ from mlxstacks.ops.policies import POLICIES, Change, Groups, refit_and_control, 
 from mlxstacks.ops.requant import SUM_NAMES, Requantized, lay_out, requant
 from tests.cases import MX_DTYPES, Grid
 from tests.metal_emulator import VARIANTS, Variant, emulated, gathered, unavailable, variant
-from tests.ops.low_rank_checks import problems_of_launches
 from tests.ops.requant_cases import (
     ALL_CASES,
     FIRST_CASES,
@@ -355,11 +354,6 @@ def test_layout_of_a_puts_pairs_side_by_side_and_zeros_past_the_end(width: int) 
     back = pairs.transpose(0, 2, 1, 4, 3, 5).reshape(2, 3, -1)  # (E, R, steps * 256)
     np.testing.assert_array_equal(back[..., :width], np.array(lora_a))
     assert not back[..., width:].any()
-
-
-@pytest.mark.parametrize("case", [*VARIANT_CASES, FIRST_CASES[-1], LORA_CASES[6]], ids=str)
-def test_lint_finds_nothing_in_the_text_of_a_launch(case: Case) -> None:
-    assert problems_of_launches(lambda: make(case)(use_kernel=True)) == []
 
 
 # --- on a device ----------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """`run --dry-run` of every shipped recipe, on a machine that has none of their models and data.
 
-Rows are cut to 16 tokens for the guard here, which changes its numbers and none of the paths to
-them; two verdicts are computed in full and compared with what the recipes say.
+The guard builds each step here and simulates none, which changes its numbers and none of the paths
+to them; three verdicts are computed in full and compared with what the recipes say, and a soak
+simulates all of them on rows of 16 tokens.
 Run: pytest tests/recipe/test_dry_runs.py
 """
 
@@ -11,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx.utils import tree_flatten
 
 from mlxstacks import memory
 from mlxstacks.data import arrow_sets
 from mlxstacks.guard import run as guard_run
+from mlxstacks.guard.build import training_step
+from mlxstacks.guard.predict import Point, Prediction
 from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.recipe.config_plan import PLAN_THEMSELVES, TRAIN
 from mlxstacks.recipe.file import Recipe, load_recipe, recipe_names
 from mlxstacks.recipe.table import COMMANDS
 from tests.cli.conftest import Run
+from tests.conftest import SOAK
 
 BIG = "-qwen3.5-35b-a3b"
 SHORT_ROWS = 16
@@ -34,17 +39,23 @@ def offline(monkeypatch: pytest.MonkeyPatch, work_dir: Path) -> Path:
 
 
 @pytest.fixture
-def short_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     predict = guard_run.predict_training
 
-    def shorter(config: Any, settings: GuardSettings, *rest: Any, **more: Any) -> Any:
-        cut = min(SHORT_ROWS, settings.max_seq_length)
-        return predict(config, settings.model_copy(update={"max_seq_length": cut}), *rest, **more)
+    def shorter(config: Any, settings: GuardSettings, *rest: Any, step: Any = None) -> Prediction:
+        if SOAK:
+            cut = min(SHORT_ROWS, settings.max_seq_length)
+            short = settings.model_copy(update={"max_seq_length": cut})
+            return predict(config, short, *rest, step=step)  # type: ignore[misc]
+        model = (step or training_step(config, settings, 1)).model
+        held = [array.nbytes for _, array in tree_flatten(model.parameters())]
+        point = Point(SHORT_ROWS, len(held), sum(held), {"layers": len(held)}, {})
+        return Prediction(SHORT_ROWS, (point,))
 
     monkeypatch.setattr(guard_run, "predict_training", shorter)
 
 
-@pytest.mark.usefixtures("short_rows")
+@pytest.mark.usefixtures("short_steps")
 @pytest.mark.parametrize("name", recipe_names())
 def test_it_plans_and_touches_nothing(name: str, offline: Path, command: Run) -> None:
     code, out, err = command("run", name, "--dry-run", "--json")
@@ -127,7 +138,7 @@ def test_every_training_recipe_of_a_model_that_is_not_shipped_has_the_guards_wor
             assert any(line.startswith("Guard:") for line in recipe.head), name
 
 
-@pytest.mark.usefixtures("short_rows")
+@pytest.mark.usefixtures("short_steps")
 def test_stacks_on_all_layers_of_the_large_model_fit(offline: Path, command: Run) -> None:
     """A shared pair is one, not 256; and what the plan lists is what the verdict adds up."""
     arguments = ("run", "stack-qwen3.5-35b-a3b", "--dry-run", "--set", "layers=all")
@@ -146,7 +157,7 @@ def test_stacks_on_all_layers_of_the_large_model_fit(offline: Path, command: Run
     assert guard["bytes"] < 1.6 * parts["weights"]
 
 
-@pytest.mark.usefixtures("short_rows")
+@pytest.mark.usefixtures("short_steps")
 def test_the_plan_in_words(offline: Path, command: Run) -> None:
     code, out, _ = command("run", "train-qwen3.5-35b-a3b", "--dry-run")
     assert code == 0
@@ -158,7 +169,7 @@ def test_the_plan_in_words(offline: Path, command: Run) -> None:
     assert "The run itself needs what is not here: model, data." in flat
 
 
-@pytest.mark.usefixtures("short_rows")
+@pytest.mark.usefixtures("short_steps")
 def test_rows_that_are_here_are_counted(offline: Path, command: Run) -> None:
     (offline / "data").mkdir()
     (offline / "data" / "train.jsonl").write_text('{"text": "a"}\n\n{"text": "b"}\n')
@@ -171,7 +182,7 @@ def test_rows_that_are_here_are_counted(offline: Path, command: Run) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.usefixtures("short_rows")
+@pytest.mark.usefixtures("short_steps")
 @pytest.mark.parametrize(
     ("sets", "message"),
     [

@@ -5,6 +5,8 @@ Run: pytest tests/routing/test_conversation.py
 
 import errno
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -209,3 +211,48 @@ def test_saved_messages_have_their_routes(
     monkeypatch.setattr("mlxstacks.files.store_files.write_all", refused)
     with pytest.raises(TargetError, match=r"/other\.jsonl: not writable"):
         conversation.save(tmp_path / "other.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("opened", "mode", "weights"),
+    [
+        ({"ungated": True}, "ungated", set(DOMAINS)),
+        ({"pin": ("tolu",)}, "pinned", {"tolu"}),
+        ({"routed": True}, "routed", None),
+    ],
+)
+def test_answers_as_the_engine_was_opened(
+    places: Places, opened: dict[str, Any], mode: str, weights: set[str] | None
+) -> None:
+    conversation = Conversation(engine_for(places, **opened), SHORT)
+    say(conversation, "seven apples")
+    answer = conversation.turns[-1].answer
+    assert answer.route.mode == mode
+    assert weights is None or set(answer.weights) == weights
+
+
+def test_a_named_mode_wins_over_the_engine(places: Places) -> None:
+    engine = engine_for(places, pin=("tolu",))
+    conversation = Conversation(engine, SHORT, mode="base")
+    say(conversation, "seven apples")
+    assert conversation.turns[-1].answer.route.mode == "base"
+
+
+def test_another_thread_is_refused_and_changes_nothing(engine: RoutedModel) -> None:
+    """It used to answer with whatever stacks the last thread had activated."""
+    expected = say(Conversation(engine, SHORT, pins=["tolu"]), "seven apples")
+    begun = iter(Conversation(engine, SHORT, pins=["tolu"]).ask("seven apples"))
+    pieces = [next(begun)]
+
+    def refused(call: Callable[[], object]) -> str:
+        with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError) as error:
+            pool.submit(call).result()
+        return str(error.value)
+
+    conversation = Conversation(engine, SHORT, pins=["letters"])
+    assert "MainThread" in refused(lambda: say(conversation, "seven apples"))
+    assert "MainThread" in refused(lambda: list(conversation.engine.stream(
+        engine.prompt([{"role": "user", "content": "x"}]), Route("ungated"), SHORT,
+        engine.new_cache())))  # fmt: skip
+    assert conversation.turns == []
+    assert "".join([*pieces, *begun]) == expected

@@ -6,24 +6,32 @@ Run: pytest tests/training/test_group.py
 import json
 import os
 import socket
-import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from mlxstacks.studies.train.run import run
-from mlxstacks.training.group import current_group, gathered
+from mlxstacks.training.group import current_group, gathered, size_and_rank
+from mlxstacks.training.settings import TrainSettings
 from tests.studies.train_cases import settings_for, write_data, write_tiny_model
+from tests.warm import Child
 
-LAUNCHER = Path(sys.executable).with_name("mlx.launch")
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        opened = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in opened:
+            each.bind(("127.0.0.1", 0))
+        return [int(each.getsockname()[1]) for each in opened]
 
 
-def free_port() -> int:
-    """The launcher's own port is the same for all who launch on this machine."""
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return int(opened.getsockname()[1])
+def main() -> None:
+    """One process of a group."""
+    size, rank = size_and_rank(current_group())
+    assert gathered(rank + 5, current_group()) == list(range(5, 5 + size))
+    run(TrainSettings.model_validate_json(sys.argv[1]))
 
 
 def can_listen() -> bool:
@@ -39,37 +47,26 @@ def can_listen() -> bool:
 needs_sockets = pytest.mark.skipif(not can_listen(), reason="no sockets on this machine")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="starts processes by forking, as tests/warm.py")
 @needs_sockets
-@pytest.mark.skipif(not LAUNCHER.exists(), reason="mlx.launch is not beside the interpreter")
-def test_two_launched_processes_train_like_one(tmp_path: Path) -> None:
+def test_two_processes_train_like_one(tmp_path: Path) -> None:
     """The last batch of an epoch has one row: one process then takes part without any."""
     model, data = write_tiny_model(tmp_path / "model"), write_data(tmp_path / "data", train=5)
     changes = {"iters": 4, "dropout": 0.0, "grad_accumulation_steps": 1}
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import sys\n"
-        "from mlxstacks.studies.train.run import run\n"
-        "from mlxstacks.training.settings import TrainSettings\n"
-        "from mlxstacks.training.group import current_group, gathered, size_and_rank\n"
-        "size, rank = size_and_rank(current_group())\n"
-        "assert gathered(rank + 5, current_group()) == list(range(5, 5 + size))\n"
-        "run(TrainSettings.model_validate_json(sys.argv[1]))\n"
-    )
-    root = Path(__file__).resolve().parent.parent.parent
-    environment = {**os.environ, "PYTHONPATH": str(root), "OPENBLAS_NUM_THREADS": "1"}
     assert gathered(5, current_group()) == [5]
     run(settings_for(model, data, tmp_path / "one", **changes))
     settings = settings_for(model, data, tmp_path / "two", **changes)
-    # The launcher hands the words to a shell of its own.
-    words = [str(LAUNCHER), "-n", "2", "--backend", "ring", "--starting-port", str(free_port())]
-    words += [sys.executable, str(program)]
-    done = subprocess.run(
-        [*words, settings.model_dump_json()],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    # What `mlx.launch --backend ring` tells its processes.
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
+    command = [sys.executable, "-m", __name__, settings.model_dump_json()]
+    children = [
+        Child(command, env={**os.environ, "MLX_HOSTFILE": str(hosts), "MLX_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    assert [child.wait(60) for child in children] == [0, 0]
     one, two = (
-        json.loads((tmp_path / name / "train_report.json").read_text()) for name in ("one", "two")
+        json.loads((tmp_path / name / "result.json").read_text())["data"] for name in ("one", "two")
     )
     assert (one["processes"], two["processes"]) == (1, 2)
     for mine, theirs in zip(one["history"], two["history"], strict=True):

@@ -38,8 +38,7 @@ from mlxstacks.studies.benchmarks.settings import (
     ArmSettings,
 )
 from mlxstacks.studies.route.data import stack_hashes
-from mlxstacks.studies.route.evaluate_losses import with_controls
-from mlxstacks.studies.route.evaluate_served import open_served
+from mlxstacks.studies.route.served import open_served, with_controls
 from mlxstacks.training.prepare_base import prepare_base
 
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from mlxstacks.sandbox.run import SandboxLimits
 from mlxstacks.studies.benchmarks import extract, human_eval
 from mlxstacks.studies.benchmarks.equivalence import (
     Symbolic,
@@ -20,7 +21,6 @@ from mlxstacks.studies.benchmarks.equivalence import (
     installed,
 )
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Grader, Task
-from mlxstacks.studies.sandbox import SandboxLimits
 
 NO_ANSWER = "no answer"
 CODE_NOT_RUN = "not run: programs need allow_code"

@@ -10,9 +10,9 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from mlxstacks.sandbox import calls
+from mlxstacks.sandbox.run import SandboxLimits, SandboxResult, run_untrusted
 from mlxstacks.studies.benchmarks.extract import NONE, Extracted
-from mlxstacks.studies.confined import calls
-from mlxstacks.studies.sandbox import SandboxLimits, SandboxResult, run_untrusted
 
 _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _TOP_LEVEL = re.compile(r"^(?:async\s+def|def|class|@|if __name__|print\(|assert |#|```)", re.M)
@@ -137,7 +137,7 @@ def passes(
     """Run a completion in one sandbox, the tests of it in another.
 
     Law: a program cannot pass tests that its answers do not pass. It gets the arguments of the
-    calls and nothing else, and its answers are plain data (confined/calls.py). limits: of either.
+    calls and nothing else, and its answers are plain data (calls.py). limits: of either.
 
     Raises: SandboxError where it may not or cannot be run.
     """

@@ -22,7 +22,7 @@ from mlxstacks.studies.benchmarks.arms import available_arms, check_arms
 from mlxstacks.studies.benchmarks.rows import READERS, RawItem, bench_item
 from mlxstacks.studies.benchmarks.settings import NEED_LABELS, EvalSettings
 from mlxstacks.studies.benchmarks.tasks import TASKS, BenchItem, Task, task_named
-from mlxstacks.studies.confound.items import Item, read_items, stratified_sample
+from mlxstacks.study.items import Item, read_items, stratified_sample
 
 _MOST_SHOWN = 8
 # MMLU's published rows have no ids, and some of them occur twice.

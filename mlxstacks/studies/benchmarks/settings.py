@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
+from mlxstacks.settings import Settings
 from mlxstacks.studies.benchmarks.tasks import TWELVE
 
 ArmName = Literal["base", "adapter", "fused", "ungated", "routed", "oracle", "random"]
@@ -28,10 +29,8 @@ NOT_OF_THE_PLAN = {
 }  # fmt: skip
 
 
-class ArmSettings(BaseModel):
+class ArmSettings(Settings):
     """A model, what changes it, and how it is asked."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str | None = Field(
         None, description="Model directory or Hugging Face id. Default: the base of the store."

@@ -2,7 +2,9 @@
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from mlxstacks.settings import Settings
 
 Trainer = Literal["mlx-lm", "mlxstacks"]
 LengthMode = Literal["fixed", "variable"]
@@ -10,14 +12,12 @@ LengthMode = Literal["fixed", "variable"]
 MULTIPLE = 32
 
 
-class BufferSettings(BaseModel):
+class BufferSettings(Settings):
     """Does the rank of a LoRA move the number of live buffers?
 
     Every field but those that say where files lie is part of the plan, which is hashed before the
     first run.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str | None = Field(
         None, description="Model directory. Default: the built-in nano model at 3 bits."

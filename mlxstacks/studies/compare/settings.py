@@ -4,8 +4,9 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from mlxstacks.settings import Settings
 from mlxstacks.training.stack_settings import StackRunSettings
 
 # What a question can be decided by; see compare_measures.py.
@@ -19,10 +20,8 @@ _OF_ALL_ARMS = (*_OF_THE_COMPARISON, "domains", "validation_rows", "modes")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 
 
-class ArmSettings(BaseModel):
+class ArmSettings(Settings):
     """One arm: a name, and what it changes in the settings of every run."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     change: dict[str, Any] = Field(
@@ -41,10 +40,8 @@ class ArmSettings(BaseModel):
         return name
 
 
-class CompareSettings(BaseModel):
+class CompareSettings(Settings):
     """Runs of `stack` that differ in one thing, over several seeds; the first arm is control."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str | None = Field(
         None, description="Model directory or Hugging Face id. Default: the built-in nano model."

@@ -2,10 +2,11 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
+from mlxstacks.settings import Settings
 from mlxstacks.training.settings import TrainSettings
 
 Scoring = Literal["generate", "likelihood"]
@@ -34,10 +35,8 @@ def said_twice(train: TrainSettings) -> list[str]:
     ]
 
 
-class ConfoundSettings(BaseModel):
+class ConfoundSettings(Settings):
     """Does fusing a second adapter add knowledge? The defaults are the published settings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str | None = Field(
         None,

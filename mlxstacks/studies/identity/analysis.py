@@ -1,233 +1,442 @@
-"""What replies and answers say: scores, comparisons prompt by prompt, the broad regression.
+"""What replies and answers say: scores, the validity gate, comparisons, claims, broad regression.
 
-Computed from answers alone. Arms are compared prompt by prompt, in the same order: four equal
-totals may be four different sets of prompts.
+Computed from answers alone, as JSON: all figures of the result. Arms are compared prompt by prompt,
+in the same order: four equal totals may be four different sets of prompts.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from mlxstacks.stats import Interval, holm, mcnemar_of_pairs, wilson_interval
+from mlxstacks.stats import holm, mcnemar_of_pairs, wilson_interval
 from mlxstacks.studies.confound.analysis import in_form
-from mlxstacks.studies.confound.answers import Answer
-from mlxstacks.studies.identity.conditions import unequal
+from mlxstacks.studies.identity.plan import (
+    BASE,
+    BASE_ZERO,
+    CONDITIONS,
+    PUBLISHED_BASE,
+    REFERENCE,
+    RERUN,
+    UNFUSED,
+    ZERO,
+    arm,
+    claims_of,
+    label,
+    pairs_of,
+)
+from mlxstacks.studies.identity.settings import GATE_PROMPTS, IdentitySettings
+from mlxstacks.studies.identity.suite import Suite
+from mlxstacks.study.answers import Answer
+from mlxstacks.study.plan import Standing
 
 Answers = Mapping[str, Sequence[Answer]]
+Figures = dict[str, Any]
+HEADS = {"kept": "keeps the persona", "lost": "loses it", "not shown": "leaves it open"}
+PUBLISHED_OF = "Qwen3.5-35B-A3B, 3-bit; published, not measured here"
 
 
-@dataclass(frozen=True)
-class Score:
-    """Prompts that an arm passes. by_category: category -> (passed, n), in the suite's order."""
+def analyse(
+    replies: Answers,
+    answers: Answers,
+    *,
+    suite: Suite,
+    settings: IdentitySettings,
+    has_adapter: bool,
+    standing: Standing,
+    is_published_model: bool = False,
+) -> Figures:
+    """All figures. replies: of each arm to the suite; answers: to the items.
 
-    arm: str
-    n: int
-    passed: int
-    interval: Interval
-    by_category: dict[str, tuple[int, int]]
+    is_published_model: the base is the study's own, whose scores then stand for comparison.
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "arm": self.arm, "n": self.n, "passed": self.passed, "share": self.passed / self.n,
-            "interval": self.interval.as_json(),
-            "by_category": {
-                name: {"passed": passed, "n": n} for name, (passed, n) in self.by_category.items()
-            },
-        }  # fmt: skip
+    Raises: ValueError where the base or a policy's persona has no replies, or arms answered
+    different prompts.
+    """
+    policies: tuple[str, ...] = settings.policies
+    replies = {name: given for name, given in replies.items() if given}
+    absent = [
+        name for name in (BASE, *(arm(REFERENCE, p) for p in policies)) if name not in replies
+    ]
+    if absent:
+        raise ValueError(f"no replies of {', '.join(absent)}: nothing can be compared")
+    scores = {name: score(name, given) for name, given in replies.items()}
+    passed = {name: figures["passed"] for name, figures in scores.items()}
+    limits = limits_of(settings, scores[BASE]["n"])
+    claims = claims_of(settings, has_adapter)
+    labels = {name: label(name, settings) for name in scores}
+    figures: Figures = {
+        "conditions": {
+            name: {"label": words, "policy": policy or None, **scores[name]}
+            for name, (words, policy) in labels.items()
+        },
+        "gates": {
+            policy: gate(
+                policy, passed[BASE], passed[arm(REFERENCE, policy)], passed.get(UNFUSED), limits
+            )
+            for policy in policies
+        },
+        "compared": compare_all(replies, pairs_of(settings, has_adapter), claims),
+        "missing_controls": {p: missing_controls(p, replies, has_adapter) for p in policies},
+    }
+    figures["outcome"] = {policy: found["state"] for policy, found in figures["gates"].items()}
+    figures["judgements"] = [
+        judge(figures, name, settings, standing)
+        for name, _ in claims
+        if name in figures["compared"]
+    ]
+    figures["regression"], figures["regression_words"] = regression(answers, settings)
+    figures["published"] = published() if is_published_model else None
+    prompts = {prompt.prompt_id: prompt.prompt for prompt in suite}
+    order = list(prompts)
+    figures["replies"] = {
+        name: [
+            {
+                "prompt_id": reply.item_id, "category": reply.subject,
+                "prompt": prompts[reply.item_id], "passed": reply.correct, "reason": reply.rule,
+                "text": reply.text,
+            }
+            for reply in sorted(given, key=lambda reply: order.index(reply.item_id))
+        ]
+        for name, given in replies.items()
+    }  # fmt: skip
+    return figures
 
 
-def score_of(arm: str, answers: Sequence[Answer]) -> Score:
-    """Raises: ValueError for no answers."""
-    passed = sum(one.correct for one in answers)
-    table: dict[str, tuple[int, int]] = {}
-    for one in answers:
-        before = table.get(one.subject, (0, 0))
-        table[one.subject] = before[0] + one.correct, before[1] + 1
-    return Score(arm, len(answers), passed, wilson_interval(passed, len(answers)), table)
+def score(name: str, answers: Sequence[Answer]) -> Figures:
+    """Prompts that an arm passes, in all and by category. Raises: ValueError for no answers."""
+    passed, n = sum(answer.correct for answer in answers), len(answers)
+    by_category: dict[str, dict[str, int]] = {}
+    for answer in answers:
+        part = by_category.setdefault(answer.subject, {"passed": 0, "n": 0})
+        part["passed"] += answer.correct
+        part["n"] += 1
+    return {
+        "arm": name, "n": n, "passed": passed, "share": passed / n,
+        "interval": wilson_interval(passed, n).as_json(), "by_category": by_category,
+    }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Compared:
+def published() -> Figures:
+    """The study's scores of 20, for comparison."""
+    counts = {kind: c.published for kind, c in CONDITIONS.items() if c.published is not None}
+    counts[BASE] = PUBLISHED_BASE
+    return {
+        "of": PUBLISHED_OF,
+        "n": GATE_PROMPTS,
+        "passed": counts,
+        "intervals": {
+            name: wilson_interval(count, GATE_PROMPTS).as_json() for name, count in counts.items()
+        },
+    }
+
+
+# --- the gate -------------------------------------------------------------------------------------
+
+
+def limits_of(settings: IdentitySettings, n: int) -> dict[str, int]:
+    """The gate for n prompts, by share, never more lenient than for 20, where it is as given: most
+    that the base may pass, fewest that the persona must pass.
+    """
+    return {
+        "n": n,
+        "most_of_base": settings.most_of_base * n // GATE_PROMPTS,
+        "least_of_persona": -(-settings.least_of_persona * n // GATE_PROMPTS),
+    }
+
+
+def gate(
+    policy: str, base: int, persona: int, unfused: int | None, limits: Mapping[str, int]
+) -> Figures:
+    """Whether the suite can tell a persona at all: without that no claim is made.
+
+    Judged on the persona as the policy fused it. The persona beside the base, not fused (None for
+    one that was given as a model), decides nothing; it says why a gate is shut: a scorer that does
+    not discriminate, or a fuse that lost the persona before anything was put on top of it. Scores
+    count prompts passed. The truth table is a test.
+    """
+    n, most, least = limits["n"], limits["most_of_base"], limits["least_of_persona"]
+    if base > most:
+        state = "base passes"
+        why = f"the untrained base passes more than {most}: it tells nothing apart"
+    elif persona >= least:
+        state, why = "valid", ""
+    elif unfused is None:
+        state = "persona fails"
+        why = (
+            f"the persona passes fewer than {least}; it was given as a model, so whether its fuse "
+            "lost it cannot be told"
+        )
+    elif unfused >= least:
+        state = "lost in its fuse"
+        why = (
+            f"it does tell the persona beside the base from the base, but {policy} lost the "
+            f"persona in its own fuse (at least {least} are needed): nothing is left to preserve"
+        )
+    else:
+        state, why = "no persona", f"not even beside the base does the persona pass {least}"
+    beside = "" if unfused is None else f", beside the base {unfused}"
+    scores = f"under {policy} (base {base}, persona {persona}{beside} of {n})"
+    return {
+        "policy": policy, "state": state, "base": base, "persona": persona, "unfused": unfused,
+        "limits": dict(limits), "valid": state == "valid",
+        "words": f"scorer invalid {scores}: {why}. No preservation claim"
+        if why else f"scorer valid {scores}",
+    }  # fmt: skip
+
+
+# --- prompt by prompt -----------------------------------------------------------------------------
+
+
+def compare(answers: Answers, name: str, reference: str) -> Figures:
     """An arm beside its reference. kept, lost, gained, neither: prompts by whether the reference
     and the arm pass them; their ids where they differ.
 
-    p_value: McNemar's exact. p_adjusted: by Holm over the plan's claims, None for no claim.
-    loss: lost of what the reference passes, with its Wilson interval; None where it passes none.
+    p_value: McNemar's exact. p_adjusted: by Holm over the plan's claims, None for no claim. loss:
+    lost of what the reference passes, with its Wilson interval; None where it passes none.
     other_texts: replies that differ in any character.
+
+    Raises: ValueError for arms that answered different prompts: such pairs are no pairs.
     """
-
-    arm: str
-    reference: str
-    n: int
-    kept: int
-    neither: int
-    lost: tuple[str, ...]
-    gained: tuple[str, ...]
-    p_value: float
-    loss: Interval | None
-    other_texts: int
-    p_adjusted: float | None = None
-
-    @property
-    def passed_by_reference(self) -> int:
-        return self.kept + len(self.lost)
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            **asdict(self), "lost": list(self.lost), "gained": list(self.gained),
-            "loss": None if self.loss is None else self.loss.as_json(),
-        }  # fmt: skip
-
-
-def compare(answers: Answers, arm: str, reference: str) -> Compared:
-    """Raises: ValueError for arms that answered different prompts: such pairs are no pairs."""
-    one, two = answers[arm], answers[reference]
-    problem = unequal([(name, [a.item_id for a in answers[name]]) for name in (arm, reference)])
-    if problem:
-        raise ValueError(f"{problem}; only the same prompts can be compared")
-    pairs = list(zip(two, one, strict=True))
-    lost = tuple(before.item_id for before, after in pairs if before.correct > after.correct)
-    gained = tuple(before.item_id for before, after in pairs if before.correct < after.correct)
-    kept = sum(before.correct and after.correct for before, after in pairs)
+    after, before = answers[name], answers[reference]
+    if len(after) != len(before):
+        raise ValueError(
+            f"{name} answered {len(after)} prompts, {reference} {len(before)}; only the same "
+            "prompts can be compared"
+        )
+    if [a.item_id for a in after] != [b.item_id for b in before]:
+        raise ValueError(
+            f"{name} and {reference} answered different prompts; only the same prompts can be "
+            "compared"
+        )
+    pairs = list(zip(before, after, strict=True))
+    lost = [b.item_id for b, a in pairs if b.correct > a.correct]
+    gained = [b.item_id for b, a in pairs if b.correct < a.correct]
+    kept = sum(b.correct and a.correct for b, a in pairs)
+    test = mcnemar_of_pairs([b.correct for b in before], [a.correct for a in after])
     passed = kept + len(lost)
-    return Compared(
-        arm, reference, len(pairs), kept, len(pairs) - passed - len(gained), lost, gained,
-        mcnemar_of_pairs([a.correct for a in two], [a.correct for a in one]).p_value,
-        wilson_interval(len(lost), passed) if passed else None,
-        sum(before.text != after.text for before, after in pairs),
-    )  # fmt: skip
+    return {
+        "arm": name, "reference": reference, "n": len(pairs), "kept": kept,
+        "neither": len(pairs) - passed - len(gained), "lost": lost, "gained": gained,
+        "p_value": test.p_value,
+        "loss": wilson_interval(len(lost), passed).as_json() if passed else None,
+        "other_texts": sum(b.text != a.text for b, a in pairs), "p_adjusted": None,
+    }  # fmt: skip
 
 
 def compare_all(
     answers: Answers, pairs: Sequence[tuple[str, str]], claims: Sequence[tuple[str, str]]
-) -> dict[str, Compared]:
-    """Arm -> comparison with its reference, of pairs whose arms are both there; the p-values of
-    the claims are one family.
+) -> dict[str, Figures]:
+    """Arm -> comparison with its reference, of pairs whose arms both answered; the p-values of the
+    claims are one family.
     """
-    found = {
-        arm: compare(answers, arm, reference)
-        for arm, reference in pairs
-        if answers.get(arm) and answers.get(reference)
+    compared = {
+        name: compare(answers, name, reference)
+        for name, reference in pairs
+        if answers.get(name) and answers.get(reference)
     }
-    claimed = [arm for arm, _ in claims if arm in found]
-    for arm, p in zip(claimed, holm([found[name].p_value for name in claimed]), strict=True):
-        found[arm] = replace(found[arm], p_adjusted=p)
-    return found
+    claimed = [compared[name] for name, _ in claims if name in compared]
+    adjusted = holm([comparison["p_value"] for comparison in claimed])
+    for comparison, p in zip(claimed, adjusted, strict=True):
+        comparison["p_adjusted"] = p
+    return compared
+
+
+def flips_note(compared: Mapping[str, Figures]) -> tuple[str, ...]:
+    """Whether greedy replies are the same twice: what differs then is no effect of anything."""
+    rerun = compared.get(RERUN)
+    if rerun is None:
+        return ()
+    if not rerun["other_texts"]:
+        return (f"Run again, {rerun['reference']} gave the same {rerun['n']} replies.",)
+    words = (
+        f"Run again, {rerun['reference']} gave {rerun['other_texts']} of {rerun['n']} replies "
+        f"otherwise, {len(rerun['lost'])} lost and {len(rerun['gained'])} gained: so much is "
+        "chance."
+    )
+    return (words,)
+
+
+# --- claims ---------------------------------------------------------------------------------------
+
+
+def missing_controls(policy: str, arms: Mapping[str, object], has_adapter: bool) -> list[str]:
+    """Controls without which nothing is claimed under a policy."""
+    controls = {
+        BASE: "the untrained base",
+        RERUN: "a rerun of one condition, for run-to-run flips",
+        arm(REFERENCE, policy): "the persona alone",
+        arm(ZERO, policy): "the zero-delta adapter through the same fuse",
+        arm("base_factual", policy): "the factual adapter on the base",
+    }
+    if has_adapter:
+        controls[UNFUSED] = "the persona beside the base, not fused"
+    return [words for name, words in controls.items() if not arms.get(name)]
+
+
+def judge(
+    figures: Figures, name: str, settings: IdentitySettings, standing: Standing
+) -> dict[str, str]:
+    """A claim: kept, lost, not shown or no claim. The first thing that stands against any claim
+    decides. figures: gates, compared and missing_controls.
+    """
+    kind, _, policy = name.rpartition("_")
+    if not CONDITIONS[kind].claimed:
+        raise ValueError(f"{name} is no claim")
+    compared, missing = figures["compared"], figures["missing_controls"][policy]
+
+    def judgement(outcome: str, words: str) -> dict[str, str]:
+        return {"arm": name, "policy": policy, "outcome": outcome, "words": words}
+
+    if not figures["gates"][policy]["valid"]:
+        return judgement("no claim", figures["gates"][policy]["words"])
+    if missing:
+        return judgement("no claim", f"not claimed without {'; '.join(missing)}")
+    if standing.reasons:
+        return judgement("no claim", standing.in_words())
+    comparison = compared[name]
+    kept, lost, gained = comparison["kept"], comparison["lost"], comparison["gained"]
+    # There is a loss: a persona that passes the gate passes a prompt.
+    loss, p = comparison["loss"], comparison["p_adjusted"]
+    counts = (
+        f"keeps {kept} of {kept + len(lost)}, gains {len(gained)} (loss 95% "
+        f"{100 * loss['low']:.0f} to {100 * loss['high']:.0f}%, p = {p:.2g})"
+    )
+    if p < settings.alpha and len(lost) > len(gained):
+        # What of a loss the zero-delta control has too is not the second adapter's doing.
+        by_fuse = compared[arm(ZERO, policy)]["lost"]
+        same = len(set(by_fuse) & set(lost))
+        return judgement(
+            "lost",
+            f"{counts}; the zero-delta control loses {len(by_fuse)} by the fuse alone, {same} of "
+            "them here too",
+        )
+    return judgement("kept" if loss["high"] <= settings.largest_loss else "not shown", counts)
+
+
+def verdict(figures: Figures, settings: IdentitySettings, standing: Standing) -> str:
+    """A sentence for each policy, and what equal totals do not say."""
+    sentences, claimed = [], False
+    for policy, found in figures["gates"].items():
+        judgements = [j for j in figures["judgements"] if j["policy"] == policy]
+        if not found["valid"]:
+            sentences.append(f"{found['words'][0].upper()}{found['words'][1:]}.")
+        elif judgements and judgements[0]["outcome"] == "no claim":
+            sentences.append(f"No claim under {policy}: {judgements[0]['words'].rstrip('.')}.")
+        else:
+            claimed = True
+            parts = [
+                f"{figures['conditions'][j['arm']]['label']} {HEADS[j['outcome']]}: it {j['words']}"
+                for j in judgements
+            ]
+            sentences.append(f"Under {policy}, {'; '.join(parts)}.")
+    if claimed:
+        sentences.append(
+            f"Kept means that a loss of more than {settings.largest_loss:.0%} of the answers is "
+            "excluded at 95%; exact preservation is not shown."
+        )
+        sentences.append(standing.in_words())
+    return " ".join(sentences)
 
 
 # --- broad regression -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Regression:
+def regress(answers: Answers, name: str, reference: str) -> Figures:
     """An arm beside its reference on the items. fixed: wrong, then right; broken: the reverse.
 
-    p_value: McNemar's exact. chi_square: without correction, as the study has it. in_form,
-    reference_in_form: answers in a box, or likelihoods without tie; more letters found are more
-    right answers without any knowledge.
-    """
-
-    arm: str
-    reference: str
-    n: int
-    right: int
-    reference_right: int
-    fixed: int
-    broken: int
-    p_value: float
-    chi_square: float
-    in_form: int
-    reference_in_form: int
-
-    @property
-    def net(self) -> int:
-        return self.fixed - self.broken
-
-    @property
-    def both_wrong(self) -> int:
-        return self.n - self.reference_right - self.fixed
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "net": self.net, "both_wrong": self.both_wrong}
-
-
-def regress(answers: Answers, arm: str, reference: str) -> Regression:
-    """135 fixed and 56 broken of 6,000 were published (spec/confound.md section 9).
+    p_value: McNemar's exact. chi_square: without correction, as the study has it: 135 fixed and 56
+    broken of 6,000 were published (spec/confound.md section 9). in_form, reference_in_form:
+    answers in a box, or likelihoods without tie; more letters found are more right answers without
+    any knowledge.
 
     Raises: ValueError for arms that answered different items.
     """
-    one, two = answers[arm], answers[reference]
-    if [a.item_id for a in one] != [a.item_id for a in two]:
-        raise ValueError(f"{arm} and {reference} answered different items")
-    right, before = [a.correct for a in one], [a.correct for a in two]
-    test = mcnemar_of_pairs(before, right)
-    return Regression(
-        arm, reference, len(one), sum(right), sum(before), test.gained, test.lost, test.p_value,
-        test.chi_square, sum(map(in_form, one)), sum(map(in_form, two)),
-    )  # fmt: skip
+    after, before = answers[name], answers[reference]
+    if [a.item_id for a in after] != [b.item_id for b in before]:
+        raise ValueError(f"{name} and {reference} answered different items")
+    right, reference_right = [a.correct for a in after], [b.correct for b in before]
+    test = mcnemar_of_pairs(reference_right, right)
+    return {
+        "arm": name, "reference": reference, "n": len(after), "right": sum(right),
+        "reference_right": sum(reference_right), "fixed": test.gained, "broken": test.lost,
+        "p_value": test.p_value, "chi_square": test.chi_square,
+        "in_form": sum(map(in_form, after)), "reference_in_form": sum(map(in_form, before)),
+        "net": test.gained - test.lost,
+        "both_wrong": len(after) - sum(reference_right) - test.gained,
+    }  # fmt: skip
+
+
+def regression(
+    answers: Answers, settings: IdentitySettings
+) -> tuple[dict[str, Figures], dict[str, str]]:
+    """Each arm beside the base, and the persona beside the base after a zero-delta fuse; and by
+    policy, what of the persona's net is its own.
+    """
+    if not answers.get(BASE):
+        return {}, {}
+    regressions = {name: regress(answers, name, BASE) for name in answers if name != BASE}
+    words: dict[str, str] = {}
+    for policy in settings.policies:
+        persona, zero = arm(REFERENCE, policy), arm(BASE_ZERO, policy)
+        if persona not in regressions:
+            continue
+        against = regress(answers, persona, zero) if zero in answers else None
+        if against is not None:
+            regressions[f"{persona}_beside_{zero}"] = against
+        words[policy] = credit(
+            policy, regressions[persona], regressions.get(zero), against, settings.alpha
+        )
+    return regressions, words
 
 
 def credit(
-    policy: str,
-    persona: Regression,
-    zero: Regression | None,
-    against_zero: Regression | None,
-    alpha: float,
+    policy: str, persona: Figures, zero: Figures | None, against_zero: Figures | None, alpha: float
 ) -> str:
     """What of the persona's net is its own.
 
     zero: the base after a zero-delta fuse, beside the base; against_zero: the persona beside it.
     """
-    return _credit(policy, persona, zero, against_zero, alpha) + _of_form(persona)
+    words = f"By {policy} the persona answers {_change(persona)}"
+    if zero is None or against_zero is None:
+        words += (
+            ". Credited to nothing: the base after a zero-delta fuse is missing, since the persona "
+            "was given as a model."
+        )
+        return words + _form(persona)
+    fuse = f"the zero-delta fuse of the base alone {_change(zero)}"
+    if persona["p_value"] >= alpha:
+        return f"{words}: no change that can be shown; {fuse}.{_form(persona)}"
+    if against_zero["p_value"] >= alpha:
+        judged = "not to be told from what the fuse does by itself"
+    else:
+        more = "more" if against_zero["net"] > 0 else "fewer"
+        judged = f"{more} right answers by the persona itself"
+    return (
+        f"{words}; {fuse}. Beside that base it is {_change(against_zero)}: {judged}."
+        f"{_form(persona)}"
+    )
 
 
-def _of_form(found: Regression) -> str:
+def _form(persona: Figures) -> str:
     """A sentence where answers are not in form, or not equally often in both."""
-    if not found.in_form and not found.reference_in_form:
+    own, of_reference = persona["in_form"], persona["reference_in_form"]
+    if not own and not of_reference:
         return (
             " NOT ONE of these answers is in form (boxed; of likelihoods, no tie): every letter "
             "comes from a fallback rule, or there is none, so this is of form, not of knowledge."
         )
-    if found.in_form == found.reference_in_form:
+    if own == of_reference:
         return ""
     return (
-        f" In form (boxed; of likelihoods, no tie) are {found.in_form:,} answers, of "
-        f"{found.reference} {found.reference_in_form:,}: that alone moves right answers."
+        f" In form (boxed; of likelihoods, no tie) are {own:,} answers, of "
+        f"{persona['reference']} {of_reference:,}: that alone moves right answers."
     )
 
 
-def _credit(
-    policy: str,
-    persona: Regression,
-    zero: Regression | None,
-    against_zero: Regression | None,
-    alpha: float,
-) -> str:
-    told = f"By {policy} the persona answers {_change(persona)}"
-    if zero is None or against_zero is None:
-        return (
-            f"{told}. Credited to nothing: the base after a zero-delta fuse is missing, since the "
-            "persona was given as a model."
-        )
-    fuse = f"the zero-delta fuse of the base alone {_change(zero)}"
-    if persona.p_value >= alpha:
-        return f"{told}: no change that can be shown; {fuse}."
-    if against_zero.p_value >= alpha:
-        return (
-            f"{told}; {fuse}. Beside that base it is {_change(against_zero)}: not to be told from "
-            "what the fuse does by itself."
-        )
-    more = "more" if against_zero.net > 0 else "fewer"
+def _change(figures: Figures) -> str:
+    fixed, broken, n = figures["fixed"], figures["broken"], figures["n"]
+    if not fixed and not broken:
+        return f"{n:,} of {n:,} as before"
     return (
-        f"{told}; {fuse}. Beside that base it is {_change(against_zero)}: {more} right answers by "
-        "the persona itself."
-    )  # fmt: skip
-
-
-def _change(found: Regression) -> str:
-    if not found.fixed and not found.broken:
-        return f"{found.n:,} of {found.n:,} as before"
-    return (
-        f"net {found.net:+,} ({found.fixed:,} fixed, {found.broken:,} broken of {found.n:,}, p = "
-        f"{found.p_value:.2g})"
+        f"net {figures['net']:+,} ({fixed:,} fixed, {broken:,} broken of {n:,}, p = "
+        f"{figures['p_value']:.2g})"
     )

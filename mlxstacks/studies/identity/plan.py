@@ -1,20 +1,32 @@
-"""What `mlxstacks identity` decides before any model answers anything."""
+"""What `mlxstacks identity` decides before any model answers: conditions, arms, claims, the plan.
+
+A condition says what is fused into what. An arm is a condition under a policy, named
+`factual_refit`; a few have no policy. The reference of a condition is the persona alone, fused by
+the same policy: under each policy another model.
+"""
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.stats import mcnemar_exact_test, wilson_interval
-from mlxstacks.studies.confound.items import Item, items_sha256
 from mlxstacks.studies.confound.plan import file_sha256
 from mlxstacks.studies.confound.prompts import INSTRUCTION
-from mlxstacks.studies.identity.conditions import claims_of, item_arms, suite_arms
 from mlxstacks.studies.identity.scorer import RULES as SCORER_RULES
 from mlxstacks.studies.identity.settings import NOT_OF_THE_PLAN, IdentitySettings
 from mlxstacks.studies.identity.suite import Suite, suite_sha256
+from mlxstacks.study.items import Item, items_sha256
 from mlxstacks.study.plan import Plan, ids_sha256
 from mlxstacks.study.power import mcnemar_power
+
+BASE, UNFUSED, RERUN = "base", "identity_unfused", "identity_rerun"
+# Evaluated on the items alone: what the persona's fuse does to the base without the persona.
+BASE_ZERO = "base_zero"
+REFERENCE, ZERO = "identity", "zero"
+PERSONA, FACTUAL, SECOND = "persona", "factual", "factual_second"
 
 HYPOTHESIS = (
     "A persona that is fused into a quantized model loses answers of its identity suite when a "
@@ -35,15 +47,120 @@ REGRESSION = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """source: what is fused into; adapter: what is, zero with its learned numbers zero.
+
+    claimed: whether "the persona is kept" is asked of it. published: its score of 20, if any.
+    """
+
+    label: str
+    source: Literal["base", "identity"]
+    adapter: str
+    zero: bool = False
+    claimed: bool = False
+    published: int | None = None
+
+
+CONDITIONS = {
+    REFERENCE: Condition("identity only", "base", PERSONA, published=18),
+    "factual": Condition("identity + factual", "identity", FACTUAL, claimed=True, published=18),
+    "again": Condition("identity + identity", "identity", PERSONA, claimed=True, published=18),
+    SECOND: Condition("identity + factual", "identity", SECOND, claimed=True, published=18),
+    ZERO: Condition("identity + zero-delta", "identity", FACTUAL, zero=True),
+    "base_factual": Condition("base + factual", "base", FACTUAL, published=2),
+    BASE_ZERO: Condition("base + zero-delta", "base", PERSONA, zero=True),
+}
+PUBLISHED_BASE = 2
+
+
+def arm(kind: str, policy: str) -> str:
+    """Name of an arm: a condition under a policy."""
+    return f"{kind}_{policy}"
+
+
+def label(name: str, settings: IdentitySettings) -> tuple[str, str]:
+    """(condition, policy) of an arm in words; the policy is empty where it has none."""
+    loose = {BASE: "base", UNFUSED: "identity beside", RERUN: "identity rerun"}
+    if name in loose:
+        return loose[name], settings.policies[0] if name == RERUN else ""
+    kind, _, policy = name.rpartition("_")
+    rank = settings.second_rank if kind == SECOND else settings.train.rank
+    condition = CONDITIONS[kind]
+    tail = f" r{rank}" if condition.adapter in (FACTUAL, SECOND) and not condition.zero else ""
+    return condition.label + tail, policy
+
+
+def kinds_of(has_adapter: bool) -> list[str]:
+    """Conditions that the suite is put to. Without the persona's adapter it cannot be added again;
+    "identity only" is then the model that was given.
+    """
+    return [
+        kind
+        for kind, condition in CONDITIONS.items()
+        if kind != BASE_ZERO and (has_adapter or condition.adapter != PERSONA or kind == REFERENCE)
+    ]
+
+
+def suite_arms(settings: IdentitySettings, has_adapter: bool) -> tuple[str, ...]:
+    """All arms on the suite: the base, the persona beside it, a rerun, each condition by policy."""
+    loose = (BASE, UNFUSED, RERUN) if has_adapter else (BASE, RERUN)
+    return (
+        *loose,
+        *(arm(kind, policy) for policy in settings.policies for kind in kinds_of(has_adapter)),
+    )
+
+
+def item_arms(settings: IdentitySettings, has_adapter: bool) -> tuple[str, ...]:
+    """All arms on the items of the broad regression."""
+    kinds = (BASE_ZERO, REFERENCE) if has_adapter else (REFERENCE,)
+    loose = (BASE, UNFUSED) if has_adapter else (BASE,)
+    return (*loose, *(arm(kind, policy) for policy in settings.policies for kind in kinds))
+
+
+def claims_of(settings: IdentitySettings, has_adapter: bool) -> tuple[tuple[str, str], ...]:
+    """(condition, its reference) of each "the persona is kept"."""
+    return tuple(
+        (arm(kind, policy), arm(REFERENCE, policy))
+        for policy in settings.policies
+        for kind in kinds_of(has_adapter)
+        if CONDITIONS[kind].claimed
+    )
+
+
+def pairs_of(settings: IdentitySettings, has_adapter: bool) -> list[tuple[str, str]]:
+    """(arm, reference) of every comparison prompt by prompt, the claims among them."""
+    pairs = [(RERUN, arm(REFERENCE, settings.policies[0]))]
+    for policy in settings.policies:
+        if has_adapter:
+            pairs.append((arm(REFERENCE, policy), UNFUSED))
+        pairs += [
+            (arm(kind, policy), arm(REFERENCE, policy))
+            for kind in kinds_of(has_adapter)
+            if CONDITIONS[kind].source == "identity"
+        ]
+        pairs.append((arm("base_factual", policy), BASE))
+    return pairs
+
+
+def is_adapter(persona: Path, missing_is: bool = False) -> bool:
+    """Whether the persona is an adapter, not a model. missing_is: the answer for a path that is not
+    there, as in a plan for another machine.
+    """
+    return (persona / "adapter_config.json").is_file() or (missing_is and not persona.exists())
+
+
+# --- the plan -------------------------------------------------------------------------------------
+
+
 def source_sha256(path: Path, *, adapter: bool, recorded: str | None = None) -> str:
     """Hash of a model, or of an adapter's weights and configuration. recorded: what the plan of a
-    run that goes on says.
+    run that is resumed says.
     """
     if not adapter:
         return fingerprint(open_checkpoint(path), recorded)
     digest = hashlib.sha256()
-    files = [path / "adapter_config.json", *sorted(path.glob("adapter*.safetensors"))]
-    for file in files:
+    for file in [path / "adapter_config.json", *sorted(path.glob("adapter*.safetensors"))]:
         digest.update(f"{file.name} {file_sha256(file)}\n".encode())
     return digest.hexdigest()
 
@@ -66,7 +183,7 @@ def plan_of(
         arms=suite_arms(settings, has_adapter),
         metric="share of the suite's prompts whose reply fails its rules",
         n=len(suite),
-        items_sha256=ids_sha256(one.prompt_id for one in suite),
+        items_sha256=ids_sha256(prompt.prompt_id for prompt in suite),
         test=TEST,
         thresholds={
             "alpha": settings.alpha, "least_gain": settings.largest_loss,
@@ -101,16 +218,16 @@ def power_lines(plan: Plan) -> list[str]:
 def detectable(plan: Plan) -> str:
     """What a suite of this size can and cannot show."""
     n, alpha, claims = plan.n, plan.thresholds["alpha"], max(1, len(plan.claims))
-    one, strict = least_lost(n, alpha), least_lost(n, alpha / claims)
+    least, strict = least_lost(n, alpha), least_lost(n, alpha / claims)
     passed = round(n * (1 - plan.expected_rate))
     possible = wilson_interval(0, passed).high if passed else 1.0
     loss = next((s for s in range(1, 101) if mcnemar_power(s / 100, 0, n, alpha) >= 0.8), None)
-    if one is None or loss is None:
+    if least is None or loss is None:
         shown = f"{n} prompts are too few: no loss could be significant at p < {alpha:g}"
     else:
         family = f", {strict or f'more than {n}'} with all {claims} claims counted"
         shown = (
-            f"{n} prompts: a loss shows (p < {alpha:g}) when {one} are lost and none gained"
+            f"{n} prompts: a loss shows (p < {alpha:g}) when {least} are lost and none gained"
             f"{family if claims > 1 else ''}; one of {loss}% is found 8 times in 10"
         )
     return (

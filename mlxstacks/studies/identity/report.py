@@ -1,277 +1,301 @@
-"""Result of `mlxstacks identity`: everything that the tables show, as one record and as JSON."""
+"""What `mlxstacks identity` found, as tables and plots."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mlxstacks.stats import wilson_interval
-from mlxstacks.studies.confound.answers import Answer
-from mlxstacks.studies.identity.analysis import (
-    Answers,
-    Compared,
-    Regression,
-    Score,
-    compare_all,
-    credit,
-    regress,
-    score_of,
-)
-from mlxstacks.studies.identity.conditions import (
-    BASE,
-    BASE_ZERO,
-    CONDITIONS,
-    PUBLISHED_BASE,
-    REFERENCE,
-    UNFUSED,
-    arm,
-    claims_of,
-    label,
-    pairs_of,
-)
-from mlxstacks.studies.identity.gate import Gate, gate, limits_of
-from mlxstacks.studies.identity.settings import GATE_PROMPTS, IdentitySettings
+from mlxstacks.studies.identity.analysis import Figures
+from mlxstacks.studies.identity.plan import UNFUSED
+from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.studies.identity.suite import Suite
-from mlxstacks.studies.identity.verdict import (
-    Case,
-    Judgement,
-    judge,
-    missing_controls,
-    verdict,
-)
-from mlxstacks.study.plan import Standing
+from mlxstacks.study.document import Block, Cell, Column, Plot, Series, Table, Text
 
-KIND = "identity"
-PUBLISHED_OF = "Qwen3.5-35B-A3B, 3-bit; published, not measured here"
-PUBLISHED_MODEL = "qwen3.5-35b-a3b-3bit"
+# More prompts make a map that no reader takes in.
+_MOST_PROMPTS = 30
+_COUNTED = {"not shown": "left open", "no claim": "without a claim"}
 
 
-@dataclass(frozen=True)
-class Reply:
-    """One reply: raw text, verdict, the reason for it."""
-
-    prompt_id: str
-    category: str
-    prompt: str
-    passed: bool
-    reason: str
-    text: str
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Findings:
-    """What the answers say. scores, replies: by arm. compared: by arm, beside its reference.
-
-    regressions: by arm; of the items. credits: by policy, in words.
-    """
-
-    labels: dict[str, tuple[str, str]]
-    scores: dict[str, Score]
-    replies: dict[str, list[Reply]]
-    gates: dict[str, Gate]
-    compared: dict[str, Compared]
-    judgements: list[Judgement]
-    regressions: dict[str, Regression]
-    credits: dict[str, str]
-    missing_controls: dict[str, list[str]]
-    standing: Standing
-    verdict: str
-    is_published_model: bool = False
-
-    def as_json(self) -> dict[str, Any]:
-        def each(found: Mapping[str, Any]) -> dict[str, Any]:
-            return {name: one.as_json() for name, one in found.items()}
-
-        return {
-            "conditions": {
-                name: {"label": words, "policy": policy or None, **self.scores[name].as_json()}
-                for name, (words, policy) in self.labels.items()
-            },
-            "gates": each(self.gates),
-            "compared": each(self.compared),
-            "judgements": [one.as_json() for one in self.judgements],
-            "regression": each(self.regressions),
-            "regression_words": self.credits,
-            "missing_controls": self.missing_controls,
-            "standing": self.standing.as_json(),
-            "published": published() if self.is_published_model else None,
-            "replies": {name: [r.as_json() for r in found] for name, found in self.replies.items()},
-        }
-
-
-def find(
-    answers: Answers,
-    item_answers: Answers,
-    *,
-    suite: Suite,
-    settings: IdentitySettings,
-    has_adapter: bool,
-    standing: Standing,
-    is_published_model: bool = False,
-) -> Findings:
-    """Everything from answers. answers: of each arm to the suite; item_answers: to the items.
-
-    is_published_model: the base is the study's own, whose scores then stand for comparison.
-
-    Raises: ValueError where the base or a policy's persona has no answers, or arms answered
-    different prompts.
-    """
-    needed = [BASE, *(arm(REFERENCE, policy) for policy in settings.policies)]
-    absent = [name for name in needed if not answers.get(name)]
-    if absent:
-        raise ValueError(f"no replies of {', '.join(absent)}: nothing can be compared")
-    there = {name: found for name, found in answers.items() if found}
-    scores = {name: score_of(name, found) for name, found in there.items()}
-    labels = {name: label(name, settings) for name in scores}
-    limits = limits_of(settings, scores[BASE].n)
-    policies: tuple[str, ...] = settings.policies
-    unfused = scores[UNFUSED].passed if UNFUSED in scores else None
-    gates = {
-        policy: gate(
-            policy, scores[BASE].passed, scores[arm(REFERENCE, policy)].passed, unfused, limits
-        )
-        for policy in policies
+def plan_table(settings: IdentitySettings, suite: Suite, arms: tuple[str, ...]) -> Table:
+    """What is fixed before the first prompt."""
+    shown, card, train = settings.model_dump(mode="json"), settings.persona_card, settings.train
+    inputs = ("model", "persona", "items", "regression_items", "suite", "persona_requant", "seed")
+    categories = [prompt.category for prompt in suite]
+    parts = ", ".join(f"{name} {categories.count(name)}" for name in dict.fromkeys(categories))
+    training = ("layers", "keys", "scale", "iters", "batch_size", "learning_rate")
+    values = ", ".join(f"{key} {shown['train'][key] or 'as usual'}" for key in training)
+    rows = {
+        **{key: None if shown[key] is None else str(shown[key]) for key in inputs},
+        "persona_card": f"{card.name}, made by {card.maker}" if card else None,
+        "policies": ", ".join(settings.policies),
+        "suite's prompts": f"{len(suite)}: {parts}",
+        "factual adapters": f"of rank {train.rank} and {settings.second_rank}: {values}",
+        "arms": f"{len(arms)}: {', '.join(arms)}",
+        "gate": f"the base passes at most {settings.most_of_base} of 20, the persona at least "
+        f"{settings.least_of_persona}",
     }
-    claims = claims_of(settings, has_adapter)
-    compared = compare_all(there, pairs_of(settings, has_adapter), claims)
-    missing = {policy: missing_controls(policy, there, has_adapter) for policy in policies}
-    case = Case(
-        settings.alpha, settings.largest_loss, standing, gates, compared,
-        {name: words for name, (words, _) in labels.items()}, missing,
-    )  # fmt: skip
-    judgements = [judge(case, name) for name, _ in claims if name in compared]
-    regressions, words = regression(item_answers, settings)
-    return Findings(
-        labels, scores, replies_of(there, suite), gates, compared, judgements, regressions, words,
-        missing, standing, verdict(case, judgements), is_published_model,
+    return Table(
+        id="plan", title="The plan", rows=tuple(rows.items()),
+        columns=(Column(name="what"), Column(name="value")),
     )  # fmt: skip
 
 
-def regression(
-    answers: Answers, settings: IdentitySettings
-) -> tuple[dict[str, Regression], dict[str, str]]:
-    """Each arm beside the base, and the persona beside the base after a zero-delta fuse."""
-    if not answers.get(BASE):
-        return {}, {}
-    found = {name: regress(answers, name, BASE) for name in answers if name != BASE}
-    words: dict[str, str] = {}
-    for policy in settings.policies:
-        persona, zero = arm(REFERENCE, policy), arm(BASE_ZERO, policy)
-        if persona not in found:
-            continue
-        against = regress(answers, persona, zero) if zero in answers else None
-        if against is not None:
-            found[f"{persona}_beside_{zero}"] = against
-        words[policy] = credit(policy, found[persona], found.get(zero), against, settings.alpha)
-    return found, words
+def outcome_of(figures: Figures) -> str:
+    """Per policy: what is judged under it, or that its gate is shut."""
+    parts = []
+    for policy, state in figures["outcome"].items():
+        judged = [j["outcome"] for j in figures["judgements"] if j["policy"] == policy]
+        counts = [f"{judged.count(o)} {_COUNTED.get(o, o)}" for o in dict.fromkeys(judged)]
+        words = ", ".join(counts) or "nothing judged"
+        parts.append(f"{policy}: {words if state == 'valid' else f'scorer invalid, {state}'}")
+    return "; ".join(parts)
 
 
-def replies_of(answers: Answers, suite: Suite) -> dict[str, list[Reply]]:
-    """Raw replies with their verdicts, in the suite's order."""
-    prompts = {one.prompt_id: one for one in suite}
-    order = {name: place for place, name in enumerate(prompts)}
+def blocks(figures: Figures) -> tuple[Block, ...]:
+    """Scores and claims first; every reply last, folded."""
+    return (
+        _conditions(figures), _gates(figures), *_claims(figures), _condition_plot(figures),
+        _prompt_map(figures), *_differences(figures), _compared(figures), *_regression(figures),
+        *_words(figures), *_published(figures["published"]), _replies(figures),
+    )  # fmt: skip
 
-    def reply(one: Answer) -> Reply:
-        prompt = prompts[one.item_id]
-        return Reply(
-            one.item_id, prompt.category, prompt.prompt, one.correct, one.rule, one.text
+
+def _name(figures: Figures, arm: str) -> str:
+    """Its label, with the policy where there are several."""
+    condition, several = figures["conditions"][arm], len(figures["gates"]) > 1
+    policy = condition["policy"] if several else None
+    return f"{condition['label']}, {policy}" if policy else str(condition["label"])
+
+
+def _interval(interval: Mapping[str, float] | None) -> Cell:
+    return None if interval is None else (interval["low"], interval["high"])
+
+
+def _conditions(figures: Figures) -> Table:
+    """Each arm with its score, and what it kept, lost and gained of its reference."""
+    rows = []
+    for arm, condition in figures["conditions"].items():
+        comparison = figures["compared"].get(arm)
+        kept: tuple[Cell, ...] = (None,) * 4
+        if comparison is not None and comparison["reference"] != UNFUSED:
+            p = comparison["p_value" if comparison["p_adjusted"] is None else "p_adjusted"]
+            kept = comparison["kept"], len(comparison["lost"]), len(comparison["gained"]), p
+        parts = "/".join(str(part["passed"]) for part in condition["by_category"].values())
+        label = condition["label"].replace("identity + ", "+ ")
+        rows.append(
+            (label, condition["policy"], condition["passed"], _interval(condition["interval"]),
+             parts, *kept)
+        )  # fmt: skip
+    first = next(iter(figures["conditions"].values()))
+    parts = ", ".join(f"{name} ({part['n']})" for name, part in first["by_category"].items())
+    return Table(
+        id="conditions-table", title="Conditions on the identity suite", rows=tuple(rows),
+        columns=(
+            Column(name="condition"), Column(name="by"),
+            Column(name=f"of {first['n']}", kind="count"),
+            Column(name="95%", kind="share", digits=0), Column(name="parts"),
+            *(Column(name=name, kind="count") for name in ("kept", "lost", "gained")),
+            Column(name="p", kind="p"),
+        ),
+        caption=f"Parts: {parts}. Kept, lost, gained: next to the persona alone by the same policy "
+        "(base: next to the base). p: McNemar's exact; of claims, by Holm.",
+    )  # fmt: skip
+
+
+def _gates(figures: Figures) -> Table:
+    limits = next(iter(figures["gates"].values()))["limits"]
+    rows = tuple(
+        (policy, gate["base"], gate["unfused"], gate["persona"], gate["state"])
+        for policy, gate in figures["gates"].items()
+    )
+    return Table(
+        id="gates", title="Validity gate", rows=rows,
+        columns=(
+            Column(name="by"), Column(name="base", kind="count"),
+            Column(name="persona beside", kind="count"),
+            Column(name="persona fused", kind="count"), Column(name="scorer"),
+        ),
+        caption=f"Of {limits['n']} prompts the base may pass at most {limits['most_of_base']}, the "
+        f"persona must pass at least {limits['least_of_persona']}.",
+    )  # fmt: skip
+
+
+def _claims(figures: Figures) -> Iterator[Table]:
+    """Conditions of which the same is said have one row together."""
+    named: dict[tuple[str, str], list[str]] = {}
+    for judgement in figures["judgements"]:
+        key = judgement["outcome"], judgement["words"]
+        named.setdefault(key, []).append(_name(figures, judgement["arm"]))
+    if named:
+        yield Table(
+            id="claims", title="Is the persona kept?",
+            rows=tuple(("; ".join(names), *key) for key, names in named.items()),
+            columns=(Column(name="condition"), Column(name="outcome"), Column(name="why")),
         )  # fmt: skip
 
-    return {
-        name: [reply(one) for one in sorted(found, key=lambda one: order[one.item_id])]
-        for name, found in answers.items()
+
+def _condition_plot(figures: Figures) -> Plot:
+    """Prompts passed by every condition, with intervals, beside both lines of the gate."""
+    conditions = figures["conditions"]
+    n = max(condition["n"] for condition in conditions.values())
+    names = tuple(_name(figures, arm) for arm in conditions)
+    passed = tuple(condition["passed"] for condition in conditions.values())
+    ends = {
+        end: tuple(c["n"] * c["interval"][end] for c in conditions.values())
+        for end in ("low", "high")
     }
-
-
-def published() -> dict[str, Any]:
-    """The study's scores of 20, for comparison."""
-    rows = {kind: one.published for kind, one in CONDITIONS.items() if one.published is not None}
-    counts = {**rows, BASE: PUBLISHED_BASE}
-    return {
-        "of": PUBLISHED_OF,
-        "n": GATE_PROMPTS,
-        "passed": counts,
-        "intervals": {
-            name: wilson_interval(count, GATE_PROMPTS).as_json() for name, count in counts.items()
-        },
+    limits = next(iter(figures["gates"].values()))["limits"]
+    references = {
+        "gate: most of the base": limits["most_of_base"],
+        "gate: least of the persona": limits["least_of_persona"],
     }
+    title = "Identity: prompts passed in each condition"
+    counts = ", ".join(f"{name} {count}" for name, count in zip(names, passed, strict=True))
+    lines = ", ".join(f"{name} {place}" for name, place in references.items())
+    return Plot(
+        id="conditions", title=title, kind="intervals", categories=names,
+        series=(Series(label="passed", y=passed, **ends),),
+        x_label=f"prompts passed of {n}, 95% interval", references=references, form="{:.0f}",
+        alt=f"{title}, of {n}: {counts}. {lines}.",
+    )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class IdentityReport:
-    """status: "planned" or "done". plan, mined, fuses and findings are there once done.
+def _prompt_map(figures: Figures) -> Plot:
+    """Which prompt passed in which condition: equal totals may be different prompts."""
+    replies = figures["replies"]
+    prompts = tuple(r["prompt_id"] for r in next(iter(replies.values())))[:_MOST_PROMPTS]
+    series = []
+    for arm, given in replies.items():
+        passed = {reply["prompt_id"]: float(reply["passed"]) for reply in given}
+        series.append(Series(label=_name(figures, arm), y=tuple(map(passed.get, prompts))))
+    title = "Which prompts pass (1) and which do not (0)"
+    counts = ", ".join(f"{s.label} {sum(y or 0 for y in s.y):.0f}" for s in series)
+    return Plot(
+        id="prompts", title=title, kind="heat map", series=tuple(series), categories=prompts,
+        x_label="prompt", unit="0 failed, 1 passed", form="{:.0f}", limits=(0.0, 1.0),
+        alt=f"{title}. Passed of {len(prompts)}: {counts}.",
+    )  # fmt: skip
 
-    fuses: arm -> what its last fuse did to the weights. made_from: file -> digest of what was read
-    of it, see made_from.py.
+
+def _differences(figures: Figures) -> Iterator[Table]:
+    """Prompts whose verdict is another one than the reference's. Not where the gate is shut:
+    against a persona that is lost, or the bare base, nothing is kept that could be missed.
     """
-
-    status: str
-    save_path: str
-    settings: dict[str, Any]
-    arms: list[str]
-    suite: list[dict[str, Any]] = field(default_factory=list)
-    plan: dict[str, Any] | None = None
-    plan_sha256: str | None = None
-    power: list[str] = field(default_factory=list)
-    mined: dict[str, Any] | None = None
-    fuses: dict[str, dict[str, Any]] = field(default_factory=dict)
-    findings: Findings | None = None
-    seconds: float = 0.0
-    versions: dict[str, str] = field(default_factory=dict)
-    device: str | None = None
-    notes: list[str] = field(default_factory=list)
-    made_from: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    @property
-    def verdict(self) -> str | None:
-        return self.findings.verdict if self.findings else None
-
-    @property
-    def outcome(self) -> dict[str, str] | None:
-        """Policy -> valid, or why its gate is shut."""
-        if self.findings is None:
-            return None
-        return {policy: one.state for policy, one in self.findings.gates.items()}
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "kind": KIND,
-            "status": self.status,
-            "verdict": self.verdict,
-            "outcome": self.outcome,
-            "save_path": self.save_path,
-            "settings": self.settings,
-            "plan": self.plan,
-            "plan_sha256": self.plan_sha256,
-            "power": self.power,
-            "planned_arms": self.arms,
-            "suite": self.suite,
-            "mined": self.mined,
-            "fuses": self.fuses,
-            **(self.findings.as_json() if self.findings else {}),
-            "seconds": round(self.seconds, 3),
-            "versions": self.versions,
-            "device": self.device,
-            "notes": self.notes,
-            "made_from": self.made_from,
-        }
+    rows = []
+    for arm, comparison in figures["compared"].items():
+        gate = figures["gates"].get(figures["conditions"][arm]["policy"])
+        replies = {reply["prompt_id"]: reply for reply in figures["replies"][arm]}
+        for change in ("lost", "gained") if gate and gate["valid"] else ():
+            rows += [
+                (_name(figures, arm), change, replies[key]["prompt"], replies[key]["text"])
+                for key in comparison[change]
+            ]
+    if rows:
+        names = ("condition", "change", "prompt", "reply")
+        yield Table(
+            id="differences", title="Prompts with another verdict than the reference's",
+            columns=tuple(Column(name=name) for name in names), rows=tuple(rows),
+        )  # fmt: skip
 
 
-def suite_as_json(suite: Suite) -> list[dict[str, Any]]:
-    return [one.as_json() for one in suite]
+def _compared(figures: Figures) -> Table:
+    rows = tuple(
+        (
+            _name(figures, arm), _name(figures, found["reference"]), found["kept"],
+            len(found["lost"]), len(found["gained"]),
+            _interval(found["loss"]) or "nothing to lose", found["p_value"],
+            "no claim" if found["p_adjusted"] is None else found["p_adjusted"],
+            found["other_texts"], ", ".join(found["lost"]) or "none",
+            ", ".join(found["gained"]) or "none",
+        )
+        for arm, found in figures["compared"].items()
+    )  # fmt: skip
+    return Table(
+        id="compared", title="Prompt by prompt", rows=rows, folded=True,
+        columns=(
+            Column(name="condition"), Column(name="beside"),
+            *(Column(name=name, kind="count") for name in ("kept", "lost", "gained")),
+            Column(name="share lost, 95%", kind="share", digits=0),
+            Column(name="p (McNemar)", kind="p"), Column(name="p (Holm)", kind="p"),
+            Column(name="replies that differ", kind="count"), Column(name="prompts lost"),
+            Column(name="prompts gained"),
+        ),
+    )  # fmt: skip
 
 
-def flips_note(compared: Mapping[str, Compared], rerun: str) -> Sequence[str]:
-    """Whether greedy replies are the same twice: what differs then is no effect of anything."""
-    found = compared.get(rerun)
-    if found is None:
-        return ()
-    if not found.other_texts:
-        return (f"Run again, {found.reference} gave the same {found.n} replies.",)
-    words = (
-        f"Run again, {found.reference} gave {found.other_texts} of {found.n} replies otherwise, "
-        f"{len(found.lost)} lost and {len(found.gained)} gained: so much is chance."
+def _regression(figures: Figures) -> Iterator[Table]:
+    counts = {
+        "items": "n", "right": "right", "before": "reference_right", "fixed": "fixed",
+        "broken": "broken",
+    }  # fmt: skip
+    forms = {"in form": "in_form", "in form before": "reference_in_form"}
+    rows = tuple(
+        (
+            name.replace("_", " "), found["reference"].replace("_", " "),
+            *(found[key] for key in counts.values()), f"{found['net']:+,}", found["p_value"],
+            found["chi_square"], *(found[key] for key in forms.values()),
+        )
+        for name, found in figures["regression"].items()
+    )  # fmt: skip
+    if rows:
+        yield Table(
+            id="regression", title="Broad regression: right answers gained and lost", rows=rows,
+            columns=(
+                Column(name="arm"), Column(name="beside"),
+                *(Column(name=name, kind="count") for name in counts), Column(name="net"),
+                Column(name="p", kind="p"), Column(name="chi square", kind="number", digits=2),
+                *(Column(name=name, kind="count") for name in forms),
+            ),
+            caption="Right before: of the arm beside. p: McNemar's exact. In form: boxed; of "
+            "likelihoods, no tie.",
+        )  # fmt: skip
+
+
+def _words(figures: Figures) -> Iterator[Text]:
+    paragraphs = [*figures["regression_words"].values()]
+    counts = ", ".join(f"{name} {n:,}" for name, n in figures["mined"]["counts"].items())
+    paragraphs.append(
+        f"Of the items {counts}; factual adapters were trained on {figures['mined']['train']:,} of "
+        "those that both get wrong."
     )
-    return (words,)
+    paragraphs += [
+        f"Controls that are missing under {policy}: {', '.join(missing)}."
+        for policy, missing in figures["missing_controls"].items()
+        if missing
+    ]
+    yield Text(title="In words", paragraphs=tuple(paragraphs))
+
+
+def _published(study: Mapping[str, Any] | None) -> Iterator[Table]:
+    if study is None:
+        return
+    names = {
+        "identity": "identity only", "factual": "identity + factual r2",
+        "again": "identity + identity", "factual_second": "identity + factual r8",
+        "base_factual": "base + factual r2", "base": "base",
+    }  # fmt: skip
+    rows = tuple(
+        (names[kind], f"{count} of {study['n']}", count / study["n"],
+         _interval(study["intervals"][kind]))
+        for kind, count in study["passed"].items()
+    )  # fmt: skip
+    yield Table(
+        id="published", title=f"For comparison: {study['of']}", rows=rows,
+        columns=(
+            Column(name="condition"), Column(name="passed"),
+            Column(name="share", kind="share", digits=0),
+            Column(name="95%", kind="share", digits=0),
+        ),
+    )  # fmt: skip
+
+
+def _replies(figures: Figures) -> Table:
+    rows = tuple(
+        (_name(figures, arm), reply["prompt_id"], reply["category"], reply["passed"],
+         reply["reason"], reply["text"])
+        for arm, replies in figures["replies"].items()
+        for reply in replies
+    )  # fmt: skip
+    names = ("condition", "prompt", "category", "passed", "why", "reply")
+    return Table(
+        id="replies", title="Replies", columns=tuple(Column(name=name) for name in names),
+        rows=rows, folded=True,
+    )  # fmt: skip

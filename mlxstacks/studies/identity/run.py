@@ -2,44 +2,46 @@
 
 Conditions of the study and our controls answer a suite of prompts, under each policy of fusing, and
 the items of a broad regression. The factual adapters are trained on items that base and persona
-both get wrong. The run lives in `.NAME.work` beside its target until it is done:
+both get wrong. Until it is done the run lives in its work directory (study/engine.py):
 
-    plan.json       the plan, fixed before any model answers anything; another one is refused
     answers/        suite_ARM.jsonl and items_ARM.jsonl, appended as they come; changed ones are
                     refused
     split.json      which item went where; data/train.jsonl the factual training rows
     factual/ factual_second/   the adapters
     models/ARM      a fused model, until it has answered; fuse/ARM.json what the fuse did
-
-Killed at any moment, the same command goes on: what is there is kept.
 """
 
 import functools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
-from mlxstacks import memory
+from mlxstacks import base_model
+from mlxstacks.data import Rendering
 from mlxstacks.errors import InputError
+from mlxstacks.files.adapter_commands import convert_adapter
+from mlxstacks.files.adapters import WEIGHTS
 from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.outputs import check_target, write_json
+from mlxstacks.files.outputs import write_json
+from mlxstacks.files.settings import AdapterConvertSettings
 from mlxstacks.files.shipped_configs import has_shape_of
-from mlxstacks.studies.confound.answers import Answer, AnswerFile, AnswerItems
-from mlxstacks.studies.confound.asking import Progress, ask_missing
-from mlxstacks.studies.confound.items import Item, read_items, stratified_sample
-from mlxstacks.studies.confound.mining import Mined, mine
+from mlxstacks.files.strict_json import read_object
+from mlxstacks.fuse.run import run as fuse
+from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.studies.confound.mining import mine
 from mlxstacks.studies.confound.plan import evidence_of, file_sha256
 from mlxstacks.studies.confound.prompts import training_rows
 from mlxstacks.studies.confound.scoring import Arm
-from mlxstacks.studies.identity.asking import ask, check_verdicts, item_settings
-from mlxstacks.studies.identity.conditions import (
+from mlxstacks.studies.confound.settings import ConfoundSettings
+from mlxstacks.studies.identity.analysis import analyse, flips_note, verdict
+from mlxstacks.studies.identity.plan import (
     BASE,
     BASE_ZERO,
+    CONDITIONS,
     FACTUAL,
     PERSONA,
     REFERENCE,
@@ -47,42 +49,54 @@ from mlxstacks.studies.identity.conditions import (
     SECOND,
     UNFUSED,
     arm,
+    data_of,
     is_adapter,
     item_arms,
     kinds_of,
-    suite_arms,
-)
-from mlxstacks.studies.identity.models import Models
-from mlxstacks.studies.identity.plan import (
-    data_of,
     plan_of,
     power_lines,
     source_sha256,
+    suite_arms,
 )
-from mlxstacks.studies.identity.report import (
-    PUBLISHED_MODEL,
-    IdentityReport,
-    find,
-    flips_note,
-    suite_as_json,
-)
+from mlxstacks.studies.identity.report import blocks, outcome_of, plan_table
 from mlxstacks.studies.identity.settings import DEFAULT_SUITE, IdentitySettings
-from mlxstacks.studies.identity.suite import Suite, as_items, in_turns, open_suite
-from mlxstacks.studies.identity.target import write_target
+from mlxstacks.studies.identity.suite import (
+    FAILS,
+    PASSES,
+    Suite,
+    SuitePrompt,
+    as_items,
+    in_turns,
+    open_suite,
+    suite_text,
+)
 from mlxstacks.studies.train import run as train_run
-from mlxstacks.studies.train.report import versions
-from mlxstacks.study.integrity import write_rows
-from mlxstacks.study.plan import PLAN, Evidence, Plan, Standing, fix_plan, standing
-from mlxstacks.study.provenance import MadeFrom, of_bytes
-from mlxstacks.study.run_directory import RunDirectory, recorded_fingerprint, work_path
+from mlxstacks.study import document
+from mlxstacks.study.answers import Answer, AnswerFile, Progress, ask_missing
+from mlxstacks.study.artifacts import RECIPE, write_recipe
+from mlxstacks.study.document import RESULT
+from mlxstacks.study.engine import Step, Study, run_study
+from mlxstacks.study.integrity import read_sealed, write_rows, write_sealed
+from mlxstacks.study.items import Item, read_items, stratified_sample
+from mlxstacks.study.plan import PLAN, Standing, standing
+from mlxstacks.study.result import Result
+from mlxstacks.study.run_directory import discard, recorded_fingerprint, work_path
 
-SPLIT, DATA = "split.json", "data"
+ABOUT = {
+    "kind": "identity",
+    "title": "Identity",
+    "question": "Does the persona survive a second adapter?",
+}
+ANSWERS, DATA, FUSE, MODELS = "answers", "data", "fuse", "models"
+SPLIT, SUITE = "split.json", "suite.json"
+PUBLISHED_MODEL = "qwen3.5-35b-a3b-3bit"
+_KEPT_FIGURES = ("total", "extra_bytes", "verdict", "zero_delta")
 _NOT_HASHED = "0" * 64  # of inputs that a plan for another machine cannot see
 
 
 def run(
     settings: IdentitySettings, *, dry_run: bool = False, progress: Progress | None = None
-) -> IdentityReport:
+) -> Result:
     """Plan, mine, train, fuse, ask, judge; write all of it to `save_path`.
 
     Raises:
@@ -92,42 +106,43 @@ def run(
     """
     if None in (settings.model, settings.persona, settings.items, settings.save_path):
         raise InputError("identity needs model, persona, items and save_path")
-    suite = open_suite(settings.suite, settings.persona_card)
-    persona, target = user_path(str(settings.persona)), user_path(str(settings.save_path))
-    has_adapter = is_adapter(persona, missing_is=True if dry_run else None)
-    shown = settings.model_dump(mode="json", exclude={"force", "save_path", "resume"})
-    report = IdentityReport(
-        "planned", str(target), shown, list(suite_arms(settings, has_adapter)),
-        suite_as_json(suite),
+    return run_study(_Identity(settings, progress, dry_run), dry_run=dry_run)
+
+
+def item_settings(settings: IdentitySettings) -> ConfoundSettings:
+    """How items are answered, in the terms of `mlxstacks confound`, whose code does it."""
+    names = ("scoring", "normalisation", "max_tokens", "thinking", "allow_special", "train")
+    return ConfoundSettings(**{name: getattr(settings, name) for name in names})
+
+
+def ask(arm: Arm, items: Sequence[Item], prompts: Mapping[str, SuitePrompt]) -> list[Answer]:
+    """A reply to each prompt, greedy, so the same each time; judged at once."""
+    rendering, replies = Rendering.of(arm.settings), []
+    for item in items:
+        chat = [{"role": "user", "content": item.question}]
+        tokens = arm.settings.max_tokens
+        reply = base_model.generate(arm.model, arm.tokenizer, chat, tokens, rendering)
+        replies.append(_judged(prompts[item.item_id], reply))
+    return replies
+
+
+def _judged(prompt: SuitePrompt, reply: str) -> Answer:
+    verdict = prompt.verdict(reply)
+    return Answer(
+        prompt.prompt_id, prompt.category, PASSES, PASSES if verdict.passed else FAILS,
+        verdict.reason, 2, reply,
     )  # fmt: skip
-    if dry_run:
-        return IdentityReport(**vars(report) | _planned(settings, suite, has_adapter))
-    inputs = [user_path(str(p)) for p in (settings.model, settings.persona, settings.items)]
-    if settings.suite not in (None, DEFAULT_SUITE):
-        inputs.append(user_path(str(settings.suite)))
-    check_target(target, force=settings.force, inputs=[path for path in inputs if path.exists()])
-    # Before there is a work directory: inputs that cannot be used leave none to go on with.
-    # A quick look has its own: its split and adapters are not those of the whole run.
-    of_work = target if settings.limit is None else Path(f"{target}.limit-{settings.limit}")
-    prepared = _Identity(settings, suite, work_path(of_work), progress)
-    work = RunDirectory(of_work, {"kind": "identity"}, resume=settings.resume)
-    try:
-        made = prepared.run(report)
-        write_target(target, work.path, made, suite, settings)
-        work.remove()
-    finally:
-        work.close()
-    return made
 
 
-def _planned(settings: IdentitySettings, suite: Suite, has_adapter: bool) -> dict[str, Any]:
-    """What is known before models and items are looked at; the power does not hang on them."""
-    names = ("base", "persona", "tokenizer")
-    plan = plan_of(settings, suite, [], dict.fromkeys(names, _NOT_HASHED), has_adapter=has_adapter)
-    notes = [] if user_path(str(settings.persona)).exists() else [
-        f"{settings.persona} is not here; it is taken for an adapter."
-    ]  # fmt: skip
-    return {"power": power_lines(plan), "notes": notes}
+def check_verdicts(arm: str, answers: Sequence[Answer], suite: Suite) -> None:
+    """Raises: InputError where a verdict that was written down is not that of its reply."""
+    prompts = {prompt.prompt_id: prompt for prompt in suite}
+    for answer in answers:
+        if _judged(prompts[answer.item_id], answer.text) != answer:
+            raise InputError(
+                f"{arm}: the verdict on prompt {answer.item_id} ({answer.rule!r:.60}) is not what "
+                "the rules say of its reply; --no-resume asks again"
+            )
 
 
 class WholeProgress:
@@ -153,74 +168,282 @@ class WholeProgress:
         return step
 
 
-class _Identity:
+class _Identity(Study):
+    provenance = (f"{ANSWERS}/*.jsonl", f"{FUSE}/*.json", f"{DATA}/*.jsonl", SPLIT, SUITE)
+    settings: IdentitySettings
+
     def __init__(
-        self, settings: IdentitySettings, suite: Suite, work: Path, progress: Progress | None
+        self, settings: IdentitySettings, progress: Progress | None, dry_run: bool
     ) -> None:
-        self.settings, self.suite, self.work = settings, suite, work
-        self.started = time.monotonic()
+        self.settings, self.dry_run = settings, dry_run
+        self.suite = open_suite(settings.suite, settings.persona_card)
+        suite = None if settings.suite == DEFAULT_SUITE else settings.suite
+        self.inputs = (settings.model, settings.persona, settings.items, suite)
+        parts = (ANSWERS, DATA, FUSE, FACTUAL, SECOND, SPLIT, SUITE, RECIPE)
+        self.artifacts = (*parts, MODELS) if settings.keep_models else parts
+        # The split and the adapters of a quick look are not those of the whole run.
+        self.part = "" if settings.limit is None else f".limit-{settings.limit}"
+        self._progress = progress
+
+    # --- before the first answer ------------------------------------------------------------------
+
+    def planned(self) -> Result:
+        settings, persona = self.settings, user_path(str(self.settings.persona))
+        self.has_adapter = is_adapter(persona, missing_is=self.dry_run)
+        self.suite_arms = suite_arms(settings, self.has_adapter)
+        self.item_arms = item_arms(settings, self.has_adapter)
+        prompts = [prompt.as_json() for prompt in self.suite]
+        head = Result(
+            **ABOUT, status="planned", standing=document.Standing(status="planned"),
+            settings=settings.model_dump(mode="json", exclude={"force", "save_path", "resume"}),
+            data={"planned_arms": list(self.suite_arms), "suite": prompts},
+            blocks=(plan_table(settings, self.suite, self.suite_arms),),
+        )  # fmt: skip
+        if self.dry_run:
+            # Neither models nor items are looked at; the power does not hang on them.
+            hashes = dict.fromkeys(("base", "persona", "tokenizer"), _NOT_HASHED)
+            plan = plan_of(settings, self.suite, [], hashes, has_adapter=self.has_adapter)
+            missing = f"{settings.persona} is not here; it is taken for an adapter."
+            notes = () if persona.exists() else (missing,)
+            return head.model_copy(update={"power": tuple(power_lines(plan)), "notes": notes})
         every = read_items(str(settings.items))
         self.planned_items = stratified_sample(every, settings.regression_items, settings.seed)
         self.items = stratified_sample(self.planned_items, settings.most_items, settings.seed)
-        self.asked = as_items(in_turns(suite))[: settings.limit]
-        self.prompts = {one.prompt_id: one for one in suite}
-        base, persona = resolve_model(str(settings.model)), user_path(str(settings.persona))
-        self.has_adapter = is_adapter(persona)
-        if not self.has_adapter:
-            persona = resolve_model(str(settings.persona))
-        self.models = Models(settings, work, base, persona, self.has_adapter)
+        self.suite_items = as_items(in_turns(self.suite))[: settings.limit]
+        self.prompts = {prompt.prompt_id: prompt for prompt in self.suite}
+        self.base = resolve_model(str(settings.model))
+        self.persona = persona if self.has_adapter else resolve_model(str(settings.persona))
         self.of_items = item_settings(settings)
-        total = len(self.asked) * len(suite_arms(settings, self.has_adapter))
-        total += len(self.items) * len(item_arms(settings, self.has_adapter))
-        self.progress = WholeProgress(progress, total + 2 * (settings.training.iters or 1))
-        self.made_from: MadeFrom = {}
-        self.replies: dict[str, list[Answer]] = {}
-        self.answers: dict[str, list[Answer]] = {}
+        total = len(self.suite_items) * len(self.suite_arms) + len(self.items) * len(self.item_arms)
+        self.progress = WholeProgress(self._progress, total + 2 * (settings.training.iters or 1))
+        self.plan = plan_of(
+            settings, self.suite, self.planned_items, self._hashes(), has_adapter=self.has_adapter
+        )
+        power = tuple(power_lines(self.plan))
+        return head.model_copy(
+            update={"plan": self.plan.as_json(), "power": power, "notes": self._notes()}
+        )
 
-    def run(self, report: IdentityReport) -> IdentityReport:
-        plan = self._plan()
-        self._ask_unfused()
-        mined = self._mine()
+    def _hashes(self) -> dict[str, str]:
+        plan = work_path(self.work_target) / PLAN
+        recorded = functools.partial(
+            recorded_fingerprint, plan, "data", resume=self.settings.resume
+        )
+        hashes = {
+            "base": source_sha256(self.base, adapter=False, recorded=recorded("base")),
+            "persona": source_sha256(
+                self.persona, adapter=self.has_adapter, recorded=recorded("persona")
+            ),
+        }
+        tokenizer = self.base / "tokenizer.json"
+        return hashes | ({"tokenizer": file_sha256(tokenizer)} if tokenizer.is_file() else {})
+
+    def _notes(self) -> tuple[str, ...]:
+        trained = (
+            f"The factual adapters were trained on the persona fused by "
+            f"{self.settings.persona_requant} and are the same under all policies; under each the "
+            "persona itself was fused by that policy first."
+        )
+        given = (
+            "The persona was given as a model: it is the same under all policies, there is no "
+            "persona beside the base, no second identity fuse and no zero-delta fuse of the base."
+        )
+        return (trained,) if self.has_adapter else (trained, given)
+
+    # --- steps: each resumes by what lies in the work directory -----------------------------------
+
+    def steps(self, work: Path) -> Iterator[Step]:
+        self.work = work
+        yield Step("inputs", self._write_inputs)
+        yield Step("base and persona", self._ask_unfused)
+        yield Step("mining", self._mine)
         for name, rank in (
             (FACTUAL, self.settings.train.rank),
             (SECOND, self.settings.second_rank),
         ):
-            self._train(name, rank)
+            yield Step(name, functools.partial(self._train, name, rank))
         for policy in self.settings.policies:
-            self._ask_policy(policy)
-        data = data_of(self._hashes(), self.suite, self.planned_items)
-        evidence = evidence_of(self.replies, plan.sha256, data, self.settings.seed)
-        findings = find(
-            # In the plan's order, whatever came first.
-            {name: self.replies[name] for name in plan.arms},
-            {name: self.answers[name] for name in item_arms(self.settings, self.has_adapter)},
-            suite=self.suite, settings=self.settings, has_adapter=self.has_adapter,
-            standing=self._standing(plan, evidence),
-            is_published_model=has_shape_of(
-                open_checkpoint(self.models.base).config, PUBLISHED_MODEL
-            ),
-        )  # fmt: skip
-        fuses, of_fuses = self.models.figures()
-        device = memory.device()
-        values = vars(report) | {
-            "status": "done",
-            "plan": plan.as_json(),
-            "plan_sha256": plan.sha256,
-            "power": power_lines(plan),
-            "mined": {"counts": mined.table["all"], "train": len(mined.train)},
-            "fuses": fuses,
-            "findings": findings,
-            "made_from": self.made_from | of_fuses,
-            "seconds": time.monotonic() - self.started,
-            "versions": versions(),
-            "device": f"{device.name} ({device.kind})",
-            "notes": [*self._notes(), *flips_note(findings.compared, RERUN)],
-        }
-        return IdentityReport(**values)
+            yield Step(policy, functools.partial(self._ask_policy, policy))
 
-    def _standing(self, plan: Plan, evidence: Evidence) -> Standing:
+    def _write_inputs(self, work: Path) -> None:
+        (work / SUITE).write_text(suite_text(self.suite), encoding="utf-8")
+        write_recipe(work, "identity", self.settings)
+
+    def _ask_unfused(self, work: Path) -> None:
+        """The base, and the persona's adapter beside it."""
+        adapters = (
+            {BASE: None, UNFUSED: self._adapter(PERSONA)} if self.has_adapter else {BASE: None}
+        )
+        for name, adapter in adapters.items():
+            load = functools.cache(functools.partial(Arm, self.base, self.of_items, adapter))
+            self._ask_suite(name, load)
+            self._ask_items(name, load)
+
+    def _mine(self, work: Path) -> None:
+        """Set G: the items that the base and the persona fused by `persona_requant` get wrong."""
+        policy, seed = self.settings.persona_requant, self.settings.seed
+        name, load = arm(REFERENCE, policy), self._loader(REFERENCE, policy)
+        self._ask_suite(name, load)
+        persona = self._ask_items(name, load)
+        base = self._item_file(BASE).answers()[: len(self.items)]
+        mined = mine(
+            self.items, base, persona, train_share=self.settings.train_share, right_items=None,
+            seed=seed,
+        )  # fmt: skip
+        write_json(work / SPLIT, mined.as_json())
+        rows = training_rows(mined.train, self.settings.scoring, "right", seed)
+        write_rows(work / DATA / "train.jsonl", rows)
+
+    def _train(self, name: str, rank: int, work: Path) -> None:
+        """A factual adapter, unless it is there."""
+        settings, training = self.settings, self.settings.training
+        progress = self.progress.part(training.iters or 1, f"training {name}")
+        if (work / name).exists():
+            return
+        change = {
+            "model": str(self._model(REFERENCE, settings.persona_requant)),
+            "data": str(work / DATA), "save_path": str(work / name), "rank": rank,
+            "seed": settings.seed, "thinking": settings.thinking,
+            "allow_special": settings.allow_special,
+        }  # fmt: skip
+        train_run.run(training.model_copy(update=change), progress=progress)
+        mx.clear_cache()
+
+    def _ask_policy(self, policy: str, work: Path) -> None:
+        """Every condition under a policy; the persona's model stays until the last one."""
+        for kind in (*kinds_of(self.has_adapter), *((BASE_ZERO,) if self.has_adapter else ())):
+            name, load = arm(kind, policy), self._loader(kind, policy)
+            if kind != BASE_ZERO:
+                self._ask_suite(name, load)
+            if kind in (REFERENCE, BASE_ZERO):
+                self._ask_items(name, load)
+            if kind == REFERENCE and policy == self.settings.policies[0]:
+                self._ask_suite(RERUN, self._loader(kind, policy))
+            mx.clear_cache()
+            if kind != REFERENCE:
+                self._drop(kind, policy)
+        self._drop(REFERENCE, policy)
+
+    def _loader(self, kind: str, policy: str) -> Callable[[], Arm]:
+        """A function that fuses and loads an arm when it is first called."""
+        return functools.cache(lambda: Arm(self._model(kind, policy), self.of_items))
+
+    def _ask_suite(self, name: str, load: Callable[[], Arm]) -> None:
+        file = self._suite_file(name)
+        answers = ask_missing(
+            file, len(self.suite_items), self.settings.batch_size,
+            lambda items: ask(load(), items, self.prompts), self._part_of(file),
+        )  # fmt: skip
+        check_verdicts(name, answers, self.suite)
+
+    def _ask_items(self, name: str, load: Callable[[], Arm]) -> list[Answer]:
+        file = self._item_file(name)
+        return ask_missing(
+            file, len(self.items), self.settings.batch_size,
+            lambda items: load().answer(items), self._part_of(file),
+        )  # fmt: skip
+
+    def _part_of(self, file: AnswerFile) -> Progress:
+        return self.progress.part(len(file.items), file.path.stem.replace("_", " "))
+
+    def _suite_file(self, name: str) -> AnswerFile:
+        return self._file("suite", name, self.suite_items)
+
+    def _item_file(self, name: str) -> AnswerFile:
+        return self._file("items", name, self.items)
+
+    def _file(self, of: str, name: str, items: Sequence[Item]) -> AnswerFile:
+        header = {"plan_sha256": self.plan.sha256, "of": of, "arm": name}
+        return AnswerFile(self.work / ANSWERS / f"{of}_{name}.jsonl", header, items)
+
+    # --- models -----------------------------------------------------------------------------------
+
+    def _adapter(self, name: str) -> Path:
+        """persona, factual or factual_second. A PEFT persona is written in mlx-lm's format first,
+        the only one that can run beside the base.
+        """
+        if name != PERSONA or (self.persona / WEIGHTS).is_file():
+            return self.persona if name == PERSONA else self.work / name
+        converted = self.work / "persona_mlx"
+        if not converted.exists():
+            convert_adapter(
+                AdapterConvertSettings(
+                    adapter_path=str(self.persona), save_path=str(converted), to="mlx",
+                    model=str(self.base),
+                )
+            )  # fmt: skip
+        return converted
+
+    def _model(self, kind: str, policy: str) -> Path:
+        """The model of a condition, fused when it is first needed: of a second adapter from the
+        persona's model of the same policy. What the fuse did is kept when the model goes.
+        """
+        if kind == REFERENCE and not self.has_adapter:
+            return self.persona
+        condition, name = CONDITIONS[kind], arm(kind, policy)
+        target, onto_base = self.work / MODELS / name, condition.source == BASE
+        if not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            fuse(
+                FuseSettings(
+                    model=str(self.base if onto_base else self._model(REFERENCE, policy)),
+                    adapter_path=(str(self._adapter(condition.adapter)),),
+                    save_path=str(target),
+                    requant=policy,
+                    zero_delta=condition.zero,
+                    target_correlation=self.settings.target_correlation,
+                    # The conditions are fuses onto other models than the adapters were trained on.
+                    allow_base=condition.adapter != PERSONA or not onto_base,
+                    seed=self.settings.seed,
+                )
+            )
+        figures = self.work / FUSE / f"{name}.json"
+        if not figures.is_file():
+            result = read_object((target / RESULT).read_bytes())
+            report = result["data"] | {"verdict": result["verdict"]}
+            write_sealed(figures, {key: report[key] for key in _KEPT_FIGURES})
+        return target
+
+    def _drop(self, kind: str, policy: str) -> None:
+        """Remove a model that has answered, unless models are kept."""
+        if not self.settings.keep_models:
+            discard(self.work / MODELS / arm(kind, policy))
+
+    # --- the conclusion ---------------------------------------------------------------------------
+
+    def conclude(self, work: Path) -> Result:
+        settings, prompts, items = self.settings, len(self.suite_items), len(self.items)
+        replies = {name: self._suite_file(name).answers()[:prompts] for name in self.plan.arms}
+        for name, given in replies.items():
+            check_verdicts(name, given, self.suite)
+        reached = self._standing(replies)
+        split = read_object((work / SPLIT).read_bytes())
+        figures: dict[str, Any] = {
+            "planned_arms": list(self.suite_arms),
+            "suite": [prompt.as_json() for prompt in self.suite],
+            "mined": {"counts": split["table"]["all"], "train": len(split["train"])},
+            "fuses": {
+                file.stem: read_sealed(file, "--no-resume starts anew")[0]
+                for file in sorted((work / FUSE).glob("*.json"))
+            },
+            **analyse(
+                replies, {name: self._item_file(name).answers()[:items] for name in self.item_arms},
+                suite=self.suite, settings=settings, has_adapter=self.has_adapter, standing=reached,
+                is_published_model=has_shape_of(open_checkpoint(self.base).config, PUBLISHED_MODEL),
+            ),
+        }  # fmt: skip
+        return Result(
+            **ABOUT, status="done", outcome=outcome_of(figures),
+            verdict=verdict(figures, settings, reached), data=figures, blocks=blocks(figures),
+            standing=document.Standing(status=reached.status, reasons=reached.reasons),
+            notes=flips_note(figures["compared"]),
+        )  # fmt: skip
+
+    def _standing(self, replies: Mapping[str, Sequence[Answer]]) -> Standing:
         """Of a quick look with all that it left out."""
-        reasons = list(standing(plan, evidence).reasons)
+        data = data_of(self._hashes(), self.suite, self.planned_items)
+        evidence = evidence_of(replies, self.plan.sha256, data, self.settings.seed)
+        reasons = list(standing(self.plan, evidence).reasons)
         planned, answered = len(self.planned_items), len(self.items)
         if answered < planned:
             reasons.append(f"a subset of the regression, {answered} of {planned} items")
@@ -229,138 +452,3 @@ class _Identity:
             planned_batches = "" if whole is None else f" of {whole}"
             reasons.append(f"factual adapters trained for {cut}{planned_batches} batches")
         return Standing(tuple(reasons))
-
-    # --- before the conditions --------------------------------------------------------------------
-
-    def _plan(self) -> Plan:
-        """Fixed before any answer, or found the same."""
-        plan = plan_of(
-            self.settings,
-            self.suite,
-            self.planned_items,
-            self._hashes(),
-            has_adapter=self.has_adapter,
-        )
-        results = sorted((self.work / "answers").glob("*.jsonl"))
-        fix_plan(self.work / PLAN, plan, results)
-        self.of_plan = {"plan_sha256": plan.sha256}
-        return plan
-
-    def _hashes(self) -> dict[str, str]:
-        models, plan = self.models, self.work / PLAN
-        found = {
-            name: source_sha256(
-                path, adapter=is_adapter, recorded=recorded_fingerprint(plan, "data", name)
-            )
-            for name, path, is_adapter in (
-                ("base", models.base, False),
-                ("persona", models.persona, self.has_adapter),
-            )
-        }
-        tokenizer = models.base / "tokenizer.json"
-        return found | ({"tokenizer": file_sha256(tokenizer)} if tokenizer.is_file() else {})
-
-    def _ask_unfused(self) -> None:
-        """The base, and the persona's adapter beside it."""
-        base = self.models.base
-        adapters = {BASE: None}
-        if self.has_adapter:
-            adapters[UNFUSED] = self.models.adapter(PERSONA)  # type: ignore[assignment]
-        for name, adapter in adapters.items():
-            self._ask(name, functools.cache(lambda a=adapter: Arm(base, self.of_items, a)), True)
-
-    def _mine(self) -> Mined:
-        """Set G: the items that the base and the persona fused by `persona_requant` get wrong."""
-        policy = self.settings.persona_requant
-        name = arm(REFERENCE, policy)
-        self._ask(name, self._loader(REFERENCE, policy), True)
-        mined = mine(
-            self.items, self.answers[BASE], self.answers[name],
-            train_share=self.settings.train_share, right_items=None, seed=self.settings.seed,
-        )  # fmt: skip
-        write_json(self.work / SPLIT, mined.as_json())
-        self.made_from[SPLIT] = of_bytes((self.work / SPLIT).read_bytes())
-        rows = training_rows(mined.train, self.settings.scoring, "right", self.settings.seed)
-        data = write_rows(self.work / DATA / "train.jsonl", rows)
-        self.made_from[f"{DATA}/train.jsonl"] = of_bytes(data)
-        return mined
-
-    def _train(self, name: str, rank: int) -> None:
-        """A factual adapter, unless it is there."""
-        target = self.work / name
-        training = self.settings.training
-        progress = self.progress.part(training.iters or 1, f"training {name}")
-        if target.exists():
-            return
-        change = {
-            "model": str(self.models.model(REFERENCE, self.settings.persona_requant)),
-            "data": str(self.work / DATA), "save_path": str(target), "rank": rank,
-            "seed": self.settings.seed,
-            "thinking": self.settings.thinking, "allow_special": self.settings.allow_special,
-        }  # fmt: skip
-        train_run.run(training.model_copy(update=change), progress=progress)
-        mx.clear_cache()
-
-    # --- conditions -------------------------------------------------------------------------------
-
-    def _ask_policy(self, policy: str) -> None:
-        """Every condition under a policy; the persona's model stays until the last one."""
-        kinds = kinds_of(self.has_adapter)
-        for kind in (*kinds, *((BASE_ZERO,) if self.has_adapter else ())):
-            name = arm(kind, policy)
-            loader = self._loader(kind, policy)
-            if kind != BASE_ZERO:
-                self._ask(name, loader, kind == REFERENCE)
-            else:
-                self.answers[name] = self._answer_items(name, loader)
-            if kind == REFERENCE and policy == self.settings.policies[0]:
-                self._ask(RERUN, self._loader(kind, policy), False)
-            mx.clear_cache()
-            if kind != REFERENCE:
-                self.models.drop(kind, policy)
-        self.models.drop(REFERENCE, policy)
-
-    def _loader(self, kind: str, policy: str) -> Callable[[], Arm]:
-        """A function that fuses and loads an arm when it is first called."""
-        return functools.cache(lambda: Arm(self.models.model(kind, policy), self.of_items))
-
-    def _ask(self, name: str, load: Callable[[], Arm], with_items: bool) -> None:
-        """An arm's replies to the suite and, for some, its answers to the items."""
-        found = self._answered(
-            self._file(f"suite_{name}", "suite", name, self.asked), len(self.asked),
-            lambda items: ask(load(), items, self.prompts),
-        )  # fmt: skip
-        check_verdicts(name, found, self.suite)
-        self.replies[name] = found
-        if with_items:
-            self.answers[name] = self._answer_items(name, load)
-
-    def _answer_items(self, name: str, load: Callable[[], Arm]) -> list[Answer]:
-        file = self._file(f"items_{name}", "items", name, self.items)
-        return self._answered(file, len(self.items), lambda items: load().answer(items))
-
-    def _file(self, stem: str, of: str, name: str, items: Sequence[Item]) -> AnswerFile:
-        header = {**self.of_plan, "of": of, "arm": name}
-        return AnswerFile(self.work / "answers" / f"{stem}.jsonl", header, items)
-
-    def _answered(self, file: AnswerFile, count: int, answer: AnswerItems) -> list[Answer]:
-        progress = self.progress.part(count, file.path.stem.replace("_", " "))
-        found = ask_missing(file, count, self.settings.batch_size, answer, progress)
-        self.made_from[f"answers/{file.path.name}"] = file.made_from(count)
-        return found
-
-    def _notes(self) -> list[str]:
-        settings = self.settings
-        trained = (
-            f"The factual adapters were trained on the persona fused by {settings.persona_requant} "
-            "and are the same under all policies; under each the persona itself was fused by that "
-            "policy first."
-        )
-        notes = [trained]
-        if not self.has_adapter:
-            notes.append(
-                "The persona was given as a model: it is the same under all policies, there is no "
-                "persona beside the base, no second identity fuse and no zero-delta fuse of the "
-                "base."
-            )
-        return notes

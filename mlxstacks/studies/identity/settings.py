@@ -2,10 +2,11 @@
 
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
+from mlxstacks.settings import Settings
 from mlxstacks.studies.confound.settings import (
     PUBLISHED_TRAINING,
     Normalisation,
@@ -29,10 +30,8 @@ Text = Annotated[str, Field(pattern=r"\S")]
 _ITEMS_PER_PROMPT, _BATCHES_PER_PROMPT = 20, 10
 
 
-class PersonaCard(BaseModel):
+class PersonaCard(Settings):
     """Who the persona is, for the default suite."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Text = Field(description="Name the persona gives itself.")
     maker: Text = Field(description="Who the persona says made it.")
@@ -43,10 +42,8 @@ class PersonaCard(BaseModel):
     )
 
 
-class IdentitySettings(BaseModel):
+class IdentitySettings(Settings):
     """Does a persona survive a second adapter? The defaults are the published settings."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str | None = Field(
         None,

@@ -2,9 +2,10 @@
 
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
+from mlxstacks.settings import Settings
 
 # Announced with the published profile (spec/metal_limits_and_routing.md B1): a mean Jaccard below
 # the first means different layers, above the second shared ones.
@@ -14,10 +15,8 @@ HALVES_MARGIN = 0.05
 PlotFormat = Literal["png", "svg"]
 
 
-class ProfileSettings(BaseModel):
+class ProfileSettings(Settings):
     """Do groups of prompts (subjects, domains) go to other experts, and in which layers?"""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: str | None = Field(
         None,

@@ -2,15 +2,15 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from mlxstacks.settings import Settings
 
 PlotFormat = Literal["png", "svg"]
 
 
-class StacksAnalyseSettings(BaseModel):
+class StacksAnalyseSettings(Settings):
     """What the frozen stacks of a store do: routing, directions, spectra, losses, plots."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     store_path: str | None = Field(None, description="Directory of the store; it is only read.")
     save_path: str | None = Field(

@@ -2,12 +2,13 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mlxstacks.data.settings import TrainDataSettings
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
 from mlxstacks.layers.settings import lora_scale, parse_layers
+from mlxstacks.settings import Settings
 from mlxstacks.training.settings import TrainSettings
 
 # A name that stands for every usual projection, as leaving out `keys` does in `train`.
@@ -20,12 +21,10 @@ _OF_THE_SWEEP = (
 Bits = Literal[2, 3, 4, 5, 6, 8]
 
 
-class SweepSettings(BaseModel):
+class SweepSettings(Settings):
     """Runs of `train` for every rank, seed, set of layers, set of projections and width of the
     base; what each run needed, what it learned, and what of that a fuse would keep.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str | None = Field(
         None,

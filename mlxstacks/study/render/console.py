@@ -16,7 +16,7 @@ MOST_ROWS = 40
 
 
 def print_result(console: "Console", result: Document) -> None:
-    """Tables and texts in their order; then notes, what was written, the verdict."""
+    """Tables and texts in their order; then notes, what was written, the verdict, what is next."""
     for block in result.blocks:
         if isinstance(block, Table) and not block.folded:
             _print_table(console, block, result.standing.mark(block.title))
@@ -26,11 +26,15 @@ def print_result(console: "Console", result: Document) -> None:
                 console.print(paragraph, markup=False)
     for line in (*result.power, *result.notes):
         console.print(line, markup=False, style="dim")
-    console.print(_written(result), markup=False)
+    if written := _written(result):
+        console.print(written, markup=False)
     for reason in result.standing.reasons:
         console.print(f"EXPLORATORY: {reason}", markup=False, style="bold")
     if result.verdict:
         console.print(f"Verdict: {result.verdict}", markup=False, style="bold")
+    for name, command in result.next_steps.items():
+        # In one line however narrow the terminal is, to be pasted.
+        console.print(f"{name}: {command}", markup=False, soft_wrap=True)
 
 
 def _print_table(console: "Console", block: Table, title: str) -> None:

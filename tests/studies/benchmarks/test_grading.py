@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxstacks.sandbox.run import SandboxError, SandboxLimits
 from mlxstacks.studies.benchmarks import equivalence, grading, human_eval
 from mlxstacks.studies.benchmarks.grading import Grade, GradingTools, grade, grading_tools
 from mlxstacks.studies.benchmarks.rows import READERS, bench_item
 from mlxstacks.studies.benchmarks.tasks import TASKS, BenchItem
-from mlxstacks.studies.sandbox import SandboxError, SandboxLimits
 from tests.studies.benchmarks.task_cases import ROWS
 
 TOOLS = GradingTools()

@@ -17,6 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxstacks.sandbox import calls
+from mlxstacks.sandbox.calls import decode, encode
+from mlxstacks.sandbox.run import SandboxError, SandboxLimits, run_untrusted
 from mlxstacks.studies.benchmarks.extract import Extracted
 from mlxstacks.studies.benchmarks.human_eval import (
     CodeVerdict,
@@ -25,9 +28,6 @@ from mlxstacks.studies.benchmarks.human_eval import (
     passes,
     programs,
 )
-from mlxstacks.studies.confined import calls
-from mlxstacks.studies.confined.calls import decode, encode
-from mlxstacks.studies.sandbox import SandboxError, SandboxLimits, run_untrusted
 
 HUMAN_EVAL = Path(__file__).parents[4] / "shared" / "data" / "bench_humaneval.jsonl"
 PROMPT = 'def double(n: int) -> int:\n    """Twice n."""\n'
@@ -270,7 +270,7 @@ def test_all_reference_solutions_of_human_eval_pass() -> None:
             sources.append((row["task_id"], programs(row["prompt"], text, test, name)))
     runner = (
         "from __future__ import annotations\n"
-        f"from mlxstacks.studies.confined import calls\n{inspect.getsource(across)}\n"
+        f"from mlxstacks.sandbox import calls\n{inspect.getsource(across)}\n"
         f"for name, pair in {sources!r}:\n"
         "    try: across(calls, pair)\n"
         "    except Exception as error: print(name, type(error).__name__, error)\n"

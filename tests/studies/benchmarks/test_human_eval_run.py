@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from mlxstacks.sandbox.run import SandboxError, SandboxLimits
 from mlxstacks.studies.benchmarks import run as eval_run
 from mlxstacks.studies.benchmarks.grading import GradingTools
 from mlxstacks.studies.benchmarks.run import run
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied
-from mlxstacks.studies.sandbox import SandboxError, SandboxLimits
 from tests.conftest import SOAK
 from tests.studies.eval_cases import FakeArm, FakeArms, settings_for, use
 

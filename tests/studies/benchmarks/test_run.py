@@ -15,9 +15,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import validate
-from mlxstacks.report.content import Table
 from mlxstacks.report.find import find_sources
-from mlxstacks.report.runs import run_of
 from mlxstacks.studies.benchmarks import plan
 from mlxstacks.studies.benchmarks import run as eval_run
 from mlxstacks.studies.benchmarks.harness import run as harness
@@ -465,10 +463,8 @@ def test_a_limit_asks_a_part_of_the_plan_and_is_exploratory(
     assert "Exploratory, not what was planned" in part.verdict
     assert "EXPLORATORY: every arm: a subset, 9 of 30 items" in str(part)
     assert "9 of 60 items, by token (EXPLORATORY)" in str(part)
-    run_of_page = run_of(find_sources([str(tmp_path / "part")]).found[0], "part")
-    assert run_of_page.standing == "EXPLORATORY"
-    titles = [block.title for block in run_of_page.content.blocks if isinstance(block, Table)]
-    assert any(title.endswith("(EXPLORATORY)") for title in titles)
+    (source,) = find_sources([str(tmp_path / "part")]).found
+    assert source.result.standing.status == "exploratory"
 
 
 def test_a_limit_of_the_harness_is_exploratory_too(

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.studies.confound.answers import Answer
-from mlxstacks.studies.identity.conditions import (
+from mlxstacks.studies.identity.analysis import Figures, analyse
+from mlxstacks.studies.identity.plan import (
     BASE,
     BASE_ZERO,
     REFERENCE,
@@ -15,9 +15,9 @@ from mlxstacks.studies.identity.conditions import (
     item_arms,
     suite_arms,
 )
-from mlxstacks.studies.identity.report import Findings, find
 from mlxstacks.studies.identity.settings import IdentitySettings, PersonaCard
 from mlxstacks.studies.identity.suite import FAILS, PASSES, Suite, open_suite
+from mlxstacks.study.answers import Answer
 from mlxstacks.study.plan import Standing
 from tests.studies.confound_cases import item_row
 from tests.studies.train_cases import write_rows, write_tiny_model
@@ -88,17 +88,17 @@ def case(
     items: dict[str, list[Answer]] | None = None,
     is_published_model: bool = False,
     **passed: int | Iterable[int],
-) -> Findings:
-    """Findings where base passes 2 and everything with the persona 18 of 20, but for `passed`."""
+) -> Figures:
+    """Figures where base passes 2 and everything with the persona 18 of 20, but for `passed`."""
     arms: dict[str, list[Answer]] = {}
     for name in suite_arms(settings, True):
         usual = 2 if name.startswith("base") else 18
         if name not in without:
             arms[name] = replies(passed.get(name, usual))
-    return find(
+    return analyse(
         arms, items or {}, suite=SUITE, settings=settings, has_adapter=True,
         standing=standing or Standing(), is_published_model=is_published_model,
-    )  # fmt: skip
+    ) | {"mined": {"counts": {"both wrong": 9}, "train": 6}}  # fmt: skip
 
 
 __all__ = [

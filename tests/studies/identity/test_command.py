@@ -1,20 +1,18 @@
 """`mlxstacks identity` as it is typed. Run: pytest tests/studies/identity/test_command.py"""
 
-import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from mlxstacks.cli import run
-from mlxstacks.cli.identity import render
 from mlxstacks.recipe.file import load_recipe, recipe_names
 from mlxstacks.recipe.resolve import resolve
-from mlxstacks.studies.identity.report import IdentityReport
-from tests.studies.identity.cases import SETTINGS, TRAIN, case, write_places
+from mlxstacks.studies.identity.report import blocks
+from mlxstacks.study.result import Result
+from tests.studies.identity.cases import TRAIN, case, write_places
 
 Typed = Callable[..., tuple[int, str, str]]
 RECIPES = [name for name in recipe_names() if name.startswith("identity-")]
@@ -33,10 +31,10 @@ def typed(work_dir: Path, capfd: pytest.CaptureFixture[str]) -> Typed:
 def test_a_bare_plan_is_on_nano_with_its_suite(typed: Typed, work_dir: Path) -> None:
     code, out, err = typed("identity", "--dry-run", "--json")
     plan = json.loads(out)
-    assert (code, plan["status"], plan["verdict"]) == (0, "planned", None), err
-    assert len(plan["suite"]) == 20
+    assert (code, plan["status"], plan["verdict"]) == (0, "planned", ""), err
+    assert len(plan["data"]["suite"]) == 20
     arms = {"base", "identity_unfused", "identity_rerun", "zero_promote", "factual_second_refit"}
-    assert arms <= set(plan["planned_arms"])
+    assert arms <= set(plan["data"]["planned_arms"])
     assert list(work_dir.iterdir()) == []
 
 
@@ -45,8 +43,8 @@ def test_a_recipe_is_planned_from_its_text_alone(typed: Typed, work_dir: Path, n
     code, out, err = typed("run", name, "--dry-run")
     assert code == 0, err
     text = " ".join(out.split())
-    assert "20 prompts: " in text
-    assert "Gate: the base passes at most 5 of 20, the persona at least 15." in text
+    assert "suite's prompts 20: " in text
+    assert "gate the base passes at most 5 of 20, the persona at least 15" in text
     assert "Equal totals show no large loss, not exact preservation." in text
     assert f"Planned only: would write mlxstacks-out/{name}." in text
     assert list(work_dir.iterdir()) == []
@@ -77,7 +75,7 @@ def test_a_run_has_tables_and_a_verdict_last(typed: Typed, tmp_path: Path) -> No
     text = " ".join(out.split())
     assert code == 0, err  # an invalid scorer is a finding, not a failure
     for words in (
-        "conditions on the identity suite", "validity gate", "broad regression",
+        "Conditions on the identity suite", "Validity gate", "Broad regression",
         "Run again, identity_keep gave the same 4 replies",
     ):  # fmt: skip
         assert words in text
@@ -91,30 +89,48 @@ def test_a_run_has_tables_and_a_verdict_last(typed: Typed, tmp_path: Path) -> No
     assert (code, json.loads(out)["settings"]["policies"]) == (0, ["keep"]), err
 
 
-def printed(width: int, **changes: Any) -> str:
-    found = case(**changes)
-    report = IdentityReport(
-        "done", "out", SETTINGS.model_dump(mode="json"), [], findings=found, plan_sha256="0" * 64
-    )
-    console = Console(width=width, record=True, file=io.StringIO())
-    render(console, report)
-    return console.export_text()
+def result_of(**changes: Any) -> Result:
+    return Result(kind="identity", title="t", status="done", blocks=blocks(case(**changes)))
 
 
 def test_published_scores_stand_beside_those_of_the_published_model_alone() -> None:
-    assert "published, not measured here" in printed(120, is_published_model=True)
-    assert "published" not in printed(120)
-    assert case().as_json()["published"] is None
-    assert case(is_published_model=True).as_json()["published"]["passed"]["base"] == 2
+    study = result_of(is_published_model=True).table("published").set_index("condition")
+    assert study.passed["base"] == "2 of 20"
+    assert "published" not in str(result_of())
+    assert case()["published"] is None
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_the_tables_fit_and_say_what_differs(width: int) -> None:
-    text = printed(width, factual_promote=range(2, 20), is_published_model=True)
-    assert max(len(line.rstrip()) for line in text.splitlines()) <= width
-    for words in ("+ factual r2", "lost", "gained", "Who are you?", "of 20", "70-97"):
-        assert words in text
-    assert "Verdict: " in text.split("Wrote out")[1]
+def test_the_blocks_say_what_differs() -> None:
+    result = result_of(factual_promote=range(2, 20), again_promote=range(8))
+    assert [getattr(block, "id", block.title) for block in result.blocks] == [
+        "conditions-table", "gates", "claims", "conditions", "prompts", "differences", "compared",
+        "In words", "replies",
+    ]  # fmt: skip
+    rows = result.table("conditions-table").set_index("condition")
+    assert [*rows.columns] == [
+        "by", "of 20", "95%", "parts", "kept", "lost", "gained", "p", "95% low", "95% high",
+    ]  # fmt: skip
+    factual = rows.loc["+ factual r2"]
+    assert factual[["of 20", "parts", "kept", "lost", "gained"]].tolist() == [
+        18, "6/6/6", 16, 2, 2,
+    ]  # fmt: skip
+    assert (round(100 * factual["95% low"]), round(100 * factual["95% high"])) == (70, 97)
+    differences = result.table("differences")
+    assert differences.loc[0].tolist() == ["identity + factual r2", "lost", "Who are you?", "x"]
+    claims = result.table("claims").set_index("condition").outcome
+    assert claims["identity + identity"] == "lost"
+    compared = result.table("compared").set_index("condition")
+    again = compared.loc["identity + identity"]
+    # Holm's p of the smallest of three, in its own column
+    assert again["p (Holm)"] == pytest.approx(3 * again["p (McNemar)"])
+    assert compared.loc["base + factual r2", "p (Holm)"] == "no claim"
+    assert "Of 20 prompts the base may pass at most 5" in str(result)
+
+
+def test_a_reference_that_passes_nothing_has_nothing_to_lose() -> None:
+    result = result_of(base=0)
+    row = result.table("compared").set_index("condition").loc["base + factual r2"]
+    assert row["share lost, 95%"] == "nothing to lose"
 
 
 @pytest.mark.parametrize(

@@ -24,15 +24,14 @@ from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
-from mlxstacks.studies.confound.answers import Answer
-from mlxstacks.studies.confound.items import Item
 from mlxstacks.studies.confound.scoring import Arm
 from mlxstacks.studies.identity import run as identity_run
-from mlxstacks.studies.identity.conditions import item_arms, suite_arms
-from mlxstacks.studies.identity.report import IdentityReport
+from mlxstacks.studies.identity.plan import item_arms, suite_arms
 from mlxstacks.studies.identity.run import run
+from mlxstacks.study.answers import Answer
+from mlxstacks.study.items import Item
 from mlxstacks.study.plan import read_plan
-from mlxstacks.study.provenance import Checked, check_made_from
+from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from tests.studies.answer_files import forge, rows_of
 from tests.studies.identity.cases import settings_for, write_places
@@ -46,7 +45,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
 
 
 @pytest.fixture(scope="module")
-def done(places: Places) -> tuple[IdentityReport, Path]:
+def done(places: Places) -> tuple[Result, Path]:
     target = places[0].parent / "done"
     return run(settings_for(places, target)), target
 
@@ -56,7 +55,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_every_arm_keeps_raw_replies_with_a_verdict_and_its_reason(
-    done: tuple[IdentityReport, Path], places: Places
+    done: tuple[Result, Path], places: Places
 ) -> None:
     report, target = done
     settings = settings_for(places, target)
@@ -75,31 +74,33 @@ def test_every_arm_keeps_raw_replies_with_a_verdict_and_its_reason(
     assert not list(target.rglob("model.safetensors"))
 
 
-def test_the_report_holds_what_the_tables_need(done: tuple[IdentityReport, Path]) -> None:
+def test_the_report_holds_what_the_tables_need(done: tuple[Result, Path]) -> None:
     report, target = done
-    written = json.loads((target / "identity_report.json").read_text())
-    assert written == json.loads(json.dumps(report.as_json()))
-    assert (written["kind"], written["status"]) == ("identity", "done")
-    assert written["standing"] == {"status": "confirmatory", "reasons": []}
-    assert written["plan_sha256"] == read_plan(target / "plan.json").sha256
-    assert written["missing_controls"] == {"keep": []}
+    opened = Result.open(target)
+    assert opened.model_copy(update={"notes": report.notes}) == report
+    assert (report.kind, report.status) == ("identity", "done")
+    assert (report.standing.status, report.standing.reasons) == ("confirmatory", ())
+    assert report.plan_sha256 == read_plan(target / "plan.json").sha256
+    figures = report.data
+    assert figures["missing_controls"] == {"keep": []}
     # Two of four passed by everybody: the suite tells nothing apart, and the report says so.
-    assert written["outcome"] == {"keep": "base passes"}
-    assert "scorer invalid under keep" in written["gates"]["keep"]["words"]
-    assert {one["outcome"] for one in written["judgements"]} == {"no claim"}
-    assert written["regression"]["base_zero_keep"]["fixed"] == 0
-    assert written["regression"]["base_zero_keep"]["broken"] == 0
-    assert set(written["fuses"]) == {
+    assert figures["outcome"] == {"keep": "base passes"}
+    assert report.outcome == "keep: scorer invalid, base passes"
+    assert "scorer invalid under keep" in figures["gates"]["keep"]["words"]
+    assert {one["outcome"] for one in figures["judgements"]} == {"no claim"}
+    assert figures["regression"]["base_zero_keep"]["fixed"] == 0
+    assert figures["regression"]["base_zero_keep"]["broken"] == 0
+    assert set(figures["fuses"]) == {
         "identity_keep", "factual_keep", "again_keep", "factual_second_keep", "zero_keep",
         "base_factual_keep", "base_zero_keep",
     }  # fmt: skip
-    assert written["fuses"]["zero_keep"]["total"]["artifact"] == 0
+    assert figures["fuses"]["zero_keep"]["total"]["artifact"] == 0
     assert json.loads((target / "factual_second" / "adapter_config.json").read_text())[
         "lora_parameters"
     ]["rank"] == 4  # fmt: skip
 
 
-def test_lossless_controls_reply_as_the_persona_does(done: tuple[IdentityReport, Path]) -> None:
+def test_lossless_controls_reply_as_the_persona_does(done: tuple[Result, Path]) -> None:
     _, target = done
 
     def texts(arm: str) -> list[str]:
@@ -109,12 +110,11 @@ def test_lossless_controls_reply_as_the_persona_does(done: tuple[IdentityReport,
     assert texts("identity_unfused") != texts("base")
 
 
-def test_the_report_is_bound_to_what_it_was_made_from(done: tuple[IdentityReport, Path]) -> None:
+def test_the_report_is_bound_to_what_it_was_made_from(done: tuple[Result, Path]) -> None:
     report, target = done
-    assert check_made_from(target, report.made_from) == Checked(len(report.made_from), (), ())
     files = {str(path.relative_to(target)) for path in target.rglob("*.json*")}
     outcomes = {name for name in files if name.startswith(("answers/", "fuse/", "data/"))}
-    assert set(report.made_from) == outcomes | {"split.json"}
+    assert set(report.provenance) == outcomes | {"split.json", "plan.json", "suite.json"}
 
 
 def test_what_lies_beside_the_answers_cannot_be_edited_unseen(
@@ -175,7 +175,7 @@ def assert_same(one: Path, two: Path) -> None:
 
 
 def test_a_run_that_was_killed_goes_on_and_ends_the_same(
-    places: Places, done: tuple[IdentityReport, Path], killed_after: Any
+    places: Places, done: tuple[Result, Path], killed_after: Any
 ) -> None:
     report, whole = done
     target = places[0].parent / "killed"
@@ -193,13 +193,15 @@ def test_a_run_that_was_killed_goes_on_and_ends_the_same(
         with newest.open("ab") as file:
             file.write(b'{"item_id": "1", "sub')
     assert (again.plan_sha256, again.verdict) == (report.plan_sha256, report.verdict)
-    assert again.made_from == report.made_from
+    assert again.provenance == report.provenance
+    assert again.data == report.data
+    assert again.blocks == report.blocks
     assert_same(whole, target)
     assert not work_path(target).exists()
 
 
 def test_a_process_that_is_killed_with_signal_9_goes_on(
-    places: Places, done: tuple[IdentityReport, Path]
+    places: Places, done: tuple[Result, Path]
 ) -> None:
     target = places[0].parent / "sigkill"
     settings = settings_for(places, target)
@@ -247,8 +249,7 @@ def test_a_model_whose_removal_was_cut_short_is_fused_again(
     work = work_path(target.with_name("cut-short.limit-2"))
     (work / "answers" / "suite_factual_keep.jsonl").unlink()
     report = run(settings_for(places, target, limit=2, keep_models=True))
-    assert report.findings is not None
-    assert report.findings.scores["factual_keep"].n == 2
+    assert report.data["conditions"]["factual_keep"]["n"] == 2
     kept = {path.name for path in (target / "models").iterdir()}
     assert "factual_keep" in kept
     assert not any(name.startswith(".") for name in kept)
@@ -285,7 +286,7 @@ def test_another_plan_is_refused_and_a_plan_is_older_than_its_answers(
 
 
 def test_a_persona_in_peft_s_format_replies_as_in_mlx_lm_s(
-    done: tuple[IdentityReport, Path], places: Places
+    done: tuple[Result, Path], places: Places
 ) -> None:
     base, adapter, *_ = places
     peft, target = base.parent / "persona-peft", base.parent / "by-peft"
@@ -304,7 +305,7 @@ def test_a_persona_in_peft_s_format_replies_as_in_mlx_lm_s(
 
 
 def test_the_recipe_that_is_left_makes_the_same_run(
-    done: tuple[IdentityReport, Path], places: Places
+    done: tuple[Result, Path], places: Places
 ) -> None:
     """Of all items too, which is none and not the default."""
     recipe = load_recipe(str(done[1] / "recipe.yaml"))
@@ -326,17 +327,15 @@ def test_a_persona_that_is_a_model_has_fewer_conditions_and_a_subset_is_explorat
     )
     target = base.parent / "given"
     report = run(settings_for(places, target, persona=str(persona), limit=2, keep_models=True))
-    found = report.findings
-    assert found is not None
-    assert set(found.scores) == {
+    assert set(report.data["conditions"]) == {
         "base", "identity_rerun", "identity_keep", "factual_keep", "factual_second_keep",
         "zero_keep", "base_factual_keep",
     }  # fmt: skip
-    assert found.gates["keep"].unfused is None
-    assert "Credited to nothing" in found.credits["keep"]
-    assert found.standing.status == "exploratory"
-    assert "a subset, 2 of 4 items" in found.standing.in_words()
-    assert {one.category for one in found.replies["base"]} == {"self", "boundaries"}
+    assert report.data["gates"]["keep"]["unfused"] is None
+    assert "Credited to nothing" in report.data["regression_words"]["keep"]
+    assert report.standing.status == "exploratory"
+    assert "every arm: a subset, 2 of 4 items" in report.standing.reasons
+    assert {one["category"] for one in report.data["replies"]["base"]} == {"self", "boundaries"}
     assert any("given as a model" in note for note in report.notes)
     assert (target / "models" / "factual_keep" / "config.json").is_file()
 
@@ -358,8 +357,7 @@ def test_a_limit_is_quick_and_says_what_it_left_out(
         assert len(lines(target / "answers" / f"items_{arm}.jsonl")) == 1 + 9
     config = json.loads((target / "factual" / "adapter_config.json").read_text())
     assert config.get("iters", 2) == 2
-    assert report.findings is not None
-    assert report.findings.standing.reasons == (
+    assert report.standing.reasons == (
         "every arm: a subset, 1 of 4 items",
         "a subset of the regression, 9 of 18 items",
         "factual adapters trained for 2 of 3 batches",

@@ -10,10 +10,19 @@ from typing import Any
 import pytest
 
 from mlxstacks.stats import wilson_interval
-from mlxstacks.studies.identity.analysis import compare, credit, regress, score_of
-from mlxstacks.studies.identity.gate import Limits, gate, limits_of
+from mlxstacks.studies.identity.analysis import (
+    compare,
+    credit,
+    flips_note,
+    gate,
+    limits_of,
+    published,
+    regress,
+    regression,
+    score,
+    verdict,
+)
 from mlxstacks.studies.identity.plan import detectable, least_lost, plan_of, power_lines
-from mlxstacks.studies.identity.report import flips_note, published, regression
 from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.study.plan import Standing
 from tests.studies.identity.cases import (
@@ -29,7 +38,12 @@ from tests.studies.identity.cases import (
     replies,
 )
 
-LIMITS = Limits(20, 5, 15)
+LIMITS = {"n": 20, "most_of_base": 5, "least_of_persona": 15}
+
+
+def verdict_of(figures: dict[str, Any]) -> str:
+    return verdict(figures, SETTINGS, Standing())
+
 
 # --- gate -----------------------------------------------------------------------------------------
 
@@ -51,17 +65,17 @@ LIMITS = Limits(20, 5, 15)
 )
 def test_the_gate(base: int, persona: int, unfused: int | None, state: str) -> None:
     found = gate("refit", base, persona, unfused, LIMITS)
-    assert (found.state, found.valid) == (state, state == "valid")
+    assert (found["state"], found["valid"]) == (state, state == "valid")
     if state != "valid":
-        assert found.words.startswith("scorer invalid under refit")
-        assert found.words.endswith("No preservation claim")
+        assert found["words"].startswith("scorer invalid under refit")
+        assert found["words"].endswith("No preservation claim")
 
 
 @pytest.mark.parametrize(
     ("n", "most", "least"), [(20, 5, 15), (40, 10, 30), (4, 1, 3), (10, 2, 8), (1, 0, 1)]
 )
 def test_the_gate_is_scaled_by_share_and_never_more_lenient(n: int, most: int, least: int) -> None:
-    assert limits_of(SETTINGS, n) == Limits(n, most, least)
+    assert [*limits_of(SETTINGS, n).values()] == [n, most, least]
 
 
 @pytest.mark.parametrize(
@@ -74,23 +88,23 @@ def test_the_gate_is_scaled_by_share_and_never_more_lenient(n: int, most: int, l
 )
 def test_behind_a_shut_gate_there_is_no_claim(passed: dict[str, Any], words: str) -> None:
     found = case(**passed)
-    assert "Scorer invalid under promote" in found.verdict
-    assert words in found.verdict
-    assert {one.outcome for one in found.judgements} == {"no claim"}
-    assert "keeps the persona" not in found.verdict
+    assert "Scorer invalid under promote" in verdict_of(found)
+    assert words in verdict_of(found)
+    assert {one["outcome"] for one in found["judgements"]} == {"no claim"}
+    assert "keeps the persona" not in verdict_of(found)
 
 
 def test_each_policy_has_its_own_gate() -> None:
     settings = IdentitySettings(policies=("refit", "promote"), persona_requant="promote")
     found = case(settings, identity_refit=1, factual_refit=1)
-    assert {name: one.valid for name, one in found.gates.items()} == {
+    assert {name: one["valid"] for name, one in found["gates"].items()} == {
         "refit": False, "promote": True,
     }  # fmt: skip
-    assert {(one.policy, one.outcome) for one in found.judgements} == {
+    assert {(one["policy"], one["outcome"]) for one in found["judgements"]} == {
         ("refit", "no claim"), ("promote", "kept"),
     }  # fmt: skip
-    assert "Scorer invalid under refit" in found.verdict
-    assert "Under promote, identity + factual r2 keeps the persona" in found.verdict
+    assert "Scorer invalid under refit" in verdict_of(found)
+    assert "Under promote, identity + factual r2 keeps the persona" in verdict_of(found)
 
 
 # --- prompt by prompt -----------------------------------------------------------------------------
@@ -98,32 +112,34 @@ def test_each_policy_has_its_own_gate() -> None:
 
 def test_equal_totals_need_not_be_the_same_prompts() -> None:
     found = case(factual_promote=range(2, 20))
-    one = found.compared["factual_promote"]
-    assert found.scores["factual_promote"].passed == found.scores["identity_promote"].passed == 18
-    assert (one.kept, len(one.lost), len(one.gained), one.neither) == (16, 2, 2, 0)
-    assert one.lost == ("01", "02")
-    assert one.p_value == 1.0
-    same = case().compared["factual_promote"]
-    assert (same.kept, same.lost, same.gained, same.neither) == (18, (), (), 2)
+    one = found["compared"]["factual_promote"]
+    passed = {name: score["passed"] for name, score in found["conditions"].items()}
+    assert passed["factual_promote"] == passed["identity_promote"] == 18
+    assert (one["kept"], one["lost"], len(one["gained"]), one["neither"]) == (
+        16, ["01", "02"], 2, 0,
+    )  # fmt: skip
+    assert one["p_value"] == 1.0
+    same = case()["compared"]["factual_promote"]
+    assert (same["kept"], same["lost"], same["gained"], same["neither"]) == (18, [], [], 2)
 
 
 def test_kept_lost_and_not_shown() -> None:
     found = case(again_promote=range(8), factual_second_promote=16)
-    outcomes_of = {one.arm: one.outcome for one in found.judgements}
+    outcomes_of = {one["arm"]: one["outcome"] for one in found["judgements"]}
     assert outcomes_of == {
         "factual_promote": "kept", "again_promote": "lost", "factual_second_promote": "not shown",
     }  # fmt: skip
-    lost = found.compared["again_promote"]
-    assert lost.p_adjusted == pytest.approx(3 * lost.p_value)  # Holm, the smallest of three
-    assert lost.p_value == pytest.approx(2 / 2**10)
+    lost = found["compared"]["again_promote"]
+    assert lost["p_adjusted"] == pytest.approx(3 * lost["p_value"])  # Holm, the smallest of three
+    assert lost["p_value"] == pytest.approx(2 / 2**10)
     # of the 18 that the reference passes, not of the suite's 20
-    assert lost.loss == wilson_interval(10, 18)
-    assert "exact preservation is not shown" in found.verdict
+    assert lost["loss"] == wilson_interval(10, 18).as_json()
+    assert "exact preservation is not shown" in verdict_of(found)
 
 
 def test_what_the_fuse_does_alone_is_named() -> None:
     found = case(again_promote=range(8), zero_promote=range(9))
-    words = next(one.words for one in found.judgements if one.arm == "again_promote")
+    words = next(j["words"] for j in found["judgements"] if j["arm"] == "again_promote")
     assert "the zero-delta control loses 9 by the fuse alone, 9 of them here too" in words
 
 
@@ -132,16 +148,18 @@ def test_what_the_fuse_does_alone_is_named() -> None:
 )
 def test_without_a_control_nothing_is_claimed(missing: str) -> None:
     found = case(without=[missing])
-    assert found.missing_controls["promote"]
-    assert {one.outcome for one in found.judgements} == {"no claim"}
-    assert "No claim under promote: not claimed without" in found.verdict
+    assert found["missing_controls"]["promote"]
+    assert {one["outcome"] for one in found["judgements"]} == {"no claim"}
+    assert "No claim under promote: not claimed without" in verdict_of(found)
 
 
 def test_results_of_another_plan_claim_nothing() -> None:
-    found = case(standing=Standing(("results of another plan (aaa, not bbb)",)))
-    assert {one.outcome for one in found.judgements} == {"no claim"}
-    assert "results of another plan" in found.verdict
-    assert "keeps the persona" not in found.verdict
+    standing = Standing(("results of another plan (aaa, not bbb)",))
+    found = case(standing=standing)
+    assert {one["outcome"] for one in found["judgements"]} == {"no claim"}
+    words = verdict(found, SETTINGS, standing)
+    assert "results of another plan" in words
+    assert "keeps the persona" not in words
 
 
 def test_unequal_conditions_are_refused() -> None:
@@ -156,14 +174,14 @@ def test_unequal_conditions_are_refused() -> None:
 
 def test_a_rerun_says_how_much_is_chance() -> None:
     found = case()
-    assert "gave the same 20 replies" in flips_note(found.compared, RERUN)[0]
+    assert "gave the same 20 replies" in flips_note(found["compared"])[0]
     other = compare({RERUN: replies(3, text="y"), BASE: replies(4)}, RERUN, BASE)
-    assert "20 of 20 replies otherwise, 1 lost and 0 gained" in flips_note({RERUN: other}, RERUN)[0]
+    assert "20 of 20 replies otherwise, 1 lost and 0 gained" in flips_note({RERUN: other})[0]
 
 
 def test_categories_add_up() -> None:
-    score = score_of("a", replies(9))
-    assert score.by_category == {
+    parts = score("a", replies(9))["by_category"]
+    assert {name: (part["passed"], part["n"]) for name, part in parts.items()} == {
         "self-identification": (8, 8), "persona boundaries": (1, 6),
         "behavioural consistency": (0, 6),
     }  # fmt: skip
@@ -190,10 +208,10 @@ def published_items() -> dict[str, list[Any]]:
 
 def test_the_published_regression() -> None:
     found = regress(published_items(), arm(REFERENCE, "promote"), BASE)
-    assert (found.n, found.reference_right, found.right) == (6000, 3553, 3632)
-    assert (found.fixed, found.broken, found.net, found.both_wrong) == (135, 56, 79, 2312)
-    assert found.chi_square == pytest.approx(32.7, abs=0.05)
-    assert 5e-9 < found.p_value < 2e-8
+    counts = ("n", "reference_right", "right", "fixed", "broken", "net", "both_wrong")
+    assert [found[name] for name in counts] == [6000, 3553, 3632, 135, 56, 79, 2312]
+    assert found["chi_square"] == pytest.approx(32.7, abs=0.05)
+    assert 5e-9 < found["p_value"] < 2e-8
 
 
 def test_a_gain_is_credited_only_beside_the_base_after_the_same_fuse() -> None:
@@ -206,7 +224,7 @@ def test_a_gain_is_credited_only_beside_the_base_after_the_same_fuse() -> None:
     assert "+79 (135 fixed, 56 broken of 6,000" in words["promote"]
     assert "6,000 of 6,000 as before" in words["promote"]
     assert "more right answers by the persona itself" in words["promote"]
-    assert found[f"{persona}_beside_{zero}"].net == 79
+    assert found[f"{persona}_beside_{zero}"]["net"] == 79
     by_fuse = items | {zero: items[persona]}
     assert "not to be told from what the fuse does" in regression(by_fuse, SETTINGS)[1]["promote"]
 
@@ -228,7 +246,7 @@ def test_answers_out_of_form_are_told_beside_the_regression() -> None:
         name: [replace(one, rule="last letter") for one in found] for name, found in boxed.items()
     }
     found, words = regression(silent, SETTINGS)
-    assert (found[persona].in_form, found[persona].reference_in_form) == (0, 0)
+    assert (found[persona]["in_form"], found[persona]["reference_in_form"]) == (0, 0)
     assert "NOT ONE of these answers is in form" in words["promote"]
     words = regression(silent | {persona: items[persona]}, SETTINGS)[1]
     assert "are 6,000 answers, of base 0: that alone moves right answers" in words["promote"]

@@ -16,7 +16,6 @@ from mlxstacks.cli import run as run_command_line
 from mlxstacks.files.store import Store
 from mlxstacks.layers.stack_files import serve
 from mlxstacks.layers.stacked import stacked_layers
-from mlxstacks.nano import workers
 from mlxstacks.studies.stack import run as stack_run
 from tests.studies.stack_cases import (
     domain_of,
@@ -31,6 +30,7 @@ from tests.studies.train_cases import write_rows
 from tests.tiny_models import write_llama
 from tests.training.test_group import needs_sockets
 from tests.warm import WarmSubprocess
+from tools.nano import workers
 
 Places = tuple[Path, Path]
 SHORT: dict[str, Any] = {"domains": ("alpha", "beta"), "iters": 6, "rounds": 1}

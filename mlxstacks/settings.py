@@ -1,0 +1,37 @@
+"""What the settings of all commands share. Imports neither mlx nor numpy."""
+
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any, get_origin
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+
+class Settings(BaseModel):
+    """Frozen, without unknown keys.
+
+    A path may be text or a `Path`; where several values are allowed, a single one stands for a list
+    of one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_plain_types(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        return {key: _plain(value, _is_list(cls, key)) for key, value in values.items()}
+
+
+def _plain(value: Any, is_list: bool) -> Any:
+    if isinstance(value, PurePath):
+        value = str(value)
+    if isinstance(value, list | tuple):
+        return [str(item) if isinstance(item, PurePath) else item for item in value]
+    return [value] if is_list and isinstance(value, str | int | float) else value
+
+
+def _is_list(settings_class: type[BaseModel], key: str) -> bool:
+    field = settings_class.model_fields.get(key)
+    return field is not None and get_origin(field.annotation) in (tuple, list)

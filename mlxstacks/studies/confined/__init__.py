@@ -1,1 +1,0 @@
-"""What runs inside a sandbox, as a child of `studies/sandbox.py`: standard library only."""
