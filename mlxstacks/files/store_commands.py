@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,9 +63,6 @@ class StoreChanged:
     served: tuple[str, ...]
     notes: tuple[str, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Collected:
@@ -81,9 +78,6 @@ class Collected:
     kept_bytes: int
     strange: tuple[str, ...]
     grace_seconds: int
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def open_store(path: str | None) -> Store:

@@ -201,8 +201,7 @@ def _train(
 def _stack(name: str, settings: "StackRunSettings", runs: int = 1) -> PlannedTraining:
     from mlxstacks.guard.build import lazy_model, read_config
     from mlxstacks.layers.targets import stack_size
-    from mlxstacks.studies.stack.guard import asked_of
-    from mlxstacks.studies.stack.setup import choose_targets
+    from mlxstacks.studies.stack.setup import asked_of, choose_targets
 
     model = str(settings.model)
     targets = choose_targets(lazy_model(read_config(model)[0]), settings)

@@ -73,6 +73,8 @@ FORMER: dict[str, dict[str, Any]] = {
     "route train": {"status": "trained"},
     "route explain": {"status": None, "settings": None},
 }
+# Of a result's head, what former documents of some commands had no word for.
+_OF_THE_HEAD = ("kind", "verdict", "settings.")
 
 
 def pruned(value: Any) -> Any:
@@ -184,6 +186,8 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], fl
         for key in sorted(old_leaves.keys() | new_leaves.keys()):
             before, after = old_leaves.get(key), new_leaves.get(key)
             if before == after or _both_nan(before, after):
+                continue
+            if key not in old_leaves and key.startswith(_OF_THE_HEAD):
                 continue
             if isinstance(before, float) and isinstance(after, float):
                 share = abs(after - before) / max(abs(before), abs(after))

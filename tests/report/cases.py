@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from mlxstacks.files.manifest import DomainRecord, Manifest
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.fuse.fidelity import Sums, fidelity
 from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport
@@ -41,7 +40,11 @@ from mlxstacks.studies.route import discover as route_discover
 from mlxstacks.studies.route import evaluate as route_evaluate
 from mlxstacks.studies.route import train as route_train
 from mlxstacks.studies.route.evaluate_figures import ALL
-from mlxstacks.studies.stack.analysis import AnalysisReport
+from mlxstacks.studies.stack.analysis_report import ABOUT as ANALYSIS
+from mlxstacks.studies.stack.analysis_report import blocks as analysis_blocks
+from mlxstacks.studies.stack.analysis_report import verdict as analysis_verdict
+from mlxstacks.studies.stack.report import ABOUT as STACK
+from mlxstacks.studies.stack.report import domain_table, matrix_blocks
 from mlxstacks.studies.sweep.cells import Cell, CellResult
 from mlxstacks.studies.sweep.report import concluded
 from mlxstacks.studies.sweep.settings import SweepSettings
@@ -54,6 +57,7 @@ from mlxstacks.training.settings import TrainSettings
 from tests.studies import confound_cases
 from tests.studies.identity import cases as identity_cases
 
+ROWS = {"a": {"a": 1.0}, "b": {"a": 1.5, "b": 0.5}}
 SETTINGS = FuseSettings(model="m", adapter_path=("a",))
 RATE = {"count": 3, "n": 4, "rate": 0.75, "low": 0.3, "high": 0.95}
 ORACLE = {
@@ -95,19 +99,30 @@ def train_report() -> dict[str, Any]:
     return train_result(report).sealed().as_json()
 
 
-def manifest() -> dict[str, Any]:
-    rows = {"a": {"a": 1.0}, "b": {"a": 1.5, "b": 0.5}}
-    domains = tuple(DomainRecord(name, True, (), (2.0, 1.0), 1.0) for name in ("a", "b"))
-    return Manifest("base", "0" * 64, domains, {"ungated": rows}).document()
+def stack_result() -> dict[str, Any]:
+    domain = {"enabled": True, "stacks": ["a-r1"], "parameters": 5, "bytes": 10,
+              "losses": [2.0, 1.0], "protected": {"captured_energy_mean": 0.5}}  # fmt: skip
+    blocks = (domain_table({"a": domain, "b": domain}), *matrix_blocks({"ungated": ROWS}))
+    return Result(
+        **STACK, status="done", outcome="2 domains, 2 stacks", verdict="a lost most, +0.5000.",
+        settings={"seed": 0}, blocks=blocks,
+    ).sealed().as_json()  # fmt: skip
 
 
-def analysis_report() -> dict[str, Any]:
+def analysis_result() -> dict[str, Any]:
     points = [{"round": 1, "step": step, "validation_loss": 2.0 - step} for step in (0, 1)]
-    report = AnalysisReport(
-        "done", "store", "out", {"seed": 0}, [{"name": "a", "curve": points}],
-        {"ungated": {"a": {"a": 1.0}}}, {"weights": {"mean": 0.2, "mean_chance": 0.1, "pairs": 0}},
-    )  # fmt: skip
-    return report.as_json()
+    domain = {"name": "a", "enabled": True, "stacks": [], "bytes": 0, "losses": [],
+              "protected": None, "curve": points}  # fmt: skip
+    means = {"mean": 0.2, "mean_chance": 0.1, "pairs": 1}
+    cosines = {"directions": 4, "matrix": {"a": {"a": 1.0, "b": 0.2}, "b": {"a": 0.2, "b": 1.0}},
+               "by_projection": {"q_proj": means}, **means}  # fmt: skip
+    geometry = {"weights": cosines, "data": None, "spectra": {}}
+    data = {"domains": [domain], "matrix": {"ungated": {"a": {"a": 1.0}}}, "geometry": geometry,
+            "routing": None}  # fmt: skip
+    return Result(
+        **ANALYSIS, status="done", outcome="cosine 0.200", settings={"seed": 0},
+        verdict=analysis_verdict(geometry, None), data=data, blocks=analysis_blocks(data),
+    ).sealed().as_json()  # fmt: skip
 
 
 def compare_result() -> dict[str, Any]:
@@ -281,8 +296,8 @@ def _every_report() -> dict[str, tuple[str, dict[str, Any]]]:
         "fuse": (RESULT, fuse_report()),
         "zero": (RESULT, fuse_report(zero=True)),
         "train": (RESULT, train_report()),
-        "store": ("manifest.json", manifest()),
-        "analyse": ("analysis_report.json", analysis_report()),
+        "stack": (RESULT, stack_result()),
+        "analyse": (RESULT, analysis_result()),
         "compare": (RESULT, compare_result()),
         "sweep": (RESULT, sweep_result()),
         "buffers": (RESULT, buffers_result()),

@@ -10,6 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlxstacks.studies.stack.passes import (
+    Passes,
+    StackRouting,
+    prompt_routing,
+    random_router,
+    run_prompts,
+)
 
 from mlxstacks.layers.adapted import Dims
 from mlxstacks.layers.attach import attach_stacks
@@ -20,13 +27,6 @@ from mlxstacks.layers.selection import base
 from mlxstacks.layers.settings import StackSettings
 from mlxstacks.layers.stacked import set_mode, stacked_layers
 from mlxstacks.layers.targets import find_targets
-from mlxstacks.studies.stack.passes import (
-    Passes,
-    StackRouting,
-    prompt_routing,
-    random_router,
-    run_prompts,
-)
 from mlxstacks.studies.stack.routing import (
     domain_distance,
     entropy_share,
