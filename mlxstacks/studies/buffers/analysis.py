@@ -121,24 +121,24 @@ def _compare(
 def _row(
     settings: BufferSettings, records: Sequence[ArmRecord], condition: Condition, rank: int
 ) -> Row:
-    own = _of(records, condition, rank)
-    kept = [r.peaks[settings.warmup_steps :] for r in own.values()]
+    by_seed = _of(records, condition, rank)
+    kept = [r.peaks[settings.warmup_steps :] for r in by_seed.values()]
     line = CROSSING_SHARE * max(max(r.peaks) for r in records if r.arm.condition == condition)
     crossings = {
         seed: next((step for step, peak in enumerate(r.peaks, 1) if peak >= line), None)
-        for seed, r in own.items()
+        for seed, r in by_seed.items()
     }
-    after = [r.after[settings.warmup_steps :] for r in own.values()]
+    after = [r.after[settings.warmup_steps :] for r in by_seed.values()]
     slopes = [linear_regression(range(len(counts)), counts).slope for counts in after]
     return Row(
         condition, rank, (min(map(min, kept)), max(map(max, kept))),
-        max(max(r.peak_bytes) for r in own.values()), max(slopes, key=abs), crossings,
+        max(max(r.peak_bytes) for r in by_seed.values()), max(slopes, key=abs), crossings,
     )  # fmt: skip
 
 
 def _controls(settings: BufferSettings, records: Sequence[ArmRecord]) -> dict[str, float]:
     """Count of the longest rows over that of the shortest, less 1, where lengths vary."""
-    found: dict[str, list[float]] = {}
+    effects: dict[str, list[float]] = {}
     for record in records:
         if record.arm.length_mode != "variable":
             continue
@@ -146,8 +146,8 @@ def _controls(settings: BufferSettings, records: Sequence[ArmRecord]) -> dict[st
         shortest = fmean(p for t, p in pairs if t == min(pairs)[0])
         longest = fmean(p for t, p in pairs if t == max(pairs)[0])
         name = f"{record.arm.trainer}, checkpointing {record.arm.checkpointing}"
-        found.setdefault(name, []).append(longest / shortest - 1)
-    return {name: fmean(values) for name, values in found.items()}
+        effects.setdefault(name, []).append(longest / shortest - 1)
+    return {name: fmean(values) for name, values in effects.items()}
 
 
 def _outcome(
@@ -231,7 +231,7 @@ def _crossings_ignore_rank(variable: Sequence[Row]) -> bool:
     by_condition: dict[Condition, list[dict[int, int | None]]] = {}
     for row in variable:
         by_condition.setdefault(row.condition, []).append(row.crossings)
-    same = all(found == of_ranks[0] for of_ranks in by_condition.values() for found in of_ranks)
+    same = all(each == of_ranks[0] for of_ranks in by_condition.values() for each in of_ranks)
     return same and any(len(set(row.crossings.values())) > 1 for row in variable)
 
 

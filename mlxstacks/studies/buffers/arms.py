@@ -2,7 +2,7 @@
 
     python -m mlxstacks.studies.buffers.arms < specification
 
-is how `buffer_experiment` starts a process for arms of one trainer, checkpointing, rank and order.
+is how run.py starts a process for arms of one trainer, checkpointing, rank and order.
 """
 
 import gc

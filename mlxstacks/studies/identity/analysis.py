@@ -77,7 +77,7 @@ def analyse(
         "compared": compare_all(replies, pairs_of(settings, has_adapter), claims),
         "missing_controls": {p: missing_controls(p, replies, has_adapter) for p in policies},
     }
-    figures["outcome"] = {policy: found["state"] for policy, found in figures["gates"].items()}
+    figures["outcome"] = {policy: passing["state"] for policy, passing in figures["gates"].items()}
     figures["judgements"] = [
         judge(figures, name, settings, standing)
         for name, _ in claims
@@ -317,10 +317,10 @@ def judge(
 def verdict(figures: Figures, settings: IdentitySettings, standing: Standing) -> str:
     """A sentence for each policy, and what equal totals do not say."""
     sentences, claimed = [], False
-    for policy, found in figures["gates"].items():
+    for policy, passing in figures["gates"].items():
         judgements = [j for j in figures["judgements"] if j["policy"] == policy]
-        if not found["valid"]:
-            sentences.append(f"{found['words'][0].upper()}{found['words'][1:]}.")
+        if not passing["valid"]:
+            sentences.append(f"{passing['words'][0].upper()}{passing['words'][1:]}.")
         elif judgements and judgements[0]["outcome"] == "no claim":
             sentences.append(f"No claim under {policy}: {judgements[0]['words'].rstrip('.')}.")
         else:
@@ -417,17 +417,17 @@ def credit(
 
 def _form(persona: Figures) -> str:
     """A sentence where answers are not in form, or not equally often in both."""
-    own, of_reference = persona["in_form"], persona["reference_in_form"]
-    if not own and not of_reference:
+    count, before = persona["in_form"], persona["reference_in_form"]
+    if not count and not before:
         return (
             " NOT ONE of these answers is in form (boxed; of likelihoods, no tie): every letter "
             "comes from a fallback rule, or there is none, so this is of form, not of knowledge."
         )
-    if own == of_reference:
+    if count == before:
         return ""
     return (
-        f" In form (boxed; of likelihoods, no tie) are {own:,} answers, of "
-        f"{persona['reference']} {of_reference:,}: that alone moves right answers."
+        f" In form (boxed; of likelihoods, no tie) are {count:,} answers, of "
+        f"{persona['reference']} {before:,}: that alone moves right answers."
     )
 
 

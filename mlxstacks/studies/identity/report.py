@@ -194,14 +194,14 @@ def _compared(figures: Figures) -> Table:
     }  # fmt: skip
     rows = [
         (
-            _name(figures, arm), _name(figures, found["reference"]), found["kept"],
-            len(found["lost"]), len(found["gained"]),
-            _interval(found["loss"]) or "nothing to lose", found["p_value"],
-            "no claim" if found["p_adjusted"] is None else found["p_adjusted"],
-            found["other_texts"], ", ".join(found["lost"]) or "none",
-            ", ".join(found["gained"]) or "none",
+            _name(figures, arm), _name(figures, row["reference"]), row["kept"],
+            len(row["lost"]), len(row["gained"]),
+            _interval(row["loss"]) or "nothing to lose", row["p_value"],
+            "no claim" if row["p_adjusted"] is None else row["p_adjusted"],
+            row["other_texts"], ", ".join(row["lost"]) or "none",
+            ", ".join(row["gained"]) or "none",
         )
-        for arm, found in figures["compared"].items()
+        for arm, row in figures["compared"].items()
     ]  # fmt: skip
     return Table.of("compared", "Prompt by prompt", columns, rows, folded=True)
 
@@ -215,8 +215,8 @@ def _regression(figures: Figures) -> Iterator[Table]:
     keys = ("n", "right", "reference_right", "fixed", "broken", "net", "p_value", "chi_square",
             "in_form", "reference_in_form")  # fmt: skip
     rows = [
-        (name.replace("_", " "), found["reference"].replace("_", " "), *(found[k] for k in keys))
-        for name, found in figures["regression"].items()
+        (name.replace("_", " "), row["reference"].replace("_", " "), *(row[k] for k in keys))
+        for name, row in figures["regression"].items()
     ]
     if rows:
         yield Table.of(

@@ -83,12 +83,12 @@ def suite_of(rows: Sequence[Any], where: str) -> Suite:
     problems: list[str] = []
     until = time.monotonic() + _MOST_SECONDS
     try:
-        found = [p for n, row in enumerate(rows, 1) if (p := _prompt(n, row, problems, until))]
+        prompts = [p for n, row in enumerate(rows, 1) if (p := _prompt(n, row, problems, until))]
     except TimeoutError as error:
         raise InputError(f"{where}: {error}") from None
     for what, names in (
-        ("prompt", [normalised(one.prompt) for one in found]),
-        ("id", [one.prompt_id for one in found]),
+        ("prompt", [normalised(prompt.prompt) for prompt in prompts]),
+        ("id", [prompt.prompt_id for prompt in prompts]),
     ):
         problems += [
             f"{what} {name!r:.60} occurs {count} times; give each once"
@@ -101,19 +101,19 @@ def suite_of(rows: Sequence[Any], where: str) -> Suite:
         more = len(problems) - _MOST_SHOWN
         lines = problems[:_MOST_SHOWN] + ([f"and {more} more"] if more > 0 else [])
         raise InputError(f"{where}: " + "\n  ".join(["not a suite:", *lines]))
-    return tuple(found)
+    return tuple(prompts)
 
 
 def suite_sha256(suite: Suite) -> str:
     """Hash of all prompts and rules in their order."""
-    return json_sha256([one.as_json() for one in suite])
+    return json_sha256([prompt.as_json() for prompt in suite])
 
 
 def in_turns(suite: Suite) -> Suite:
     """The order of asking: each category in turn, so that a beginning is a fair part."""
     groups: dict[str, list[SuitePrompt]] = {}
-    for one in suite:
-        groups.setdefault(one.category, []).append(one)
+    for prompt in suite:
+        groups.setdefault(prompt.category, []).append(prompt)
     return tuple(p for turn in itertools.zip_longest(*groups.values()) for p in turn if p)
 
 
@@ -237,7 +237,7 @@ def _unknown(key: str) -> str:
 def _patterns(key: str, value: Any, wrong: list[str], until: float) -> tuple[str, ...]:
     values = [value] if isinstance(value, str) else value
     if not isinstance(values, list | tuple) or not all(
-        isinstance(one, str) and _is_unicode(one) for one in values
+        isinstance(value, str) and _is_unicode(value) for value in values
     ):
         wrong.append(f"{key} is {_SHORT.repr(value)}, need a list of texts")
         return ()
@@ -301,10 +301,10 @@ def _json_lines(text: str) -> list[Any]:
 
 
 def _json(text: str) -> Any:
-    found = parse_object(f'{{"value": {text or "null"}\n}}')
-    if len(found) > 1:
+    wrapped = parse_object(f'{{"value": {text or "null"}\n}}')
+    if len(wrapped) > 1:
         raise ValueError("is more than one JSON value")
-    return found["value"]
+    return wrapped["value"]
 
 
 def _yaml(text: str) -> Any:
@@ -335,5 +335,5 @@ def _yaml(text: str) -> Any:
 
 def suite_text(suite: Suite) -> str:
     """A suite as a JSON file that `open_suite` reads again. Law: its hash is the same."""
-    rows = [one.as_json() for one in suite]
+    rows = [prompt.as_json() for prompt in suite]
     return json.dumps({"prompts": rows}, indent=2, ensure_ascii=False) + "\n"

@@ -1,13 +1,13 @@
 """`mlxstacks sweep`: a run of `train` for every cell, and what rank did to all of them.
 
-The sweep lives in `.NAME.work` beside its target until every cell is done:
+The sweep lives in its work directory (study/engine.py) until every cell is done:
 
     cells/CELL.json    the cell's result, or that it was begun, and all that its weights depend on
     cells/CELL/        what `train` wrote, whole
     cells/CELL.log     what the cell's process printed
 
-Each cell is a process of its own. Killed at any moment, even with kill -9, the same command goes
-on: finished cells are kept as they are, the one under way continues from its last saved state.
+Each cell is a process of its own. Killed at any moment, even with kill -9, the same command
+resumes: finished cells are kept as they are, the one under way continues from its last saved state.
 """
 
 import json
@@ -134,7 +134,7 @@ class _Sweep(Study):
             if work_path(path).is_dir():
                 _link_tree(work_path(path), unfinished)
 
-    # --- what is there already --------------------------------------------------------------------
+    # --- what earlier runs left -------------------------------------------------------------------
 
     def _adopt_from_target(self, work: Path) -> None:
         """Cells of an older result with these settings, which is about to be replaced."""
@@ -148,18 +148,18 @@ class _Sweep(Study):
             return
         old = self.work_target / CELLS
         for cell, result in (read_results(old) if old.is_dir() else {}).items():
-            there = self.directory / cell.name
+            adopted = self.directory / cell.name
             same = cell in self.plans and not self._differences(cell, result)
-            if same and result.status == "trained" and not there.exists():
+            if same and result.status == "trained" and not adopted.exists():
                 staged = self.directory / f".{cell.name}{_ADOPTING}"
                 _link_tree(old / cell.name, staged)
-                staged.rename(there)
+                staged.rename(adopted)
                 write_result(self.directory, result)
 
-    def _checked(self, found: dict[Cell, CellResult]) -> dict[Cell, CellResult]:
+    def _checked(self, results: dict[Cell, CellResult]) -> dict[Cell, CellResult]:
         """Raises: InputError when a cell has other settings, or is none of this sweep."""
         problems = []
-        for cell, result in found.items():
+        for cell, result in results.items():
             if cell not in self.plans:
                 problems.append(f"{cell.name} is none of its cells")
                 continue
@@ -172,7 +172,7 @@ class _Sweep(Study):
                 f"with:{lines}\ngive its settings (ranks, seeds and sets may be added), another "
                 "--save-path, or --no-resume to remove it and start anew"
             )
-        return found
+        return results
 
     def _differences(self, cell: Cell, result: CellResult) -> list[str]:
         plan = self.plans[cell]

@@ -26,20 +26,20 @@ ABOUT = {
 
 def concluded(settings: SweepSettings, results: Sequence[CellResult]) -> Result:
     """The result of finished cells."""
-    rows, found = matrix(settings, results), differences(settings, results)
+    rows, compared = matrix(settings, results), differences(settings, results)
     cells = [result.as_json() for result in results]
     refused = [result for result in results if result.status == "refused"]
     failed_gate = None
     if len(refused) == len(results):
         failed_gate = f"every cell was refused by the guard: {refused[0].reason}"
-    findings = [d["finding"] for d in found if d["what"] == "last_validation_loss"]
+    findings = [d["finding"] for d in compared if d["what"] == "last_validation_loss"]
     findings = list(dict.fromkeys(findings))
     outcome = f"effect of rank on loss: {', '.join(findings)}"
     return Result(
-        **ABOUT, status="done", verdict=verdict(settings, rows, found), failed_gate=failed_gate,
+        **ABOUT, status="done", verdict=verdict(settings, rows, compared), failed_gate=failed_gate,
         outcome=outcome if findings else "no two ranks to compare", notes=_notes(results),
-        data={"matrix": rows, "differences": found, "cells": cells},
-        blocks=blocks(settings, rows, found, cells),
+        data={"matrix": rows, "differences": compared, "cells": cells},
+        blocks=blocks(settings, rows, compared, cells),
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def plan_table(cells: Sequence[Figures]) -> Table:
 def blocks(
     settings: SweepSettings,
     rows: Sequence[Figures],
-    found: Sequence[Figures],
+    compared: Sequence[Figures],
     cells: Sequence[Mapping[str, Any]],
 ) -> tuple[Block, ...]:
     """Runs, what a fuse keeps, differences; every cell last, folded."""
@@ -105,7 +105,7 @@ def blocks(
     columns: Columns = {"cell": "text", "status": "text", "why": "text"}
     statuses = [(cell["name"], cell["status"], cell["reason"]) for cell in cells]
     return (
-        _runs(rows, labels), *_fused(settings, rows, labels), *_differences(found, several),
+        _runs(rows, labels), *_fused(settings, rows, labels), *_differences(compared, several),
         *(plots if trained else ()), Table.of("cells", "Cells", columns, statuses, folded=True),
     )  # fmt: skip
 
@@ -166,7 +166,7 @@ def _fused(
         )  # fmt: skip
 
 
-def _differences(found: Sequence[Figures], several: bool) -> Iterator[Table]:
+def _differences(compared: Sequence[Figures], several: bool) -> Iterator[Table]:
     columns: Columns = {
         "measure": "text", **({"at": "text"} if several else {}), "low rank": "count",
         "high rank": "count", "high less low": ("change", 4), "an effect is": "text",
@@ -176,7 +176,7 @@ def _differences(found: Sequence[Figures], several: bool) -> Iterator[Table]:
             d["what"], *([point_name(point_of(d))] if several else []), d["low_rank"],
             d["high_rank"], _estimate(d["difference"]), d["finding"],
         )
-        for d in found
+        for d in compared
     ]  # fmt: skip
     if rows:
         yield Table.of("differences", "Highest rank less lowest, seed by seed", columns, rows)

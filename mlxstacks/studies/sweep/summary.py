@@ -89,7 +89,7 @@ def differences(settings: SweepSettings, results: Sequence[CellResult]) -> list[
     measures = {name: MEASURES[name] for name in ("last_validation_loss", "delta_over_step")}
     measures |= {f"survival {policy}": _fused(policy, "survival") for policy in settings.policies}
     trained = {r.cell: r for r in results if r.status == "trained"}
-    found = []
+    compared = []
     for point in dict.fromkeys(cell.point for cell in trained):
         ranks = sorted({cell.rank for cell in trained if cell.point == point})
         layers, projections, bits = point
@@ -99,12 +99,12 @@ def differences(settings: SweepSettings, results: Sequence[CellResult]) -> list[
                 continue
             difference = mean_interval([high - low for low, high in pairs])
             judged = "shown" if difference.excludes(0.0) else "not shown"
-            found.append({
+            compared.append({
                 "what": what, "layers": layers, "projections": projections, "bits": bits,
                 "low_rank": ranks[0], "high_rank": ranks[-1], "difference": difference.as_json(),
                 "finding": "not judged" if difference.low is None else judged,
             })  # fmt: skip
-    return found
+    return compared
 
 
 def _pairs(
@@ -124,7 +124,7 @@ def _pairs(
 # --- in words -------------------------------------------------------------------------------------
 
 
-def verdict(settings: SweepSettings, rows: Sequence[Figures], found: Sequence[Figures]) -> str:
+def verdict(settings: SweepSettings, rows: Sequence[Figures], compared: Sequence[Figures]) -> str:
     """What happened to the cells; then, at each point, what rank did to loss and delta."""
     points = list(dict.fromkeys(map(point_of, rows)))
     sentences = [_cells_sentence(settings, rows)]
@@ -135,8 +135,8 @@ def verdict(settings: SweepSettings, rows: Sequence[Figures], found: Sequence[Fi
             if point_of(row) == point and mean_of(row, "peak_bytes") is not None
         ]  # fmt: skip
         if trained:
-            here = [difference for difference in found if point_of(difference) == point]
-            sentences += _point_sentences(opening, settings, trained, here)
+            at_point = [difference for difference in compared if point_of(difference) == point]
+            sentences += _point_sentences(opening, settings, trained, at_point)
     if len(points) > _MOST_POINTS:
         sentences.append(f"{len(points) - _MOST_POINTS} more points are in the report.")
     return " ".join(sentences)
@@ -158,9 +158,9 @@ def _cells_sentence(settings: SweepSettings, rows: Sequence[Figures]) -> str:
 
 
 def _point_sentences(
-    opening: str, settings: SweepSettings, rows: Sequence[Figures], found: Sequence[Figures]
+    opening: str, settings: SweepSettings, rows: Sequence[Figures], compared: Sequence[Figures]
 ) -> list[str]:
-    loss = next((d for d in found if d["what"] == "last_validation_loss"), None)
+    loss = next((d for d in compared if d["what"] == "last_validation_loss"), None)
     words = [opening + _loss_sentence(rows, loss)] if loss else []
     steps = [size for row in rows if (size := mean_of(row, "delta_over_step")) is not None]
     if steps:
