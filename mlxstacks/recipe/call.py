@@ -30,8 +30,10 @@ def call(
     if progress is not None and "progress" in accepted:
         options["progress"] = progress
     result = function(resolved.settings, **options)
-    if resolved.bare and resolved.target is not None and not (dry_run or row.extends):
-        mark_bare(resolved.target)
+    # A run that could only plan leaves no target.
+    target = resolved.target if resolved.bare and not (dry_run or row.extends) else None
+    if target is not None and target.is_dir():
+        mark_bare(target)
     return result
 
 

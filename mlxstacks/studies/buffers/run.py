@@ -52,13 +52,20 @@ RULES = {
 }
 
 
+WITHOUT_LIBRARY = (
+    "Nothing was counted: that takes a preloaded allocator (Linux). Give --counting-library; in a "
+    "clone, `python -m tests.counting_allocator` builds it and prints its path."
+)
+
+
 def run(
     settings: BufferSettings,
     *,
     dry_run: bool = False,
     progress: Callable[..., None] | None = None,
 ) -> Result:
-    """Write the plan, run what is missing, judge, write result and records to `save_path`.
+    """Write the plan, run what is missing, judge, write result and records to `save_path`. Without
+    a library that counts, the plan alone.
 
     Raises:
         InputError: model, layers, projections, ranks or library cannot be used, or the work
@@ -67,17 +74,16 @@ def run(
     """
     if settings.model is None or settings.save_path is None:
         raise InputError("sweep buffers needs model and save_path")
-    return run_study(_Buffers(settings, progress, dry_run), dry_run=dry_run)
+    counts = settings.counting_library is not None
+    return run_study(_Buffers(settings, progress), dry_run=dry_run or not counts)
 
 
 class _Buffers(Study):
     artifacts = provenance = (RECORDS,)
     settings: BufferSettings
 
-    def __init__(
-        self, settings: BufferSettings, progress: Callable[..., None] | None, dry_run: bool
-    ) -> None:
-        self.settings, self.progress, self.dry_run = settings, progress, dry_run
+    def __init__(self, settings: BufferSettings, progress: Callable[..., None] | None) -> None:
+        self.settings, self.progress = settings, progress
         self.inputs = (settings.model,)
         self.arms = [arm for together in arms_of(settings) for arm in together]
 
@@ -92,13 +98,7 @@ class _Buffers(Study):
             adapted_model(settings, max(settings.ranks))
         except ValueError as error:
             raise InputError(str(error)) from None
-        if not self.dry_run:
-            if settings.counting_library is None:
-                raise InputError(
-                    "sweep buffers counts with a preloaded allocator: give --counting-library; in "
-                    "a clone, `python -m tests.counting_allocator` builds it and prints its path"
-                )
-            preload(settings.counting_library)
+        preload(settings.counting_library)
         plan = {
             "hypothesis": HYPOTHESIS,
             "rules": RULES,
@@ -109,6 +109,7 @@ class _Buffers(Study):
             **ABOUT, status="planned", standing=Standing(status="planned"), plan=plan,
             settings=settings.model_dump(mode="json", exclude={"force", "save_path", "resume"}),
             data={"arms": len(self.arms)}, blocks=(plan_table(plan, len(self.arms)),),
+            notes=() if settings.counting_library else (WITHOUT_LIBRARY,),
         )  # fmt: skip
 
     def steps(self, work: Path) -> Iterator[Step]:

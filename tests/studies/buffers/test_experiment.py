@@ -92,7 +92,6 @@ def test_the_plan_is_hashed_without_paths(model: Path, tmp_path: Path) -> None:
         ({"ranks": (2, 65)}, "rank 65"),
         ({"layers": "0,5"}, "layer 5: the model has layers 0 to 1"),
         ({"projections": ("down_prj",)}, "close: "),
-        ({"counting_library": None}, "give --counting-library"),
         ({"counting_library": "/nowhere/count.so"}, "is no file"),
     ],
 )
