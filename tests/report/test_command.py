@@ -23,7 +23,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bare_report_makes_a_small_result_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["report", "--formats", "svg", "--json"]) == 0
     printed = capsys.readouterr()
-    found = json.loads(printed.out)
+    found = json.loads(printed.out)["data"]
     assert [run["name"] for run in found["runs"]] == ["fuse", "fuse-zero-delta"]
     assert found["runs"][1]["outcome"] == "no artifact"
     assert "were fused first" in printed.err
@@ -32,7 +32,7 @@ def test_a_bare_report_makes_a_small_result_first(capsys: pytest.CaptureFixture[
     # again: over its own page, with what is there now, and not with the page itself
     assert command(["report", "--formats", "svg", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
-    assert again["runs"] == found["runs"]
+    assert again["data"]["runs"] == found["runs"]
     assert again["notes"] == []
 
 
@@ -47,8 +47,8 @@ def test_runs_are_given_by_position(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("one", "two"):
         write_run(Path(name), RESULT, fuse_report())
     assert command(["report", "two", "one", "--save-path", "page", "--formats", "svg"]) == 0
-    assert "survival 50.0%" in capsys.readouterr().out
-    found = json.loads(Path("page/report.json").read_text())
+    assert "survival 50.0%" in " ".join(capsys.readouterr().out.split())
+    found = json.loads(Path("page/result.json").read_text())["data"]
     assert [run["path"] for run in found["runs"]] == ["two", "one"]
     assert command(["report", "two", "--save-path", "page"]) == 2
     assert "exists" in capsys.readouterr().err
