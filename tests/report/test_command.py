@@ -33,7 +33,7 @@ def test_a_bare_report_makes_a_small_result_first(capsys: pytest.CaptureFixture[
     assert command(["report", "--formats", "svg", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
     assert again["data"]["runs"] == found["runs"]
-    assert again["notes"] == []
+    assert [note.split()[0] for note in again["notes"]] == ["index.html"]
 
 
 def test_a_dry_run_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,7 +47,7 @@ def test_runs_are_given_by_position(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("one", "two"):
         write_run(Path(name), RESULT, fuse_report())
     assert command(["report", "two", "one", "--save-path", "page", "--formats", "svg"]) == 0
-    assert "survival 50.0%" in " ".join(capsys.readouterr().out.split())
+    assert "50.0%, noise 0.5, artifact 10.0%" in " ".join(capsys.readouterr().out.split())
     found = json.loads(Path("page/result.json").read_text())["data"]
     assert [run["path"] for run in found["runs"]] == ["two", "one"]
     assert command(["report", "two", "--save-path", "page"]) == 2
