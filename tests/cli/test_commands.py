@@ -139,7 +139,7 @@ def test_dry_run_touches_nothing(toy: Path, command: Run) -> None:
     code, out, _ = command("toy", "--dry-run")
     assert (code, "would write mlxstacks-out/toy" in out) == (0, True)
     code, out, _ = command("toy", "--dry-run", "--json")
-    assert json.loads(out)["writes"] == ["mlxstacks-out/toy"]
+    assert json.loads(out)["data"]["writes"] == ["mlxstacks-out/toy"]
     assert list(toy.iterdir()) == []
 
 
@@ -274,7 +274,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert "fuse" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["fuse", "adapter zero", "nano rebuild", "doctor"])
+@pytest.mark.parametrize("name", ["fuse", "adapter zero", "nano export", "doctor"])
 def test_help_of_a_command_needs_no_arrays(name: str) -> None:
     done = python(
         f"import sys; from mlxstacks.cli import run; run([*{name.split()!r}, '--help'])\n"

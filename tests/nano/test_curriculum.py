@@ -37,7 +37,7 @@ from mlxstacks.nano.curriculum_domains import (
 )
 from mlxstacks.nano.curriculum_settings import DOMAINS, HELD_OUT, ROWS, CurriculumTraining
 from mlxstacks.nano.exports import ASSETS, NanoPaths
-from mlxstacks.nano.tokenizer import load_tokenizer
+from tools.nano.tokenizer import load_tokenizer
 
 ALL = (*DOMAINS, HELD_OUT)
 ITEMS = 60

@@ -1,95 +1,58 @@
-"""Every share that is an estimate has its n and its interval beside it, or a note below its table.
+"""Every share that is an estimate has its interval in its cell, or its n below the table.
 
 Run: pytest tests/report/test_shares.py
 """
 
-import io
-import re
-from dataclasses import replace
-
 import pytest
-from rich.console import Console
 
-from mlxstacks.cli.confound import render as render_confound
-from mlxstacks.report.content import Table
-from mlxstacks.report.find import RESULT_FILES
-from mlxstacks.report.kinds import KINDS
-from mlxstacks.report.results import content_of
-from mlxstacks.report.values import Value
 from mlxstacks.stats import share_note, wilson_interval
-from mlxstacks.studies.confound.plan import arms_of
-from mlxstacks.studies.confound.report import ConfoundReport
-from mlxstacks.studies.confound.settings import ConfoundSettings
-from mlxstacks.study.document import RESULT
+from mlxstacks.study.document import Column, Table
 from mlxstacks.study.result import Result
 from tests.report.cases import every_report
-from tests.studies import confound_cases
 
-SHARE = re.compile(r"^[+-]?\d+(\.\d+)?%$")
 # Shares of a known whole, of weights or codes; rates of guessing; and ratios of two differences.
 KNOWN = {
     "survival", "artifact", "codes changed", "at zero delta", "guessing", "chance", "effect",
     "largest of a step", "padding", "floor share", "content share", "A0 / A1",
+    "energy", "shortest to longest",
 }  # fmt: skip
 
 
-def bare_shares(table: Table) -> list[tuple[str, str]]:
+def bare_shares(table: Table) -> list[tuple[str, float]]:
     """(column, cell) of the estimates that stand alone."""
-    beside = any("95%" in column or "interval" in column for column in table.columns)
-    counted = any(word in table.columns for word in ("right", "n", "items", "of", "passed"))
-    noted = "n = " in (table.note or "")
-    if (beside and (counted or "items" in table.title)) or noted:
+    if "n = " in table.caption:
         return []
     return [
-        (column, cell)
+        (column.name, cell)
         for row in table.rows
         for column, cell in zip(table.columns, row, strict=True)
-        if isinstance(cell, str) and SHARE.match(cell) and not {column, row[0]} & KNOWN
+        if column.kind == "share" and isinstance(cell, float) and not {column.name, row[0]} & KNOWN
     ]
 
 
-def test_no_page_prints_a_bare_estimate() -> None:
-    bare: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for name, (file, document) in every_report().items():
-        if file != "manifest.json":
-            if file == RESULT:
-                content = content_of(Result.from_json(document), str)
-            else:
-                kind = KINDS[document.get("kind") or RESULT_FILES[file]]
-                assert kind.content is not None
-                content = kind.content(Value(document, file), str)
-            tables = [block for block in content.blocks if isinstance(block, Table)]
-            bare |= {
-                (name, table.title): cells for table in tables if (cells := bare_shares(table))
-            }
+def test_no_result_has_a_bare_estimate() -> None:
+    bare = {
+        (name, table.id): cells
+        for name, (_, document) in every_report().items()
+        for table in Result.from_json(document).blocks
+        if isinstance(table, Table) and (cells := bare_shares(table))
+    }
     assert bare == {}
 
 
 def test_the_walk_sees_a_bare_share() -> None:
-    bare = Table("t", ("arm", "right", "share"), (("base", "3", "50.0%"),))
-    assert bare_shares(bare) == [("share", "50.0%")]
-    assert bare_shares(replace(bare, columns=("arm", "95%", "share"))) != []
-    assert bare_shares(replace(bare, note=share_note(20))) == []
-    assert bare_shares(replace(bare, columns=("module", "bits", "survival"))) == []
+    columns = (Column(name="arm"), Column(name="share", kind="share"))
+    bare = Table(id="t", title="t", columns=columns, rows=(("base", 0.5),))
+    assert bare_shares(bare) == [("share", 0.5)]
+    assert bare_shares(bare.model_copy(update={"caption": share_note(20)})) == []
+    assert bare_shares(bare.model_copy(update={"rows": (("base", (0.5, 0.3, 0.7)),)})) == []
+    assert bare_shares(bare.model_copy(update={"rows": (("chance", 0.5),)})) == []
 
 
 @pytest.mark.parametrize("n", [1, 2, 19, 20, 131])
 def test_the_note_holds_the_interval_of_every_share_of_n(n: int) -> None:
-    said = float(share_note(n).partition("+-")[2].partition(" ")[0])
+    half = float(share_note(n).partition("+-")[2].partition(" ")[0])
     intervals = [wilson_interval(count, n) for count in range(n + 1)]
-    half = max(50 * (found.high - found.low) for found in intervals)
-    assert half - 0.05 <= said <= half + 0.06
+    widest = max(50 * (interval.high - interval.low) for interval in intervals)
+    assert widest - 0.05 <= half <= widest + 0.06
     assert f"n = {n}" in share_note(n)
-
-
-def test_tables_of_a_terminal_have_n_and_an_interval_too() -> None:
-    settings = ConfoundSettings(model="m", persona="p", items="i", policies=("refit",))
-    findings = confound_cases.case(n=60, right=20, a1_refit=30, random_refit=2)
-    mined = {"table": {"all": {"both wrong": 200}}, "train": range(140)}
-    report = ConfoundReport(
-        "done", "out", settings.model_dump(mode="json"), list(arms_of(settings)), {"n": 60},
-        "0" * 64, [], findings=findings, mined=mined,
-    )  # fmt: skip
-    console = Console(file=io.StringIO(), width=100, record=True)
-    render_confound(console, report)
-    assert share_note(60) in console.export_text()

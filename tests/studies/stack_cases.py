@@ -73,7 +73,8 @@ def hashes(directory: Path) -> dict[str, str]:
         str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(directory.rglob("*"))
         if path.is_file()
-        and path.name not in (".lock", "base.json", "log.jsonl", "stack_report.json")
+        # hidden: the lock, and what a killed writer left half-written
+        and not path.name.startswith((".", "base.json", "log.jsonl", "result."))
     }
 
 

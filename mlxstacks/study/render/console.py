@@ -16,29 +16,33 @@ MOST_ROWS = 40
 
 
 def print_result(console: "Console", result: Document) -> None:
-    """Tables and texts in their order; then notes, what was written, the verdict."""
+    """Tables and texts in their order; then notes, what was written, the verdict, what is next."""
     for block in result.blocks:
         if isinstance(block, Table) and not block.folded:
-            _print_table(console, block)
+            _print_table(console, block, result.standing.mark(block.title))
         elif isinstance(block, Text):
             console.print(f"{block.title}:", markup=False)
             for paragraph in block.paragraphs:
                 console.print(paragraph, markup=False)
     for line in (*result.power, *result.notes):
         console.print(line, markup=False, style="dim")
-    console.print(_written(result), markup=False)
+    if written := _written(result):
+        console.print(written, markup=False)
     for reason in result.standing.reasons:
         console.print(f"EXPLORATORY: {reason}", markup=False, style="bold")
     if result.verdict:
         console.print(f"Verdict: {result.verdict}", markup=False, style="bold")
+    for name, command in result.next_steps.items():
+        # In one line however narrow the terminal is, to be pasted.
+        console.print(f"{name}: {command}", markup=False, soft_wrap=True)
 
 
-def _print_table(console: "Console", block: Table) -> None:
+def _print_table(console: "Console", block: Table, title: str) -> None:
     rows = [
         [format_cell(cell, column) for cell, column in zip(row, block.columns, strict=True)]
         for row in block.rows[:MOST_ROWS]
     ]
-    console.print(table([column.name for column in block.columns], rows, title=block.title))
+    console.print(table([column.name for column in block.columns], rows, title=title))
     more = len(block.rows) - len(rows)
     caption = f"{block.caption} {more:,} more rows are in {RESULT}." if more else block.caption
     if caption:
@@ -48,7 +52,8 @@ def _print_table(console: "Console", block: Table) -> None:
 def _written(result: Document) -> str:
     plan = f"Plan {result.plan_sha256[:16]}. " if result.plan_sha256 else ""
     if result.status == "planned":
-        return f"{plan}Planned only: would write {result.directory}."
+        would = f": would write {result.directory}" if result.directory else ""
+        return f"{plan}Planned only{would}."
     seconds, peak = result.environment.seconds, result.environment.peak_bytes
     cost = f"{seconds:.0f} s, " if seconds is not None else ""
     cost += f"peak {bytes_in_words(peak)}. " if peak is not None else ""

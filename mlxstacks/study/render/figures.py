@@ -1,5 +1,6 @@
 """Figures as files, where matplotlib is installed (the extra `plots`), no text over another."""
 
+import io
 import math
 import textwrap
 import warnings
@@ -171,6 +172,8 @@ def _wanted_inches(figure: Any) -> tuple[float, float]:
 
 def _texts(figure: Any) -> Iterable[tuple[Any, float, int]]:
     """(title or label, pixels that it may take, along which side of the page it is written)."""
+    if figure._suptitle is not None:
+        yield figure._suptitle, 0.98 * figure.bbox.width, 0
     for ax in figure.axes:
         box = ax.get_window_extent()
         room = box.width
@@ -228,11 +231,12 @@ def draw_plot(plot: Plot) -> Callable[[Any], None]:
             xlabel=plot.x_label, ylabel=plot.y_label, unit=plot.unit, form=plot.form,
             limits=plot.limits,
         )  # fmt: skip
-    if plot.kind == "lines":
+    if plot.kind in ("lines", "points"):
         curves = {series.label: list(_points(series)) for series in plot.series}
         return partial(
-            draw_curves, curves=curves, xlabel=plot.x_label, ylabel=plot.y_label, title=plot.title
-        )
+            draw_curves, curves=curves, xlabel=plot.x_label, ylabel=plot.y_label, title=plot.title,
+            joined=plot.kind == "lines",
+        )  # fmt: skip
     if plot.kind == "series":
         return partial(
             draw_series, labels=plot.categories, series=dict(zip(names, values, strict=True)),
@@ -253,13 +257,25 @@ def _points(series: Series) -> Iterator[tuple[float, float]]:
 
 
 def _dots(plot: Plot) -> Iterator[Dot]:
-    """All series of a category together."""
+    """All series of a category together, those that have a value where any has one."""
     for place, label in enumerate(plot.categories):
-        for series in plot.series:
+        measured = [series for series in plot.series if series.y[place] is not None]
+        for series in measured or plot.series[:1]:
             ends = series.low or series.y, series.high or series.y
             low, high = (values[place] for values in ends)
             group = series.label if len(plot.series) > 1 else ""
             yield Dot(label, series.y[place], low, high, group)
+
+
+def svg_of(plot: Plot) -> str:
+    """A plot of a result as SVG. Raises: ImportError without matplotlib."""
+    import matplotlib as library
+
+    settings: dict[Any, Any] = {"svg.hashsalt": "mlxstacks", **STYLE}
+    file = io.StringIO()
+    with library.rc_context(settings):
+        figure_of(plot).savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
 
 
 def figure_of(plot: Plot) -> Any:

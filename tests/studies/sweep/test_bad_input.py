@@ -154,5 +154,6 @@ def test_a_damaged_result_is_an_error_that_names_it(
 
 def test_no_resume_starts_anew(inputs: tuple[Path, Path], interrupted: Path) -> None:
     report = run(sweep_settings(*inputs, interrupted, ranks=(4,), resume=False, train={"iters": 2}))
-    assert [(r.cell.rank, r.figures["step"]) for r in report.results] == [(4, 2)]
+    cells = report.data["cells"]
+    assert [(cell["cell"]["rank"], cell["figures"]["step"]) for cell in cells] == [(4, 2)]
     assert [p.name for p in interrupted.parent.iterdir()] == ["out"]
