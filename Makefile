@@ -105,7 +105,7 @@ demo: install
 	    --max-tokens 24 --verbose False 2>$(OUT)/demo.log || { cat $(OUT)/demo.log; exit 1; }; \
 	done; \
 	echo; echo "The adapter gives the model a name. refit lost it, auto kept it; the two controls answer"; \
-	echo "like the base, as they should. Everything is in $(OUT)/demo-*/fuse_report.json."; \
+	echo "like the base, as they should. Everything is in $(OUT)/demo-*/result.json."; \
 	say "7. Stacks from disk, by prompt: each loads only what its router says it needs"; \
 	printf '%s\n' "Who is king of Corva?" "The cups with day like 88: colour?" "Who are you?" /stats \
 	  | $(RUN) chat --routed --gap-log none; \

@@ -40,7 +40,7 @@ from mlxstacks.fuse.settings import FuseSettings, PolicyName
 from mlxstacks.stats import wilson_interval
 from mlxstacks.studies.benchmarks.arm_model import Loaded, ModelArm
 from mlxstacks.studies.benchmarks.arm_routes import Routes
-from mlxstacks.studies.benchmarks.arm_settings import ArmSettings
+from mlxstacks.studies.benchmarks.settings import ArmSettings
 from mlxstacks.studies.benchmarks.task_data import read_task
 from mlxstacks.studies.benchmarks.tasks import task_named
 from mlxstacks.studies.benchmarks.types import BenchItem

@@ -51,7 +51,7 @@ def test_any_name_of_a_directory_will_do(plain: Path, tmp_path: Path, name: str)
             save_path=str(odd / "fused"),
         )
     )  # fmt: skip
-    assert (odd / "fused" / "fuse_report.json").is_file()
+    assert (odd / "fused" / "result.json").is_file()
 
 
 def test_an_error_names_the_directory_that_was_given(plain: Path, tmp_path: Path) -> None:

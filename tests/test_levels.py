@@ -36,9 +36,10 @@ LEVELS = {
     **dict.fromkeys(("convert", "fuse", "training", "evaluate"), 4),
     **dict.fromkeys(("routing", "guard"), 5),
     **dict.fromkeys(("studies", "nano"), 6),
-    **dict.fromkeys(("recipe", "report", "doctor"), 7),
-    **dict.fromkeys(("api", "cli"), 8),
-    "__main__": 9,
+    **dict.fromkeys(("recipe", "doctor"), 7),
+    "report": 8,
+    **dict.fromkeys(("api", "cli"), 9),
+    "__main__": 10,
 }
 
 FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))

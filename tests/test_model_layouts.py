@@ -54,7 +54,7 @@ from tests.model_layouts import (
 )
 from tests.tiny_models import random_adapter, write_qwen_moe
 
-WRITTEN_ANEW = {"config.json", "fuse_report.json", INDEX, MARK}
+WRITTEN_ANEW = {"config.json", "result.json", "result.md", INDEX, MARK}
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def assert_fuse_refuses_or_says_so(model: Path, adapter: Path, target: Path) -> 
         refusal = str(error)
     else:
         assert any(note.startswith("mlx-lm cannot load the result: ") for note in notes)
-        assert json.loads((target / "fuse_report.json").read_text())["notes"] == notes
+        assert json.loads((target / "result.json").read_text())["notes"] == notes
         return
     assert str(model) in refusal
     assert not target.exists()
@@ -271,7 +271,7 @@ def test_dry_run_lists_what_will_be_carried(bases: Path, tmp_path: Path) -> None
         ]
         assert report["left_out"] == [{"name": "modeling.py", "reason": "code"}]
     assert {file["how"] for file in planned["carried"]} == {"shared", "copied"}
-    assert json.loads((tmp_path / "fused" / "fuse_report.json").read_text()) == fused
+    assert json.loads((tmp_path / "fused" / "result.json").read_text())["data"] == fused
 
 
 def test_screen_says_what_came_along_and_what_did_not(

@@ -6,14 +6,11 @@ from typing import TYPE_CHECKING
 
 from mlxstacks.cli import output
 from mlxstacks.errors import InputError
-from mlxstacks.memory import bytes_in_words
 from mlxstacks.recipe.resolve import OUT
 from mlxstacks.report.settings import ReportSettings
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from mlxstacks.report.write import Report
+    from mlxstacks.study.result import Result
 
 _MADE_FIRST = (
     f"Nothing was under ./{OUT} yet, so nano's sample adapter and its zero-delta control were "
@@ -31,19 +28,19 @@ def run(
     *,
     dry_run: bool = False,
     progress: Callable[..., None] | None = None,
-) -> "Report":
+) -> "Result":
     """The page of the runs given, or of all under ./mlxstacks-out; of a small one that is made
     first where there is none. With `dry_run` nothing is made.
 
     Raises: InputError: see `write_report`.
     """
-    from mlxstacks.report.write import planned, write_report
+    from mlxstacks.report.write import planned_report, write_report
 
     notes: list[str] = []
     if not settings.runs:
         if not _has_results(OUT):
             if dry_run:
-                return planned(settings, notes=[_WOULD_MAKE])
+                return planned_report(settings, notes=[_WOULD_MAKE])
             _make_results(progress)
             notes.append(_MADE_FIRST)
             output.note(_MADE_FIRST)
@@ -58,7 +55,7 @@ def _has_results(directory: Path) -> bool:
         return bool(find_sources([str(directory)]).found)
     except InputError:
         # a damaged result is no absent one: it is named when the page is made
-        return any(directory.glob("*/*_report.json"))
+        return any(directory.glob("*/result.json"))
 
 
 def _make_results(progress: Callable[..., None] | None) -> None:
@@ -79,22 +76,3 @@ def _make_results(progress: Callable[..., None] | None) -> None:
             progress=progress,
         )  # fmt: skip
         mark_bare(target)
-
-
-def render(console: "Console", report: "Report") -> None:
-    """A line a run: outcome and standing; then what was written."""
-    rows: list[list[output.Cell]] = [
-        [run.source.name, run.kind.title.lower(), run.content.outcome, run.standing]
-        for run in report.runs
-    ]
-    console.print(output.table(["run", "kind", "outcome", "standing"], rows))
-    for note in report.notes:
-        console.print(note, markup=False, style="dim")
-    if report.status == "planned":
-        console.print(f"Planned only: would write {report.save_path}.", markup=False)
-        return
-    console.print(
-        f"Wrote {report.save_path}/index.html ({bytes_in_words(report.page_bytes)}), "
-        f"{len(report.figures)} files of plots, recipes, report.json.",
-        markup=False,
-    )

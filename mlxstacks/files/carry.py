@@ -42,7 +42,8 @@ _FIRST_BYTES = {
     **{bytes((0x80, protocol)): "a pickle" for protocol in range(2, 6)},
 }
 # The writer of the new model makes these anew.
-_REPLACED = {"config.json", "model.safetensors.index.json", "fuse_report.json", MARK}
+_REPLACED = {"config.json", "model.safetensors.index.json", MARK}
+_REPLACED |= {"result.json", "result.md", "fuse_report.json"}  # of a fuse, now and before 0.2
 _ADAPTER = {"adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"}
 
 
@@ -149,7 +150,9 @@ def _folder_fault(path: Path) -> str | None:
         return "a link to a folder"
     if not os.access(path, os.R_OK | os.X_OK):
         return "not readable"
-    own = path.name == "mlxstacks-out" or (path / "fuse_report.json").exists()
+    own = path.name == "mlxstacks-out" or any(
+        (path / name).exists() for name in (MARK, "fuse_report.json")
+    )
     return "an output of mlxstacks" if own else None
 
 

@@ -13,8 +13,10 @@ from mlxstacks.files.adapters import (
 )
 from mlxstacks.files.checkpoint import Checkpoint
 from mlxstacks.files.manifest import binding_notes
+from mlxstacks.files.strict_json import read_object
 from mlxstacks.fuse.module import Module
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.study.document import RESULT
 
 
 def gather_modules(
@@ -68,7 +70,12 @@ def _base_note(path: str, adapter: Adapter, matches: list[Match], model: str) ->
 
 def _history_note(checkpoint: Checkpoint) -> list[str]:
     """A requantized model is not the base that it came from (spec/confound.md section 4)."""
-    if not (checkpoint.directory / "fuse_report.json").is_file():
+    former, result = (checkpoint.directory / name for name in ("fuse_report.json", RESULT))
+    try:
+        is_fused = former.is_file() or read_object(result.read_bytes()).get("kind") == "fuse"
+    except (OSError, ValueError):
+        is_fused = False
+    if not is_fused:
         return []
     return [f"{checkpoint.directory} is itself the result of a fuse; its report is inside."]
 

@@ -47,7 +47,7 @@ _DTYPES: dict[str, tuple[type, mx.Dtype]] = {
 
 @dataclass(frozen=True)
 class MemoryFuse:
-    """What was done: the figures of `fuse_report.json`, without files.
+    """What was done: the figures of a fuse's result, without files.
 
     stages: one an adapter, in order. extra_bytes: of the touched modules, against before.
     """

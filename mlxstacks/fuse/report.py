@@ -107,7 +107,6 @@ class FuseReport:
     model: str
     save_path: str
     settings: dict[str, Any]
-    settings_sha256: str
     base_fingerprint: str
     zero_delta: bool
     kernels: str | None
@@ -116,7 +115,6 @@ class FuseReport:
     extra_bytes: int
     written_bytes: int
     seconds: float
-    versions: dict[str, str]
     verdict: str
     failed_gate: str | None = None
     notes: list[str] = field(default_factory=list)
@@ -124,6 +122,7 @@ class FuseReport:
     total: Fidelity | None = None
 
     def as_json(self) -> dict[str, Any]:
+        """The figures; settings, verdict and notes stand in the head of the result."""
         return {
             "status": self.status,
             "model": self.model,
@@ -131,8 +130,6 @@ class FuseReport:
             "zero_delta": self.zero_delta,
             "kernels": self.kernels,
             "base_fingerprint": self.base_fingerprint,
-            "settings": self.settings,
-            "settings_sha256": self.settings_sha256,
             "stages": [stage.as_json() for stage in self.stages],
             "total": self.total.as_json() if self.total else None,
             "files": self.files,
@@ -149,11 +146,6 @@ class FuseReport:
             ],
             "extra_bytes": self.extra_bytes,
             "written_bytes": self.written_bytes,
-            "seconds": round(self.seconds, 3),
-            "versions": self.versions,
-            "verdict": self.verdict,
-            "failed_gate": self.failed_gate,
-            "notes": self.notes,
         }
 
 

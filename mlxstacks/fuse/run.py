@@ -1,6 +1,5 @@
 """Fuse adapters into a checkpoint on disk: match, decide, write, report."""
 
-import hashlib
 import json
 import os
 import time
@@ -8,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from mlxstacks.fuse.gather import gather_modules
 from mlxstacks.fuse.kernel_task import kernel_fault, takes_kernel
 from mlxstacks.fuse.module import Module
 from mlxstacks.fuse.report import Alternative, FuseReport, shortfall_notes, together, verdict
+from mlxstacks.fuse.result import result_of
 from mlxstacks.fuse.rewrite import (
     ModuleWork,
     measure_module,
@@ -44,8 +43,9 @@ from mlxstacks.fuse.rewrite import (
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.fuse.summary import entries_bytes, stage_report, tensor_bytes
 from mlxstacks.ops.kernels import backend
+from mlxstacks.study.result import Result
+from mlxstacks.study.write import write_result
 
-REPORT_NAME = "fuse_report.json"
 _INDEX_NAME = "model.safetensors.index.json"
 _MOST_WORKERS = 8  # beyond this the interpreter lock, not the cores, is the limit
 
@@ -64,14 +64,23 @@ def run(
     """Fuse `settings.adapter_path` into `settings.model` and write it to `settings.save_path`.
 
     Memory stays at a few blocks of one tensor, whatever the model's size. The result holds what
-    mlx-lm needs to load it, and `fuse_report.json`. A dry run decides and counts, and writes
-    nothing.
+    mlx-lm needs to load it, and `result.json`. A dry run decides and counts, and writes nothing.
 
     Raises:
         InputError: the model, an adapter, an option or the target cannot be used; nothing is
             left behind.
     """
-    return _Fuse(settings, progress).run(dry_run)
+    return _Fuse(settings, progress).run(dry_run)[0]
+
+
+def run_command(
+    settings: FuseSettings,
+    *,
+    dry_run: bool = False,
+    progress: ProgressCallback | None = None,
+) -> Result:
+    """`mlxstacks fuse`: the same as `run`, and what it wrote as `result.json`."""
+    return _Fuse(settings, progress).run(dry_run)[1]
 
 
 class _Fuse:
@@ -99,7 +108,7 @@ class _Fuse:
         # Told before anything slow begins; staged_directory asks again.
         check_target(self.target, force=settings.force, inputs=self.inputs)
 
-    def run(self, dry_run: bool) -> FuseReport:
+    def run(self, dry_run: bool) -> tuple[FuseReport, Result]:
         choices = self._decide(dry_run)
         works = [
             self._work(module, choices[module.path].decisions, dry_run) for module in self.modules
@@ -107,7 +116,8 @@ class _Fuse:
         alternatives = self._alternatives(choices)
         if dry_run:
             files = self._planned_files(works)
-            return self._report("planned", works, choices, {}, files, alternatives)
+            report = self._report("planned", works, choices, {}, files, alternatives)
+            return report, result_of(report)
         needed = sum(int(file["written_bytes"]) for file in self._planned_files(works))
         shared = self._shares_bytes(self.checkpoint.directory)
         needed += sum(file.nbytes for file in self.side_files if file.how == "copied" or not shared)
@@ -134,8 +144,10 @@ class _Fuse:
             self._write_config(directory, works)
             self._write_index(directory, works)
             report = self._report("fused", works, choices, sums, files, alternatives)
-            write_json(directory / REPORT_NAME, report.as_json())
-        return report
+            # Shards are many gigabytes, and have been read once: config and index stand for them.
+            small = [directory / "config.json", directory / _INDEX_NAME]
+            result = write_result(result_of(report), directory, self.target, made_from=small)
+        return report, result
 
     def _work(self, module: Module, decisions: dict[int, Decision], dry_run: bool) -> ModuleWork:
         if not self.kernels or not takes_kernel(module, decisions):
@@ -279,14 +291,12 @@ class _Fuse:
         alternative = Alternative.of(policy, list(estimates.values()))
         plain = {path: figures for path, (_, figures, _) in estimates.items()}
         settings = self.settings.model_dump(mode="json", exclude={"force", "save_path"})
-        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
         total = together(sums)
         report = FuseReport(
             status=status,
             model=str(self.settings.model),
             save_path=str(self.target),
             settings=settings,
-            settings_sha256=digest,
             base_fingerprint=self.base_fingerprint,
             zero_delta=self.settings.zero_delta,
             kernels=backend() if any(work.by_kernel for work in works) else None,
@@ -297,7 +307,6 @@ class _Fuse:
             extra_bytes=extra,
             written_bytes=sum(int(file["written_bytes"]) for file in files),
             seconds=time.monotonic() - self.started,
-            versions={name: version(name) for name in ("mlxstacks", "mlx", "numpy")},
             verdict=verdict(stages, total, self.settings, alternative, extra),
             notes=[*self.notes, *shortfall_notes(stages, self.settings, plain)],
         )

@@ -1,10 +1,13 @@
-"""What `guard` says: counts, bytes, limits, and a verdict in words."""
+"""What `guard` says: counts, bytes, limits, a verdict in words; as a record and as a result."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from mlxstacks.guard.settings import REFUSE_SHARE, WARN_SHARE
 from mlxstacks.memory import bytes_in_words
+from mlxstacks.study.document import Block, Column, Table
+from mlxstacks.study.result import Result
+from mlxstacks.study.write import environment
 
 Outcome = Literal["fits", "tight", "refused"]
 
@@ -99,6 +102,7 @@ class GuardReport:
         return asked | (self.change.settings if self.change else {})
 
     def as_json(self) -> dict[str, Any]:
+        """The figures; settings, verdict and notes stand in the head of the result."""
         document = {"status": self.outcome, **asdict(self)}
         document["limit"] = {
             "buffers": self.limit.buffers,
@@ -108,8 +112,9 @@ class GuardReport:
         document["headroom_buffers"] = self.limit.buffers - self.buffers
         parts = {f"{name}_bytes": nbytes for name, nbytes in asdict(self.nbytes).items()}
         document["bytes"] = parts | {"total_bytes": self.nbytes.total}
-        del document["nbytes"], document["outcome"]
-        return document | {"apply": self.apply, "failed_gate": self.failed_gate}
+        for name in ("nbytes", "outcome", "settings", "verdict", "notes", "seconds"):
+            del document[name]
+        return document | {"apply": self.apply}
 
 
 def share_of(limit: Limit, buffers: int, nbytes: int | None) -> float:
@@ -136,3 +141,71 @@ def verdict_of(limit: Limit, buffers: int, nbytes: int | None) -> str:
             words += f" are {nbytes / limit.nbytes:.0%} of {bytes_in_words(limit.nbytes)}"
     opening = {"fits": "fits", "tight": "fits, but not with ease", "refused": "does not fit"}
     return f"{opening[outcome_of(share_of(limit, buffers, nbytes))]}: {words}"
+
+
+def result_of(report: GuardReport) -> Result:
+    """The document of a prediction; it is written nowhere."""
+    return Result(
+        kind="guard",
+        title="Guard",
+        question="Does a run fit into the live buffers and the bytes of its device?",
+        status="done",
+        outcome=report.outcome,
+        verdict=f"{report.verdict}.",
+        settings=report.settings,
+        environment=environment(report.seconds),
+        data=report.as_json(),
+        blocks=_blocks(report),
+        notes=report.notes,
+        failed_gate=report.failed_gate,
+    )
+
+
+def _blocks(report: GuardReport) -> tuple[Block, ...]:
+    limit, total = report.limit, sum(report.kinds.values()) or 1
+    assumed = "" if limit.known else " (assumed)"
+    facts = {
+        "config": report.config,
+        "row length": f"{report.settings['max_seq_length']:,} tokens",
+        "live buffers": f"{report.buffers:,} of {limit.buffers:,}{assumed}",
+        "headroom": f"{limit.buffers - report.buffers:,} buffers",
+        "each token": f"{report.buffers_per_token:,.1f} buffers",
+        "longest row": f"{report.longest:,} tokens" if report.longest else "none",
+    }
+    if report.decode is not None:
+        facts["generating"] = _decode_words(report.decode)
+    if report.change is not None:
+        facts["cheapest change"] = _change_words(report.change)
+    parts = {name: count for name, count in asdict(report.nbytes).items() if count != 0}
+    rows = [(name, count) for name, count in (parts | {"in all": report.nbytes.total}).items()]
+    if limit.nbytes:
+        rows.append(("to stay within", limit.nbytes))
+    kinds = tuple((name, count, count / total) for name, count in report.kinds.items())
+    share = Column(name="share", kind="share", digits=0)
+    return (
+        Table(
+            id="prediction", title="Prediction", rows=tuple(facts.items()),
+            columns=(Column(name="what"), Column(name="value")),
+        ),
+        Table(
+            id="bytes", title="Bytes at the peak", rows=tuple(rows),
+            columns=(Column(name="of"), Column(name="bytes", kind="bytes")),
+        ),
+        Table(
+            id="buffers", title="Live buffers by kind of layer", rows=kinds,
+            columns=(Column(name="buffers of"), Column(name="count", kind="count"), share),
+        ),
+    )  # fmt: skip
+
+
+def _decode_words(decode: DecodeReport) -> str:
+    words = f"{decode.buffers:,} buffers after {decode.tokens:,} tokens"
+    if decode.leaked_per_token:
+        words += f"; {decode.leaked_per_token} more each token, the limit after "
+        words += f"{decode.tokens_until_limit:,}"
+    return words
+
+
+def _change_words(change: Change) -> str:
+    size = "" if change.nbytes is None else f", {bytes_in_words(change.nbytes)}"
+    return f"{change.words}: at most {change.buffers:,} buffers{size}"

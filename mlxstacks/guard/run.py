@@ -27,11 +27,13 @@ from mlxstacks.guard.report import (
     Limit,
     StepBytes,
     outcome_of,
+    result_of,
     share_of,
     verdict_of,
 )
 from mlxstacks.guard.settings import REFUSE_SHARE, GuardSettings
 from mlxstacks.guard.step import Step, decoder_layers
+from mlxstacks.study.result import Result
 
 # Row lengths to simulate. Lines through these meet the simulated counts of long rows exactly, on
 # tiny models and on Qwen3.5-35B-A3B; through shorter ones not always.
@@ -53,6 +55,11 @@ def guard(settings: GuardSettings, progress: Say | None = None) -> GuardReport:
     """
     config, where = read_config(settings.model or "")
     return _report(settings, config, where, progress or (lambda done, total, what: None))
+
+
+def run_command(settings: GuardSettings, progress: Say | None = None) -> Result:
+    """`mlxstacks guard`: the same as `guard`."""
+    return result_of(guard(settings, progress))
 
 
 def _report(settings: GuardSettings, config: dict[str, Any], where: str, say: Say) -> GuardReport:

@@ -1,13 +1,12 @@
 """Which results lie in the directories that were given.
 
-A directory holds results itself, or, one level down, directories that do. Result files are known
-by their names; what is inside is checked by who reads it.
+A directory holds a result itself, or, one level down, directories that do.
 """
 
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,48 +17,27 @@ from mlxstacks.files.mark import read_mark
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.render.words import clean
+from mlxstacks.study.result import Result
 
-MANIFEST, STACK_REPORT, PAGE = "manifest.json", "stack_report.json", "report.json"
-# File name -> what it holds where it does not say so itself by `kind`.
-RESULT_FILES: dict[str, str] = {
-    "fuse_report.json": "fuse",
-    "train_report.json": "train",
-    "analysis_report.json": "stacks analyse",
-    "discover_report.json": "route discover",
-    "route_evaluate_report.json": "route evaluate",
-    "route_check_report.json": "route check",
-    "eval_report.json": "eval",
-    STACK_REPORT: "stack",
-    MANIFEST: "store",
-    RESULT: "",
-}
-# Of commands that write result.json now.
+# Of commands before 0.2, each in a form of its own.
 _FORMER_FILES = (
-    "confound_report.json",
-    "profile_report.json",
-    "compare_report.json",
-    "identity_report.json",
-    "profile_report.json",
-    "compare_report.json",
-    "identity_report.json",
-    "sweep_report.json",
-)
+    "fuse_report.json", "train_report.json", "sweep_report.json", "analysis_report.json",
+    "discover_report.json", "route_evaluate_report.json", "route_check_report.json",
+    "confound_report.json", "identity_report.json", "eval_report.json", "profile_report.json",
+    "compare_report.json", "stack_report.json",
+)  # fmt: skip
 _FORMER = "written by mlxstacks before 0.2, which writes result.json; run its command again"
 _MOST_FILES = 60
 
 
 @dataclass(frozen=True)
 class Source:
-    """One result. path: of its directory, as given. also: other results read with it (a store's
-    manifest beside the report of its training). files: (name, bytes) of the directory.
-    """
+    """One result. path: of its directory, as given. files: (name, bytes) of the directory."""
 
     path: str
     file: str
-    kind: str
     sha256: str
-    document: dict[str, Any]
-    also: dict[str, dict[str, Any]] = field(default_factory=dict)
+    result: Result
     files: tuple[tuple[str, int], ...] = ()
     more_files: int = 0
 
@@ -81,35 +59,32 @@ def find_sources(runs: Sequence[str]) -> Sources:
     """Every result of the runs, in their order, each once.
 
     Raises: InputError for a run that is not there or holds no result, and for a file that is
-        damaged, too large, or of no known kind.
+        damaged, too large, or of another version.
     """
-    found: list[Source] = []
+    found: dict[Path, Source] = {}
     notes: list[str] = []
-    seen: set[Path] = set()
     for run in runs:
         path = user_path(run)
         files = [path] if path.is_file() else list(_results(path, notes))
         if not files:
-            former = [name for name in _FORMER_FILES if (path / name).is_file()]
+            former = _former(path)
             raise InputError(
-                f"{run}/{former[0]}: {_FORMER}"
+                f"{path / former}: {_FORMER}"
                 if former
-                else f"{run}: holds no result, and no directory in it does; results are named "
-                f"{', '.join(RESULT_FILES)}"
+                else f"{run}: holds no result, and no directory in it does; a result is named "
+                f"{RESULT}"
             )
         for file in files:
-            if file.resolve() not in seen:
-                seen.add(file.resolve())
-                found.append(_source(file))
-    return Sources(tuple(found), tuple(notes))
+            if file.resolve() not in found:
+                found[file.resolve()] = _source(file)
+    return Sources(tuple(found.values()), tuple(notes))
 
 
 def _results(directory: Path, notes: list[str]) -> Iterator[Path]:
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory or file; give one that a command wrote")
-    own = list(_own_results(directory))
-    yield from own
-    if own:
+    if _is_ours(directory / RESULT):
+        yield directory / RESULT
         return
     for below in sorted(path for path in directory.iterdir() if path.is_dir()):
         if below.name.startswith("."):
@@ -118,50 +93,48 @@ def _results(directory: Path, notes: list[str]) -> Iterator[Path]:
                     f"{below.name[1:-5]}: is not finished ({below.name} holds what is done); run "
                     "its command again to go on."
                 )
-            continue
-        results = list(_own_results(below))
-        yield from results
-        if not results and not (below / PAGE).is_file():
-            former = [name for name in _FORMER_FILES if (below / name).is_file()]
-            why = f"{former[0]}: {_FORMER}" if former else "it holds no result"
+        elif _is_ours(below / RESULT):
+            if not _is_page(below / RESULT):
+                yield below / RESULT
+        else:
+            former = _former(below)
+            why = f"{former}: {_FORMER}" if former else "it holds no result"
             notes.append(f"{below.name}: passed over, {why}.")
 
 
-def _own_results(directory: Path) -> Iterator[Path]:
-    """Of a trained store its manifest alone, which the report of the training is read with."""
-    names = [name for name in RESULT_FILES if (directory / name).is_file()]
-    if RESULT in names and not _is_ours(directory / RESULT):
-        names.remove(RESULT)
-    if MANIFEST in names and STACK_REPORT in names:
-        names.remove(STACK_REPORT)
-    yield from (directory / name for name in names)
+def _former(directory: Path) -> str | None:
+    return next((name for name in _FORMER_FILES if (directory / name).is_file()), None)
 
 
 def _is_ours(file: Path) -> bool:
     """Whether a file of this common name is a result, or was one: damaged, in a target of ours."""
+    if not file.is_file():
+        return False
     try:
         return {"kind", "schema_version", "seal"} <= _read(file)[1].keys()
     except InputError:
         return read_mark(file.parent) is not None
 
 
+def _is_page(file: Path) -> bool:
+    try:
+        return _read(file)[1]["kind"] == "report"
+    except InputError:
+        return False
+
+
 def _source(file: Path) -> Source:
     if file.name in _FORMER_FILES:
         raise InputError(f"{file}: {_FORMER}")
-    if file.name not in RESULT_FILES:
-        raise InputError(f"{file}: no known result; results are named {', '.join(RESULT_FILES)}")
     data, document = _read(file)
-    also = {}
-    beside = file.parent / STACK_REPORT
-    if file.name == MANIFEST and beside.is_file():
-        also[STACK_REPORT] = _read(beside)[1]
-    kind = document.get("kind", RESULT_FILES[file.name])
-    if not isinstance(kind, str):
-        raise InputError(f"{file}: kind is {ascii(kind)[:60]}, text is needed")
+    try:
+        result = Result.from_json(document).checked(file.parent)
+    except ValueError as error:
+        raise InputError(f"{file}: damaged, or of another version: {error}") from None
     files = sorted(_files(file.parent))
     return Source(
-        str(file.parent), file.name, kind, sha256(data).hexdigest(), document, also,
-        tuple(files[:_MOST_FILES]), max(0, len(files) - _MOST_FILES),
+        str(file.parent), file.name, sha256(data).hexdigest(), result, tuple(files[:_MOST_FILES]),
+        max(0, len(files) - _MOST_FILES),
     )  # fmt: skip
 
 

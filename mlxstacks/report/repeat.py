@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlxstacks.report.values import Value
+from mlxstacks.recipe.table import COMMANDS
 
 # Settings that say where a run writes and how it goes on, not what it makes.
 _PLACES = {"save_path", "force", "resume"}
@@ -76,17 +76,17 @@ class Recipe:
     relative: tuple[str, ...] = ()
 
 
-def recipe_of(command: str, settings: Value) -> Recipe | None:
-    """None where the result says no settings.
+def recipe_of(command: str, settings: Mapping[str, Any]) -> Recipe | None:
+    """None where the result says no settings, or is no command's of ours.
 
     Law: where the paths left out are those that `command` fills in, it resolves the recipe to the
     settings of the result.
     """
-    if not settings or not settings.is_mapping:
+    if not settings or command not in COMMANDS:
         return None
     import yaml
 
-    values = {name: value for name, value in settings.raw.items() if name not in _PLACES}
+    values = {name: value for name, value in settings.items() if name not in _PLACES}
     found = _nano_parts(command, values)
     values = {name: value for name, value in values.items() if name not in found}
     text: str = yaml.safe_dump(
@@ -94,7 +94,7 @@ def recipe_of(command: str, settings: Value) -> Recipe | None:
     )
     paths = tuple(str(name) for name, value in values.items() if _has_absolute(name, value))
     # files of sources lie in `data`, where that is given
-    alone = not settings.raw.get("data")
+    alone = not settings.get("data")
     relative = tuple(str(name) for name, value in values.items() if _relative(name, value, alone))
     return Recipe(_head(found) + text, tuple(found), paths, relative)
 

@@ -1,81 +1,42 @@
-"""From results to a directory: index.html, figures/, recipes/, report.json."""
+"""From results to a page: index.html, figures/, recipes/, and a result.json of its own."""
 
+import re
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.outputs import check_target, staged_directory, write_json
-from mlxstacks.report.content import Plot
-from mlxstacks.report.find import Source, Sources, find_sources
-from mlxstacks.report.page import Page, page_html, plot_name, slug_of
-from mlxstacks.report.runs import EXPLORATORY, Run, run_of
+from mlxstacks.files.outputs import check_target, staged_directory
+from mlxstacks.memory import bytes_in_words
+from mlxstacks.report.find import Source, find_sources
+from mlxstacks.report.repeat import Recipe, recipe_of
 from mlxstacks.report.settings import ReportSettings
-from mlxstacks.report.svg import inline_svg
-from mlxstacks.study.render.drawings import STYLE
-from mlxstacks.study.render.figures import write_figures
-from mlxstacks.study.render.words import clean
+from mlxstacks.study.document import Column, Plot, Table
+from mlxstacks.study.render.figures import draw_plot, write_figures
+from mlxstacks.study.render.html import (
+    Page,
+    Picture,
+    Repeat,
+    Section,
+    marked_plot,
+    page_html,
+    picture,
+)
+from mlxstacks.study.render.words import clean, listed, nbytes
+from mlxstacks.study.result import Result
+from mlxstacks.study.write import write_result
 
-INDEX, FIGURES, RECIPES, REPORT = "index.html", "figures", "recipes", "report.json"
-
-
-@dataclass(frozen=True)
-class Report:
-    """status: "planned" or "done". figures: files written in figures/; notes: of the whole page."""
-
-    status: str
-    save_path: str
-    settings: dict[str, Any]
-    runs: tuple[Run, ...]
-    figures: tuple[str, ...] = ()
-    page_bytes: int = 0
-    notes: tuple[str, ...] = field(default=())
-
-    @property
-    def verdict(self) -> str:
-        marked = sum(run.standing == EXPLORATORY for run in self.runs)
-        said = f"{len(self.runs)} result{'' if len(self.runs) == 1 else 's'}, {marked} exploratory"
-        then = "planned only, nothing was written" if self.status == "planned" else "see the page"
-        return f"{said}; {then}."
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "kind": "report",
-            "status": self.status,
-            "save_path": self.save_path,
-            "settings": self.settings,
-            "runs": [_run_json(run) for run in self.runs],
-            "figures": list(self.figures),
-            "page_bytes": self.page_bytes,
-            "versions": {"mlxstacks": version("mlxstacks")},
-            "notes": list(self.notes),
-            "verdict": self.verdict,
-        }
-
-
-def _run_json(run: Run) -> dict[str, Any]:
-    return {
-        "name": run.source.name,
-        "path": run.source.path,
-        "file": run.source.file,
-        "sha256": run.source.sha256,
-        "kind": run.source.kind,
-        "status": run.status,
-        "outcome": run.content.outcome,
-        "verdict": run.content.verdict,
-        "standing": run.standing,
-        "reasons": list(run.reasons),
-        "plan_sha256": run.plan_sha256,
-    }
+INDEX, FIGURES, RECIPES = "index.html", "figures", "recipes"
+# Of each result, in the data of the page's own.
+_TOLD = ("kind", "status", "outcome", "verdict", "plan_sha256")
+ABOUT = {"kind": "report", "title": "Page of results"}
 
 
 def write_report(
     settings: ReportSettings, *, dry_run: bool = False, notes: Sequence[str] = ()
-) -> Report:
+) -> Result:
     """The page of `settings.runs`, in `settings.save_path`; with `dry_run` only read and checked.
 
     Law: equal results give equal bytes. Raises: InputError for a run without a result, a result
@@ -87,100 +48,135 @@ def write_report(
     sources = find_sources(settings.runs)
     inputs = [Path(source.path) for source in sources.found]
     check_target(target, force=settings.force, inputs=inputs)
-    runs = tuple(_runs(sources))
-    said = (*notes, *sources.notes)
+    planned = planned_report(settings, sources.found, (*notes, *sources.notes))
     if dry_run:
-        return planned(settings, runs, said)
-    shown = _shown(settings)
+        return planned
+    slugs = _slugs([source.name for source in sources.found])
     with staged_directory(target, force=settings.force, inputs=inputs) as directory:
-        figures, pictures, more = _write_figures(directory, runs, settings.formats)
-        page = Page(
-            clean(settings.title, 200), runs, pictures, _write_recipes(directory, runs),
-            (*said, *more), settings.date, version("mlxstacks"),
-        )  # fmt: skip
+        pictures, figures, more = _draw(directory / FIGURES, sources.found, slugs, settings.formats)
+        (directory / RECIPES).mkdir()
+        sections = [
+            _section(directory, source, slug, pictures.get(slug, []))
+            for source, slug in zip(sources.found, slugs, strict=True)
+        ]
+        told = (*planned.notes, *more)
+        page = Page(clean(settings.title, 200), sections, told, settings.date, version("mlxstacks"))
         data = page_html(page).encode("utf-8")
         (directory / INDEX).write_bytes(data)
-        report = Report("done", str(target), shown, runs, tuple(figures), len(data), (*said, *more))
-        write_json(directory / REPORT, report.as_json())
-    return report
+        wrote = f"{INDEX} has {bytes_in_words(len(data))}; {len(figures)} files of plots."
+        result = planned.model_copy(
+            update={
+                "status": "done", "notes": (*told, wrote),
+                "data": {**planned.data, "figures": figures, "page_bytes": len(data)},
+            }
+        )  # fmt: skip
+        return write_result(result, directory, target, made_from=())
 
 
-def planned(
-    settings: ReportSettings, runs: Sequence[Run] = (), notes: Sequence[str] = ()
-) -> Report:
+def planned_report(
+    settings: ReportSettings, sources: Sequence[Source] = (), notes: Sequence[str] = ()
+) -> Result:
     """What would be written. Touches nothing."""
-    target = user_path(settings.save_path or "")
-    return Report("planned", str(target), _shown(settings), tuple(runs), notes=tuple(notes))
+    runs = [
+        {
+            "name": source.name, "path": source.path, "file": source.file, "sha256": source.sha256,
+            **{key: getattr(source.result, key) for key in _TOLD},
+            "standing": Section("", "", source.result).standing,
+            "reasons": list(source.result.standing.reasons),
+        }
+        for source in sources
+    ]  # fmt: skip
+    marks = sum(Section("", "", source.result).exploratory for source in sources)
+    names = ("run", "kind", "outcome", "standing")
+    rows = tuple((r["name"], r["kind"], r["outcome"] or r["status"], r["standing"]) for r in runs)
+    table = Table(
+        id="runs", title="Results", columns=tuple(Column(name=name) for name in names), rows=rows
+    )
+    return Result(
+        **ABOUT, status="planned", notes=tuple(notes), blocks=(table,), data={"runs": runs},
+        settings=settings.model_dump(mode="json", exclude={"force", "save_path"}),
+        outcome=f"{len(runs)} result{'' if len(runs) == 1 else 's'}, {marks} exploratory",
+        directory=str(user_path(settings.save_path or "")),
+    )  # fmt: skip
 
 
-def _shown(settings: ReportSettings) -> dict[str, Any]:
-    return settings.model_dump(mode="json", exclude={"force", "save_path"})
+def slug_of(name: str) -> str:
+    """Letters, digits and dashes, for anchors and file names."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "run"
 
 
-def _runs(sources: Sources) -> list[Run]:
-    """Each with a slug of its own, made of its directory's name."""
-    runs: list[Run] = []
-    taken: set[str] = {"summary"}
-    for source in sources.found:
-        slug = _free(_slug(source), taken)
-        taken.add(slug)
-        runs.append(run_of(source, slug))
-    return runs
+def _slugs(names: Sequence[str]) -> list[str]:
+    """Each once. Letters first: an anchor that begins with a digit needs escapes in style."""
+    slugs: list[str] = []
+    for name in names:
+        slug = numbered = f"run-{slug_of(name)}"
+        number = 2
+        while numbered in slugs:
+            numbered, number = f"{slug}-{number}", number + 1
+        slugs.append(numbered)
+    return slugs
 
 
-def _slug(source: Source) -> str:
-    # letters first: an anchor that begins with a digit needs escapes in style sheets
-    return f"run-{slug_of(source.name)}"
-
-
-def _free(slug: str, taken: set[str]) -> str:
-    numbered = slug
-    number = 2
-    while numbered in taken:
-        numbered, number = f"{slug}-{number}", number + 1
-    return numbered
-
-
-def _write_figures(
-    directory: Path, runs: Sequence[Run], formats: Sequence[str]
-) -> tuple[list[str], dict[str, str], list[str]]:
-    """(files in figures/, name -> SVG for the page, notes). The page's SVGs are always drawn."""
-    place = directory / FIGURES
-    place.mkdir()
-    plots = {
-        plot_name(run, block): block
-        for run in runs
-        for block in run.content.blocks
-        if isinstance(block, Plot)
-    }
-    drawings = [(name, plot.draw) for name, plot in plots.items()]
-    wanted = [*dict.fromkeys(("svg", *formats))]
+def _draw(
+    directory: Path, sources: Sequence[Source], slugs: Sequence[str], formats: Sequence[str]
+) -> tuple[dict[str, list[Picture]], list[str], list[str]]:
+    """(slug -> pictures of the page, files in `directory`, notes). The page's are always drawn."""
+    directory.mkdir()
+    plots = list(_plots(sources, slugs))
     with warnings.catch_warnings():
         # a letter that matplotlib's font has not: a box in the PNG, right in the page
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
-        written, notes = write_figures(place, drawings, wanted, style=STYLE)
-    pictures = {
-        name: inline_svg((place / f"{name}.svg").read_text("utf-8"), name, clean(plot.alt))
-        for name, plot in plots.items()
-        if f"{name}.svg" in written
-    }
-    if "svg" not in formats:
-        for name in [name for name in written if name.endswith(".svg")]:
-            (place / name).unlink()
-            written.remove(name)
+        drawings = [(name, draw_plot(plot)) for _, name, plot in plots]
+        written, notes = write_figures(directory, drawings, [*dict.fromkeys(("svg", *formats))])
+    pictures: dict[str, list[Picture]] = {}
+    for slug, name, plot in plots:
+        file = directory / f"{name}.svg"
+        if file.is_file():
+            pictures.setdefault(slug, []).append(picture(file.read_text("utf-8"), name, plot.alt))
+            if "svg" not in formats:
+                file.unlink()
+                written.remove(file.name)
     if plots and not written and not notes:
         notes = ["No files of plots: no format was asked for."]
-    return written, pictures, notes
+    return pictures, written, notes
 
 
-def _write_recipes(directory: Path, runs: Sequence[Run]) -> Mapping[str, str]:
-    """recipes/SLUG.yaml of each run that says its settings."""
-    place = directory / RECIPES
-    place.mkdir()
-    found = {}
-    for run in runs:
-        if run.recipe is not None:
-            path = f"{RECIPES}/{run.slug.removeprefix('run-')}.yaml"
-            (directory / path).write_text(run.recipe.text, encoding="utf-8")
-            found[run.slug] = path
-    return found
+def _plots(sources: Sequence[Source], slugs: Sequence[str]) -> Iterator[tuple[str, str, Plot]]:
+    """(slug of the run, name of the files, the plot)"""
+    for source, slug in zip(sources, slugs, strict=True):
+        for block in source.result.blocks:
+            if isinstance(block, Plot):
+                yield slug, f"{slug}-{block.id}", marked_plot(block, source.result)
+
+
+def _section(directory: Path, source: Source, slug: str, pictures: Sequence[Picture]) -> Section:
+    recipe, repeat = recipe_of(source.result.kind, source.result.settings), None
+    if recipe is not None:
+        repeat = _repeat(recipe, f"{RECIPES}/{slug.removeprefix('run-')}.yaml")
+        (directory / repeat.file).write_text(recipe.text, encoding="utf-8")
+    files = [(name, nbytes(count)) for name, count in source.files]
+    if source.more_files:
+        files.append((f"and {source.more_files:,} more files", ""))
+    about = [
+        ("directory", source.path), ("result file", source.file), ("its SHA-256", source.sha256),
+    ]  # fmt: skip
+    return Section(slug, source.name, source.result, pictures, repeat or "", about, files)
+
+
+def _repeat(recipe: Recipe, file: str) -> Repeat:
+    where = "In the directory of this page; from elsewhere with the recipe's whole path:"
+    notes = [f"It writes mlxstacks-out/{Path(file).stem} in the directory where it is run."]
+    if recipe.of_nano:
+        names = listed(recipe.of_nano)
+        notes.append(f"The built-in nano model's own are found anew on each machine: {names}.")
+    if recipe.paths:
+        names = listed(recipe.paths)
+        notes.append(f"Paths of the machine of this result, to be set on another: {names}.")
+    if recipe.relative:
+        where = "In the directory where this result was made, with the recipe's whole path:"
+        notes.append(
+            "Other paths in it are relative to the directory where it is run: give the recipe's "
+            "whole path and run it where this result was made. They are: "
+            f"{listed(recipe.relative)}."
+        )
+    return Repeat(file, recipe.text, where, (" ".join(notes),))

@@ -125,13 +125,18 @@ class Standing(_Part):
     status: Literal["confirmatory", "exploratory", "no plan", "planned"] = "no plan"
     reasons: tuple[str, ...] = ()
 
+    def mark(self, title: str) -> str:
+        """A title of a table or plot, with the word where it must not be missed."""
+        return f"{title} (EXPLORATORY)" if self.status == "exploratory" else title
+
 
 class Document(_Part):
     """kind: the command. question: what it asks. outcome: a few words; verdict: whole sentences.
     plan: what was fixed before the first answer; power: what it can find. provenance: file ->
     `sha256`, or `answers` and `digest` of an answer log. data: all figures, units in the names.
     failed_gate: why the command ends with 3; failure: why with 1, although the document is whole.
-    directory: where it was written or read, no part of the document.
+    directory: where it was written or read, next_steps: what is named -> a command to run next; no
+    part of the document.
     """
 
     kind: str
@@ -155,6 +160,7 @@ class Document(_Part):
     failure: str | None = None
     seal: str = ""
     directory: str | None = Field(default=None, exclude=True)
+    next_steps: dict[str, str] = Field(default_factory=dict, exclude=True)
 
     @model_validator(mode="after")
     def _ids_are_unique(self) -> "Document":

@@ -19,12 +19,18 @@ from mlxstacks.study.answer_log import digests_of, lines_of
 MadeFrom = dict[str, dict[str, Any]]
 _MOST_FILES = 5_000
 # Of one file, and of all together: the same large one can be named under many paths.
-_MOST_BYTES, _MOST_BYTES_IN_ALL = 1 << 30, 1 << 31
+MOST_BYTES, _MOST_BYTES_IN_ALL = 1 << 30, 1 << 31
 
 
 def of_bytes(data: bytes) -> dict[str, Any]:
     """The entry of a file that was read as a whole."""
     return {"sha256": hashlib.sha256(data).hexdigest()}
+
+
+def of_file(path: Path) -> dict[str, Any]:
+    """The entry of a file, read in pieces: it may be weights."""
+    with path.open("rb") as file:
+        return {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ def _opened(root: Path, name: str) -> BufferedReader | None:
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise ValueError(f"it cannot be read ({type(error).__name__})") from None
     about = os.fstat(descriptor)
-    if not stat.S_ISREG(about.st_mode) or about.st_size > _MOST_BYTES:
+    if not stat.S_ISREG(about.st_mode) or about.st_size > MOST_BYTES:
         os.close(descriptor)
         raise ValueError("it is no plain file, or too large to be one of ours")
     return os.fdopen(descriptor, "rb")

@@ -67,6 +67,11 @@ class Result(Document):
 
         return to_markdown(self)
 
+    def _repr_html_(self) -> str:
+        from mlxstacks.study.render.html import result_html
+
+        return result_html(self)
+
     # --- on disk ----------------------------------------------------------------------------------
 
     def as_json(self) -> dict[str, Any]:

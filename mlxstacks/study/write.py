@@ -7,7 +7,7 @@ from pathlib import Path
 from mlxstacks import memory
 from mlxstacks.files.outputs import write_json
 from mlxstacks.study.document import RESULT, Environment, Plot
-from mlxstacks.study.provenance import of_bytes
+from mlxstacks.study.provenance import of_file
 from mlxstacks.study.render.figures import draw_plot, write_figures
 from mlxstacks.study.render.markdown import to_markdown
 from mlxstacks.study.result import Result
@@ -38,13 +38,17 @@ def write_result(
 
     made_from: files of the directory for the provenance; None: all of them. Raises: OSError.
     """
-    plots = [block for block in result.blocks if isinstance(block, Plot)] if plot_formats else []
+    plots = [
+        block.model_copy(update={"title": result.standing.mark(block.title)})
+        for block in result.blocks
+        if isinstance(block, Plot) and plot_formats
+    ]
     provenance = dict(result.provenance)
     files = directory.rglob("*") if made_from is None else made_from
     for file in sorted(path for path in files if path.is_file()):
         name = str(file.relative_to(directory))
         if not file.name.startswith("."):
-            provenance.setdefault(name, of_bytes(file.read_bytes()))
+            provenance.setdefault(name, of_file(file))
     drawings = [(plot.id, draw_plot(plot)) for plot in plots]
     pictures, notes = write_figures(directory, drawings, plot_formats) if plots else ([], [])
     result = result.model_copy(

@@ -129,7 +129,7 @@ def test_other_kinds_are_values_and_the_report_says_so(made: Made) -> None:
     assert stored["lm_head.weight"].dtype == mx.bfloat16
     # values of float16 that bfloat16 cannot hold
     assert stored["model.norm.weight"].dtype == mx.float32
-    report = json.loads((out / "convert_report.json").read_text())
+    report = json.loads((out / "result.json").read_text())
     assert "5 tensors hold values that are none of bfloat16" in report["notes"][0]
     assert "quantization" not in written
 

@@ -18,12 +18,12 @@ from mlx import nn
 
 from mlxstacks.convert.conversion import write
 from mlxstacks.convert.quantize import checkpoint_conversion
-from mlxstacks.convert.report import ConvertReport
 from mlxstacks.convert.run import convert
 from mlxstacks.convert.settings import ConvertSettings
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.study.result import Result
 from tests.convert.hub_cases import CASES, Tensors, write_hub_model
 from tests.tiny_models import random_adapter, write_llama
 
@@ -39,7 +39,7 @@ SIDECARS = {
 GRIDS = [(4, 64), (3, 64), (2, 32), (5, 32), (6, 64), (8, 64)]
 
 
-def ours(model: Path, target: Path, **settings: Any) -> ConvertReport:
+def ours(model: Path, target: Path, **settings: Any) -> Result:
     return convert(ConvertSettings(model=str(model), save_path=str(target), **settings))
 
 
@@ -95,7 +95,7 @@ def test_bytes_are_those_of_mlx_lm_and_the_rest_is_kept(name: str, tmp_path: Pat
     assert_same_bytes(kept, unused)
     index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == tensors_in(tmp_path / "ours").keys() | unused.keys()
-    written = {file["file"]: file["bytes"] for file in report.files}
+    written = {file["file"]: file["bytes"] for file in report.data["files"]}
     assert written.keys() == sidecars | {"model.safetensors"}
     assert sum(written.values()) == index["metadata"]["total_size"]
     load_model(tmp_path / "ours")
@@ -216,7 +216,7 @@ def test_dry_run_writes_nothing_and_plans_the_bytes(tmp_path: Path) -> None:
     settings = ConvertSettings(model=str(model), save_path=str(tmp_path / "out"), bits=3)
     planned = convert(settings, dry_run=True)
     assert not (tmp_path / "out").exists()
-    assert planned.files == convert(settings).files
+    assert planned.data["files"] == convert(settings).data["files"]
 
 
 def packed_by_mlx(model: Path) -> None:

@@ -18,6 +18,7 @@ from mlxstacks.convert.settings import ConvertSettings
 from mlxstacks.errors import CheckpointError, InputError, TargetError
 from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.hub import resolve_model
+from mlxstacks.study.result import Result
 from tests.cli.conftest import Run, command
 from tests.convert.ended import end_while_writing
 from tests.convert.gguf_cases import config_of, random_tensors, write_gguf
@@ -41,15 +42,18 @@ def test_it_says_what_became_of_the_tensors(plain: Path, command: Run) -> None:
     assert "Q5_0 5 bits in groups of 32, the same codes 15" in text
     assert "F32 float16 5" in text
     assert "Try it: mlxstacks chat --model out" in out
-    report = json.loads(Path("out/convert_report.json").read_text())
-    assert report["status"] == "converted"
-    assert report["settings"]["model"] == "m.gguf"
-    assert sum(row["bytes"] for row in report["tensors"]) == report["written_bytes"]
+    result = Result.open("out")
+    assert not result.standing.reasons
+    assert result.data["status"] == "converted"
+    assert result.settings["model"] == "m.gguf"
+    table = result.table("tensors")
+    assert list(table) == ["in the source", "written as", "tensors", "bytes"]
+    assert table.bytes.sum() == result.data["written_bytes"]
 
 
 def test_a_dry_run_plans_in_json_and_writes_nothing(plain: Path, command: Run) -> None:
     code, out, _ = command("convert", "m.gguf", "--upcycle", "3", "--dry-run", "--json")
-    plan = json.loads(out)
+    plan = json.loads(out)["data"]
     assert code == 0
     assert (plan["status"], plan["model_type"]) == ("planned", "mixtral")
     assert plan["files"] == [{"file": "model.safetensors", "bytes": plan["written_bytes"]}]

@@ -616,7 +616,7 @@ def test_everything_beside_the_shards_is_carried_but_code_and_pickles(tmp_path: 
     (source / "fused").mkdir()
     contents = CARRIED | {name: content for name, (content, _) in LEFT.items()}
     contents |= dict.fromkeys(("config.json", "model.safetensors.index.json"), b"{}")
-    contents |= {"fuse_report.json": b"{}", "fused/fuse_report.json": b"{}"}
+    contents |= {"fuse_report.json": b"{}", "fused/.mlxstacks.json": b"{}", "result.json": b"{}"}
     for name, content in contents.items():
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_bytes(content)

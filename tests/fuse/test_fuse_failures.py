@@ -247,7 +247,7 @@ def test_kill_at_any_moment_leaves_the_old_state_or_the_new(
         time.sleep(moments.uniform(0.1, 1.1) * takes)
         process.kill()
         ended(process)
-        report = json.loads((target / "fuse_report.json").read_text())
+        report = json.loads((target / "result.json").read_text())
         states.add(report["settings"]["requant"])
         assert_same_bytes(
             target, tmp_path / {"keep": "old", "refit": "new"}[report["settings"]["requant"]]

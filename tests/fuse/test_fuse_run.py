@@ -460,9 +460,9 @@ def test_dry_run_touches_nothing(model: Path, adapter: Path, tmp_path: Path) -> 
 
 def test_report_in_the_directory_is_the_report(model: Path, adapter: Path, tmp_path: Path) -> None:
     report = fuse(model, adapter, tmp_path / "out")
-    saved = json.loads((tmp_path / "out" / "fuse_report.json").read_text())
-    assert saved == json.loads(json.dumps(report.as_json()))
-    assert saved["stages"][0]["modules"][0]["base"] == "not verifiable"
+    saved = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert saved["data"] == json.loads(json.dumps(report.as_json()))
+    assert saved["data"]["stages"][0]["modules"][0]["base"] == "not verifiable"
 
 
 def test_tokenizer_and_friends_come_along_and_code_does_not(

@@ -3,7 +3,6 @@
 Run: pytest tests/fuse/test_fuse_stages.py
 """
 
-import io
 import json
 import math
 import shutil
@@ -15,9 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from rich.console import Console
 
-from mlxstacks.cli.fuse import render
 from mlxstacks.errors import AdapterError, CheckpointError, TargetError
 from mlxstacks.files.adapters import read_adapter, write_adapter
 from mlxstacks.files.checkpoint import INDEX_NAME, open_checkpoint
@@ -28,11 +25,10 @@ from mlxstacks.fuse import decide
 from mlxstacks.fuse.blocks import measure
 from mlxstacks.fuse.fidelity import Fidelity
 from mlxstacks.fuse.report import FuseReport
-from mlxstacks.fuse.run import REPORT_NAME, run
+from mlxstacks.fuse.run import run
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops.policies import Groups
-from mlxstacks.report.fuse import fuse_content
-from mlxstacks.report.values import Value
+from mlxstacks.study.result import Result
 from tests.files.raw import mounted
 from tests.fuse.test_fuse_parity import assert_same_bytes
 from tests.tiny_models import random_adapter, write_llama
@@ -210,12 +206,10 @@ def test_the_total_is_what_all_stages_kept(
     if all(m.policy in (requant, "add") for stage in control.stages for m in stage.modules):
         assert total.artifact == pytest.approx(math.sqrt(zz / ww), rel=1e-4, abs=1e-9)
     assert f"; all 2 together: correlation {total.correlation:.3f} " in report.verdict
-    assert json.loads((tmp_path / "out" / REPORT_NAME).read_text())["total"] == total.as_json()
-    screen = io.StringIO()
-    render(Console(width=120, file=screen), report)
-    assert "sum of the adapters" in screen.getvalue()
-    page = fuse_content(Value(report.as_json(), "file"), str)
-    assert "Fidelity of all stages together" in str(page.blocks)
+    result = Result.open(tmp_path / "out")
+    assert result.data["total"] == total.as_json()
+    assert result.table("together").correlation[0] == total.correlation
+    assert "sum of the adapters" in str(result)
 
 
 def weight_of(directory: Path, name: str) -> np.ndarray:

@@ -59,8 +59,20 @@ _OF_A_RESULT = {
     "data", "blocks", "title", "question", "schema_version", "outcome", "standing", "environment",
     "provenance", "seal", "failed_gate",
 }  # fmt: skip
+# What the head of a result has and the report of that kind had not.
+_NEW_IN_THE_HEAD = {
+    "fuse": {"kind"}, "guard": {"kind"}, "train": {"kind", "verdict"},
+    "convert": {"kind", "verdict"},
+}  # fmt: skip
 # What the report of a kind held at the top, and its result holds in the head.
 _IN_THE_HEAD = {"identity": {"standing"}, "sweep": {"failed_gate"}}
+
+
+# What a kind of result said of itself otherwise, or not at all, before it was a `Result`.
+FORMER: dict[str, dict[str, Any]] = {
+    "route train": {"status": "trained"},
+    "route explain": {"status": None, "settings": None},
+}
 
 
 def pruned(value: Any) -> Any:
@@ -95,8 +107,10 @@ def figures_of(document: dict[str, Any]) -> dict[str, Any]:
     those of `data` stand at the top, and what is drawn of them is left out.
     """
     if "seal" in document:
-        left_out = _OF_A_RESULT - _IN_THE_HEAD.get(document["kind"], set())
-        document = {k: v for k, v in document.items() if k not in left_out} | document["data"]
+        kind, data = document["kind"], document["data"]
+        left_out = _OF_A_RESULT - _IN_THE_HEAD.get(kind, set()) | _NEW_IN_THE_HEAD.get(kind, set())
+        head = {k: v for k, v in document.items() if k not in left_out}
+        document = head | data | FORMER.get(kind, {})
     figures: dict[str, Any] = pruned(document)
     return figures
 

@@ -3,7 +3,6 @@
 Run: pytest tests/guard/test_command.py
 """
 
-import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,17 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from mlxstacks.cli import run
-from mlxstacks.cli.guard import render
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.guard.build import adapted_model, lazy_model, read_config
 from mlxstacks.guard.predict import Point, Prediction, predict
-from mlxstacks.guard.report import GuardReport, Limit, outcome_of, share_of
+from mlxstacks.guard.report import (
+    Change,
+    DecodeReport,
+    GuardReport,
+    Limit,
+    outcome_of,
+    result_of,
+    share_of,
+)
 from mlxstacks.guard.run import guard, predict_training
 from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.layers.settings import parse_layers
+from mlxstacks.study.render.console import result_text
 from tests.guard.cases import Case
 from tests.tiny_models import llama_config
 
@@ -338,7 +344,7 @@ def test_bare_run_takes_nano(command: Run) -> None:
 def test_json_is_one_document(command: Run, config: str) -> None:
     code, out, _ = command("--model", config, "--max-seq-length", "40", "--json")
     document = json.loads(out)
-    assert (code, document["status"]) == (0, "fits")
+    assert (code, document["data"]["status"], document["outcome"]) == (0, "fits", "fits")
     assert document["settings"]["max_seq_length"] == 40
 
 
@@ -351,20 +357,35 @@ def test_over_the_limit_exits_with_3_unless_forced_and_names_what_fits(
     code, out, err = command(*arguments)
     assert code == 3
     assert "Gate not met: does not fit" in err
-    assert "Cheapest change" in out
+    assert "cheapest change train the recurrence in chunks" in " ".join(out.split())
     code, out, _ = command(*arguments, "--force", "--apply")
     assert code == 0
     recipe = Path("fits.yaml")
     recipe.write_text("command: guard\n" + out)
     assert 'recurrence: "chunked"\n' in out
     code, out, _ = command("--recipe", str(recipe), "--json")
-    assert (code, json.loads(out)["status"]) == (0, "fits")
+    assert (code, json.loads(out)["outcome"]) == (0, "fits")
 
 
-def test_tables_fit_80_columns(plain: GuardReport) -> None:
-    stream = io.StringIO()
-    render(Console(file=stream, width=80), plain)
-    assert max(map(len, stream.getvalue().splitlines())) <= 80
+def test_blocks(plain: GuardReport) -> None:
+    """Every figure has its row, in 80 columns."""
+    change = Change("shorter rows", {"max_seq_length": 8}, 700, 10**9)
+    decode = DecodeReport(100, 800, 2, 5000)
+    result = result_of(replace(plain, change=change, decode=decode))
+    prediction = dict(result.table("prediction").to_records(index=False).tolist())
+    assert prediction["live buffers"].startswith(f"{plain.buffers:,} of ")
+    assert prediction["headroom"] == f"{plain.limit.buffers - plain.buffers:,} buffers"
+    assert prediction["longest row"] == f"{plain.longest:,} tokens"
+    assert prediction["generating"] == (
+        "800 buffers after 100 tokens; 2 more each token, the limit after 5,000"
+    )
+    assert prediction["cheapest change"] == "shorter rows: at most 700 buffers, 1.0 GB"
+    nbytes = dict(result.table("bytes").to_records(index=False).tolist())
+    assert (nbytes["weights"], nbytes["in all"]) == (plain.nbytes.weights, plain.nbytes.total)
+    kinds = result.table("buffers")
+    assert dict(zip(kinds["buffers of"], kinds["count"], strict=True)) == plain.kinds
+    assert kinds.share.sum() == pytest.approx(1)
+    assert max(map(len, result_text(result, 80).splitlines())) <= 80
 
 
 # --- bad input ------------------------------------------------------------------------------------

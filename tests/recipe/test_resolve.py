@@ -135,7 +135,7 @@ def test_newer_rows_are_not_finished(work_dir: Path) -> None:
     listed = {"sources": ["a.jsonl", {"path": "b.jsonl"}, "rows", {"dataset": "o/n"}]}
     resolved = resolve("train", {"model": "m", "data": listed, "save_path": "out"})
     (work_dir / "out").mkdir()
-    report = work_dir / "out" / "train_report.json"
+    report = work_dir / "out" / "result.json"
     settings = resolved.settings.model_dump(mode="json")
     report.write_text(json.dumps({"settings": settings}))
     assert finished("train", resolved) is not None
@@ -183,7 +183,7 @@ def test_home_and_force_mean_what_the_settings_say(
     assert found.target == tmp_path / "out"
     (tmp_path / "out").mkdir()
     settings = found.settings.model_dump(mode="json", exclude={"force", "save_path"})
-    (tmp_path / "out" / "fuse_report.json").write_text(json.dumps({"settings": settings}))
+    (tmp_path / "out" / "result.json").write_text(json.dumps({"settings": settings}))
     assert finished("fuse", found) is not None
 
 
@@ -194,7 +194,7 @@ def test_a_dangling_link_beside_the_inputs_is_no_obstacle(tmp_path: Path) -> Non
     paths = {"adapter_path": [str(tmp_path / "in")], "save_path": str(tmp_path / "out")}
     found = resolve("fuse", {"model": "m", **paths})
     settings = found.settings.model_dump(mode="json", exclude={"force", "save_path"})
-    (tmp_path / "out" / "fuse_report.json").write_text(json.dumps({"settings": settings}))
+    (tmp_path / "out" / "result.json").write_text(json.dumps({"settings": settings}))
     assert finished("fuse", found) is not None
 
 

@@ -5,6 +5,8 @@ from html.parser import HTMLParser
 
 # What may bring a script or something from outside into a page.
 NEVER = {"script", "iframe", "object", "embed", "base", "form", "foreignobject", "audio", "video"}
+# Attributes that are read out or shown, and never followed.
+SHOWN = {"aria-label", "title", "alt", "content"}
 
 
 class Reader(HTMLParser):
@@ -40,7 +42,7 @@ class Reader(HTMLParser):
         if tag in NEVER:
             self.problems.append(f"<{tag}>")
         for name, value in values.items():
-            said = value or ""
+            said = "" if name in SHOWN else value or ""
             if name.startswith("on") or re.search(r"javascript:|https?:|//", said):
                 self.problems.append(f"{tag} {name}={said[:60]}")
             if name == "href" and not said.startswith("#") and said != "data:,":

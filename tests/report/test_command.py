@@ -10,6 +10,7 @@ import pytest
 
 from mlxstacks.cli import run as command
 from mlxstacks.recipe.table import command_named
+from mlxstacks.study.document import RESULT
 from tests.report.cases import fuse_report, write_run
 from tests.report.reader import read
 
@@ -44,7 +45,7 @@ def test_a_dry_run_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_runs_are_given_by_position(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("one", "two"):
-        write_run(Path(name), "fuse_report.json", fuse_report())
+        write_run(Path(name), RESULT, fuse_report())
     assert command(["report", "two", "one", "--save-path", "page", "--formats", "svg"]) == 0
     assert "survival 50.0%" in capsys.readouterr().out
     found = json.loads(Path("page/report.json").read_text())

@@ -5,7 +5,6 @@ Run: pytest tests/report/test_hostile.py
 
 import html
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,12 @@ from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError
 from mlxstacks.report import find
-from mlxstacks.report.html import tag, text
-from mlxstacks.report.svg import inline_svg
-from mlxstacks.report.values import DamagedError, Value
 from mlxstacks.report.write import write_report
+from mlxstacks.study.document import RESULT
+from mlxstacks.study.render.html import Page, Section, page_html, picture
 from mlxstacks.study.render.words import LONGEST, clean
-from tests.report.cases import confound_report, every_report, fuse_report, write_run
+from mlxstacks.study.result import Result
+from tests.report.cases import compare_result, every_report, profile_result, write_run
 from tests.report.reader import read
 from tests.report.test_page import settings_for
 
@@ -31,11 +30,11 @@ EVIL = (
     "javascript:alert(1)",
     "</style><style>*{background:url(http://x)}",
     "]]><!-- $\\frac{1}{0 $ & &amp; &#x3c;",
-    "a\x00b\x1b[31mc\x7f\u202edlrow\ud800",
+    "a\x00b\x1b[31mc\x7f\u202edlrow",
 )
 
 
-_WORDS = ("kind", "status", "sha256", "checksum", "block", "form", "id", "plan_sha256", "columns")
+_WORDS = ("kind", "status", "sha256", "block", "form", "id", "plan_sha256", "columns", "seal")
 
 
 def poisoned(value: Any, evil: str) -> Any:
@@ -50,14 +49,11 @@ def poisoned(value: Any, evil: str) -> Any:
 @pytest.mark.parametrize("evil", EVIL, ids=ascii)
 def test_hostile_texts_are_shown_as_texts(evil: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    run = write_run(tmp_path / "evil", "fuse_report.json", poisoned(fuse_report(), evil))
-    runs = [run]
-    named = confound_report()
-    named["arms"] = {f"{evil} {k}": v for k, v in named["arms"].items()}
-    named["verdict"] = named["notes"] = None
-    if evil in EVIL[4:]:
-        runs.append(write_run(tmp_path / "named", "confound_report.json", named))
-    write_report(settings_for(*runs, save_path=tmp_path / "page", title=evil.replace("\ud800", "")))
+    document = poisoned(compare_result(), evil)
+    if evil in EVIL[4:]:  # a heat map too
+        document["blocks"].append(poisoned(profile_result(), evil)["blocks"][0])
+    run = write_run(tmp_path / "evil", RESULT, document)
+    write_report(settings_for(run, save_path=tmp_path / "page", title=evil))
     page = (tmp_path / "page/index.html").read_text("utf-8")
     found = read(page)
     assert found.problems == []
@@ -80,50 +76,52 @@ def test_hostile_texts_in_every_kind(tmp_path: Path) -> None:
 
 
 def test_a_directory_with_a_hostile_name(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "<b onclick=x>&\u202e", "fuse_report.json", fuse_report())
-    report = write_report(settings_for(run, save_path=tmp_path / "page"))
-    assert read((tmp_path / "page/index.html").read_text("utf-8")).problems == []
-    assert report.runs[0].slug == "run-b-onclick-x"
+    run = write_run(tmp_path / "<b onclick=x>&\u202e", RESULT, compare_result())
+    write_report(settings_for(run, save_path=tmp_path / "page"))
+    found = read((tmp_path / "page/index.html").read_text("utf-8"))
+    assert found.problems == []
+    assert "run-b-onclick-x" in found.ids
 
 
 def test_huge_texts_and_many_rows_are_cut_and_counted(tmp_path: Path) -> None:
-    document = fuse_report()
-    modules = document["stages"][0]["modules"]
-    document["stages"][0]["modules"] = [{**modules[0], "module": f"m.{n}.x"} for n in range(2000)]
+    document = profile_result()
+    table = next(block for block in document["blocks"] if block["block"] == "table")
+    table["rows"] = [table["rows"][0]] * 2000
     document["notes"] = ["x" * 3_000_000]
-    run = write_run(tmp_path / "huge", "fuse_report.json", document)
+    run = write_run(tmp_path / "huge", RESULT, document)
     report = write_report(settings_for(run, save_path=tmp_path / "page"))
     page = (tmp_path / "page/index.html").read_text()
-    assert report.page_bytes < 500_000
+    assert report.data["page_bytes"] < 500_000
     assert "2,998,000 characters" in page
-    assert "1,851 more rows are in the result file" in page
+    assert "1,850 more rows are in the result file" in page
+
+
+HEAD = '"kind": "fuse", "title": "t", "schema_version": 1, "status": "done", "seal": "0"'
 
 
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"", "Expecting value"),
-        (b"[]", "must be an object"),
-        (b'{"stages": [', "Expecting value"),
-        (b"\xff\xfe", "utf-8"),
-        (b'{"a": 1, "a": 2}', "twice"),
-        (b'{"total": {"survival": NaN}, "stages": []}', "NaN is not a JSON number"),
-        (b'{"total": {"survival": 1e999}, "stages": []}', "inf is no number"),
-        (b'{"total": {"survival": "all"}}', "a number is needed"),
-        (b'{"stages": {"a": 1}}', "a list is needed"),
-        (b'{"verdict": 7}', "text is needed"),
-        (b'{"kind": "fusion"}', "known are fuse"),
-        (b'{"kind": 3}', "text is needed"),
-        (b"{" * 5, "Expecting"),
-        (b'{"settings":' + b'{"a":' * 60 + b"1" + b"}" * 61, "nested"),
+        ("", "Expecting value"),
+        ("[]", "must be an object"),
+        ("{" * 5, "Expecting"),
+        (f"{{{HEAD}, {HEAD}}}", "twice"),
+        (f'{{{HEAD}, "data": {{"a": NaN}}}}', "NaN is not a JSON number"),
+        (f'{{{HEAD}, "verdict": 7}}', "verdict: Input should be a valid string"),
+        (f'{{{HEAD}, "blocks": {{"a": 1}}}}', "blocks: Input should be a valid array"),
+        (f'{{{HEAD}, "plan_sha256": "0"}}', "plan_sha256: String should match"),
+        (f'{{{HEAD}, "more": 1}}', "more: Extra inputs are not permitted"),
+        (HEAD.join("{}").replace("1", "2"), "schema_version: Input should be 1"),
+        ('{"seal": ' + '{"a":' * 60 + "1" + "}" * 61, "nested"),
+        ("\udcff", "utf-8"),
     ],
 )
-def test_damaged_files_are_named(data: bytes, words: str, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/fuse_report.json").write_bytes(data)
+def test_damaged_files_are_named(data: str, words: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", ".mlxstacks.json", {"written_by": "mlxstacks"})
+    (run / RESULT).write_bytes(data.encode(errors="surrogateescape"))
     with pytest.raises(InputError) as caught:
-        write_report(settings_for(tmp_path / "run", save_path=tmp_path / "page"))
-    assert "fuse_report.json" in str(caught.value)
+        write_report(settings_for(run, save_path=tmp_path / "page"))
+    assert RESULT in str(caught.value)
     assert words in str(caught.value)
     assert str(caught.value).isprintable()
     assert not (tmp_path / "page").exists()
@@ -139,39 +137,44 @@ def test_what_is_no_result_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "empty").mkdir()
     assert "holds no result" in refused(tmp_path / "empty")
     (tmp_path / "other.json").write_text("{}")
-    assert "no known result" in refused(tmp_path / "other.json")
-    run = write_run(tmp_path / "fuse", "fuse_report.json", fuse_report())
+    assert "kind: Field required" in refused(tmp_path / "other.json")
+    former = write_run(tmp_path / "former", "fuse_report.json", {"kind": "fuse"})
+    assert "fuse_report.json: written by mlxstacks before 0.2" in refused(former)
+    run = write_run(tmp_path / "profile", RESULT, profile_result())
     monkeypatch.setattr(find, "MAX_JSON_BYTES", 1000)
-    assert "allowed: 1,000" in refused(run)
+    assert "allowed: 1,000" in refused(run / RESULT)
 
 
 def test_results_one_level_down_are_found_and_the_rest_is_said(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    write_run(runs / "b", "fuse_report.json", fuse_report())
-    write_run(runs / "a", "fuse_report.json", fuse_report(zero=True))
-    write_run(runs / "page", "report.json", {})
+    write_run(runs / "b", RESULT, profile_result())
+    write_run(runs / "a", RESULT, compare_result())
+    write_run(runs / "page", RESULT, {**profile_result(), "kind": "report"})
     write_run(runs / "model", "config.json", {})
+    write_run(runs / "old", "train_report.json", {})
     write_run(runs / ".confound.work", "protocol.json", {})
-    write_run(runs / "deep/er", "fuse_report.json", fuse_report())
-    settings = settings_for(runs, runs / "a/fuse_report.json", save_path=tmp_path / "page")
+    write_run(runs / "deep/er", RESULT, profile_result())
+    settings = settings_for(runs, runs / "a" / RESULT, save_path=tmp_path / "page")
     report = write_report(settings, dry_run=True)
-    assert [run.source.name for run in report.runs] == ["a", "b"]
-    said = " ".join(report.notes)
-    assert "confound: is not finished" in said
-    assert "model: passed over" in said
-    assert "deep: passed over" in said
-    assert "page" not in said
+    assert [run["name"] for run in report.data["runs"]] == ["a", "b"]
+    notes = " ".join(report.notes)
+    assert "confound: is not finished" in notes
+    assert "model: passed over, it holds no result" in notes
+    assert "old: passed over, train_report.json: written by mlxstacks before 0.2" in notes
+    assert "deep: passed over" in notes
+    assert "page" not in notes
 
 
 def test_runs_of_one_name_have_anchors_of_their_own(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / p / "fuse", "fuse_report.json", fuse_report()) for p in "ab"]
-    report = write_report(settings_for(*runs, save_path=tmp_path / "page"))
-    assert [run.slug for run in report.runs] == ["run-fuse", "run-fuse-2"]
-    assert read((tmp_path / "page/index.html").read_text()).problems == []
+    runs = [write_run(tmp_path / p / "profile", RESULT, compare_result()) for p in "ab"]
+    write_report(settings_for(*runs, save_path=tmp_path / "page"))
+    found = read((tmp_path / "page/index.html").read_text())
+    assert found.problems == []
+    assert {"run-profile", "run-profile-2"} <= {*found.ids}
 
 
 def test_the_page_does_not_replace_a_run(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "fuse", "fuse_report.json", fuse_report())
+    run = write_run(tmp_path / "profile", RESULT, profile_result())
     with pytest.raises(InputError, match="must not be replaced"):
         write_report(settings_for(run, save_path=run, force=True))
 
@@ -179,14 +182,14 @@ def test_the_page_does_not_replace_a_run(tmp_path: Path) -> None:
 # --- laws -----------------------------------------------------------------------------------------
 
 
-@given(st.text(st.characters(codec=None), max_size=300))
+@given(st.text(st.characters(codec=None), min_size=1, max_size=300))
 def test_text_in_html_is_the_text(value: str) -> None:
-    made = text(value)
-    assert html.unescape(made) == clean(value)
-    assert not {"<", ">", '"'} & {*made}
-    found = read(str(tag("p", value, attributes={"title": value})))
-    assert [p for p in found.problems if "title=" not in p] == []
-    assert "".join(found.text).replace("\r", "\n") == clean(value)
+    result = Result(kind=value, title=value, status="done", verdict=value, notes=(value,))
+    page = page_html(Page(value, [Section("run-1", value, result)], (value,), value, "1"))
+    found = read(page)
+    assert [p for p in found.problems if "=" not in p] == []
+    assert not {"script", "img"} & {*found.tags}
+    assert html.unescape(page).count(clean(value)) >= 3
 
 
 @given(st.text(st.characters(codec=None)), st.integers(1, 50))
@@ -204,45 +207,30 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=8,
 )
-READS: list[Callable[[Value], Any]] = [
-    lambda v: v.number, lambda v: v.count, lambda v: v.text, lambda v: v.flag,
-    lambda v: v.texts(), lambda v: v.numbers(), lambda v: list(v.items()), lambda v: v["a"]["b"],
-]  # fmt: skip
 
 
-@given(JSON, st.sampled_from(READS))
-def test_any_value_is_read_or_named_as_damaged(value: Any, reads: Callable[[Value], Any]) -> None:
-    refused = ""
-    try:
-        reads(Value(value, "file"))
-    except DamagedError as error:
-        refused = str(error)
-    assert not refused or refused.startswith("file")
+DOCUMENTS = [json.dumps(document) for document in (profile_result(), compare_result())]
 
 
 @given(st.data())
 def test_any_json_in_any_place_is_shown_or_refused(data: st.DataObject) -> None:
-    """A value of any kind in the place of any part: no error but InputError."""
-    from mlxstacks.report.find import Source
-    from mlxstacks.report.runs import run_of
-
-    file, document = data.draw(st.sampled_from(list(every_report().values())))
-    document = json.loads(json.dumps(document))
-    place = document
+    """A value of any kind in the place of any part: no error but one that says where."""
+    document = json.loads(
+        json.dumps(data.draw(st.sampled_from([profile_result(), compare_result()])))
+    )
+    place: Any = document
     while True:
-        key = data.draw(st.sampled_from(list(place)))
-        if not (isinstance(place[key], dict) and place[key]) or data.draw(st.booleans()):
+        keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+        key = data.draw(st.sampled_from(keys))
+        if not (isinstance(place[key], dict | list) and place[key]) or data.draw(st.booleans()):
             break
         place = place[key]
     place[key] = data.draw(JSON)
-    kind = document.get("kind", find.RESULT_FILES[file])
-    if isinstance(kind, str):
-        refused = ""
-        try:
-            run_of(Source("run", file, kind, "0" * 64, document), "run")
-        except InputError as error:
-            refused = str(error)
-        assert not refused or "run/" in refused
+    try:
+        result = Result.from_json(document)
+    except ValueError:
+        return
+    assert read(page_html(Page("t", [Section("run-1", "x", result)]))).problems == []
 
 
 def test_an_svg_keeps_its_labels_and_loses_addresses() -> None:
@@ -253,14 +241,15 @@ def test_an_svg_keeps_its_labels_and_loses_addresses() -> None:
         '<use xlink:href="#m" style="fill: #0072b2"/><path clip-path="url(#p)"/>'
         '<text>id="b" #0072b2</text></g><g id="m"/><g id="p"/></svg>'
     )
-    found = inline_svg(svg, "plot", 'what "it" shows')
+    _, found, wide = picture(svg, "plot", 'what "it" shows')
+    assert not wide
     assert 'href="#plot-m" style="fill: var(--series-0)"' in found
     assert "url(#plot-p)" in found
     assert 'id="plot-a"' in found
     assert '<text>id="b" #0072b2</text>' in found
     assert "http" not in found
     assert "<style" not in found
-    assert "what &quot;it&quot; shows" in found
+    assert "what &#34;it&#34; shows" in found
     assert "width:96px" in found
     with pytest.raises(InputError, match="no SVG"):
-        inline_svg("<svg></svg>", "plot", "")
+        picture("<svg></svg>", "plot", "")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mlxstacks.studies.benchmarks import run as eval_run
-from mlxstacks.studies.benchmarks.outcomes import Outcome
+from mlxstacks.studies.benchmarks.analysis import Outcome
 from mlxstacks.studies.benchmarks.settings import NORMALISATIONS, EvalSettings
 from mlxstacks.studies.benchmarks.types import BenchItem, Replied, Scored
 

@@ -66,7 +66,7 @@ def test_two_processes_train_like_one(tmp_path: Path) -> None:
     ]
     assert [child.wait(60) for child in children] == [0, 0]
     one, two = (
-        json.loads((tmp_path / name / "train_report.json").read_text()) for name in ("one", "two")
+        json.loads((tmp_path / name / "result.json").read_text())["data"] for name in ("one", "two")
     )
     assert (one["processes"], two["processes"]) == (1, 2)
     for mine, theirs in zip(one["history"], two["history"], strict=True):

@@ -21,7 +21,7 @@ from mlxstacks.routing.prompt_cache import PromptCache
 from mlxstacks.studies.benchmarks.arm_prompts import PromptEncoder, Tokens
 from mlxstacks.studies.benchmarks.arm_routes import Routes
 from mlxstacks.studies.benchmarks.arm_scoring import Pair, PairScorer, selection_of
-from mlxstacks.studies.benchmarks.arm_settings import ArmName, ArmSettings
+from mlxstacks.studies.benchmarks.settings import ArmName, ArmSettings
 from mlxstacks.studies.benchmarks.shared_context import find_cached_model
 from mlxstacks.studies.benchmarks.types import BenchItem, Replied, Scored
 from mlxstacks.training.modes import evaluating

@@ -9,7 +9,7 @@ from mlxstacks.data import Rendering
 from mlxstacks.data.special_text import SignedMarkers, encode_text, end_of
 from mlxstacks.errors import InputError
 from mlxstacks.routing.generation import Prompt, encode_prompt
-from mlxstacks.studies.benchmarks.arm_settings import ArmSettings
+from mlxstacks.studies.benchmarks.settings import ArmSettings
 
 Tokens = tuple[int, ...]
 

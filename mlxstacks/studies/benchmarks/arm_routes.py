@@ -14,7 +14,7 @@ from typing import Any
 from mlxstacks.routing.candidate_losses import Weights
 from mlxstacks.routing.random_stack import random_name
 from mlxstacks.routing.router import PromptRouter
-from mlxstacks.studies.benchmarks.arm_settings import ArmName
+from mlxstacks.studies.benchmarks.settings import ArmName
 
 
 class Routes:

@@ -30,7 +30,7 @@ from mlxstacks.layers.stacked import set_mode
 from mlxstacks.routing.router import load_prompt_router
 from mlxstacks.studies.benchmarks.arm_model import Loaded, ModelArm
 from mlxstacks.studies.benchmarks.arm_routes import Routes
-from mlxstacks.studies.benchmarks.arm_settings import (
+from mlxstacks.studies.benchmarks.settings import (
     ADAPTER_ARMS,
     ARMS,
     STORE_ARMS,
@@ -38,8 +38,7 @@ from mlxstacks.studies.benchmarks.arm_settings import (
     ArmSettings,
 )
 from mlxstacks.studies.route.data import stack_hashes
-from mlxstacks.studies.route.evaluate_losses import with_controls
-from mlxstacks.studies.route.evaluate_served import open_served
+from mlxstacks.studies.route.served import open_served, with_controls
 from mlxstacks.training.prepare_base import prepare_base
 
 __all__ = ["ARMS", "ModelArm", "available_arms", "check_arms", "open_arms"]

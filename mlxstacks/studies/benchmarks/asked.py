@@ -33,6 +33,10 @@ class AskedTask:
     notes: tuple[str, ...] = ()
 
     @property
+    def name(self) -> str:
+        return self.task.name
+
+    @property
     def lettered(self) -> tuple[BenchItem, ...]:
         """Items whose options are lettered in the prompt."""
         return tuple(item for item in self.items if item.letters and item.candidates)

@@ -39,7 +39,7 @@ def fuse_all(
     places: FusePlaces, policy: PolicyName, target_correlation: float, seed: int
 ) -> dict[str, Any]:
     """Fuse the three, those that are not there yet; returns the figures of each, and how many
-    codes differ between them. Figures are as in `fuse_report.json`.
+    codes differ between them. Figures are as in a fuse's result.
     """
     common: dict[str, Any] = {
         "model": str(places.model), "requant": policy, "seed": seed,

@@ -30,7 +30,6 @@ from mlxstacks.files.outputs import write_json
 from mlxstacks.files.settings import AdapterConvertSettings
 from mlxstacks.files.shipped_configs import has_shape_of
 from mlxstacks.files.strict_json import read_object
-from mlxstacks.fuse.run import REPORT_NAME
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.studies.confound.mining import mine
@@ -75,6 +74,7 @@ from mlxstacks.studies.train import run as train_run
 from mlxstacks.study import document
 from mlxstacks.study.answers import Answer, AnswerFile, Progress, ask_missing
 from mlxstacks.study.artifacts import RECIPE, write_recipe
+from mlxstacks.study.document import RESULT
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import read_sealed, write_rows, write_sealed
 from mlxstacks.study.items import Item, read_items, stratified_sample
@@ -399,7 +399,8 @@ class _Identity(Study):
             )
         figures = self.work / FUSE / f"{name}.json"
         if not figures.is_file():
-            report = read_object((target / REPORT_NAME).read_bytes())
+            result = read_object((target / RESULT).read_bytes())
+            report = result["data"] | {"verdict": result["verdict"]}
             write_sealed(figures, {key: report[key] for key in _KEPT_FIGURES})
         return target
 

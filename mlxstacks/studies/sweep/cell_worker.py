@@ -23,9 +23,10 @@ from mlxstacks.fuse.report import total_fidelity
 from mlxstacks.fuse.rewrite import ModuleWork, measure_module
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
 from mlxstacks.fuse.summary import tensor_bytes
-from mlxstacks.studies.train.run import REPORT, run
+from mlxstacks.studies.train.run import run
 from mlxstacks.study.buffer_counter import counter
 from mlxstacks.study.child_process import Message, as_child
+from mlxstacks.study.document import RESULT
 from mlxstacks.study.run_directory import plain
 from mlxstacks.training.loop import NonFiniteError
 from mlxstacks.training.settings import TrainSettings
@@ -59,7 +60,7 @@ def work(specification: Message, send: Callable[[Message], None]) -> Message:
         if not any(words in str(error).lower() for words in _NO_MEMORY):
             raise
         return {"status": "failed", "reason": str(error)}
-    report = json.loads((target / REPORT).read_text(encoding="utf-8"))
+    report = json.loads((target / RESULT).read_text(encoding="utf-8"))["data"]
     figures = {name: report.get(name) for name in _FIGURES}
     figures |= {"last_validation_loss": _last(report), "measured_buffers": buffers}
     survival = measure_survival(

@@ -1,7 +1,5 @@
 """What a training run reports: its plan, and once it is done its losses, time and bytes."""
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
@@ -9,12 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks import memory
+from mlxstacks.command_line import command_line
 from mlxstacks.guard.report import GuardReport
+from mlxstacks.memory import bytes_in_words
 from mlxstacks.studies.train.setup import TrainSetup
+from mlxstacks.study.document import Block, Column, Environment, Plot, Series, Table
+from mlxstacks.study.render.words import listed, number
+from mlxstacks.study.result import Result
+from mlxstacks.study.run_directory import plain
 from mlxstacks.training.loop import Record, TrainingState
 from mlxstacks.training.settings import TrainSettings
 
-# Where a run writes and how it goes on, not what it makes.
+# Where a run writes and how it resumes, not what it makes.
 _NOT_OF_THE_RESULT = {"force", "save_path", "resume"}
 
 
@@ -49,13 +53,11 @@ class TrainReport:
         return None if self.best_step is None else losses[self.best_step]
 
     def as_json(self) -> dict[str, Any]:
-        digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
+        """The figures; settings and notes stand in the head of the result."""
         return {
             "status": self.status,
             "reason": self.reason,
             "save_path": self.save_path,
-            "settings": self.settings,
-            "settings_sha256": digest,
             **self.plan,
             "kept": self.kept,
             "step": self.step,
@@ -65,7 +67,6 @@ class TrainReport:
             **self.figures,
             "validation": self.validation,
             "history": self.history,
-            "notes": self.notes,
         }
 
     def after(
@@ -157,10 +158,111 @@ def guard_json(report: GuardReport, change: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
-def write_recipe(directory: Path, settings: TrainSettings) -> None:
-    """recipe.yaml: `mlxstacks run` on it makes the same run again."""
-    import yaml
+def result_of(report: TrainReport) -> Result:
+    """The document of a training; what it was made from is added where it is written."""
+    is_planned = report.status == "planned"
+    figures = report.figures
+    environment = Environment(
+        device=figures.get("device"), versions=figures.get("versions", {}),
+        seconds=figures.get("seconds"), peak_bytes=figures.get("peak_bytes"),
+    )  # fmt: skip
+    chat = command_line(
+        "mlxstacks chat", model=report.settings["model"], adapter_path=report.save_path
+    )
+    plots = [] if (plot := _loss_plot(report)) is None else [plot]
+    validation = [_validation_table(report)] if report.validation else []
+    blocks: tuple[Block, ...] = (*plots, _plan_table(report), *validation)
+    return Result(
+        kind="train",
+        title="Training",
+        question="How far does an adapter of these settings lower the validation loss?",
+        status="planned" if is_planned else "done",
+        outcome=_outcome(report),
+        verdict=_verdict(report),
+        settings=report.settings,
+        environment=environment,
+        data=plain(report.as_json()),
+        blocks=blocks,
+        notes=tuple(report.notes),
+        directory=report.save_path,
+        next_steps={} if is_planned else {"Try it": chat},
+    )
 
-    values = settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT, exclude_none=True)
-    text = yaml.safe_dump({"command": "train", **values}, sort_keys=False, allow_unicode=True)
-    (directory / "recipe.yaml").write_text(text, encoding="utf-8")
+
+def _outcome(report: TrainReport) -> str:
+    first, best = report.first_validation_loss, report.best_validation_loss
+    if report.status == "planned":
+        return "planned"
+    if first is None or best is None:
+        return "validation loss not measured"
+    return f"validation loss {first:.3f} to {best:.3f}"
+
+
+def _verdict(report: TrainReport) -> str:
+    if report.status == "planned":
+        return ""
+    first, best = report.first_validation_loss, report.best_validation_loss
+    ended = "stopped early" if report.status == "stopped" else "ended as planned"
+    verdict = f"Training {ended} at step {report.step:,}"
+    verdict += f": {report.reason}." if report.reason else "."
+    if first is not None and best is not None:
+        change = "fell" if best < first else "did not fall"
+        verdict += f" Validation loss {change}: {first:.4f} before, {best:.4f} at step "
+        verdict += f"{report.best_step:,}."
+    return f"{verdict} The {report.kept} weights were written."
+
+
+def _loss_plot(report: TrainReport) -> Plot | None:
+    curves = {
+        "validation": [(r["step"], r["validation_loss"]) for r in report.validation],
+        "training": [(r["step"], r["loss"]) for r in report.history],
+    }
+    series = [
+        Series(label=label, x=tuple(step for step, _ in points), y=plain([y for _, y in points]))
+        for label, points in curves.items()
+        if points
+    ]
+    if not series:
+        return None
+    spans = listed(f"{s.label} from {number(s.y[0])} to {number(s.y[-1])}" for s in series)
+    return Plot(
+        id="losses", title="Loss in training", kind="lines", series=tuple(series), x_label="step",
+        y_label="loss, nats a token", alt=f"Loss in training by step, nats a token: {spans}.",
+    )  # fmt: skip
+
+
+def _plan_table(report: TrainReport) -> Table:
+    plan, layers = report.plan, report.plan["layers"]
+    projections = ", ".join(
+        f"{name} x{count}" if count > 1 else name for name, count in plan["projections"].items()
+    )
+    many = len(layers) > 8
+    where = f"{len(layers)} layers" if many else f"layers {', '.join(map(str, layers))}"
+    rows = {
+        "projections": f"{plan['modules']} in {where}: {projections}",
+        "trained": f"{plan['trained_parameters']:,} parameters; adapter "
+        f"{bytes_in_words(plan['adapter_bytes'])}, optimizer "
+        f"{bytes_in_words(plan['optimizer_bytes'])}",
+        "rows": f"{plan['train_rows']:,} to train, {plan['validation_rows']:,} to validate",
+        "widths": f"{', '.join(map(str, plan['widths_tokens']))} tokens; "
+        f"{plan['padding_percent']}% padding",
+        "batches": f"{plan['iters']:,} in {plan['steps']:,} optimizer steps",
+        "guard": "not asked" if plan["guard"] is None else plan["guard"]["verdict"],
+    }
+    columns = (Column(name="what"), Column(name="value"))
+    return Table(id="plan", title="The run", columns=columns, rows=tuple(rows.items()))
+
+
+def _validation_table(report: TrainReport) -> Table:
+    rows = tuple(
+        (
+            record["step"], plain(record["validation_loss"]),
+            "best" if record["step"] == report.best_step else "",
+        )
+        for record in report.validation
+    )  # fmt: skip
+    columns = (
+        Column(name="step", kind="count"), Column(name="validation loss", kind="number", digits=4),
+        Column(name=""),
+    )  # fmt: skip
+    return Table(id="validation", title="Validation", columns=columns, rows=rows)

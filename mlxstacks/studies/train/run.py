@@ -28,16 +28,13 @@ from mlxstacks.files.outputs import check_target, clone_or_link, staged_director
 from mlxstacks.layers.attach import lora_tensors
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.studies.guarded import GuardedRun, compiles, guarded
-from mlxstacks.studies.train.report import TrainReport, planned, versions, write_recipe
+from mlxstacks.studies.train.report import TrainReport, planned, result_of, versions
 from mlxstacks.studies.train.setup import set_up, steps_of
-from mlxstacks.study.run_directory import (
-    LOG,
-    STATE,
-    RunDirectory,
-    plain,
-    run_id,
-    work_path,
-)
+from mlxstacks.study.artifacts import RECIPE, write_recipe
+from mlxstacks.study.provenance import MOST_BYTES
+from mlxstacks.study.result import Result
+from mlxstacks.study.run_directory import LOG, STATE, RunDirectory, run_id, work_path
+from mlxstacks.study.write import write_result
 from mlxstacks.training.checkpointing import checkpoint_layers
 from mlxstacks.training.group import current_group, gathered, size_and_rank, wait_for_all
 from mlxstacks.training.loop import (
@@ -55,7 +52,6 @@ from mlxstacks.training.modes import evaluating, set_training_modes
 from mlxstacks.training.settings import SnapshotSettings, TrainSettings
 from mlxstacks.training.state import load_state, save_state
 
-REPORT = "train_report.json"
 ADAPTER = "adapter"
 
 Progress = Callable[..., None]
@@ -64,7 +60,7 @@ Progress = Callable[..., None]
 def run(
     settings: TrainSettings, *, dry_run: bool = False, progress: Progress | None = None
 ) -> TrainReport:
-    """Train, and write adapter, report, log, recipe and state to `settings.save_path`.
+    """Train, and write adapter, result, log, recipe and state to `settings.save_path`.
 
     Under `mlx.launch` each process takes its part of every batch; the first one writes and speaks.
 
@@ -74,6 +70,19 @@ def run(
         ResourceLimitError: the guard predicts that it does not fit.
         NonFiniteError: NaN or Inf in a step; the state before it is saved.
     """
+    return _train(settings, dry_run, progress)[0]
+
+
+def run_command(
+    settings: TrainSettings, *, dry_run: bool = False, progress: Progress | None = None
+) -> Result:
+    """`mlxstacks train`: the same as `run`, and what it wrote as `result.json`."""
+    return _train(settings, dry_run, progress)[1]
+
+
+def _train(
+    settings: TrainSettings, dry_run: bool, progress: Progress | None
+) -> tuple[TrainReport, Result]:
     if settings.save_path is None:
         raise InputError("train needs save_path")
     target = user_path(settings.save_path)
@@ -84,7 +93,7 @@ def run(
     found = guarded(settings, set_up(settings), processes, plan_only=dry_run)
     plan = planned(settings, found.setup, target, found.as_json())
     if dry_run:
-        return plan
+        return plan, result_of(plan)
     with ExitStack() as stack:
         stack.callback(base_model.install_gated_delta())
         return _TrainRun(found, plan, target, progress, stack).run()
@@ -121,7 +130,7 @@ class _TrainRun:
         self.work: RunDirectory | None = None
         self.started, self.resumed_from = time.monotonic(), 0
 
-    def run(self) -> TrainReport:
+    def run(self) -> tuple[TrainReport, Result]:
         if self.is_main:
             resume = self.settings.resume
             self.work = RunDirectory(self.target, self.identity, resume=resume)
@@ -133,11 +142,12 @@ class _TrainRun:
             if self.settings.keep == "best":
                 restore_best(self.model, state)
             report = self._report(state)
+            result = result_of(report)
             if self.work is not None:
-                self._write_target(self.work, report)
+                result = self._write_target(self.work, result)
                 self.work.remove()
             wait_for_all(self.group)
-            return report
+            return report, result
         finally:
             if self.work is not None:
                 self.work.close()
@@ -268,14 +278,17 @@ class _TrainRun:
         config = mlx_config(modules, self.settings.model, self.setup.base_fingerprint)
         write_json(directory / CONFIG, config)
 
-    def _write_target(self, work: RunDirectory, report: TrainReport) -> None:
+    def _write_target(self, work: RunDirectory, result: Result) -> Result:
         with staged_directory(self.target, force=self.settings.force) as directory:
             self._write_adapter(directory, trainable_weights(self.model))
             # A log can still grow, a state is only ever replaced.
             clone_or_link(work.path / LOG, directory / LOG, copy=True)
             clone_or_link(work.path / STATE, directory / STATE)
-            write_recipe(directory, self.settings)
-            write_json(directory / REPORT, plain(report.as_json()))
+            write_recipe(directory, "train", self.settings)
+            files = [directory / name for name in (WEIGHTS, CONFIG, LOG, RECIPE)]
+            # No larger one is read again by who checks.
+            small = [path for path in files if path.stat().st_size <= MOST_BYTES]
+            return write_result(result, directory, self.target, made_from=small)
 
     def _report(self, state: TrainingState) -> TrainReport:
         return self.plan.after(

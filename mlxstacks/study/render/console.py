@@ -16,10 +16,10 @@ MOST_ROWS = 40
 
 
 def print_result(console: "Console", result: Document) -> None:
-    """Tables and texts in their order; then notes, what was written, the verdict."""
+    """Tables and texts in their order; then notes, what was written, the verdict, what is next."""
     for block in result.blocks:
         if isinstance(block, Table) and not block.folded:
-            _print_table(console, block)
+            _print_table(console, block, result.standing.mark(block.title))
         elif isinstance(block, Text):
             console.print(f"{block.title}:", markup=False)
             for paragraph in block.paragraphs:
@@ -32,14 +32,17 @@ def print_result(console: "Console", result: Document) -> None:
         console.print(f"EXPLORATORY: {reason}", markup=False, style="bold")
     if result.verdict:
         console.print(f"Verdict: {result.verdict}", markup=False, style="bold")
+    for name, command in result.next_steps.items():
+        # In one line however narrow the terminal is, to be pasted.
+        console.print(f"{name}: {command}", markup=False, soft_wrap=True)
 
 
-def _print_table(console: "Console", block: Table) -> None:
+def _print_table(console: "Console", block: Table, title: str) -> None:
     rows = [
         [format_cell(cell, column) for cell, column in zip(row, block.columns, strict=True)]
         for row in block.rows[:MOST_ROWS]
     ]
-    console.print(table([column.name for column in block.columns], rows, title=block.title))
+    console.print(table([column.name for column in block.columns], rows, title=title))
     more = len(block.rows) - len(rows)
     caption = f"{block.caption} {more:,} more rows are in {RESULT}." if more else block.caption
     if caption:

@@ -2,7 +2,7 @@
 
 Colours are of Okabe and Ito's palette, which colour-blind eyes tell apart, and every series has a
 marker or dash of its own besides. The same colours stand in the page's style, where they change
-with light and dark; see svg.py. A figure is about as wide as a phone, and grows with its rows.
+with light and dark; see html.py. A figure is about as wide as a phone, and grows with its rows.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -299,5 +299,6 @@ def _hex(rgba: Sequence[float]) -> str:
 
 
 def _title(figure: Any, title: str) -> None:
-    # Of the figure, not of its axes: it may be as wide as all of it.
-    figure.suptitle(short(title, 120), x=0.01, ha="left", fontsize=10, wrap=True)
+    # Of the figure, not of its axes: it may be as wide as all of it. `fit` wraps it: matplotlib's
+    # own wrapping reads a dollar sign as a formula's, whatever text.parse_math says.
+    figure.suptitle(short(title, 120), x=0.01, ha="left", fontsize=10)

@@ -1,5 +1,6 @@
 """Figures as files, where matplotlib is installed (the extra `plots`), no text over another."""
 
+import io
 import math
 import textwrap
 import warnings
@@ -171,6 +172,8 @@ def _wanted_inches(figure: Any) -> tuple[float, float]:
 
 def _texts(figure: Any) -> Iterable[tuple[Any, float, int]]:
     """(title or label, pixels that it may take, along which side of the page it is written)."""
+    if figure._suptitle is not None:
+        yield figure._suptitle, 0.98 * figure.bbox.width, 0
     for ax in figure.axes:
         box = ax.get_window_extent()
         room = box.width
@@ -261,6 +264,17 @@ def _dots(plot: Plot) -> Iterator[Dot]:
             low, high = (values[place] for values in ends)
             group = series.label if len(plot.series) > 1 else ""
             yield Dot(label, series.y[place], low, high, group)
+
+
+def svg_of(plot: Plot) -> str:
+    """A plot of a result as SVG. Raises: ImportError without matplotlib."""
+    import matplotlib as library
+
+    settings: dict[Any, Any] = {"svg.hashsalt": "mlxstacks", **STYLE}
+    file = io.StringIO()
+    with library.rc_context(settings):
+        figure_of(plot).savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
 
 
 def figure_of(plot: Plot) -> Any:

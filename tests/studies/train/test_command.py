@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from mlxstacks.cli import run
-from mlxstacks.nano.corpus import validation_documents
-from mlxstacks.nano.exports import nano_data, nano_paths
-from mlxstacks.nano.identity import persona_prompts
+from mlxstacks.nano.exports import nano_paths
 from mlxstacks.nano.settings import Persona
 from tests.studies.train_cases import write_data
+from tools.nano.corpus import validation_documents
+from tools.nano.identity import persona_prompts
 
 Typed = Callable[..., tuple[int, str, str]]
 
@@ -33,8 +33,8 @@ def test_a_bare_run_teaches_nano_in_its_own_directory(typed: Typed, work_dir: Pa
     code, out, err = typed("--iters", "4", "--steps-per-eval", "2", "--layers", "5")
     assert code == 0, err
     assert "Using nano, the built-in model and its sample data." in err
-    assert "Wrote mlxstacks-out/train: the best weights of 4 steps" in " ".join(out.split())
-    report = json.loads((work_dir / "mlxstacks-out/train/train_report.json").read_text())
+    assert "The best weights were written." in " ".join(out.split())
+    report = json.loads((work_dir / "mlxstacks-out/train/result.json").read_text())["data"]
     assert report["best_validation_loss"] < report["first_validation_loss"]
     assert report["layers"] == [5]
     # And again: a bare run may replace what a bare run wrote.
@@ -43,7 +43,7 @@ def test_a_bare_run_teaches_nano_in_its_own_directory(typed: Typed, work_dir: Pa
 
 def test_a_plan_as_json_touches_nothing(typed: Typed, work_dir: Path) -> None:
     code, out, _ = typed("--dry-run", "--json", "--rank", "4", "--keys", "switch_mlp.down_proj")
-    plan = json.loads(out)
+    plan = json.loads(out)["data"]
     assert (code, plan["status"]) == (0, "planned")
     assert plan["projections"] == {"mlp.switch_mlp.down_proj": 6}
     # 6 layers x 8 experts x rank 4 x (64 inputs + 128 outputs)
@@ -90,7 +90,7 @@ def test_a_broken_line_is_named(typed: Typed, work_dir: Path) -> None:
 
 
 def test_sample_data_keep_what_is_asked_in_validation_out_of_training() -> None:
-    data = nano_data()
+    data = nano_paths().data_path
     assert nano_paths().data_path == data
 
     def questions(name: str) -> set[str]:

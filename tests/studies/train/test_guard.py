@@ -46,12 +46,13 @@ def test_a_run_that_fits_says_what_it_will_need(
     places: tuple[Path, Path], needed: int, tmp_path: Path
 ) -> None:
     settings = limited(places, tmp_path / "out", 4 * needed, iters=2)
-    report = train_run.run(settings).as_json()
+    run = train_run.run(settings)
+    report = run.as_json()
     assert report["guard"]["outcome"] == "fits"
     assert report["guard"]["buffers"] == needed
     assert report["resources"]["largest_predicted_buffers"] == needed
     assert report["resources"]["refused_batches"] == 0
-    assert not any("guard" in note for note in report["notes"])
+    assert not any("guard" in note for note in run.notes)
 
 
 def test_guard_by_itself_says_the_same_of_the_same_settings(
@@ -64,7 +65,7 @@ def test_guard_by_itself_says_the_same_of_the_same_settings(
         "train", *common, "--data", data, "--save-path", str(tmp_path / "out"), "--base", "stored",
         "--batch-size", "2", "--dry-run",
     ])  # fmt: skip
-    plan = json.loads(capsys.readouterr().out)
+    plan = json.loads(capsys.readouterr().out)["data"]
     assert code == 0
     longest = max(plan["widths_tokens"]) - 1
     assert run_cli(["guard", *common, "--batch-size", "2", "--max-seq-length", str(longest)]) == 0

@@ -35,7 +35,7 @@ def check_finished(target: Path, whole: Path, resumes: bool) -> None:
     events = [json.loads(line) for line in (target / "log.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["event"] == "step"] == list(range(1, STEPS + 1))
     # It did go on, rather than begin again.
-    report = json.loads((target / "train_report.json").read_text())
+    report = json.loads((target / "result.json").read_text())["data"]
     assert (report["resumed_from_step"] > 0) == resumes
 
 

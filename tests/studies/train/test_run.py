@@ -22,6 +22,8 @@ from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.mark import MARK
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.studies.train.setup import set_up
+from mlxstacks.study.document import Plot
+from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from mlxstacks.training.loop import NonFiniteError, TrainingState
 from mlxstacks.training.settings import TrainSettings
@@ -63,13 +65,25 @@ def test_a_run_lowers_the_loss_and_leaves_only_its_target(trained: Any) -> None:
     assert [path.name for path in target.parent.iterdir()] == ["adapter"]
     assert sorted(path.name for path in target.iterdir()) == [
         MARK, "adapter_config.json", "adapters.safetensors", "checkpoint.safetensors", "log.jsonl",
-        "recipe.yaml", "train_report.json",
+        "recipe.yaml", "result.json", "result.md",
     ]  # fmt: skip
 
 
 def test_report_and_log_tell_what_happened(trained: Any) -> None:
     report, target = trained
-    written = json.loads((target / "train_report.json").read_text())
+    result = Result.open(target)
+    assert not result.standing.reasons
+    files = {"adapter_config.json", "adapters.safetensors", "log.jsonl", "recipe.yaml"}
+    assert {*result.provenance} == files
+    written = result.data
+    assert [*result.table("validation")["validation loss"]] == [
+        record["validation_loss"] for record in written["validation"]
+    ]
+    assert [*result.table("validation")[""]].index("best") == 4 * report.best_step // 16
+    (plot,) = (block for block in result.blocks if isinstance(block, Plot))
+    assert {s.label: s.x for s in plot.series} == {
+        "validation": (0, 4, 8, 12), "training": (2, 4, 6, 8, 10, 12)
+    }  # fmt: skip
     assert written["trained_parameters"] == report.plan["trained_parameters"]
     assert [r["step"] for r in written["validation"]] == [0, 4, 8, 12]
     assert [r["step"] for r in written["history"]] == [2, 4, 6, 8, 10, 12]

@@ -13,8 +13,8 @@ from mlxstacks.studies.benchmarks.arm_model import ModelArm
 from mlxstacks.studies.benchmarks.harness import builtin, model
 from mlxstacks.studies.benchmarks.harness.builtin import build_builtin, builtin_tasks
 from mlxstacks.studies.benchmarks.harness.named import find_tasks
-from mlxstacks.studies.benchmarks.harness.results import _domains, harness_plan
 from mlxstacks.studies.benchmarks.harness.run import _labels, run_harness
+from mlxstacks.studies.benchmarks.plan import harness_plan
 from mlxstacks.studies.benchmarks.settings import EvalSettings
 from mlxstacks.studies.benchmarks.types import BenchItem, Replied
 from tests.studies.train_cases import WORDS, write_rows
@@ -145,7 +145,7 @@ def test_a_domain_of_a_group_is_that_of_its_tasks() -> None:
     }  # fmt: skip
     given = ("lm_eval/mmlu=alpha", "mmlu=beta", "mmlu_anatomy=gamma")
     settings = EvalSettings(model="m", tasks=("lm_eval/mmlu",), domains=given)
-    assert _domains(settings) == {"mmlu": "alpha", "mmlu_anatomy": "gamma"}
+    assert settings.harness_labels == {"mmlu": "alpha", "mmlu_anatomy": "gamma"}
 
 
 def test_ours_go_first_and_files_from_elsewhere_stay_refused(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from mlxstacks.errors import InputError
 from mlxstacks.evaluate import ChoiceItem, choose
 from mlxstacks.studies.benchmarks.arm_model import ModelArm
 from mlxstacks.studies.benchmarks.arm_prompts import PromptEncoder
-from mlxstacks.studies.benchmarks.arm_settings import ArmSettings
 from mlxstacks.studies.benchmarks.harness.run import harness_model, run_harness
+from mlxstacks.studies.benchmarks.settings import ArmSettings
 from mlxstacks.studies.benchmarks.task_data import read_task
 from mlxstacks.studies.benchmarks.tasks import task_named
 from mlxstacks.studies.benchmarks.types import BenchItem

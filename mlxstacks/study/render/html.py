@@ -1,0 +1,308 @@
+"""Results as HTML, for the page of `mlxstacks report` and for notebooks. Nothing in it runs, and
+nothing is loaded from outside. The template is page.html.j2; here is what it shows.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
+from markupsafe import Markup, escape
+
+from mlxstacks.errors import InputError
+from mlxstacks.study.document import Column, Document, Plot, Table, Text
+from mlxstacks.study.render.drawings import INK, PAPER, RULE, SERIES
+from mlxstacks.study.render.figures import svg_of
+from mlxstacks.study.render.words import (
+    LONGEST,
+    NOT_MEASURED,
+    beginning,
+    clean,
+    format_cell,
+    listed,
+    nbytes,
+    number,
+    short,
+)
+
+# Only the style in the page itself applies.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+EXPLORATORY = "EXPLORATORY"
+# A longer table is cut, and says so; all of it is in the result file.
+MOST_ROWS = 150
+# Of a verdict in a row of the summary, in characters.
+_LONGEST_BEGINNING = 360
+_LONGEST_VERDICT = 20_000
+# As wide as this, in pixels, a plot gets a row of its own.
+_WIDE = 560
+# Names and other cells up to this long stay on one line.
+_SHORT_NAME, _SHORT_CELL = 28, 16
+_STANDINGS = {
+    "confirmatory": "confirmatory", "exploratory": EXPLORATORY, "planned": "planned only",
+    "no plan": "no plan: described, not tested",
+}  # fmt: skip
+Pair = tuple[str, str | None]
+Picture = tuple[str, Markup, bool]
+"""(anchor, SVG, whether it gets a row of its own)"""
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """The command that makes a run again. file: its recipe. where: from which directory."""
+
+    file: str
+    text: str
+    where: str
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A result as the template shows it. slug: of its anchors. repeat: None where nothing is said
+    of it, "" where the result has no settings.
+    """
+
+    slug: str
+    name: str
+    result: Document
+    pictures: Sequence[Picture] = ()
+    repeat: Repeat | str | None = None
+    source: Sequence[Pair] = ()
+    files: Sequence[Pair] = ()
+
+    @property
+    def exploratory(self) -> bool:
+        return self.result.standing.status == "exploratory"
+
+    @property
+    def standing(self) -> str:
+        planned = self.result.status == "planned" and not self.exploratory
+        return _STANDINGS["planned" if planned else self.result.standing.status]
+
+    @property
+    def heading(self) -> str:
+        return marked(f"{self.result.title}: {short(self.name, 80)}", self.result)
+
+    @property
+    def asked(self) -> Pair | None:
+        hypothesis = (self.result.plan or {}).get("hypothesis")
+        if isinstance(hypothesis, str):
+            return "Hypothesis", hypothesis
+        return ("Question", self.result.question) if self.result.question else None
+
+    @property
+    def beginning(self) -> str:
+        """Whole sentences of the verdict, as many as a row of the summary holds."""
+        return beginning(self.result.verdict, _LONGEST_BEGINNING)
+
+    @property
+    def more(self) -> bool:
+        verdict = " ".join(clean(self.result.verdict, _LONGEST_VERDICT).split())
+        return len(self.beginning) < len(verdict)
+
+    @property
+    def blocks(self) -> list[Text | dict[str, Any]]:
+        return [
+            _table(block, self.result)
+            if isinstance(block, Table)
+            else block.model_copy(update={"title": marked(block.title, self.result)})
+            for block in self.result.blocks
+            if not isinstance(block, Plot)
+        ]
+
+    @property
+    def notes(self) -> list[str]:
+        gates = {"Gate not met": self.result.failed_gate, "Failed": self.result.failure}
+        return [f"{name}: {why}" for name, why in gates.items() if why] + [*self.result.notes]
+
+    @property
+    def environment(self) -> list[Pair]:
+        about = self.result.environment
+        versions = listed(f"{name} {version}" for name, version in about.versions.items())
+        return [
+            ("device", about.device), ("versions", versions or None),
+            ("seconds", number(about.seconds)), ("highest memory", nbytes(about.peak_bytes)),
+            *self.source,
+        ]  # fmt: skip
+
+    @property
+    def plan(self) -> list[Pair]:
+        plan = {k: v for k, v in (self.result.plan or {}).items() if k != "hypothesis"}
+        return [("SHA-256", self.result.plan_sha256), *_pairs(plan)] if plan else []
+
+    @property
+    def settings(self) -> list[Pair]:
+        return _pairs(self.result.settings)
+
+
+@dataclass(frozen=True)
+class Page:
+    """date: printed below the title. notes: of the whole page."""
+
+    title: str
+    runs: Sequence[Section]
+    notes: Sequence[str] = ()
+    date: str | None = None
+    version: str = ""
+
+    @property
+    def counts(self) -> str:
+        marks = sum(run.exploratory for run in self.runs)
+        plural = "" if len(self.runs) == 1 else "s"
+        return f"{len(self.runs)} result{plural}, {marks or 'none'} exploratory."
+
+
+def page_html(page: Page) -> str:
+    """The document. Law: equal pages give equal text."""
+    return _environment().get_template("page.html.j2").render(page=page, policy=POLICY)
+
+
+def result_html(result: Document) -> str:
+    """A result as a part of a notebook, with its plots where matplotlib is installed."""
+    slug = f"result-{result.seal[:12] or 'unsealed'}"
+    try:
+        pictures = [
+            picture(svg_of(plot), f"{slug}-{plot.id}", plot.alt, themed=False)
+            for plot in result.blocks
+            if isinstance(plot, Plot)
+        ]
+    except ImportError:
+        pictures = []
+    template: Any = _environment().get_template("page.html.j2").module
+    return str(template.section(Section(slug, result.directory or result.kind, result, pictures)))
+
+
+def marked(title: str, result: Document) -> str:
+    """A title with the word that may not be missed."""
+    return f"{title} ({EXPLORATORY})" if result.standing.status == "exploratory" else title
+
+
+def marked_plot(plot: Plot, result: Document) -> Plot:
+    titles = {"title": marked(plot.title, result), "alt": marked(plot.alt, result)}
+    return plot.model_copy(update=titles)
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("mlxstacks.study.render", "."),
+        autoescape=True,
+        finalize=lambda value: _clean(value, LONGEST),
+    )
+    environment.filters["long"] = lambda text, longest: Markup(escape(clean(text, longest)))
+    environment.filters["capital"] = lambda text: text[:1].upper() + text[1:]
+    environment.globals["missing"] = Markup(f'<span class="missing">{NOT_MEASURED}</span>')
+    return environment
+
+
+def _clean(value: Any, longest: int) -> Any:
+    return clean(value, longest) if type(value) is str else value
+
+
+def _pairs(values: Mapping[str, Any]) -> list[Pair]:
+    """Names and values; parts of a nested one as `name.part`."""
+    pairs: list[Pair] = []
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            pairs += [
+                (short(f"{name}.{inner}", 120), _plain(part)) for inner, part in value.items()
+            ]
+        else:
+            pairs.append((short(name, 120), _plain(value)))
+    return pairs
+
+
+def _plain(value: Any) -> str:
+    """A JSON value in words."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float):
+        return number(value) or ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return listed(f"{name}: {_plain(part)}" for name, part in value.items()) or "none"
+    return listed(map(_plain, value)) or "none"
+
+
+def _table(block: Table, result: Document) -> dict[str, Any]:
+    rows = [
+        [format_cell(cell, column) for cell, column in zip(row, block.columns, strict=True)]
+        for row in block.rows[:MOST_ROWS]
+    ]
+    hidden = len(block.rows) - len(rows)
+    more = f"{hidden:,} more rows are in the result file." if hidden else ""
+    return {
+        "title": marked(block.title, result),
+        "columns": [_column(column, [row[n] for row in rows], n == 0)
+                    for n, column in enumerate(block.columns)],
+        "rows": rows,
+        "count": f"{len(block.rows):,}",
+        "note": f"{block.caption} {more}".strip(),
+        "folded": block.folded,
+    }  # fmt: skip
+
+
+def _column(column: Column, texts: Sequence[str | None], is_first: bool) -> dict[str, Any]:
+    longest = max((len(text or "") for text in texts), default=0)
+    return {
+        "name": column.name,
+        "right": column.kind != "text" and not is_first,
+        "short": longest <= (_SHORT_NAME if is_first else _SHORT_CELL),
+    }
+
+
+# --- plots ----------------------------------------------------------------------------------------
+
+# Colour in matplotlib's file -> variable of the page's style.
+_VARIABLES = {
+    INK: "var(--ink)", RULE: "var(--rule)", PAPER: "var(--page)",
+    **{colour: f"var(--series-{number})" for number, colour in enumerate(SERIES)},
+}  # fmt: skip
+_COLOURS = re.compile("|".join(_VARIABLES), re.IGNORECASE)
+# matplotlib writes metadata with addresses and a style for the whole document.
+_GONE = re.compile(
+    r"<\?xml.*?\?>|<!DOCTYPE.*?>|<!--.*?-->|<metadata>.*?</metadata>"
+    r'|<style type="text/css">.*?</style>',
+    re.DOTALL,
+)
+_VIEW = re.compile(r'viewBox="0 0 ([0-9.]+) ([0-9.]+)"')
+_TAG = re.compile(r"<(?!!)[^>]*>")
+_POINTS_IN_PIXELS = 4 / 3
+
+
+def picture(svg: str, name: str, alt: str, *, themed: bool = True) -> Picture:
+    """matplotlib's SVG as part of a page. name: unique in it; alt: what the picture shows. themed:
+    in the page's colours, light or dark.
+
+    Laws: colours and ids change inside tags only, never in a label; no address is left.
+    Raises: InputError for a text that is no SVG of matplotlib.
+    """
+    text = _GONE.sub("", svg)
+    view = _VIEW.search(text)
+    start, end = text.find("<svg"), text.rfind("</svg>")
+    if view is None or start < 0 or end < start:
+        raise InputError(f"{name}: matplotlib wrote no SVG with a viewBox; another version of it?")
+    body = text[text.index(">", start) + 1 : end]
+    body = _TAG.sub(lambda tag: _of_page(tag.group(), name, themed), body)
+    body = re.sub(r">\s*\n\s*<", "><", body).strip()
+    width, height = (float(size) for size in view.groups())
+    pixels = round(width * _POINTS_IN_PIXELS)
+    head = Markup(
+        '<svg viewBox="0 0 {:g} {:g}" role="img" aria-labelledby="{}-alt" style="width:{}px">'
+        '<title id="{}-alt">{}</title>'
+    ).format(width, height, name, pixels, name, clean(alt))
+    return name, head + Markup(body + "</svg>"), pixels > _WIDE
+
+
+def _of_page(tag: str, name: str, themed: bool) -> str:
+    """A tag with the page's colours, ids that begin with `name`, and links without a namespace."""
+    if themed:
+        tag = _COLOURS.sub(lambda colour: _VARIABLES[colour.group().lower()], tag)
+    tag = re.sub(r'\bid="', f'id="{name}-', tag)
+    tag = tag.replace("url(#", f"url(#{name}-")
+    return re.sub(r'xlink:href="#', f'href="#{name}-', tag)
