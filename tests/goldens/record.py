@@ -65,7 +65,9 @@ _NEW_IN_THE_HEAD = {
     "convert": {"kind", "verdict"},
 }  # fmt: skip
 # What the report of a kind held at the top, and its result holds in the head.
-_IN_THE_HEAD = {"identity": {"standing"}, "sweep": {"failed_gate"}}
+_IN_THE_HEAD = {
+    "confound": {"standing"}, "identity": {"standing"}, "sweep": {"failed_gate"},
+}  # fmt: skip
 
 
 # What a kind of result said of itself otherwise, or not at all, before it was a `Result`.
@@ -73,6 +75,8 @@ FORMER: dict[str, dict[str, Any]] = {
     "route train": {"status": "trained"},
     "route explain": {"status": None, "settings": None},
 }
+# Of a result's head, what former documents of some commands had no word for.
+_OF_THE_HEAD = ("kind", "status", "verdict", "settings.")
 
 
 def pruned(value: Any) -> Any:
@@ -184,6 +188,8 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], fl
         for key in sorted(old_leaves.keys() | new_leaves.keys()):
             before, after = old_leaves.get(key), new_leaves.get(key)
             if before == after or _both_nan(before, after):
+                continue
+            if key not in old_leaves and key.startswith(_OF_THE_HEAD):
                 continue
             if isinstance(before, float) and isinstance(after, float):
                 share = abs(after - before) / max(abs(before), abs(after))

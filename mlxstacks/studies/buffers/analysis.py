@@ -20,7 +20,7 @@ from typing import Any, Literal
 from mlxstacks.stats import MeanInterval, mean_interval
 from mlxstacks.studies.buffers.arms import ArmRecord
 from mlxstacks.studies.buffers.settings import BufferSettings
-from mlxstacks.study.document import Block, Cell, Column, Plot, Series, Table
+from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table
 
 Outcome = Literal["equal", "moves", "undecided", "invalid"]
 Condition = tuple[str, str, str]
@@ -257,12 +257,8 @@ def _named(condition: Condition) -> str:
 
 
 def plan_table(plan: Mapping[str, Any], arms: int) -> Table:
-    rows = {"runs": arms, **plan}
-    columns = (Column(name="what"), Column(name="value"))
-    return Table(
-        id="plan", title="The plan", columns=columns,
-        rows=tuple((name, _in_words(value)) for name, value in rows.items()),
-    )  # fmt: skip
+    rows = [(name, _in_words(value)) for name, value in {"runs": arms, **plan}.items()]
+    return Table.of("plan", "The plan", {"what": "text", "value": "text"}, rows)
 
 
 def _in_words(value: Any) -> str:
@@ -284,21 +280,19 @@ def blocks(figures: Mapping[str, Any], margin: float) -> tuple[Block, ...]:
         low, high = row["peaks"]
         peaks = f"{low:,} to {high:,}"
         rows.append((*row["condition"], row["rank"], peaks, *cells, row["growth_per_step"]))
-    changes = ("mean difference (90%), %", "family's interval, %", "largest, %")
-    controls = Table(
-        id="controls", title="Positive control: what row length does",
-        columns=(Column(name="runs"), Column(name="shortest to longest", kind="share", digits=0)),
-        rows=tuple(figures["controls"].items()),
-    )  # fmt: skip
-    ranks = Table(
-        id="ranks", title="Live buffers at the peak, by rank", rows=tuple(rows),
-        columns=(
-            *(Column(name=name) for name in ("trainer", "checkpointing", "lengths")),
-            Column(name="rank", kind="count"), Column(name="live buffers"),
-            *(Column(name=name, kind="change", digits=3) for name in changes),
-            Column(name="growth a step", kind="change", digits=2),
-        ),
+    columns: Columns = {
+        "trainer": "text", "checkpointing": "text", "lengths": "text", "rank": "count",
+        "live buffers": "text", "mean difference (90%), %": ("change", 3),
+        "family's interval, %": ("change", 3), "largest, %": ("change", 3),
+        "growth a step": ("change", 2),
+    }  # fmt: skip
+    ranks = Table.of(
+        "ranks", "Live buffers at the peak, by rank", columns, rows,
         caption="Differences: to the lowest rank of the condition.",
+    )  # fmt: skip
+    controls = Table.of(
+        "controls", "Positive control: what row length does",
+        {"runs": "text", "shortest to longest": ("share", 0)}, figures["controls"].items(),
     )  # fmt: skip
     return ranks, controls, _difference_plot(figures["comparisons"], margin)
 

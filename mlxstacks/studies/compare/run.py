@@ -29,7 +29,6 @@ from mlxstacks.studies.compare.measures import measures
 from mlxstacks.studies.compare.report import blocks, budget_table, outcome
 from mlxstacks.studies.compare.settings import ArmSettings, CompareSettings
 from mlxstacks.studies.stack import run as stack_run
-from mlxstacks.studies.stack.report import StackReport
 from mlxstacks.study.child_process import Message, how_it_ended, run_child
 from mlxstacks.study.document import Standing
 from mlxstacks.study.plan import PLAN, keep_plan
@@ -118,7 +117,7 @@ class _Comparison:
         places = {"model": self.settings.model, "data": self.settings.data}
         return self.settings.settings_of(arm, **places, **given)
 
-    def _planned(self, arm: ArmSettings) -> StackReport:
+    def _planned(self, arm: ArmSettings) -> Result:
         """The arm's run as it would be. Raises: InputError naming the arm."""
         nowhere = self.directory / f".{arm.name}.plan"
         try:
@@ -204,7 +203,7 @@ def rule_of(settings: CompareSettings) -> Rule:
 
 def plan_of(
     settings: CompareSettings,
-    planned: dict[str, StackReport],
+    planned: dict[str, Result],
     budgets: dict[str, ArmBudget],
 ) -> dict[str, Any]:
     """All that is decided beforehand: the settings but for where files lie, each arm's whole run,
@@ -223,8 +222,8 @@ def plan_of(
         "arms": arms,
         "budgets": as_json(budgets),
         "rules": RULES,
-        "base_fingerprint": first.plan["base_fingerprint"],
-        "data": {name: domain["data"] for name, domain in first.domains.items()},
+        "base_fingerprint": first.data["base_fingerprint"],
+        "data": {name: domain["data"] for name, domain in first.data["domains"].items()},
     }
 
 

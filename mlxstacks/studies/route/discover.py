@@ -151,6 +151,8 @@ class _Discovery(Study):
         settings, rules = self.settings, self.rules
         outcomes = read_discovered_outcomes(work)
         figures = read_object((work / FIGURES).read_bytes())
+        speed = figures["figures"]["pairs_per_second"]
+        speed_note = (f"{speed:.2f} pairs a second.",) if speed else ()
         data = {
             **self.data,
             "oracle": oracle_table(rules, outcomes),
@@ -167,7 +169,7 @@ class _Discovery(Study):
         return Result(
             **ABOUT, status="done", data=data, blocks=blocks(data),
             outcome=f"{100 * data['counts']['discovered_share']:.0f}% of targets discovered",
-            verdict=verdict(data, outcomes), notes=tuple(figures["notes"]),
+            verdict=verdict(data, outcomes), notes=(*figures["notes"], *speed_note),
             next_steps={"Next": train},
         )  # fmt: skip
 

@@ -256,12 +256,8 @@ class _Sweep(Study):
     def _saved_steps(self, cell: Cell) -> list[int]:
         """Steps at which a run that did not end saved its state: its usable checkpoints."""
         path = work_path(self.directory / cell.name) / LOG
-        if not path.is_file():
-            return []
-        records = []
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if '"saved"' in line:
-                records.append(json.loads(line))
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        records = [json.loads(line) for line in lines if '"saved"' in line]
         return sorted({record["step"] for record in records if record["event"] == "saved"})
 
     def _tell(self, place: int, share: float, cell: Cell, what: str) -> None:
@@ -272,8 +268,5 @@ class _Sweep(Study):
 
 def _link_tree(source: Path, destination: Path) -> None:
     """Every file again under another directory, without its bytes."""
-    for path in sorted(source.rglob("*")):
-        if path.is_file():
-            linked = destination / path.relative_to(source)
-            linked.parent.mkdir(parents=True, exist_ok=True)
-            clone_or_link(path, linked)
+    link = lambda old, new: clone_or_link(Path(old), Path(new))  # noqa: E731
+    shutil.copytree(source, destination, copy_function=link)

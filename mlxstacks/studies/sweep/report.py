@@ -14,7 +14,7 @@ from mlxstacks.studies.sweep.summary import (
     point_of,
     verdict,
 )
-from mlxstacks.study.document import Block, Cell, Column, Plot, Series, Table
+from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table
 from mlxstacks.study.result import Result
 
 ABOUT = {
@@ -75,21 +75,14 @@ def _notes(results: Sequence[CellResult]) -> tuple[str, ...]:
 
 def plan_table(cells: Sequence[Figures]) -> Table:
     """The cells of --dry-run."""
-    rows = tuple(
-        (
-            cell["name"], cell["status"], cell["parameters"], cell["predicted_buffers"],
-            cell["predicted_bytes"], cell["outcome"], cell["seconds"], cell["least_seconds"],
-        )
-        for cell in cells
-    )  # fmt: skip
-    return Table(
-        id="cells", title="Cells", rows=rows,
-        columns=(
-            Column(name="cell"), Column(name="status"), Column(name="trained", kind="count"),
-            Column(name="buffers", kind="count"), Column(name="bytes", kind="bytes"),
-            Column(name="guard"), Column(name="seconds", kind="number"),
-            Column(name="at least", kind="number"),
-        ),
+    columns: Columns = {
+        "cell": "text", "status": "text", "trained": "count", "buffers": "count", "bytes": "bytes",
+        "guard": "text", "seconds": "number", "at least": "number",
+    }  # fmt: skip
+    keys = ("name", "status", "parameters", "predicted_buffers", "predicted_bytes", "outcome",
+            "seconds", "least_seconds")  # fmt: skip
+    return Table.of(
+        "cells", "Cells", columns, [[cell[key] for key in keys] for cell in cells],
         caption="Seconds: as the finished cells of an interrupted sweep took; at least: what the "
         "products alone take at this machine's speed.",
     )  # fmt: skip
@@ -109,15 +102,11 @@ def blocks(
     ]
     trained = any(mean_of(row, "peak_bytes") is not None for row in rows)
     plots = (_survival_plot(settings, rows, labels), *_loss_plot(cells, several))
-    names = ("cell", "status", "why")
+    columns: Columns = {"cell": "text", "status": "text", "why": "text"}
+    statuses = [(cell["name"], cell["status"], cell["reason"]) for cell in cells]
     return (
         _runs(rows, labels), *_fused(settings, rows, labels), *_differences(found, several),
-        *(plots if trained else ()),
-        Table(
-            id="cells", title="Cells", columns=tuple(Column(name=name) for name in names),
-            rows=tuple((cell["name"], cell["status"], cell["reason"]) for cell in cells),
-            folded=True,
-        ),
+        *(plots if trained else ()), Table.of("cells", "Cells", columns, statuses, folded=True),
     )  # fmt: skip
 
 
@@ -128,28 +117,24 @@ def _estimate(interval: Mapping[str, Any] | None) -> Cell:
 
 
 def _runs(rows: Sequence[Figures], labels: Sequence[str]) -> Table:
-    counted = any(mean_of(row, "measured_buffers") is not None for row in rows)
-    numbers = ("before", "after", "best", "steps")
-    cells = tuple(
+    columns: Columns = {
+        "rank": "text", "cells": "text", "before": ("number", 3), "after": ("number", 3),
+        "best": ("number", 3), "steps": ("number", 3), "seconds": "number", "peak": "bytes",
+        "buffers": "count", "counted": "count",
+    }  # fmt: skip
+    keys = ["delta_over_step", "seconds", "peak_bytes", "predicted_buffers", "measured_buffers"]
+    if all(mean_of(row, keys[-1]) is None for row in rows):
+        columns, keys = dict(list(columns.items())[:-1]), keys[:-1]
+    cells = [
         (
             label, ", ".join(f"{count} {status}" for status, count in row["cells"].items()),
             mean_of(row, "first_validation_loss"), _estimate(row["means"]["last_validation_loss"]),
-            _estimate(row["means"]["best_validation_loss"]), mean_of(row, "delta_over_step"),
-            mean_of(row, "seconds"), mean_of(row, "peak_bytes"),
-            mean_of(row, "predicted_buffers"),
-            *([mean_of(row, "measured_buffers")] if counted else []),
+            _estimate(row["means"]["best_validation_loss"]), *(mean_of(row, key) for key in keys),
         )
         for label, row in zip(labels, rows, strict=True)
-    )  # fmt: skip
-    return Table(
-        id="runs", title="Runs, means over seeds", rows=cells,
-        columns=(
-            Column(name="rank"), Column(name="cells"),
-            *(Column(name=name, kind="number", digits=3) for name in numbers),
-            Column(name="seconds", kind="number"), Column(name="peak", kind="bytes"),
-            Column(name="buffers", kind="count"),
-            *([Column(name="counted", kind="count")] if counted else []),
-        ),
+    ]  # fmt: skip
+    return Table.of(
+        "runs", "Runs, means over seeds", columns, cells,
         caption="Before, after, best: validation loss, nats a token, with 95% intervals. Steps: "
         "size of the delta in quantization steps. Buffers: predicted by the guard.",
     )  # fmt: skip
@@ -158,7 +143,11 @@ def _runs(rows: Sequence[Figures], labels: Sequence[str]) -> Table:
 def _fused(
     settings: SweepSettings, rows: Sequence[Figures], labels: Sequence[str]
 ) -> Iterator[Table]:
-    cells = tuple(
+    columns: Columns = {
+        "rank": "text", "policy": "text", "correlation": ("number", 3), "survival": "share",
+        "more bytes": "bytes",
+    }  # fmt: skip
+    cells = [
         (
             label, policy, _estimate(row["correlation"][policy]),
             _estimate(row["survival"][policy]), row["extra_bytes"][policy],
@@ -166,40 +155,31 @@ def _fused(
         for label, row in zip(labels, rows, strict=True)
         for policy in settings.policies
         if row["survival"][policy] is not None
-    )  # fmt: skip
+    ]  # fmt: skip
     if cells:
         counts = [kept["n"] for row in rows for kept in row["correlation"].values() if kept]
         seeds = max(counts, default=0)
-        yield Table(
-            id="fused", title="Correlation and survival of a fuse", rows=cells,
-            columns=(
-                Column(name="rank"), Column(name="policy"),
-                Column(name="correlation", kind="number", digits=3),
-                Column(name="survival", kind="share"), Column(name="more bytes", kind="bytes"),
-            ),
+        yield Table.of(
+            "fused", "Correlation and survival of a fuse", columns, cells,
             caption=f"Means over {seeds} seed{'s' if seeds != 1 else ''}, 95% intervals. "
             "Correlation of a fuse with the trained change; survival: <F,D>/<D,D>.",
         )  # fmt: skip
 
 
 def _differences(found: Sequence[Figures], several: bool) -> Iterator[Table]:
-    rows = tuple(
+    columns: Columns = {
+        "measure": "text", **({"at": "text"} if several else {}), "low rank": "count",
+        "high rank": "count", "high less low": ("change", 4), "an effect is": "text",
+    }  # fmt: skip
+    rows = [
         (
             d["what"], *([point_name(point_of(d))] if several else []), d["low_rank"],
             d["high_rank"], _estimate(d["difference"]), d["finding"],
         )
         for d in found
-    )  # fmt: skip
+    ]  # fmt: skip
     if rows:
-        yield Table(
-            id="differences", title="Highest rank less lowest, seed by seed", rows=rows,
-            columns=(
-                Column(name="measure"), *([Column(name="at")] if several else []),
-                Column(name="low rank", kind="count"), Column(name="high rank", kind="count"),
-                Column(name="high less low", kind="change", digits=4),
-                Column(name="an effect is"),
-            ),
-        )  # fmt: skip
+        yield Table.of("differences", "Highest rank less lowest, seed by seed", columns, rows)
 
 
 def _survival_plot(settings: SweepSettings, rows: Sequence[Figures], labels: Sequence[str]) -> Plot:

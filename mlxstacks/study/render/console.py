@@ -52,7 +52,8 @@ def _print_table(console: "Console", block: Table, title: str) -> None:
 def _written(result: Document) -> str:
     plan = f"Plan {result.plan_sha256[:16]}. " if result.plan_sha256 else ""
     if result.status == "planned":
-        return f"{plan}Planned only: would write {result.directory}."
+        would = f": would write {result.directory}" if result.directory else ""
+        return f"{plan}Planned only{would}."
     seconds, peak = result.environment.seconds, result.environment.peak_bytes
     cost = f"{seconds:.0f} s, " if seconds is not None else ""
     cost += f"peak {bytes_in_words(peak)}. " if peak is not None else ""

@@ -231,11 +231,12 @@ def draw_plot(plot: Plot) -> Callable[[Any], None]:
             xlabel=plot.x_label, ylabel=plot.y_label, unit=plot.unit, form=plot.form,
             limits=plot.limits,
         )  # fmt: skip
-    if plot.kind == "lines":
+    if plot.kind in ("lines", "points"):
         curves = {series.label: list(_points(series)) for series in plot.series}
         return partial(
-            draw_curves, curves=curves, xlabel=plot.x_label, ylabel=plot.y_label, title=plot.title
-        )
+            draw_curves, curves=curves, xlabel=plot.x_label, ylabel=plot.y_label, title=plot.title,
+            joined=plot.kind == "lines",
+        )  # fmt: skip
     if plot.kind == "series":
         return partial(
             draw_series, labels=plot.categories, series=dict(zip(names, values, strict=True)),
