@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mlxstacks.errors import InputError
 from mlxstacks.files.shipped_configs import shipped_config
 from mlxstacks.recipe.inputs import Input, absent, inputs_of
-from mlxstacks.routing.gap_settings import NO_GAP_LOG
+from mlxstacks.routing.settings import NO_GAP_LOG
 
 if TYPE_CHECKING:
     import mlx.nn as nn

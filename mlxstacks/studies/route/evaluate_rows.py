@@ -24,10 +24,9 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.routing.outcome_files import RouterExample, read_outcomes
-from mlxstacks.routing.outcome_settings import LabelledSource, OutcomeSettings
 from mlxstacks.routing.router import PromptRouter
 from mlxstacks.routing.router_examples import group_key, split_places
-from mlxstacks.routing.router_settings import RouterTrainSettings
+from mlxstacks.routing.settings import LabelledSource, OutcomeSettings, RouterTrainSettings
 from mlxstacks.studies.route.data import encode_pair, read_examples
 from mlxstacks.studies.route.settings import RouteEvaluateSettings
 from mlxstacks.study.document import RESULT

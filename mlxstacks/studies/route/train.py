@@ -22,14 +22,13 @@ from mlxstacks.routing.features import PromptFeatures
 from mlxstacks.routing.outcome_files import EXAMPLES, OUTCOMES, read_discovery, read_outcomes
 from mlxstacks.routing.router import ROUTER_FILE, parameter_count, router_tensors
 from mlxstacks.routing.router_metrics import rate_json
-from mlxstacks.routing.router_settings import RouterTrainSettings
 from mlxstacks.routing.router_training import TrainedRouter, train_router
+from mlxstacks.routing.settings import RouterTrainSettings
 from mlxstacks.studies.route.cells import RATE, cell, rate_row, table
 from mlxstacks.studies.route.data import routed_domains, stack_hashes
 from mlxstacks.study.document import Block, Plot, Series, Table
 from mlxstacks.study.render.words import number
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import plain
 from mlxstacks.study.write import environment, write_result
 from mlxstacks.training.prepare_base import prepare_base
 
@@ -92,8 +91,7 @@ def run(
     )  # fmt: skip
     notes += trained.notes
     header = _header(settings, store, trained, directory)
-    # The losses of a training that diverged are no numbers.
-    data |= plain({
+    data |= {
         "domains": list(trained.domains),
         "input_dims": trained.input_dims,
         "parameters": parameter_count(trained.input_dims, len(trained.domains), header.hidden_dims),
@@ -102,7 +100,7 @@ def run(
         "metrics": trained.metrics,
         "split": trained.split,
         "installed": None,
-    })  # fmt: skip
+    }
     result = result.model_copy(update={
         "status": "done", "notes": tuple(notes),
         "environment": environment(time.monotonic() - started),
