@@ -129,12 +129,12 @@ def _as_discovered(
     notes += [f"{directory}: {change}." for change in changed_since]
     again = "run `mlxstacks route discover` again"
     wanted = store.manifest.base_fingerprint
-    if discovery.get("base_fingerprint") != wanted:
+    if discovery["base_fingerprint"] != wanted:
         raise InputError(
             f"{directory}: its outcomes are of a base with fingerprint "
             f"{str(discovery.get('base_fingerprint'))[:12]}, the store's is {wanted[:12]}; {again}"
         )
-    then: Mapping[str, list[str]] = discovery.get("stacks") or {}
+    then: Mapping[str, list[str]] = discovery["stacks"]
     now = _hashes(store)
     changed = [name for name in now if name in then and tuple(then[name]) != now[name]]
     if changed:
@@ -145,10 +145,10 @@ def _as_discovered(
     if new := [name for name in now if name not in then]:
         notes.append(f"The discovery did not know {', '.join(new)}; {again} for its outcomes.")
     changes: dict[str, Any] = {}
-    if settings.chat_domain is None and discovery.get("chat_domain") in now:
+    if settings.chat_domain is None and discovery["chat_domain"] in now:
         changes["chat_domain"] = discovery["chat_domain"]
-    if settings.chat_floor is None and discovery.get("chat_domain") is not None:
-        changes["chat_floor"] = discovery.get("chat_floor")
+    if settings.chat_floor is None and discovery["chat_domain"] is not None:
+        changes["chat_floor"] = discovery["chat_floor"]
     return settings.model_copy(update=changes)
 
 
