@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from mlxstacks.routing.outcome_settings import OutcomeSettings
-    from mlxstacks.routing.router_settings import RouterTrainSettings
+    from mlxstacks.routing.settings import OutcomeSettings, RouterTrainSettings
     from mlxstacks.studies.route.settings import (
         RouteCheckSettings,
         RouteEvaluateSettings,

@@ -18,8 +18,7 @@ from mlxstacks.files.outputs import write_json
 from mlxstacks.files.store import Store
 from mlxstacks.nano.exports import ASSETS, read_manifest, write_export
 from mlxstacks.nano.settings import Persona
-from mlxstacks.routing.outcome_settings import OutcomeSettings
-from mlxstacks.routing.router_settings import RouterTrainSettings
+from mlxstacks.routing.settings import OutcomeSettings, RouterTrainSettings
 from mlxstacks.training.settings import OptimizerSettings
 from tests.warm import WarmSubprocess
 from tools.nano import base_training, sample_store, workers
