@@ -16,7 +16,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.shipped_configs import shipped_config
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.recipe.inputs import Input, absent, inputs_of
-from mlxstacks.routing.gap_settings import NO_GAP_LOG
+from mlxstacks.routing.settings import NO_GAP_LOG
 from mlxstacks.study.document import Block, Column, Table, Text
 from mlxstacks.study.render.terminal import byte_parts, cell_text, setting
 from mlxstacks.study.result import Result

@@ -24,7 +24,7 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import read_object
-from mlxstacks.routing.outcome_cache import LossCache
+from mlxstacks.routing.candidate_losses import LossCache
 from mlxstacks.routing.outcome_files import (
     EXAMPLES,
     LOSSES,
@@ -35,9 +35,9 @@ from mlxstacks.routing.outcome_files import (
     read_discovered_outcomes,
     write_lines,
 )
-from mlxstacks.routing.outcome_settings import MOST_EXHAUSTIVE, OutcomeSettings
 from mlxstacks.routing.outcomes import Found, Rules, blended, targets_of
 from mlxstacks.routing.random_stack import random_name
+from mlxstacks.routing.settings import MOST_EXHAUSTIVE, OutcomeSettings
 from mlxstacks.studies.route.data import (
     encode_pair,
     read_examples,
