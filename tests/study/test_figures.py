@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from mlxstacks.study.document import Plot, Series
 from mlxstacks.study.render.drawings import Dot, draw_curves, draw_heat_map, draw_intervals
-from mlxstacks.study.render.figures import LONGEST_TICK, fit, tick_texts
+from mlxstacks.study.render.figures import LONGEST_TICK, draw_plot, fit, tick_texts
 
 pytest.importorskip("matplotlib")
 
@@ -85,6 +86,19 @@ def near(first: Any, second: Any) -> bool:
     distance = second.get_window_extent().x1 - first.get_window_extent().x1
     line = first.get_fontsize() * first.figure.dpi / 72
     return bool(abs(distance) * math.sin(math.radians(first.get_rotation())) < 0.9 * line)
+
+
+def test_a_category_has_a_dot_of_each_series_with_a_value_there() -> None:
+    series = (
+        Series(label="better", y=(1.0, None, None)),
+        Series(label="even", y=(None, 2.0, None)),
+    )
+    plot = Plot(
+        id="p", title="t", kind="intervals", categories=("a", "b", "c"), series=series, alt="x"
+    )
+    dots = draw_plot(plot).keywords["dots"]  # type: ignore[attr-defined]
+    shown = [(dot.label, dot.value, dot.group) for dot in dots]
+    assert shown == [("a", 1.0, "better"), ("b", 2.0, "even"), ("c", None, "better")]
 
 
 @pytest.mark.parametrize("name", list(figures()))

@@ -139,6 +139,22 @@ def test_no_edit_goes_unmarked(run: Path, tmp_path: Path, name: str) -> None:
     assert "Heads by arm (EXPLORATORY)" in page
 
 
+def test_what_is_exploratory_says_so_in_every_title(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+
+    def note(directory: Path, drawings: Any, formats: Any) -> tuple[list[str], list[str]]:
+        drawn.extend(draw.keywords["title"] for _, draw in drawings)
+        return [], []
+
+    monkeypatch.setattr("mlxstacks.study.write.write_figures", note)
+    part = coin(standing=Standing(status="exploratory", reasons=("a part",)))
+    assert "Heads by arm (EXPLORATORY)" in str(write_result(part, tmp_path, tmp_path, ("png",)))
+    assert "EXPLORATORY" not in str(write_result(coin(), tmp_path, tmp_path, ("png",)))
+    assert drawn == ["Shares (EXPLORATORY)", "Shares"]
+
+
 def test_what_was_exploratory_stays_so(tmp_path: Path) -> None:
     standing = Standing(status="exploratory", reasons=("of 10 items of 1,000",))
     (tmp_path / "run").mkdir()

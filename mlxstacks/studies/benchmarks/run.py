@@ -81,6 +81,7 @@ def run(
 
 class _Evaluation(Study):
     artifacts = (*_ANSWERS, RECIPE)
+    provenance = tuple(f"{name}/**/*.json*" for name in _ANSWERS)
     settings: EvalSettings
 
     def __init__(self, settings: EvalSettings, progress: Progress | None, dry_run: bool) -> None:
