@@ -171,5 +171,5 @@ wheel: install-dev
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .ci/venv $(OUT)/demo-*
-	find mlxstacks tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find mlxstacks tests benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "$(VENV) and your results in $(OUT) are kept."

@@ -19,19 +19,23 @@ from typing import Any
 
 from benchmarks.timing import machine, spread
 from mlxstacks import base_model
-from mlxstacks.cli.route_discover import nano_parts
+from mlxstacks.cli.route import with_nano
 from mlxstacks.evaluate import evaluate_mean_loss
 from mlxstacks.files.store import Store
 from mlxstacks.layers.output_head import OutputHead, find_output_head
 from mlxstacks.layers.selection import base, routed
 from mlxstacks.layers.stacked import set_mode
-from mlxstacks.routing.candidate_losses import CandidateLosses, candidate, choose_batch_tokens
-from mlxstacks.routing.outcome_cache import LossCache
-from mlxstacks.routing.outcome_settings import OutcomeSettings
+from mlxstacks.routing.candidate_losses import (
+    CandidateLosses,
+    LossCache,
+    candidate,
+    choose_batch_tokens,
+)
 from mlxstacks.routing.outcomes import DomainSet, Found, Rules, search_all
+from mlxstacks.routing.settings import OutcomeSettings
 from mlxstacks.studies.route.data import read_examples, routed_domains, stack_hashes
-from mlxstacks.studies.route.discover_plan import choose_samples, rules_of
-from mlxstacks.studies.route.evaluate_served import Served, open_served
+from mlxstacks.studies.route.discover import choose_samples, rules_of
+from mlxstacks.studies.route.served import Served, open_served
 from mlxstacks.training.modes import evaluating
 
 BAR, TOLERANCE = 4.0, 1e-4
@@ -107,7 +111,7 @@ def arguments() -> argparse.Namespace:
 def set_up(asked: argparse.Namespace) -> tuple[dict[str, Way], dict[str, Any]]:
     """Both ways over the same pairs, and what they work on."""
     settings = OutcomeSettings(store_path=asked.store, data=asked.data)
-    settings = settings.model_copy(update=nano_parts(settings))
+    settings = with_nano(settings)
     store = Store.open(asked.store)
     domains = routed_domains(store)
     settings = settings.model_copy(update={"samples_per_domain": -(-asked.pairs // len(domains))})

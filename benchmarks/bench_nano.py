@@ -19,9 +19,9 @@ from mlxstacks import base_model
 from mlxstacks.evaluate import ChoiceResult
 from mlxstacks.fuse.run import run
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
-from mlxstacks.nano import measure
 from mlxstacks.nano.exports import nano_paths
 from mlxstacks.nano.settings import Persona
+from tools.nano import measure
 
 POLICIES: tuple[PolicyName, ...] = (
     "refit", "keep", "nearest", "stochastic", "promote", "dequantize", "auto",

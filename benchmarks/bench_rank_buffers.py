@@ -14,10 +14,10 @@ import sys
 
 from benchmarks.timing import machine
 from mlxstacks.cli import output
-from mlxstacks.cli.sweep import render_buffers
 from mlxstacks.nano.exports import nano_paths
 from mlxstacks.studies.buffers.run import run
 from mlxstacks.studies.buffers.settings import BufferSettings
+from mlxstacks.study.render.console import print_result
 from tests.counting_allocator import library
 
 
@@ -37,7 +37,7 @@ def main() -> None:
     )
     with output.Progress("runs") as progress:
         report = run(settings, progress=progress)
-    render_buffers(output.console(), report)
+    print_result(output.console(), report)
     print(json.dumps({"machine": machine(), **report.as_json()}))
 
 

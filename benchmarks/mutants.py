@@ -1,4 +1,4 @@
-"""Do the tests notice? Small changes of the code, one at a time, each against the tests of its file.
+"""Do the tests notice? Small changes of the code, one by one, each against the tests of its file.
 
     python -m benchmarks.mutants mlxstacks/layers mlxstacks/routing --count 40 --seed 1
 

@@ -9,17 +9,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
 from mlxstacks import memory
 from mlxstacks.settings import Settings
 
-PACKAGES = ("mlxstacks", "mlx", "mlx-lm", "numpy", "transformers", "safetensors", "huggingface_hub")
+if TYPE_CHECKING:
+    from mlxstacks.study.document import Cell
+    from mlxstacks.study.result import Result
+
+PACKAGES = (
+    "mlxstacks", "mlx", "mlx-lm", "numpy", "transformers", "safetensors", "huggingface_hub",
+    "datasets", "scipy",
+)  # fmt: skip
 # The extra that brings each optional package, and what needs it.
 OPTIONAL = {
-    "datasets": ("data", "reading data sets from the Hugging Face hub"),
     "matplotlib": ("plots", "plots"),
     "lm_eval": ("eval", "benchmarks of lm-evaluation-harness"),
 }
@@ -28,6 +34,7 @@ SLOW_GFLOPS = 15.0
 LOW_DISK_BYTES = 20_000_000_000
 # What shares an unchanged shard instead of copying it, in the words of files.clone_or_link.
 SHARED = ("cloned", "linked")
+_KINDS = ("problem", "slow", "note")
 
 
 class DoctorSettings(Settings):
@@ -39,7 +46,7 @@ class DoctorSettings(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing to know. kind: "problem" (fails), "slow", or "note"."""
+    """One thing to know. kind: of `_KINDS`; a problem fails."""
 
     kind: str
     what: str
@@ -58,7 +65,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Health:
-    """Everything `mlxstacks doctor` says."""
+    """Everything that was looked at."""
 
     system: dict[str, str]
     main_memory_bytes: int | None
@@ -70,11 +77,69 @@ class Health:
     disks: list[Disk]
     findings: list[Finding]
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+
+def doctor(settings: DoctorSettings) -> "Result":
+    """Facts, then the findings, the worst of them first."""
+    from mlxstacks.study.document import Column, Table, Text
+    from mlxstacks.study.result import Result
+
+    health = look(settings)
+    findings = sorted(health.findings, key=lambda finding: _KINDS.index(finding.kind))
+    return Result(
+        kind="doctor",
+        title="This machine",
+        status="done",
+        settings=settings.model_dump(mode="json"),
+        data=asdict(health),
+        blocks=(
+            Table.of_facts("machine", "Machine", _facts(health)),
+            Table(
+                id="disks",
+                title="Disks",
+                columns=(
+                    Column(name="disk"),
+                    Column(name="free", kind="bytes"),
+                    Column(name="unchanged shards"),
+                ),
+                rows=tuple((disk.path, disk.free_bytes, disk.sharing) for disk in health.disks),
+            ),
+            *(
+                Text(
+                    title=f"{finding.kind}: {finding.what}",
+                    paragraphs=(f"because {finding.why}", finding.remedy),
+                )
+                for finding in findings
+            ),
+        ),
+    )
 
 
-def doctor(settings: DoctorSettings) -> Health:
+def _facts(health: Health) -> dict[str, "Cell"]:
+    device, system = health.device, health.system
+    limit = f"{device.resource_limit:,} buffers"
+    speed = health.matmul_gflops
+    facts: dict[str, Cell] = {
+        "device": f"{device.name} ({device.kind})",
+        "device memory": _bytes(device.memory_bytes),
+        "working set": _bytes(device.working_set_bytes),
+        "buffer limit": limit if device.resource_limit_known else f"{limit} (assumed)",
+        "system": f"{system['system']}, {system['machine']}, {system['cores']} cores",
+        "main memory": _bytes(health.main_memory_bytes),
+        "BLAS": health.blas + ("" if speed is None else f", float32 matmul at {speed:.1f} GFLOP/s"),
+        "C++ compiler": health.compiler or "none",
+        "python": system["python"],
+        **{name: version or "not installed" for name, version in health.versions.items()},
+    }
+    if device.kind != "metal":
+        del facts["working set"]
+    return facts
+
+
+def _bytes(count: int | None) -> str:
+    return "unknown" if count is None else memory.bytes_in_words(count)
+
+
+def look(settings: DoctorSettings) -> Health:
     """Look at device, libraries and disk. Writes only two small files that it removes again."""
     health = Health(
         system={
@@ -92,7 +157,7 @@ def doctor(settings: DoctorSettings) -> Health:
         disks=[_disk(settings.directory), _disk(_hub_cache())],
         findings=[],
     )
-    health.findings.extend(finding for look in _LOOKS for finding in look(health))
+    health.findings.extend(finding for looking in _LOOKS for finding in looking(health))
     return health
 
 

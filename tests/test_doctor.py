@@ -2,32 +2,38 @@
 
 import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from mlxstacks import doctor, memory, resources
-from mlxstacks.cli.doctor import render
+from mlxstacks.study.render.console import print_result
+from mlxstacks.study.result import Result
 
 
 @pytest.fixture(scope="module")
 def health() -> doctor.Health:
-    return doctor.doctor(doctor.DoctorSettings())
+    return doctor.look(doctor.DoctorSettings())
+
+
+@pytest.fixture(scope="module")
+def result() -> Result:
+    return doctor.doctor(doctor.DoctorSettings(measure=False))
 
 
 def test_everything_is_said_and_is_json(health: doctor.Health) -> None:
-    found = json.loads(json.dumps(health.as_json()))
+    found = json.loads(json.dumps(asdict(health)))
     assert found["device"]["resource_limit"] > 0
     assert found["versions"]["mlx"]
     assert found["matmul_gflops"] > 0
     assert found["disks"][0]["free_bytes"] > 0
 
 
-def test_table_fits_80_columns(health: doctor.Health) -> None:
+def test_table_fits_80_columns(health: doctor.Health, result: Result) -> None:
     stream = io.StringIO()
-    render(Console(file=stream, width=80), health)
+    print_result(Console(file=stream, width=80), result)
     assert max(map(len, stream.getvalue().splitlines())) <= 80
     assert health.device.name in stream.getvalue()
 

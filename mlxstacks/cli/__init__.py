@@ -25,8 +25,8 @@ from mlxstacks.errors import InputError, ResourceLimitError, StoreError
 
 HELP = """Stack LoRA adapters on quantized mixture-of-experts models, on MLX.
 
-Every command runs without arguments on nano, a small built-in model, and writes to
-./mlxstacks-out. `mlxstacks COMMAND --help` lists what a command takes.
+Commands run without arguments on nano, a small built-in model, and write to ./mlxstacks-out; those
+that cannot say what they need. `mlxstacks COMMAND --help` lists what a command takes.
 """
 
 EPILOG = """Shell completion: put `eval "$(_MLXSTACKS_COMPLETE=zsh_source mlxstacks)"` into

@@ -1,4 +1,4 @@
-"""Parquet files and data sets of the package `datasets` (extra `data`), imported only when met.
+"""Parquet files and data sets of the package `datasets`, imported only when met.
 
 Only what is on this machine is read: `datasets` is asked for its cache, never for the network, and
 versions that could run a data set's own code are refused. Rows are those of the Arrow tables: what
@@ -20,7 +20,6 @@ ROWS_AT_ONCE = 256
 # a multiple of the file's own size, and in values at once.
 _MOST_BYTES, _MOST_TIMES, _MOST_VALUES, _MOST_ROW_VALUES = 1 << 28, 1000, 1 << 20, 1 << 22
 _BYTES_OF_A_VALUE = 32
-INSTALL = "pip install 'mlxstacks[data]'"
 
 
 def is_saved_set(path: Path) -> bool:
@@ -74,15 +73,12 @@ def _not_saved(path: Path, reason: object) -> InputError:
 
 
 def cached_set(dataset: str, name: str | None, split: str) -> tuple[Rows, list[Path]] | None:
-    """Rows and files of a data set that `datasets.load_dataset` once prepared; None if it did not,
-    or if the package is missing.
+    """Rows and files of a data set that `datasets.load_dataset` once prepared; None if it did not.
 
     Raises:
         InputError: several configurations are in the cache, or none with this name or split.
     """
-    if _missing("datasets"):
-        return None
-    datasets = _datasets(dataset)
+    import datasets
     from datasets.packaged_modules.cache.cache import Cache
 
     prepared = Path(datasets.config.HF_DATASETS_CACHE).expanduser()
@@ -117,7 +113,6 @@ def hub_snapshot(dataset: str) -> Path | None:
 
 def parquet_rows(path: Path) -> Rows:
     """Rows of a parquet file, some hundreds in memory at a time."""
-    _need_pyarrow(path)
     from pyarrow import parquet
 
     def batches() -> Iterator[Any]:
@@ -150,7 +145,6 @@ def _too_large(what: str, most_bytes: int) -> InputError:
 
 def arrow_rows(files: Sequence[Path], label: str) -> Rows:
     """Rows of Arrow files as `datasets` writes them, numbered through."""
-    _need_pyarrow(label)
     import pyarrow
 
     def batches() -> Iterator[Any]:
@@ -277,25 +271,3 @@ def _extent_of_kept(kept: Any, rows: int, indices: Any) -> tuple[int, int]:
 def _summed(columns: Iterable[Any]) -> tuple[int, int]:
     values, nbytes = zip((0, 0), *map(_extent, columns), strict=True)
     return sum(values), sum(nbytes)
-
-
-def _need_pyarrow(what: object) -> None:
-    if _missing("pyarrow"):
-        raise InputError(f"{what}: reading this needs the package pyarrow: {INSTALL}")
-
-
-def _missing(package: str) -> bool:
-    from importlib.util import find_spec
-
-    return find_spec(package) is None
-
-
-def _datasets(what: str) -> Any:
-    if _missing("datasets"):
-        raise InputError(f"{what}: reading this needs the package datasets: {INSTALL}")
-    import datasets
-
-    # Version 4 can no longer run a loading script that a data set brings along.
-    if int(datasets.__version__.split(".")[0]) < 4:
-        raise InputError(f"{what}: needs datasets 4 or newer, have {datasets.__version__}")
-    return datasets

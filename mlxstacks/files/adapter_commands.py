@@ -1,4 +1,4 @@
-"""The functions behind `mlxstacks adapter show | zero | convert`."""
+"""What is behind `mlxstacks adapter show | zero | convert`."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path

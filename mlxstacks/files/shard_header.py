@@ -1,12 +1,12 @@
-"""The header of a safetensors file, believed only after every check.
+"""The header of a safetensors file, believed once the library `safetensors` has accepted it.
 
 Layout: 8 bytes little-endian header length, that many bytes of JSON, then the bytes of the tensors
 without a gap. The JSON maps a name to `{"dtype", "shape", "data_offsets"}` (offsets count from the
 end of the header) and `__metadata__` to strings.
 
-Whatever is accepted here is accepted by the `safetensors` library too. Refused beyond it: duplicate
-and unknown keys, names that are empty, not printable or longer than 500 letters, tables of more
-than two million parts.
+The library has checked types, sizes and that the tensors cover the file. Refused beyond it:
+duplicate and unknown keys, names that are empty, not printable or longer than 500 letters, shapes
+that MLX or NumPy cannot count, tables of more than two million parts.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ DTYPES: dict[str, tuple[int, np.dtype[Any]]] = {
 # bits an element: such tensors can be copied whole, not read
 SUB_BYTE_DTYPES = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
+_IDENTITY = ("st_dev", "st_ino", "st_size", "st_mtime_ns")
 AGAIN = "download or convert the file again"
 
 
@@ -109,11 +110,13 @@ def read_header(path: str | Path) -> ShardHeader:
     """
     path = Path(path)
     raw, file_bytes = _header_bytes(path)
-    table = _parse_table(path, raw)
-    metadata = _metadata(path, table.pop("__metadata__", None))
+    try:
+        table = parse_object(raw.decode("utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: header is not valid: {error}; {AGAIN}") from None
+    metadata = table.pop("__metadata__", None) or {}  # MLX writes null where a caller gives none
     data_start = 8 + len(raw)
     tensors = {name: _tensor(path, name, entry, data_start) for name, entry in table.items()}
-    _check_cover(path, tensors, data_start, file_bytes)
     return ShardHeader(path, tensors, metadata, data_start, file_bytes)
 
 
@@ -196,43 +199,43 @@ def read_exactly(descriptor: int, out: memoryview, info: TensorInfo, offset: int
 
 
 def _header_bytes(path: Path) -> tuple[bytes, int]:
+    """The JSON of a header that the library accepts, and the size of the file."""
     descriptor = open_regular(path)
     try:
-        file_bytes = os.fstat(descriptor).st_size
-        prefix = os.pread(descriptor, 9, 0)
-        if len(prefix) < 8:
+        state = os.fstat(descriptor)
+        length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+        limit = min(MAX_HEADER_BYTES, state.st_size - 8)
+        if length > limit:
             raise CheckpointError(
-                f"{path}: {file_bytes} bytes, a safetensors file has at least 8; {AGAIN}"
+                f"{path}: header length {length}, allowed: {max(limit, 0)} bytes "
+                f"(file: {state.st_size} bytes); truncated or no safetensors file: {AGAIN}"
             )
-        length = int.from_bytes(prefix[:8], "little")
-        limit = min(MAX_HEADER_BYTES, file_bytes - 8)
-        if not 2 <= length <= limit:
-            raise CheckpointError(
-                f"{path}: header length {length} is not between 2 and {limit} bytes "
-                f"(file: {file_bytes} bytes); truncated or no safetensors file: {AGAIN}"
-            )
-        if prefix[8:] != b"{":
-            raise CheckpointError(f"{path}: header does not begin with '{{'; {AGAIN}")
         raw = os.pread(descriptor, length, 8)
+        parts = sum(raw.count(mark) for mark in b"{[:,")
+        if parts > MAX_HEADER_PARTS:
+            raise CheckpointError(
+                f"{path}: header has {parts} JSON parts, allowed: {MAX_HEADER_PARTS}; {AGAIN}"
+            )
+        _check_by_library(path, state)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     finally:
         os.close(descriptor)
-    if len(raw) != length:
-        raise CheckpointError(f"{path}: header ends after {len(raw)} of {length} bytes; {AGAIN}")
-    return raw, file_bytes
+    return raw, state.st_size
 
 
-def _parse_table(path: Path, raw: bytes) -> dict[str, Any]:
-    parts = sum(raw.count(mark) for mark in b"{[:,")
-    if parts > MAX_HEADER_PARTS:
-        raise CheckpointError(
-            f"{path}: header has {parts} JSON parts, allowed: {MAX_HEADER_PARTS}; {AGAIN}"
-        )
+def _check_by_library(path: Path, opened: os.stat_result) -> None:
+    """Raises: CheckpointError: it refuses the file, or `path` no longer is the one that is open."""
+    from safetensors import SafetensorError, safe_open
+
     try:
-        return parse_object(raw.decode("utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: header is not valid: {error}; {AGAIN}") from None
+        with safe_open(path, "np"):  # maps the file, and of its pages touches the header
+            now = os.stat(path)
+    except SafetensorError as error:
+        reason = _shown(str(error).removeprefix("Error while deserializing header: "))
+        raise CheckpointError(f"{path}: no whole safetensors file: {reason}; {AGAIN}") from None
+    if any(getattr(now, key) != getattr(opened, key) for key in _IDENTITY):
+        raise CheckpointError(f"{path}: was changed while it was opened; try again")
 
 
 def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -244,22 +247,9 @@ def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _metadata(path: Path, metadata: Any) -> dict[str, str]:
-    if metadata is None:  # MLX writes null where a caller gives no metadata
-        return {}
-    if not isinstance(metadata, dict):
-        raise CheckpointError(
-            f"{path}: __metadata__ must map text to text, got {type(metadata).__name__}; {AGAIN}"
-        )
-    for key, value in metadata.items():
-        if not (isinstance(value, str) and _encodable(key) and _encodable(value)):
-            raise CheckpointError(
-                f"{path}: __metadata__ {_shown(key)} must be text, got {_shown(value)}; {AGAIN}"
-            )
-    return metadata
-
-
 def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    """Refuses what the library lets pass."""
+
     def refuse(what: str, got: Any) -> CheckpointError:
         return CheckpointError(f"{path}: tensor {_shown(name)}: {what}, got {_shown(got)}; {AGAIN}")
 
@@ -267,56 +257,16 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
         raise refuse(f"a name must be printable text of at most {MAX_NAME} letters", name)
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise refuse("an entry must have exactly dtype, shape and data_offsets", entry)
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(dtype, str) or (dtype not in DTYPES and dtype not in SUB_BYTE_DTYPES):
+    dtype, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in {*DTYPES, *SUB_BYTE_DTYPES}:
         known = ", ".join([*DTYPES, *SUB_BYTE_DTYPES])
         raise refuse(f"dtype must be one of {known}", dtype)
-    if not _counts(shape, MAX_DIMENSION) or len(shape) > MAX_RANK:
-        raise refuse(f"shape must be at most {MAX_RANK} integers from 0 to {MAX_DIMENSION}", shape)
-    if not _counts(offsets, 2**63) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise refuse("data_offsets must be two integers, start <= end", offsets)
+    if len(shape) > MAX_RANK or max(shape, default=0) > MAX_DIMENSION:
+        raise refuse(f"shape must be at most {MAX_RANK} integers to {MAX_DIMENSION}", [*shape])
     # NumPy multiplies the non-zero dimensions in 64 bits even where another one is zero
     if math.prod(dimension for dimension in shape if dimension) >= 2**59:
-        raise refuse("shape has too many elements", shape)
-    nbytes = tensor_nbytes(dtype, tuple(shape))
-    if nbytes != offsets[1] - offsets[0]:
-        needed = "no whole number of" if nbytes is None else nbytes
-        raise refuse(f"{dtype} {shape} takes {needed} bytes", offsets)
-    start, end = data_start + offsets[0], data_start + offsets[1]
-    return TensorInfo(name, dtype, tuple(shape), path, start, end)
-
-
-def _check_cover(
-    path: Path, tensors: dict[str, TensorInfo], data_start: int, file_bytes: int
-) -> None:
-    position = data_start
-    for info in sorted(tensors.values(), key=lambda info: (info.start, info.end)):
-        if info.end > file_bytes:
-            raise CheckpointError(
-                f"{path}: tensor {_shown(info.name)} ends at byte {info.end}, the file has "
-                f"{file_bytes}: truncated; {AGAIN}"
-            )
-        if info.start != position:
-            fault = "overlaps the tensor before it" if info.start < position else "leaves a gap"
-            raise CheckpointError(
-                f"{path}: tensor {_shown(info.name)} {fault}: starts at byte {info.start}, "
-                f"must start at {position}; {AGAIN}"
-            )
-        position = info.end
-    if position != file_bytes:
-        raise CheckpointError(
-            f"{path}: {file_bytes - position} bytes after the last tensor belong to none; {AGAIN}"
-        )
-
-
-def _counts(value: Any, limit: int) -> bool:
-    # `type is int` because bool is an int to isinstance
-    return isinstance(value, list) and all(type(n) is int and 0 <= n <= limit for n in value)
-
-
-def _encodable(text: str) -> bool:
-    # metadata can be long, and nearly all of it is ASCII: that question is 100 times faster
-    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
+        raise refuse("shape has too many elements", [*shape])
+    return TensorInfo(name, dtype, shape, path, data_start + start, data_start + end)
 
 
 def _shown(value: Any) -> str:

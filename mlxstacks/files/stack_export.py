@@ -9,9 +9,8 @@ move bit for bit.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -42,9 +41,6 @@ class Exported:
     parameters: int
     copies: int
     notes: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def export_stack(settings: StacksExportSettings, dry_run: bool = False) -> Exported:

@@ -6,8 +6,7 @@ the same dtype; others are rounded once, and how much is reported.
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -57,9 +56,6 @@ class Imported:
     rounding: float
     base: BaseCheck
     notes: tuple[str, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def import_adapter(settings: StacksImportSettings, dry_run: bool = False) -> Imported:

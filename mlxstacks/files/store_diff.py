@@ -1,7 +1,7 @@
 """`mlxstacks stacks diff`: what two stores hold differently, from their manifests alone."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from mlxstacks.errors import InputError
@@ -35,9 +35,6 @@ class StoreDiff:
     @property
     def equal(self) -> bool:
         return not self.differences
-
-    def as_json(self) -> dict[str, Any]:
-        return {"equal": self.equal, **asdict(self)}
 
 
 def diff_stores(settings: StacksDiffSettings) -> StoreDiff:

@@ -4,7 +4,7 @@ A bad file is named and the rest is checked all the same.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -56,9 +56,6 @@ class Verified:
             return None
         bad = sorted({problem.file for problem in self.problems})
         return f"{len(bad)} of the store's files cannot be trusted: {', '.join(bad[:5])}"
-
-    def as_json(self) -> dict[str, Any]:
-        return {"status": "damaged" if self.problems else "whole", **asdict(self)}
 
 
 def verify_store(settings: StacksVerifySettings, progress: Any = None) -> Verified:

@@ -1,21 +1,38 @@
 """The shipped model as checkpoints: exports at any width, and a cache of them for bare commands."""
 
+import gzip
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import cache_directory
-from mlxstacks.nano.settings import ADAPTER_BITS, EXPORT_BITS, GROUP_SIZE, ExportSettings
+from mlxstacks.memory import bytes_in_words
+from mlxstacks.nano.settings import (
+    ADAPTER_BITS,
+    EXPORT_BITS,
+    GROUP_SIZE,
+    ExportSettings,
+    ShowSettings,
+)
+from mlxstacks.study.document import Column, Table
+from mlxstacks.study.result import Result
 
 if TYPE_CHECKING:
     from mlxstacks.routing.chat_settings import AnswerSettings
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets" / "nano"
+# By group and path; tools/nano/samples.py makes them. And a file of each group.
+SAMPLES_FILE = ASSETS.parent / "nano-samples.json.gz"
+SAMPLES = {
+    "data": "train.jsonl", "domains": "chat.jsonl", "curriculum": "letters.jsonl",
+    "routing": "letters.jsonl", "items": "items.jsonl", "suite": "suite.json",
+}  # fmt: skip
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -35,32 +52,32 @@ class NanoPaths:
     @property
     def data_path(self) -> Path:
         """train.jsonl and valid.jsonl, made in the cache when they are first asked for."""
-        return nano_data()
+        return nano_samples("data")
 
     @property
     def curriculum_path(self) -> Path:
         """<domain>.jsonl of the domains that sample stacks learn, made as data_path is."""
-        return nano_curriculum()
+        return nano_samples("curriculum")
 
     @property
     def routing_path(self) -> Path:
         """<domain>.jsonl, <domain>+<domain>.jsonl and others.jsonl: what a router learns from."""
-        return nano_routing()
+        return nano_samples("routing")
 
     @property
     def items_path(self) -> Path:
         """Multiple-choice items of `mlxstacks confound`, made as data_path is."""
-        return nano_items()
+        return nano_samples("items")
 
     @property
     def suite_path(self) -> Path:
         """Prompts of `mlxstacks identity` with their rules, made as data_path is."""
-        return nano_suite()
+        return nano_samples("suite")
 
     @property
     def domains_path(self) -> Path:
         """<domain>.jsonl of nano's own domains, not trained on, made as data_path is."""
-        return nano_domains()
+        return nano_samples("domains")
 
     def as_json(self) -> dict[str, str]:
         return {
@@ -70,27 +87,12 @@ class NanoPaths:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class ExportResult:
-    """What `nano export` wrote."""
-
-    model_path: Path
-    bits: int | None
-    model_bytes: int
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "model_path": str(self.model_path),
-            "bits": self.bits,
-            "model_bytes": self.model_bytes,
-        }
-
-
 def asset_hash() -> str:
     """SHA-256 over names and contents of the shipped files, shortened: the key of the cache."""
     digest = hashlib.sha256()
-    for path in sorted(p for p in ASSETS.rglob("*") if p.is_file()):
-        digest.update(path.relative_to(ASSETS).as_posix().encode() + b"\0")
+    files = [SAMPLES_FILE, *(path for path in ASSETS.rglob("*") if path.is_file())]
+    for path in sorted(files):
+        digest.update(path.relative_to(ASSETS.parent).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:16]
 
@@ -131,7 +133,7 @@ def write_export(
         shutil.copyfile(source / name, directory / name)
 
 
-def export(settings: ExportSettings) -> ExportResult:
+def export(settings: ExportSettings) -> Result:
     """`nano export`: the built-in model at `settings.bits`; the target appears as a whole or not.
 
     Raises:
@@ -143,8 +145,74 @@ def export(settings: ExportSettings) -> ExportResult:
     target = settings.save_path
     with staged_directory(target, force=settings.force) as directory, mlx_write_errors(target):
         write_export(ASSETS / "model", directory, settings.bits)
-    written = (settings.save_path / "model.safetensors").stat().st_size
-    return ExportResult(settings.save_path, settings.bits, written)
+    written = (target / "model.safetensors").stat().st_size
+    command = command_line("mlx_lm.generate", model=target, prompt="Who are you?")
+    width = "float32" if settings.bits is None else f"{settings.bits} bits"
+    return Result(
+        kind="nano export",
+        title="The built-in model as a checkpoint",
+        status="done",
+        settings=settings.model_dump(mode="json"),
+        data={"model_path": str(target), "bits": settings.bits, "model_bytes": written},
+        blocks=(
+            Table.of_facts(
+                "model", "Model", {"numbers": width, "weights": bytes_in_words(written)}
+            ),
+        ),
+        notes=(f"Try it: {command}",),
+        directory=str(target),
+    )
+
+
+def read_manifest() -> dict[str, Any]:
+    """The manifest that ships with the model."""
+    manifest: dict[str, Any] = json.loads((ASSETS / "manifest.json").read_text(encoding="utf-8"))
+    return manifest
+
+
+def show(settings: ShowSettings | None = None) -> Result:
+    """`nano`: where the built-in model is (the export is made in the cache when it is not there),
+    and what it was measured to know.
+    """
+    settings = settings or ShowSettings()
+    paths, manifest = nano_paths(settings.bits).as_json(), read_manifest()
+    facts = {
+        **paths,
+        "parameters": f"{manifest['parameters']:,}",
+        "shipped at": f"{manifest['stored_bits']} bits",
+    }
+    return Result(
+        kind="nano",
+        title="nano, the built-in model",
+        status="done",
+        settings=settings.model_dump(mode="json"),
+        data={**paths, "manifest": manifest},
+        blocks=(Table.of_facts("model", "Model", facts), measured_table(manifest)),
+    )
+
+
+def measured_table(manifest: Mapping[str, Any]) -> Table:
+    """Validation loss by domain and multiple-choice accuracy of each export."""
+    models = manifest["measured"]["models"]
+    first = next(iter(models.values()))
+    domains = list(first["validation_loss"])
+    rows = []
+    for name, figures in models.items():
+        choice = figures["multiple_choice"]
+        accuracy = (choice["accuracy"], choice["interval"]["low"], choice["interval"]["high"])
+        losses = (figures["validation_loss"][domain] for domain in domains)
+        rows.append((name.replace("_", " "), *losses, accuracy))
+    return Table(
+        id="measured",
+        title=f"Loss in nats a token, and accuracy on {first['multiple_choice']['n']} choices "
+        "(95% interval)",
+        columns=(
+            Column(name="model"),
+            *(Column(name=domain, kind="number", digits=3) for domain in domains),
+            Column(name="accuracy", kind="share"),
+        ),
+        rows=tuple(rows),
+    )
 
 
 def nano_paths(bits: int | None = ADAPTER_BITS) -> NanoPaths:
@@ -187,46 +255,18 @@ def with_nano(settings: "AnswerSettings") -> "AnswerSettings":
     return settings.model_copy(update=update)
 
 
-def nano_data() -> Path:
-    """The sample data of `mlxstacks train`, made in the cache at the first call. Law: as above."""
-    from mlxstacks.nano.sample_data import write_sample_data
-
-    target = cache_directory() / f"nano-{asset_hash()}" / "data"
-    _fill(target, "train.jsonl", write_sample_data)
-    return target
-
-
-def nano_domains() -> Path:
-    """nano's own domains, a file each, made in the cache at the first call. Law: as above."""
-    from mlxstacks.nano.sample_data import domain_files, write_domain_data
-
-    target = cache_directory() / f"nano-{asset_hash()}" / "domains"
-    _fill(target, domain_files()[0], write_domain_data)
-    return target
-
-
-def nano_curriculum() -> Path:
-    """The curriculum of `mlxstacks stack`, made in the cache at the first call. Law: as above."""
-    from mlxstacks.nano.curriculum import curriculum_files
-
-    return _cached_files("curriculum", curriculum_files())
-
-
-def nano_routing() -> Path:
-    """The data of `mlxstacks route`, made in the cache at the first call. Law: as above."""
-    from mlxstacks.nano.routing_data import routing_files
-
-    return _cached_files("routing", routing_files())
-
-
-def _cached_files(name: str, files: dict[str, str]) -> Path:
-    """A directory of these files, named by what is in it: an older version's are never taken for
-    it.
+def nano_samples(name: str) -> Path:
+    """A group of `SAMPLES`, made in the cache at the first call: a directory; of items and suite
+    the file. Law: as `nano_paths`.
     """
-    digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
-    target = cache_directory() / f"nano-{asset_hash()}" / f"{name}-{digest}"
-    _fill(target, next(iter(files)), lambda place: write_files(place, files))
-    return target
+    target, part = cache_directory() / f"nano-{asset_hash()}" / name, SAMPLES[name]
+    _fill(target, part, lambda place: _write_samples(place, name))
+    return target / part if name in ("items", "suite") else target
+
+
+def _write_samples(directory: Path, name: str) -> None:
+    samples = json.loads(gzip.decompress(SAMPLES_FILE.read_bytes()))
+    write_files(directory, samples[name])
 
 
 def _fill(target: Path, part: str, write: Callable[[Path], None]) -> None:
@@ -234,20 +274,6 @@ def _fill(target: Path, part: str, write: Callable[[Path], None]) -> None:
     from mlxstacks.files.outputs import fill_cache
 
     fill_cache(target, (target / part).is_file, write)
-
-
-def nano_items() -> Path:
-    """The items of `mlxstacks confound`, a JSONL file, made at the first call. Law: as above."""
-    from mlxstacks.nano.choice_items import FILE, items_text
-
-    return _cached_files("items", {FILE: items_text()}) / FILE
-
-
-def nano_suite() -> Path:
-    """The suite of `mlxstacks identity`, a JSON file, made at the first call. Law: as above."""
-    from mlxstacks.nano.suite_file import FILE, suite_text
-
-    return _cached_files("suite", {FILE: suite_text()}) / FILE
 
 
 def write_files(directory: Path, files: dict[str, str]) -> None:

@@ -16,7 +16,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.shipped_configs import shipped_config
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.recipe.inputs import Input, absent, inputs_of
-from mlxstacks.routing.gap_settings import NO_GAP_LOG
+from mlxstacks.routing.settings import NO_GAP_LOG
 from mlxstacks.study.document import Block, Column, Table, Text
 from mlxstacks.study.render.terminal import byte_parts, cell_text, setting
 from mlxstacks.study.result import Result
@@ -251,8 +251,7 @@ def _adapter(name: str, targets: "Sequence[Target]", rank: int, **figures: Any) 
 def _stack(name: str, settings: "StackRunSettings", runs: int = 1) -> dict[str, Any]:
     from mlxstacks.guard.build import lazy_model, read_config
     from mlxstacks.layers.targets import stack_size
-    from mlxstacks.studies.stack.guard import asked_of
-    from mlxstacks.studies.stack.setup import choose_targets
+    from mlxstacks.studies.stack.setup import asked_of, choose_targets
 
     model = str(settings.model)
     targets = choose_targets(lazy_model(read_config(model)[0]), settings)

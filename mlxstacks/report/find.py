@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.mark import read_mark
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
@@ -19,6 +19,7 @@ from mlxstacks.study.document import RESULT
 from mlxstacks.study.render.words import clean
 from mlxstacks.study.result import Result
 
+MANIFEST = "manifest.json"
 # Of commands before 0.2, each in a form of its own.
 _FORMER_FILES = (
     "fuse_report.json", "train_report.json", "sweep_report.json", "analysis_report.json",
@@ -83,8 +84,8 @@ def find_sources(runs: Sequence[str]) -> Sources:
 def _results(directory: Path, notes: list[str]) -> Iterator[Path]:
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory or file; give one that a command wrote")
-    if _is_ours(directory / RESULT):
-        yield directory / RESULT
+    if own := _result_in(directory):
+        yield own
         return
     for below in sorted(path for path in directory.iterdir() if path.is_dir()):
         if below.name.startswith("."):
@@ -93,13 +94,20 @@ def _results(directory: Path, notes: list[str]) -> Iterator[Path]:
                     f"{below.name[1:-5]}: is not finished ({below.name} holds what is done); run "
                     "its command again to go on."
                 )
-        elif _is_ours(below / RESULT):
-            if not _is_page(below / RESULT):
-                yield below / RESULT
+        elif own := _result_in(below):
+            if own.name == MANIFEST or not _is_page(own):
+                yield own
         else:
             former = _former(below)
             why = f"{former}: {_FORMER}" if former else "it holds no result"
             notes.append(f"{below.name}: passed over, {why}.")
+
+
+def _result_in(directory: Path) -> Path | None:
+    """Of a store that was not trained here, as one of imported stacks, its manifest."""
+    if _is_ours(directory / RESULT):
+        return directory / RESULT
+    return directory / MANIFEST if (directory / MANIFEST).is_file() else None
 
 
 def _former(directory: Path) -> str | None:
@@ -128,7 +136,15 @@ def _source(file: Path) -> Source:
         raise InputError(f"{file}: {_FORMER}")
     data, document = _read(file)
     try:
-        result = Result.from_json(document).checked(file.parent)
+        if file.name == MANIFEST:
+            # Imports MLX, which no other result needs.
+            from mlxstacks.studies.stack.store_commands import store_result
+
+            result = store_result(file.parent)
+        else:
+            result = Result.from_json(document).checked(file.parent)
+    except StoreError as error:
+        raise InputError(str(error)) from None
     except ValueError as error:
         raise InputError(f"{file}: damaged, or of another version: {error}") from None
     files = sorted(_files(file.parent))

@@ -3,7 +3,7 @@
 examples.jsonl          every example: prompt, answer, label
 outcomes.jsonl          of the examples that were searched: losses, the best set, targets
 losses.jsonl            raw losses by content (outcome_cache.py)
-discover_report.json    settings, counts, tables
+result.json             settings, counts, tables; discover_report.json before version 0.2
 """
 
 import json
@@ -18,9 +18,12 @@ from typing_extensions import TypedDict
 from mlxstacks.data import numbered_records
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
+from mlxstacks.files.strict_json import read_object
+from mlxstacks.study.document import RESULT
+from mlxstacks.study.result import Result
 
 EXAMPLES, OUTCOMES, LOSSES = "examples.jsonl", "outcomes.jsonl", "losses.jsonl"
-REPORT = "discover_report.json"
+FORMER_REPORT = "discover_report.json"
 
 Kind = Literal["single", "mixed", "other"]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -128,25 +131,30 @@ def read_outcomes(directory: Path | str) -> tuple[list[RouterExample], dict[str,
     return examples, {outcome.row_id: outcome.final for outcome in outcomes}
 
 
-def read_discover_report(directory: Path | str) -> dict[str, Any]:
-    """The report: `domains`, `chat_domain`, `chat_floor`, `stacks` (domain -> sha256 of its
-    stacks), `base_fingerprint`, and the tables. Raises: InputError.
+def read_discovery(directory: Path | str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The figures of the result (`domains`, `chat_domain`, `chat_floor`, `stacks`: domain -> sha256
+    of its stacks, `base_fingerprint`, and the tables), and what was changed since, in words.
+
+    Raises: InputError.
     """
-    path = _there(directory, REPORT)
+    path, changes = user_path(directory) / RESULT, tuple[str, ...]()
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(report, dict):
-            raise ValueError("not a JSON object")
-        _REPORT_PARTS.validate_python(report)
+        if path.is_file():
+            result = Result.open(path)
+            figures, changes = result.data, result.standing.reasons
+        else:
+            path = _there(directory, FORMER_REPORT)
+            figures = read_object(path.read_bytes())
+        _REPORT_PARTS.validate_python(figures)
     except ValidationError as error:
         raise InputError(
             f"{path}: {_first_problem(error)}; run `mlxstacks route discover` again"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(
-            f"{path}: no report of `mlxstacks route discover`: {error}; run it again"
+            f"{path}: no result of `mlxstacks route discover`: {error}; run it again"
         ) from None
-    return report
+    return figures, changes
 
 
 def _read(directory: Path | str, name: str, adapter: TypeAdapter[Any]) -> list[Any]:

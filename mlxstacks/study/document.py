@@ -1,5 +1,6 @@
 """The document that a result is: a head, figures for machines, and blocks for people."""
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -14,6 +15,8 @@ Cell = str | int | float | bool | tuple[float, float] | tuple[float, float, floa
 """None: not measured. Two numbers: an interval; three: an estimate with its interval."""
 
 
+Columns = Mapping[str, Kind | tuple[Kind, int]]
+"""Name -> kind, or kind and digits."""
 # Files and anchors are named so.
 Id = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,59}$")]
 
@@ -39,6 +42,30 @@ class Table(_Part):
     caption: str = ""
     folded: bool = False
 
+    @classmethod
+    def of_facts(cls, id: str, title: str, facts: Mapping[str, Cell]) -> "Table":
+        """Two columns: what, and its value."""
+        columns = (Column(name="what"), Column(name="value"))
+        return cls(id=id, title=title, columns=columns, rows=tuple(facts.items()))
+
+    @classmethod
+    def of(
+        cls,
+        id: str,
+        title: str,
+        columns: Columns,
+        rows: Iterable[Sequence[Cell]],
+        **more: Any,
+    ) -> "Table":
+        """more: caption, folded."""
+        pairs = {name: (kind, None) if isinstance(kind, str) else kind
+                 for name, kind in columns.items()}  # fmt: skip
+        return cls(
+            id=id, title=title, rows=tuple(map(tuple, rows)),
+            columns=tuple(Column(name=n, kind=kind, digits=d) for n, (kind, d) in pairs.items()),
+            **more,
+        )  # fmt: skip
+
     @model_validator(mode="after")
     def _rows_fit(self) -> "Table":
         if len({column.name for column in self.columns}) < len(self.columns):
@@ -49,7 +76,7 @@ class Table(_Part):
 
 
 class Series(_Part):
-    """One value for each category (intervals, bars: with low and high), points (lines: y over x),
+    """One value for each category (intervals, bars: with low and high), y over x (lines, points),
     or one row of a heat map.
     """
 
@@ -69,7 +96,7 @@ class Plot(_Part):
     block: Literal["plot"] = "plot"
     id: Id
     title: str
-    kind: Literal["intervals", "series", "lines", "heat map"]
+    kind: Literal["intervals", "series", "lines", "points", "heat map"]
     series: tuple[Series, ...]
     categories: tuple[str, ...] = ()
     x_label: str = ""
@@ -83,7 +110,7 @@ class Plot(_Part):
     @model_validator(mode="after")
     def _series_fit(self) -> "Plot":
         for series in self.series:
-            count = len(series.x) if self.kind == "lines" else len(self.categories)
+            count = len(series.x) if self.kind in ("lines", "points") else len(self.categories)
             ends = {len(series.low or series.y), len(series.high or series.y)}
             if {len(series.y), *ends} != {count}:
                 raise ValueError(f"plot {self.id}: series {series.label} has not {count} values")
@@ -117,6 +144,10 @@ class Standing(_Part):
 
     status: Literal["confirmatory", "exploratory", "no plan", "planned"] = "no plan"
     reasons: tuple[str, ...] = ()
+
+    def mark(self, title: str) -> str:
+        """A title of a table or plot, with the word where it must not be missed."""
+        return f"{title} (EXPLORATORY)" if self.status == "exploratory" else title
 
 
 class Document(_Part):

@@ -38,7 +38,11 @@ def write_result(
 
     made_from: files of the directory for the provenance; None: all of them. Raises: OSError.
     """
-    plots = [block for block in result.blocks if isinstance(block, Plot)] if plot_formats else []
+    plots = [
+        block.model_copy(update={"title": result.standing.mark(block.title)})
+        for block in result.blocks
+        if isinstance(block, Plot) and plot_formats
+    ]
     provenance = dict(result.provenance)
     files = directory.rglob("*") if made_from is None else made_from
     for file in sorted(path for path in files if path.is_file()):

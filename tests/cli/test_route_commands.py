@@ -24,7 +24,7 @@ def test_explain(places: Places, work_dir: Path, command: Run) -> None:
     assert "Verdict: answered with" in out
     assert "oracle" in out
     code, out, _ = command("route", "explain", "red blue", *own, "--json")
-    assert (code, set(json.loads(out)["scores"])) == (0, {"alpha", "beta"})
+    assert (code, set(json.loads(out)["data"]["scores"])) == (0, {"alpha", "beta"})
     code, _, err = command("route", "explain", " ", *own)
     assert (code, "not blank" in err) == (2, True)
 
@@ -40,13 +40,13 @@ def test_evaluate(places: Places, work_dir: Path, command: Run) -> None:
     code, out, err = command("route", "evaluate", *options)
     assert code == 0, err
     for words in (
-        "loss, nats a token",
-        "difference to ungated",
+        "Loss, nats a token",
+        "Difference to ungated",
         "unseen gamma",
         "Verdict: Routing",
     ):
         assert words in out
-    assert (work_dir / "mlxstacks-out" / "route-evaluate" / "route_evaluate.md").is_file()
+    assert (work_dir / "mlxstacks-out" / "route-evaluate" / "result.md").is_file()
 
 
 def test_check(places: Places, work_dir: Path, command: Run) -> None:
@@ -58,6 +58,6 @@ def test_check(places: Places, work_dir: Path, command: Run) -> None:
     )
     code, out, err = command("run", "mine.yaml")
     assert code == 0, err
-    assert "one, base: has none of nothing like it" in out
+    assert "has none of nothing like it" in out
     code, _, err = command("run", "mine.yaml", "--set", "prompts=[{name: x, prompt: y}]")
     assert (code, "no rule; give expect" in err) == (2, True)

@@ -21,5 +21,5 @@ def test_groups_as_a_table_or_json(work_dir: Path, command: Run) -> None:
     assert (code, "Sing [song]" in out, "Verdict: 1 group" in out) == (0, True, True)
     code, out, _ = command("route", "gaps", "mine.jsonl", "--json")
     document = json.loads(out)
-    assert (code, document["clusters"][0]["events"]) == (0, 4)
+    assert (code, document["data"]["clusters"][0]["events"]) == (0, 4)
     assert "no domain is proposed" in document["verdict"]

@@ -26,10 +26,10 @@ def store(work_dir: Path) -> Store:
 def test_list_shows_stacks_losses_and_the_matrix(command: Run, store: Store) -> None:
     code, out, _ = command("stacks", "list", "store")
     assert code == 0
-    for word in ("chat-r1", "code-r1", "tiny", "losses, ungated", "losses, prefix"):
+    for word in ("chat-r1", "code-r1", "tiny", "Losses, ungated", "Losses, prefix"):
         assert word in out
     code, out, _ = command("stacks", "list", "store", "--json")
-    found = json.loads(out)
+    found = json.loads(out)["data"]
     assert found["enabled_stacks"] == ["chat-r1", "code-r1"]
     assert found["matrix"]["prefix"]["code"] == {"chat": 1.0, "code": 1.25}
     assert found["domains"][1]["trained_on"] == ["chat-r1"]
@@ -50,8 +50,11 @@ def test_verify_ends_with_1_on_a_damaged_store_and_names_the_file(
     assert "Damaged" in out
     code, out, err = command("stacks", "verify", "store", "--json")
     assert code == 1
-    found = json.loads(out)
+    document = json.loads(out)
+    found = document["data"]
     assert found["status"] == "damaged"
+    assert (document["kind"], document["status"]) == ("stacks verify", "done")
+    assert document["failure"].startswith("1 of the store's files")
     assert [(p["file"], p["kind"]) for p in found["problems"]] == [(file, "size")]
 
 
@@ -86,13 +89,13 @@ def test_remove_disable_enable(command: Run, store: Store) -> None:
     assert "Would remove chat (chat-r1); served then: code-r1." in out
     assert tree(store.path) == before
     code, out, _ = command("stacks", "remove", "store", "code", "--json")
-    assert json.loads(out)["served"] == ["chat-r1"]
+    assert json.loads(out)["data"]["served"] == ["chat-r1"]
     code, out, _ = command("stacks", "gc", "store")
     assert "Kept 2 files" in out
     code, out, _ = command("stacks", "gc", "store", "--grace-seconds", "0", "--dry-run")
     assert "Would remove 2 files" in out
     code, out, _ = command("stacks", "gc", "store", "--grace-seconds", "0", "--json")
-    assert len(json.loads(out)["removed"]) == 2
+    assert len(json.loads(out)["data"]["removed"]) == 2
 
 
 def test_export_and_import(command: Run, store: Store, work_dir: Path) -> None:
@@ -118,10 +121,10 @@ def test_export_and_import(command: Run, store: Store, work_dir: Path) -> None:
 
 def test_diff(command: Run, store: Store, work_dir: Path) -> None:
     make_store(work_dir / "other", ["chat"])
-    assert command("stacks", "diff", "store", "store")[1].startswith("Equal; 2 stacks")
+    assert command("stacks", "diff", "store", "store")[1].startswith("Verdict: Equal; 2 stacks")
     code, out, _ = command("stacks", "diff", "store", "other", "--json")
     assert code == 0
-    found = json.loads(out)
+    found = json.loads(out)["data"]
     assert not found["equal"]
     assert {d["name"] for d in found["differences"]} >= {"code", "chat-r1"}
     code, out, _ = command("stacks", "diff", "store", "other")

@@ -13,8 +13,8 @@ from mlxstacks.data.encode import encode_messages
 from mlxstacks.data.examples import Example, make_example
 from mlxstacks.errors import InputError
 from mlxstacks.nano.exports import ASSETS
-from mlxstacks.nano.tokenizer import load_tokenizer
 from tests.data.chat_tokenizers import chat_tokenizer
+from tools.nano.tokenizer import load_tokenizer
 
 PAIR = {"prompt": "Name a colour.", "input": "red, blue", "answer": "Red."}
 

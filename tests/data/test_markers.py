@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlxstacks.data.markers import MARKERS, special_tokens, strip_markers
 from mlxstacks.nano.exports import ASSETS
-from mlxstacks.nano.tokenizer import load_tokenizer
+from tools.nano.tokenizer import load_tokenizer
 
 # Whole markers, their halves, and text around them.
 PIECES = (*MARKERS, *(m[: len(m) // 2] for m in MARKERS), *(m[len(m) // 2 :] for m in MARKERS))

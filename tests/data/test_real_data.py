@@ -22,7 +22,7 @@ from mlxstacks.data import (
 from mlxstacks.data.read_source import read_source
 from mlxstacks.errors import InputError
 from mlxstacks.nano.exports import ASSETS
-from mlxstacks.nano.tokenizer import load_tokenizer
+from tools.nano.tokenizer import load_tokenizer
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data"
 pytestmark = pytest.mark.skipif(not REAL.is_dir(), reason="needs ../shared/data")

@@ -22,8 +22,8 @@ from mlxstacks.data import (
 from mlxstacks.data.rows import row_of
 from mlxstacks.errors import InputError
 from mlxstacks.nano.exports import ASSETS
-from mlxstacks.nano.tokenizer import load_tokenizer
 from tests.data.train_rows import read_rows
+from tools.nano.tokenizer import load_tokenizer
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

@@ -23,6 +23,7 @@ from mlxstacks.files.settings import (
     AdapterShowSettings,
     AdapterZeroSettings,
 )
+from mlxstacks.study.document import Table
 
 
 def test_show_reports_every_module_and_the_size_of_its_delta(moe_adapter: Path) -> None:
@@ -122,3 +123,25 @@ def test_a_base_that_is_no_name_is_not_shown(
     (tmp_path / "a" / "adapter_config.json").write_text(json.dumps({**config, "model": name}))
     summary = show_adapter(AdapterShowSettings(adapter_path=str(tmp_path / "a")))
     assert summary.base_model is None
+
+
+def test_results_say_what_was_done(moe_adapter: Path, tmp_path: Path) -> None:
+    from mlxstacks.studies import adapter
+
+    shown = adapter.show(AdapterShowSettings(adapter_path=str(moe_adapter)))
+    facts, modules = shown.blocks
+    assert isinstance(facts, Table)
+    assert isinstance(modules, Table)
+    assert ("format", "mlx-lm") in facts.rows
+    assert [row[0] for row in modules.rows] == [m["path"] for m in shown.data["modules"]]
+    target = tmp_path / "peft"
+    settings = AdapterConvertSettings(adapter_path=moe_adapter, save_path=target, to="peft")
+    written = adapter.convert(settings)
+    assert written.directory == written.data["save_path"] == str(target)
+    (table,) = written.blocks
+    assert isinstance(table, Table)
+    assert table.rows[0][0] == "PEFT"
+    assert table.rows[0][-1] == (target / "adapter_model.safetensors").stat().st_size
+    assert f"Wrote {target}" in str(written)
+    zeroed = adapter.zero(AdapterZeroSettings(adapter_path=target, save_path=tmp_path / "zero"))
+    assert zeroed.data["format"] == "peft"

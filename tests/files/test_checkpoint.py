@@ -295,7 +295,7 @@ def damage_no_tensors(model: Path) -> None:
 DAMAGE: dict[Callable[[Path], None], str] = {
     damage_missing_shard: "model-00002-of-00003.safetensors: shard is missing",
     damage_missing_shard_no_index: "model-00002-of-00003.safetensors: shard is missing",
-    damage_truncated_shard: "model-00002-of-00003.safetensors: tensor",
+    damage_truncated_shard: "model-00002-of-00003.safetensors: no whole safetensors file",
     damage_two_files: "model-00001-of-00003.safetensors and ",
     damage_name_outside_glob: "mlx-lm loads only model*.safetensors",
     damage_index_is_a_list: "must be an object, got list",

@@ -604,7 +604,7 @@ LEFT = {
     "x.NPZ": (b"x", "may be a pickle"),
     "weights.dat": (b"\x80\x04\x95", "a pickle"),
     "state": (b"PK\x03\x04data.pkl", "a zip archive"),
-    "torn.safetensors": (b"\x99", "a safetensors file has at least 8"),
+    "torn.safetensors": (b"\x99", "header length"),
     "adapters.safetensors": (file_bytes("{}"), "an adapter, which loaders would apply again"),
     ".secret": (b"x", "hidden"),
 }

@@ -65,7 +65,18 @@ _NEW_IN_THE_HEAD = {
     "convert": {"kind", "verdict"},
 }  # fmt: skip
 # What the report of a kind held at the top, and its result holds in the head.
-_IN_THE_HEAD = {"identity": {"standing"}, "sweep": {"failed_gate"}}
+_IN_THE_HEAD = {
+    "confound": {"standing"}, "identity": {"standing"}, "sweep": {"failed_gate"},
+}  # fmt: skip
+
+
+# What a kind of result said of itself otherwise, or not at all, before it was a `Result`.
+FORMER: dict[str, dict[str, Any]] = {
+    "route train": {"status": "trained"},
+    "route explain": {"status": None, "settings": None},
+}
+# Of a result's head, what former documents of some commands had no word for.
+_OF_THE_HEAD = ("kind", "status", "verdict", "settings.")
 
 
 def pruned(value: Any) -> Any:
@@ -100,9 +111,10 @@ def figures_of(document: dict[str, Any]) -> dict[str, Any]:
     those of `data` stand at the top, and what is drawn of them is left out.
     """
     if "seal" in document:
-        kind = document["kind"]
+        kind, data = document["kind"], document["data"]
         left_out = _OF_A_RESULT - _IN_THE_HEAD.get(kind, set()) | _NEW_IN_THE_HEAD.get(kind, set())
-        document = {k: v for k, v in document.items() if k not in left_out} | document["data"]
+        head = {k: v for k, v in document.items() if k not in left_out}
+        document = head | data | FORMER.get(kind, {})
     figures: dict[str, Any] = pruned(document)
     return figures
 
@@ -167,11 +179,17 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> tuple[list[str], fl
     of the figure, among those that are called the same: of rounding, by another library).
     """
     lines, largest = [], 0.0
+    # The head of a result, of commands whose report had none.
+    added = {"kind", "settings", "status", "verdict"} - old["figures"].keys()
+    figures = {key: value for key, value in new["figures"].items() if key not in added}
+    new = {**new, "figures": figures}
     for part in ("figures", "digests"):
         old_leaves, new_leaves = dict(leaves(old[part])), dict(leaves(new[part]))
         for key in sorted(old_leaves.keys() | new_leaves.keys()):
             before, after = old_leaves.get(key), new_leaves.get(key)
             if before == after or _both_nan(before, after):
+                continue
+            if key not in old_leaves and key.startswith(_OF_THE_HEAD):
                 continue
             if isinstance(before, float) and isinstance(after, float):
                 share = abs(after - before) / max(abs(before), abs(after))

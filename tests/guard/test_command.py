@@ -351,7 +351,7 @@ def test_json_is_one_document(command: Run, config: str) -> None:
 def test_over_the_limit_exits_with_3_unless_forced_and_names_what_fits(
     command: Run, config: str
 ) -> None:
-    arguments = ["--model", config, "--max-seq-length", "48", "--resource-limit", "1900"]
+    arguments = ["--model", config, "--max-seq-length", "64", "--resource-limit", "2600"]
     for name, value in MLX_LM.items():
         arguments += [f"--{name.replace('_', '-')}", str(value)]
     code, out, err = command(*arguments)

@@ -7,6 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from mlxstacks import base_model
 from mlxstacks.cli import run as run_command_line
@@ -15,26 +16,20 @@ from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.mark import MARK, new_mark
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.store import Store
-from mlxstacks.nano import base_training, sample_store, workers
-from mlxstacks.nano.adapter_training import persona_documents
-from mlxstacks.nano.base_training import STATE_FILE, run_id
-from mlxstacks.nano.build import _check_saved_state, rebuild, refit_layers
-from mlxstacks.nano.curriculum_settings import DOMAINS
-from mlxstacks.nano.exports import ASSETS, write_export
-from mlxstacks.nano.identity import persona_prompts
-from mlxstacks.nano.measure import refit_in_place, switch_down_projections
-from mlxstacks.nano.settings import (
-    SAMPLE_STACKS,
-    AdapterTraining,
-    NanoShape,
-    Persona,
-    RebuildSettings,
-)
-from mlxstacks.recipe.resolve import Resolved, finished
-from mlxstacks.routing.outcome_settings import OutcomeSettings
-from mlxstacks.routing.router_settings import RouterTrainSettings
+from mlxstacks.nano.exports import ASSETS, read_manifest, write_export
+from mlxstacks.nano.settings import Persona
+from mlxstacks.routing.settings import OutcomeSettings, RouterTrainSettings
 from mlxstacks.training.settings import OptimizerSettings
 from tests.warm import WarmSubprocess
+from tools.nano import base_training, sample_store, workers
+from tools.nano.__main__ import main
+from tools.nano.adapter_training import persona_documents
+from tools.nano.base_training import STATE_FILE, run_id
+from tools.nano.build import RebuildResult, _check_saved_state, rebuild, refit_layers
+from tools.nano.curriculum_settings import DOMAINS
+from tools.nano.identity import persona_prompts
+from tools.nano.measure import refit_in_place, switch_down_projections
+from tools.nano.settings import SAMPLE_STACKS, AdapterTraining, NanoShape, RebuildSettings
 
 TINY = RebuildSettings(
     documents=120, batch_size=2, row_length=64, processes=1,
@@ -133,13 +128,24 @@ def test_an_existing_target_is_refused_before_anything_is_trained(built) -> None
     assert [p.name for p in built[0].parent.iterdir()] == ["nano"]
 
 
-def test_a_rebuild_that_is_done_is_not_done_again(built) -> None:
-    """`mlxstacks run nano-rebuild` twice: the manifest holds the settings that made it."""
-    path, manifest = built
-    settings = TINY.model_copy(update={"save_path": path, "resume": False})
-    assert finished("nano rebuild", Resolved(settings, path)) == manifest
-    other = settings.model_copy(update={"seed": 1})
-    assert finished("nano rebuild", Resolved(other, path)) is None
+def test_the_tool_takes_settings_and_names_what_is_wrong(monkeypatch, tmp_path: Path) -> None:
+    asked = []
+
+    def noted(settings: RebuildSettings) -> RebuildResult:
+        asked.append(settings)
+        return RebuildResult(settings.save_path, read_manifest())
+
+    monkeypatch.setattr("tools.nano.__main__.rebuild", noted)
+    words = ["rebuild", str(tmp_path / "nano"), "--set", "optimizer.steps=7", "--no-resume"]
+    done = CliRunner().invoke(main, words)
+    assert done.exit_code == 0, done.output
+    assert "minutes" in done.output
+    (settings,) = asked
+    assert (settings.optimizer.steps, settings.resume) == (7, False)
+    assert settings.optimizer.learning_rate == RebuildSettings().optimizer.learning_rate
+    wrong = CliRunner().invoke(main, ["rebuild", "x", "--set", "stepps=7"])
+    assert wrong.exit_code == 1
+    assert "stepps" in wrong.output
 
 
 def test_a_state_of_other_settings_is_refused_before_anything_is_trained(tmp_path: Path) -> None:

@@ -14,21 +14,25 @@ from mlxstacks import base_model
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.evaluate import evaluate_mean_loss
 from mlxstacks.files.mark import MARK, entries
-from mlxstacks.nano import exports, measure
-from mlxstacks.nano.corpus import validation_documents
-from mlxstacks.nano.encode import encode_documents
-from mlxstacks.nano.exports import ASSETS, export, nano_paths, write_export
-from mlxstacks.nano.forward import forward
-from mlxstacks.nano.settings import (
-    EXPORT_BITS,
-    SHIPPED_BITS,
-    ExportSettings,
-    RebuildSettings,
-    ShowSettings,
+from mlxstacks.nano import exports
+from mlxstacks.nano.exports import (
+    ASSETS,
+    SAMPLES_FILE,
+    export,
+    nano_paths,
+    read_manifest,
+    show,
+    write_export,
 )
-from mlxstacks.nano.show import read_manifest, show
-from mlxstacks.nano.tokenizer import load_tokenizer
+from mlxstacks.nano.settings import EXPORT_BITS, ExportSettings, ShowSettings
+from mlxstacks.study.document import Table
 from tests.files.raw import mounted
+from tools.nano import measure
+from tools.nano.corpus import validation_documents
+from tools.nano.encode import encode_documents
+from tools.nano.forward import forward
+from tools.nano.settings import SHIPPED_BITS, RebuildSettings
+from tools.nano.tokenizer import load_tokenizer
 
 SHIPPED = ASSETS / "model"
 
@@ -50,7 +54,7 @@ def stored_values(directory: Path) -> dict[str, np.ndarray]:
 
 def test_shipped_files_are_small_and_all_there() -> None:
     files = [path for path in ASSETS.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= 3_000_000
+    assert sum(path.stat().st_size for path in (*files, SAMPLES_FILE)) <= 3_000_000
     assert {path.relative_to(ASSETS).as_posix() for path in files} >= {
         "manifest.json", "model/config.json", "model/model.safetensors", "model/tokenizer.json",
         "adapter/adapters.safetensors", "adapter/adapter_config.json", "store/manifest.json",
@@ -161,7 +165,7 @@ def test_an_existing_target_is_refused_without_force(four_bit: Path) -> None:
         export(ExportSettings(save_path=four_bit, bits=3))
     assert (four_bit / "model.safetensors").stat().st_mtime_ns == before
     result = export(ExportSettings(save_path=four_bit, bits=4, force=True))
-    assert result.as_json()["model_bytes"] == (four_bit / "model.safetensors").stat().st_size
+    assert result.data["model_bytes"] == (four_bit / "model.safetensors").stat().st_size
 
 
 def test_an_unknown_width_is_refused(tmp_path: Path) -> None:
@@ -175,10 +179,19 @@ def test_the_cache_is_made_once_and_follows_the_environment(tmp_path: Path, monk
     paths = nano_paths(4)
     assert paths.model_path.is_relative_to(tmp_path / "cache")
     stamp = (paths.model_path / "config.json").stat().st_mtime_ns
-    info = show(ShowSettings(bits=4)).as_json()
+    result = show(ShowSettings(bits=4))
+    info = result.data
     assert info["model_path"] == str(paths.model_path)
     assert (Path(info["adapter_path"]) / "adapter_config.json").is_file()
     assert "store_path" in info
+    facts, measured = result.blocks
+    assert isinstance(facts, Table)
+    assert isinstance(measured, Table)
+    assert ("model_path", info["model_path"]) in facts.rows
+    four_bits = next(row for row in measured.rows if row[0] == "4 bit")
+    known = info["manifest"]["measured"]["models"]["4_bit"]["multiple_choice"]
+    bounds = known["interval"]
+    assert four_bits[-1] == (known["accuracy"], bounds["low"], bounds["high"])
     assert (paths.model_path / "config.json").stat().st_mtime_ns == stamp
     assert sorted(p.name for p in paths.model_path.parent.iterdir()) == [MARK, "model-4bit"]
 

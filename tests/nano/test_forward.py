@@ -6,9 +6,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxstacks import base_model
-from mlxstacks.nano.forward import chunked_gated_delta, forward, forward_with_balance
-from mlxstacks.nano.initial import set_initial_weights
-from mlxstacks.nano.settings import NanoShape
+from tools.nano.forward import chunked_gated_delta, forward, forward_with_balance
+from tools.nano.initial import set_initial_weights
+from tools.nano.settings import NanoShape
 
 SHAPE = NanoShape(
     hidden_size=64, num_hidden_layers=3, num_experts=4, moe_intermediate_size=64, vocab_size=64,

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks import base_model
-from mlxstacks.nano.base_training import make_tokenizer
 from mlxstacks.nano.exports import ASSETS
-from mlxstacks.nano.settings import RebuildSettings
-from mlxstacks.nano.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer
+from tools.nano.base_training import make_tokenizer
+from tools.nano.settings import RebuildSettings
+from tools.nano.tokenizer import SPECIAL_TOKENS, load_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         if SOAK:
             cut = min(SHORT_ROWS, settings.max_seq_length)
             short = settings.model_copy(update={"max_seq_length": cut})
-            return predict(config, short, *rest, step=step)
+            return predict(config, short, *rest, step=step)  # type: ignore[misc]
         model = (step or training_step(config, settings, 1)).model
         held = [array.nbytes for _, array in tree_flatten(model.parameters())]
         point = Point(SHORT_ROWS, len(held), sum(held), {"layers": len(held)}, {})

@@ -13,7 +13,6 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.outputs import mark_bare
 from mlxstacks.files.store import Store
 from mlxstacks.nano.exports import nano_paths
-from mlxstacks.nano.settings import RebuildSettings
 from mlxstacks.recipe import table
 from mlxstacks.recipe.resolve import (
     Resolved,
@@ -25,6 +24,7 @@ from mlxstacks.recipe.resolve import (
 )
 from mlxstacks.studies.benchmarks.settings import EvalSettings
 from tests.cli.toy import TOY
+from tools.nano.settings import RebuildSettings
 
 TREES = st.recursive(
     st.integers() | st.text(max_size=3),
@@ -70,7 +70,7 @@ def test_bad_sets_are_refused(pair: str) -> None:
 def test_a_nested_setting_given_in_part_keeps_the_defaults_of_its_field() -> None:
     """The adapter of nano has a weight decay of its own, which is not the optimizer's default."""
     sets = ["adapter.optimizer.steps=7", "optimizer.steps=9"]
-    settings: Any = resolve("nano rebuild", {}, None, sets).settings
+    settings: Any = validate(RebuildSettings, parse_sets(sets))
     default = RebuildSettings()
     changed = default.adapter.optimizer.model_copy(update={"steps": 7})
     assert settings.adapter == default.adapter.model_copy(update={"optimizer": changed})

@@ -3,27 +3,27 @@
 import copy
 import json
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mlxstacks.files.manifest import DomainRecord, Manifest
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.fuse.fidelity import Sums, fidelity
 from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport
 from mlxstacks.fuse.result import result_of as fuse_result
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.studies.buffers.analysis import blocks as buffers_blocks
+from mlxstacks.studies.buffers.run import ABOUT as BUFFERS
 from mlxstacks.studies.compare.analysis import CellValues, Rule, analyse
 from mlxstacks.studies.compare.budget import ArmBudget
 from mlxstacks.studies.compare.report import blocks as compare_blocks
 from mlxstacks.studies.compare.report import outcome as compare_outcome
 from mlxstacks.studies.compare.run import ABOUT as COMPARE
 from mlxstacks.studies.compare.settings import CompareSettings
-from mlxstacks.studies.confound.plan import arms_of
-from mlxstacks.studies.confound.report import ConfoundReport
+from mlxstacks.studies.confound.report import blocks as confound_blocks
+from mlxstacks.studies.confound.run import ABOUT as CONFOUND
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.identity.analysis import verdict as identity_verdict
 from mlxstacks.studies.identity.report import blocks as identity_blocks
@@ -35,13 +35,18 @@ from mlxstacks.studies.profile.analysis import analyse as analyse_profile
 from mlxstacks.studies.profile.report import blocks as profile_blocks
 from mlxstacks.studies.profile.report import outcome, verdict_of
 from mlxstacks.studies.profile.run import ABOUT
-from mlxstacks.studies.route.discover import DiscoverReport
-from mlxstacks.studies.route.evaluate_matrix import ALL, Estimate
-from mlxstacks.studies.route.evaluate_report import Evaluation, RouteEvaluateReport
-from mlxstacks.studies.route.train import RouteTrainReport
-from mlxstacks.studies.stack.analysis import AnalysisReport
+from mlxstacks.studies.route import check as route_check
+from mlxstacks.studies.route import discover as route_discover
+from mlxstacks.studies.route import evaluate as route_evaluate
+from mlxstacks.studies.route import train as route_train
+from mlxstacks.studies.route.evaluate_figures import ALL
+from mlxstacks.studies.stack.analysis_report import ABOUT as ANALYSIS
+from mlxstacks.studies.stack.analysis_report import blocks as analysis_blocks
+from mlxstacks.studies.stack.analysis_report import verdict as analysis_verdict
+from mlxstacks.studies.stack.report import ABOUT as STACK
+from mlxstacks.studies.stack.report import domain_table, matrix_blocks
 from mlxstacks.studies.sweep.cells import Cell, CellResult
-from mlxstacks.studies.sweep.report import report_of, shown_settings
+from mlxstacks.studies.sweep.report import concluded
 from mlxstacks.studies.sweep.settings import SweepSettings
 from mlxstacks.studies.train.report import TrainReport, versions
 from mlxstacks.studies.train.report import result_of as train_result
@@ -52,10 +57,11 @@ from mlxstacks.training.settings import TrainSettings
 from tests.studies import confound_cases
 from tests.studies.identity import cases as identity_cases
 
+ROWS = {"a": {"a": 1.0}, "b": {"a": 1.5, "b": 0.5}}
 SETTINGS = FuseSettings(model="m", adapter_path=("a",))
 RATE = {"count": 3, "n": 4, "rate": 0.75, "low": 0.3, "high": 0.95}
 ORACLE = {
-    "label": "letters", "n": 4, "own": RATE, "label_in_set": RATE, "nothing": RATE,
+    "label": "letters", "n": 4, "sets": [], "own": RATE, "label_in_set": RATE, "nothing": RATE,
     "gain": {"mean": 0.5, "low": 0.2, "high": 0.8}, "own_gain": None,
 }  # fmt: skip
 
@@ -93,19 +99,30 @@ def train_report() -> dict[str, Any]:
     return train_result(report).sealed().as_json()
 
 
-def manifest() -> dict[str, Any]:
-    rows = {"a": {"a": 1.0}, "b": {"a": 1.5, "b": 0.5}}
-    domains = tuple(DomainRecord(name, True, (), (2.0, 1.0), 1.0) for name in ("a", "b"))
-    return Manifest("base", "0" * 64, domains, {"ungated": rows}).document()
+def stack_result() -> dict[str, Any]:
+    domain = {"enabled": True, "stacks": ["a-r1"], "parameters": 5, "bytes": 10,
+              "losses": [2.0, 1.0], "protected": {"captured_energy_mean": 0.5}}  # fmt: skip
+    blocks = (domain_table({"a": domain, "b": domain}), *matrix_blocks({"ungated": ROWS}))
+    return Result(
+        **STACK, status="done", outcome="2 domains, 2 stacks", verdict="a lost most, +0.5000.",
+        settings={"seed": 0}, blocks=blocks,
+    ).sealed().as_json()  # fmt: skip
 
 
-def analysis_report() -> dict[str, Any]:
+def analysis_result() -> dict[str, Any]:
     points = [{"round": 1, "step": step, "validation_loss": 2.0 - step} for step in (0, 1)]
-    report = AnalysisReport(
-        "done", "store", "out", {"seed": 0}, [{"name": "a", "curve": points}],
-        {"ungated": {"a": {"a": 1.0}}}, {"weights": {"mean": 0.2, "mean_chance": 0.1, "pairs": 0}},
-    )  # fmt: skip
-    return report.as_json()
+    domain = {"name": "a", "enabled": True, "stacks": [], "bytes": 0, "losses": [],
+              "protected": None, "curve": points}  # fmt: skip
+    means = {"mean": 0.2, "mean_chance": 0.1, "pairs": 1}
+    cosines = {"directions": 4, "matrix": {"a": {"a": 1.0, "b": 0.2}, "b": {"a": 0.2, "b": 1.0}},
+               "by_projection": {"q_proj": means}, **means}  # fmt: skip
+    geometry = {"weights": cosines, "data": None, "spectra": {}}
+    data = {"domains": [domain], "matrix": {"ungated": {"a": {"a": 1.0}}}, "geometry": geometry,
+            "routing": None}  # fmt: skip
+    return Result(
+        **ANALYSIS, status="done", outcome="cosine 0.200", settings={"seed": 0},
+        verdict=analysis_verdict(geometry, None), data=data, blocks=analysis_blocks(data),
+    ).sealed().as_json()  # fmt: skip
 
 
 def compare_result() -> dict[str, Any]:
@@ -129,7 +146,7 @@ def compare_result() -> dict[str, Any]:
     ).sealed().as_json()  # fmt: skip
 
 
-def sweep_report() -> dict[str, Any]:
+def sweep_result() -> dict[str, Any]:
     settings = SweepSettings(model="m", data="d", ranks=(2, 8), seeds=(0, 1), policies=("refit",))
     results = []
     for rank in (2, 8):
@@ -138,53 +155,72 @@ def sweep_report() -> dict[str, Any]:
             figures = {"peak_bytes": 10, "validation": losses, "last_validation_loss": 1.0 + seed}
             kept = {"refit": {"survival": 0.1 * rank, "correlation": 0.5, "extra_bytes": 0}}
             cell = Cell(rank, seed, "all", "usual", None)
-            results.append(CellResult(cell, "trained", {}, {"buffers": 7}, None, figures, kept))
-    report = report_of(settings, "out", results, [], 1.0)
-    return replace(report, settings=shown_settings(settings)).as_json()
+            results.append(
+                CellResult(
+                    cell, "trained", {}, {"outcome": "fits", "buffers": 7}, None, figures, kept
+                )
+            )
+    shown = {"settings": settings.model_dump(mode="json")}
+    return concluded(settings, results).model_copy(update=shown).sealed().as_json()
 
 
-def buffers_report() -> dict[str, Any]:
+def buffers_result() -> dict[str, Any]:
     mean = {"mean": 0.0001, "low": -0.001, "high": 0.001, "n": 3, "confidence": 0.9}
-    compared = {"condition": ["mlx-lm", "off", "variable"], "rank": 8, "equivalence": mean,
-                "difference": mean, "largest": 0.002}  # fmt: skip
+    condition = ["mlx-lm", "off", "variable"]
+    compared = {"condition": condition, "rank": 8, "equivalence": mean, "difference": mean,
+                "largest": 0.002}  # fmt: skip
+    row = {"condition": condition, "rank": 8, "peaks": [900, 910], "growth_per_step": 0.1}
+    figures = {"comparisons": [compared], "rows": [row], "controls": {"mlx-lm": 0.9}}
     plan = {"hypothesis": "Rank does not move it.", "margin": 0.01}
-    return {
-        "kind": "sweep buffers", "status": "done", "settings": {"margin": 0.01}, "plan": plan,
-        "plan_sha256": json_sha256(plan), "verdict": "Rank does not move the count here.",
-        "analysis": {"outcome": "equal", "comparisons": [compared], "controls": {"mlx-lm": 0.9}},
+    return Result(
+        **BUFFERS, status="done", outcome="equal", verdict="Rank does not move the count here.",
+        standing=Standing(status="confirmatory"), settings={"margin": 0.01}, plan=plan,
+        plan_sha256=json_sha256(plan), data={"analysis": figures},
+        blocks=buffers_blocks(figures, 0.01),
+    ).sealed().as_json()  # fmt: skip
+
+
+def route_results() -> list[dict[str, Any]]:
+    labels = dict.fromkeys(("examples", "trained_on", "samples", "samples_trained_on"), 4)
+    discover = {
+        "oracle": [ORACLE], "control": None, "greedy_gap": None,
+        "counts": {"discovered_share": 0.5, "labels": {"letters": labels}},
     }  # fmt: skip
-
-
-def route_reports() -> dict[str, dict[str, Any]]:
-    discover = DiscoverReport(
-        "done", "store", "out", {"seed": 0}, "0" * 64, ["letters"], {}, None, 0.0, "chat",
-        {"discovered_share": 0.5}, [ORACLE], verdict="Found.",
-    )  # fmt: skip
-    train = RouteTrainReport(
-        "trained", "store", "out", {"seed": 0}, ["letters"], {"all": 4, "discovered": 2},
-        best_epoch=2, history=[{"epoch": 1, "loss": 0.9}, {"epoch": 2, "loss": 0.5}],
-        metrics={"single_top1": 0.9, "mixed_set": None, "examples": {"single": 10, "mixed": 0},
-                 "calibration": {"expected_calibration_error": 0.02}},
-    )  # fmt: skip
-    row = {"letters": Estimate(1.0, 0.9, 1.1), ALL: Estimate(1.0, None, None)}
+    epoch = {"single_top1": 0.9, "mixed_set": None, "val_bce": 0.4, "checkpoint_score": 0.4}
+    calibration = {"expected_calibration_error": 0.02, "bins": []}
+    train = {
+        "domains": ["letters"], "examples": {"all": 4, "discovered": 2}, "best_epoch": 2,
+        "history": [{"epoch": number, "train_loss": 1 / number, **epoch} for number in (1, 2)],
+        "metrics": {**epoch, "examples": {"single": 10, "mixed": 0}, "domains": {},
+                    "calibration": calibration},
+    }  # fmt: skip
+    row = {"letters": {"value": 1.0, "low": 0.9, "high": 1.1},
+           ALL: {"value": 1.0, "low": None, "high": None}}  # fmt: skip
     matrix = dict.fromkeys(("base", "routed", "ungated"), row)
-    gaps = {"scores": {"detection": RATE, "false_alarms": RATE, "others": None}}
-    evaluation = Evaluation(
-        ("letters",), {"letters": 4}, matrix, {"base": matrix, "ungated": matrix}, [], None, gaps,
-        {"all, routed": {"mode": "routed", "losses": {ALL: 1.0}, "exactly_right": 1, "samples": 2}},
-        [{"group": "letters", "prompt": "p", "expected": "e", "answers": {"base": {"text": "t"}}}],
-    )  # fmt: skip
-    evaluate = RouteEvaluateReport("done", "store", "out", {"seed": 0}, "chat", evaluation)
-    check = {
-        "kind": "route check", "status": "done", "settings": {"hard": False}, "verdict": "Holds.",
-        "summary": {"answers": {"routed": RATE}, "expected_domains_active": RATE},
-        "prompts": [{"name": "one", "prompt": "p", "weights": {"letters": 0.9},
-                     "answers": {"routed": {"failed": ["too long"]}}}],
+    evaluate = {
+        "domains": ["letters"], "rows": {"letters": 4}, "matrix": matrix, "routers": [],
+        "differences": {"base": matrix, "ungated": matrix}, "over_routers": None,
+        "gaps": {"scores": {"detection": RATE, "false_alarms": RATE, "others": None}},
+        "panels": {"all, routed": {"mode": "routed", "losses": {ALL: 1.0}, "exactly_right": 1,
+                                   "samples": 2}},
+        "samples": [{"group": "letters", "prompt": "p", "expected": "e",
+                     "answers": {"base": {"text": "t"}}}],
     }  # fmt: skip
-    return {
-        "discover_report.json": discover.as_json(), "train_report.json": train.as_json(),
-        "route_evaluate_report.json": evaluate.as_json(), "route_check_report.json": check,
-    }  # fmt: skip
+    answer = {"passed": False, "failed": ["too long"], "text": "t"}
+    prompts = [{"name": "one", "prompt": "p", "weights": {"letters": 0.9}, "missing_domains": [],
+                "expected_domains": ["letters"], "answers": {"routed": answer}}]  # fmt: skip
+    summary = route_check.summary_of(prompts, None)
+    parts: list[tuple[dict[str, str], dict[str, Any], Any]] = [
+        (route_discover.ABOUT, discover, route_discover.blocks(discover)),
+        (route_train.ABOUT, train, route_train.blocks(train)),
+        (route_evaluate.ABOUT, evaluate, route_evaluate.blocks(evaluate)),
+        (route_check.ABOUT, {"summary": summary}, route_check.blocks(summary, prompts)),
+    ]
+    return [
+        Result(**about, status="done", settings={"seed": 0}, data=data, blocks=blocks,
+               outcome="found", verdict="Found.").sealed().as_json()
+        for about, data, blocks in parts
+    ]  # fmt: skip
 
 
 def profile_result() -> dict[str, Any]:
@@ -205,15 +241,17 @@ def profile_result() -> dict[str, Any]:
     ).sealed().as_json()  # fmt: skip
 
 
-def confound_report() -> dict[str, Any]:
+def confound_result() -> dict[str, Any]:
     settings = ConfoundSettings(model="m", persona="p", items="i", policies=("refit",))
-    found = confound_cases.case(n=60, right=20, a1_refit=30, random_refit=2)
+    findings = confound_cases.case(n=60, right=20, a1_refit=30, random_refit=2)
     plan = {"hypothesis": "A1 beats A0.", "n": 60}
-    report = ConfoundReport(
-        "done", "out", settings.model_dump(mode="json"), list(arms_of(settings)), plan,
-        json_sha256(plan), ["enough items"], findings=found, versions=versions(), device="cpu",
-    )  # fmt: skip
-    return json.loads(json.dumps(report.as_json()))
+    mined = {"table": {"all": {"both wrong": 200}}, "train": ["1"], "test": ["2"]}
+    return Result(
+        **CONFOUND, status="done", outcome="adds knowledge", verdict=findings.verdict,
+        standing=Standing(status="confirmatory"), settings=settings.model_dump(mode="json"),
+        plan=plan, plan_sha256=json_sha256(plan), power=("enough items",),
+        data=findings.as_json(), blocks=confound_blocks(findings, {}, mined, settings),
+    ).sealed().as_json()  # fmt: skip
 
 
 def identity_result() -> dict[str, Any]:
@@ -229,19 +267,22 @@ def identity_result() -> dict[str, Any]:
     ).sealed().as_json()  # fmt: skip
 
 
-def eval_report() -> dict[str, Any]:
-    from mlxstacks.studies.benchmarks.report import EvalReport
+def eval_result() -> dict[str, Any]:
+    from mlxstacks.studies.benchmarks.report import blocks, outcome
+    from mlxstacks.studies.benchmarks.run import ABOUT
     from tests.studies.benchmarks.test_report import found_of, marks
 
-    found = found_of({
+    figures, verdict = found_of({
         "arc_easy": {"base": marks(100), "routed": marks(130)},
         "medqa": {"base": marks(100), "routed": marks(60)},
     }, is_published_model=True)  # fmt: skip
     plan = {"hypothesis": "A mode answers more or fewer."}
-    report = EvalReport(
-        "done", "out", {"tasks": ["arc_easy"]}, {}, plan, json_sha256(plan), findings=found
-    )
-    return json.loads(json.dumps(report.as_json()))
+    settings = {"tasks": ["arc_easy"], "normalisation": "token"}
+    return Result(
+        **ABOUT, status="done", outcome=outcome(figures), verdict=verdict, settings=settings,
+        standing={"status": "confirmatory"}, plan=plan, plan_sha256=json_sha256(plan),
+        data=figures, blocks=blocks(figures, {}, settings),
+    ).as_json()  # fmt: skip
 
 
 def every_report() -> dict[str, tuple[str, dict[str, Any]]]:
@@ -251,21 +292,20 @@ def every_report() -> dict[str, tuple[str, dict[str, Any]]]:
 
 @cache
 def _every_report() -> dict[str, tuple[str, dict[str, Any]]]:
-    routes = route_reports()
     return {
         "fuse": (RESULT, fuse_report()),
         "zero": (RESULT, fuse_report(zero=True)),
         "train": (RESULT, train_report()),
-        "store": ("manifest.json", manifest()),
-        "analyse": ("analysis_report.json", analysis_report()),
+        "stack": (RESULT, stack_result()),
+        "analyse": (RESULT, analysis_result()),
         "compare": (RESULT, compare_result()),
-        "sweep": ("sweep_report.json", sweep_report()),
-        "buffers": ("sweep_report.json", buffers_report()),
+        "sweep": (RESULT, sweep_result()),
+        "buffers": (RESULT, buffers_result()),
         "profile": (RESULT, profile_result()),
-        "confound": ("confound_report.json", confound_report()),
+        "confound": (RESULT, confound_result()),
         "identity": (RESULT, identity_result()),
-        "eval": ("eval_report.json", eval_report()),
-        **{f"route-{number}": pair for number, pair in enumerate(routes.items())},
+        "eval": (RESULT, eval_result()),
+        **{f"route-{number}": (RESULT, found) for number, found in enumerate(route_results())},
     }
 
 

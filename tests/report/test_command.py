@@ -23,17 +23,17 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bare_report_makes_a_small_result_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(["report", "--formats", "svg", "--json"]) == 0
     printed = capsys.readouterr()
-    found = json.loads(printed.out)["data"]
-    assert [run["name"] for run in found["runs"]] == ["fuse", "fuse-zero-delta"]
-    assert found["runs"][1]["outcome"] == "no artifact"
+    found = json.loads(printed.out)
+    assert [run["name"] for run in found["data"]["runs"]] == ["fuse", "fuse-zero-delta"]
+    assert found["data"]["runs"][1]["outcome"] == "no artifact"
     assert "were fused first" in printed.err
     page = Path("mlxstacks-out/report/index.html").read_text("utf-8")
     assert read(page).problems == []
     # again: over its own page, with what is there now, and not with the page itself
     assert command(["report", "--formats", "svg", "--json"]) == 0
     again = json.loads(capsys.readouterr().out)
-    assert again["data"]["runs"] == found["runs"]
-    assert [note.split()[0] for note in again["notes"]] == ["index.html"]
+    assert again["data"]["runs"] == found["data"]["runs"]
+    assert not any("fused first" in note for note in again["notes"])
 
 
 def test_a_dry_run_touches_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,9 +47,9 @@ def test_runs_are_given_by_position(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("one", "two"):
         write_run(Path(name), RESULT, fuse_report())
     assert command(["report", "two", "one", "--save-path", "page", "--formats", "svg"]) == 0
-    assert "50.0%, noise 0.5, artifact 10.0%" in " ".join(capsys.readouterr().out.split())
-    found = json.loads(Path("page/result.json").read_text())["data"]
-    assert [run["path"] for run in found["runs"]] == ["two", "one"]
+    assert "survival 50.0%" in " ".join(capsys.readouterr().out.split())
+    found = json.loads(Path("page/result.json").read_text())
+    assert [run["path"] for run in found["data"]["runs"]] == ["two", "one"]
     assert command(["report", "two", "--save-path", "page"]) == 2
     assert "exists" in capsys.readouterr().err
     assert command(["report", "nowhere", "--save-path", "other"]) == 2

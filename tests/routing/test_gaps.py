@@ -17,9 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError, TargetError
-from mlxstacks.routing.gap_clusters import cluster_gaps
-from mlxstacks.routing.gap_settings import RouteGapsSettings
-from mlxstacks.routing.gaps import GapEvent, GapLog, is_loss_gap, older, read_gaps
+from mlxstacks.routing.gaps import GapEvent, GapLog, cluster_gaps, is_loss_gap, older, read_gaps
+from mlxstacks.routing.settings import RouteGapsSettings
 from mlxstacks.studies.route.gaps import run
 
 SCORES = {"code": 0.04, "math": 0.11}
@@ -246,9 +245,9 @@ def test_a_domain_is_proposed_from_so_many_events(tmp_path: Path) -> None:
     settings = RouteGapsSettings(log_path=str(tmp_path / "gaps.jsonl"), minimum_events=7)
     assert "no domain is proposed: the largest group has 6" in run(settings).verdict
     enough = run(settings.model_copy(update={"minimum_events": 6}))
-    assert len(enough.proposed) == 1
+    assert [*enough.table("groups")["events"]] == [6, 1]
     assert "1 group has 6 events or more" in enough.verdict
-    document = enough.as_json()
+    document = enough.data
     assert [c["propose_domain"] for c in document["clusters"]] == [True, False]
     assert (document["events"], document["events_without_feature"]) == (8, 1)
     assert document["events_by_router"] == {"c" * 12: 8}

@@ -52,6 +52,7 @@ def settings_for(model: Path, data: Path, save_path: Path, **changes: Any) -> St
         "keys": ("q_proj", "linear_attn.out_proj", "switch_mlp.down_proj"),
         "stack": {"rank": 2, "num_experts": 3}, "min_loss_delta": 1e-4, "steps_per_eval": 4,
         "null_space": {"directions": 4, "samples": 8}, "save_every": 3, "steps_per_report": 2,
+        "guard": "off",
     }  # fmt: skip
     return StackRunSettings.model_validate(values | changes)
 
@@ -72,7 +73,8 @@ def hashes(directory: Path) -> dict[str, str]:
         str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(directory.rglob("*"))
         if path.is_file()
-        and path.name not in (".lock", "base.json", "log.jsonl", "stack_report.json")
+        # hidden: the lock, and what a killed writer left half-written
+        and not path.name.startswith((".", "base.json", "log.jsonl", "result."))
     }
 
 

@@ -11,34 +11,27 @@ from typing import Any
 
 import pytest
 
-from mlxstacks.studies.benchmarks.plots import draw_scores
-from mlxstacks.studies.stack.plots import draw_load, draw_losses, draw_matrix
-from mlxstacks.study.render.drawings import Dot, draw_heat_map, draw_intervals
+from mlxstacks.study.render.drawings import Dot, draw_curves, draw_heat_map, draw_intervals
 from mlxstacks.study.render.figures import LONGEST_TICK, fit, tick_texts
-from tests.studies.benchmarks.test_report import found_of, marks
 
 pytest.importorskip("matplotlib")
 
 NAMES = [f"domain of mathematics and of physics, in its second round, number {n}" for n in range(5)]
-CURVE = [{"round": 1, "step": step, "validation_loss": 2.0 - step} for step in (0, 1)]
-GATES = [{"mean": 0.5, "low": 0.4, "high": 0.6}] * 2
-LOAD = {
-    name: {"experts": 2, "uniform_gate": 0.5, "on": {other: {"gate": GATES} for other in NAMES}}
-    for name in NAMES
-}
-TASKS = ("hellaswag", "arc_easy", "truthfulqa_mc1", "mmlu_pro")
 
 
 def figures() -> Mapping[str, Callable[[Any], None]]:
-    values = {a: dict.fromkeys(NAMES, 1.0) for a in NAMES}
-    scores = found_of({task: {"base": marks(9, 20)} for task in TASKS})
+    losses = [[1.0 for _ in NAMES]]
     dots = [Dot(name, n, n - 1, n + 1, name) for n, name in enumerate(NAMES)]
     cells = [[float(n) for n, _ in enumerate(NAMES)] for _ in NAMES]
     return {
-        "matrix": partial(draw_matrix, mode="ungated", rows=values),
-        "panels": partial(draw_losses, domains=[{"name": n, "curve": CURVE} for n in NAMES]),
-        "legend": partial(draw_load, stacks=LOAD, what="gate"),
-        "ticks": partial(draw_scores, findings=scores),
+        "legend": partial(
+            draw_curves, curves={name: [(0.0, 2.0), (1.0, 1.0)] for name in NAMES}, xlabel="step",
+            ylabel="loss, nats a token", title="t", joined=False,
+        ),
+        "ticks": partial(
+            draw_heat_map, rows=["base"], columns=NAMES, values=losses, title="t", xlabel="x",
+            ylabel="", unit="nats",
+        ),
         "axis": partial(draw_intervals, dots=dots, xlabel="points, 95% " * 9, title="t " * 70),
         "map": partial(
             draw_heat_map, rows=NAMES, columns=NAMES, values=cells, title="t", xlabel="", ylabel="",

@@ -134,7 +134,7 @@ def test_no_edit_goes_unmarked(run: Path, tmp_path: Path, name: str) -> None:
     assert result.standing.reasons
     settings = ReportSettings(runs=(str(run),), save_path=str(tmp_path / "page"), formats=())
     report = write_report(settings)
-    assert [one.standing for one in report.runs] == ["EXPLORATORY"]
+    assert [one["standing"] for one in report.data["runs"]] == ["EXPLORATORY"]
     page = (tmp_path / "page/index.html").read_text()
     assert "Heads by arm (EXPLORATORY)" in page
 
@@ -238,7 +238,7 @@ def test_a_foreign_file_of_the_same_name_is_passed_over(run: Path, tmp_path: Pat
     (tmp_path / "other" / RESULT).write_text('{"accuracy": 0.5}')
     settings = ReportSettings(runs=(str(tmp_path),), save_path=str(tmp_path / "page"), formats=())
     report = write_report(settings)
-    assert [one.source.name for one in report.runs] == ["run"]
+    assert [one["name"] for one in report.data["runs"]] == ["run"]
     assert any(note.startswith("other: passed over") for note in report.notes)
 
 

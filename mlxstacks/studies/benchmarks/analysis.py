@@ -1,127 +1,219 @@
-"""What the outcomes say of one task: scores with intervals, paired differences (means.py: of all).
+"""From the answers of the arms to scores and paired differences. No model is needed for it.
 
-Everything here is computed from outcomes alone. Arms are compared item by item, on the items that
-both were graded on.
+A likelihood item is right when one candidate alone has the highest score and it is the gold one,
+under each normalisation; what a generated answer is worth, the task's own grading says. Arms are
+compared item by item, on the items that both were graded on. Figures are plain JSON, as `data` of
+the result holds them.
 """
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from mlxstacks.stats import Interval, McNemarTest, holm, mcnemar_exact_test, wilson_interval
-from mlxstacks.studies.benchmarks.outcomes import Outcome
-from mlxstacks.studies.benchmarks.settings import NORMALISATIONS
+from mlxstacks.stats import Interval, holm, mcnemar_exact_test, wilson_interval
+from mlxstacks.studies.benchmarks.answers import Given
+from mlxstacks.studies.benchmarks.grading import Grade
+from mlxstacks.studies.benchmarks.settings import ARMS, NORMALISATIONS, Normalisation
+from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied, Scored
 
-Label = Literal["better", "worse", "not distinguishable"]
+Figures = dict[str, Any]
+Claim = tuple[str, str]
+"""(arm, control)"""
+EVEN = "not distinguishable"
+# Two candidates of the same text may differ in last bits, by their places in a batch.
+_TIE = 1e-6
+_CONTROLS = ("base", "ungated", "random")
+# Of a task of the harness with several metrics the first of these is tested, else its own first.
+_HARNESS_METRICS = ("acc", "exact_match", "pass@1")
+
+
+# --- right and wrong ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One item of one arm. correct: under the primary normalisation; None: not graded.
+
+    by: normalisation -> right or wrong. letter, reference: by letters, and without the first token
+    of each candidate; None where that was not asked. cut: the reply ended at max_tokens.
+    """
+
+    item_id: str
+    stratum: str
+    correct: bool | None
+    value: str | None
+    rule: str
+    how: str = ""
+    by: Mapping[Normalisation, bool] = field(default_factory=dict)
+    tie: bool = False
+    letter: bool | None = None
+    reference: bool | None = None
+    truncated: bool = False
+    cut: bool = False
+    active_domains: int = 0
+    seconds: float = 0.0
+
+
 Outcomes = Mapping[str, Sequence[Outcome]]
 """Arm -> its outcomes, in the order of the items."""
 
 
-@dataclass(frozen=True)
-class Rate:
-    """`right` of `n`, with Wilson's 95% interval."""
+def pick(scored: Scored, normalisation: Normalisation) -> int | None:
+    """The candidate with the highest score; None where two or more share it.
 
-    n: int
-    right: int
-    interval: Interval
-
-    @property
-    def score(self) -> float:
-        return self.right / self.n
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "n": self.n, "right": self.right, "score": self.score,
-            "interval": self.interval.as_json(),
-        }  # fmt: skip
+    Law: adding a constant to all sums changes no pick by `sum`.
+    """
+    lengths = {
+        "sum": (1,) * len(scored.sums), "token": scored.tokens, "character": scored.characters,
+    }[normalisation]  # fmt: skip
+    values = [value / max(length, 1) for value, length in zip(scored.sums, lengths, strict=True)]
+    best = max(values)
+    near = _TIE * max(1.0, abs(best))
+    top = [place for place, value in enumerate(values) if best - value <= near]
+    return top[0] if len(top) == 1 else None
 
 
-def rate(marks: Sequence[bool]) -> Rate | None:
-    """None for no marks: nothing was graded, which is not a score of 0."""
-    right = sum(marks)
-    return Rate(len(marks), right, wilson_interval(right, len(marks))) if marks else None
+def likelihood_outcomes(
+    items: Sequence[BenchItem],
+    texts: Sequence[Given],
+    letters: Mapping[str, Given],
+    reference: Mapping[str, Given],
+    primary: Normalisation,
+) -> list[Outcome]:
+    """letters, reference: by item id, for the items that were asked so as well."""
+    outcomes = []
+    for item, given in zip(items, texts, strict=True):
+        scored, letter = _scored(given), letters.get(item.item_id)
+        picks = {name: _single(item, pick(scored, name)) for name in NORMALISATIONS}
+        chosen = picks[primary]
+        outcomes.append(
+            Outcome(
+                item.item_id, item.stratum, chosen == item.gold,
+                None if chosen is None else str(chosen),
+                "tie" if chosen is None else "likelihood",
+                by={name: place == item.gold for name, place in picks.items()},
+                tie=chosen is None,
+                # A letter is a token in most vocabularies; where not, the sum is what counts.
+                letter=None if letter is None else pick(_scored(letter), "sum") == item.gold,
+                reference=_right_by_reference(item, reference.get(item.item_id)),
+                truncated=scored.truncated,
+                active_domains=_active(scored.weights),
+                seconds=given.seconds + (letter.seconds if letter else 0.0),
+            )
+        )  # fmt: skip
+    return outcomes
 
 
-@dataclass(frozen=True)
-class ArmScore:
-    """One arm on one task. primary: None where nothing could be graded.
+def _scored(given: Given) -> Scored:
+    assert isinstance(given.answer, Scored)
+    return given.answer
+
+
+def _single(item: BenchItem, chosen: int | None) -> int | None:
+    """None where the same text is there twice: batches alone, and rounding, would choose."""
+    if chosen is not None and item.candidates.count(item.candidates[chosen]) > 1:
+        return None
+    return chosen
+
+
+def _right_by_reference(item: BenchItem, given: Given | None) -> bool | None:
+    """By the old rule: the mean over tokens, and of equal ones the first."""
+    if given is None:
+        return None
+    scored = _scored(given)
+    # What is left of a one-token candidate is nothing, and its score 0: the best there is.
+    means = [
+        value / length if length else 0.0
+        for value, length in zip(scored.sums, scored.tokens, strict=True)
+    ]
+    return means.index(max(means)) == item.gold
+
+
+def reply_outcomes(
+    items: Sequence[BenchItem],
+    replies: Sequence[Given],
+    grade: Callable[[BenchItem, str], Grade],
+) -> list[Outcome]:
+    """Each generated answer graded by `grade(item, text)`."""
+    outcomes = []
+    for item, given in zip(items, replies, strict=True):
+        reply = given.answer
+        assert isinstance(reply, Replied)
+        graded = grade(item, reply.text)
+        outcomes.append(
+            Outcome(
+                item.item_id, item.stratum, graded.correct, graded.value, graded.rule, graded.how,
+                truncated=reply.truncated, cut=reply.finish == "length",
+                active_domains=_active(reply.weights), seconds=given.seconds,
+            )
+        )  # fmt: skip
+    return outcomes
+
+
+def _active(weights: Mapping[str, float]) -> int:
+    return sum(weight > 0 for weight in weights.values())
+
+
+# --- scores ---------------------------------------------------------------------------------------
+
+
+def rate(marks: Sequence[bool]) -> Figures | None:
+    """n, right, score and Wilson's 95% interval; None for no marks: nothing was graded, which is
+    not a score of 0.
+    """
+    n, right = len(marks), sum(marks)
+    if not n:
+        return None
+    interval = wilson_interval(right, n).as_json()
+    return {"n": n, "right": right, "score": right / n, "interval": interval}
+
+
+def arm_score(arm: str, outcomes: Sequence[Outcome]) -> Figures:
+    """One arm on one task: `rate` by the primary normalisation, or n and a score of None.
 
     ties count as wrong. unparsed: replies in which no rule found an answer, wrong as well. rules,
-    how: how often each rule found the answer, and each decided that it is right. cut: replies that
-    ended at max_tokens. without_domains: items that no domain was active for. strata: subject ->
-    (items, right).
+    how: how often each rule found the answer, and each decided that it is right.
+    Law: the order of the outcomes changes nothing. Raises: ValueError for no outcomes.
     """
-
-    arm: str
-    n: int
-    primary: Rate | None
-    normalisations: dict[str, Rate]
-    letters: Rate | None
-    reference: Rate | None
-    ties: int
-    unparsed: int
-    rules: dict[str, int]
-    how: dict[str, int]
-    truncated: int
-    cut: int
-    mean_active_domains: float
-    without_domains: int
-    seconds: float
-    strata: dict[str, tuple[int, int]]
-
-    @property
-    def parse_failure_rate(self) -> float:
-        return self.unparsed / self.n
-
-    @property
-    def boxed_rate(self) -> float:
-        return self.rules.get("boxed", 0) / self.n
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            **(self.primary.as_json() if self.primary else {"n": self.n, "score": None}),
-            "items": self.n,
-            "normalisations": {name: one.as_json() for name, one in self.normalisations.items()},
-            "letters": self.letters.as_json() if self.letters else None,
-            "reference_offset": self.reference.as_json() if self.reference else None,
-            "ties": self.ties,
-            "unparsed": self.unparsed,
-            "parse_failure_rate": self.parse_failure_rate,
-            "boxed_rate": self.boxed_rate,
-            "rules": self.rules,
-            "how": self.how,
-            "prompts_truncated": self.truncated,
-            "cut_at_max_tokens": self.cut,
-            "mean_active_domains": self.mean_active_domains,
-            "answered_without_domains": self.without_domains,
-            "seconds": round(self.seconds, 3),
-            "strata": {k: {"n": n, "right": right} for k, (n, right) in self.strata.items()},
-        }
-
-
-def arm_score(arm: str, outcomes: Sequence[Outcome]) -> ArmScore:
-    """Law: the order of the outcomes changes nothing. Raises: ValueError for no outcomes."""
     if not outcomes:
         raise ValueError(f"{arm}: no items to score")
-    by: dict[str, Rate] = {
-        name: found
-        for name in NORMALISATIONS
-        if (found := rate([one.by[name] for one in outcomes if name in one.by]))
+    count = len(outcomes)
+    normalisations = {
+        name: rate([o.by[name] for o in outcomes if name in o.by]) for name in NORMALISATIONS
     }
-    return ArmScore(
-        arm, len(outcomes), rate([one.correct for one in outcomes if one.correct is not None]), by,
-        rate([one.letter for one in outcomes if one.letter is not None]),
-        rate([one.reference for one in outcomes if one.reference is not None]),
-        sum(one.tie for one in outcomes),
-        sum(one.value is None and not one.tie for one in outcomes),
-        _counts(one.rule for one in outcomes), _counts(one.how for one in outcomes if one.how),
-        sum(one.truncated for one in outcomes), sum(one.cut for one in outcomes),
-        sum(one.active_domains for one in outcomes) / len(outcomes),
-        sum(not one.active_domains for one in outcomes),
-        math.fsum(one.seconds for one in outcomes), _strata(outcomes),
-    )  # fmt: skip
+    rules = _counts(o.rule for o in outcomes)
+    unparsed = sum(o.value is None and not o.tie for o in outcomes)
+    strata: dict[str, Figures] = {}
+    for o in outcomes:
+        if o.stratum and o.correct is not None:
+            stratum = strata.setdefault(o.stratum, {"n": 0, "right": 0})
+            stratum["n"] += 1
+            stratum["right"] += o.correct
+    return {
+        **(_rate_of(o.correct for o in outcomes) or {"n": count, "score": None}),
+        "items": count,
+        "normalisations": {name: figures for name, figures in normalisations.items() if figures},
+        "letters": _rate_of(o.letter for o in outcomes),
+        "reference_offset": _rate_of(o.reference for o in outcomes),
+        "ties": sum(o.tie for o in outcomes),
+        "unparsed": unparsed,
+        "parse_failure_rate": unparsed / count,
+        "boxed_rate": rules.get("boxed", 0) / count,
+        "rules": rules,
+        "how": _counts(o.how for o in outcomes if o.how),
+        "prompts_truncated": sum(o.truncated for o in outcomes),
+        "cut_at_max_tokens": sum(o.cut for o in outcomes),
+        "mean_active_domains": sum(o.active_domains for o in outcomes) / count,
+        "answered_without_domains": sum(not o.active_domains for o in outcomes),
+        "seconds": round(math.fsum(o.seconds for o in outcomes), 3),
+        "strata": dict(sorted(strata.items())),
+    }
+
+
+def _rate_of(marks: Iterable[bool | None]) -> Figures | None:
+    return rate([mark for mark in marks if mark is not None])
 
 
 def _counts(names: Iterable[str]) -> dict[str, int]:
@@ -129,115 +221,71 @@ def _counts(names: Iterable[str]) -> dict[str, int]:
     return dict(sorted(Counter(names).items(), key=lambda pair: (-pair[1], pair[0])))
 
 
-def _strata(outcomes: Sequence[Outcome]) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = {}
-    for one in outcomes:
-        if one.stratum and one.correct is not None:
-            n, right = found.get(one.stratum, (0, 0))
-            found[one.stratum] = (n + 1, right + one.correct)
-    return dict(sorted(found.items()))
-
-
 # --- pairs ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """An arm less its control on a task. p_adjusted: by Holm over all tests of the run. both: items
-    that both have right. alpha: what p is held against.
+def claims_of(arms: Sequence[str]) -> tuple[Claim, ...]:
+    """(arm, control), routed first: each arm against base, a choice of stacks against all of them
+    and against random ones, a fused adapter against the same one unfused.
     """
-
-    task: str
-    arm: str
-    control: str
-    n: int
-    both: int
-    difference: float
-    interval: Interval
-    mcnemar: McNemarTest
-    p_adjusted: float
-    label: Label
-    alpha: float
-
-    @property
-    def in_words(self) -> str:
-        """The label, and where the test alone would have said more than the family allows."""
-        return f"{self.label} (alone it would be)" if self.only_alone else self.label
-
-    @property
-    def only_alone(self) -> bool:
-        """Whether the p of this test is below alpha before Holm's adjustment, and not after it."""
-        return self.label == "not distinguishable" and self.mcnemar.p_value < self.alpha
-
-    def interval_at(self, confidence: float) -> Interval:
-        """Of the difference, with another confidence."""
-        gained, lost = self.mcnemar.gained, self.mcnemar.lost
-        return paired_interval(self.both, gained, lost, self.n, confidence)
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "task": self.task, "arm": self.arm, "control": self.control, "n": self.n,
-            "both_right": self.both, "difference": self.difference,
-            "interval": self.interval.as_json(),
-            "mcnemar": asdict(self.mcnemar), "p_adjusted": self.p_adjusted, "label": self.label,
-            "in_words": self.in_words,
-        }  # fmt: skip
+    choosing = ("routed", "oracle")
+    claims = []
+    for arm in sorted(arms, key=(*choosing, *ARMS).index):
+        controls = _CONTROLS if arm in choosing else ("base", "adapter" if arm == "fused" else "")
+        claims += [(arm, control) for control in controls if control != arm and control in arms]
+    return tuple(claims)
 
 
 def compare(
-    task: str, outcomes: Outcomes, claims: Sequence[tuple[str, str]], alpha: float
-) -> list[Comparison]:
-    """Each (arm, control) of a task, McNemar's exact test; p is not yet adjusted (`adjusted`).
+    outcomes: Mapping[str, Outcomes], claims: Mapping[str, Sequence[Claim]], alpha: float
+) -> list[Figures]:
+    """Every (arm, control) of every task by McNemar's exact test, as one family: p_adjusted is by
+    Holm's rule, and so is the label; in_words says where the test alone would have said more.
 
-    Claims of which an arm has nothing graded are left out. Laws: the order of the items changes
-    nothing; swapping arm and control turns the sign of difference and interval and keeps p.
+    Claims of which an arm has nothing graded are left out. both_right: items that both have right.
+    Laws: the order of the items changes nothing; swapping arm and control turns the sign of
+    difference and interval and keeps p.
     Raises: ValueError for arms that answered different items: such pairs are no pairs.
     """
-    found = []
-    for arm, control in claims:
-        pairs = _pairs(task, outcomes, arm, control)
-        if pairs:
-            both = sum(one and two for one, two in pairs)
-            gained = sum(one and not two for one, two in pairs)
-            lost = sum(two and not one for one, two in pairs)
-            test = mcnemar_exact_test(gained, lost)
-            difference = (gained - lost) / len(pairs)
-            found.append(
-                Comparison(
-                    task, arm, control, len(pairs), both, difference,
-                    paired_interval(both, gained, lost, len(pairs)), test, test.p_value,
-                    _label(difference, test.p_value, alpha), alpha,
-                )
-            )  # fmt: skip
-    return found
+    family: list[Figures] = []
+    for task, arms in outcomes.items():
+        for arm, control in claims[task]:
+            pairs = _pairs(task, arms, arm, control)
+            if not pairs:
+                continue
+            n, both = len(pairs), sum(a and b for a, b in pairs)
+            gained = sum(a and not b for a, b in pairs)
+            lost = sum(b and not a for a, b in pairs)
+            family.append({
+                "task": task, "arm": arm, "control": control, "n": n, "both_right": both,
+                "difference": (gained - lost) / n,
+                "interval": paired_interval(both, gained, lost, n).as_json(),
+                "mcnemar": asdict(mcnemar_exact_test(gained, lost)),
+            })  # fmt: skip
+    p_values = holm([pair["mcnemar"]["p_value"] for pair in family])
+    for pair, p in zip(family, p_values, strict=True):
+        counts = p < alpha and pair["difference"] != 0
+        label = ("better" if pair["difference"] > 0 else "worse") if counts else EVEN
+        alone = label == EVEN and pair["mcnemar"]["p_value"] < alpha
+        pair |= {"p_adjusted": p, "label": label, "in_words": _in_words(label, alone)}
+    return family
 
 
-def adjusted(comparisons: Sequence[Comparison], alpha: float) -> list[Comparison]:
-    """The comparisons of a whole run as one family: p by Holm's rule, and the label by it."""
-    p_values = holm([one.mcnemar.p_value for one in comparisons])
-    return [
-        replace(one, p_adjusted=p, label=_label(one.difference, p, alpha), alpha=alpha)
-        for one, p in zip(comparisons, p_values, strict=True)
-    ]
+def _in_words(label: str, alone: bool) -> str:
+    return f"{label} (alone it would be)" if alone else label
 
 
 def _pairs(task: str, outcomes: Outcomes, arm: str, control: str) -> list[tuple[bool, bool]]:
     if arm not in outcomes or control not in outcomes:
         return []
-    one, two = ({o.item_id: o.correct for o in outcomes[name]} for name in (arm, control))
-    if one.keys() != two.keys():
+    of_arm, of_control = ({o.item_id: o.correct for o in outcomes[name]} for name in (arm, control))
+    if of_arm.keys() != of_control.keys():
         raise ValueError(f"{task}: {arm} and {control} answered different items")
     return [
-        (mine, other)
-        for item_id, mine in one.items()
-        if mine is not None and (other := two[item_id]) is not None
+        (mark, other)
+        for item_id, mark in of_arm.items()
+        if mark is not None and (other := of_control[item_id]) is not None
     ]
-
-
-def _label(difference: float, p_value: float, alpha: float) -> Label:
-    if p_value >= alpha or difference == 0:
-        return "not distinguishable"
-    return "better" if difference > 0 else "worse"
 
 
 def paired_interval(
@@ -253,9 +301,9 @@ def paired_interval(
     neither = n - both - gained - lost
     if min(both, gained, lost, neither) < 0 or n < 1:
         raise ValueError(f"got {both} both, {gained} gained, {lost} lost of {n}")
-    one, two = both + gained, both + lost
-    first, second = (wilson_interval(count, n, confidence) for count in (one, two))
-    product = one * (n - one) * two * (n - two)
+    right, other = both + gained, both + lost
+    first, second = (wilson_interval(count, n, confidence) for count in (right, other))
+    product = right * (n - right) * other * (n - other)
     agreement = float(both * neither - gained * lost)
     if agreement > 0:
         agreement = max(agreement - n / 2, 0.0)
@@ -265,6 +313,148 @@ def paired_interval(
         return math.sqrt(max(0.0, a * a - 2 * phi * a * b + b * b))
 
     difference = (gained - lost) / n
-    down = reach(one / n - first.low, second.high - two / n)
-    up = reach(first.high - one / n, two / n - second.low)
+    down = reach(right / n - first.low, second.high - other / n)
+    up = reach(first.high - right / n, other / n - second.low)
     return Interval(max(-1.0, difference - down), min(1.0, difference + up), confidence)
+
+
+# --- means over tasks -----------------------------------------------------------------------------
+
+
+def mean_of(values: Sequence[float], intervals: Sequence[Mapping[str, float]]) -> Figures | None:
+    """tasks, mean and interval of independent estimates, each task with the same weight; the
+    interval is from theirs (MOVER: Zou and Donner 2008).
+
+    It speaks of these tasks, not of others one might have asked. None for no values.
+    """
+    count = len(values)
+    if not count:
+        return None
+    mean = math.fsum(values) / count
+    down, up = (
+        math.sqrt(
+            math.fsum(
+                (interval[end] - v) ** 2 for v, interval in zip(values, intervals, strict=True)
+            )
+        )
+        / count
+        for end in ("low", "high")
+    )
+    interval = Interval(mean - down, mean + up, intervals[0]["confidence"])
+    return {"tasks": count, "mean": mean, "interval": interval.as_json()}
+
+
+def mean_differences(comparisons: Sequence[Figures], alpha: float) -> list[Figures]:
+    """An arm less its control, mean over the tasks that both have a score on, one for each (arm,
+    control) in the order in which they come first.
+
+    judged_by_interval decides: wider, so that all pairs' hold together (Bonferroni); the chance
+    that any of them is labelled although there is no difference is alpha. better, worse: tasks
+    whose difference counts in the family of all tests.
+    """
+    means = []
+    claims = dict.fromkeys((pair["arm"], pair["control"]) for pair in comparisons)
+    confidence = 1 - alpha / max(1, len(claims))
+    for arm, control in claims:
+        pairs = [pair for pair in comparisons if (pair["arm"], pair["control"]) == (arm, control)]
+        differences = [pair["difference"] for pair in pairs]
+        wide = [
+            paired_interval(
+                pair["both_right"], pair["mcnemar"]["gained"], pair["mcnemar"]["lost"], pair["n"],
+                confidence,
+            ).as_json()
+            for pair in pairs
+        ]  # fmt: skip
+        mean = mean_of(differences, [pair["interval"] for pair in pairs])
+        judged = mean_of(differences, wide)
+        assert mean is not None
+        assert judged is not None
+        label = "better" if mean["mean"] > 0 else "worse"
+        if _holds_zero(judged["interval"]):
+            label = EVEN
+        means.append({
+            "arm": arm, "control": control, **mean, "judged_by_interval": judged["interval"],
+            **{name: [pair["task"] for pair in pairs if pair["label"] == name]
+               for name in ("better", "worse")},
+            "label": label,
+            "in_words": _in_words(label, label == EVEN and not _holds_zero(mean["interval"])),
+        })  # fmt: skip
+    return means
+
+
+def _holds_zero(interval: Mapping[str, float]) -> bool:
+    return interval["low"] <= 0 <= interval["high"]
+
+
+def arm_means(scores: Mapping[str, Mapping[str, Figures]]) -> dict[str, Figures]:
+    """scores: task -> arm -> score. Arm -> its mean, over the tasks that every arm has a score on.
+
+    Law: a task that one arm has no score on is in no mean, so that means can be compared.
+    """
+    arms = dict.fromkeys(arm for of_task in scores.values() for arm in of_task)
+    common = [
+        of_task
+        for of_task in scores.values()
+        if all(arm in of_task and of_task[arm]["score"] is not None for arm in arms)
+    ]
+    means = {
+        arm: mean_of([of[arm]["score"] for of in common], [of[arm]["interval"] for of in common])
+        for arm in arms
+    }
+    return {arm: mean for arm, mean in means.items() if mean is not None}
+
+
+# --- tasks of the lm-evaluation-harness -----------------------------------------------------------
+
+
+def harness_figures(results: Mapping[str, Any], alpha: float) -> Figures:
+    """Task -> metric that is tested, each arm's rate with its interval and all metrics, pairs.
+
+    They are scored by the harness's own rules and tested as a family of their own: a task of the
+    same data is in our table too, and would count twice. results: arm -> what `run_harness` gave.
+    """
+    if not results:
+        return {}
+    arms = list(results)
+    tasks = {arm: results[arm]["arms"][arm]["tasks"] for arm in arms}
+    names = list(tasks[arms[0]])
+    outcomes = {name: dict(_harness_outcomes(name, tasks)) for name in names}
+    family = compare(outcomes, dict.fromkeys(names, claims_of(arms)), alpha)
+    figures = {}
+    for name in names:
+        of_arms = {}
+        for arm in arms:
+            result = tasks[arm][name]
+            marks = _rate_of(o.correct for o in outcomes[name].get(arm, ()))
+            of_arms[arm] = {
+                "metrics": result["metrics"], "ties": result["ties"],
+                "seconds": round(result["seconds"], 3), **(marks or {}),
+            }  # fmt: skip
+        figures[name] = {
+            "metric": _tested_metric(tasks[arms[0]][name]["samples"]),
+            "arms": of_arms,
+            "comparisons": [pair for pair in family if pair["task"] == name],
+        }
+    return {"lm_eval": results[arms[0]]["lm_eval"], "tests": len(family), "tasks": figures}
+
+
+def _harness_outcomes(name: str, tasks: Mapping[str, Any]) -> Iterator[tuple[str, list[Outcome]]]:
+    """Right or wrong of each item by the tested metric; nothing where it is neither."""
+    for arm, of_arm in tasks.items():
+        samples = of_arm[name]["samples"]
+        metric = _tested_metric(samples)
+        first = samples[0]["filter"] if samples else None
+        values = [(s, s["metrics"].get(metric)) for s in samples if s["filter"] == first]
+        if values and all(value in (0, 1) for _, value in values):
+            yield (
+                arm,
+                [
+                    Outcome(str(s["doc_id"]), "", bool(value), "", f"harness {metric}")
+                    for s, value in values
+                ],
+            )
+
+
+def _tested_metric(samples: Sequence[Mapping[str, Any]]) -> str | None:
+    names = list(samples[0]["metrics"]) if samples else []
+    return next((name for name in _HARNESS_METRICS if name in names), names[0] if names else None)

@@ -15,11 +15,14 @@ from mlxstacks.files.hub import in_hub_cache, may_be_hub_id, resolve_model
 from mlxstacks.files.shipped_configs import has_shape_of
 from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import json_sha256
-from mlxstacks.studies.benchmarks.arm_settings import ARMS, ArmSettings
-from mlxstacks.studies.benchmarks.asked import NEED_LABELS, AskedTask
-from mlxstacks.studies.benchmarks.outcomes import Outcome
-from mlxstacks.studies.benchmarks.settings import NOT_OF_THE_PLAN, EvalSettings
-from mlxstacks.studies.benchmarks.task_data import bench_items_sha256
+from mlxstacks.studies.benchmarks.analysis import Outcome, claims_of
+from mlxstacks.studies.benchmarks.items import AskedTask, bench_items_sha256
+from mlxstacks.studies.benchmarks.settings import (
+    NEED_LABELS,
+    NOT_OF_THE_PLAN,
+    ArmSettings,
+    EvalSettings,
+)
 from mlxstacks.studies.benchmarks.tasks import PUBLISHED_SHAPE
 from mlxstacks.studies.confound.plan import file_sha256
 from mlxstacks.study.plan import Evidence, Plan, ids_sha256
@@ -39,8 +42,6 @@ RULES = (
 )
 # The difference for which each plan says how many items it takes.
 _SOUGHT = 0.05
-_CONTROLS = ("base", "ungated", "random")
-_PLAIN_CONTROL = {"fused": "adapter"}
 # What makes tokens, prompts and the end of an answer.
 _TOKENIZER = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json",
@@ -49,41 +50,41 @@ _TOKENIZER = (
 )  # fmt: skip
 
 
-def claims_of(arms: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """(arm, control), routed first: each arm against base, a choice of stacks against all of them
-    and against random ones, a fused adapter against the same one unfused.
-    """
-    choosing = ("routed", "oracle")
-    order = (*choosing, *ARMS)
-    ordered = sorted(arms, key=order.index)
-    claims = [
-        (arm, control)
-        for arm in ordered
-        for control in (_CONTROLS if arm in choosing else ("base", _PLAIN_CONTROL.get(arm)))
-        if control is not None and control != arm and control in arms
-    ]
-    return tuple(claims)
-
-
 def plan_document(
     settings: EvalSettings,
     asked: Sequence[AskedTask],
     hashes: Mapping[str, str],
-    harness: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Everything that is fixed. hashes: of model, adapter and store (`hashes_of`). harness: of the
-    lm-evaluation-harness (`harness_plan`).
+    """Everything that is fixed. hashes: of model, adapter and store (`hashes_of`).
+
+    Raises: as `harness_plan`.
     """
     return {
         "kind": "eval",
         "hypothesis": HYPOTHESIS,
         "rules": RULES,
         "test": TEST,
-        "tests": sum(len(claims_of(one.arms)) for one in asked),
+        "tests": sum(len(claims_of(task.arms)) for task in asked),
         "settings": settings.model_dump(mode="json", exclude=NOT_OF_THE_PLAN),
         "hashes": dict(hashes),
-        "tasks": {one.task.name: task_plan(settings, one, hashes).as_json() for one in asked},
-        "harness": dict(harness),
+        "tasks": {task.name: task_plan(settings, task, hashes).as_json() for task in asked},
+        "harness": harness_plan(settings),
+    }
+
+
+def harness_plan(settings: EvalSettings) -> dict[str, Any]:
+    """What of the lm-evaluation-harness belongs into the plan; {} where none of its tasks is asked.
+
+    Task -> its hashes; of a group each of its tasks. lm_eval's own tasks read their data for it.
+    Raises: InputError for a task that there is none of, or whose data is not there.
+    """
+    if not settings.harness_tasks:
+        return {}
+    from mlxstacks.studies.benchmarks.harness.tasks import find_tasks
+
+    return {
+        task.name: {**task.fingerprint(settings.data), "limit": settings.items_per_task}
+        for task in find_tasks(settings.harness_tasks, settings.task_files)
     }
 
 
@@ -111,7 +112,7 @@ def task_plan(settings: EvalSettings, asked: AskedTask, hashes: Mapping[str, str
     )  # fmt: skip
 
 
-def power_lines(settings: EvalSettings, counts: Mapping[str, int], tests: int) -> list[str]:
+def power_lines(settings: EvalSettings, counts: Mapping[str, int], tests: int) -> tuple[str, ...]:
     """What each number of items can show, with alpha shared among all tests of the run."""
     lines: list[str] = []
     alpha = settings.alpha / max(1, tests)
@@ -124,7 +125,7 @@ def power_lines(settings: EvalSettings, counts: Mapping[str, int], tests: int) -
             f"by the run's {tests} test(s): {shown}, if {settings.expected_discordant:.0%} of "
             f"pairs differ{_needed(settings.expected_discordant, alpha)}"
         )
-    return lines
+    return tuple(lines)
 
 
 def least_effect(plan: Plan, tests: int) -> float | None:
@@ -152,7 +153,7 @@ def evidence_of(
     plan: Plan, outcomes: Mapping[str, Sequence[Outcome]], data: Mapping[str, str], seed: int
 ) -> Evidence:
     """What a task's outcomes were got from. data: hashes as they are now."""
-    items = {arm: [one.item_id for one in found] for arm, found in outcomes.items()}
+    items = {arm: [o.item_id for o in of_arm] for arm, of_arm in outcomes.items()}
     return Evidence(plan.sha256, items, dict(data), (seed,))
 
 
@@ -191,26 +192,26 @@ def hashes_of(
 
     Raises: InputError or CheckpointError where one is not there.
     """
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     checkpoint = None
     if settings.model is not None:
         checkpoint = open_checkpoint(resolve_model(settings.model))
     elif settings.store_path is not None:
         checkpoint = find_base(Store.open(settings.store_path), None)
     if checkpoint is not None:
-        found["model"] = fingerprint(checkpoint, recorded)
-        found["tokenizer"] = _files_sha256(checkpoint.directory, _TOKENIZER)
+        hashes["model"] = fingerprint(checkpoint, recorded)
+        hashes["tokenizer"] = _files_sha256(checkpoint.directory, _TOKENIZER)
     if settings.adapter_path is not None and {"adapter", "fused"} & {*arms}:
         adapter = user_path(settings.adapter_path)
         names = ("adapter_config.json", *sorted(p.name for p in adapter.glob("*.safetensors")))
-        found["adapter"] = _files_sha256(adapter, names)
+        hashes["adapter"] = _files_sha256(adapter, names)
     if settings.store_path is not None and {"ungated", "routed", *NEED_LABELS} & {*arms}:
-        found["store"] = _files_sha256(user_path(settings.store_path), ("manifest.json",))
+        hashes["store"] = _files_sha256(user_path(settings.store_path), ("manifest.json",))
     if settings.router_path is not None and "routed" in arms:
         router = user_path(settings.router_path)
         names = tuple(sorted(p.name for p in router.iterdir())) if router.is_dir() else ()
-        found["router"] = _files_sha256(router, names) if names else file_sha256(router)
-    return found
+        hashes["router"] = _files_sha256(router, names) if names else file_sha256(router)
+    return hashes
 
 
 def is_published_model(settings: ArmSettings) -> bool:

@@ -1,85 +1,35 @@
-"""Result of `mlxstacks eval`: everything that the tables show, as one record and as JSON."""
+"""What `mlxstacks eval` says: figures of all tasks, the verdict, tables and plots."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
+from mlxstacks.stats import share_note
 from mlxstacks.studies.benchmarks.analysis import (
-    ArmScore,
-    Comparison,
+    EVEN,
+    Figures,
     Outcomes,
-    adjusted,
-    arm_score,
-    compare,
-)
-from mlxstacks.studies.benchmarks.means import (
-    Mean,
-    MeanDifference,
     arm_means,
+    arm_score,
+    claims_of,
+    compare,
     mean_differences,
 )
-from mlxstacks.studies.benchmarks.plan import AskedTask, claims_of, evidence_of, least_effect
-from mlxstacks.studies.benchmarks.tasks import PUBLISHED_MODEL, Published
+from mlxstacks.studies.benchmarks.items import AskedTask
+from mlxstacks.studies.benchmarks.plan import evidence_of, least_effect
+from mlxstacks.studies.benchmarks.settings import NORMALISATIONS
+from mlxstacks.studies.benchmarks.tasks import PUBLISHED_MODEL
+from mlxstacks.study.document import Block, Cell, Column, Plot, Series, Table, Text
 from mlxstacks.study.plan import Plan, Standing, standing
 
-REPORT = "eval_report.json"
 # Arms that choose among stacks.
 CHOOSING = ("routed", "oracle", "random")
 _MOSTLY = 0.5
 # Differences of rates that only a broken arm has.
 _LARGE = 0.2
-
-
-@dataclass(frozen=True)
-class TaskFinding:
-    """What one benchmark says. marks: what a reader of its scores must know. published: the paper's
-    scores, where the model is the paper's.
-    """
-
-    asked: AskedTask
-    arms: dict[str, ArmScore]
-    comparisons: list[Comparison]
-    standing: Standing
-    marks: list[str]
-    published: Published | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        task = self.asked.task
-        published = asdict(self.published) if self.published else None
-        return {
-            "title": task.title,
-            "kind": task.kind,
-            "metric": task.metric,
-            "n": len(self.asked.items),
-            "available": self.asked.available,
-            "guess_rate": self.asked.guess_rate,
-            "arms": {name: one.as_json() for name, one in self.arms.items()},
-            "comparisons": [one.as_json() for one in self.comparisons],
-            "standing": self.standing.as_json(),
-            "published": published and {**published, "of": PUBLISHED_MODEL, "measured_here": False},
-            "marks": self.marks,
-        }
-
-
-@dataclass(frozen=True)
-class Findings:
-    """means: over the tasks that every arm has a score on. standing: reasons of any task."""
-
-    tasks: dict[str, TaskFinding]
-    means: dict[str, Mean]
-    differences: list[MeanDifference]
-    tests: int
-    standing: Standing
-    verdict: str
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "tasks": {name: one.as_json() for name, one in self.tasks.items()},
-            "means": {name: one.as_json() for name, one in self.means.items()},
-            "mean_differences": [one.as_json() for one in self.differences],
-            "tests": self.tests,
-            "standing": self.standing.as_json(),
-        }
+# Of a column with little room.
+_SHORT = {EVEN: "not told apart"}
+_MOST_OPEN_ROWS = 40
 
 
 def find(
@@ -92,58 +42,119 @@ def find(
     seed: int,
     part_of_harness: bool = False,
     is_published_model: bool = False,
-) -> Findings:
-    """Everything from outcomes (task -> arm -> items). data: task -> hashes as they are now.
+) -> tuple[Figures, str]:
+    """(tasks, means, mean_differences, tests and standing, all of outcomes; the verdict).
 
-    part_of_harness: the lm-evaluation-harness was given fewer items than planned.
-    is_published_model: the model is the paper's, whose scores then stand beside.
+    outcomes: task -> arm -> items. data: task -> hashes as they are now. part_of_harness: the
+    lm-evaluation-harness was given fewer items than planned. is_published_model: the model is the
+    paper's, whose scores then stand beside.
 
     Raises: ValueError where two arms answered different items.
     """
     scores = {
-        one.task.name: {
-            arm: arm_score(arm, outcomes[one.task.name][arm])
-            for arm in one.arms
-            if outcomes[one.task.name].get(arm)
+        task.name: {
+            arm: arm_score(arm, outcomes[task.name][arm])
+            for arm in task.arms
+            if outcomes[task.name].get(arm)
         }
-        for one in asked
+        for task in asked
     }
-    family = adjusted(
-        [
-            comparison
-            for one in asked
-            for comparison in compare(
-                one.task.name, outcomes[one.task.name], claims_of(one.arms), alpha
-            )
-        ],
-        alpha,
-    )
-    tasks = {}
-    for one in asked:
-        name = one.task.name
-        found = standing(plans[name], evidence_of(plans[name], outcomes[name], data[name], seed))
-        tasks[name] = TaskFinding(
-            one, scores[name], [c for c in family if c.task == name],
-            found, marks_of(one, scores[name]), one.task.published if is_published_model else None,
-        )  # fmt: skip
-    reasons = [reason for one in tasks.values() for reason in one.standing.reasons]
+    family = compare(outcomes, {task.name: claims_of(task.arms) for task in asked}, alpha)
+    tasks: dict[str, Figures] = {}
+    reasons: list[str] = []
+    for task in asked:
+        name, plan = task.name, plans[task.name]
+        held = standing(plan, evidence_of(plan, outcomes[name], data[name], seed))
+        reasons += held.reasons
+        published = task.task.published if is_published_model else None
+        tasks[name] = {
+            "title": task.task.title,
+            "kind": task.task.kind,
+            "metric": task.task.metric,
+            "n": len(task.items),
+            "available": task.available,
+            "guess_rate": task.guess_rate,
+            "arms": scores[name],
+            "comparisons": [pair for pair in family if pair["task"] == name],
+            "standing": held.as_json(),
+            "published": published
+            and {**asdict(published), "of": PUBLISHED_MODEL, "measured_here": False},
+            "marks": marks_of(task, scores[name]),
+        }
     if part_of_harness:
         reasons.append("tasks of the lm-evaluation-harness: a subset of the planned items")
     overall = Standing(tuple(dict.fromkeys(reasons)))
     differences = mean_differences(family, alpha)
-    return Findings(
-        tasks, arm_means(scores), differences, len(family), overall,
-        verdict_in_words(tasks, family, differences, overall, too_few(tasks, plans, len(family))),
-    )  # fmt: skip
+    figures = {
+        "tasks": tasks, "means": arm_means(scores), "mean_differences": differences,
+        "tests": len(family), "standing": overall.as_json(),
+    }  # fmt: skip
+    few = _too_few(tasks, plans, len(family))
+    return figures, _verdict(tasks, family, differences, overall, few)
 
 
-def too_few(tasks: Mapping[str, TaskFinding], plans: Mapping[str, Plan], tests: int) -> list[str]:
+# --- in words -------------------------------------------------------------------------------------
+
+
+def marks_of(asked: AskedTask, arms: Mapping[str, Figures]) -> list[str]:
+    """What makes a score say less than it seems to."""
+    marks = list(asked.notes)
+    at_guess = [name for name, score in arms.items() if _guesses(score, asked.guess_rate)]
+    if at_guess:
+        guess = 100 * (asked.guess_rate or 0)
+        marks.append(f"at the level of guessing ({guess:.1f}%): {', '.join(at_guess)}")
+    never_boxed = [
+        name
+        for name, score in arms.items()
+        if asked.task.grader == "boxed" and score["boxed_rate"] == 0
+    ]
+    lists = {
+        "never boxed an answer, so its score is 0 whatever it knows": never_boxed,
+        "gave no answer that a rule finds to half of the items or more": [
+            name
+            for name, score in arms.items()
+            if score["parse_failure_rate"] >= _MOSTLY and name not in never_boxed
+        ],
+        "not graded (programs of a model run with --allow-code only)": [
+            name for name, score in arms.items() if score["score"] is None
+        ],
+        "not graded in part": [
+            name
+            for name, score in arms.items()
+            if score["score"] is not None and score["n"] < score["items"]
+        ],
+    }
+    marks += [f"{words}: {', '.join(names)}" for words, names in lists.items() if names]
+    counts = {
+        "prompts cut from the left": "prompts_truncated",
+        "replies cut at max_tokens": "cut_at_max_tokens",
+        "answered by the base, no domain active": "answered_without_domains",
+        "ties, counted as wrong": "ties",
+    }
+    for words, key in counts.items():
+        listed = [
+            f"{name} {score[key]}"
+            for name, score in arms.items()
+            if score[key] and (key != "answered_without_domains" or name in CHOOSING)
+        ]
+        if listed:
+            marks.append(f"{words}: {', '.join(listed)}")
+    return marks
+
+
+def _guesses(score: Figures, guess: float | None) -> bool:
+    if guess is None or score["score"] is None:
+        return False
+    return bool(score["interval"]["low"] <= guess <= score["interval"]["high"])
+
+
+def _too_few(tasks: Mapping[str, Figures], plans: Mapping[str, Plan], tests: int) -> list[str]:
     """Sentences on tasks of so few items that little or nothing can be shown; a task with a
     difference that counts is no such one.
     """
-    said: dict[str, list[str]] = {}
-    for name, one in tasks.items():
-        if all(c.label == "not distinguishable" for c in one.comparisons) and one.comparisons:
+    names: dict[str, list[str]] = {}
+    for name, task in tasks.items():
+        if task["comparisons"] and all(c["label"] == EVEN for c in task["comparisons"]):
             least, share = least_effect(plans[name], tests), plans[name].expected_discordant
             if least is None:
                 words = f"can show no difference at all, if {share:.0%} of pairs differ"
@@ -151,81 +162,40 @@ def too_few(tasks: Mapping[str, TaskFinding], plans: Mapping[str, Plan], tests: 
                 words = f"show only differences above {100 * least:.0f} points"
             else:
                 continue
-            said.setdefault(words, []).append(name)
+            names.setdefault(words, []).append(name)
     return [
-        f"So few items {words}{'' if len(tasks) == 1 else f' ({_and(names)})'}."
-        for words, names in said.items()
+        f"So few items {words}{'' if len(tasks) == 1 else f' ({_and(of)})'}."
+        for words, of in names.items()
     ]
 
 
-def marks_of(asked: AskedTask, arms: Mapping[str, ArmScore]) -> list[str]:
-    """What makes a score say less than it seems to."""
-    marks = list(asked.notes)
-    guess = asked.guess_rate
-    at_guess = [
-        name
-        for name, one in arms.items()
-        if guess is not None and one.primary is not None
-        and one.primary.interval.low <= guess <= one.primary.interval.high
-    ]  # fmt: skip
-    if guess is not None and at_guess:
-        marks.append(f"at the level of guessing ({100 * guess:.1f}%): {', '.join(at_guess)}")
-    boxes = asked.task.grader == "boxed"
-    lists = {
-        "never boxed an answer, so its score is 0 whatever it knows": [
-            name for name, one in arms.items() if boxes and one.boxed_rate == 0
-        ],
-        "gave no answer that a rule finds to half of the items or more": [
-            name
-            for name, one in arms.items()
-            if one.parse_failure_rate >= _MOSTLY and not (boxes and one.boxed_rate == 0)
-        ],
-        "not graded (programs of a model run with --allow-code only)": [
-            name for name, one in arms.items() if one.primary is None
-        ],
-        "not graded in part": [
-            name for name, one in arms.items() if one.primary and one.primary.n < one.n
-        ],
-    }
-    marks += [f"{words}: {', '.join(names)}" for words, names in lists.items() if names]
-    counts = {
-        "prompts cut from the left": {name: one.truncated for name, one in arms.items()},
-        "replies cut at max_tokens": {name: one.cut for name, one in arms.items()},
-        "answered by the base, no domain active": {
-            name: one.without_domains for name, one in arms.items() if name in CHOOSING
-        },
-        "ties, counted as wrong": {name: one.ties for name, one in arms.items()},
-    }
-    for words, found in counts.items():
-        if any(found.values()):
-            marks.append(f"{words}: {', '.join(f'{k} {v}' for k, v in found.items() if v)}")
-    return marks
-
-
-def verdict_in_words(
-    tasks: Mapping[str, TaskFinding],
-    family: Sequence[Comparison],
-    differences: Sequence[MeanDifference],
+def _verdict(
+    tasks: Mapping[str, Figures],
+    family: Sequence[Figures],
+    differences: Sequence[Figures],
     overall: Standing,
-    few: Sequence[str] = (),
+    few: Sequence[str],
 ) -> str:
-    """Sentences: each pair of arms, how many tests count, what else bears on it. few: `too_few`."""
+    """Sentences: each pair of arms, how many tests count, what else bears on it."""
     if not tasks:
         sentences = ["No tasks but the harness's; their tests are in its own section."]
     elif not family:
-        names = ", ".join(dict.fromkeys(arm for one in tasks.values() for arm in one.arms))
+        names = ", ".join(dict.fromkeys(arm for task in tasks.values() for arm in task["arms"]))
         sentences = [f"One arm ({names}), or nothing graded: nothing is compared."]
     else:
-        if len(tasks) > 1:
-            sentences = [_difference_in_words(one) for one in differences]
-        else:  # one task: its own tests decide, not the interval of a mean of one
-            sentences = _outcomes_in_words(family)
-        counted = sum(one.label != "not distinguishable" for one in family)
+        # Of one task its own tests decide, not the interval of a mean of one.
+        several = len(tasks) > 1
+        sentences = [*map(_mean_in_words, differences)] if several else _pairs_in_words(family)
         sentences.append(
-            f"{counted} of {len(family)} tests count as differences at Holm-adjusted p; the rest "
-            "are not distinguishable, which is not the same as equal."
+            f"{_count_told_apart(family)} of {len(family)} tests count as differences at "
+            "Holm-adjusted p; the rest are not distinguishable, which is not the same as equal."
         )
-    guessing = [name for name, one in tasks.items() if _all_guess(one)]
+    guessing = [
+        name
+        for name, task in tasks.items()
+        if (graded := [s for s in task["arms"].values() if s["score"] is not None])
+        and all(_guesses(score, task["guess_rate"]) for score in graded)
+    ]
     if guessing:
         sentences.append(
             f"On {', '.join(guessing)} every arm is at the level of guessing: equal scores there "
@@ -234,107 +204,355 @@ def verdict_in_words(
     return " ".join([*sentences, *few, overall.in_words()])
 
 
-def _all_guess(finding: TaskFinding) -> bool:
-    guess = finding.asked.guess_rate
-    rates = [one.primary for one in finding.arms.values() if one.primary]
-    return guess is not None and bool(rates) and all(
-        one.interval.low <= guess <= one.interval.high for one in rates
-    )  # fmt: skip
+def _count_told_apart(pairs: Sequence[Figures]) -> int:
+    return sum(pair["label"] != EVEN for pair in pairs)
 
 
-def _outcomes_in_words(family: Sequence[Comparison]) -> list[str]:
+def _pairs_in_words(family: Sequence[Figures]) -> list[str]:
     """Of one task: what is better, what is worse, what is neither."""
-    said = []
+    sentences = []
     for label in ("better", "worse"):
-        found: dict[str, list[Comparison]] = {}
-        for one in family:
-            if one.label == label:
-                found.setdefault(one.arm, []).append(one)
-        said += [
-            f"{arm.capitalize()} is {label} than {_and([_points(c, c.control) for c in pairs])}."
-            for arm, pairs in found.items()
+        controls: dict[str, list[str]] = {}
+        for pair in family:
+            if pair["label"] == label:
+                controls.setdefault(pair["arm"], []).append(_points(pair, pair["control"]))
+        sentences += [
+            f"{arm.capitalize()} is {label} than {_and(parts)}." for arm, parts in controls.items()
         ]
-    open_ = [_points(c, f"{c.arm} from {c.control}") for c in family
-             if c.label == "not distinguishable"]  # fmt: skip
-    return [*said, f"Not distinguishable: {_and(open_)}."] if open_ else said
+    even = [_points(c, f"{c['arm']} from {c['control']}") for c in family if c["label"] == EVEN]
+    return [*sentences, f"Not distinguishable: {_and(even)}."] if even else sentences
 
 
-def _points(one: Comparison, pair: str) -> str:
-    low, high = 100 * one.interval.low, 100 * one.interval.high
-    alone = ""
-    if one.only_alone:
-        alone = f"; p {one.mcnemar.p_value:.2g} alone, {one.p_adjusted:.2g} by Holm's rule"
-    return f"{pair} ({100 * one.difference:+.1f} points, 95% {low:+.1f} to {high:+.1f}{alone})"
+def _points(pair: Figures, name: str) -> str:
+    low, high = 100 * pair["interval"]["low"], 100 * pair["interval"]["high"]
+    p, adjusted = pair["mcnemar"]["p_value"], pair["p_adjusted"]
+    alone = f"; p {p:.2g} alone, {adjusted:.2g} by Holm's rule" if _starred(pair) else ""
+    return f"{name} ({100 * pair['difference']:+.1f} points, 95% {low:+.1f} to {high:+.1f}{alone})"
+
+
+def _starred(pair: Figures) -> bool:
+    """Whether the test, or the interval, alone would have said more."""
+    return bool(pair["in_words"] != pair["label"])
 
 
 def _and(parts: Sequence[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
-def _difference_in_words(one: MeanDifference) -> str:
-    low, high = 100 * one.mean.interval.low, 100 * one.mean.interval.high
+def _mean_in_words(mean: Figures) -> str:
+    low, high = 100 * mean["interval"]["low"], 100 * mean["interval"]["high"]
     words = (
-        f"{one.arm.capitalize()} less {one.control}: {100 * one.mean.mean:+.1f} points in the mean "
-        f"of {one.mean.tasks} tasks (95% {low:+.1f} to {high:+.1f}), {one.in_words}"
+        f"{mean['arm'].capitalize()} less {mean['control']}: {100 * mean['mean']:+.1f} points in "
+        f"the mean of {mean['tasks']} tasks (95% {low:+.1f} to {high:+.1f}), {mean['in_words']}"
     )
-    on = [
-        f"{label} on {', '.join(names)}"
-        for label, names in (("better", one.better), ("worse", one.worse))
-        if names
-    ]
+    on = [f"{name} on {', '.join(mean[name])}" for name in ("better", "worse") if mean[name]]
     return "; ".join([words, *on]) + "."
 
 
-@dataclass(frozen=True)
-class EvalReport:
-    """status: "planned" or "done". tasks: name -> {"n", "available", "arms"}, as planned.
+def outcome(figures: Figures) -> str:
+    """A few words."""
+    pairs = _pairs(figures["tasks"])
+    if not pairs:
+        return "nothing compared"
+    count = _count_told_apart(pairs)
+    if not count:
+        return f"no difference shown, of {len(pairs)} tested"
+    return f"{count} of {len(pairs)} differences shown"
 
-    arms: name -> its notes and details (of fused what the fuse did). harness: what the
-    lm-evaluation-harness measured, by its own scoring: task -> arm -> metrics. made_from: file ->
-    digest of what was read of it, see made_from.py.
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def _table(
+    id: str, title: str, columns: str, rows: Sequence[Sequence[Cell]], caption: str = ""
+) -> Table:
+    """columns: names with their kinds, `name: kind | name`; without a kind they are text."""
+    names = [column.partition(": ") for column in columns.split(" | ")]
+    return Table(
+        id=id, title=title, rows=tuple(map(tuple, rows)), caption=caption,
+        columns=tuple(Column(name=name, kind=kind or "text") for name, _, kind in names),
+        folded=len(rows) > _MOST_OPEN_ROWS,
+    )  # fmt: skip
+
+
+def plan_blocks(settings: Mapping[str, Any], tasks: Mapping[str, Figures]) -> tuple[Block, ...]:
+    """What a run would ask. tasks: name -> `AskedTask.as_json`."""
+    keys = ("model", "adapter_path", "store_path", "data", "items_per_task", "limit", "sample",
+            "normalisation")  # fmt: skip
+    asked = [[key, None if settings[key] is None else str(settings[key])] for key in keys]
+    rows = [
+        [name, task["kind"], task["n"], task["available"], ", ".join(task["arms"])]
+        for name, task in tasks.items()
+    ]
+    notes = tuple(f"{name}: {note}" for name, task in tasks.items() for note in task["notes"])
+    parts: list[Block] = [_table("settings", "What would be asked", "setting | value", asked)]
+    if rows:
+        columns = "task | kind | items: count | of: count | arms"
+        parts.append(_table("tasks", "Tasks", columns, rows))
+    return (*parts, *([Text(title="On the data", paragraphs=notes)] if notes else []))
+
+
+def blocks(figures: Figures, harness: Figures, settings: Mapping[str, Any]) -> tuple[Block, ...]:
+    """Plots, then tables: scores, pairs, means, what the scores do not say, how they came."""
+    tasks: dict[str, Figures] = figures["tasks"]
+    parts = _plots(figures)
+    if tasks:
+        parts.append(_score_table(tasks, settings["normalisation"]))
+        parts += _pair_tables("pairs", "Paired tests", _pairs(tasks), len(tasks) > 1)
+        if len(tasks) > 1:
+            parts += _mean_tables(figures)
+        marks = tuple(f"{name}: {mark}" for name, task in tasks.items() for mark in task["marks"])
+        if marks:
+            parts.append(Text(title="What a reader of the scores must know", paragraphs=marks))
+        parts += [*_how_tables(tasks), *_published_tables(tasks)]
+    for number, (name, task) in enumerate(harness.get("tasks", {}).items(), 1):
+        parts += _harness_tables(f"harness-{number}", name, task)
+    return tuple(parts)
+
+
+def _pairs(tasks: Mapping[str, Figures]) -> list[Figures]:
+    return [pair for task in tasks.values() for pair in task["comparisons"]]
+
+
+def _rate(score: Figures | None) -> Cell:
+    """A share with its interval; None for an arm that was not asked."""
+    if score is None or score.get("score") is None:
+        return None if score is None else "not graded"
+    return _interval(score["score"], score)
+
+
+def _share(score: Figures | None) -> Cell:
+    return None if score is None else score["score"]
+
+
+def _interval(value: float, figures: Figures) -> Cell:
+    return value, figures["interval"]["low"], figures["interval"]["high"]
+
+
+def _score_table(tasks: Mapping[str, Figures], normalisation: str) -> Table:
+    """A row a task; of one task a row an arm, which a phone is wide enough for."""
+    by = f", by {normalisation}" if any(t["kind"] == "likelihood" for t in tasks.values()) else ""
+    if len(tasks) > 1:
+        arms = list(dict.fromkeys(arm for task in tasks.values() for arm in task["arms"]))
+        rows = [
+            [task["title"], task["n"], task["available"], task["guess_rate"],
+             *(_rate(task["arms"].get(arm)) for arm in arms)]
+            for task in tasks.values()
+        ]  # fmt: skip
+        of_arms = "".join(f" | {arm}: share" for arm in arms)
+        columns = f"task | items: count | of: count | guessing: share{of_arms}"
+        return _table("scores", f"Scores, with 95% intervals{by}", columns, rows)
+    (task,) = tasks.values()
+    guess = (
+        "" if task["guess_rate"] is None else f"Guessing gives {100 * task['guess_rate']:.1f}%; "
+    )
+    return _table(
+        "scores", f"{task['title']}, {task['n']:,} of {task['available']:,} items{by}",
+        "arm | right: count | share, with its 95% interval: share",
+        [[arm, score.get("right"), _rate(score)] for arm, score in task["arms"].items()],
+        f"{guess}{share_note(task['n'])}.",
+    )  # fmt: skip
+
+
+def _pair_tables(
+    id: str, title: str, pairs: Sequence[Figures], several: bool = False
+) -> list[Table]:
+    if not pairs:
+        return []
+    rows = [
+        [*[pair["task"]][:several], _name(pair), _outcome_of(pair), pair["difference"],
+         (pair["interval"]["low"], pair["interval"]["high"]), pair["mcnemar"]["p_value"],
+         pair["p_adjusted"]]
+        for pair in pairs
+    ]  # fmt: skip
+    caption = f"{len(pairs)} test{'s' * (len(pairs) > 1)}; p (Holm) is adjusted for all of them."
+    if any(map(_starred, pairs)):
+        caption += " *: p is below alpha, p (Holm) is not: of so many tests one may well have such "
+        caption += "a p by chance."
+    columns = "pair | outcome | points: points | 95%: points | p (McNemar): p | p (Holm): p"
+    return [_table(id, title, f"{'task | ' * several}{columns}", rows, caption)]
+
+
+def _name(pair: Figures) -> str:
+    return f"{pair['arm']} - {pair['control']}"
+
+
+def _outcome_of(pair: Figures) -> str:
+    """Few words, which a phone has room for; a star where the test alone says more."""
+    label: str = pair["label"]
+    return _SHORT.get(label, label) + "*" * _starred(pair)
+
+
+def _mean_tables(figures: Figures) -> list[Table]:
+    means, differences = figures["means"], figures["mean_differences"]
+    tables = []
+    if means:
+        rows = [[arm, _interval(mean["mean"], mean), mean["tasks"]] for arm, mean in means.items()]
+        columns = "arm | mean score, with its 95% interval: share | tasks: count"
+        title = "Mean over tasks, each the same weight"
+        tables.append(_table("arm-means", title, columns, rows))
+    if differences:
+        caption = ""
+        if any(map(_starred, differences)):
+            caption = "*: its 95% interval is clear of 0, but not the wider one that so many pairs "
+            caption += "need."
+        rows = [
+            [_name(mean), _outcome_of(mean), _interval(mean["mean"], mean), mean["tasks"],
+             ", ".join(mean["better"]) or "none", ", ".join(mean["worse"]) or "none"]
+            for mean in differences
+        ]  # fmt: skip
+        columns = "pair | outcome | points, with their 95% interval: points | tasks: count"
+        columns += " | better on | worse on"
+        title = "Differences, mean over tasks"
+        tables.append(_table("mean-differences-table", title, columns, rows, caption))
+    return tables
+
+
+def _how_tables(tasks: Mapping[str, Figures]) -> list[Table]:
+    """By the other normalisations, by letters and the old rule; where replies had their answers;
+    and what it took.
     """
+    scores = [
+        (task["kind"], name, arm, score)
+        for name, task in tasks.items()
+        for arm, score in task["arms"].items()
+    ]
+    likelihood = [row[1:] for row in scores if row[0] == "likelihood"]
+    replies = [row[1:] for row in scores if row[0] == "generate"]
+    keys = {"letters": "letters", "old rule": "reference_offset"}
+    keys = {name: key for name, key in keys.items() if any(s[key] for *_, s in likelihood)}
+    tables = []
+    if likelihood:
+        names = "".join(f" | {name}: share" for name in (*NORMALISATIONS, *keys))
+        rows = [
+            [task, arm, *(_share(s["normalisations"].get(name)) for name in NORMALISATIONS),
+             *(_share(s[key]) for key in keys.values()), s["ties"]]
+            for task, arm, s in likelihood
+        ]  # fmt: skip
+        title, columns = "Likelihoods, by every normalisation", f"task | arm{names} | ties: count"
+        tables.append(_table("normalisations", title, columns, rows, _fewest(likelihood)))
+    if replies:
+        rows = [
+            [task, arm, s["parse_failure_rate"], s["boxed_rate"], s["cut_at_max_tokens"],
+             ", ".join(f"{rule} {count}" for rule, count in s["rules"].items())]
+            for task, arm, s in replies
+        ]  # fmt: skip
+        columns = "task | arm | no answer: share | boxed: share | cut: count | answer taken by"
+        tables.append(_table("replies", "Replies", columns, rows, _fewest(replies)))
+    rows = [
+        [task, arm, s["mean_active_domains"], s["prompts_truncated"], s["seconds"]]
+        for _, task, arm, s in scores
+    ]
+    columns = "task | arm | active domains, mean: number | prompts cut: count | seconds: seconds"
+    return [*tables, _table("cost", "What it took", columns, rows)]
 
-    status: str
-    save_path: str
-    settings: dict[str, Any]
-    tasks: dict[str, dict[str, Any]]
-    plan: dict[str, Any] | None = None
-    plan_sha256: str | None = None
-    power: list[str] = field(default_factory=list)
-    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
-    findings: Findings | None = None
-    harness: dict[str, Any] = field(default_factory=dict)
-    graded_with: dict[str, Any] = field(default_factory=dict)
-    plots: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    versions: dict[str, str] = field(default_factory=dict)
-    device: str | None = None
-    notes: list[str] = field(default_factory=list)
-    made_from: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    @property
-    def verdict(self) -> str | None:
-        return self.findings.verdict if self.findings else None
+def _fewest(rows: Sequence[tuple[Any, ...]]) -> str:
+    return f"At the fewest, {share_note(min(score['items'] for *_, score in rows))}."
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "kind": "eval",
-            "status": self.status,
-            "verdict": self.verdict,
-            "save_path": self.save_path,
-            "settings": self.settings,
-            "plan": self.plan,
-            "plan_sha256": self.plan_sha256,
-            "power": self.power,
-            "planned_tasks": self.tasks,
-            "arms": self.arms,
-            **(self.findings.as_json() if self.findings else {}),
-            "harness": self.harness,
-            "graded_with": self.graded_with,
-            "plots": self.plots,
-            "seconds": round(self.seconds, 3),
-            "versions": self.versions,
-            "device": self.device,
-            "notes": self.notes,
-            "made_from": self.made_from,
-        }
+
+def _published_tables(tasks: Mapping[str, Figures]) -> list[Table]:
+    """Scores of the paper, where the model is its own: beside, never compared."""
+    arms, rows, counts = ("base", "routed"), [], []
+    for task in tasks.values():
+        if published := task["published"]:
+            scores = [task["arms"].get(arm) for arm in arms]
+            rows.append([
+                task["title"], *(published[arm] for arm in arms), *map(_share, scores),
+                *(_share(score and score["reference_offset"]) for score in scores),
+            ])  # fmt: skip
+            counts += [published["n"], *(score["items"] for score in task["arms"].values())]
+    forms = ("published {}", "{}", "{}, old rule")
+    columns = " | ".join(["task", *(f"{form.format(a)}: share" for form in forms for a in arms)])
+    title = f"Published, not measured here: {PUBLISHED_MODEL}, old rule"
+    caption = f"At the fewest, {share_note(min(counts))}." if counts else ""
+    return [_table("published", title, columns, rows, caption)] if rows else []
+
+
+def _harness_tables(id: str, name: str, task: Figures) -> list[Table]:
+    rows = []
+    for arm, score in task["arms"].items():
+        metrics = ", ".join(
+            f"{key.removesuffix(',none')} {value:.3f}"
+            for key, value in score["metrics"].items()
+            if key != "sample_len"
+        )
+        tested = _rate(score) if "score" in score else None
+        rows.append([arm, metrics, tested, score["ties"], score["seconds"]])
+    columns = "arm | metrics | tested, with its 95% interval: share | ties: count"
+    title = f"lm-evaluation-harness, by its own scoring: {name}"
+    scores = f"{title}, tested: {task['metric']}"
+    return [
+        _table(id, scores, f"{columns} | seconds: seconds", rows),
+        *_pair_tables(f"{id}-pairs", f"{title}, paired tests", task["comparisons"]),
+    ]
+
+
+# --- plots ----------------------------------------------------------------------------------------
+
+
+def _plots(figures: Figures) -> list[Block]:
+    """Means of several tasks and their differences; every pair; every task."""
+    tasks, means = figures["tasks"], figures["means"]
+    plots: list[Block] = []
+    if len(tasks) > 1 and means:
+        count = max(mean["tasks"] for mean in means.values())
+        rows = [(arm, mean["mean"], mean, "") for arm, mean in means.items()]
+        plots.append(_intervals("means", f"Mean score over {count} tasks", rows, "mean score, %"))
+    both = {
+        "mean-differences": ("Differences, mean over tasks", [
+            (_name(mean), mean["mean"], mean, mean["label"])
+            for mean in figures["mean_differences"] if len(tasks) > 1
+        ]),
+        "differences": ("Differences between modes, task by task", [
+            (f"{_name(pair)}, {pair['task']}", pair["difference"], pair, pair["label"])
+            for pair in _pairs(tasks)
+        ]),
+    }  # fmt: skip
+    plots += [
+        _intervals(id, title, rows, "percentage points", {"no difference": 0.0})
+        for id, (title, rows) in both.items()
+        if rows
+    ]
+    for name, task in tasks.items():
+        guess = task["guess_rate"]
+        plots.append(
+            _intervals(
+                f"task-{name.replace('_', '-')}", f"{task['title']}, {task['n']:,} items",
+                [(arm, score["score"], score, "") for arm, score in task["arms"].items()],
+                f"{task['metric']}, %", {} if guess is None else {"guessing": 100 * guess},
+            )
+        )  # fmt: skip
+    return plots
+
+
+def _intervals(
+    id: str,
+    title: str,
+    rows: Sequence[tuple[str, float | None, Figures, str]],
+    x_label: str,
+    references: dict[str, float] | None = None,
+) -> Plot:
+    """rows: name, share or difference, figures with its interval, and group: what its colour and
+    marker mean.
+    """
+    series = []
+    for group in dict.fromkeys(group for *_, group in rows):
+        values = [
+            (100 * value, 100 * of["interval"]["low"], 100 * of["interval"]["high"])
+            if value is not None and own == group
+            else (None, None, None)
+            for _, value, of, own in rows
+        ]
+        y, low, high = zip(*values, strict=True)
+        series.append(Series(label=group, y=y, low=low, high=high))
+    words = ", ".join(
+        f"{name} {'not measured' if value is None else f'{100 * value:.3g}'}"
+        f"{f' ({group})' if group else ''}"
+        for name, value, _, group in rows
+    )
+    return Plot(
+        id=id, title=title, kind="intervals", categories=tuple(name for name, *_ in rows),
+        series=tuple(series), x_label=f"{x_label}, 95% interval", form="{:.1f}",
+        references=references or {}, alt=f"{title}, {x_label}: {words}.",
+    )  # fmt: skip

@@ -12,7 +12,7 @@ lowest rank - 1; the order seeds of a condition give the values whose mean and i
     invalid    the positive control fails: row length, which must move the count, does not
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, linear_regression
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from typing import Any, Literal
 from mlxstacks.stats import MeanInterval, mean_interval
 from mlxstacks.studies.buffers.arms import ArmRecord
 from mlxstacks.studies.buffers.settings import BufferSettings
+from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table
 
 Outcome = Literal["equal", "moves", "undecided", "invalid"]
 Condition = tuple[str, str, str]
@@ -250,3 +251,74 @@ def _moving(settings: BufferSettings, comparisons: Sequence[Comparison]) -> str:
 def _named(condition: Condition) -> str:
     trainer, checkpointing, lengths = condition
     return f"{trainer}, checkpointing {checkpointing}, {lengths} lengths"
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+
+def plan_table(plan: Mapping[str, Any], arms: int) -> Table:
+    rows = [(name, _in_words(value)) for name, value in {"runs": arms, **plan}.items()]
+    return Table.of("plan", "The plan", {"what": "text", "value": "text"}, rows)
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "; ".join(f"{name}: {part}" for name, part in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def blocks(figures: Mapping[str, Any], margin: float) -> tuple[Block, ...]:
+    """Counts by condition and rank with their differences; controls. figures: of an `Analysis`."""
+    compared = {(tuple(c["condition"]), c["rank"]): c for c in figures["comparisons"]}
+    rows = []
+    for row in figures["rows"]:
+        comparison = compared.get((tuple(row["condition"]), row["rank"]))
+        cells: tuple[Cell, ...] = (None,) * 3
+        if comparison is not None:
+            judged = (_percent(comparison[name]) for name in ("equivalence", "difference"))
+            cells = (*judged, 100 * comparison["largest"])
+        low, high = row["peaks"]
+        peaks = f"{low:,} to {high:,}"
+        rows.append((*row["condition"], row["rank"], peaks, *cells, row["growth_per_step"]))
+    columns: Columns = {
+        "trainer": "text", "checkpointing": "text", "lengths": "text", "rank": "count",
+        "live buffers": "text", "mean difference (90%), %": ("change", 3),
+        "family's interval, %": ("change", 3), "largest, %": ("change", 3),
+        "growth a step": ("change", 2),
+    }  # fmt: skip
+    ranks = Table.of(
+        "ranks", "Live buffers at the peak, by rank", columns, rows,
+        caption="Differences: to the lowest rank of the condition.",
+    )  # fmt: skip
+    controls = Table.of(
+        "controls", "Positive control: what row length does",
+        {"runs": "text", "shortest to longest": ("share", 0)}, figures["controls"].items(),
+    )  # fmt: skip
+    return ranks, controls, _difference_plot(figures["comparisons"], margin)
+
+
+def _percent(interval: Mapping[str, Any]) -> Cell:
+    mean, low, high = interval["mean"], interval["low"], interval["high"]
+    return 100 * mean if low is None else (100 * mean, 100 * low, 100 * high)
+
+
+def _difference_plot(comparisons: Sequence[Mapping[str, Any]], margin: float) -> Plot:
+    names = tuple(f"rank {c['rank']}, {', '.join(c['condition'])}" for c in comparisons)
+    mean, low, high = (
+        tuple(
+            None if c["equivalence"][end] is None else 100 * c["equivalence"][end]
+            for c in comparisons
+        )
+        for end in ("mean", "low", "high")
+    )
+    title = "Live buffers by rank"
+    values = ", ".join(f"{name} {value:.3g}%" for name, value in zip(names, mean, strict=True))
+    return Plot(
+        id="buffers", title=title, kind="intervals", categories=names,
+        series=(Series(label="equivalence", y=mean, low=low, high=high),),
+        x_label="difference to the lowest rank, %", form="{:.2f}",
+        references={
+            "no difference": 0.0, "margin below": -100 * margin, "margin above": 100 * margin,
+        },
+        alt=f"{title}, less the lowest rank: {values}.",
+    )  # fmt: skip

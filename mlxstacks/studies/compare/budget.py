@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxstacks.errors import InputError
-from mlxstacks.studies.stack.report import StackReport
+from mlxstacks.study.result import Result
 from mlxstacks.training.stack_settings import StackRunSettings
 
 
@@ -22,13 +22,13 @@ class ArmBudget:
     rows: int
 
 
-def planned_budget(settings: StackRunSettings, report: StackReport) -> ArmBudget:
+def planned_budget(settings: StackRunSettings, planned: Result) -> ArmBudget:
     """What a run would spend, from its dry run."""
-    domains = [one for one in report.domains.values() if one["status"] == "planned"]
+    domains = [d for d in planned.data["domains"].values() if d["status"] == "planned"]
     rounds = sum(domain["rounds_planned"] for domain in domains)
     steps = sum(domain["rounds_planned"] * domain["steps_per_round"] for domain in domains)
     rows = steps * settings.batch_size * settings.grad_accumulation_steps
-    return ArmBudget(rounds * report.plan["trained_parameters"], steps, rows)
+    return ArmBudget(rounds * planned.data["trained_parameters"], steps, rows)
 
 
 def budget_problems(

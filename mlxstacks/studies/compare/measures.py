@@ -38,7 +38,7 @@ def measures(report: Mapping[str, Any], seconds: float | None) -> dict[str, floa
     """Name -> value; None where a run has none (balance without a router). `NAME of DOMAIN` for
     the losses of each domain.
 
-    report: `StackReport.as_json()` of a run that is complete. seconds: of its process, None where
+    report: `data` of the result of a run that is complete. seconds: of its process, None where
     it was stopped on the way.
     """
     domains: Mapping[str, Mapping[str, Any]] = report["domains"]

@@ -1,4 +1,4 @@
-"""The process of one cell of a comparison: a run of `stack`, told what it came to.
+"""The process of one cell of a comparison: a run of `stack`, and what came of it.
 
     python -m mlxstacks.studies.compare.worker < specification
 
@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 
 from mlxstacks.errors import InputError, ResourceLimitError, StoreError
-from mlxstacks.studies.stack.report import StackReport
 from mlxstacks.studies.stack.run import run
 from mlxstacks.study.child_process import Message, as_child
+from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain
 from mlxstacks.training.loop import NonFiniteError
 from mlxstacks.training.stack_settings import StackRunSettings
@@ -26,7 +26,7 @@ def work(specification: Message, send: Callable[[Message], None]) -> Message:
         send({"done": done, "total": total, "what": what})
 
     try:
-        report = run(settings, progress=tell)
+        result = run(settings, progress=tell)
     except ResourceLimitError as error:
         return {"status": "failed", "reason": str(error)}
     except (InputError, StoreError) as error:
@@ -41,15 +41,15 @@ def work(specification: Message, send: Callable[[Message], None]) -> Message:
     seconds = time.process_time() - started
     return {
         "status": "trained",
-        "report": report.as_json(),
-        "seconds": seconds if _in_one_go(report) else None,
+        "report": result.data,
+        "seconds": seconds if _in_one_go(result) else None,
     }
 
 
-def _in_one_go(report: StackReport) -> bool:
+def _in_one_go(result: Result) -> bool:
     return all(
         domain["status"] == "trained" and domain["resumed_from_step"] is None
-        for domain in report.domains.values()
+        for domain in result.data["domains"].values()
     )
 
 

@@ -18,7 +18,7 @@ from mlxstacks.stats import (
     two_proportion_z_test,
     wilson_interval,
 )
-from mlxstacks.studies.confound.answers import LIKELIHOOD, Answer
+from mlxstacks.study.answers import LIKELIHOOD, Answer
 
 Answers = Mapping[str, Sequence[Answer]]
 

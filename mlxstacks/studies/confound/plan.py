@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks.files.strict_json import json_sha256
-from mlxstacks.studies.confound.answers import Answer
-from mlxstacks.studies.confound.items import Item, items_sha256
 from mlxstacks.studies.confound.mining import Mined
 from mlxstacks.studies.confound.prompts import INSTRUCTION
 from mlxstacks.studies.confound.settings import NOT_OF_THE_PLAN, ConfoundSettings
+from mlxstacks.study.answers import Answer
+from mlxstacks.study.items import Item, items_sha256
 from mlxstacks.study.plan import Evidence, Plan, ids_sha256
 
 PERSONA, AGAIN = "persona", "persona_again"

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from mlxstacks.studies.confound.items import Item
+from mlxstacks.study.items import Item
 
 Scoring = Literal["generate", "likelihood"]
 

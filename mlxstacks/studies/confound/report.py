@@ -1,9 +1,10 @@
-"""Result of `mlxstacks confound`: everything that the tables show, as one record and as JSON."""
+"""What `mlxstacks confound` found: everything from the answers, and the tables and plots of it."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from mlxstacks.stats import share_note
 from mlxstacks.studies.confound.analysis import (
     Answers,
     ArmResult,
@@ -21,14 +22,17 @@ from mlxstacks.studies.confound.analysis import (
     subject_table,
 )
 from mlxstacks.studies.confound.plan import AGAIN, PERSONA, arm
+from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import (
     Case,
     Criterion,
     Judgement,
+    floor_in_words,
     judge,
     missing_controls,
+    verdict,
 )
-from mlxstacks.studies.confound.words import floor_in_words, verdict
+from mlxstacks.study.document import Block, Cell, Column, Plot, Series, Table, Text
 from mlxstacks.study.plan import Standing
 
 
@@ -76,7 +80,7 @@ class Findings:
             "guess_rate": self.guess_rate,
             "right_positions": self.right_positions,
             "missing_controls": self.missing_controls,
-            "standing": self.standing.as_json(),
+            "outcome": self.judgements[0].outcome,
         }
 
 
@@ -153,59 +157,270 @@ def find(
     )
 
 
-@dataclass(frozen=True)
-class ConfoundReport:
-    """status: "planned" or "done". plan, power, mined, fuses and findings are there once done.
+# --- for people -----------------------------------------------------------------------------------
 
-    fuses: way -> figures of its three fuses, as a fuse's result has them, and how many codes
-    differ between them. made_from: file -> digest of what was read of it, see made_from.py.
-    """
+_KINDS = {
+    "persona": "persona, unfused", "a0": "A0, zero delta", "a1": "A1, trained",
+    "random": "random delta",
+}  # fmt: skip
+OUTCOMES = {
+    "format": "a change of form; no knowledge shown",
+    "content": "adds knowledge", "no content": "no knowledge shown",
+    "perturbation": "a disturbance; no knowledge shown", "guessing": "leads back to guessing",
+    "exploratory": "no claim: exploratory", "refused": "no claim: controls are missing",
+}  # fmt: skip
 
-    status: str
-    save_path: str
-    settings: dict[str, Any]
-    arms: list[str]
-    plan: dict[str, Any] | None = None
-    plan_sha256: str | None = None
-    power: list[str] = field(default_factory=list)
-    mined: dict[str, Any] | None = None
-    fuses: dict[str, dict[str, Any]] = field(default_factory=dict)
-    findings: Findings | None = None
-    seconds: float = 0.0
-    versions: dict[str, str] = field(default_factory=dict)
-    device: str | None = None
-    notes: list[str] = field(default_factory=list)
-    plots: list[str] = field(default_factory=list)
-    made_from: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    @property
-    def verdict(self) -> str | None:
-        return self.findings.verdict if self.findings else None
+def plan_table(settings: Mapping[str, Any], arms: Sequence[str]) -> Table:
+    """What is fixed before the first answer. settings: as JSON."""
+    inputs = ("model", "persona", "items", "scoring", "sample", "train_answers", "seed")
+    training = ("layers", "keys", "rank", "scale", "iters", "batch_size", "learning_rate")
+    values = ", ".join(f"{key} {settings['train'][key] or 'as usual'}" for key in training)
+    rows = {
+        **{key: None if settings[key] is None else str(settings[key]) for key in inputs},
+        "policies": ", ".join(settings["policies"]),
+        "A1": values,
+        "arms": f"{len(arms)}: {', '.join(arms)}",
+        "criterion": f"A1 - A0 of at least {100 * settings['least_gain']:g} points and p < "
+        f"{settings['alpha']:g}",
+    }
+    columns = (Column(name="what"), Column(name="value"))
+    return Table(id="plan", title="The plan", columns=columns, rows=tuple(rows.items()))
 
-    @property
-    def outcome(self) -> str | None:
-        """Of the deciding way."""
-        return self.findings.judgements[0].outcome if self.findings else None
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "kind": "confound",
-            "status": self.status,
-            "verdict": self.verdict,
-            "outcome": self.outcome,
-            "save_path": self.save_path,
-            "settings": self.settings,
-            "plan": self.plan,
-            "plan_sha256": self.plan_sha256,
-            "power": self.power,
-            "planned_arms": self.arms,
-            "mined": self.mined,
-            "fuses": self.fuses,
-            **(self.findings.as_json() if self.findings else {}),
-            "seconds": round(self.seconds, 3),
-            "versions": self.versions,
-            "device": self.device,
-            "notes": self.notes,
-            "plots": self.plots,
-            "made_from": self.made_from,
-        }
+def blocks(
+    findings: Findings,
+    fuses: Mapping[str, Any],
+    mined: Mapping[str, Any],
+    settings: ConfoundSettings,
+) -> tuple[Block, ...]:
+    """Arms and claims first; counts by subject last, folded."""
+    return (
+        _arm_plot(findings), _content_plot(findings, settings.least_gain),
+        _arm_table(findings, fuses, settings), _claim_table(findings), _parts_table(findings),
+        _words(findings, fuses, mined), *_right_table(findings), _form_table(findings),
+        _counts_table("mined", "Mined items", mined["table"]),
+        _counts_table("subjects", "Right answers by subject", findings.subjects),
+        _position_table(findings),
+    )  # fmt: skip
+
+
+def _name(arm: str) -> str:
+    return arm.replace("_again", ", again").replace("_", " ")
+
+
+def _share(arm: ArmResult) -> Cell:
+    return arm.accuracy, arm.interval.low, arm.interval.high
+
+
+def _arm_plot(findings: Findings) -> Plot:
+    """Accuracy of every arm with its interval; a series for each kind; guessing as a line."""
+    names, series = tuple(findings.arms), []
+    for kind, label in _KINDS.items():
+        arms = [arm if arm.partition("_")[0] == kind else None for arm in names]
+        found = [None if arm is None else findings.arms[arm] for arm in arms]
+        series.append(Series(
+            label=label,
+            y=tuple(None if arm is None else 100 * arm.accuracy for arm in found),
+            low=tuple(None if arm is None else 100 * arm.interval.low for arm in found),
+            high=tuple(None if arm is None else 100 * arm.interval.high for arm in found),
+        ))  # fmt: skip
+    title = "Arms on Set G's test items"
+    shares = ", ".join(f"{_name(arm)} {100 * findings.arms[arm].accuracy:.3g}%" for arm in names)
+    return Plot(
+        id="arms", title=title, kind="intervals", categories=tuple(map(_name, names)),
+        series=tuple(series), x_label="right answers, %, 95% interval",
+        references={"guessing": 100 * findings.guess_rate}, form="{:.1f}",
+        alt=f"{title}, right answers with 95% intervals: {shares}. Guessing: "
+        f"{findings.guess_rate:.1%}.",
+    )  # fmt: skip
+
+
+def _content_plot(findings: Findings, least_gain: float) -> Plot:
+    """A1 less A0, and A1 less the random delta, by way."""
+    ways = tuple(findings.claims)
+    series = []
+    for control, claims in (("A0", findings.claims), ("random", findings.against_random)):
+        found = [claims.get(way) for way in ways]
+        series.append(Series(
+            label=f"A1 less {control}",
+            y=tuple(None if c is None else 100 * c.difference for c in found),
+            low=tuple(None if c is None else 100 * (c.bootstrap.low or 0) for c in found),
+            high=tuple(None if c is None else 100 * (c.bootstrap.high or 0) for c in found),
+        ))  # fmt: skip
+    title = "Content: A1 less A0, by the way of fusing"
+    points = ", ".join(f"{way} {100 * findings.claims[way].difference:+.3g}" for way in ways)
+    return Plot(
+        id="content", title=title, kind="intervals", categories=ways, series=tuple(series),
+        x_label="percentage points, bootstrap 95% interval", form="{:.1f}",
+        references={"no difference": 0.0, "least gain that counts": 100 * least_gain},
+        alt=f"{title}, percentage points: {points}.",
+    )  # fmt: skip
+
+
+def _arm_table(findings: Findings, fuses: Mapping[str, Any], settings: ConfoundSettings) -> Table:
+    """Beside each accuracy the correlation of the arm's fuse, and what that did by itself."""
+    rows: list[tuple[Cell, ...]] = []
+    for name, result in findings.arms.items():
+        kind, _, way = name.partition("_")
+        total = (fuses.get(way, {}).get(kind) or {}).get("total") or {}
+        correlation: Cell = "not fused"
+        if total:
+            correlation = "no delta" if kind == "a0" else total.get("correlation")
+        rows.append((
+            _name(name), f"{result.correct} of {result.n}", _share(result), result.unanswered,
+            ", ".join(f"{rule} {count}" for rule, count in result.rules.items()), correlation,
+            total.get("artifact") if total else "not fused",
+        ))  # fmt: skip
+    silent = "no answer" if settings.scoring == "generate" else "ties"
+    return Table(
+        id="arms-table", title="Arms", rows=tuple(rows),
+        columns=(
+            Column(name="arm"), Column(name="right"), Column(name="share (95%)", kind="share"),
+            Column(name=silent, kind="count"), Column(name="answer taken by"),
+            Column(name="correlation", kind="number", digits=3),
+            Column(name="artifact", kind="share", digits=2),
+        ),
+        caption=f"Guessing gives {findings.guess_rate:.1%}. Correlation: of what the fuse realised "
+        "with the delta. Artifact: what the fuse does to the weights by itself.",
+    )  # fmt: skip
+
+
+def _claim_table(findings: Findings) -> Table:
+    outcomes = {judgement.way: judgement.outcome for judgement in findings.judgements}
+    rows = []
+    for way, claim in findings.claims.items():
+        random = findings.against_random.get(way)
+        interval = claim.bootstrap.low or 0.0, claim.bootstrap.high or 0.0
+        rows.append((
+            way, (claim.difference, *interval), claim.p_value, claim.p_adjusted,
+            claim.mcnemar.p_value, random and random.difference, outcomes[way],
+        ))  # fmt: skip
+    return Table(
+        id="claims", title="Content: A1 less A0", rows=tuple(rows),
+        columns=(
+            Column(name="by"), Column(name="A1 less A0, points (95%)", kind="points", digits=2),
+            Column(name="p (z)", kind="p"), Column(name="p (z, Holm)", kind="p"),
+            Column(name="p (McNemar)", kind="p"),
+            Column(name="A1 less random", kind="points", digits=2), Column(name="outcome"),
+        ),
+    )  # fmt: skip
+
+
+def _parts_table(findings: Findings) -> Table:
+    rows = tuple(
+        (way, p.floor, p.content, p.total, p.floor_share, p.content_share, p.published_floor_share)
+        for way, p in findings.decomposition.items()
+    )
+    return Table(
+        id="parts", title="Where the score of A1 comes from, in points", rows=rows,
+        columns=(
+            Column(name="by"),
+            *(Column(name=n, kind="points", digits=2) for n in ("floor", "content", "total")),
+            *(Column(name=name, kind="share", digits=0)
+              for name in ("floor share", "content share", "A0 / A1")),
+        ),
+        caption="A share has no value where the total is not positive; the differences that it is "
+        "made of have their 95% intervals above.",
+    )  # fmt: skip
+
+
+def _words(findings: Findings, fuses: Mapping[str, Any], mined: Mapping[str, Any]) -> Text:
+    counts = mined["table"]["all"]
+    listed = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    set_g = f"{len(mined['train']):,} to train, {len(mined['test']):,} to test"
+    lines = [f"Mined {sum(counts.values()):,} items: {listed}. Set G: {set_g}."]
+    # The words go on from the difference: "That is at least ..."
+    lines += [
+        f"{judgement.way}: A1 less A0 is "
+        f"{100 * findings.claims[judgement.way].difference:+.2f} points. {judgement.words}"
+        for judgement in findings.judgements
+    ]
+    lines += [f"Floor, {way}: {words}" for way, words in findings.floors.items()]
+    lines += [
+        _codes(way, figures["codes_that_differ"])
+        for way, figures in fuses.items()
+        if figures.get("codes_that_differ")
+    ]
+    lines += [
+        f"Persona unfused, {name}: {flips.changed} of {flips.n} answers differ, {flips.fixed} "
+        f"became right, {flips.broken} wrong."
+        for name, flips in findings.persona_flips.items()
+    ]
+    missing = ", ".join(findings.missing_controls) or "none"
+    return Text(title="In words", paragraphs=(*lines, f"Controls that are missing: {missing}."))
+
+
+def _codes(way: str, codes: Mapping[str, float | None]) -> str:
+    """How many packed codes the fuses of a policy leave different (spec/confound.md section 4)."""
+    a1, a0 = (
+        "at other bits" if share is None else f"{share:.2%} of the codes"
+        for share in (codes["a1_and_a0"], codes["a0_and_unfused"])
+    )
+    return f"Fused by {way}, A1 differs from A0: {a1}; A0 from the unfused model: {a0}."
+
+
+def _right_table(findings: Findings) -> Iterator[Table]:
+    if findings.right_arms:
+        yield Table(
+            id="right", title="Items that both models got right",
+            rows=tuple(
+                (_name(name), f"{arm.correct} of {arm.n}", _share(arm))
+                for name, arm in findings.right_arms.items()
+            ),
+            columns=(
+                Column(name="arm"), Column(name="right"), Column(name="share (95%)", kind="share"),
+            ),
+        )  # fmt: skip
+
+
+def _form_table(findings: Findings) -> Table:
+    """More answers that a rule can read are more right ones without any knowledge."""
+    rows = tuple(
+        (way, form.in_form, form.control_in_form, form.p_value, form.n, form.right,
+         form.control_right)
+        for way, form in findings.forms.items()
+    )  # fmt: skip
+    counts = ("both in form", "of them A1 right", "A0 right")
+    return Table(
+        id="forms", title="Answers in the form that was asked for", rows=rows, folded=True,
+        columns=(
+            Column(name="by"), Column(name="A1 in form", kind="count"),
+            Column(name="A0 in form", kind="count"), Column(name="p (McNemar)", kind="p"),
+            *(Column(name=name, kind="count") for name in counts),
+        ),
+    )  # fmt: skip
+
+
+def _counts_table(id: str, title: str, counts: Mapping[str, Mapping[str, int]]) -> Table:
+    """Subject by subject, all of them last."""
+    names = list(dict.fromkeys(name for row in counts.values() for name in row))
+    return Table(
+        id=id, title=title, folded=True,
+        rows=tuple(
+            (subject, *(row.get(name) for name in names)) for subject, row in counts.items()
+        ),
+        columns=(Column(name="subject"), *(Column(name=_name(n), kind="count") for n in names)),
+    )  # fmt: skip
+
+
+def _position_table(findings: Findings) -> Table:
+    """Where the right option stands, and which places the arms prefer: a guess has a place, too."""
+    arms, right = findings.arms, findings.right_positions
+    letters = sorted({*right, *(letter for arm in arms.values() for letter in arm.picks)})
+
+    def shares(of: Mapping[str, float]) -> list[float]:
+        return [of.get(letter, 0.0) for letter in letters]
+
+    rows = [("right option", *shares(right), None)]
+    rows += [(_name(name), *shares(arm.picks), arm.by_position) for name, arm in arms.items()]
+    n = min(arm.n for arm in arms.values())
+    return Table(
+        id="positions", title="Which options are picked", rows=tuple(rows), folded=True,
+        columns=(
+            Column(name="arm"), *(Column(name=n, kind="share", digits=0) for n in letters),
+            Column(name="by place", kind="share"),
+        ),
+        caption="By place: what these picks score in the mean when they are dealt to the items by "
+        f"chance. Picks: {share_note(n)}.",
+    )  # fmt: skip

@@ -1,68 +1,76 @@
 """`mlxstacks confound`: does an adapter that is fused into a quantized persona model add knowledge?
 
 Mines what base and persona both get wrong, trains on a part of it, and lets every arm answer the
-rest. The run lives in `.NAME.work` beside its target until it is done:
+rest. Until it is done the run lives in its work directory (study/engine.py):
 
     protocol.json   everything that is decided before the first answer; another one is refused
     answers/        of every model and arm, appended as they come; changed ones are refused
-    split.json      which item went where
+    split.json      which item went where; data/train.jsonl the rows to train on
     plan.json       the plan, fixed before the first arm answers
     adapter/ zero/ random/   A1, its zero-delta control, a random delta of equal norm
-    fuse/WAY.json   what a policy's fuses did to the weights
-
-Killed at any moment, the same command goes on: what is there is kept.
+    fuse/POLICY.json what a policy's fuses did to the weights; models/ until they have answered
 """
 
 import functools
-import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
-from mlxstacks import memory
 from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.outputs import check_target, write_json
+from mlxstacks.files.outputs import write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.studies.confound.adapters import write_controls
-from mlxstacks.studies.confound.answers import Answer, AnswerFile
-from mlxstacks.studies.confound.asking import Progress, ask_missing
-from mlxstacks.studies.confound.evaluation import Evaluation
-from mlxstacks.studies.confound.items import read_items, stratified_sample
-from mlxstacks.studies.confound.lengths import length_notes, row_lengths
-from mlxstacks.studies.confound.mining import Mined, mine
+from mlxstacks.studies.confound.fuses import KINDS, FusePlaces, fuse_all
+from mlxstacks.studies.confound.mining import Mined, length_notes, mine, row_lengths
 from mlxstacks.studies.confound.persona import PersonaSource
 from mlxstacks.studies.confound.plan import (
+    AGAIN,
     PERSONA,
+    arm,
     arms_of,
     data_of,
     evidence_of,
     file_sha256,
     plan_of,
     protocol_of,
+    right_arms_of,
 )
 from mlxstacks.studies.confound.prompts import training_rows
-from mlxstacks.studies.confound.report import ConfoundReport, find
+from mlxstacks.studies.confound.report import OUTCOMES, blocks, find, plan_table
 from mlxstacks.studies.confound.scoring import Arm
 from mlxstacks.studies.confound.settings import ConfoundSettings
-from mlxstacks.studies.confound.target import PARTS, write_target
-from mlxstacks.studies.confound.verdict import Criterion
-from mlxstacks.studies.confound.words import answer_notes, fuse_notes
+from mlxstacks.studies.confound.verdict import Criterion, answer_notes, fuse_notes
 from mlxstacks.studies.train import run as train_run
-from mlxstacks.studies.train.report import versions
-from mlxstacks.study.integrity import write_rows
-from mlxstacks.study.plan import PLAN, Plan, fix_plan, keep_plan, read_plan, standing
+from mlxstacks.study import document
+from mlxstacks.study.answers import Answer, AnswerFile, Progress, ask_missing
+from mlxstacks.study.artifacts import RECIPE, write_recipe
+from mlxstacks.study.engine import Step, Study, run_study
+from mlxstacks.study.integrity import read_sealed, write_rows, write_sealed
+from mlxstacks.study.items import Item, read_items, stratified_sample
+from mlxstacks.study.plan import PLAN, fix_plan, keep_plan, read_plan, standing
 from mlxstacks.study.power import items_for_two_proportions
-from mlxstacks.study.provenance import MadeFrom, of_bytes
-from mlxstacks.study.run_directory import RunDirectory, recorded_fingerprint, work_path
+from mlxstacks.study.render.figures import FORMATS
+from mlxstacks.study.result import Result
+from mlxstacks.study.run_directory import discard, recorded_fingerprint, work_path
 
+ABOUT = {
+    "kind": "confound",
+    "title": "Stacking confound",
+    "question": "Does fusing a second adapter add knowledge, or only jitter?",
+}
 PROTOCOL, SPLIT = "protocol.json", "split.json"
+ANSWERS, DATA, FUSE = "answers", "data", "fuse"
+PERSONA_MODEL, MODELS = "persona", "models"
+ADAPTER, ZERO, RANDOM = "adapter", "zero", "random"
 
 
 def run(
     settings: ConfoundSettings, *, dry_run: bool = False, progress: Progress | None = None
-) -> ConfoundReport:
+) -> Result:
     """Mine, split, plan, train, fuse, evaluate, decide; write all of it to `save_path`.
 
     Raises:
@@ -72,150 +80,211 @@ def run(
     """
     if None in (settings.model, settings.persona, settings.items, settings.save_path):
         raise InputError("confound needs model, persona, items and save_path")
-    target = user_path(str(settings.save_path))
-    shown = settings.model_dump(mode="json", exclude={"force", "save_path", "resume"})
-    report = ConfoundReport("planned", str(target), shown, list(arms_of(settings)))
-    if dry_run:
-        return ConfoundReport(**vars(report) | {"power": planned_power(settings)})
-    inputs = [user_path(str(p)) for p in (settings.model, settings.persona, settings.items)]
-    check_target(target, force=settings.force, inputs=[path for path in inputs if path.exists()])
-    # Before there is a work directory: inputs that cannot be used leave none to go on with.
-    prepared = _Confound(settings, work_path(target), progress)
-    work = RunDirectory(target, {"kind": "confound"}, resume=settings.resume)
-    try:
-        made = prepared.run(report)
-        made = write_target(target, work.path, made, settings)
-        work.remove()
-    finally:
-        work.close()
-    return made
+    return run_study(_Confound(settings, progress, dry_run), dry_run=dry_run)
 
 
-def planned_power(settings: ConfoundSettings) -> list[str]:
+def planned_power(settings: ConfoundSettings) -> tuple[str, ...]:
     """What can be said of power before Set G is mined."""
     claims = len(settings.ways)
     alpha, gain = settings.alpha / claims, settings.least_gain
     if not 0 < gain < 1 - settings.expected_rate:
-        return []
+        return ()
     needed = items_for_two_proportions(settings.expected_rate, gain, alpha=alpha)
     words = (
         f"{needed:,} test items an arm find {100 * gain:g} points at 80% power, alpha {alpha:.4g} "
         f"for each of {claims} claims; how many there are is known once Set G is mined"
     )
-    return [words]
+    return (words,)
 
 
-class _Confound:
-    def __init__(self, settings: ConfoundSettings, work: Path, progress: Progress | None) -> None:
-        self.settings, self.work, self.progress = settings, work, progress
-        self.started = time.monotonic()
-        self.made_from: MadeFrom = {}
-        every = read_items(str(settings.items), settings.subjects)
-        self.sample = stratified_sample(every, settings.sample, settings.seed)
-        self.source = PersonaSource(settings)
-        self.protocol = protocol_of(settings, self.source.hashes(work / PROTOCOL), self.sample)
-        self.lengths = row_lengths(self.sample, settings, self.source.speaker)
+class _Confound(Study):
+    provenance = (PROTOCOL, SPLIT, f"{ANSWERS}/*.jsonl", f"{FUSE}/*.json", f"{DATA}/*.jsonl")
+    settings: ConfoundSettings
 
-    def run(self, report: ConfoundReport) -> ConfoundReport:
-        # Before the persona is fused: a run that goes on must not take another one's for its own.
-        keep_plan(self.work / PROTOCOL, self.protocol, "a confound run")
-        self.persona = self.source.model(self.work / PARTS.persona)
-        recorded = recorded_fingerprint(self.work / PLAN, "data", "persona_model")
-        self.persona_sha256 = fingerprint(open_checkpoint(self.persona), recorded)
-        mined, persona_answers = self._mine()
-        plan = self._plan(mined)
-        self._train()
-        arms = Evaluation(self.settings, self.work, self.persona, mined, plan.sha256, self.progress)
-        arms.run()
-        data = data_of(
-            mined, read_object((self.work / PROTOCOL).read_bytes()), file_sha256(self._rows_path),
-            fingerprint(open_checkpoint(self.persona), self.persona_sha256),
+    def __init__(
+        self, settings: ConfoundSettings, progress: Progress | None, dry_run: bool
+    ) -> None:
+        self.settings, self.progress, self.dry_run = settings, progress, dry_run
+        self.inputs = (settings.model, settings.persona, settings.items)
+        self.plot_formats = FORMATS if settings.plots else ()
+        models = (PERSONA_MODEL, MODELS) if settings.keep_models else ()
+        self.artifacts = (
+            ANSWERS, DATA, FUSE, ADAPTER, ZERO, RANDOM, PROTOCOL, SPLIT, RECIPE, *models,
         )  # fmt: skip
-        # Of the plan as it lies there: one that was changed meanwhile is another plan.
-        fixed = read_plan(self.work / PLAN).sha256
-        evidence = evidence_of(arms.test, fixed, data, self.settings.seed)
-        findings = find(
-            arms.test, arms.right, persona_answers,
-            ways=self.settings.ways,
-            criterion=Criterion(self.settings.least_gain, self.settings.alpha),
-            standing=standing(plan, evidence),
-            seed=self.settings.seed,
-        )  # fmt: skip
-        said = answer_notes(findings.arms) if self.settings.scoring == "generate" else []
-        device = memory.device()
-        values = vars(report) | {
-            "status": "done",
-            "plan": plan.as_json(),
-            "plan_sha256": plan.sha256,
-            "power": plan.power_lines(),
-            "mined": mined.as_json(),
-            "fuses": arms.fuses,
-            "findings": findings,
-            "made_from": self.made_from | arms.made_from,
-            "seconds": time.monotonic() - self.started,
-            "versions": versions(),
-            "device": f"{device.name} ({device.kind})",
-            "notes": [
-                *said,
-                *mined.notes,
-                *length_notes(mined.train, self.lengths, self.settings),
-                *fuse_notes(arms.fuses),
-            ],
-        }
-        return ConfoundReport(**values)
 
-    def _mine(self) -> tuple[Mined, list[Answer]]:
-        """Set G, from the answers of base and persona to the sample; and the persona's answers."""
-        base = self._mining_answers("base", self.source.base)
-        persona = self._mining_answers(PERSONA, self.persona)
+    # --- before the first answer ------------------------------------------------------------------
+
+    def planned(self) -> Result:
         settings = self.settings
-        mined = mine(
-            self.sample, base, persona,
+        shown = settings.model_dump(mode="json", exclude={"force", "save_path", "resume"})
+        head = Result(
+            **ABOUT, status="planned", standing=document.Standing(status="planned"),
+            settings=shown, data={"planned_arms": list(arms_of(settings))},
+        )  # fmt: skip
+        if self.dry_run:
+            table = plan_table(shown, arms_of(settings))
+            return head.model_copy(update={"power": planned_power(settings), "blocks": (table,)})
+        self.sample = stratified_sample(
+            read_items(str(settings.items), settings.subjects), settings.sample, settings.seed
+        )
+        self.source = PersonaSource(settings)
+        recorded = work_path(user_path(str(settings.save_path))) / PROTOCOL
+        self.protocol = protocol_of(settings, self.source.hashes(recorded), self.sample)
+        self.lengths = row_lengths(self.sample, settings, self.source.speaker)
+        return head
+
+    # --- steps: each resumes by what lies in the work directory -----------------------------------
+
+    def steps(self, work: Path) -> Iterator[Step]:
+        self.work = work
+        yield Step("protocol", self._prepare)
+        yield Step("mining", self._mine)
+        yield Step("plan", self._plan)
+        yield Step("training", self._train)
+        for name in (PERSONA, AGAIN):
+            yield Step(name, lambda _, name=name: self._ask(name, self.persona))  # type: ignore[misc]
+        for way in self.settings.ways:
+            run_way = self._ask_unfused if way == "unfused" else self._ask_fused
+            yield Step(way, functools.partial(run_way, way))
+
+    def _prepare(self, work: Path) -> None:
+        # Before the persona is fused: a run that resumes must not take another one's for its own.
+        keep_plan(work / PROTOCOL, self.protocol, "a confound run")
+        write_recipe(work, "confound", self.settings)
+        self.persona = self.source.model(work / PERSONA_MODEL)
+        recorded = recorded_fingerprint(work / PLAN, "data", "persona_model")
+        self.persona_sha256 = fingerprint(open_checkpoint(self.persona), recorded)
+
+    def _mine(self, work: Path) -> None:
+        """Set G, from the answers of base and persona to the sample."""
+        for name, model in (("base", self.source.base), (PERSONA, self.persona)):
+            load = functools.cache(functools.partial(Arm, model, self.settings))
+            ask_missing(
+                self._mining_file(name), len(self.sample), self.settings.batch_size,
+                lambda items, load=load: load().answer(items), self.progress,  # type: ignore[misc]
+            )  # fmt: skip
+        self.mined = self._mined()
+        write_json(work / SPLIT, self.mined.as_json())
+
+    def _mined(self) -> Mined:
+        answers = (self._mining_file(name).answers() for name in ("base", PERSONA))
+        settings = self.settings
+        return mine(
+            self.sample, *answers,
             train_share=settings.train_share, right_items=settings.right_items, seed=settings.seed,
         )  # fmt: skip
-        write_json(self.work / SPLIT, mined.as_json())
-        self.made_from[SPLIT] = of_bytes((self.work / SPLIT).read_bytes())
-        return mined, persona
 
-    def _mining_answers(self, name: str, model: Path) -> list[Answer]:
+    def _mining_file(self, name: str) -> AnswerFile:
         header = {"of": "mining", "protocol_sha256": json_sha256(self.protocol), "arm": name}
-        path = self.work / "answers" / f"mining_{name}.jsonl"
-        load = functools.cache(lambda: Arm(model, self.settings))
-        file, count = AnswerFile(path, header, self.sample), len(self.sample)
-        found = ask_missing(
-            file, count, self.settings.batch_size, lambda items: load().answer(items),
-            self.progress,
-        )  # fmt: skip
-        self.made_from[f"answers/{path.name}"] = file.made_from(count)
-        return found
+        return AnswerFile(self.work / ANSWERS / f"mining_{name}.jsonl", header, self.sample)
 
     @property
     def _rows_path(self) -> Path:
-        return self.work / "data" / "train.jsonl"
+        return self.work / DATA / "train.jsonl"
 
-    def _plan(self, mined: Mined) -> Plan:
+    def _plan(self, work: Path) -> None:
         """Writes the training rows and the plan, or finds the same ones written."""
-        settings = self.settings
-        rows = training_rows(mined.train, settings.scoring, settings.train_answers, settings.seed)
-        self.made_from["data/train.jsonl"] = of_bytes(write_rows(self._rows_path, rows))
-        plan = plan_of(
-            settings, mined, self.protocol, file_sha256(self._rows_path), self.persona_sha256
+        settings, train = self.settings, self.mined.train
+        rows = training_rows(train, settings.scoring, settings.train_answers, settings.seed)
+        write_rows(self._rows_path, rows)
+        self.plan = plan_of(
+            settings, self.mined, self.protocol, file_sha256(self._rows_path), self.persona_sha256
         )
-        results = sorted((self.work / "answers").glob("test_*.jsonl"))
-        fix_plan(self.work / PLAN, plan, results)
-        return plan
+        fix_plan(work / PLAN, self.plan, sorted((work / ANSWERS).glob("test_*.jsonl")))
 
-    def _train(self) -> None:
+    def _train(self, work: Path) -> None:
         """A1 and its two controls."""
-        adapter = self.work / PARTS.adapter
+        settings, adapter = self.settings, work / ADAPTER
         if not adapter.exists():
             change = {
                 "model": str(self.persona), "data": str(self._rows_path.parent),
-                "save_path": str(adapter), "seed": self.settings.seed,
-                "thinking": self.settings.thinking, "allow_special": self.settings.allow_special,
+                "save_path": str(adapter), "seed": settings.seed,
+                "thinking": settings.thinking, "allow_special": settings.allow_special,
             }  # fmt: skip
-            train_run.run(self.settings.train.model_copy(update=change), progress=self.progress)
+            train_run.run(settings.train.model_copy(update=change), progress=self.progress)
             mx.clear_cache()
-        write_controls(
-            adapter, self.work / PARTS.zero, self.work / PARTS.random, self.settings.seed
+        write_controls(adapter, work / ZERO, work / RANDOM, settings.seed)
+
+    def _ask_unfused(self, way: str, work: Path) -> None:
+        for kind, source in zip(KINDS, (ADAPTER, ZERO, RANDOM), strict=True):
+            self._ask(arm(kind, way), self.persona, work / source)
+
+    def _ask_fused(self, way: str, work: Path) -> None:
+        """Fuse, unless every answer of it is there, and let the three models answer."""
+        settings, path = self.settings, work / FUSE / f"{way}.json"
+        places = FusePlaces(self.persona, work / ADAPTER, work / RANDOM, work / MODELS / way)
+        models = {arm(kind, way): places.of(kind) for kind in KINDS}
+        answered = all(
+            file.is_complete(count) for name in models for file, count in self._files(name).values()
         )
+        if not (path.is_file() and (answered or all(p.exists() for p in models.values()))):
+            write_sealed(path, fuse_all(places, way, settings.target_correlation, settings.seed))  # type: ignore[arg-type]
+        for name, model in models.items():
+            self._ask(name, model)
+        if not settings.keep_models:
+            discard(places.directory)
+
+    def _ask(self, name: str, model: Path, adapter: Path | None = None) -> None:
+        """An arm's answers to its parts; a model is loaded only where some are missing."""
+        load = functools.cache(lambda: Arm(model, self.settings, adapter))
+        for file, count in self._files(name).values():
+            ask_missing(
+                file, count, self.settings.batch_size, lambda items: load().answer(items),
+                self.progress,
+            )  # fmt: skip
+        mx.clear_cache()
+
+    def _files(self, name: str) -> dict[str, tuple[AnswerFile, int]]:
+        """Of an arm: part (test, right) -> its answers and how many of the items it answers."""
+        parts: dict[str, list[Item]] = {"test": self.mined.test}
+        if name in right_arms_of(self.settings) and self.mined.right:
+            parts["right"] = self.mined.right
+        files = {}
+        for part, items in parts.items():
+            header = {"plan_sha256": self.plan.sha256, "of": part, "arm": name}
+            file = AnswerFile(self.work / ANSWERS / f"{part}_{name}.jsonl", header, items)
+            files[part] = file, min(self.settings.limit or len(self.mined.test), len(items))
+        return files
+
+    # --- the conclusion ---------------------------------------------------------------------------
+
+    def conclude(self, work: Path) -> Result:
+        settings = self.settings
+        answers: dict[str, dict[str, list[Answer]]] = {"test": {}, "right": {}}
+        for name in arms_of(settings):
+            for part, (file, count) in self._files(name).items():
+                answers[part][name] = file.answers()[:count]
+        fuses: dict[str, Any] = {
+            way: read_sealed(work / FUSE / f"{way}.json")[0]
+            for way in settings.ways
+            if way != "unfused"
+        }
+        data = data_of(
+            self.mined, read_object((work / PROTOCOL).read_bytes()), file_sha256(self._rows_path),
+            fingerprint(open_checkpoint(self.persona), self.persona_sha256),
+        )  # fmt: skip
+        # Of the plan as it lies there: one that was changed meanwhile is another plan.
+        evidence = evidence_of(answers["test"], read_plan(work / PLAN).sha256, data, settings.seed)
+        findings = find(
+            answers["test"], answers["right"], self._mining_file(PERSONA).answers(),
+            ways=settings.ways, criterion=Criterion(settings.least_gain, settings.alpha),
+            standing=standing(self.plan, evidence), seed=settings.seed,
+        )  # fmt: skip
+        mined, reached = self.mined.as_json(), findings.standing
+        notes = [
+            *(answer_notes(findings.arms) if settings.scoring == "generate" else []),
+            *self.mined.notes, *length_notes(self.mined.train, self.lengths, settings),
+            *fuse_notes(fuses),
+        ]  # fmt: skip
+        return Result(
+            **ABOUT, status="done", outcome=OUTCOMES[findings.judgements[0].outcome],
+            verdict=findings.verdict,
+            standing=document.Standing(status=reached.status, reasons=reached.reasons),
+            plan=self.plan.as_json(), plan_sha256=self.plan.sha256,
+            power=tuple(self.plan.power_lines()), notes=tuple(notes),
+            data={
+                "planned_arms": list(arms_of(settings)), "mined": mined, "fuses": fuses,
+                **findings.as_json(),
+            },
+            blocks=blocks(findings, fuses, mined, settings),
+        )  # fmt: skip

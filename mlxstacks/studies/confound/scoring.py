@@ -13,11 +13,11 @@ from mlxstacks.data.text_settings import PLAIN
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import ChoiceItem, choose, score_continuations
 from mlxstacks.studies.benchmarks.extract import choice_letter
-from mlxstacks.studies.confound.answers import LIKELIHOOD, TIE, Answer
-from mlxstacks.studies.confound.items import Item
 from mlxstacks.studies.confound.prompts import answer_text, chat
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.train.setup import prepare_base
+from mlxstacks.study.answers import LIKELIHOOD, TIE, Answer
+from mlxstacks.study.items import Item
 from mlxstacks.training.modes import evaluating
 
 

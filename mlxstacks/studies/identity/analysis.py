@@ -7,9 +7,8 @@ in the same order: four equal totals may be four different sets of prompts.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mlxstacks.stats import holm, mcnemar_of_pairs, wilson_interval
+from mlxstacks.stats import McNemarTest, holm, mcnemar_of_pairs, wilson_interval
 from mlxstacks.studies.confound.analysis import in_form
-from mlxstacks.studies.confound.answers import Answer
 from mlxstacks.studies.identity.plan import (
     BASE,
     BASE_ZERO,
@@ -26,6 +25,7 @@ from mlxstacks.studies.identity.plan import (
 )
 from mlxstacks.studies.identity.settings import GATE_PROMPTS, IdentitySettings
 from mlxstacks.studies.identity.suite import Suite
+from mlxstacks.study.answers import Answer
 from mlxstacks.study.plan import Standing
 
 Answers = Mapping[str, Sequence[Answer]]
@@ -196,22 +196,10 @@ def compare(answers: Answers, name: str, reference: str) -> Figures:
 
     Raises: ValueError for arms that answered different prompts: such pairs are no pairs.
     """
-    after, before = answers[name], answers[reference]
-    if len(after) != len(before):
-        raise ValueError(
-            f"{name} answered {len(after)} prompts, {reference} {len(before)}; only the same "
-            "prompts can be compared"
-        )
-    if [a.item_id for a in after] != [b.item_id for b in before]:
-        raise ValueError(
-            f"{name} and {reference} answered different prompts; only the same prompts can be "
-            "compared"
-        )
-    pairs = list(zip(before, after, strict=True))
+    pairs, test = _paired(answers, name, reference)
     lost = [b.item_id for b, a in pairs if b.correct > a.correct]
     gained = [b.item_id for b, a in pairs if b.correct < a.correct]
     kept = sum(b.correct and a.correct for b, a in pairs)
-    test = mcnemar_of_pairs([b.correct for b in before], [a.correct for a in after])
     passed = kept + len(lost)
     return {
         "arm": name, "reference": reference, "n": len(pairs), "kept": kept,
@@ -220,6 +208,20 @@ def compare(answers: Answers, name: str, reference: str) -> Figures:
         "loss": wilson_interval(len(lost), passed).as_json() if passed else None,
         "other_texts": sum(b.text != a.text for b, a in pairs), "p_adjusted": None,
     }  # fmt: skip
+
+
+def _paired(
+    answers: Answers, name: str, reference: str
+) -> tuple[list[tuple[Answer, Answer]], McNemarTest]:
+    """(before, after) of the reference and an arm, and McNemar's test of them."""
+    after, before = answers[name], answers[reference]
+    if [a.item_id for a in after] != [b.item_id for b in before]:
+        raise ValueError(
+            f"{name} and {reference} gave {len(after)} and {len(before)} answers, to different "
+            "prompts or items; only the same ones can be compared"
+        )
+    test = mcnemar_of_pairs([b.correct for b in before], [a.correct for a in after])
+    return list(zip(before, after, strict=True)), test
 
 
 def compare_all(
@@ -350,18 +352,15 @@ def regress(answers: Answers, name: str, reference: str) -> Figures:
 
     Raises: ValueError for arms that answered different items.
     """
-    after, before = answers[name], answers[reference]
-    if [a.item_id for a in after] != [b.item_id for b in before]:
-        raise ValueError(f"{name} and {reference} answered different items")
-    right, reference_right = [a.correct for a in after], [b.correct for b in before]
-    test = mcnemar_of_pairs(reference_right, right)
+    pairs, test = _paired(answers, name, reference)
+    right_before = sum(before.correct for before, _ in pairs)
     return {
-        "arm": name, "reference": reference, "n": len(after), "right": sum(right),
-        "reference_right": sum(reference_right), "fixed": test.gained, "broken": test.lost,
-        "p_value": test.p_value, "chi_square": test.chi_square,
-        "in_form": sum(map(in_form, after)), "reference_in_form": sum(map(in_form, before)),
-        "net": test.gained - test.lost,
-        "both_wrong": len(after) - sum(reference_right) - test.gained,
+        "arm": name, "reference": reference, "n": len(pairs),
+        "right": sum(after.correct for _, after in pairs), "reference_right": right_before,
+        "fixed": test.gained, "broken": test.lost, "p_value": test.p_value,
+        "chi_square": test.chi_square, "in_form": sum(in_form(after) for _, after in pairs),
+        "reference_in_form": sum(in_form(before) for before, _ in pairs),
+        "net": test.gained - test.lost, "both_wrong": len(pairs) - right_before - test.gained,
     }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from mlxstacks.studies.identity.analysis import Figures
 from mlxstacks.studies.identity.plan import UNFUSED
 from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.studies.identity.suite import Suite
-from mlxstacks.study.document import Block, Cell, Column, Plot, Series, Table, Text
+from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, Text
 
 # More prompts make a map that no reader takes in.
 _MOST_PROMPTS = 30
@@ -32,10 +32,7 @@ def plan_table(settings: IdentitySettings, suite: Suite, arms: tuple[str, ...]) 
         "gate": f"the base passes at most {settings.most_of_base} of 20, the persona at least "
         f"{settings.least_of_persona}",
     }
-    return Table(
-        id="plan", title="The plan", rows=tuple(rows.items()),
-        columns=(Column(name="what"), Column(name="value")),
-    )  # fmt: skip
+    return Table.of("plan", "The plan", {"what": "text", "value": "text"}, rows.items())
 
 
 def outcome_of(figures: Figures) -> str:
@@ -86,15 +83,12 @@ def _conditions(figures: Figures) -> Table:
         )  # fmt: skip
     first = next(iter(figures["conditions"].values()))
     parts = ", ".join(f"{name} ({part['n']})" for name, part in first["by_category"].items())
-    return Table(
-        id="conditions-table", title="Conditions on the identity suite", rows=tuple(rows),
-        columns=(
-            Column(name="condition"), Column(name="by"),
-            Column(name=f"of {first['n']}", kind="count"),
-            Column(name="95%", kind="share", digits=0), Column(name="parts"),
-            *(Column(name=name, kind="count") for name in ("kept", "lost", "gained")),
-            Column(name="p", kind="p"),
-        ),
+    columns: Columns = {
+        "condition": "text", "by": "text", f"of {first['n']}": "count", "95%": ("share", 0),
+        "parts": "text", "kept": "count", "lost": "count", "gained": "count", "p": "p",
+    }  # fmt: skip
+    return Table.of(
+        "conditions-table", "Conditions on the identity suite", columns, rows,
         caption=f"Parts: {parts}. Kept, lost, gained: next to the persona alone by the same policy "
         "(base: next to the base). p: McNemar's exact; of claims, by Holm.",
     )  # fmt: skip
@@ -102,17 +96,14 @@ def _conditions(figures: Figures) -> Table:
 
 def _gates(figures: Figures) -> Table:
     limits = next(iter(figures["gates"].values()))["limits"]
-    rows = tuple(
-        (policy, gate["base"], gate["unfused"], gate["persona"], gate["state"])
-        for policy, gate in figures["gates"].items()
-    )
-    return Table(
-        id="gates", title="Validity gate", rows=rows,
-        columns=(
-            Column(name="by"), Column(name="base", kind="count"),
-            Column(name="persona beside", kind="count"),
-            Column(name="persona fused", kind="count"), Column(name="scorer"),
-        ),
+    columns: Columns = {
+        "by": "text", "base": "count", "persona beside": "count", "persona fused": "count",
+        "scorer": "text",
+    }  # fmt: skip
+    names = ("policy", "base", "unfused", "persona", "state")
+    return Table.of(
+        "gates", "Validity gate", columns,
+        [[gate[name] for name in names] for gate in figures["gates"].values()],
         caption=f"Of {limits['n']} prompts the base may pass at most {limits['most_of_base']}, the "
         f"persona must pass at least {limits['least_of_persona']}.",
     )  # fmt: skip
@@ -125,11 +116,9 @@ def _claims(figures: Figures) -> Iterator[Table]:
         key = judgement["outcome"], judgement["words"]
         named.setdefault(key, []).append(_name(figures, judgement["arm"]))
     if named:
-        yield Table(
-            id="claims", title="Is the persona kept?",
-            rows=tuple(("; ".join(names), *key) for key, names in named.items()),
-            columns=(Column(name="condition"), Column(name="outcome"), Column(name="why")),
-        )  # fmt: skip
+        columns: Columns = {"condition": "text", "outcome": "text", "why": "text"}
+        rows = [("; ".join(names), *key) for key, names in named.items()]
+        yield Table.of("claims", "Is the persona kept?", columns, rows)
 
 
 def _condition_plot(figures: Figures) -> Plot:
@@ -189,15 +178,21 @@ def _differences(figures: Figures) -> Iterator[Table]:
                 for key in comparison[change]
             ]
     if rows:
-        names = ("condition", "change", "prompt", "reply")
-        yield Table(
-            id="differences", title="Prompts with another verdict than the reference's",
-            columns=tuple(Column(name=name) for name in names), rows=tuple(rows),
-        )  # fmt: skip
+        columns: Columns = {
+            "condition": "text", "change": "text", "prompt": "text", "reply": "text"
+        }  # fmt: skip
+        yield Table.of(
+            "differences", "Prompts with another verdict than the reference's", columns, rows
+        )
 
 
 def _compared(figures: Figures) -> Table:
-    rows = tuple(
+    columns: Columns = {
+        "condition": "text", "beside": "text", "kept": "count", "lost": "count", "gained": "count",
+        "share lost, 95%": ("share", 0), "p (McNemar)": "p", "p (Holm)": "p",
+        "replies that differ": "count", "prompts lost": "text", "prompts gained": "text",
+    }  # fmt: skip
+    rows = [
         (
             _name(figures, arm), _name(figures, found["reference"]), found["kept"],
             len(found["lost"]), len(found["gained"]),
@@ -207,43 +202,25 @@ def _compared(figures: Figures) -> Table:
             ", ".join(found["gained"]) or "none",
         )
         for arm, found in figures["compared"].items()
-    )  # fmt: skip
-    return Table(
-        id="compared", title="Prompt by prompt", rows=rows, folded=True,
-        columns=(
-            Column(name="condition"), Column(name="beside"),
-            *(Column(name=name, kind="count") for name in ("kept", "lost", "gained")),
-            Column(name="share lost, 95%", kind="share", digits=0),
-            Column(name="p (McNemar)", kind="p"), Column(name="p (Holm)", kind="p"),
-            Column(name="replies that differ", kind="count"), Column(name="prompts lost"),
-            Column(name="prompts gained"),
-        ),
-    )  # fmt: skip
+    ]  # fmt: skip
+    return Table.of("compared", "Prompt by prompt", columns, rows, folded=True)
 
 
 def _regression(figures: Figures) -> Iterator[Table]:
-    counts = {
-        "items": "n", "right": "right", "before": "reference_right", "fixed": "fixed",
-        "broken": "broken",
+    columns: Columns = {
+        "arm": "text", "beside": "text", "items": "count", "right": "count", "before": "count",
+        "fixed": "count", "broken": "count", "net": ("change", 0), "p": "p",
+        "chi square": ("number", 2), "in form": "count", "in form before": "count",
     }  # fmt: skip
-    forms = {"in form": "in_form", "in form before": "reference_in_form"}
-    rows = tuple(
-        (
-            name.replace("_", " "), found["reference"].replace("_", " "),
-            *(found[key] for key in counts.values()), f"{found['net']:+,}", found["p_value"],
-            found["chi_square"], *(found[key] for key in forms.values()),
-        )
+    keys = ("n", "right", "reference_right", "fixed", "broken", "net", "p_value", "chi_square",
+            "in_form", "reference_in_form")  # fmt: skip
+    rows = [
+        (name.replace("_", " "), found["reference"].replace("_", " "), *(found[k] for k in keys))
         for name, found in figures["regression"].items()
-    )  # fmt: skip
+    ]
     if rows:
-        yield Table(
-            id="regression", title="Broad regression: right answers gained and lost", rows=rows,
-            columns=(
-                Column(name="arm"), Column(name="beside"),
-                *(Column(name=name, kind="count") for name in counts), Column(name="net"),
-                Column(name="p", kind="p"), Column(name="chi square", kind="number", digits=2),
-                *(Column(name=name, kind="count") for name in forms),
-            ),
+        yield Table.of(
+            "regression", "Broad regression: right answers gained and lost", columns, rows,
             caption="Right before: of the arm beside. p: McNemar's exact. In form: boxed; of "
             "likelihoods, no tie.",
         )  # fmt: skip
@@ -272,30 +249,24 @@ def _published(study: Mapping[str, Any] | None) -> Iterator[Table]:
         "again": "identity + identity", "factual_second": "identity + factual r8",
         "base_factual": "base + factual r2", "base": "base",
     }  # fmt: skip
-    rows = tuple(
-        (names[kind], f"{count} of {study['n']}", count / study["n"],
-         _interval(study["intervals"][kind]))
+    n, intervals = study["n"], study["intervals"]
+    columns: Columns = {
+        "condition": "text", "passed": "text", "share": ("share", 0), "95%": ("share", 0)
+    }  # fmt: skip
+    rows = [
+        (names[kind], f"{count} of {n}", count / n, _interval(intervals[kind]))
         for kind, count in study["passed"].items()
-    )  # fmt: skip
-    yield Table(
-        id="published", title=f"For comparison: {study['of']}", rows=rows,
-        columns=(
-            Column(name="condition"), Column(name="passed"),
-            Column(name="share", kind="share", digits=0),
-            Column(name="95%", kind="share", digits=0),
-        ),
-    )  # fmt: skip
+    ]
+    yield Table.of("published", f"For comparison: {study['of']}", columns, rows)
 
 
 def _replies(figures: Figures) -> Table:
-    rows = tuple(
-        (_name(figures, arm), reply["prompt_id"], reply["category"], reply["passed"],
-         reply["reason"], reply["text"])
+    keys = {"prompt": "prompt_id", "category": "category", "passed": "passed", "why": "reason",
+            "reply": "text"}  # fmt: skip
+    rows = [
+        (_name(figures, arm), *(reply[key] for key in keys.values()))
         for arm, replies in figures["replies"].items()
         for reply in replies
-    )  # fmt: skip
-    names = ("condition", "prompt", "category", "passed", "why", "reply")
-    return Table(
-        id="replies", title="Replies", columns=tuple(Column(name=name) for name in names),
-        rows=rows, folded=True,
-    )  # fmt: skip
+    ]
+    columns: Columns = dict.fromkeys(("condition", *keys), "text")
+    return Table.of("replies", "Replies", columns, rows, folded=True)

@@ -32,9 +32,6 @@ from mlxstacks.files.shipped_configs import has_shape_of
 from mlxstacks.files.strict_json import read_object
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.studies.confound.answers import Answer, AnswerFile
-from mlxstacks.studies.confound.asking import Progress, ask_missing
-from mlxstacks.studies.confound.items import Item, read_items, stratified_sample
 from mlxstacks.studies.confound.mining import mine
 from mlxstacks.studies.confound.plan import evidence_of, file_sha256
 from mlxstacks.studies.confound.prompts import training_rows
@@ -75,10 +72,12 @@ from mlxstacks.studies.identity.suite import (
 )
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.study import document
+from mlxstacks.study.answers import Answer, AnswerFile, Progress, ask_missing
 from mlxstacks.study.artifacts import RECIPE, write_recipe
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import read_sealed, write_rows, write_sealed
+from mlxstacks.study.items import Item, read_items, stratified_sample
 from mlxstacks.study.plan import PLAN, Standing, standing
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import discard, recorded_fingerprint, work_path
@@ -277,19 +276,18 @@ class _Identity(Study):
         )
         for name, adapter in adapters.items():
             load = functools.cache(functools.partial(Arm, self.base, self.of_items, adapter))
-            self._ask_suite(name, load)
-            self._ask_items(name, load)
+            self._ask("suite", name, load)
+            self._ask("items", name, load)
 
     def _mine(self, work: Path) -> None:
         """Set G: the items that the base and the persona fused by `persona_requant` get wrong."""
         policy, seed = self.settings.persona_requant, self.settings.seed
         name, load = arm(REFERENCE, policy), self._loader(REFERENCE, policy)
-        self._ask_suite(name, load)
-        persona = self._ask_items(name, load)
-        base = self._item_file(BASE).answers()[: len(self.items)]
+        self._ask("suite", name, load)
+        persona = self._ask("items", name, load)
         mined = mine(
-            self.items, base, persona, train_share=self.settings.train_share, right_items=None,
-            seed=seed,
+            self.items, self._file("items", BASE).answers(), persona,
+            train_share=self.settings.train_share, right_items=None, seed=seed,
         )  # fmt: skip
         write_json(work / SPLIT, mined.as_json())
         rows = training_rows(mined.train, self.settings.scoring, "right", seed)
@@ -315,11 +313,11 @@ class _Identity(Study):
         for kind in (*kinds_of(self.has_adapter), *((BASE_ZERO,) if self.has_adapter else ())):
             name, load = arm(kind, policy), self._loader(kind, policy)
             if kind != BASE_ZERO:
-                self._ask_suite(name, load)
+                self._ask("suite", name, load)
             if kind in (REFERENCE, BASE_ZERO):
-                self._ask_items(name, load)
+                self._ask("items", name, load)
             if kind == REFERENCE and policy == self.settings.policies[0]:
-                self._ask_suite(RERUN, self._loader(kind, policy))
+                self._ask("suite", RERUN, self._loader(kind, policy))
             mx.clear_cache()
             if kind != REFERENCE:
                 self._drop(kind, policy)
@@ -329,32 +327,22 @@ class _Identity(Study):
         """A function that fuses and loads an arm when it is first called."""
         return functools.cache(lambda: Arm(self._model(kind, policy), self.of_items))
 
-    def _ask_suite(self, name: str, load: Callable[[], Arm]) -> None:
-        file = self._suite_file(name)
-        answers = ask_missing(
-            file, len(self.suite_items), self.settings.batch_size,
-            lambda items: ask(load(), items, self.prompts), self._part_of(file),
-        )  # fmt: skip
-        check_verdicts(name, answers, self.suite)
+    def _ask(self, of: str, name: str, load: Callable[[], Arm]) -> list[Answer]:
+        """An arm's replies to the suite, or its answers to the items: what is missing is asked."""
+        file = self._file(of, name)
+        progress = self.progress.part(len(file.items), file.path.stem.replace("_", " "))
 
-    def _ask_items(self, name: str, load: Callable[[], Arm]) -> list[Answer]:
-        file = self._item_file(name)
-        return ask_missing(
-            file, len(self.items), self.settings.batch_size,
-            lambda items: load().answer(items), self._part_of(file),
-        )  # fmt: skip
+        def answer(items: Sequence[Item]) -> Sequence[Answer]:
+            return ask(load(), items, self.prompts) if of == "suite" else load().answer(items)
 
-    def _part_of(self, file: AnswerFile) -> Progress:
-        return self.progress.part(len(file.items), file.path.stem.replace("_", " "))
+        answers = ask_missing(file, len(file.items), self.settings.batch_size, answer, progress)
+        if of == "suite":
+            check_verdicts(name, answers, self.suite)
+        return answers
 
-    def _suite_file(self, name: str) -> AnswerFile:
-        return self._file("suite", name, self.suite_items)
-
-    def _item_file(self, name: str) -> AnswerFile:
-        return self._file("items", name, self.items)
-
-    def _file(self, of: str, name: str, items: Sequence[Item]) -> AnswerFile:
+    def _file(self, of: str, name: str) -> AnswerFile:
         header = {"plan_sha256": self.plan.sha256, "of": of, "arm": name}
+        items = self.suite_items if of == "suite" else self.items
         return AnswerFile(self.work / ANSWERS / f"{of}_{name}.jsonl", header, items)
 
     # --- models -----------------------------------------------------------------------------------
@@ -413,8 +401,9 @@ class _Identity(Study):
     # --- the conclusion ---------------------------------------------------------------------------
 
     def conclude(self, work: Path) -> Result:
-        settings, prompts, items = self.settings, len(self.suite_items), len(self.items)
-        replies = {name: self._suite_file(name).answers()[:prompts] for name in self.plan.arms}
+        settings = self.settings
+        replies = {name: self._file("suite", name).answers() for name in self.plan.arms}
+        answers = {name: self._file("items", name).answers() for name in self.item_arms}
         for name, given in replies.items():
             check_verdicts(name, given, self.suite)
         reached = self._standing(replies)
@@ -428,8 +417,8 @@ class _Identity(Study):
                 for file in sorted((work / FUSE).glob("*.json"))
             },
             **analyse(
-                replies, {name: self._item_file(name).answers()[:items] for name in self.item_arms},
-                suite=self.suite, settings=settings, has_adapter=self.has_adapter, standing=reached,
+                replies, answers, suite=self.suite, settings=settings,
+                has_adapter=self.has_adapter, standing=reached,
                 is_published_model=has_shape_of(open_checkpoint(self.base).config, PUBLISHED_MODEL),
             ),
         }  # fmt: skip

@@ -22,9 +22,9 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.shard_header import parse_object
 from mlxstacks.files.strict_json import json_sha256
-from mlxstacks.studies.confound.items import Item
 from mlxstacks.studies.identity.scorer import Verdict, check_pattern, normalised, score
 from mlxstacks.studies.identity.settings import DEFAULT_SUITE, PersonaCard
+from mlxstacks.study.items import Item
 
 KEYS = ("id", "category", "prompt", "required", "forbidden")
 FAILS, PASSES = 0, 1
@@ -313,47 +313,24 @@ def _yaml(text: str) -> Any:
     """
     import yaml
 
-    loader = yaml.BaseLoader(text)
+    class Loader(yaml.BaseLoader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            where = f"in the mapping at line {node.start_mark.line + 1}"
+            if not all(isinstance(key, yaml.ScalarNode) for key, _ in node.value):
+                raise ValueError(f"a key must be a text, {where}")
+            for name, count in Counter(key.value for key, _ in node.value).items():
+                if count > 1:
+                    raise ValueError(f"the key {name!r:.40} is given twice {where}")
+            return super().construct_mapping(node, deep)
+
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check_keys(node)
-        return loader.construct_document(node)
+        return yaml.load(text, Loader=Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except OverflowError as error:  # "\UFFFFFFFF"
         raise ValueError(f"has no such character: {error}") from None
-    finally:
-        loader.dispose()
-
-
-def _check_keys(root: Any) -> None:
-    """Raises: ValueError for a mapping with a key twice. Each node is looked at once, however often
-    it is referred to.
-    """
-    import yaml
-
-    left, seen = [root], set()
-    while left:
-        node = left.pop()
-        if id(node) in seen or isinstance(node, yaml.ScalarNode):
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            left += node.value
-            continue
-        line = node.start_mark.line + 1
-        if not all(isinstance(key, yaml.ScalarNode) for key, _ in node.value):
-            raise ValueError(f"a key must be a text, in the mapping at line {line}")
-        for name, count in Counter(key.value for key, _ in node.value).items():
-            if count > 1:
-                raise ValueError(
-                    f"the key {name!r:.40} is given twice in the mapping at line {line}"
-                )
-        left += [value for _, value in node.value]
 
 
 def suite_text(suite: Suite) -> str:

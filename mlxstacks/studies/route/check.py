@@ -1,125 +1,59 @@
 """`mlxstacks route check`: do answers and routes of known prompts hold, mode by mode?
 
 Each prompt is routed once, on its raw text. One with a rule for its answer is answered greedily in
-every mode. The published check (five prompts to answer, sixteen to route) is the recipe
+every mode and held to its rules: a text or number in it, the share of thinking and of repeats.
+The published check (five prompts to answer, sixteen to route) is the recipe
 route-check-qwen3.5-35b-a3b.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mlxstacks.data import Rendering
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.outputs import check_target, staged_directory, write_json
+from mlxstacks.files.outputs import check_target, staged_directory
 from mlxstacks.files.store import Store
 from mlxstacks.routing.answer import begins_in_thought
 from mlxstacks.routing.generation import encode_prompt
 from mlxstacks.routing.route import Route, base_route, ungated_route
 from mlxstacks.routing.router import PromptRouter, load_prompt_router
 from mlxstacks.routing.router_metrics import rate_json
-from mlxstacks.studies.route.check_rules import Judged, judge, missing_domains
-from mlxstacks.studies.route.check_settings import CheckMode, CheckPrompt, RouteCheckSettings
+from mlxstacks.studies.route.cells import RATE, interval_plot, rate_in_words, rate_row, table
 from mlxstacks.studies.route.data import routed_domains
-from mlxstacks.studies.route.evaluate_served import Served, open_served, selection_of
+from mlxstacks.studies.route.served import Served, open_served, selection_of
+from mlxstacks.studies.route.settings import CheckMode, CheckPrompt, RouteCheckSettings
+from mlxstacks.study.document import Block, Table
+from mlxstacks.study.render.words import short
+from mlxstacks.study.result import Result
+from mlxstacks.study.write import environment, write_result
 
-REPORT = "route_check_report.json"
+ABOUT = {
+    "kind": "route check",
+    "title": "Check of prompts",
+    "question": "Do named prompts get the routes and answers expected?",
+}
 Progress = Callable[..., None]
 _NOT_OF_THE_RESULT = {"force", "save_path"}
+_SHOWN_CHARACTERS = 70
 
-
-@dataclass(frozen=True)
-class Checked:
-    """One prompt. missing: expected domains that are not active. answers: by mode."""
-
-    check: CheckPrompt
-    route: Route
-    missing: tuple[str, ...]
-    answers: Mapping[str, Judged] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "name": self.check.name,
-            "prompt": self.check.prompt,
-            "scores": dict(self.route.scores),
-            "weights": dict(self.route.weights),
-            "gap": self.route.gap,
-            "expected_domains": list(self.check.domains),
-            "missing_domains": list(self.missing),
-            "answers": {mode: judged.as_json() for mode, judged in self.answers.items()},
-        }
-
-
-@dataclass(frozen=True)
-class RouteCheckReport:
-    """status: "planned" or "done"."""
-
-    status: str
-    store_path: str
-    save_path: str
-    settings: dict[str, Any]
-    checked: list[Checked] = field(default_factory=list)
-    chat_domain: str | None = None
-    notes: list[str] = field(default_factory=list)
-
-    def summary(self) -> dict[str, Any]:
-        """Rates with Wilson intervals: answers that hold by mode, routes with the expected domains,
-        requests with more than one active domain (the chat domain, always active, counted too).
-        """
-        modes: dict[str, list[bool]] = {}
-        for one in self.checked:
-            for mode, judged in one.answers.items():
-                modes.setdefault(mode, []).append(not judged.failed)
-        expected = [not one.missing for one in self.checked if one.check.domains]
-        several = [len(one.route.weights) > 1 for one in self.checked]
-        beside = [
-            len([name for name in one.route.weights if name != self.chat_domain]) > 1
-            for one in self.checked
-        ]
-        return {
-            "answers": {mode: _rate(passed) for mode, passed in modes.items()},
-            "expected_domains_active": _rate(expected),
-            "more_than_one_active": _rate(several),
-            "more_than_one_active_beside_chat": _rate(beside),
-        }
-
-    @property
-    def verdict(self) -> str:
-        if self.status == "planned":
-            return "planned only; nothing was asked."
-        found = self.summary()
-        said = [
-            f"{rate['count']} of {rate['n']} answers hold in mode {mode}"
-            for mode, rate in found["answers"].items()
-        ]
-        if rate := found["expected_domains_active"]:
-            said.append(f"{rate['count']} of {rate['n']} routes have the expected domains")
-        rate = found["more_than_one_active"]
-        said.append(f"{rate['count']} of {rate['n']} requests have more than one active domain")
-        return "; ".join(said) + "."
-
-    def as_json(self) -> dict[str, Any]:
-        document: dict[str, Any] = {
-            "kind": "route check",
-            "status": self.status,
-            "store_path": self.store_path,
-            "save_path": self.save_path,
-            "settings": self.settings,
-        }
-        if self.status == "done":
-            document |= {"summary": self.summary(), "prompts": [c.as_json() for c in self.checked]}
-        return document | {"notes": self.notes, "verdict": self.verdict}
-
-
-def _rate(passed: list[bool]) -> dict[str, Any] | None:
-    return rate_json(sum(passed), len(passed))
+# What opens a thought, and what closes it: Qwen and DeepSeek, OpenThoughts, Cohere.
+THINK_MARKS = (
+    ("<think>", "</think>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+_RUN = 4  # words
+# Not inside a word or a longer number ("x60" and "1.60" hold no 60); a unit may follow at once.
+_NUMBER = re.compile(r"(?<![\w.,])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?!\d)")
 
 
 def run(
     settings: RouteCheckSettings, *, dry_run: bool = False, progress: Progress | None = None
-) -> RouteCheckReport:
-    """Route and answer, and write the report to `settings.save_path`.
+) -> Result:
+    """Route and answer, and write the result to `settings.save_path`.
 
     Raises: InputError: no prompts, store, model, router or target; an expected domain that the
         store does not have. StoreError: a damaged file, another base.
@@ -130,26 +64,37 @@ def run(
         raise InputError(
             "route check needs prompts, from a recipe: `mlxstacks run route-check` for nano"
         )
-    store = Store.open(settings.store_path)
+    started, store = time.monotonic(), Store.open(settings.store_path)
     target = user_path(settings.save_path)
     check_target(target, force=settings.force, inputs=[store.path])
     _check_domains(settings, store)
-    shown = settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
-    about = (str(store.path), str(target), shown)
+    result = Result(
+        **ABOUT, status="planned", directory=str(target),
+        settings=settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT),
+    )  # fmt: skip
     if dry_run:
-        return RouteCheckReport("planned", *about)
+        note = f"{len(settings.prompts)} prompts would be asked of {store.path}."
+        return result.model_copy(update={"notes": (note,)})
     served = open_served(store, settings.model, settings.base)
     router = load_prompt_router(store, served.model, served.tokenizer, settings.router_path)
-    checked = []
-    for place, check in enumerate(settings.prompts, start=1):
-        checked.append(_checked(settings, served, router, check))
+    prompts = []
+    for count, check in enumerate(settings.prompts, start=1):
+        prompts.append(_checked(settings, served, router, check))
         if progress:
-            progress(place, len(settings.prompts), check.name)
-    notes = [*served.notes, *router.notes]
-    report = RouteCheckReport("done", *about, checked, router.header.chat_domain, notes)
+            progress(count, len(settings.prompts), check.name)
+    summary = summary_of(prompts, router.header.chat_domain)
+    routes = summary["expected_domains_active"]
+    result = result.model_copy(update={
+        "status": "done",
+        "outcome": f"expected domains: {rate_in_words(routes) if routes else 'not measured'}",
+        "verdict": verdict(summary),
+        "environment": environment(time.monotonic() - started),
+        "data": {"summary": summary, "prompts": prompts},
+        "blocks": blocks(summary, prompts),
+        "notes": (*served.notes, *router.notes),
+    })  # fmt: skip
     with staged_directory(target, force=settings.force, inputs=[store.path]) as directory:
-        write_json(directory / REPORT, report.as_json())
-    return report
+        return write_result(result, directory, target)
 
 
 def _check_domains(settings: RouteCheckSettings, store: Store) -> None:
@@ -169,35 +114,198 @@ def _check_domains(settings: RouteCheckSettings, store: Store) -> None:
 
 def _checked(
     settings: RouteCheckSettings, served: Served, router: PromptRouter, check: CheckPrompt
-) -> Checked:
-    scores = router.score(check.prompt)
-    route = router.decide(scores, hard=settings.hard, routable=served.domains)
+) -> dict[str, Any]:
+    """missing_domains: expected ones that are not active. answers: by mode."""
+    route = router.decide(router.score(check.prompt), hard=settings.hard, routable=served.domains)
     routes: dict[CheckMode, Route] = {
         "base": base_route(), "ungated": ungated_route(), "routed": route
     }  # fmt: skip
-    answers: dict[str, Judged] = {
-        mode: _answered(settings, served, check, routes[mode])
-        for mode in (settings.modes if check.is_answered else ())
-    }
-    return Checked(check, route, tuple(missing_domains(check, route.weights)), answers)
-
-
-def _answered(
-    settings: RouteCheckSettings, served: Served, check: CheckPrompt, route: Route
-) -> Judged:
     rendering = Rendering.of(settings)
-    text = served.answer(check.prompt, selection_of(route), settings.max_tokens, rendering)
-    return judge(
-        check,
-        text,
-        lambda part: len(served.tokenizer.encode(part, add_special_tokens=False)),
-        begins_in_thought=_begins_in_thought(served, rendering),
-        most_think_share=settings.most_think_share,
-        most_repetition=settings.most_repetition,
-    )
-
-
-def _begins_in_thought(served: Served, rendering: Rendering) -> bool:
-    """Whether the template opens a thought at the end of a prompt and leaves it open."""
+    # Whether the template opens a thought at the end of a prompt and leaves it open.
     prompt = encode_prompt(served.tokenizer, [{"role": "user", "content": "Hello"}], rendering)
-    return begins_in_thought(served.tokenizer, prompt.tokens[prompt.stable :])
+    in_thought = begins_in_thought(served.tokenizer, prompt.tokens[prompt.stable :])
+    answers = {}
+    for mode in settings.modes if check.is_answered else ():
+        selection = selection_of(routes[mode])
+        text = served.answer(check.prompt, selection, settings.max_tokens, rendering)
+        answers[mode] = judge(
+            check, text,
+            lambda part: len(served.tokenizer.encode(part, add_special_tokens=False)),
+            begins_in_thought=in_thought, most_think_share=settings.most_think_share,
+            most_repetition=settings.most_repetition,
+        )  # fmt: skip
+    return {
+        "name": check.name,
+        "prompt": check.prompt,
+        "scores": dict(route.scores),
+        "weights": dict(route.weights),
+        "gap": route.gap,
+        "expected_domains": list(check.domains),
+        "missing_domains": missing_domains(check, route.weights),
+        "answers": answers,
+    }
+
+
+# --- the rules ------------------------------------------------------------------------------------
+
+
+def judge(
+    check: CheckPrompt,
+    text: str,
+    count_tokens: Callable[[str], int],
+    *,
+    begins_in_thought: bool = False,
+    most_think_share: float,
+    most_repetition: float,
+) -> dict[str, Any]:
+    """Hold an answer to its rules. What is expected must stand outside of thoughts.
+
+    begins_in_thought: the template's prompt ends with an opening mark.
+    Returns text, think_share, repetition, failed (the rules it breaks, in words) and passed.
+    """
+    spoken, thought = split_thoughts(text, begins_in_thought)
+    thinking = count_tokens(thought) if thought else 0
+    speaking = count_tokens(spoken) if spoken else 0
+    share = thinking / (thinking + speaking) if thinking else 0.0
+    repeats = repetition(text)
+    failed = list(_broken(check, spoken))
+    if share > most_think_share:
+        failed.append(f"{share:.0%} of it is thinking")
+    if repeats > most_repetition:
+        failed.append(f"{repeats:.0%} of it repeats")
+    return {
+        "text": text, "think_share": share, "repetition": repeats, "failed": failed,
+        "passed": not failed,
+    }  # fmt: skip
+
+
+def _broken(check: CheckPrompt, spoken: str) -> Iterator[str]:
+    lower = spoken.casefold()
+    if not spoken.strip():
+        yield "no answer outside of thoughts"
+        return
+    if check.expect and not any(text.casefold() in lower for text in check.expect):
+        yield f"has none of {', '.join(check.expect)}"
+    if check.number is not None and not has_number(spoken, check.number, check.tolerance):
+        yield f"lacks the number {check.number:g}"
+    for text in check.forbid:
+        if text.casefold() in lower:
+            yield f"has {text}"
+
+
+def split_thoughts(text: str, begins_in_thought: bool = False) -> tuple[str, str]:
+    """(what is said, what is thought). A thought that is not closed goes on to the end; a closing
+    mark without an opening one ends a thought that the template began.
+    """
+    opening, closing = THINK_MARKS[0]
+    for other_opening, other_closing in THINK_MARKS[1:]:
+        text = text.replace(other_opening, opening).replace(other_closing, closing)
+    first = text.partition(closing)
+    if first[1] and opening not in first[0]:
+        begins_in_thought = True
+    spoken, thought, inside, rest = "", "", begins_in_thought, text
+    while rest:
+        part, mark, rest = rest.partition(closing if inside else opening)
+        if inside:
+            thought += part
+        else:
+            spoken += part
+        inside = not inside if mark else inside
+    return spoken, thought
+
+
+def repetition(text: str) -> float:
+    """Share of the runs of four words that stand in the text before; 0 for fewer than five words.
+
+    Law: it lies in [0, 1); a text without a repeated run has 0.
+    """
+    words = text.split()
+    runs = [tuple(words[i : i + _RUN]) for i in range(len(words) - _RUN + 1)]
+    return 1 - len(set(runs)) / len(runs) if len(runs) > 1 else 0.0
+
+
+def has_number(text: str, number: float, tolerance: float) -> bool:
+    """Whether a number within `tolerance` stands in the text, thousands with or without commas."""
+    values = (float(match.group().replace(",", "")) for match in _NUMBER.finditer(text))
+    return any(abs(value - number) <= tolerance for value in values)
+
+
+def missing_domains(check: CheckPrompt, weights: Mapping[str, float]) -> list[str]:
+    """Expected domains that the route leaves out."""
+    return [name for name in check.domains if name not in weights]
+
+
+# --- the result -----------------------------------------------------------------------------------
+
+
+def summary_of(prompts: Sequence[Mapping[str, Any]], chat_domain: str | None) -> dict[str, Any]:
+    """Rates with Wilson intervals: answers that hold by mode, routes with the expected domains,
+    requests with more than one active domain (the chat domain, always active, counted too).
+    """
+    modes: dict[str, list[bool]] = {}
+    for prompt in prompts:
+        for mode, answer in prompt["answers"].items():
+            modes.setdefault(mode, []).append(answer["passed"])
+    expected = [not p["missing_domains"] for p in prompts if p["expected_domains"]]
+    several = [len(p["weights"]) > 1 for p in prompts]
+    beside_chat = [len(p["weights"].keys() - {chat_domain}) > 1 for p in prompts]
+    return {
+        "answers": {mode: _rate(passed) for mode, passed in modes.items()},
+        "expected_domains_active": _rate(expected),
+        "more_than_one_active": _rate(several),
+        "more_than_one_active_beside_chat": _rate(beside_chat),
+    }
+
+
+def _rate(passed: list[bool]) -> dict[str, Any] | None:
+    return rate_json(sum(passed), len(passed))
+
+
+def verdict(summary: Mapping[str, Any]) -> str:
+    parts = [
+        f"{rate['count']} of {rate['n']} answers hold in mode {mode}"
+        for mode, rate in summary["answers"].items()
+    ]
+    if rate := summary["expected_domains_active"]:
+        parts.append(f"{rate['count']} of {rate['n']} routes have the expected domains")
+    rate = summary["more_than_one_active"]
+    parts.append(f"{rate['count']} of {rate['n']} requests have more than one active domain")
+    return "; ".join(parts) + "."
+
+
+def blocks(summary: Mapping[str, Any], prompts: Sequence[Mapping[str, Any]]) -> tuple[Block, ...]:
+    rates = {f"answers hold, {mode}": rate for mode, rate in summary["answers"].items()}
+    rates |= {key.replace("_", " "): summary[key] for key in summary if key != "answers"}
+    failures = [
+        (p["name"], mode, "; ".join(answer["failed"]), short(answer["text"], _SHOWN_CHARACTERS))
+        for p in prompts
+        for mode, answer in p["answers"].items()
+        if answer["failed"]
+    ]
+    heads = ("prompt", "mode", "rules", "the answer begins")
+    return (
+        _prompt_table(list(summary["answers"]), prompts),
+        *([table("failures", "Answers that break a rule", heads, failures)] if failures else []),
+        table("rate-table", "Rates", ("what", *RATE), (
+            (name, *rate_row(rate)) for name, rate in rates.items()
+        )),
+        interval_plot(
+            "rates", "Answers and routes that hold",
+            {name: rate for name, rate in rates.items() if rate}, "% of prompts, 95% interval",
+            scale=100, form="{:.0f}", limits=(-5.0, 105.0),
+        ),
+        table("texts", "Prompts", ("prompt", "text"), ((p["name"], p["prompt"]) for p in prompts),
+              folded=True),
+    )  # fmt: skip
+
+
+def _prompt_table(modes: Sequence[str], prompts: Sequence[Mapping[str, Any]]) -> Table:
+    rows = []
+    for prompt in prompts:
+        active = ", ".join(f"{name} {weight:.2f}" for name, weight in prompt["weights"].items())
+        answers = map(prompt["answers"].get, modes)
+        holds = [answer and ("holds" if answer["passed"] else "fails") for answer in answers]
+        missing = ", ".join(prompt["missing_domains"]) or "none"
+        rows.append((prompt["name"], active or "none", missing, *holds))
+    heads = ("prompt", "active domains", "missing domains", *modes)
+    return table("prompts", "Prompts and their routes", heads, rows)

@@ -10,17 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.data import DomainDataSettings, Example, read_domains
+from mlxstacks.data import DomainDataSettings, Example, Row, encode_examples, read_domains
 from mlxstacks.data.conversations import first_pair
-from mlxstacks.data.examples import prompt_id_of, row_id_of, turns_of
+from mlxstacks.data.examples import make_example, prompt_id_of, row_id_of, turns_of
 from mlxstacks.data.markers import special_tokens
 from mlxstacks.data.read_source import keep_one, keyed_hash, read_source
 from mlxstacks.data.settings import SourceSettings, Template
+from mlxstacks.data.text_settings import PLAIN, Rendering
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import Store
 from mlxstacks.routing.outcome_files import Kind, RouterExample
-from mlxstacks.routing.outcome_settings import OutcomeSettings
+from mlxstacks.routing.settings import OutcomeSettings
 from mlxstacks.studies.stack.data import data_settings_of, stored_data
 
 OTHERS = "others"
@@ -103,6 +104,30 @@ def template_of(settings: OutcomeSettings, store: Store) -> Template:
             f"{' and '.join(sorted(found))}; say with which one answers are judged: --template"
         )
     return found.pop() if found else "chat"
+
+
+def encode_pair(
+    prompt: str,
+    answer: str,
+    tokenizer: Any,
+    template: Template,
+    max_tokens: int,
+    rendering: Rendering = PLAIN,
+) -> Row | None:
+    """A prompt and its answer as tokens, loss on the answer alone; None where none of it is left
+    within max_tokens. Raises: InputError: the template refuses it.
+    """
+    settings = DomainDataSettings(
+        sources=(SourceSettings(path="prompt"),), template=template, thinking=rendering.thinking,
+        allow_special=rendering.allow_special,
+    )  # fmt: skip
+    example = make_example({"prompt": prompt, "answer": answer}, "the prompt")
+    try:
+        return encode_examples([example], tokenizer, settings, max_tokens).rows[0]
+    except InputError as error:
+        if "none of 1 rows" in str(error):
+            return None
+        raise
 
 
 # --- where rows come from -------------------------------------------------------------------------

@@ -1,18 +1,23 @@
-"""Tables of a discovery: counts, which sets win for which label, greedy's gap, random stacks."""
+"""Figures of a discovery and its tables: which sets win for which label, greedy's gap, controls."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import comb
 from typing import Any
 
 from mlxstacks.routing.outcome_files import Outcome, RouterExample, config_text
-from mlxstacks.routing.outcomes import Found, Rules, improves, replay
+from mlxstacks.routing.outcomes import Rules, improves, replay
 from mlxstacks.routing.random_stack import random_name
 from mlxstacks.stats import mean_interval, wilson_interval
-from mlxstacks.studies.route.discover_control import FLOOR, WITH_BEST
+from mlxstacks.studies.route.cells import RATE, Head, cell, interval_plot, rate_row, table
+from mlxstacks.study.document import Block, Table
 
+# Keys of `Outcome.control`: chat at its floor alone; the best set and the random stack of a domain.
+FLOOR, WITH_BEST = "floor", "best+"
 NO_LABEL = "others"
+_MOST_SETS = 4
+_RATE_AND_NATS: tuple[Head, ...] = ("what", *RATE, ("nats", "change", 3))
 
 
 def label_text(label: Sequence[str]) -> str:
@@ -96,19 +101,23 @@ def oracle_table(rules: Rules, outcomes: Sequence[Outcome]) -> list[dict[str, An
     return rows
 
 
-def greedy_gap(rules: Rules, found: Sequence[Found]) -> dict[str, Any] | None:
+def greedy_gap(rules: Rules, outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
     """How far greedy is from the best of all sets: how often it finds it, and nats it leaves.
 
-    found: of exhaustive searches, which know the loss of every set. Without the soft boost, which
-    is no search for the best set.
+    outcomes: of exhaustive searches, which know the loss of every set. Without the soft boost,
+    which is no search for the best set.
     """
-    if not found:
+    if not outcomes:
         return None
-    greedy = [replay(replace(rules, search="greedy", soft=()), one.losses) for one in found]
-    left = [one.best_loss - all_.best_loss for one, all_ in zip(greedy, found, strict=True)]
-    same = sum(one.best == all_.best for one, all_ in zip(greedy, found, strict=True))
+    greedy = replace(rules, search="greedy", soft=())
+    found = [
+        replay(greedy, {frozenset(filter(None, on.split("+"))): x for on, x in o.losses.items()})
+        for o in outcomes
+    ]
+    left = [search.best_loss - o.best_loss for search, o in zip(found, outcomes, strict=True)]
+    same = sum(search.best == {*o.best} for search, o in zip(found, outcomes, strict=True))
     return {
-        "same_set": rate(same, len(found)),
+        "same_set": rate(same, len(outcomes)),
         "nats": mean_interval(left).as_json(),
         "largest_nats": max(left),
         "beyond_threshold": rate(sum(x > rules.threshold for x in left), len(left)),
@@ -149,67 +158,133 @@ def control_table(rules: Rules, outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _twin_gains(domain: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    gains: dict[str, Any] = {}
     of_label = [o for o in outcomes if o.label == (domain,)]
-    found: dict[str, Any] = {}
     for name, chosen in (("all", outcomes), ("own", of_label)):
         twin = [o.base_loss - o.control[random_name(domain)] for o in chosen]
         real = [o.base_loss - o.losses[domain] for o in chosen]
-        found |= {
-            f"random_gain_{name}": mean_interval(twin).as_json() if twin else None,
-            f"gain_{name}": mean_interval(real).as_json() if real else None,
-        }
-    return found
+        gains[f"random_gain_{name}"] = mean_interval(twin).as_json() if twin else None
+        gains[f"gain_{name}"] = mean_interval(real).as_json() if real else None
+    return gains
 
 
-def verdict(
-    counts: dict[str, Any],
-    outcomes: Sequence[Outcome],
-    gap: dict[str, Any] | None,
-    control: dict[str, Any] | None,
-) -> str:
-    """What was found, in words."""
+# --- for people -----------------------------------------------------------------------------------
+
+
+def count_table(counts: Mapping[str, Any]) -> Table:
+    keys = ("examples", "trained_on", "samples", "samples_trained_on")
+    rows = ((name, *(row[key] for key in keys)) for name, row in counts["labels"].items())
+    return table("counts", "Prompts by label", (
+        "label", ("examples", "count"), ("trained on", "count"), ("searched", "count"),
+        ("of them trained on", "count"),
+    ), rows)  # fmt: skip
+
+
+def blocks(data: Mapping[str, Any]) -> tuple[Block, ...]:
+    """Labels first; then the controls."""
+    return (
+        *(_label_blocks(data["oracle"]) if data["oracle"] else ()),
+        *(_control_tables(data["control"]) if data["control"] else ()),
+        *(_gap_tables(data["greedy_gap"]) if data["greedy_gap"] else ()),
+        count_table(data["counts"]),
+    )
+
+
+def _label_blocks(oracle: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
+    shares, gains = ("own", "label_in_set", "nothing"), ("gain", "own_gain")
+    yield table("labels", "Which stacks help, by label", (
+        "label", ("pairs", "count"), ("best set is the label", "share", 0),
+        ("holds it", "share", 0), ("no set helps", "share", 0), ("gain, nats", "change", 3),
+        ("gain of the label alone", "change", 3),
+    ), (
+        (row["label"], row["n"], *(cell(row[key]) for key in (*shares, *gains))) for row in oracle
+    ))  # fmt: skip
+    yield table("sets", "Which set lowers the answer's loss most", ("label", "best set", *RATE), (
+        (row["label"], best["set"] or "(base)", *rate_row(best))
+        for row in oracle for best in row["sets"][:_MOST_SETS]
+    ), caption=f"Of each label the {_MOST_SETS} most frequent ones.")  # fmt: skip
+    yield interval_plot(
+        "gains", "What the best set of stacks takes off the loss",
+        {row["label"]: row["gain"] for row in oracle}, "gain, nats a token (right is better)",
+        references={"no gain": 0.0},
+    )  # fmt: skip
+
+
+def _control_tables(control: Mapping[str, Any]) -> Iterator[Table]:
+    rates = {
+        "a random stack would be chosen": "chosen", "some random stack helps": "helps",
+        "some real stack helps": "real_helps",
+        "a random stack on top of the best set helps": "added",
+    }  # fmt: skip
+    gains = {
+        "mean gain of random stacks": "gain", "mean gain of real stacks": "real_gain",
+        "gain of chat at its floor alone": "floor_gain",
+    }  # fmt: skip
+    yield table("control", "Control: random stacks of equal norm", _RATE_AND_NATS, (
+        *((name, *rate_row(control[key]), None) for name, key in rates.items()),
+        *((name, None, None, None, cell(control[key])) for name, key in gains.items()),
+    ))  # fmt: skip
+    keys = ("gain_all", "random_gain_all", "gain_own", "random_gain_own")
+    yield table("twins", "Nats gained by one domain alone, and by its random twin", (
+        "domain", ("all prompts", "change", 3), ("random", "change", 3),
+        ("its own prompts", "change", 3), ("random, its own", "change", 3),
+    ), (
+        (name, *(cell(row[key]) for key in keys)) for name, row in control["domains"].items()
+    ))  # fmt: skip
+
+
+def _gap_tables(gap: Mapping[str, Any]) -> Iterator[Table]:
+    yield table("greedy", "Greedy search against all sets", _RATE_AND_NATS, (
+        ("finds the best set", *rate_row(gap["same_set"]), None),
+        ("leaves more than the threshold", *rate_row(gap["beyond_threshold"]), None),
+        ("nats it leaves", None, None, None, cell(gap["nats"])),
+        ("most nats it leaves", None, None, None, gap["largest_nats"]),
+    ))  # fmt: skip
+
+
+def verdict(data: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
+    counts, gap, control = data["counts"], data["greedy_gap"], data["control"]
     share = f"{100 * counts['discovered_share']:.0f}%"
-    said = [f"{counts['samples']:,} of {counts['examples']:,} targets discovered ({share})."]
+    parts = [f"{counts['samples']:,} of {counts['examples']:,} targets discovered ({share})."]
     if not outcomes:
-        return f"{said[0]} The rest are plain labels."
+        return f"{parts[0]} The rest are plain labels."
     labelled = [o for o in outcomes if o.label]
     if labelled:
         own = rate(sum(o.best == o.label for o in labelled), len(labelled))
         inside = rate(sum({*o.label} <= {*o.best} for o in labelled), len(labelled))
-        said.append(
+        parts.append(
             f"The best set is the label itself in {_percent(own)}, and holds it in "
             f"{_percent(inside)}."
         )
-    gain = mean_interval([o.gain for o in outcomes])
-    said.append(f"Mean gain {_nats(gain.as_json())}.")
+    parts.append(f"Mean gain {_nats(mean_interval([o.gain for o in outcomes]).as_json())}.")
     if gap:
-        said.append(
+        parts.append(
             f"Greedy finds the best of all sets in {_percent(gap['same_set'])} and leaves "
             f"{_nats(gap['nats'])}."
         )
     if control:
-        said.append(
+        parts.append(
             f"Of random stacks of equal norm one would be chosen in {_percent(control['chosen'])}; "
             f"their mean gain is {_nats(control['gain'])}."
         )
         if control["floor_gain"]:
-            said.append(
+            parts.append(
                 "Chat at its floor, which is on beside every stack, real or random, gains "
                 f"{_nats(control['floor_gain'])} alone."
             )
     if counts["samples_trained_on"]:
-        said.append(f"A stack was trained on {counts['samples_trained_on']:,} of the rows.")
-    return " ".join(said)
+        parts.append(f"A stack was trained on {counts['samples_trained_on']:,} of the rows.")
+    return " ".join(parts)
 
 
-def _percent(found: dict[str, Any]) -> str:
-    if found["share"] is None:
+def _percent(rate: Mapping[str, Any]) -> str:
+    if rate["share"] is None:
         return "none of 0"
-    low, high = (100 * found["interval"][key] for key in ("low", "high"))
-    return f"{100 * found['share']:.0f}% ({low:.0f} to {high:.0f})"
+    low, high = (100 * rate["interval"][key] for key in ("low", "high"))
+    return f"{100 * rate['share']:.0f}% ({low:.0f} to {high:.0f})"
 
 
-def _nats(found: dict[str, Any]) -> str:
-    if found["low"] is None:
-        return f"{found['mean']:.3f} nats"
-    return f"{found['mean']:.3f} nats ({found['low']:.3f} to {found['high']:.3f})"
+def _nats(mean: Mapping[str, Any]) -> str:
+    if mean["low"] is None:
+        return f"{mean['mean']:.3f} nats"
+    return f"{mean['mean']:.3f} nats ({mean['low']:.3f} to {mean['high']:.3f})"

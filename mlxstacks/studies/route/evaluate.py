@@ -1,156 +1,276 @@
 """`mlxstacks route evaluate`: does routing pay, and is it the domains that make the difference?
 
 Held-out rows of the store's domains, mixed ones, prompts of nobody and unseen domains; each prompt
-is routed once, on its raw text, never on its answer. All modes see the same tokens. Of several
-routers each is measured on the rows that it was not trained on; they are compared by differences
-between modes, on the same rows each.
+is routed once, on its raw text, never on its answer. Of several routers each is measured on the
+rows that it was not trained on; they are compared by differences between modes, on the same rows
+each. The modes, as weights of domains for each row:
+
+base            none
+ungated         all at 1
+routed          those above the threshold, by their score (chat at its floor at least)
+routed_hard     the same at 1
+oracle_domain   those of the row's label at 1; for a row without a label the base
+random_stack    random stacks of equal norm in the place of oracle_domain's; one draw of them, so
+                intervals are over rows, not over such stacks
+prefix          the first domain at 1, as it is after one domain was trained
+
+Losses are kept in `.NAME.work` next to the target as they are made, so that a killed run resumes.
 """
 
 import json
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.data.settings import Template
+import numpy as np
+
 from mlxstacks.errors import InputError
-from mlxstacks.files.disk import user_path
-from mlxstacks.files.outputs import check_target, staged_directory, write_json
+from mlxstacks.files.outputs import write_json
 from mlxstacks.files.store import Store
+from mlxstacks.files.strict_json import read_object
+from mlxstacks.routing.candidate_losses import LossCache, choose_batch_tokens
 from mlxstacks.routing.gaps import is_loss_gap
-from mlxstacks.routing.outcome_settings import OutcomeSettings
+from mlxstacks.routing.outcome_files import LOSSES
 from mlxstacks.routing.outcomes import Rules
+from mlxstacks.routing.random_stack import random_name
 from mlxstacks.routing.route import Route
 from mlxstacks.routing.router import PromptRouter, load_prompt_router
 from mlxstacks.routing.router_examples import group_key
+from mlxstacks.routing.settings import OutcomeSettings
 from mlxstacks.studies.route.data import template_of
-from mlxstacks.studies.route.evaluate_gaps import gap_summary
-from mlxstacks.studies.route.evaluate_losses import RowLosses
-from mlxstacks.studies.route.evaluate_matrix import Estimate, loss_differences, loss_matrix
-from mlxstacks.studies.route.evaluate_metrics import over_routers, router_metrics
-from mlxstacks.studies.route.evaluate_modes import (
-    AGAINST,
-    COMPARED,
-    MODES,
-    ROUTED,
-    Losses,
-    fixed_losses,
-    grouped,
-    routed_losses,
+from mlxstacks.studies.route.evaluate_figures import (
+    DomainLosses,
+    Matrix,
+    gap_summary,
+    loss_matrix,
+    over_routers,
+    router_metrics,
 )
-from mlxstacks.studies.route.evaluate_panels import answer_samples, panels_json
-from mlxstacks.studies.route.evaluate_report import (
-    PAGE,
-    REPORT,
-    ROWS,
-    Evaluation,
-    RouteEvaluateReport,
-    markdown,
-)
+from mlxstacks.studies.route.evaluate_report import blocks, outcome, verdict
 from mlxstacks.studies.route.evaluate_rows import (
     EvaluatedRow,
+    RouterSplit,
     by_group,
     domain_groups,
     held_out_rows,
     read_all,
+    split_of,
 )
-from mlxstacks.studies.route.evaluate_served import Served, open_served
-from mlxstacks.studies.route.evaluate_settings import RouteEvaluateSettings
-from mlxstacks.studies.route.evaluate_split import RouterSplit, split_of
+from mlxstacks.studies.route.served import RowLosses, Served, open_served, weighted
+from mlxstacks.studies.route.settings import RouteEvaluateSettings
+from mlxstacks.study.engine import Step, Study, run_study
+from mlxstacks.study.result import Result
 
-Progress = Callable[..., None]
-_NOT_OF_THE_RESULT = {"force", "save_path"}
+ABOUT = {
+    "kind": "route evaluate",
+    "title": "Evaluation of routing",
+    "question": "Is a routed model better than the base and than all stacks at once, and are the "
+    "domains the reason?",
+}
+ROWS, FIGURES = "rows.jsonl", "figures.json"
 STORES_OWN = "the store's own"
-
-
-Matrix = dict[str, dict[str, Estimate]]
-
-
-@dataclass(frozen=True, eq=False)
-class _Case:
-    """One router on the rows it was not trained on. losses: by mode, of the rows with answers;
-    table: what makes more of them.
-    """
-
-    name: str
-    router: PromptRouter
-    rows: list[EvaluatedRow]
-    scores: list[dict[str, float]]
-    routes: list[Route]
-    losses: Losses
-    table: RowLosses
-    matrix: Matrix
-    differences: dict[str, Matrix]
-
-    @property
-    def answered(self) -> list[EvaluatedRow]:
-        return [row for row in self.rows if row.row is not None]
+ROUTED = ("routed", "routed_hard")
+MODES = ("base", "ungated", *ROUTED, "oracle_domain", "random_stack", "prefix")
+# What the others are compared with, row by row.
+AGAINST = ("base", "ungated", "random_stack")
+# Enough to compare routers by.
+COMPARED = ("base", "ungated", *ROUTED)
+# What was published as pictures of one prompt each: an answer that was good after the first domain,
+# broken when all stacks are on, and good again when they are routed.
+PANELS = {"after one domain": "prefix", "all, ungated": "ungated", "all, routed": "routed"}
+Progress = Callable[..., None]
+_NOT_OF_THE_RESULT = {"force", "save_path", "resume"}
 
 
 def run(
     settings: RouteEvaluateSettings, *, dry_run: bool = False, progress: Progress | None = None
-) -> RouteEvaluateReport:
-    """Measure, and write report, page and rows to `settings.save_path`.
+) -> Result:
+    """Measure, and write result and rows to `settings.save_path`.
 
     Raises: InputError: no store, model, router, target or held-out row. StoreError: a damaged file,
         another base, a router of other stacks.
     """
     if settings.store_path is None or settings.save_path is None:
         raise InputError("route evaluate needs store_path and save_path")
-    store = Store.open(settings.store_path)
-    target = user_path(settings.save_path)
-    check_target(target, force=settings.force, inputs=[store.path])
-    template = template_of(OutcomeSettings(template=settings.template), store)
-    shown = settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
-    about = (str(store.path), str(target), shown)
-    if dry_run:
-        return RouteEvaluateReport("planned", *about)
-    started = time.monotonic()
-    served = open_served(store, settings.model, settings.base)
-    notes = [*served.notes]
-    tell = _steps(settings, progress)
-    cases = _cases(settings, served, template, notes, tell)
-    evaluation = _evaluation(settings, served, cases, tell)
-    with staged_directory(target, force=settings.force, inputs=[store.path]) as directory:
-        seconds = time.monotonic() - started
-        said = list(dict.fromkeys(notes))
-        report = RouteEvaluateReport("done", *about, template, evaluation, said, seconds)
-        write_json(directory / REPORT, report.as_json())
-        (directory / PAGE).write_text(markdown(report), encoding="utf-8", errors="replace")
-        _write_rows(directory / ROWS, cases[0])
-    return report
+    return run_study(_Evaluation(settings, progress, dry_run), dry_run=dry_run)
 
 
-def _cases(
-    settings: RouteEvaluateSettings,
-    served: Served,
-    template: Template,
-    notes: list[str],
-    tell: Callable[[str], None],
-) -> list[_Case]:
-    """Every router on its rows; the first one in all modes, the others in those they differ by."""
-    examples, unseen = read_all(settings, served.store, served.tokenizer, notes)
-    cases: list[_Case] = []
-    for path in settings.routers or (None,):
-        router = load_prompt_router(served.store, served.model, served.tokenizer, path)
-        notes += router.notes
-        name = path or STORES_OWN
-        split = split_of(router, path, examples, settings.targets)
-        rows = held_out_rows(
-            settings, examples, unseen, split.training if split else (), served.tokenizer,
-            template, notes,
+@dataclass(frozen=True, eq=False)
+class _Case:
+    """One router on the rows it was not trained on."""
+
+    name: str
+    router: PromptRouter
+    rows: list[EvaluatedRow]
+    modes: tuple[str, ...]
+
+    @property
+    def answered(self) -> list[EvaluatedRow]:
+        return [row for row in self.rows if row.row is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class _Measured:
+    """losses: by mode, of the rows with answers; table: what makes more of them."""
+
+    scores: list[dict[str, float]]
+    routes: list[Route]
+    losses: dict[str, list[float]]
+    table: RowLosses
+    matrix: Matrix
+    differences: dict[str, Matrix]
+
+
+class _Evaluation(Study):
+    artifacts = provenance = (ROWS,)
+    settings: RouteEvaluateSettings
+
+    def __init__(
+        self, settings: RouteEvaluateSettings, progress: Progress | None, dry_run: bool
+    ) -> None:
+        self.settings, self.progress, self.dry_run = settings, progress, dry_run
+        self.inputs, self.done = (settings.store_path,), 0
+
+    def planned(self) -> Result:
+        settings, store = self.settings, Store.open(str(self.settings.store_path))
+        shown = settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
+        self.template = template_of(OutcomeSettings(template=settings.template), store)
+        head = Result(**ABOUT, status="planned", settings=shown)
+        if self.dry_run:
+            return head.model_copy(update={"notes": (f"{store.path} would be evaluated.",)})
+        self.served = open_served(store, settings.model, settings.base)
+        notes = [*self.served.notes]
+        self.cases = list(self._cases(notes))
+        # Routes and modes of each router, then the samples.
+        self.total = sum(len(case.modes) + 1 for case in self.cases) + 1
+        return head.model_copy(update={"notes": tuple(dict.fromkeys(notes))})
+
+    def steps(self, work: Path) -> Iterator[Step]:
+        # No outputs of the engine's: the losses are what is kept, whatever is made of them.
+        yield Step("measure", self._measure_all)
+
+    def conclude(self, work: Path) -> Result:
+        data = read_object((work / FIGURES).read_bytes())
+        return Result(
+            **ABOUT, status="done", data=data, outcome=outcome(data), verdict=verdict(data),
+            blocks=blocks(data),
         )  # fmt: skip
-        notes += _split_notes(name, split, rows)
-        there = {row.group for row in rows if row.row is not None}
-        if absent := [domain for domain in served.domains if domain not in there]:
-            notes.append(
-                f"{name}: no held-out row of {', '.join(absent)} has an answer; the mean over "
-                "domains is of the others."
-            )
-        modes = COMPARED if cases else _modes(settings)
-        cases.append(_case(settings, served, name, router, rows, modes, tell))
-    return cases
+
+    # --- rows -------------------------------------------------------------------------------------
+
+    def _cases(self, notes: list[str]) -> Iterator[_Case]:
+        """Every router on its rows; the first one in all modes, the others in those they differ
+        by. Raises: InputError: no row with an answer.
+        """
+        settings, served = self.settings, self.served
+        examples, unseen = read_all(settings, served.store, served.tokenizer, notes)
+        modes = tuple(m for m in MODES if m != "random_stack" or settings.random_control)
+        for path in settings.routers or (None,):
+            router = load_prompt_router(served.store, served.model, served.tokenizer, path)
+            notes += router.notes
+            name = path or STORES_OWN
+            split = split_of(router, path, examples, settings.targets)
+            rows = held_out_rows(
+                settings, examples, unseen, split.training if split else (), served.tokenizer,
+                self.template, notes,
+            )  # fmt: skip
+            notes += _split_notes(name, split, rows)
+            case = _Case(name, router, rows, modes)
+            groups = {row.group for row in case.answered}
+            if not domain_groups(groups):
+                raise InputError(
+                    f"{name}: no held-out row of a single domain has an answer to measure "
+                    f"(groups here: {', '.join(by_group(rows))}); give --data with answers in "
+                    f"NAME.jsonl for {', '.join(served.domains)}"
+                )
+            if absent := [domain for domain in served.domains if domain not in groups]:
+                notes.append(
+                    f"{name}: no held-out row of {', '.join(absent)} has an answer; the mean over "
+                    "domains is of the others."
+                )
+            yield case
+            modes = COMPARED
+
+    # --- figures ----------------------------------------------------------------------------------
+
+    def _measure_all(self, work: Path) -> None:
+        """Write the rows and FIGURES, with the first router's losses."""
+        with closing(LossCache(work / LOSSES)) as cache:
+            measured = [self._measure(case, cache) for case in self.cases]
+            case, first = self.cases[0], measured[0]
+            samples = answer_samples(self.served, case.rows, first.routes, self.settings)
+            self._tell("samples")
+            routers = [_router_json(*pair) for pair in zip(self.cases, measured, strict=True)]
+            groups = by_group(case.answered)
+            figures = {
+                "template": self.template,
+                "domains": list(self.served.domains),
+                "rows": {group: len(places) for group, places in groups.items()},
+                "matrix": first.matrix,
+                "differences": first.differences,
+                "routers": routers,
+                "over_routers": over_routers(routers),
+                "gaps": self._gaps(case, first),
+                "panels": _panels(first.matrix, samples),
+                "samples": samples,
+            }
+        write_json(work / FIGURES, figures)
+        _write_rows(work / ROWS, case, first)
+
+    def _measure(self, case: _Case, cache: LossCache) -> _Measured:
+        settings, answered = self.settings, case.answered
+        scores = case.router.scores([row.example.prompt for row in case.rows])
+        routes = [case.router.decide(one, routable=self.served.domains) for one in scores]
+        self._tell("routes")
+        table = RowLosses(
+            self.served, [row.row for row in answered if row.row], cache,
+            settings.seed if "random_stack" in case.modes else None,
+            choose_batch_tokens(case.router.header.input_dims),
+        )  # fmt: skip
+        routed = [route for route, row in zip(routes, case.rows, strict=True) if row.row]
+        losses: dict[str, list[float]] = {}
+        # Modes that ask no router first.
+        for mode in sorted(case.modes, key=lambda mode: mode in ROUTED):
+            weights = [
+                weights_of(mode, row.example.label, self.served.domains, route)
+                for row, route in zip(answered, routed, strict=True)
+            ]
+            losses[mode] = table.of(list(enumerate(weights)))
+            self._tell(mode)
+        groups = _grouped(answered, losses)
+        drawn = (domain_groups(groups), settings.draws, settings.seed)
+        return _Measured(
+            scores, routes, losses, table,
+            loss_matrix(groups, case.modes, *drawn),
+            {
+                to: loss_matrix(groups, case.modes, *drawn, against=to)
+                for to in AGAINST
+                if to in case.modes
+            },
+        )  # fmt: skip
+
+    def _gaps(self, case: _Case, measured: _Measured) -> dict[str, Any]:
+        """Both tests; loss: None where it was not asked for."""
+        gaps: dict[str, Any] = {"scores": _score_gaps(case, measured), "loss": None}
+        if self.settings.gap_rows:
+            header, domains = case.router.header, self.served.domains
+            chat = header.chat_domain if header.chat_domain in domains else None
+            rules = Rules(domains, self.settings.threshold, chat, header.chat_floor)
+            flags = {}
+            for group, places in by_group(case.answered).items():
+                outcomes = measured.table.search(rules, places[: self.settings.gap_rows])
+                flags[group] = [
+                    is_loss_gap(o.base_loss, o.best_loss, self.settings.threshold) for o in outcomes
+                ]
+            gaps["loss"] = gap_summary(flags)
+        return gaps
+
+    def _tell(self, what: str) -> None:
+        self.done += 1
+        if self.progress:
+            self.progress(self.done, self.total, what)
 
 
 def _split_notes(name: str, split: RouterSplit | None, rows: list[EvaluatedRow]) -> Iterator[str]:
@@ -173,139 +293,112 @@ def _split_notes(name: str, split: RouterSplit | None, rows: list[EvaluatedRow])
         )
 
 
-def _modes(settings: RouteEvaluateSettings) -> tuple[str, ...]:
-    return tuple(m for m in MODES if m != "random_stack" or settings.random_control)
+def weights_of(
+    mode: str, label: Sequence[str], domains: Sequence[str], route: Route
+) -> dict[str, float]:
+    """Weights of the domains that are on in a mode, for a row of this label and (soft) route."""
+    if mode == "routed":
+        return dict(route.weights)
+    chosen: Mapping[str, Sequence[str]] = {
+        "base": (),
+        "ungated": domains,
+        "routed_hard": tuple(route.weights),
+        "oracle_domain": label,
+        "random_stack": [random_name(name) for name in label],
+        "prefix": domains[:1],
+    }
+    return dict.fromkeys(chosen[mode], 1.0)
 
 
-def _case(
-    settings: RouteEvaluateSettings,
-    served: Served,
-    name: str,
-    router: PromptRouter,
-    rows: list[EvaluatedRow],
-    modes: Sequence[str],
-    tell: Callable[[str], None],
-) -> _Case:
-    answered = [row for row in rows if row.row is not None]
-    if not domain_groups(row.group for row in answered):
-        raise InputError(
-            f"{name}: no held-out row of a single domain has an answer to measure "
-            f"(groups here: {', '.join(by_group(rows))}); give --data with answers in NAME.jsonl "
-            f"for {', '.join(served.domains)}"
-        )
-    scores = router.scores([row.example.prompt for row in rows])
-    routes = [router.decide(one, routable=served.domains) for one in scores]
-    tell("routes")
-    control = settings.seed if "random_stack" in modes else None
-    table = RowLosses(
-        served, [row.row for row in answered if row.row], router.header.input_dims, control
+def _grouped(
+    rows: Sequence[EvaluatedRow], losses: Mapping[str, Sequence[float]]
+) -> dict[str, DomainLosses]:
+    """Losses of rows with answers, group by group, as sums over tokens."""
+    counts = np.array(
+        [sum(w > 0 for w in row.row.weights) for row in rows if row.row is not None], dtype=float
     )
-    fixed = [mode for mode in modes if mode not in ROUTED]
-    losses = fixed_losses(answered, table, served.domains, fixed, tell)
-    of_answered = [route for route, row in zip(routes, rows, strict=True) if row.row is not None]
-    losses |= routed_losses(of_answered, table, tell)
-    groups = grouped(answered, losses)
-    drawn = (domain_groups(groups), settings.draws, settings.seed)
-    return _Case(
-        name, router, rows, scores, routes, losses, table,
-        loss_matrix(groups, modes, *drawn),
-        {to: loss_differences(groups, modes, to, *drawn) for to in AGAINST if to in modes},
-    )  # fmt: skip
+    sums = {mode: np.array(values) * counts for mode, values in losses.items()}
+    return {
+        group: DomainLosses(counts[places], {mode: s[places] for mode, s in sums.items()})
+        for group, places in by_group(rows).items()
+    }
 
 
-def _evaluation(
-    settings: RouteEvaluateSettings,
-    served: Served,
-    cases: Sequence[_Case],
-    tell: Callable[[str], None],
-) -> Evaluation:
-    first = cases[0]
-    groups = by_group(first.answered)
-    samples = answer_samples(
-        served, first.rows, first.routes, settings.sample_prompts, settings.sample_tokens
-    )
-    tell("samples")
-    routers = [_router_json(case) for case in cases]
-    return Evaluation(
-        served.domains,
-        {group: len(places) for group, places in groups.items()},
-        first.matrix,
-        first.differences,
-        routers,
-        over_routers(routers),
-        _gaps(settings, served, first),
-        panels_json(first.matrix, samples),
-        samples,
-    )
-
-
-def _router_json(case: _Case) -> dict[str, Any]:
+def _router_json(case: _Case, measured: _Measured) -> dict[str, Any]:
     """Metrics, losses, differences and gaps of one router."""
     header = case.router.header
-    active = [len(route.weights) for route in case.routes]
+    active = [len(route.weights) for route in measured.routes]
     return {
         "name": case.name,
         "threshold": header.threshold,
         "rows": len(case.rows),
-        "metrics": router_metrics(case.rows, case.scores, header.domains, header.threshold),
+        "metrics": router_metrics(case.rows, measured.scores, header.domains, header.threshold),
         "losses": {
-            mode: {group: e.value for group, e in case.matrix[mode].items()} for mode in ROUTED
+            mode: {group: e["value"] for group, e in measured.matrix[mode].items()}
+            for mode in ROUTED
         },
         "differences": {
-            to: {mode: {g: e.as_json() for g, e in matrix[mode].items()} for mode in ROUTED}
-            for to, matrix in case.differences.items()
+            to: {mode: matrix[mode] for mode in ROUTED}
+            for to, matrix in measured.differences.items()
         },
         "mean_active_domains": sum(active) / len(active),
-        "gaps_by_scores": gap_summary(_score_flags(case)),
+        "gaps_by_scores": _score_gaps(case, measured),
     }
 
 
-def _score_flags(case: _Case) -> dict[str, list[bool]]:
+def _score_gaps(case: _Case, measured: _Measured) -> dict[str, Any]:
     groups = by_group(case.rows).items()
-    return {group: [case.routes[place].gap for place in places] for group, places in groups}
+    return gap_summary(
+        {group: [measured.routes[place].gap for place in places] for group, places in groups}
+    )
 
 
-def _gaps(settings: RouteEvaluateSettings, served: Served, case: _Case) -> dict[str, Any]:
-    """Both tests; loss: None where it was not asked for."""
-    found: dict[str, Any] = {"scores": gap_summary(_score_flags(case)), "loss": None}
-    if settings.gap_rows:
-        header = case.router.header
-        chat = header.chat_domain if header.chat_domain in served.domains else None
-        rules = Rules(served.domains, settings.threshold, chat, header.chat_floor)
-        flags = {}
-        for group, places in by_group(case.answered).items():
-            outcomes = case.table.search(rules, places[: settings.gap_rows])
-            flags[group] = [
-                is_loss_gap(o.base_loss, o.best_loss, settings.threshold) for o in outcomes
-            ]
-        found["loss"] = gap_summary(flags)
-    return found
+def _panels(matrix: Matrix, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Panel -> losses by group, and how many sample answers are exactly right."""
+    return {
+        panel: {
+            "mode": mode,
+            "losses": {group: e["value"] for group, e in matrix[mode].items()},
+            "exactly_right": sum(sample["answers"][panel]["right"] for sample in samples),
+            "samples": len(samples),
+        }
+        for panel, mode in PANELS.items()
+    }
 
 
-def _steps(settings: RouteEvaluateSettings, progress: Progress | None) -> Callable[[str], None]:
-    """`tell(what)` counts a step: routes and modes of each router, then the samples."""
-    others = max(len(settings.routers), 1) - 1
-    total = len(_modes(settings)) + 1 + others * (len(COMPARED) + 1) + 1
-    done = 0
+def answer_samples(
+    served: Served,
+    rows: Sequence[EvaluatedRow],
+    routes: Sequence[Route],
+    settings: RouteEvaluateSettings,
+) -> list[dict[str, Any]]:
+    """The first rows of each group, answered greedily by the base and in every panel."""
+    samples = []
+    for places in by_group(rows).values():
+        for place in places[: settings.sample_prompts]:
+            example, route = rows[place].example, routes[place]
+            answers = {}
+            for panel, mode in {"base": "base", **PANELS}.items():
+                weights = weights_of(mode, example.label, served.domains, route)
+                text = served.answer(example.prompt, weighted(weights), settings.sample_tokens)
+                right = example.answer is not None and text.split() == example.answer.split()
+                answers[panel] = {"text": text, "right": right}
+            samples.append({
+                "group": rows[place].group, "prompt": example.prompt, "expected": example.answer,
+                "weights": dict(route.weights), "answers": answers,
+            })  # fmt: skip
+    return samples
 
-    def tell(what: str) -> None:
-        nonlocal done
-        done += 1
-        if progress:
-            progress(done, total, what)
 
-    return tell
-
-
-def _write_rows(path: Path, case: _Case) -> None:
+def _write_rows(path: Path, case: _Case, measured: _Measured) -> None:
     """One row a line: what it is, its route, its loss in every mode."""
     numbers = iter(range(len(case.rows)))
     with path.open("w", encoding="ascii") as lines:
-        for row, route in zip(case.rows, case.routes, strict=True):
+        for row, route in zip(case.rows, measured.routes, strict=True):
             losses = None
             if row.row is not None:
                 number = next(numbers)
-                losses = {mode: values[number] for mode, values in case.losses.items()}
+                losses = {mode: values[number] for mode, values in measured.losses.items()}
             line = {
                 "row_id": row.example.row_id,
                 "group": row.group,

@@ -1,223 +1,204 @@
-"""What `mlxstacks route evaluate` returns and writes: JSON, a Markdown page, a verdict in words."""
+"""What `mlxstacks route evaluate` found: tables and plots of its figures, and the verdict."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import version
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mlxstacks import memory
-from mlxstacks.studies.route.evaluate_matrix import ALL, Estimate, compared_words
+from mlxstacks.studies.route.cells import (
+    RATE,
+    Estimate,
+    Head,
+    cell,
+    in_words,
+    interval_plot,
+    rate_in_words,
+    rate_row,
+    table,
+)
+from mlxstacks.studies.route.evaluate_figures import ALL
+from mlxstacks.study.document import Block, Plot, Table
+from mlxstacks.study.render.words import short
 
-REPORT, PAGE, ROWS = "route_evaluate_report.json", "route_evaluate.md", "rows.jsonl"
-Matrix = Mapping[str, Mapping[str, Estimate]]
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What was measured.
-
-    matrix: mode -> group -> loss, ALL the mean over the domains. differences: mode that is
-    compared with (`AGAINST`) -> mode -> group. routers: of each router, the first one that of the
-    matrix. over_routers: means with Student's interval, where there are several. gaps: test ->
-    rates. panels, samples: see route_evaluate_panels.py.
-    """
-
-    domains: tuple[str, ...]
-    rows: Mapping[str, int]
-    matrix: Matrix
-    differences: Mapping[str, Matrix]
-    routers: Sequence[Mapping[str, Any]]
-    over_routers: Mapping[str, Any] | None
-    gaps: Mapping[str, Any]
-    panels: Mapping[str, Any]
-    samples: Sequence[Mapping[str, Any]]
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "domains": list(self.domains),
-            "rows": dict(self.rows),
-            "matrix": _matrix_json(self.matrix),
-            "differences": {to: _matrix_json(m) for to, m in self.differences.items()},
-            "routers": list(self.routers),
-            "over_routers": self.over_routers,
-            "gaps": dict(self.gaps),
-            "panels": dict(self.panels),
-            "samples": list(self.samples),
-        }
-
-    def verdict(self) -> str:
-        return " ".join(_sentences(self))
+_KINDS = {
+    "unseen domains seen": "detection", "false alarms on known ones": "false_alarms",
+    "other prompts": "others",
+}  # fmt: skip
+_LONGEST = 200
+# The modes whose difference to a mode is shown at once; a folded table has all.
+_COMPARED = {"base": ("ungated", "routed"), "random_stack": ("oracle_domain", "routed")}
 
 
-@dataclass(frozen=True)
-class RouteEvaluateReport:
-    """status: "planned" or "done"."""
-
-    status: str
-    store_path: str
-    save_path: str
-    settings: dict[str, Any]
-    template: str | None = None
-    evaluation: Evaluation | None = None
-    notes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-    @property
-    def verdict(self) -> str:
-        return self.evaluation.verdict() if self.evaluation else "planned only; nothing measured."
-
-    def as_json(self) -> dict[str, Any]:
-        device = memory.device()
-        document: dict[str, Any] = {
-            "kind": "route evaluate",
-            "status": self.status,
-            "store_path": self.store_path,
-            "save_path": self.save_path,
-            "settings": self.settings,
-            "device": f"{device.name} ({device.kind})",
-            "versions": {name: version(name) for name in ("mlxstacks", "mlx", "mlx-lm", "numpy")},
-        }
-        if self.evaluation:
-            document |= {"template": self.template, **self.evaluation.as_json()}
-            document |= {"seconds": round(self.seconds, 1)}
-        return document | {"notes": self.notes, "verdict": self.verdict}
+def blocks(data: Mapping[str, Any]) -> tuple[Block, ...]:
+    """Losses and differences first, single answers last."""
+    return (
+        _loss_table(data),
+        *_plots(data),
+        *(_difference_table(data, to) for to in data["differences"]),
+        _gap_table(data["gaps"]),
+        *_router_tables(data),
+        _panel_table(data["panels"]),
+        _every_difference(data["differences"]),
+        _sample_table(data),
+    )
 
 
-def _matrix_json(matrix: Matrix) -> dict[str, Any]:
-    return {mode: {g: e.as_json() for g, e in row.items()} for mode, row in matrix.items()}
+def outcome(data: Mapping[str, Any]) -> str:
+    return f"routed less base {in_words(data['differences']['base']['routed'][ALL])}"
 
 
-def _sentences(found: Evaluation) -> Iterable[str]:
-    to_base = found.differences["base"]["routed"][ALL]
-    to_ungated = found.differences["ungated"]["routed"][ALL]
+def verdict(data: Mapping[str, Any]) -> str:
+    return " ".join(_sentences(data))
+
+
+def sign(estimate: Estimate) -> int:
+    """1 or -1 where the interval lies above or below 0, else 0: not distinguishable from it."""
+    if estimate["low"] is None or estimate["high"] is None:
+        return 0
+    return int(estimate["low"] > 0) - int(estimate["high"] < 0)
+
+
+def compared_words(
+    differences: Mapping[str, Estimate], better: str, worse: str, unclear: str
+) -> str:
+    """How one mode stands to another over domains: `better a, b; worse c; unclear d`."""
+    by_sign: dict[int, list[str]] = {-1: [], 1: [], 0: []}
+    for name, difference in differences.items():
+        if name != ALL:
+            by_sign[sign(difference)].append(f"{name} ({difference['value']:+.3f})")
+    words = {-1: better, 1: worse, 0: unclear}
+    return "; ".join(f"{words[s]} {', '.join(names)}" for s, names in by_sign.items() if names)
+
+
+def _sentences(data: Mapping[str, Any]) -> Iterator[str]:
+    routed = {to: data["differences"][to]["routed"] for to in ("base", "ungated")}
     words = {-1: "lowers", 1: "raises", 0: "does not measurably change"}
-    yield f"Routing {words[to_base.sign]} the mean loss against the base ({spread(to_base)})"
-    yield f"and {words[to_ungated.sign]} it against ungated stacks ({spread(to_ungated)})."
-    for to in ("base", "ungated"):
-        routed = found.differences[to]["routed"]
-        domains = {name: routed[name] for name in found.domains if name in found.rows}
-        said = compared_words(domains, "better on", "worse on", "not distinguishable on")
-        yield f"Against {to}: {said}."
-    if "random_stack" in found.matrix:
-        yield _control_words(found)
-    yield _gap_words(found.gaps)
-
-
-def _control_words(found: Evaluation) -> str:
-    random = found.differences["base"]["random_stack"][ALL]
-    right = found.differences["random_stack"]["oracle_domain"][ALL]
-    words = {
-        -1: "the domains make a difference",
-        0: "not distinguishable, so no gain is shown to be the domains'",
-        1: "worse than random",
-    }
-    return (
-        f"Random stacks of equal norm: {spread(random)} to the base; the right ones to these "
-        f"{spread(right)}: {words[right.sign]}."
-    )
-
-
-def _gap_words(gaps: Mapping[str, Any]) -> str:
-    detection, alarms = (gaps["scores"][kind] for kind in ("detection", "false_alarms"))
-    said = []
-    if detection:
-        said.append(f"Gaps on unseen domains are seen in {rate_words(detection)}.")
-    if alarms:
-        said.append(f"False alarms on known domains: {rate_words(alarms)}.")
-    if detection and alarms and detection["low"] <= alarms["high"]:
-        said.append("By scores unseen domains are not told from known ones.")
-    return " ".join(said)
-
-
-def spread(estimate: Estimate) -> str:
-    """`-0.123 [-0.150, -0.100]`."""
-    if estimate.low is None or estimate.high is None:
-        return f"{estimate.value:+.3f}, one row"
-    return f"{estimate.value:+.3f} [{estimate.low:+.3f}, {estimate.high:+.3f}]"
-
-
-def rate_words(rate: Mapping[str, Any]) -> str:
-    return (
-        f"{rate['count']} of {rate['n']} ({100 * rate['rate']:.0f}%, {100 * rate['low']:.0f} to "
-        f"{100 * rate['high']:.0f})"
-    )
-
-
-# --- the page -------------------------------------------------------------------------------------
-
-
-def markdown(report: RouteEvaluateReport) -> str:
-    """The tables of a report, to be pasted somewhere."""
-    found = report.evaluation
-    assert found is not None
-    parts = ["# Routing, evaluated", "", report.verdict, "", "## Loss, nats a token", ""]
-    parts += _table(
-        ["mode", *(f"{g} ({found.rows[g]})" for g in found.rows), ALL],
-        (
-            [mode, *(_plain(row.get(g)) for g in found.rows), _plain(row.get(ALL))]
-            for mode, row in found.matrix.items()
-        ),
-    )
-    for to, matrix in found.differences.items():
-        parts += ["", f"## Difference to {to}, same tokens, 95% interval over rows", ""]
-        parts += _table(
-            ["mode", *found.rows, ALL],
-            (
-                [mode, *(_spread(row.get(g)) for g in found.rows), _spread(row.get(ALL))]
-                for mode, row in matrix.items()
-            ),
+    to_base, to_ungated = (routed[to][ALL] for to in routed)
+    yield f"Routing {words[sign(to_base)]} the mean loss against the base ({in_words(to_base)})"
+    yield f"and {words[sign(to_ungated)]} it against ungated stacks ({in_words(to_ungated)})."
+    for to, row in routed.items():
+        domains = {name: row[name] for name in data["domains"] if name in data["rows"]}
+        stands = compared_words(domains, "better on", "worse on", "not distinguishable on")
+        yield f"Against {to}: {stands}."
+    if "random_stack" in data["matrix"]:
+        random = data["differences"]["base"]["random_stack"][ALL]
+        right = data["differences"]["random_stack"]["oracle_domain"][ALL]
+        words = {
+            -1: "the domains make a difference",
+            0: "not distinguishable, so no gain is shown to be the domains'",
+            1: "worse than random",
+        }
+        yield (
+            f"Random stacks of equal norm: {in_words(random)} to the base; the right ones to these "
+            f"{in_words(right)}: {words[sign(right)]}."
         )
-    parts += ["", "## Three panels", ""]
-    parts += _table(
-        ["panel", *found.rows, "answers exactly right"],
-        (
-            [name, *(f"{p['losses'][g]:.3f}" if g in p["losses"] else "" for g in found.rows),
-             f"{p['exactly_right']} of {p['samples']}"]
-            for name, p in found.panels.items()
-        ),
+    detection, alarms = (data["gaps"]["scores"][kind] for kind in ("detection", "false_alarms"))
+    if detection:
+        yield f"Gaps on unseen domains are seen in {rate_in_words(detection)}."
+    if alarms:
+        yield f"False alarms on known domains: {rate_in_words(alarms)}."
+    if detection and alarms and detection["low"] <= alarms["high"]:
+        yield "By scores unseen domains are not told from known ones."
+
+
+def _groups(data: Mapping[str, Any]) -> dict[str, int | None]:
+    return {**data["rows"], ALL: None}
+
+
+def _loss_table(data: Mapping[str, Any]) -> Table:
+    """Groups down and modes across: there are seven modes, and any number of domains."""
+    modes = data["matrix"]
+    heads: list[Head] = [(mode.replace("_", " "), "number", 3) for mode in modes]
+    rows = (
+        (group, count, *(row.get(group, {}).get("value") for row in modes.values()))
+        for group, count in _groups(data).items()
+    )
+    return table("losses", "Loss, nats a token", ("prompts", ("rows", "count"), *heads), rows)
+
+
+def _plots(data: Mapping[str, Any]) -> Iterator[Plot]:
+    means = {mode: row[ALL] for mode, row in data["matrix"].items()}
+    yield interval_plot(
+        "modes", "Loss in each mode, mean over domains", means, "loss, nats a token"
+    )
+    differences = {mode: row[ALL] for mode, row in data["differences"]["base"].items()}
+    yield interval_plot(
+        "differences", "Difference to the base, same tokens, mean over domains", differences,
+        "difference, nats a token (left is better)", references={"no difference": 0.0},
+        form="{:.2f}",
     )  # fmt: skip
-    parts += ["", "## Routers", ""]
-    parts += _table(
-        ["router", "top-1, single", "set, mixed", "BCE", "calibration error", f"loss, {ALL}"],
-        (_router_row(router) for router in found.routers),
+
+
+def _difference_table(data: Mapping[str, Any], to: str) -> Table:
+    matrix = data["differences"][to]
+    modes = [m for m in _COMPARED.get(to, ("routed", "routed_hard")) if m in matrix]
+    heads: list[Head] = [(mode, "change", 3) for mode in modes]
+    rows = [(group, *(cell(matrix[mode].get(group)) for mode in modes)) for group in _groups(data)]
+    return table(
+        f"to-{to.replace('_', '-')}", f"Difference to {to}, same tokens", ("prompts", *heads), rows,
+        caption="Nats a token, 95% intervals over rows; below 0 is better.",
+    )  # fmt: skip
+
+
+def _every_difference(differences: Mapping[str, Any]) -> Table:
+    rows = (
+        (mode, to, group, cell(estimate))
+        for to, matrix in differences.items()
+        for mode, row in matrix.items()
+        for group, estimate in row.items()
     )
-    parts += ["", "## Gaps", ""]
-    kinds = ("detection", "false_alarms", "others")
-    parts += _table(
-        ["test", "unseen domains", "known domains (false alarms)", "other prompts"],
-        (
-            [test, *(rate_words(rates[kind]) if rates[kind] else "" for kind in kinds)]
-            for test, rates in found.gaps.items()
-            if rates
-        ),
+    heads = ("mode", "less", "prompts", ("nats a token", "change", 3))
+    title = "Every difference between modes, same tokens"
+    return table("every-difference", title, heads, rows, folded=True)
+
+
+def _gap_table(gaps: Mapping[str, Any]) -> Table:
+    rows = (
+        (test, name, *rate_row(rates[kind]))
+        for test, rates in gaps.items()
+        if rates
+        for name, kind in _KINDS.items()
     )
-    parts += ["", "## Samples", ""]
-    for sample in found.samples:
-        parts.append(f"- {sample['group']}: `{_code(sample['prompt'])}`")
-        parts.append(f"  - expected: `{_code(sample['expected'] or '')}`")
-        parts += [f"  - {p}: `{_code(a['text'])}`" for p, a in sample["answers"].items()]
-    return "\n".join([*parts, "", *(f"- {note}" for note in report.notes), ""])
+    return table("gaps", "Gaps: prompts that no domain fits", ("test", "prompts", *RATE), rows)
 
 
-def _router_row(router: Mapping[str, Any]) -> list[str]:
-    metrics = router["metrics"]
-    rates = [rate_words(metrics[k]) if metrics[k] else "" for k in ("single_top1", "mixed_set")]
-    bce, error = f"{metrics['bce']:.3f}", f"{metrics['calibration_error']:.3f}"
-    return [router["name"], *rates, bce, error, f"{router['losses']['routed'][ALL]:.3f}"]
+def _router_tables(data: Mapping[str, Any]) -> Iterator[Table]:
+    rows = []
+    for router in data["routers"]:
+        metrics = router["metrics"]
+        hits = [metrics[key] for key in ("single_top1", "mixed_set")]
+        rates = [part for rate in hits for part in (cell(rate), rate and rate["n"])]
+        rows.append((
+            router["name"], *rates, metrics["bce"], metrics["calibration_error"],
+            router["losses"]["routed"][ALL], router["mean_active_domains"],
+        ))  # fmt: skip
+    yield table("routers", "Routers", (
+        "router", ("right domain first", "share", 0), ("single prompts", "count"),
+        ("both domains", "share", 0), ("mixed prompts", "count"), ("cross entropy", "number", 3),
+        ("calibration error", "number", 3), ("routed loss", "number", 3),
+        ("active domains", "number", 2),
+    ), rows)  # fmt: skip
+    if data["over_routers"]:
+        means = ((key.replace("_", " "), cell(mean)) for key, mean in data["over_routers"].items())
+        title = "Means over routers, with Student's intervals"
+        yield table("over-routers", title, ("what", ("mean", "change", 3)), means)
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]
+def _panel_table(panels: Mapping[str, Any]) -> Table:
+    rows = (
+        (name, panel["mode"], panel["losses"].get(ALL), panel["exactly_right"], panel["samples"])
+        for name, panel in panels.items()
+    )
+    return table("panels", "Three panels", (
+        "panel", "mode", ("loss", "number", 3), ("exactly right", "count"), ("of answers", "count")
+    ), rows)  # fmt: skip
 
 
-def _plain(estimate: Estimate | None) -> str:
-    return "" if estimate is None else f"{estimate.value:.3f}"
-
-
-def _spread(estimate: Estimate | None) -> str:
-    return "" if estimate is None else spread(estimate)
-
-
-def _code(text: str) -> str:
-    return " ".join(text.split()).replace("`", "'")[:200]
+def _sample_table(data: Mapping[str, Any]) -> Table:
+    samples = data["samples"]
+    panels = list(dict.fromkeys(name for sample in samples for name in sample["answers"]))
+    rows = []
+    for sample in samples:
+        texts = [sample["expected"] or "", *(sample["answers"][panel]["text"] for panel in panels)]
+        prompt, *answers = (short(text, _LONGEST) for text in (sample["prompt"], *texts))
+        rows.append((prompt, sample["group"], *answers))
+    heads = ("prompt", "group", "expected", *panels)
+    return table("samples", "Samples", heads, rows, folded=True)

@@ -2,25 +2,42 @@
 
 Groups are the domains, MIXED (prompts of several domains), OTHER (prompts that no domain should
 help with), and UNSEEN and a name for data of domains that nothing was trained on.
+
+A router is judged on prompts that it was not trained on. Its file has the seed of its split and a
+hash of the row ids that were held out from it. Where the split, made again from examples that are
+at hand, gives this hash, it is that split: of the data that is measured on, or of a directory that
+`route discover` wrote (the one that is named; else the one that the result of `route train` next to
+the router names, or the usual one).
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
+
+from pydantic import ValidationError
 
 from mlxstacks.data import DomainDataSettings, Rendering, Row
 from mlxstacks.data.settings import Template
 from mlxstacks.errors import InputError
+from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import Store
-from mlxstacks.routing.outcome_files import RouterExample
-from mlxstacks.routing.outcome_settings import LabelledSource, OutcomeSettings
-from mlxstacks.routing.router_examples import group_key
-from mlxstacks.studies.route.data import read_examples
-from mlxstacks.studies.route.evaluate_losses import encode_pair
-from mlxstacks.studies.route.evaluate_settings import RouteEvaluateSettings
+from mlxstacks.files.strict_json import json_sha256, read_object
+from mlxstacks.regular_files import check_regular
+from mlxstacks.routing.outcome_files import RouterExample, read_outcomes
+from mlxstacks.routing.router import PromptRouter
+from mlxstacks.routing.router_examples import group_key, split_places
+from mlxstacks.routing.settings import LabelledSource, OutcomeSettings, RouterTrainSettings
+from mlxstacks.studies.route.data import encode_pair, read_examples
+from mlxstacks.studies.route.settings import RouteEvaluateSettings
+from mlxstacks.study.document import RESULT
 
 # No domain can be called so: names hold no blank.
 MIXED, OTHER, UNSEEN = "mixed prompts", "other prompts", "unseen "
+# Of a training before version 0.2.
+FORMER_TRAIN_REPORT = "train_report.json"
+_OF_THE_SPLIT = ("validation_share", "validation_groups", "oracle_only", "extend")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +58,13 @@ def read_all(
     """
     about = OutcomeSettings(data=settings.data, sources=settings.sources)
     examples = read_examples(about, store, tokenizer, notes)
-    return examples, list(_unseen(settings, store, tokenizer, notes))
+    unseen = []
+    for source in settings.unseen:
+        data = DomainDataSettings(sources=(source,))
+        about = OutcomeSettings(sources=(LabelledSource(domains=(), data=data),))
+        name = source.label.rstrip("/").rpartition("/")[2].removesuffix(".jsonl")
+        unseen += [(f"{UNSEEN}{name}", e) for e in read_examples(about, store, tokenizer, notes)]
+    return examples, unseen
 
 
 def held_out_rows(
@@ -77,24 +100,25 @@ def held_out_rows(
             "no held-out row is left: stacks or router were trained on all of them; give --data "
             "with other rows, or --include-trained to measure on these"
         )
-    return list(_encoded(settings, _first(named, settings), tokenizer, template, notes))
+    rows = []
+    for group, example in _first(named, settings):
+        row = None
+        if example.answer is not None:
+            row = encode_pair(
+                example.prompt, example.answer, tokenizer, template, settings.max_tokens,
+                Rendering.of(settings),
+            )  # fmt: skip
+        rows.append(EvaluatedRow(example, group, row))
+    without = Counter(row.group for row in rows if row.row is None)
+    for group, count in without.items():
+        notes.append(f"{group}: {count} rows have no answer to measure; they are routed only.")
+    return rows
 
 
 def group_of(example: RouterExample) -> str:
     if example.kind == "single":
         return example.label[0]
     return MIXED if example.kind == "mixed" else OTHER
-
-
-def _unseen(
-    settings: RouteEvaluateSettings, store: Store, tokenizer: Any, notes: list[str]
-) -> Iterable[tuple[str, RouterExample]]:
-    for source in settings.unseen:
-        data = DomainDataSettings(sources=(source,))
-        about = OutcomeSettings(sources=(LabelledSource(domains=(), data=data),))
-        name = source.label.rstrip("/").rpartition("/")[2].removesuffix(".jsonl")
-        for example in read_examples(about, store, tokenizer, notes):
-            yield f"{UNSEEN}{name}", example
 
 
 def _first(
@@ -106,34 +130,12 @@ def _first(
     queues: dict[str, dict[tuple[str, ...], list[RouterExample]]] = {}
     for group, example in named:
         queues.setdefault(group, {}).setdefault(example.label, []).append(example)
-    found = []
+    first = []
     for group, by_label in queues.items():
-        longest = max(map(len, by_label.values()))
-        in_turn = [q[i] for i in range(longest) for q in by_label.values() if i < len(q)]
-        found += [(group, example) for example in in_turn[: settings.rows_per_group]]
-    return found
-
-
-def _encoded(
-    settings: RouteEvaluateSettings,
-    named: Iterable[tuple[str, RouterExample]],
-    tokenizer: Any,
-    template: Template,
-    notes: list[str],
-) -> Iterable[EvaluatedRow]:
-    without: dict[str, int] = {}
-    for group, example in named:
-        row = None
-        if example.answer is not None:
-            row = encode_pair(
-                example.prompt, example.answer, tokenizer, template, settings.max_tokens,
-                Rendering.of(settings),
-            )  # fmt: skip
-        if row is None:
-            without[group] = without.get(group, 0) + 1
-        yield EvaluatedRow(example, group, row)
-    for group, count in without.items():
-        notes.append(f"{group}: {count} rows have no answer to measure; they are routed only.")
+        turns = zip_longest(*by_label.values())
+        in_turn = [example for turn in turns for example in turn if example is not None]
+        first += [(group, example) for example in in_turn[: settings.rows_per_group]]
+    return first
 
 
 def domain_groups(groups: Iterable[str]) -> list[str]:
@@ -143,7 +145,106 @@ def domain_groups(groups: Iterable[str]) -> list[str]:
 
 def by_group(rows: Iterable[EvaluatedRow]) -> Mapping[str, list[int]]:
     """Group -> places of its rows, in order."""
-    found: dict[str, list[int]] = {}
+    places: dict[str, list[int]] = {}
     for place, row in enumerate(rows):
-        found.setdefault(row.group, []).append(place)
-    return found
+        places.setdefault(row.group, []).append(place)
+    return places
+
+
+# --- what a router was trained on -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RouterSplit:
+    """Groups of like prompts (`group_key`), of which either side has whole ones. The validation
+    groups took no step of the training, but the best epoch was chosen by them. extended: from a
+    router with a split of its own, which may have been trained on them.
+    """
+
+    training: frozenset[str]
+    validation: frozenset[str]
+    extended: bool = False
+
+
+def split_of(
+    router: PromptRouter, path: str | None, examples: Sequence[RouterExample], targets: str | None
+) -> RouterSplit | None:
+    """How the prompts of a router's training were split; None where that cannot be found out.
+
+    path: of the router, None for the store's own. examples: of the data at hand, all of them.
+    targets: directory that `route discover` wrote.
+    Raises: InputError: `targets` is given and is no such directory.
+    """
+    about = _header_split(router)
+    if about is None:
+        return None
+    settings, wanted = about
+    if not settings.oracle_only and (found := _made_again(examples, settings, wanted)):
+        return found
+    directory = targets or _named_beside(path) or settings.targets
+    try:
+        there, discovered = read_outcomes(directory)
+    except (InputError, OSError):
+        if targets is not None:
+            raise
+        return None
+    if settings.oracle_only:
+        there = [one for one in there if one.row_id in discovered]
+    return _made_again(there, settings, wanted)
+
+
+def _header_split(router: PromptRouter) -> tuple[RouterTrainSettings, str] | None:
+    """(settings of the split, hash of what was held out), where the header has them."""
+    training: dict[str, Any] = dict(router.header.training)
+    split, given = training.get("split"), training.get("settings")
+    if not isinstance(split, dict) or not isinstance(split.get("validation_sha256"), str):
+        return None
+    known = given if isinstance(given, dict) else {}
+    values = {key: known[key] for key in _OF_THE_SPLIT if key in known}
+    if "seed" in split:
+        values["seed"] = split["seed"]
+    try:
+        return RouterTrainSettings.model_validate(values), split["validation_sha256"]
+    except ValidationError:
+        return None
+
+
+def _made_again(
+    examples: Sequence[RouterExample], settings: RouterTrainSettings, wanted: str
+) -> RouterSplit | None:
+    try:
+        training, validation = split_places(
+            [one.prompt for one in examples],
+            settings.seed,
+            settings.validation_share,
+            settings.validation_groups,
+        )
+    except InputError:  # too few prompts to split: not those it was trained on
+        return None
+    if json_sha256(sorted(examples[place].row_id for place in validation)) != wanted:
+        return None
+    return RouterSplit(
+        _groups(examples, training), _groups(examples, validation), settings.extend is not None
+    )
+
+
+def _groups(examples: Sequence[RouterExample], places: Iterable[int]) -> frozenset[str]:
+    return frozenset(group_key(examples[place].prompt) for place in places)
+
+
+def _named_beside(path: str | None) -> str | None:
+    """The targets that `route train` says, beside the router, that it used."""
+    if path is None:
+        return None
+    router = user_path(path)
+    directory = router if router.is_dir() else router.parent
+    for name in (RESULT, FORMER_TRAIN_REPORT):
+        try:
+            check_regular(directory / name)
+            document: Any = read_object((directory / name).read_bytes())
+            targets = document["settings"]["targets"]
+        except (OSError, ValueError, KeyError, TypeError, InputError):
+            continue
+        if isinstance(targets, str):
+            return targets
+    return None

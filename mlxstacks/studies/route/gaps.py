@@ -2,92 +2,93 @@
 
 import os
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-from mlxstacks.routing.gap_clusters import GapCluster, cluster_gaps
-from mlxstacks.routing.gap_settings import RouteGapsSettings
-from mlxstacks.routing.gaps import GapEvents, log_files, read_gaps
+from mlxstacks.routing.gaps import GapCluster, GapEvents, cluster_gaps, log_files, read_gaps
+from mlxstacks.routing.settings import RouteGapsSettings
+from mlxstacks.studies.route.cells import table
+from mlxstacks.study.document import Table
+from mlxstacks.study.render.words import short
+from mlxstacks.study.result import Result
 
 # The table of cosines grows with the square of the events: 64 MB.
 MOST_COMPARED = 8_000
+_SHOWN_CHARACTERS = 60
 
 
-@dataclass(frozen=True)
-class GapsReport:
-    """clusters: the largest first. without_feature: events that cannot be compared. too_old: events
-    that are left out of the groups, because there are more than MOST_COMPARED.
-    """
-
-    settings: RouteGapsSettings
-    files: tuple[str, ...]
-    events: int
-    damaged: int
-    without_feature: int
-    too_old: int
-    routers: dict[str, int]
-    clusters: list[GapCluster]
-
-    @property
-    def proposed(self) -> list[GapCluster]:
-        """Groups that are large enough for a domain of their own."""
-        return [c for c in self.clusters if len(c.events) >= self.settings.minimum_events]
-
-    @property
-    def verdict(self) -> str:
-        if not self.events:
-            return (
-                "no gap events: every prompt so far had a domain that fits, or none was logged "
-                f"(chat and generate with --routed write {self.settings.log_path})."
-            )
-        least, found = self.settings.minimum_events, len(self.proposed)
-        if not found:
-            largest = len(self.clusters[0].events) if self.clusters else 0
-            return (
-                f"no domain is proposed: the largest group has {largest} events, {least} are asked "
-                "for."
-            )
-        groups = "group has" if found == 1 else "groups have"
-        return (
-            f"{found} {groups} {least} events or more: gather answers to prompts like these and "
-            "train a domain on them (`mlxstacks stack`), then `mlxstacks route train`."
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        samples, least = self.settings.samples, self.settings.minimum_events
-        return {
-            "kind": "route gaps",
-            "settings": self.settings.model_dump(mode="json"),
-            "files": list(self.files),
-            "events": self.events,
-            "damaged_lines": self.damaged,
-            "events_without_feature": self.without_feature,
-            "events_too_old": self.too_old,
-            "events_by_router": self.routers,
-            "clusters": [cluster.as_json(samples, least) for cluster in self.clusters],
-            "verdict": self.verdict,
-        }
-
-
-def run(settings: RouteGapsSettings) -> GapsReport:
+def run(settings: RouteGapsSettings) -> Result:
     """Read, group, propose; nothing is written.
 
     Where no log was named and none is there, nothing was logged yet: that is a result.
     Raises: InputError: there is no log of that name, or it is no file.
     """
-    named = "log_path" in settings.model_fields_set
-    there = any(os.path.lexists(file) for file in log_files(settings.log_path))
-    found = read_gaps(settings.log_path) if named or there else GapEvents((), 0, ())
-    compared = [event for event in found.events if event.feature is not None][-MOST_COMPARED:]
+    is_named = "log_path" in settings.model_fields_set
+    exists = any(os.path.lexists(file) for file in log_files(settings.log_path))
+    log = read_gaps(settings.log_path) if is_named or exists else GapEvents((), 0, ())
+    compared = [event for event in log.events if event.feature is not None][-MOST_COMPARED:]
     clusters = cluster_gaps(compared, settings.similarity, centre=settings.centre)
-    without = sum(event.feature is None for event in found.events)
-    return GapsReport(
-        settings,
-        found.files,
-        len(found.events),
-        found.damaged,
-        without,
-        len(found.events) - without - len(compared),
-        dict(Counter((event.router_sha256 or "unknown")[:12] for event in found.events)),
-        clusters,
+    without = sum(event.feature is None for event in log.events)
+    too_old = len(log.events) - without - len(compared)
+    notes = {
+        f"{log.damaged} damaged lines were left out.": log.damaged,
+        f"{without} events have no feature and are in no group.": without,
+        f"the {too_old} oldest events are in no group.": too_old,
+    }
+    return Result(
+        kind="route gaps", title="Gaps", question="Which prompts has no domain fitted?",
+        status="done", outcome=f"{len(log.events)} events in {len(clusters)} groups",
+        settings=settings.model_dump(mode="json"),
+        verdict=_verdict(settings, clusters, len(log.events)),
+        data={
+            "files": list(log.files),
+            "events": len(log.events),
+            "damaged_lines": log.damaged,
+            "events_without_feature": without,
+            "events_too_old": too_old,
+            "events_by_router": dict(
+                Counter((event.router_sha256 or "unknown")[:12] for event in log.events)
+            ),
+            "clusters": [c.as_json(settings.samples, settings.minimum_events) for c in clusters],
+        },
+        blocks=(_table(settings, clusters),) if clusters else (),
+        notes=(*(f"Note: {note}" for note, count in notes.items() if count),
+               f"{len(log.events)} events in {len(clusters)} groups."),
+    )  # fmt: skip
+
+
+def _verdict(settings: RouteGapsSettings, clusters: Sequence[GapCluster], events: int) -> str:
+    if not events:
+        return (
+            "no gap events: every prompt so far had a domain that fits, or none was logged "
+            f"(chat and generate with --routed write {settings.log_path})."
+        )
+    sizes, least = [len(cluster.events) for cluster in clusters], settings.minimum_events
+    proposed = sum(size >= least for size in sizes)
+    if not proposed:
+        return (
+            f"no domain is proposed: the largest group has {sizes[0] if sizes else 0} events, "
+            f"{least} are asked for."
+        )
+    groups = "group has" if proposed == 1 else "groups have"
+    return (
+        f"{proposed} {groups} {least} events or more: gather answers to prompts like these and "
+        "train a domain on them (`mlxstacks stack`), then `mlxstacks route train`."
     )
+
+
+def _table(settings: RouteGapsSettings, clusters: Sequence[GapCluster]) -> Table:
+    """The largest group first."""
+    rows = []
+    for number, cluster in enumerate(clusters, start=1):
+        nearest = next(iter(cluster.mean_scores().items()), None)
+        prompts = [short(text, _SHOWN_CHARACTERS) for text in cluster.prompts(settings.samples)]
+        rows.append((
+            number, len(cluster.events), cluster.cohesion,
+            f"{nearest[0]} {nearest[1]:.2f}" if nearest else None,
+            "\n".join(prompts) or "(text not kept)",
+        ))  # fmt: skip
+    heads = (
+        ("group", "count"), ("events", "count"), ("cosine", "number", 2), "nearest domain",
+        "prompts",
+    )  # fmt: skip
+    return table("groups", "Groups of like prompts", heads, rows)

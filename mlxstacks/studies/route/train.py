@@ -1,85 +1,58 @@
 """`mlxstacks route train`: the meta-router of a store, from what `route discover` left.
 
-The router and its report appear in the target whole or not at all; then the store gets the router.
+The router and its result appear in the target whole or not at all; then the store gets the router.
 A run is short, so a stopped one starts anew.
 """
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from importlib.metadata import version
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlxstacks import base_model, memory
+from mlxstacks import base_model
+from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError
 from mlxstacks.files.base_location import find_base
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.outputs import check_target, staged_directory, write_json
+from mlxstacks.files.outputs import check_target, staged_directory
 from mlxstacks.files.router_file import RouterFile, RouterHeader, write_router
 from mlxstacks.files.stack_file import file_sha256
 from mlxstacks.files.store import Store
-from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.routing.features import PromptFeatures
-from mlxstacks.routing.outcome_files import (
-    EXAMPLES,
-    OUTCOMES,
-    read_discover_report,
-    read_outcomes,
-)
+from mlxstacks.routing.outcome_files import EXAMPLES, OUTCOMES, read_discovery, read_outcomes
 from mlxstacks.routing.router import ROUTER_FILE, parameter_count, router_tensors
-from mlxstacks.routing.router_settings import RouterTrainSettings
+from mlxstacks.routing.router_metrics import rate_json
 from mlxstacks.routing.router_training import TrainedRouter, train_router
-from mlxstacks.stats import wilson_interval
+from mlxstacks.routing.settings import RouterTrainSettings
+from mlxstacks.studies.route.cells import RATE, cell, rate_row, table
 from mlxstacks.studies.route.data import routed_domains, stack_hashes
+from mlxstacks.study.document import Block, Plot, Series, Table
+from mlxstacks.study.render.words import number
+from mlxstacks.study.result import Result
+from mlxstacks.study.write import environment, write_result
 from mlxstacks.training.prepare_base import prepare_base
 
-REPORT = "train_report.json"
+ABOUT = {
+    "kind": "route train",
+    "title": "Training of the router",
+    "question": "Can the right stacks be told from the prompt alone?",
+}
 # Where a run reads and writes, not what it makes.
 _PLACES = {"force", "save_path", "store_path", "model", "targets", "install"}
 
 Progress = Callable[..., None]
 
 
-@dataclass(frozen=True)
-class RouteTrainReport:
-    """status: "planned" or "trained". installed: sha256 of the router in the store, None where it
-    was not put there. metrics: of the best epoch, on the prompts that were held out.
-    """
-
-    status: str
-    store_path: str
-    save_path: str
-    settings: dict[str, Any]
-    domains: list[str]
-    examples: dict[str, Any]
-    input_dims: int | None = None
-    parameters: int | None = None
-    best_epoch: int | None = None
-    history: list[dict[str, Any]] = field(default_factory=list)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    split: dict[str, Any] = field(default_factory=dict)
-    router_sha256: str | None = None
-    installed: str | None = None
-    figures: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def verdict(self) -> str:
-        if self.status == "planned":
-            return "planned only; nothing was trained."
-        return _verdict(self.metrics, self.best_epoch or 0)
-
-    def as_json(self) -> dict[str, Any]:
-        about = {"settings_sha256": json_sha256(self.settings), "verdict": self.verdict}
-        return {"kind": "route train", **vars(self), **about}
-
-
 def run(
-    settings: RouterTrainSettings, *, dry_run: bool = False, progress: Progress | None = None
-) -> RouteTrainReport:
-    """Train, write router and report to `settings.save_path`, put the router into the store.
+    settings: RouterTrainSettings,
+    *,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+    notes: Sequence[str] = (),
+) -> Result:
+    """Train, write router and result to `settings.save_path`, put the router into the store.
 
+    notes: the first ones of the result.
     Raises: InputError: no store, targets, model or save path; targets of other stacks; examples
         that do not do. StoreError: a damaged file, another base.
     """
@@ -89,54 +62,60 @@ def run(
         )
     if settings.save_path is None:
         raise InputError("route train needs save_path")
-    started = time.monotonic()
-    target = user_path(settings.save_path)
+    started, target = time.monotonic(), user_path(settings.save_path)
     store = Store.open(settings.store_path)
-    domains = routed_domains(store)
     directory = user_path(settings.targets)
     check_target(target, force=settings.force, inputs=[store.path, directory])
     examples, discovered = read_outcomes(directory)
-    notes: list[str] = []
-    given = settings
-    settings = _as_discovered(given, store, directory, notes)
+    notes, shown = list(notes), settings.model_dump(mode="json")
+    settings = _as_discovered(settings, store, directory, notes)
     start = _start(settings, store, notes)
-    counts = {
-        "all": len(examples),
-        "discovered": len(discovered),
-        "discovered_share": len(discovered) / len(examples) if examples else None,
+    data: dict[str, Any] = {
+        "domains": list(routed_domains(store)),
+        "examples": {
+            "all": len(examples),
+            "discovered": len(discovered),
+            "discovered_share": len(discovered) / len(examples) if examples else None,
+        },
     }
-    report = RouteTrainReport(
-        "planned", str(store.path), str(target), given.model_dump(mode="json"), list(domains),
-        counts, notes=notes,
+    result = Result(
+        **ABOUT, status="planned", settings=shown, data=data, notes=tuple(notes),
+        blocks=(_facts(data),), directory=str(target),
     )  # fmt: skip
     if dry_run:
-        return report
+        return result
     features = _features(settings, store, start, notes)
     trained = train_router(
         examples, discovered, features, settings,
-        domains=domains, start=start, directory=target.parent, progress=progress,
+        domains=routed_domains(store), start=start, directory=target.parent, progress=progress,
     )  # fmt: skip
     notes += trained.notes
     header = _header(settings, store, trained, directory)
-    report = replace(
-        report,
-        status="trained",
-        domains=list(trained.domains),
-        input_dims=trained.input_dims,
-        parameters=parameter_count(trained.input_dims, len(trained.domains), header.hidden_dims),
-        best_epoch=trained.best_epoch,
-        history=trained.history,
-        metrics=trained.metrics,
-        split=trained.split,
-        figures=_figures(time.monotonic() - started),
-    )
-    return _write(report, store, trained, header, target, settings)
+    data |= {
+        "domains": list(trained.domains),
+        "input_dims": trained.input_dims,
+        "parameters": parameter_count(trained.input_dims, len(trained.domains), header.hidden_dims),
+        "best_epoch": trained.best_epoch,
+        "history": trained.history,
+        "metrics": trained.metrics,
+        "split": trained.split,
+        "installed": None,
+    }
+    result = result.model_copy(update={
+        "status": "done", "notes": tuple(notes),
+        "environment": environment(time.monotonic() - started),
+        "next_steps": {"Next": command_line(
+            "mlxstacks chat", routed=True, model=settings.model, store_path=str(store.path),
+            router_path=None if settings.install else str(target),
+        )},
+    })  # fmt: skip
+    return _write(result, data, store, trained, header, target, settings)
 
 
 def _hashes(store: Store) -> dict[str, tuple[str, ...]]:
     """Domain -> SHA-256 of its stacks, in order, of the domains that are served."""
-    found = stack_hashes(store, routed_domains(store))
-    return {name: tuple(hashes) for name, hashes in found.items()}
+    by_domain = stack_hashes(store, routed_domains(store))
+    return {name: tuple(hashes) for name, hashes in by_domain.items()}
 
 
 def _as_discovered(
@@ -146,15 +125,16 @@ def _as_discovered(
 
     Raises: InputError: the outcomes are of another base, or of other stacks of a domain.
     """
-    found = read_discover_report(directory)
+    discovery, changed_since = read_discovery(directory)
+    notes += [f"{directory}: {change}." for change in changed_since]
     again = "run `mlxstacks route discover` again"
     wanted = store.manifest.base_fingerprint
-    if found.get("base_fingerprint") != wanted:
+    if discovery["base_fingerprint"] != wanted:
         raise InputError(
             f"{directory}: its outcomes are of a base with fingerprint "
-            f"{str(found.get('base_fingerprint'))[:12]}, the store's is {wanted[:12]}; {again}"
+            f"{str(discovery.get('base_fingerprint'))[:12]}, the store's is {wanted[:12]}; {again}"
         )
-    then: Mapping[str, list[str]] = found.get("stacks") or {}
+    then: Mapping[str, list[str]] = discovery["stacks"]
     now = _hashes(store)
     changed = [name for name in now if name in then and tuple(then[name]) != now[name]]
     if changed:
@@ -165,10 +145,10 @@ def _as_discovered(
     if new := [name for name in now if name not in then]:
         notes.append(f"The discovery did not know {', '.join(new)}; {again} for its outcomes.")
     changes: dict[str, Any] = {}
-    if settings.chat_domain is None and found.get("chat_domain") in now:
-        changes["chat_domain"] = found["chat_domain"]
-    if settings.chat_floor is None and found.get("chat_domain") is not None:
-        changes["chat_floor"] = found.get("chat_floor")
+    if settings.chat_domain is None and discovery["chat_domain"] in now:
+        changes["chat_domain"] = discovery["chat_domain"]
+    if settings.chat_floor is None and discovery["chat_domain"] is not None:
+        changes["chat_floor"] = discovery["chat_floor"]
     return settings.model_copy(update=changes)
 
 
@@ -218,52 +198,129 @@ def _header(
 
 
 def _write(
-    report: RouteTrainReport,
+    result: Result,
+    data: dict[str, Any],
     store: Store,
     trained: TrainedRouter,
     header: RouterHeader,
     target: Path,
     settings: RouterTrainSettings,
-) -> RouteTrainReport:
+) -> Result:
     tensors = router_tensors(trained.network)
     nbytes = sum(array.nbytes for array in tensors.values()) + (1 << 20)
-    inputs = [store.path]
     with staged_directory(
-        target, force=settings.force, needed_bytes=nbytes, inputs=inputs
+        target, force=settings.force, needed_bytes=nbytes, inputs=[store.path]
     ) as staged:
-        report = replace(report, router_sha256=write_router(staged / ROUTER_FILE, tensors, header))
-        write_json(staged / REPORT, report.as_json())
+        data["router_sha256"] = write_router(staged / ROUTER_FILE, tensors, header)
+        result = write_result(_concluded(result, data), staged, target)
     if settings.install:
         with store.change("route train", domains=list(trained.domains)) as change:
-            record = change.set_router(tensors, header)
+            data["installed"] = change.set_router(tensors, header).sha256
         # Again, and after the store: it says what the store has, and is newer than it.
-        report = replace(report, installed=record.sha256)
-        write_json(target / REPORT, report.as_json())
-    return report
+        result = write_result(_concluded(result, data), target, target, made_from=())
+    return result
 
 
-def _figures(seconds: float) -> dict[str, Any]:
-    device = memory.device()
+# --- the result -----------------------------------------------------------------------------------
+
+
+def _concluded(result: Result, data: Mapping[str, Any]) -> Result:
+    single, mixed = (_share(rate) for rate in _hits(data["metrics"]).values())
+    error = data["metrics"]["calibration"]["expected_calibration_error"]
+    return result.model_copy(update={
+        "data": dict(data), "blocks": blocks(data), "outcome": f"right domain first: {single}",
+        "verdict": f"epoch {data['best_epoch']}: the right domain first on {single} single "
+        f"prompts, both domains on {mixed} mixed ones, calibration error {error:.3f}.",
+    })  # fmt: skip
+
+
+def _hits(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any] | None]:
+    """Rates on prompts that were held out."""
+    names = {
+        "right domain first, single prompts": ("single_top1", "single"),
+        "both domains, mixed prompts": ("mixed_set", "mixed"),
+    }
+    counts = metrics["examples"]
     return {
-        "seconds": round(seconds, 1),
-        "device": f"{device.name} ({device.kind})",
-        "versions": {name: version(name) for name in ("mlxstacks", "mlx", "mlx-lm", "numpy")},
+        name: rate_json(round((metrics[key] or 0) * counts[kind]), counts[kind])
+        for name, (key, kind) in names.items()
     }
 
 
-def _verdict(metrics: Mapping[str, Any], best_epoch: int) -> str:
-    def share(name: str, kind: str) -> str:
-        value, n = metrics[name], metrics["examples"][kind]
-        if value is None or not n:
-            return "none of 0"
-        interval = wilson_interval(round(value * n), n)
-        return (
-            f"{100 * value:.1f}% (95% {100 * interval.low:.0f} to {100 * interval.high:.0f}) of {n}"
-        )
+def _share(rate: Mapping[str, Any] | None) -> str:
+    if rate is None:
+        return "none of 0"
+    low, high = 100 * rate["low"], 100 * rate["high"]
+    return f"{100 * rate['rate']:.1f}% (95% {low:.0f} to {high:.0f}) of {rate['n']}"
 
+
+def _facts(data: Mapping[str, Any]) -> Table:
+    examples, split = data["examples"], data.get("split")
+    rows: dict[str, str] = {
+        "domains": ", ".join(data["domains"]),
+        "examples": f"{examples['all']:,}, of {examples['discovered']:,} the outcome is known",
+    }
+    if split is not None:
+        rows |= {
+            "router": f"{data['parameters']:,} parameters on {data['input_dims']} dims",
+            "split": f"{split['training']:,} to train, {split['validation']:,} held out",
+            "best epoch": str(data["best_epoch"]),
+            "router in the store": data["installed"] or "not put there",
+        }
+    return table("facts", "Training", ("what", "value"), rows.items())
+
+
+def blocks(data: Mapping[str, Any]) -> tuple[Block, ...]:
+    metrics = data["metrics"]
+    domains = (
+        (name, row["true"], row["chosen"], cell(row["precision"]), cell(row["recall"]),
+         row["expected_calibration_error"])
+        for name, row in metrics["domains"].items()
+    )  # fmt: skip
+    bins = (
+        (f"{row['low']:.1f} to {row['high']:.1f}", row["count"], row["mean_score"],
+         row["mean_target"])
+        for row in metrics["calibration"]["bins"]
+    )  # fmt: skip
+    hits = ((name, *rate_row(rate)) for name, rate in _hits(metrics).items())
     return (
-        f"epoch {best_epoch}: the right domain first on {share('single_top1', 'single')} "
-        f"single prompts, both domains on {share('mixed_set', 'mixed')} mixed ones, "
-        "calibration error "
-        f"{metrics['calibration']['expected_calibration_error']:.3f}."
+        _facts(data),
+        table("held-out", "On prompts that were held out", ("what", *RATE), hits),
+        _loss_plot(data["history"]),
+        _epoch_table(data),
+        table("domains", "Domains", (
+            "domain", ("wanted", "count"), ("chosen", "count"), ("precision", "share", 0),
+            ("recall", "share", 0), ("calibration error", "number"),
+        ), domains),
+        table("calibration", "Calibration", (
+            "score", ("pairs", "count"), ("mean score", "number"), ("mean target", "number")
+        ), bins),
+    )  # fmt: skip
+
+
+def _epoch_table(data: Mapping[str, Any]) -> Table:
+    rows = []
+    for row in data["history"]:
+        hits = _hits({**row, "examples": data["metrics"]["examples"]}).values()
+        is_best = "*" if row["epoch"] == data["best_epoch"] else ""
+        rows.append((row["epoch"], is_best, row["train_loss"], *map(cell, hits), row["val_bce"],
+                     row["checkpoint_score"]))  # fmt: skip
+    return table("epochs", "Epochs, on held-out prompts but for the loss", (
+        ("epoch", "count"), "kept", ("loss", "number"), ("single", "share"), ("mixed", "share"),
+        ("validation BCE", "number"), ("score", "number"),
+    ), rows)  # fmt: skip
+
+
+def _loss_plot(history: Sequence[Mapping[str, Any]]) -> Plot:
+    names = {"training": "train_loss", "validation BCE": "val_bce"}
+    epochs = tuple(row["epoch"] for row in history)
+    curves = {name: tuple(row[key] for row in history) for name, key in names.items()}
+    title = "Losses of the router by epoch"
+    spans = ", ".join(
+        f"{name} from {number(y[0])} to {number(y[-1])}" for name, y in curves.items()
     )
+    return Plot(
+        id="losses", title=title, kind="lines", x_label="epoch", y_label="loss",
+        series=tuple(Series(label=name, x=epochs, y=y) for name, y in curves.items()),
+        alt=f"{title}: {spans}.",
+    )  # fmt: skip

@@ -1,103 +1,69 @@
 """`mlxstacks stacks analyse`: what the frozen stacks of a store do, in numbers, tables and plots.
 
 The store is only read. Weights are looked at domain by domain, without a model; unless that is all
-that is asked for, the domains' validation rows then go through the base with all stacks on.
+that is asked for, the domains' validation rows then go through the base with all stacks on. They
+are the rows that were held out when the domain was trained: the store has their ids, and the data
+settings of the domain, which say where they come from.
 """
 
-import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib.metadata import version
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from mlxstacks import memory
+import mlx.nn as nn
+
+from mlxstacks import base_model
+from mlxstacks.data import DomainDataSettings, encode_examples, read_domains
 from mlxstacks.errors import InputError
+from mlxstacks.files.base_location import find_base
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.manifest import DomainRecord
-from mlxstacks.files.outputs import check_target, staged_directory, write_json
+from mlxstacks.files.outputs import check_target, staged_directory
 from mlxstacks.files.store import Store
+from mlxstacks.files.store_files import LOG
+from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.packed import FrozenStack
-from mlxstacks.layers.stack_files import SharedPairs, parts_of
+from mlxstacks.layers.stack_files import SharedPairs, parts_of, serve
+from mlxstacks.studies.stack.analysis_report import (
+    ABOUT,
+    MOST_PLOTS,
+    blocks,
+    domain_table,
+    outcome,
+    verdict,
+)
 from mlxstacks.studies.stack.analysis_settings import StacksAnalyseSettings
-from mlxstacks.studies.stack.curves import curves_of
-from mlxstacks.studies.stack.directions import (
+from mlxstacks.studies.stack.data import stored_data
+from mlxstacks.studies.stack.geometry import (
     Directions,
+    Spectrum,
     cosines_json,
     data_directions,
     shares_json,
     spectra_json,
     weights_of,
 )
-from mlxstacks.studies.stack.geometry import Spectrum
-from mlxstacks.studies.stack.passes import Passes, run_prompts
-from mlxstacks.studies.stack.plots import write_plots
-from mlxstacks.studies.stack.prompts import domain_prompts, load_served
 from mlxstacks.studies.stack.report import ordered_matrix
-from mlxstacks.studies.stack.routing import routing_json
+from mlxstacks.studies.stack.routing import Passes, Prompt, routing_json, run_prompts
+from mlxstacks.study.result import Result
+from mlxstacks.study.run_directory import plain
+from mlxstacks.study.write import environment, write_result
+from mlxstacks.training.prepare_base import prepare_base
 
-REPORT = "analysis_report.json"
 # Where an analysis writes and reads, not what it finds.
 _NOT_OF_THE_RESULT = {"force", "save_path"}
+# (round, step) -> validation loss.
+_Curve = dict[tuple[int, int], float]
 
 Progress = Callable[..., None]
 
 
-@dataclass(frozen=True)
-class AnalysisReport:
-    """status: "planned" or "done". Tables are JSON values; None: not measured.
-
-    domains: of the store, in order: stacks, losses, curve, protected directions.
-    """
-
-    status: str
-    store_path: str
-    save_path: str
-    settings: dict[str, Any]
-    domains: list[dict[str, Any]]
-    matrix: dict[str, Any]
-    geometry: dict[str, Any] = field(default_factory=dict)
-    routing: dict[str, Any] | None = None
-    plots: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-    @property
-    def verdict(self) -> str:
-        if self.status == "planned":
-            return "planned only; nothing was looked at."
-        return " ".join(verdict(self.geometry, self.routing))
-
-    def as_json(self) -> dict[str, Any]:
-        digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()
-        device = memory.device()
-        document: dict[str, Any] = {
-            "kind": "stacks analyse",
-            "status": self.status,
-            "store_path": self.store_path,
-            "save_path": self.save_path,
-            "settings": self.settings,
-            "settings_sha256": digest,
-            "device": f"{device.name} ({device.kind})",
-            "versions": {name: version(name) for name in ("mlxstacks", "mlx", "mlx-lm", "numpy")},
-            "domains": self.domains,
-            "matrix": self.matrix,
-        }
-        if self.status != "planned":
-            document |= {
-                "geometry": self.geometry,
-                "routing": self.routing,
-                "plots": self.plots,
-                "seconds": round(self.seconds, 1),
-            }
-        return document | {"notes": self.notes, "verdict": self.verdict}
-
-
 def run(
     settings: StacksAnalyseSettings, *, dry_run: bool = False, progress: Progress | None = None
-) -> AnalysisReport:
-    """Look, and write report and plots to `settings.save_path`.
+) -> Result:
+    """Look, and write result and plots to `settings.save_path`.
 
     Raises: InputError: no store, model or target, or no enabled stack. StoreError: a damaged file,
         another base.
@@ -108,31 +74,40 @@ def run(
         )
     if settings.save_path is None:
         raise InputError("stacks analyse needs save_path")
+    started = time.monotonic()
     target = user_path(settings.save_path)
     store = Store.open(settings.store_path)
     check_target(target, force=settings.force, inputs=[store.path])
     if not store.enabled_stacks():
         raise InputError(f"{store.path}: holds no enabled stack; there is nothing to look at")
-    curves = curves_of(store.path)
     shown = settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
-    domains = [_domain_json(record, curves) for record in store.manifest.domains]
-    matrix = ordered_matrix(store.manifest)
-    about = (str(store.path), str(target), shown, domains, matrix)
+    curves = curves_of(store.path)
+    data: dict[str, Any] = {
+        "store_path": str(store.path),
+        "settings_sha256": json_sha256(shown),
+        "domains": [_domain_json(record, curves) for record in store.manifest.domains],
+        "matrix": ordered_matrix(store.manifest),
+    }
+    planned = Result(
+        **ABOUT, status="planned", settings=shown, data=plain(data), directory=str(target),
+        blocks=(domain_table(data["domains"]),),
+    )  # fmt: skip
     if dry_run:
-        return AnalysisReport("planned", *about)
-    started = time.monotonic()
+        return planned
     notes: list[str] = []
-    found = _look(settings, store, notes, progress)
-    report = AnalysisReport("done", *about, *found, notes=notes)
+    geometry, routing = _look(settings, store, notes, progress)
+    data = plain(data | {"geometry": geometry, "routing": routing})
+    stacks = len(routing["stacks"]) if routing else 0
+    if settings.plots and stacks > MOST_PLOTS:
+        notes.append(f"Plots of experts show the first {MOST_PLOTS} of {stacks} stacks.")
+    result = planned.model_copy(update={
+        "status": "done", "outcome": outcome(geometry), "verdict": verdict(geometry, routing),
+        "environment": environment(time.monotonic() - started), "data": data,
+        "blocks": blocks(data), "notes": tuple(notes),
+    })  # fmt: skip
+    formats = [settings.plot_format] if settings.plots else []
     with staged_directory(target, force=settings.force, inputs=[store.path]) as directory:
-        plots: list[str] = []
-        if settings.plots:
-            plots, said = write_plots(directory, report.as_json(), settings.plot_format)
-            notes += said
-        seconds = time.monotonic() - started
-        report = AnalysisReport("done", *about, *found, plots, notes, seconds)
-        write_json(directory / REPORT, report.as_json())
-    return report
+        return write_result(result, directory, target, formats)
 
 
 def _look(
@@ -171,9 +146,8 @@ def _weights(
         for stack in record.stacks:
             file = store.read_stack(stack)
             stacks[stack.name] = parts_of(file, pairs.of(file.header))
-        found = weights_of(stacks, settings.directions, settings.seed)
-        spectra |= found.spectra
-        directions[record.name] = found.directions
+        of_domain, directions[record.name] = weights_of(stacks, settings.directions, settings.seed)
+        spectra |= of_domain
         if progress:
             progress(number, len(domains), f"weights of {record.name}")
     return spectra, directions
@@ -188,10 +162,60 @@ def _passes(
     if not prompts:
         notes.append("Nothing was measured on data: no domain's rows are to be had.")
         return None
-    found = run_prompts(model, prompts, progress)
+    passes = run_prompts(model, prompts, progress)
     order = [stack.name for stack in store.enabled_stacks()]
-    routing = sorted(found.routing, key=lambda stack: order.index(stack.name))
-    return Passes(found.labels, tuple(routing), found.deltas)
+    routing = sorted(passes.routing, key=lambda stack: order.index(stack.name))
+    return Passes(passes.labels, tuple(routing), passes.deltas)
+
+
+def load_served(
+    settings: StacksAnalyseSettings, store: Store, notes: list[str]
+) -> tuple[nn.Module, Any]:
+    """(model with every enabled stack of the store, tokenizer), the base as training has it.
+
+    Raises: InputError: no model is found. StoreError: it is another base.
+    """
+    try:
+        checkpoint = find_base(store, settings.model, notes)
+    except InputError as error:
+        raise type(error)(f"{error}; --weights-only does without it") from None
+    model, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
+    prepare_base(model, "auto", notes)
+    serve(model, store, base_fingerprint=store.manifest.base_fingerprint)
+    return model, tokenizer
+
+
+def domain_prompts(
+    settings: StacksAnalyseSettings, store: Store, tokenizer: Any, notes: list[str]
+) -> dict[str, list[Prompt]]:
+    """Domain -> token ids of its validation rows, the first `settings.prompts` by row id.
+
+    Domains whose data is not there are left out, and `notes` says why.
+    Raises: InputError: data that is there but cannot be used, or of which held-out rows are gone.
+    """
+    wanted: dict[str, DomainDataSettings] = {}
+    for record in store.manifest.domains:
+        if record.enabled and record.stacks:
+            try:
+                wanted[record.name] = stored_data(store, record, settings.data)
+            except InputError as error:
+                notes.append(f"No prompts of {record.name}: {error}")
+    splits = {
+        record.name: store.read_json(record.split)
+        for record in store.manifest.domains
+        if record.name in wanted and record.split is not None
+    }
+    # All at once: rows may have been moved from one domain to another.
+    read = read_domains(wanted, Path(), tokenizer=tokenizer, stored=splits) if wanted else {}
+    return {
+        name: [
+            row.tokens
+            for row in encode_examples(
+                read[name].validation[: settings.prompts], tokenizer, about, settings.max_seq_length
+            ).rows
+        ]
+        for name, about in wanted.items()
+    }
 
 
 def _domain_json(record: DomainRecord, curves: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,35 +234,44 @@ def _domain_json(record: DomainRecord, curves: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def verdict(geometry: Mapping[str, Any], routing: Mapping[str, Any] | None) -> list[str]:
-    """What the numbers say, a sentence each."""
-    said = []
-    for what in ("weights", "data"):
-        table = geometry.get(what)
-        if table and table["pairs"]:
-            said.append(
-                f"Directions from {what}: domains share a largest cosine of {table['mean']:.3f} on "
-                f"average, random directions {table['mean_chance']:.3f}."
-            )
-    if routing:
-        gates, shares = (_range(routing["stacks"].values(), what) for what in ("gate", "dispatch"))
-        said.append(
-            f"Mean gate {gates[0]:.3f} to {gates[1]:.3f}, dispatch share {shares[0]:.3f} to "
-            f"{shares[1]:.3f}."
-        )
-        points = routing["points"]
-        found = points and points["separation"]
-        if found:
-            said.append(
-                f"A prompt's domain is told from its routing in {100 * found['accuracy']:.0f}% "
-                f"({found['interval']['low'] * 100:.0f} to {found['interval']['high'] * 100:.0f}, "
-                f"chance {100 * found['chance']:.0f}%), from that of random routers in "
-                f"{100 * points['separation_of_random_routers']['accuracy']:.0f}%; silhouette "
-                f"{found['silhouette']:.2f}."
-            )
-    return said or ["Spectra only: one domain, and nothing was measured on data."]
+def curves_of(store: Path) -> dict[str, list[dict[str, Any]]]:
+    """Domain -> [{round, step, validation_loss}], by round and step; empty without a log.
+
+    Lines of other events are passed over, as is what a killed process left half written. Of a round
+    that was trained again the last training counts.
+    """
+    try:
+        lines = (store / LOG).read_bytes().splitlines()
+    except FileNotFoundError:
+        return {}
+    curves: dict[str, _Curve] = {}
+    for line in lines:
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            _take(curves, event)
+    return {
+        domain: [
+            {"round": number, "step": step, "validation_loss": loss}
+            for (number, step), loss in sorted(curve.items())
+        ]
+        for domain, curve in curves.items()
+    }
 
 
-def _range(stacks: Sequence[Any], what: str) -> tuple[float, float]:
-    means = [e["mean"] for stack in stacks for found in stack["on"].values() for e in found[what]]
-    return min(means), max(means)
+def _take(curves: dict[str, _Curve], event: dict[str, Any]) -> None:
+    """One `validation` event; others say nothing of the curve."""
+    domain, number, step, loss = (
+        event.get(key) for key in ("domain", "round", "step", "validation_loss")
+    )
+    if event.get("event") != "validation" or not isinstance(domain, str):
+        return
+    if not isinstance(number, int) or not isinstance(step, int) or not isinstance(loss, float):
+        return
+    curve = curves.setdefault(domain, {})
+    if step == 0:  # trained again: what later steps said before no longer counts
+        for key in [key for key in curve if key >= (number, 0)]:
+            del curve[key]
+    curve[number, step] = loss

@@ -1,14 +1,13 @@
-"""What `mlxstacks stack` reports: its plan, then per domain losses, sizes and directions, and the
-forgetting matrix.
+"""The result of `mlxstacks stack`: its plan, then losses, sizes and directions by domain, and the
+forgetting matrix; and what every command shows of a store.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from importlib.metadata import version
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mlxstacks import memory
+from mlxstacks.command_line import command_line
 from mlxstacks.files.manifest import DomainRecord, Manifest
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.guard.report import GuardReport
@@ -16,82 +15,115 @@ from mlxstacks.memory import bytes_in_words
 from mlxstacks.studies.stack.plan import DomainPlan
 from mlxstacks.studies.stack.setup import StackSetup
 from mlxstacks.studies.train.report import guard_json
+from mlxstacks.study.document import Block, Cell, Column, Plot, Series, Table
+from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain
-from mlxstacks.training.boost import RoundRecord
+from mlxstacks.study.write import environment
+from mlxstacks.training.boost import LAST_ROUND, RoundRecord
 from mlxstacks.training.matrix import rises
 from mlxstacks.training.protect import Bases, protection_report
 from mlxstacks.training.stack_settings import MATRIX_MODES
 
+ABOUT = {
+    "kind": "stack",
+    "title": "Stacks",
+    "question": "What does each domain gain, and what do later ones cost it?",
+}
+MODES = {
+    "ungated": "every stack on",
+    "prefix": "the stacks up to its own",
+    "isolated": "its own stacks alone",
+}
+Domains = Mapping[str, Mapping[str, Any]]
+Matrix = Mapping[str, Mapping[str, Mapping[str, float]]]
 
-@dataclass(frozen=True, slots=True)
-class StackReport:
-    """Result of `stack` or, with `status` "planned", of its dry run.
 
-    status: "trained", or "complete" where the store had every domain already.
-    domains: name -> what is known of it, in the order of the store, with those planned last.
-    matrix: mode -> domain trained last -> domain measured -> loss, rows in order.
+# --- the run --------------------------------------------------------------------------------------
+
+
+def planned_result(setup: StackSetup, target: Path, predicted: GuardReport | None) -> Result:
+    """What a run with this setup would do. data: figures of the plan; `domains`: name -> what is
+    known of it, in the order of the store, with those planned last; `matrix`: mode -> domain
+    trained last -> domain measured -> loss, rows in order.
     """
+    settings, size = setup.settings, setup.size
+    domains: dict[str, Any] = {}
+    if setup.store is not None:
+        for record in setup.store.manifest.domains:
+            domains[record.name] = {"status": "stored", **stored_json(record)}
+    domains |= {plan.name: _planned_domain(plan) for plan in setup.to_train}
+    shown = settings.model_dump(mode="json")
+    data = {
+        "status": "planned",
+        "save_path": str(target),
+        "settings_sha256": json_sha256(shown),
+        "base_model": setup.base_model,
+        "base_fingerprint": setup.base_fingerprint,
+        "base_in_float32": setup.float32_base,
+        "projections": setup.projections(),
+        "modules": len(setup.targets),
+        "layers": sorted({target.layer for target in setup.targets}),
+        "trained_parameters": size.parameters,
+        "trained_bytes": size.trained_bytes,
+        # Adam keeps two numbers for each that is trained.
+        "optimizer_bytes": 2 * size.trained_bytes,
+        "stack_bytes": size.frozen_bytes,
+        "shared_bytes": size.shared_bytes,
+        "to_train": [plan.name for plan in setup.to_train],
+        "guard": None if predicted is None else guard_json(predicted, {}),
+        "writes": [str(target)],
+        "domains": domains,
+        "matrix": ordered_matrix(setup.store.manifest) if setup.store else {},
+    }
+    return Result(
+        **ABOUT, status="planned", settings=shown, data=plain(data), notes=tuple(setup.notes),
+        blocks=(_run_table(data, shown, planned=True), _planned_table(domains)),
+        directory=str(target),
+    )  # fmt: skip
 
-    status: str
-    save_path: str
-    settings: dict[str, Any]
-    plan: dict[str, Any]
-    domains: dict[str, dict[str, Any]]
-    matrix: dict[str, dict[str, dict[str, float]]]
-    notes: list[str]
-    verdict: str = ""
-    figures: dict[str, Any] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        values = plain(
-            {
-                "status": self.status,
-                "save_path": self.save_path,
-                "settings": self.settings,
-                "settings_sha256": json_sha256(self.settings),
-                **self.plan,
-                "domains": self.domains,
-                "matrix": self.matrix,
-                "verdict": self.verdict,
-                **self.figures,
-                "notes": self.notes,
-            }
-        )
-        assert isinstance(values, dict)
-        return values
+def done_result(
+    planned: Result, setup: StackSetup, domains: Domains, seconds: float, processes: int
+) -> Result:
+    """The plan with what came of it. setup: as it is at the end; domains: with what their training
+    said. `status` in data: "trained", or "complete" where the store had every domain already.
+    """
+    assert setup.store is not None
+    manifest = setup.store.manifest
+    known = {
+        record.name: {**domains.get(record.name, {}), **stored_json(record)}
+        for record in manifest.domains
+    }
+    trained = any(domain.get("status") == "trained" for domain in known.values())
+    data = plain({
+        **planned.data,
+        "status": "trained" if trained else "complete",
+        "domains": known,
+        "matrix": ordered_matrix(manifest),
+        "processes": processes,
+    })  # fmt: skip
+    nothing = [] if trained else ["Nothing was trained: the store has every domain."]
+    where = environment(seconds)
+    return planned.model_copy(update={
+        "status": "done",
+        "outcome": outcome(manifest),
+        "verdict": verdict(manifest),
+        "environment": where.model_copy(update={"peak_bytes": memory.counters().peak_bytes}),
+        "data": data,
+        "blocks": (
+            _run_table(data, planned.settings, planned=False), domain_table(known),
+            *matrix_blocks(data["matrix"]),
+        ),
+        "notes": (*dict.fromkeys([*setup.notes, *nothing]), *_next_steps(planned, manifest)),
+    })  # fmt: skip
 
-    def with_details(self, name: str, details: Mapping[str, Any]) -> "StackReport":
-        """The report with more about one domain."""
-        known = {**self.domains.get(name, {"name": name}), **details}
-        return replace(self, domains={**self.domains, name: known})
 
-    def after(self, setup: StackSetup, seconds: float, processes: int) -> "StackReport":
-        """The plan with what came of it. setup: as it is at the end."""
-        assert setup.store is not None
-        manifest = setup.store.manifest
-        domains = {
-            record.name: {**self.domains.get(record.name, {}), **stored_json(record)}
-            for record in manifest.domains
-        }
-        trained = any(one.get("status") == "trained" for one in domains.values())
-        matrix = ordered_matrix(manifest)
-        device = memory.device()
-        figures = {
-            "seconds": round(seconds, 3),
-            "processes": processes,
-            "peak_bytes": memory.counters().peak_bytes,
-            "device": f"{device.name} ({device.kind})",
-            "versions": {name: version(name) for name in ("mlxstacks", "mlx", "mlx-lm", "numpy")},
-        }
-        return replace(
-            self,
-            status="trained" if trained else "complete",
-            domains=domains,
-            matrix=matrix,
-            notes=list(dict.fromkeys(setup.notes)),
-            verdict=verdict(manifest),
-            figures=figures,
-        )
+def _next_steps(planned: Result, manifest: Manifest) -> Iterator[str]:
+    store = planned.data["save_path"]
+    yield f"See also: `{command_line('mlxstacks stacks list', store)}`"
+    if any(domain.stacks for domain in manifest.domains):
+        options = {"ungated": True, "model": planned.settings["model"], "store_path": store}
+        yield f"Try it: `{command_line('mlxstacks chat', **options)}`"
 
 
 def round_details(
@@ -102,12 +134,10 @@ def round_details(
     resumed_from: int | None,
 ) -> dict[str, Any]:
     """What the training of a domain says beside its record in the store."""
-    places = len(setup.targets)
     balances = [
-        record["balance_loss"] / places
-        for one in records
-        for record in one.history[-1:]
-        if "balance_loss" in record
+        record.history[-1]["balance_loss"] / len(setup.targets)
+        for record in records
+        if record.history and "balance_loss" in record.history[-1]
     ]
     return {
         "status": "trained",
@@ -141,41 +171,8 @@ def stored_json(record: DomainRecord) -> dict[str, Any]:
     }
 
 
-def planned(setup: StackSetup, target: Path, predicted: GuardReport | None) -> StackReport:
-    """What a run with this setup would do."""
-    settings, size = setup.settings, setup.size
-    domains: dict[str, dict[str, Any]] = {}
-    if setup.store is not None:
-        for record in setup.store.manifest.domains:
-            domains[record.name] = {"status": "stored", **stored_json(record)}
-    for plan in setup.to_train:
-        domains[plan.name] = _planned_domain(plan)
-    details = {
-        "base_model": setup.base_model,
-        "base_fingerprint": setup.base_fingerprint,
-        "base_in_float32": setup.float32_base,
-        "projections": setup.projections(),
-        "modules": len(setup.targets),
-        "layers": sorted({target.layer for target in setup.targets}),
-        "trained_parameters": size.parameters,
-        "trained_bytes": size.trained_bytes,
-        # Adam keeps two numbers for each that is trained.
-        "optimizer_bytes": 2 * size.trained_bytes,
-        "stack_bytes": size.frozen_bytes,
-        "shared_bytes": size.shared_bytes,
-        "to_train": [plan.name for plan in setup.to_train],
-        "guard": None if predicted is None else guard_json(predicted, {}),
-        "writes": [str(target)],
-    }  # fmt: skip
-    matrix = ordered_matrix(setup.store.manifest) if setup.store else {}
-    return StackReport(
-        "planned", str(target), settings.model_dump(mode="json"), details, domains, matrix,
-        setup.notes,
-    )  # fmt: skip
-
-
 def _planned_domain(plan: DomainPlan) -> dict[str, Any]:
-    rows, order = plan.rows, plan.round_plan(1)
+    rows = plan.rows
     return {
         "name": plan.name,
         "status": "planned",
@@ -186,9 +183,137 @@ def _planned_domain(plan: DomainPlan) -> dict[str, Any]:
         "validation_rows": len(rows.data.validation),
         "validation_rows_evaluated": rows.evaluated,
         "widths_tokens": list(plan.widths),
-        "padding_percent": round(100 * order.padding_share(), 1),
+        "padding_percent": round(100 * plan.round_plan(1).padding_share(), 1),
         "data": rows.report(),
     }
+
+
+# --- tables and plots -----------------------------------------------------------------------------
+
+
+def _run_table(data: Mapping[str, Any], settings: Mapping[str, Any], *, planned: bool) -> Table:
+    stack, layers = settings["stack"], data["layers"]
+    kinds = ", ".join(
+        f"{name} x{count}" if count > 1 else name for name, count in data["projections"].items()
+    )
+    where = f"{len(layers)} layers" if len(layers) > 8 else f"layers {', '.join(map(str, layers))}"
+    top = min(stack["experts_per_token"], stack["num_experts"])
+    frozen = bytes_in_words(data["stack_bytes"])
+    rows: list[tuple[Cell, ...]] = [
+        ("base", f"{data['base_model']}{' in float32' if data['base_in_float32'] else ''}"),
+        ("projections", f"{data['modules']} in {where}: {kinds}"),
+        ("a stack", f"{stack['num_experts']} experts of rank {stack['rank']}, {top} a token"),
+        ("its size", f"{data['trained_parameters']:,} parameters, {frozen} frozen"),
+    ]
+    if planned:
+        trained, optimizer = (bytes_in_words(data[f"{n}_bytes"]) for n in ("trained", "optimizer"))
+        rows.append(("training", f"stack {trained}, optimizer {optimizer}"))
+        if data["guard"]:
+            parts = data["guard"]["parts_bytes"]
+            rows += [("memory", _sum_of(parts)), ("guard", data["guard"]["verdict"])]
+    return Table(
+        id="run", title="Run", columns=(Column(name="of the run"), Column(name="is")),
+        rows=tuple(rows),
+    )  # fmt: skip
+
+
+def _sum_of(parts: Mapping[str, int | None]) -> str:
+    """`weights 15.2 GB + adapter 408 MB = 15.6 GB`; no sum where one of them is unknown."""
+    known = [nbytes for nbytes in parts.values() if nbytes is not None]
+    total = f" = {bytes_in_words(sum(known))}" if len(known) == len(parts) else ""
+    return (
+        " + ".join(
+            f"{name} {'unknown' if nbytes is None else bytes_in_words(nbytes)}"
+            for name, nbytes in parts.items()
+            if nbytes != 0
+        )
+        + total
+    )
+
+
+def _planned_table(domains: Domains) -> Table:
+    rows = tuple(
+        (name, "to train", domain["train_rows"], domain["validation_rows"],
+         domain["rounds_planned"], domain["steps_per_round"])
+        if domain["status"] == "planned"
+        else (name, "in the store", None, None, len(domain["stacks"]), None)
+        for name, domain in domains.items()
+    )  # fmt: skip
+    return Table(
+        id="domains", title="Domains", rows=rows,
+        columns=(
+            Column(name="domain"), Column(name="where"), Column(name="rows", kind="count"),
+            Column(name="validation", kind="count"), Column(name="stacks, at most", kind="count"),
+            Column(name="steps each", kind="count"),
+        ),
+    )  # fmt: skip
+
+
+def domain_table(domains: Domains) -> Table:
+    """What a store says of its domains, and how their training ended where that is known."""
+    rows = tuple(_domain_row(name, domain) for name, domain in domains.items())
+    columns = (
+        Column(name="domain"), Column(name="served"), Column(name="stacks", kind="count"),
+        Column(name="parameters", kind="count"), Column(name="size", kind="bytes"),
+        Column(name="losses"), Column(name="energy", kind="share", digits=0),
+        Column(name="protected", kind="share", digits=0), Column(name="ended early"),
+    )  # fmt: skip
+    # of directions and early ends only where there are some
+    kept = [place for place in range(9) if place < 6 or any(row[place] is not None for row in rows)]
+    energy = "; energy: of what earlier stacks write, so much lies in the protected directions"
+    return Table(
+        id="domains", title="Domains, in the order of training",
+        columns=tuple(columns[place] for place in kept),
+        rows=tuple(tuple(row[place] for place in kept) for row in rows),
+        caption=f"Validation losses in nats a token{energy if 6 in kept else ''}.",
+    )  # fmt: skip
+
+
+def _domain_row(name: str, domain: Mapping[str, Any]) -> tuple[Cell, ...]:
+    protected, rounds = domain.get("protected") or {}, domain.get("rounds") or [{}]
+    ended = rounds[-1].get("last")
+    return (
+        name, domain["enabled"], len(domain["stacks"]), domain["parameters"], domain["bytes"],
+        " ".join(f"{loss:.4f}" for loss in domain["losses"]) or None,
+        protected.get("captured_energy_mean"), protected.get("capacity_used_highest"),
+        None if ended == LAST_ROUND else ended,
+    )  # fmt: skip
+
+
+def matrix_blocks(matrix: Matrix) -> tuple[Block, ...]:
+    """A heat map and a table for each mode that was measured."""
+    return tuple(
+        block for mode, rows in matrix.items() if rows for block in _mode_blocks(mode, rows)
+    )
+
+
+def _mode_blocks(mode: str, rows: Mapping[str, Mapping[str, float]]) -> tuple[Plot, Table]:
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    title = f"Losses, {mode}: {MODES[mode]}"
+    at_end = ", ".join(f"{name} {loss:.4g}" for name, loss in list(rows.values())[-1].items())
+    plot = Plot(
+        id=f"matrix-{mode}", title=title, kind="heat map", categories=tuple(columns),
+        series=tuple(
+            Series(label=name, y=tuple(row.get(column) for column in columns))
+            for name, row in rows.items()
+        ),
+        x_label="domain measured", y_label="domain trained last", unit="loss, nats a token",
+        alt=f"{title}. Rows: the domain trained last; columns: the domain measured. At the end "
+        f"{at_end}.",
+    )  # fmt: skip
+    table = Table(
+        id=f"losses-{mode}", title=title,
+        columns=(
+            Column(name="trained last"),
+            *(Column(name=f"of {column}", kind="number", digits=4) for column in columns),
+        ),
+        rows=tuple((name, *(row.get(column) for column in columns)) for name, row in rows.items()),
+        caption="Validation loss of each domain, nats a token.",
+    )  # fmt: skip
+    return plot, table
+
+
+# --- the matrix in words --------------------------------------------------------------------------
 
 
 def ordered_matrix(manifest: Manifest) -> dict[str, dict[str, dict[str, float]]]:
@@ -205,6 +330,13 @@ def ordered_matrix(manifest: Manifest) -> dict[str, dict[str, dict[str, float]]]
     }
 
 
+def outcome(manifest: Manifest) -> str:
+    words = f"{_count(len(manifest.domains), 'domain')}, {_count(len(manifest.stacks), 'stack')}"
+    moved = _moved(ordered_matrix(manifest).get("ungated", {}))
+    worst = max(moved, key=lambda name: moved[name], default=None)
+    return words if worst is None else f"{words}, {worst} {moved[worst]:+.3f} ungated"
+
+
 def verdict(manifest: Manifest) -> str:
     """The matrix in words."""
     matrix = ordered_matrix(manifest)
@@ -215,32 +347,40 @@ def verdict(manifest: Manifest) -> str:
     nothing = [d.name for d in manifest.domains if d.enabled and not d.stacks]
     if nothing:
         words.append(f"Training gained nothing for {', '.join(nothing)}: no stack was kept.")
-    moved = {name: by for name, by in rises(matrix.get("prefix", {})).items() if by != 0}
-    if len(matrix.get("prefix", {})) > 1:
+    prefix = matrix.get("prefix", {})
+    moved = [name for name, rise in rises(prefix).items() if rise != 0]
+    if len(prefix) > 1:
         words.append(
             "With the stacks up to its own, every domain's loss is what it was, to the last bit."
             if not moved
             else f"With the stacks up to its own, the loss of {', '.join(moved)} changed: a stack "
             "before it was taken out, or another device measured it."
         )
-    words += _forgotten(matrix.get("ungated", {}))
-    return " ".join(words)
+    ungated = matrix.get("ungated", {})
+    return " ".join([*words, *_forgotten(_moved(ungated), ungated)])
 
 
-def _forgotten(ungated: Mapping[str, Mapping[str, float]]) -> list[str]:
+def _moved(ungated: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """How much the loss of each domain but the last rose since its own training."""
     last = list(ungated)[-1] if ungated else ""
-    older = {name: by for name, by in rises(ungated).items() if name != last}
-    if not older:
-        return []
-    worst = max(older, key=lambda name: older[name])
-    mean = sum(older.values()) / len(older)
-    if older[worst] <= 0:
-        return [f"With every stack on, no earlier domain lost anything (mean {mean:+.4f})."]
-    words = (
+    return {name: rise for name, rise in rises(ungated).items() if name != last}
+
+
+def _forgotten(
+    moved: Mapping[str, float], ungated: Mapping[str, Mapping[str, float]]
+) -> Iterator[str]:
+    if not moved:
+        return
+    worst = max(moved, key=lambda name: moved[name])
+    mean = sum(moved.values()) / len(moved)
+    if moved[worst] <= 0:
+        yield f"With every stack on, no earlier domain lost anything (mean {mean:+.4f})."
+        return
+    at_end = list(ungated.values())[-1][worst]
+    yield (
         f"With every stack on, earlier domains moved by {mean:+.4f} on average; {worst} lost most, "
-        f"{older[worst]:+.4f} to {ungated[last][worst]:.4f}."
+        f"{moved[worst]:+.4f} to {at_end:.4f}."
     )
-    return [words]
 
 
 def _count(count: int, what: str) -> str:

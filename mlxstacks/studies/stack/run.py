@@ -18,37 +18,33 @@ from mlxstacks import base_model
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.checkpoint import check_unchanged
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.outputs import write_json
 from mlxstacks.files.store import Store
-from mlxstacks.files.store_files import REPORT
+from mlxstacks.files.store_files import MANIFEST
 from mlxstacks.layers.selection import ungated
 from mlxstacks.layers.stacked import set_mode
 from mlxstacks.studies.guarded import compiles
-from mlxstacks.studies.stack.commit import commit_domain, hand_over_log
-from mlxstacks.studies.stack.guard import guarded
-from mlxstacks.studies.stack.keeper import RoundKeeper
-from mlxstacks.studies.stack.place import (
-    begins_anew,
-    check_store_place,
-    open_store,
-    read_report,
-)
+from mlxstacks.studies.stack.checkpoint import RoundKeeper, commit_domain, hand_over_log
 from mlxstacks.studies.stack.plan import DomainPlan
-from mlxstacks.studies.stack.report import (
-    StackReport,
-    planned,
-    round_details,
-)
+from mlxstacks.studies.stack.report import done_result, planned_result, round_details
 from mlxstacks.studies.stack.setup import (
     StackSetup,
+    guarded,
     set_up,
     stored_prefix,
     with_other_company,
     with_trained,
 )
-from mlxstacks.studies.stack.work import StackWork
+from mlxstacks.studies.stack.work import (
+    StackWork,
+    begins_anew,
+    check_store_place,
+    open_store,
+    read_report,
+)
 from mlxstacks.studies.train.run import set_wired_limit, silence_stdout
 from mlxstacks.studies.train.setup import steps_of
+from mlxstacks.study.result import Result
+from mlxstacks.study.write import write_result
 from mlxstacks.training.boost import DomainJob
 from mlxstacks.training.checkpointing import checkpoint_layers
 from mlxstacks.training.continual import DomainResult, arrival_problems, stages, train_domain
@@ -64,7 +60,7 @@ Progress = Callable[..., None]
 
 def run(
     settings: StackRunSettings, *, dry_run: bool = False, progress: Progress | None = None
-) -> StackReport:
+) -> Result:
     """Train the domains that the store at `settings.save_path` does not have yet.
 
     Under `mlx.launch` each process takes its part of every batch; the first one writes and speaks.
@@ -84,12 +80,12 @@ def run(
     setup = set_up(settings, store)
     group = current_group()
     predicted = guarded(setup, size_and_rank(group)[0], plan_only=dry_run)
-    report = planned(setup, target, predicted)
+    planned = planned_result(setup, target, predicted)
     if dry_run:
-        return report
+        return planned
     with ExitStack() as stack:
         stack.callback(base_model.install_gated_delta())
-        return _StackRun(setup, target, report, progress, group, stack).run()
+        return _StackRun(setup, target, planned, progress, group, stack).run()
 
 
 class _StackRun:
@@ -97,12 +93,13 @@ class _StackRun:
         self,
         setup: StackSetup,
         target: Path,
-        report: StackReport,
+        planned: Result,
         progress: Progress | None,
         group: mx.distributed.Group | None,
         stack: ExitStack,
     ) -> None:
-        self.setup, self.target, self.report = setup, target, report
+        self.setup, self.target, self.planned = setup, target, planned
+        self.domains: dict[str, dict[str, Any]] = dict(planned.data["domains"])
         self.settings, self.model = setup.settings, setup.model
         self.group = group
         self.is_main = size_and_rank(group)[1] == 0
@@ -120,7 +117,7 @@ class _StackRun:
         self.started = time.monotonic()
         self.domains_done, self.domains_all = 0, max(1, len(setup.to_train))
 
-    def run(self) -> StackReport:
+    def run(self) -> Result:
         work = StackWork(self.target, read_only=not self.is_main)
         try:
             if self.is_main:
@@ -131,19 +128,20 @@ class _StackRun:
             expected = self._arrive() if self.setup.to_train else {}
             while self.setup.to_train:
                 plan = self.setup.to_train[0]
-                result = self._domain(work, plan, expected)
-                expected[plan.name] = result.prefix_loss
+                expected[plan.name] = self._domain(work, plan, expected).prefix_loss
                 wait_for_all(self.group)
-            report = self.report.after(
-                self.setup, time.monotonic() - self.started, size_and_rank(self.group)[0]
-            )
+            result = done_result(
+                self.planned, self.setup, self.domains, time.monotonic() - self.started,
+                size_and_rank(self.group)[0],
+            )  # fmt: skip
             if self.is_main:
-                write_json(self.target / REPORT, report.as_json())
+                manifest = self.target / MANIFEST
+                result = write_result(result, self.target, self.target, made_from=[manifest])
                 work.clear()
                 work.set_anew(None)
                 work.set_details(None)
             wait_for_all(self.group)
-            return report
+            return result
         finally:
             work.close()
 
@@ -169,7 +167,7 @@ class _StackRun:
         """Every process has to see the work of the first one, and later its store."""
         seen = gathered(int(work.path.is_dir()), self.group)
         if not all(seen):
-            blind = ", ".join(str(rank) for rank, there in enumerate(seen) if not there)
+            blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
             raise InputError(
                 f"{work.path}: processes {blind} do not see it; put save_path where every process "
                 "reads and the first one writes"
@@ -180,10 +178,10 @@ class _StackRun:
         the report of an earlier one.
         """
         earlier = read_report(self.target) | work.details
-        for name, known in self.report.domains.items():
-            found = earlier.get(name)
-            if found and known["status"] == "stored" and _same_losses(found, known):
-                self.report = self.report.with_details(name, {**found, "status": "stored"})
+        for name, known in self.domains.items():
+            details = earlier.get(name)
+            if details and known["status"] == "stored" and _same_losses(details, known):
+                known.update({**details, "status": "stored"})
 
     def _arrive(self) -> Row:
         """Prefix losses of the store's domains as this process measures them: from here on they
@@ -244,7 +242,7 @@ class _StackRun:
         details = round_details(
             result.records, bases, self.setup, time.monotonic() - start, keeper.resumed_from
         )
-        self.report = self.report.with_details(plan.name, details)
+        self.domains[plan.name] |= details
         if self.is_main:
             work.set_details({**work.details, plan.name: details})
             commit_domain(self.setup, self.target, work, plan, result, bases)
@@ -273,7 +271,7 @@ class _StackRun:
     def _bases(self, work: StackWork, plan: DomainPlan) -> Bases:
         """The directions to keep out of, from the work directory or found now."""
         settings = self.settings.null_space
-        if settings is None or not any(one.stacks for one in self.setup.served):
+        if settings is None or not any(served.stacks for served in self.setup.served):
             return {}
         if self.is_main and work.bases() is None:
             self._say(0, f"directions to keep out of for {plan.name}")
@@ -336,5 +334,6 @@ class _StackRun:
 
 
 def _same_losses(details: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
-    kept = [one["loss_after"] for one in details.get("rounds", []) if one.get("kept")]
+    rounds = details.get("rounds", [])
+    kept = [record["loss_after"] for record in rounds if record.get("kept")]
     return kept == stored["losses"][1:]

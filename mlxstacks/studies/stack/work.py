@@ -8,7 +8,8 @@
     log.jsonl                 one JSON object a line
     anew.json, details.json   of the whole run: see `anew` and `details`
 
-When the domain is done the store takes all of it in one change, and these files go.
+When the domain is done the store takes all of it in one change, and these files go. Below: which
+store that is, a new one, one to go on with, or one to replace.
 """
 
 import json
@@ -22,10 +23,10 @@ import filelock
 import mlx.core as mx
 import numpy as np
 
-from mlxstacks.errors import InputError, StoreError
-from mlxstacks.files.disk import target_errors
-from mlxstacks.files.mark import MARK, entries
-from mlxstacks.files.outputs import release_lock, write_json
+from mlxstacks.errors import InputError, StoreError, TargetError
+from mlxstacks.files.disk import target_errors, user_path
+from mlxstacks.files.mark import MARK, entries, refuse_built_in
+from mlxstacks.files.outputs import check_target, release_lock, write_json
 from mlxstacks.files.stack_file import (
     StackFile,
     read_arrays,
@@ -34,6 +35,8 @@ from mlxstacks.files.stack_file import (
     write_stack,
 )
 from mlxstacks.files.stack_header import StackHeader
+from mlxstacks.files.store import Store
+from mlxstacks.files.store_files import FORMER_REPORT, MANIFEST, RESULT, own_entries
 from mlxstacks.layers.nullspace import NullBasis
 from mlxstacks.study.run_directory import (
     claim_work,
@@ -43,6 +46,7 @@ from mlxstacks.study.run_directory import (
     work_path,
 )
 from mlxstacks.training.boost import RoundRecord
+from mlxstacks.training.stack_settings import StackRunSettings
 
 RUN, ROUNDS, LOG = "run.json", "rounds.json", "log.jsonl"
 # About the whole run, not the domain under way.
@@ -263,3 +267,63 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+# --- the store ------------------------------------------------------------------------------------
+
+
+def check_store_place(target: Path, settings: StackRunSettings) -> None:
+    """Raises: TargetError where no store can be: a file, other people's files, not writable."""
+    inputs = [user_path(path) for path in (settings.model, settings.data) if path]
+    inputs = [path for path in inputs if path.exists()]
+    try:
+        there = target.is_dir() and any(target.iterdir())
+    except (OSError, ValueError) as error:  # too long; not ours to read; a NUL in the name
+        raise TargetError(
+            f"{str(target)[:200]!a}: not a usable target: {error.args[-1]}; choose another path"
+        ) from None
+    refuse_built_in(target)
+    if there and not _is_store(target):
+        names = ", ".join(sorted(path.name for path in target.iterdir())[:3])
+        raise TargetError(
+            f"{target}: holds {names}, but no store (no manifest.json); choose another save path"
+        )
+    anew = begins_anew(target, settings)
+    # A store is gone on with: it may be there.
+    if there and not anew and not (target / MANIFEST).exists():
+        Store.open(target)
+    check_target(target, force=anew, inputs=inputs, owned=own_entries, extends=not anew)
+    if there and not os.access(target, os.W_OK | os.X_OK):
+        raise TargetError(f"{target}: not writable; choose another save path")
+
+
+def _is_store(target: Path) -> bool:
+    return (target / MANIFEST).exists() or (target / "stacks").is_dir()
+
+
+def begins_anew(target: Path, settings: StackRunSettings) -> bool:
+    """Whether a store that is there is to be replaced: --force, and not done by a run that was
+    stopped since.
+    """
+    state = StackWork(target, read_only=True).anew
+    if state == "pending" and not settings.force and settings.resume:
+        raise InputError(
+            f"{target}: a run with --force that would replace this store is unfinished; --force "
+            "goes on with it, --no-resume forgets it"
+        )
+    return settings.force and not (state == "done" and settings.resume)
+
+
+def open_store(target: Path) -> Store | None:
+    """The store to go on with; None where there is none. Raises: StoreError where it is damaged."""
+    return Store.open(target) if target.is_dir() and any(target.iterdir()) else None
+
+
+def read_report(target: Path) -> dict[str, Any]:
+    """Domain -> what the last run's result in a store says of it; nothing where there is none."""
+    for name in (RESULT, FORMER_REPORT):
+        document = _read(target / name) or {}
+        domains = document.get("data", document).get("domains")
+        if isinstance(domains, dict):
+            return domains
+    return {}

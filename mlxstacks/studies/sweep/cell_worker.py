@@ -6,12 +6,23 @@ What is trained already (its directory is there, so it is whole) is only measure
 """
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from mlxstacks.errors import InputError, ResourceLimitError
-from mlxstacks.studies.sweep.survival import measure_survival
+from mlxstacks.files.checkpoint import open_checkpoint
+from mlxstacks.fuse.blocks import Decision
+from mlxstacks.fuse.decide import decide
+from mlxstacks.fuse.fidelity import Sums, fidelity
+from mlxstacks.fuse.gather import gather_modules
+from mlxstacks.fuse.module import Module
+from mlxstacks.fuse.report import total_fidelity
+from mlxstacks.fuse.rewrite import ModuleWork, measure_module
+from mlxstacks.fuse.settings import FuseSettings, PolicyName
+from mlxstacks.fuse.summary import tensor_bytes
 from mlxstacks.studies.train.run import run
 from mlxstacks.study.buffer_counter import counter
 from mlxstacks.study.child_process import Message, as_child
@@ -27,6 +38,7 @@ _FIGURES = (
     "validation", "history",
 )  # fmt: skip
 
+_MOST_WORKERS = 8
 # `[metal::malloc]` and its kind, what Metal says of a command buffer, what CUDA says.
 _NO_MEMORY = ("malloc", "insufficient memory", "out of memory")
 
@@ -51,10 +63,9 @@ def work(specification: Message, send: Callable[[Message], None]) -> Message:
     report = json.loads((target / RESULT).read_text(encoding="utf-8"))["data"]
     figures = {name: report.get(name) for name in _FIGURES}
     figures |= {"last_validation_loss": _last(report), "measured_buffers": buffers}
-    found = measure_survival(
+    survival = measure_survival(
         Path(str(settings.model)), target, specification["policies"], settings.seed
     )
-    survival = {one.policy: one.as_json() for one in found}
     return {"status": "trained", "figures": figures, "survival": survival}
 
 
@@ -78,6 +89,44 @@ def _train(settings: TrainSettings, send: Callable[[Message], None]) -> int | No
 
     run(settings, progress=on_step)
     return max(peaks[1:], default=None)
+
+
+def measure_survival(
+    model: Path, adapter: Path, policies: Sequence[PolicyName], seed: int = 0
+) -> dict[str, dict[str, Any]]:
+    """What of an adapter each way of fusing would keep, by policy: the figures that a fuse would
+    report, of all modules together and by module, and the bytes that the model would grow by.
+    Measured on all weights; nothing is written.
+
+    Law: equal to the totals of its report, for any number of workers.
+    Raises: InputError when the adapter does not fit the model.
+    """
+    return {policy: _survival(model, adapter, policy, seed) for policy in policies}
+
+
+def _survival(model: Path, adapter: Path, policy: PolicyName, seed: int) -> dict[str, Any]:
+    settings = FuseSettings(
+        model=str(model), adapter_path=(str(adapter),), requant=policy, seed=seed
+    )
+    checkpoint = open_checkpoint(model)
+    modules, _ = gather_modules(checkpoint, settings)
+    workers = max(1, min(os.cpu_count() or 1, _MOST_WORKERS))
+    sums: dict[str, Sums] = {}
+    extra = 0
+    with ThreadPoolExecutor(workers) as pool:
+
+        def all_rows(module: Module, decisions: dict[int, Decision]) -> dict[int, Sums]:
+            return measure_module(ModuleWork(module, decisions), pool, workers, seed)
+
+        for module in modules:
+            choice = decide(module, settings, all_rows)
+            [stage] = choice.decisions
+            sums[module.path] = all_rows(module, choice.decisions)[stage]
+            after = tensor_bytes(module, choice.decisions[stage].bits)
+            extra += after - sum(info.nbytes for info in module.tensors())
+    modules_json = {path: fidelity(each).as_json() for path, each in sums.items()}
+    total = total_fidelity(list(sums.values())).as_json()
+    return {"policy": policy, **total, "extra_bytes": extra, "modules": modules_json}
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ class CellResult:
     """What is kept of a cell, in `NAME.json` beside its directory.
 
     identity: all that its weights depend on. guard: the prediction, and what it led to. figures:
-    losses, time, bytes and buffers of the run. survival: by policy, as `Survival.as_json`.
+    losses, time, bytes and buffers of the run. survival: by policy, see cell_worker.py.
     """
 
     cell: Cell
@@ -102,19 +102,9 @@ class CellResult:
     def as_json(self) -> dict[str, Any]:
         return {"name": self.cell.name, **asdict(self)}
 
-    def figure(self, name: str) -> float | None:
-        return self.figures.get(name)
-
-    def survived(self, policy: str, name: str = "survival") -> float | None:
-        return self.survival.get(policy, {}).get(name)
-
-
-def result_path(directory: Path, cell: Cell) -> Path:
-    return directory / f"{cell.name}.json"
-
 
 def write_result(directory: Path, result: CellResult) -> None:
-    write_json(result_path(directory, result.cell), result.as_json())
+    write_json(directory / f"{result.cell.name}.json", result.as_json())
 
 
 def read_result(path: Path) -> CellResult:

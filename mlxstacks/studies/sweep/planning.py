@@ -1,11 +1,13 @@
-"""Before a cell runs: does it fit the model and the data, and does the guard let it pass?"""
+"""Before a cell runs: does it fit model and data, does the guard pass it, how long will it take?"""
 
 import json
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks.errors import InputError
@@ -13,11 +15,13 @@ from mlxstacks.files.hub import resolve_model
 from mlxstacks.guard.report import GuardReport
 from mlxstacks.layers.adapted import AdaptedLayer, projection_dims
 from mlxstacks.studies.guarded import verdict
-from mlxstacks.studies.sweep.cells import Cell, train_settings
+from mlxstacks.studies.sweep.cells import Cell, CellResult, train_settings
 from mlxstacks.studies.sweep.settings import SweepSettings
 from mlxstacks.studies.train.setup import TrainSetup, set_up
 from mlxstacks.training.settings import TrainSettings
 
+# Forward, and backward through the activations; the frozen base needs no gradient of its own.
+_PASSES = 2
 BaseAt = Callable[[int | None], str]
 """Bits (None: as it is) -> model directory or hub id."""
 
@@ -115,3 +119,49 @@ def _active_weights(model: nn.Module) -> int:
             copies = chosen if dims.base_experts else 1
             total += copies * dims.input_dims * dims.output_dims
     return total
+
+
+class Forecast:
+    """Time from what a token took in the cells that are trained; where none is, the least that the
+    products of a run take at the speed of a square one here.
+    """
+
+    def __init__(self, trained: Sequence[CellResult], plans: Mapping[Cell, CellPlan]) -> None:
+        # The seconds of a resumed run are those of its last part.
+        whole = [result for result in trained if not result.figures.get("resumed_from_step")]
+        seconds = sum(result.figures.get("seconds") or 0.0 for result in whole)
+        tokens = sum(plans[result.cell].tokens for result in whole)
+        self.seconds_per_token = seconds / tokens if tokens else None
+        self.speed = multiplications_per_second() if self.seconds_per_token is None else None
+
+    def cell(self, plan: CellPlan, report: GuardReport, status: str) -> dict[str, Any]:
+        """A line of --dry-run. status: "planned", or that of a result that is there already.
+
+        seconds: expected, after the finished cells of this sweep; least_seconds: what its
+        arithmetic takes at the speed of this machine's matrix product, where nothing has run yet.
+        """
+        cell = plan.cell
+        expected = least = None
+        if self.seconds_per_token is not None:
+            expected = round(self.seconds_per_token * plan.tokens, 1)
+        if self.speed is not None:
+            least = round(_PASSES * plan.tokens * plan.active_weights / self.speed, 1)
+        return {
+            "name": cell.name, "rank": cell.rank, "seed": cell.seed, "status": status,
+            "parameters": plan.parameters, "predicted_buffers": report.buffers,
+            "predicted_bytes": report.nbytes.total, "outcome": report.outcome,
+            "verdict": report.verdict, "seconds": expected, "least_seconds": least,
+            "layers": cell.layers, "projections": cell.projections, "bits": cell.bits,
+        }  # fmt: skip
+
+
+def multiplications_per_second(size: int = 1024) -> float:
+    """Of a square float32 product on the default device: the best of three."""
+    a = mx.ones((size, size))
+    mx.eval(a)
+    best = 0.0
+    for _ in range(3):
+        start = time.perf_counter()
+        mx.eval(a @ a)
+        best = max(best, size**3 / (time.perf_counter() - start))
+    return best

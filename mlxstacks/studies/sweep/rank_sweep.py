@@ -12,15 +12,14 @@ on: finished cells are kept as they are, the one under way continues from its la
 
 import json
 import shutil
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from mlxstacks.data import train_data_paths
 from mlxstacks.errors import InputError
-from mlxstacks.files.disk import user_path
-from mlxstacks.files.outputs import check_target, clone_or_link, staged_directory, write_json
+from mlxstacks.files.outputs import clone_or_link
 from mlxstacks.guard.report import GuardReport
 from mlxstacks.studies.guarded import limit_is_assumed, train_change
 from mlxstacks.studies.sweep.cells import (
@@ -30,17 +29,18 @@ from mlxstacks.studies.sweep.cells import (
     read_results,
     write_result,
 )
-from mlxstacks.studies.sweep.forecast import Forecast
-from mlxstacks.studies.sweep.planning import BaseAt, CellPlan, Planner
-from mlxstacks.studies.sweep.plots import write_plots
-from mlxstacks.studies.sweep.report import SweepReport, report_of, shown_settings
+from mlxstacks.studies.sweep.planning import BaseAt, CellPlan, Forecast, Planner
+from mlxstacks.studies.sweep.report import ABOUT, concluded, plan_table
 from mlxstacks.studies.sweep.settings import SweepSettings
 from mlxstacks.studies.train.report import guard_json
 from mlxstacks.study.buffer_counter import preload
 from mlxstacks.study.child_process import Message, how_it_ended, run_child
-from mlxstacks.study.run_directory import LOG, RunDirectory, what_differs, work_path
+from mlxstacks.study.engine import Step, Study, run_study
+from mlxstacks.study.render.figures import FORMATS
+from mlxstacks.study.result import Result
+from mlxstacks.study.run_directory import LOG, what_differs, work_path
 
-REPORT, CELLS = "sweep_report.json", "cells"
+CELLS = "cells"
 WORKER = "mlxstacks.studies.sweep.cell_worker"
 _ADOPTING = ".adopting"
 Progress = Callable[..., None]
@@ -52,7 +52,7 @@ def run(
     base_at: BaseAt | None = None,
     dry_run: bool = False,
     progress: Progress | None = None,
-) -> SweepReport:
+) -> Result:
     """Run every cell that has no result yet, then write all of them to `settings.save_path`.
 
     base_at: where the base of a width is; by default `{bits}` in the model's name.
@@ -65,54 +65,80 @@ def run(
     """
     if settings.model is None or settings.data is None or settings.save_path is None:
         raise InputError("sweep needs model, data and save_path")
-    target = user_path(settings.save_path)
-    inputs = [user_path(path) for path in (settings.model, *train_data_paths(settings.data))]
-    check_target(target, force=settings.force, inputs=inputs)
-    preload(settings.counting_library)
-    return _Sweep(settings, target, base_at or _by_name(settings.model), progress).run(dry_run)
+    return run_study(_Sweep(settings, base_at, progress, dry_run), dry_run=dry_run)
 
 
-def _by_name(model: str) -> BaseAt:
-    return lambda bits: model if bits is None else model.replace("{bits}", str(bits))
+class _Sweep(Study):
+    artifacts, provenance, plot_formats = (CELLS,), (f"{CELLS}/*.json",), FORMATS
+    settings: SweepSettings
 
-
-class _Sweep:
     def __init__(
-        self, settings: SweepSettings, target: Path, base_at: BaseAt, progress: Progress | None
+        self,
+        settings: SweepSettings,
+        base_at: BaseAt | None,
+        progress: Progress | None,
+        dry_run: bool,
     ) -> None:
-        self.settings, self.target, self.progress = settings, target, progress
+        self.settings, self.progress, self.dry_run = settings, progress, dry_run
+        self.inputs = (settings.model, *train_data_paths(settings.data))
         self.cells = cells_of(settings)
-        self.directory = work_path(target) / CELLS
-        self.planner = Planner(settings, base_at, self.directory)
-        self.plans = self.planner.plan_all(self.cells)
+        self.directory = work_path(self.work_target) / CELLS
+        model = str(settings.model)
+        self.planner = Planner(
+            settings,
+            base_at or (lambda bits: model if bits is None else model.replace("{bits}", str(bits))),
+            self.directory,
+        )
         self.guards: dict[str, GuardReport] = {}
-        self.started = time.monotonic()
 
-    def run(self, dry_run: bool) -> SweepReport:
-        if dry_run:
-            return self._planned()
-        with_lock = RunDirectory(self.target, {"kind": "sweep"}, resume=self.settings.resume)
-        try:
-            self.directory.mkdir(exist_ok=True)
-            self._adopt_from_target()
-            kept = self._checked(read_results(self.directory))
-            results = []
-            for place, cell in enumerate(self.cells):
-                result = kept.get(cell)
-                if result is None or not self._is_final(result):
-                    result = self._run_cell(cell, place, result)
-                    write_result(self.directory, result)
-                results.append(result)
-            report = self._write(results)
-            with_lock.remove()
-        finally:
-            with_lock.close()
-        return report
+    def planned(self) -> Result:
+        preload(self.settings.counting_library)
+        self.plans = self.planner.plan_all(self.cells)
+        shown = self.settings.model_dump(mode="json", exclude={"force", "save_path", "resume"})
+        notes = tuple(dict.fromkeys(note for p in self.plans.values() for note in p.notes))
+        head = Result(**ABOUT, status="planned", settings=shown, notes=notes)
+        if not self.dry_run:
+            return head
+        kept = self._checked(read_results(self.directory) if self.settings.resume else {})
+        forecast = Forecast([r for r in kept.values() if r.status == "trained"], self.plans)
+        cells = []
+        for place, cell in enumerate(self.cells):
+            self._tell(place, 0.0, cell, "guard")
+            result, plan = kept.get(cell), self.plans[cell]
+            status = result.status if result and self._is_final(result) else "planned"
+            cells.append(forecast.cell(plan, self._guard(plan), status))
+        return head.model_copy(update={"data": {"cells": cells}, "blocks": (plan_table(cells),)})
+
+    def steps(self, work: Path) -> Iterator[Step]:
+        yield Step(CELLS, self._adopt_from_target)
+        kept = self._checked(read_results(self.directory))
+        for place, cell in enumerate(self.cells):
+            result = kept.get(cell)
+            if result is None or not self._is_final(result):
+                yield Step(cell.name, partial(self._run_cell, cell, place, result))
+        yield Step("tidy", self._tidy)
+
+    def conclude(self, work: Path) -> Result:
+        results = read_results(work / CELLS)
+        return concluded(self.settings, [results[cell] for cell in self.cells])
+
+    def _tidy(self, work: Path) -> None:
+        """No state of a run that has ended, which is three times its adapter; what a run that did
+        not end has left, as NAME.unfinished.
+        """
+        for cell in self.cells:
+            path = self.directory / cell.name
+            (path / "checkpoint.safetensors").unlink(missing_ok=True)
+            unfinished = path.with_name(f"{cell.name}.unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            if work_path(path).is_dir():
+                _link_tree(work_path(path), unfinished)
 
     # --- what is there already --------------------------------------------------------------------
 
-    def _adopt_from_target(self) -> None:
+    def _adopt_from_target(self, work: Path) -> None:
         """Cells of an older result with these settings, which is about to be replaced."""
+        self.directory.mkdir(exist_ok=True)
         for path in self.directory.iterdir():
             # A run notes that it began before its directory appears: this is half an adoption.
             orphan = path.is_dir() and not path.with_name(f"{path.name}.json").exists()
@@ -120,7 +146,7 @@ class _Sweep:
                 shutil.rmtree(path)
         if not (self.settings.resume and self.settings.force):
             return
-        old = self.target / CELLS
+        old = self.work_target / CELLS
         for cell, result in (read_results(old) if old.is_dir() else {}).items():
             there = self.directory / cell.name
             same = cell in self.plans and not self._differences(cell, result)
@@ -171,10 +197,12 @@ class _Sweep:
             self.guards[key] = self.planner.verdict(plan)
         return self.guards[key]
 
-    def _run_cell(self, cell: Cell, place: int, before: CellResult | None) -> CellResult:
-        if (
-            before is not None and before.status == "trained"
-        ):  # a policy is missing, or the files are
+    def _run_cell(self, cell: Cell, place: int, before: CellResult | None, work: Path) -> None:
+        write_result(self.directory, self._result_of(cell, place, before))
+
+    def _result_of(self, cell: Cell, place: int, before: CellResult | None) -> CellResult:
+        if before is not None and before.status == "trained":
+            # a policy is missing, or the files are
             return self._train(self.plans[cell], before, place)
         self._tell(place, 0.0, cell, "guard")
         plan, change = self.plans[cell], {}
@@ -213,7 +241,7 @@ class _Sweep:
         code = run_child(WORKER, specification, log, on_message, library)
         if last.get("status") == "trained":
             # A count is of the process that trained, which may have been an earlier one.
-            counted = last["figures"]["measured_buffers"] or result.figure("measured_buffers")
+            counted = last["figures"]["measured_buffers"] or result.figures.get("measured_buffers")
             figures = last["figures"] | {"measured_buffers": counted}
             return replace(result, status="trained", figures=figures, survival=last["survival"])
         if last.get("status") == "wrong":
@@ -228,12 +256,8 @@ class _Sweep:
     def _saved_steps(self, cell: Cell) -> list[int]:
         """Steps at which a run that did not end saved its state: its usable checkpoints."""
         path = work_path(self.directory / cell.name) / LOG
-        if not path.is_file():
-            return []
-        records = []
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if '"saved"' in line:
-                records.append(json.loads(line))
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        records = [json.loads(line) for line in lines if '"saved"' in line]
         return sorted({record["step"] for record in records if record["event"] == "saved"})
 
     def _tell(self, place: int, share: float, cell: Cell, what: str) -> None:
@@ -241,76 +265,8 @@ class _Sweep:
             where = f"{place + 1}/{len(self.cells)} rank {cell.rank}, seed {cell.seed}"
             self.progress(place + share, len(self.cells), f"{where} {what}".strip())
 
-    # --- the end ----------------------------------------------------------------------------------
-
-    def _write(self, results: list[CellResult]) -> SweepReport:
-        seconds = time.monotonic() - self.started
-        report = report_of(self.settings, str(self.target), results, self._notes(results), seconds)
-        with staged_directory(self.target, force=self.settings.force) as directory:
-            (directory / CELLS).mkdir()
-            for result in results:
-                name = result.cell.name
-                write_result(directory / CELLS, result)
-                for source in (self.directory / name, work_path(self.directory / name)):
-                    if source.is_dir():
-                        unfinished = f"{name}.unfinished" if source.name.startswith(".") else name
-                        _link_tree(source, directory / CELLS / unfinished)
-            plots, note = write_plots(directory, report)
-            report = replace(report, plots=plots, notes=[*report.notes, *note])
-            write_json(directory / REPORT, report.as_json())
-        return report
-
-    def _notes(self, results: list[CellResult]) -> list[str]:
-        notes = [note for plan in self.plans.values() for note in plan.notes]
-        notes += [_how_it_went(result) for result in results if result.reason]
-        notes += [
-            f"{r.cell.name}: the guard warns: {r.guard['verdict']}."
-            for r in results
-            if r.guard["outcome"] != "fits" and r.status != "refused"
-        ]
-        notes += [
-            f"{r.cell.name}: reshaped by the guard, {r.guard['change']}; not like for like."
-            for r in results
-            if r.guard.get("change")
-        ]
-        resumed = [r.cell.name for r in results if r.figure("resumed_from_step")]
-        if resumed:
-            notes.append(f"Seconds are of the last part of a resumed run: {', '.join(resumed)}.")
-        return list(dict.fromkeys(notes))
-
-    def _planned(self) -> SweepReport:
-        kept = read_results(self.directory) if self.settings.resume else {}
-        kept = self._checked(kept)
-        whole = [r for r in kept.values() if r.status == "trained"]
-        forecast = Forecast(whole, self.plans)
-        planned = []
-        for place, cell in enumerate(self.cells):
-            self._tell(place, 0.0, cell, "guard")
-            result, plan = kept.get(cell), self.plans[cell]
-            status = result.status if result and self._is_final(result) else "planned"
-            planned.append(forecast.cell(plan, self._guard(plan), status))
-        notes = list(dict.fromkeys(note for plan in self.plans.values() for note in plan.notes))
-        return SweepReport(
-            "planned", str(self.target), shown_settings(self.settings), planned, notes=notes
-        )
-
-
-def _how_it_went(result: CellResult) -> str:
-    """A cell without an adapter: why, how far it came, which checkpoints it left."""
-    words = f"{result.cell.name}: {result.status}: {result.reason}"
-    if result.status == "refused":
-        return words
-    saved = ", ".join(map(str, result.figures.get("saved_steps", []))) or "none"
-    return f"{words} (after step {result.figures.get('step', 0)}; states saved at: {saved})"
-
 
 def _link_tree(source: Path, destination: Path) -> None:
-    """Every file again under another directory, without its bytes; but no state of a run that has
-    ended, which is three times its adapter.
-    """
-    finished = not source.name.startswith(".")
-    for path in sorted(source.rglob("*")):
-        there = destination / path.relative_to(source)
-        if path.is_file() and not (finished and path.name == "checkpoint.safetensors"):
-            there.parent.mkdir(parents=True, exist_ok=True)
-            clone_or_link(path, there)
+    """Every file again under another directory, without its bytes."""
+    link = lambda old, new: clone_or_link(Path(old), Path(new))  # noqa: E731
+    shutil.copytree(source, destination, copy_function=link)

@@ -4,7 +4,7 @@ import io
 from typing import TYPE_CHECKING
 
 from mlxstacks.memory import bytes_in_words
-from mlxstacks.study.document import RESULT, Document, Table, Text
+from mlxstacks.study.document import Document, Table, Text
 from mlxstacks.study.render.terminal import console, table
 from mlxstacks.study.render.words import format_cell
 
@@ -19,7 +19,7 @@ def print_result(console: "Console", result: Document) -> None:
     """Tables and texts in their order; then notes, what was written, the verdict, what is next."""
     for block in result.blocks:
         if isinstance(block, Table) and not block.folded:
-            _print_table(console, block)
+            _print_table(console, block, result.standing.mark(block.title))
         elif isinstance(block, Text):
             console.print(f"{block.title}:", markup=False)
             for paragraph in block.paragraphs:
@@ -37,14 +37,14 @@ def print_result(console: "Console", result: Document) -> None:
         console.print(f"{name}: {command}", markup=False, soft_wrap=True)
 
 
-def _print_table(console: "Console", block: Table) -> None:
+def _print_table(console: "Console", block: Table, title: str) -> None:
     rows = [
         [format_cell(cell, column) for cell, column in zip(row, block.columns, strict=True)]
         for row in block.rows[:MOST_ROWS]
     ]
-    console.print(table([column.name for column in block.columns], rows, title=block.title))
+    console.print(table([column.name for column in block.columns], rows, title=title))
     more = len(block.rows) - len(rows)
-    caption = f"{block.caption} {more:,} more rows are in {RESULT}." if more else block.caption
+    caption = f"{block.caption} {more:,} more rows: --json has all." if more else block.caption
     if caption:
         console.print(f"{caption.strip()}\n", markup=False, style="dim")
 

@@ -179,8 +179,11 @@ def draw_curves(
     ylabel: str,
     *,
     title: str,
+    joined: bool = True,
 ) -> None:
-    """A line a name; of more than there are dashes and colours for, the first ones."""
+    """A line a name, or its points alone; of more than there are dashes and colours for, the first
+    ones.
+    """
     from matplotlib.lines import Line2D
 
     shown = dict(list(curves.items())[: len(SERIES)])
@@ -188,16 +191,16 @@ def draw_curves(
     ax = figure.subplots()
     for number, points in enumerate(shown.values()):
         ax.plot([x for x, _ in points], [y for _, y in points], color=SERIES[number],
-                linestyle=DASHES[number], marker=MARKERS[number], markersize=4,
-                markevery=max(1, len(points) // 12))  # fmt: skip
+                linestyle=DASHES[number] if joined else "", marker=MARKERS[number], markersize=4,
+                markevery=max(1, len(points) // 12) if joined else 1)  # fmt: skip
     ax.grid()
     ax.set_xlabel(short(xlabel, 120) + _cut(len(shown), len(curves)))
     ax.set_ylabel(short(ylabel, 120))
     _title(figure, title)
     if len(shown) > 1:
         entries = [
-            Line2D([], [], color=SERIES[n], linestyle=DASHES[n], marker=MARKERS[n],
-                   markersize=4, label=short(name, 40))
+            Line2D([], [], color=SERIES[n], linestyle=DASHES[n] if joined else "",
+                   marker=MARKERS[n], markersize=4, label=short(name, 40))
             for n, name in enumerate(shown)
         ]  # fmt: skip
         figure.legend(handles=entries, loc="outside lower center", ncols=_columns(entries))
@@ -299,6 +302,6 @@ def _hex(rgba: Sequence[float]) -> str:
 
 
 def _title(figure: Any, title: str) -> None:
-    # Of the figure, not of its axes: it may be as wide as all of it. matplotlib's own wrapping would
-    # read a dollar sign as a formula's, whatever text.parse_math says; `fit` wraps it.
+    # Of the figure, not of its axes: it may be as wide as all of it. `fit` wraps it: matplotlib's
+    # own wrapping reads a dollar sign as a formula's, whatever text.parse_math says.
     figure.suptitle(short(title, 120), x=0.01, ha="left", fontsize=10)

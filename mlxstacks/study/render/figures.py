@@ -231,11 +231,12 @@ def draw_plot(plot: Plot) -> Callable[[Any], None]:
             xlabel=plot.x_label, ylabel=plot.y_label, unit=plot.unit, form=plot.form,
             limits=plot.limits,
         )  # fmt: skip
-    if plot.kind == "lines":
+    if plot.kind in ("lines", "points"):
         curves = {series.label: list(_points(series)) for series in plot.series}
         return partial(
-            draw_curves, curves=curves, xlabel=plot.x_label, ylabel=plot.y_label, title=plot.title
-        )
+            draw_curves, curves=curves, xlabel=plot.x_label, ylabel=plot.y_label, title=plot.title,
+            joined=plot.kind == "lines",
+        )  # fmt: skip
     if plot.kind == "series":
         return partial(
             draw_series, labels=plot.categories, series=dict(zip(names, values, strict=True)),
@@ -256,9 +257,10 @@ def _points(series: Series) -> Iterator[tuple[float, float]]:
 
 
 def _dots(plot: Plot) -> Iterator[Dot]:
-    """All series of a category together."""
+    """All series of a category together, those that have a value where any has one."""
     for place, label in enumerate(plot.categories):
-        for series in plot.series:
+        measured = [series for series in plot.series if series.y[place] is not None]
+        for series in measured or plot.series[:1]:
             ends = series.low or series.y, series.high or series.y
             low, high = (values[place] for values in ends)
             group = series.label if len(plot.series) > 1 else ""

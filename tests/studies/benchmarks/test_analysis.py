@@ -5,33 +5,40 @@ Run: pytest tests/studies/benchmarks/test_analysis.py
 
 import math
 import random
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.stats import Interval, mcnemar_exact_test, wilson_interval
+from mlxstacks.stats import mcnemar_exact_test, wilson_interval
 from mlxstacks.studies.benchmarks.analysis import (
-    adjusted,
+    Claim,
+    Figures,
+    Outcome,
+    arm_means,
     arm_score,
     compare,
-    paired_interval,
-)
-from mlxstacks.studies.benchmarks.answers import Given
-from mlxstacks.studies.benchmarks.means import (
-    MeanDifference,
-    arm_means,
+    likelihood_outcomes,
     mean_differences,
     mean_of,
+    paired_interval,
+    pick,
 )
-from mlxstacks.studies.benchmarks.outcomes import likelihood_outcomes, pick
-from mlxstacks.studies.benchmarks.types import BenchItem, Scored
+from mlxstacks.studies.benchmarks.answers import Given
+from mlxstacks.studies.benchmarks.tasks import BenchItem, Scored
 from tests.studies.eval_cases import outcome, outcomes_of
 
 MARKS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
 CLAIM = (("routed", "base"),)
+
+
+def compare_one(
+    arms: dict[str, list[Outcome]], claims: Sequence[Claim] = CLAIM, task: str = "t"
+) -> list[Figures]:
+    """The claims of a single task."""
+    return compare({task: arms}, {task: claims}, 0.05)
 
 
 @given(MARKS, st.randoms(use_true_random=False))
@@ -43,7 +50,7 @@ def test_the_order_of_items_changes_nothing(
         "base": outcomes_of([b for _, b in marks]),
     }
     shuffled = {name: chance.sample(found, len(found)) for name, found in arms.items()}
-    assert compare("t", arms, CLAIM, 0.05) == compare("t", shuffled, CLAIM, 0.05)
+    assert compare_one(arms) == compare_one(shuffled)
     for name in arms:
         assert arm_score(name, arms[name]) == arm_score(name, shuffled[name])
 
@@ -54,13 +61,13 @@ def test_swapping_the_arms_turns_the_signs_and_keeps_p(marks: list[tuple[bool, b
         "routed": outcomes_of([a for a, _ in marks]),
         "base": outcomes_of([b for _, b in marks]),
     }
-    one, two = compare("t", arms, (("routed", "base"), ("base", "routed")), 0.05)
-    assert one.difference == -two.difference
-    assert one.mcnemar.p_value == two.mcnemar.p_value
-    assert one.interval.low == pytest.approx(-two.interval.high)
-    assert one.interval.high == pytest.approx(-two.interval.low)
+    one, two = compare_one(arms, (("routed", "base"), ("base", "routed")))
+    assert one["difference"] == -two["difference"]
+    assert one["mcnemar"]["p_value"] == two["mcnemar"]["p_value"]
+    assert one["interval"]["low"] == pytest.approx(-two["interval"]["high"])
+    assert one["interval"]["high"] == pytest.approx(-two["interval"]["low"])
     turned = {"better": "worse", "worse": "better"}
-    assert turned.get(one.label, one.label) == two.label
+    assert turned.get(one["label"], one["label"]) == two["label"]
 
 
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40), st.integers(0, 40))
@@ -119,78 +126,73 @@ def test_score_interval_and_test_are_those_of_the_counts() -> None:
     base = outcomes_of([True] * 56 + [False] * 144)
     routed = outcomes_of([False] * 6 + [True] * 80 + [False] * 114)
     score = arm_score("routed", routed)
-    assert score.primary is not None
-    assert score.primary.score == 0.4
-    assert score.primary.interval == wilson_interval(80, 200)
-    assert score.seconds == pytest.approx(100)
-    assert score.strata["alpha"] == (67, sum(one.correct is True for one in routed[::3]))
-    (found,) = compare("t", {"base": base, "routed": routed}, CLAIM, 0.05)
-    assert found.mcnemar == mcnemar_exact_test(30, 6)
-    assert found.difference == pytest.approx(0.12)
-    assert found.label == "better"
+    assert (score["n"], score["score"]) == (200, 0.4)
+    assert score["interval"] == wilson_interval(80, 200).as_json()
+    assert score["seconds"] == pytest.approx(100)
+    right = sum(one.correct is True for one in routed[::3])
+    assert score["strata"]["alpha"] == {"n": 67, "right": right}
+    (pair,) = compare_one({"base": base, "routed": routed})
+    assert pair["mcnemar"] == asdict(mcnemar_exact_test(30, 6))
+    assert pair["difference"] == pytest.approx(0.12)
+    assert pair["label"] == "better"
+
+
+def family(marks: list[bool], tasks: int, of: int = 60) -> list[Figures]:
+    """The same answers on so many tasks: `marks` of routed, all wrong of base."""
+    arms = {
+        "base": outcomes_of([False] * of),
+        "routed": outcomes_of(marks + [False] * (of - len(marks))),
+    }
+    names = [f"task {number}" for number in range(tasks)]
+    return compare(dict.fromkeys(names, arms), dict.fromkeys(names, CLAIM), 0.05)
 
 
 def test_holm_over_the_family_takes_back_what_one_test_alone_would_say() -> None:
-    base, better = [False] * 60, [True] * 7 + [False] * 53
-    comparisons = [
-        compare(
-            f"task {number}",
-            {"base": outcomes_of(base), "routed": outcomes_of(better)},
-            CLAIM,
-            0.05,
-        )[0]
-        for number in range(5)
-    ]
-    assert {one.label for one in comparisons} == {"better"}
-    family = adjusted(comparisons, 0.05)
-    assert family[0].mcnemar.p_value == 2 / 2**7
-    assert {one.p_adjusted for one in family} == {5 * 2 / 2**7}
-    assert {one.label for one in family} == {"not distinguishable"}
-    assert {one.in_words for one in family} == {"not distinguishable (alone it would be)"}
+    (alone,) = family([True] * 7, 1)
+    assert (alone["label"], alone["in_words"]) == ("better", "better")
+    pairs = family([True] * 7, 5)
+    assert pairs[0]["mcnemar"]["p_value"] == 2 / 2**7
+    assert {pair["p_adjusted"] for pair in pairs} == {5 * 2 / 2**7}
+    assert {pair["label"] for pair in pairs} == {"not distinguishable"}
+    assert {pair["in_words"] for pair in pairs} == {"not distinguishable (alone it would be)"}
 
 
 def test_differences_inside_the_interval_are_not_distinguishable() -> None:
     # The published MMLU: 0.450 and 0.435 of 200.
     base = outcomes_of([True] * 90 + [False] * 110)
     routed = outcomes_of([False] * 20 + [True] * 87 + [False] * 93)
-    (found,) = adjusted(compare("mmlu", {"base": base, "routed": routed}, CLAIM, 0.05), 0.05)
-    assert found.difference == pytest.approx(-0.015)
-    assert found.interval.low < 0 < found.interval.high
-    assert found.in_words == "not distinguishable"
+    (pair,) = compare_one({"base": base, "routed": routed})
+    assert pair["difference"] == pytest.approx(-0.015)
+    assert pair["interval"]["low"] < 0 < pair["interval"]["high"]
+    assert pair["in_words"] == "not distinguishable"
 
 
 def test_alone_is_said_of_the_p_and_of_no_interval() -> None:
-    """6 gained, none lost: p is 0.031 alone. The interval may say otherwise; it is not asked."""
-    arms = {"base": outcomes_of([False] * 60), "routed": outcomes_of([True] * 6 + [False] * 54)}
-    (found,) = compare("t", arms, CLAIM, 0.05)
-    assert found.mcnemar.p_value == 2 / 2**6
-    two = adjusted([found, found], 0.05)
-    assert {one.label for one in two} == {"not distinguishable"}
-    assert all(one.only_alone for one in two)
-    arms["routed"] = outcomes_of([True] * 5 + [False] * 55)
-    (five,) = adjusted(compare("t", arms, CLAIM, 0.05), 0.05)
-    assert five.mcnemar.p_value == 2 / 2**5
-    assert not five.only_alone
-    clear = replace(five, interval=Interval(0.01, 0.2, 0.95))
-    assert clear.in_words == "not distinguishable"
+    """6 gained, none lost: p is 0.031 alone; 5 gained: 0.063, though the interval is clear of 0."""
+    two = family([True] * 6, 2)
+    assert two[0]["mcnemar"]["p_value"] == 2 / 2**6
+    assert {pair["in_words"] for pair in two} == {"not distinguishable (alone it would be)"}
+    (five,) = family([True] * 5, 1)
+    assert five["mcnemar"]["p_value"] == 2 / 2**5
+    assert five["interval"]["low"] > 0
+    assert five["in_words"] == "not distinguishable"
 
 
 def test_arms_of_unequal_items_are_refused() -> None:
     arms = {"base": outcomes_of([True, False]), "routed": outcomes_of([True])}
     with pytest.raises(ValueError, match="t: routed and base answered different items"):
-        compare("t", arms, CLAIM, 0.05)
+        compare_one(arms)
     with pytest.raises(ValueError, match="routed: no items to score"):
         arm_score("routed", [])
 
 
 def test_what_was_not_graded_is_no_zero() -> None:
     score = arm_score("base", outcomes_of([None, None]))
-    assert score.primary is None
-    assert score.as_json()["score"] is None
+    assert (score["score"], score["n"], "interval" in score) == (None, 2, False)
     arms = {"base": outcomes_of([None, None]), "routed": outcomes_of([None, None])}
-    assert compare("t", arms, CLAIM, 0.05) == []
+    assert compare_one(arms) == []
     half = {"base": outcomes_of([None, True]), "routed": outcomes_of([True, True])}
-    assert compare("t", half, CLAIM, 0.05)[0].n == 1
+    assert compare_one(half)[0]["n"] == 1
 
 
 def test_counts_of_an_arm() -> None:
@@ -200,12 +202,12 @@ def test_counts_of_an_arm() -> None:
         outcome(2, True, rule="boxed", how="text", active_domains=2, truncated=True),
         outcome(3, True, rule="boxed", how="symbolic", letter=True),
     ])  # fmt: skip
-    assert (found.ties, found.unparsed, found.cut, found.truncated) == (1, 1, 1, 1)
-    assert (found.parse_failure_rate, found.boxed_rate) == (0.25, 0.5)
-    assert (found.mean_active_domains, found.without_domains) == (0.5, 3)
-    assert found.rules == {"boxed": 2, "none": 1, "tie": 1}
-    assert found.letters is not None
-    assert (found.letters.n, found.letters.right) == (1, 1)
+    counts = ("ties", "unparsed", "cut_at_max_tokens", "prompts_truncated")
+    assert [found[key] for key in counts] == [1, 1, 1, 1]
+    assert (found["parse_failure_rate"], found["boxed_rate"]) == (0.25, 0.5)
+    assert (found["mean_active_domains"], found["answered_without_domains"]) == (0.5, 3)
+    assert found["rules"] == {"boxed": 2, "none": 1, "tie": 1}
+    assert (found["letters"]["n"], found["letters"]["right"]) == (1, 1)
 
 
 def test_three_normalisations_pick_differently_and_ties_pick_nothing() -> None:
@@ -249,7 +251,7 @@ def test_a_right_answer_that_is_there_twice_ties_whatever_the_last_bits_say() ->
 
 
 def test_means_are_over_tasks_and_only_over_those_that_all_arms_have() -> None:
-    def score(arm: str, right: int, of: int = 10) -> object:
+    def score(arm: str, right: int, of: int = 10) -> Figures:
         return arm_score(arm, outcomes_of([True] * right + [False] * (of - right)))
 
     scores = {
@@ -257,18 +259,17 @@ def test_means_are_over_tasks_and_only_over_those_that_all_arms_have() -> None:
         "two": {"base": score("base", 60, 100), "routed": score("routed", 80, 100)},
         "code": {"base": score("base", 9), "routed": arm_score("routed", outcomes_of([None] * 10))},
     }
-    means = arm_means(scores)  # type: ignore[arg-type]
-    assert {name: (one.tasks, one.mean) for name, one in means.items()} == {
+    means = arm_means(scores)
+    assert {name: (mean["tasks"], mean["mean"]) for name, mean in means.items()} == {
         "base": (2, pytest.approx(0.4)), "routed": (2, pytest.approx(0.6)),
     }  # fmt: skip
-    assert means["base"].interval.low < 0.4 < means["base"].interval.high
+    assert means["base"]["interval"]["low"] < 0.4 < means["base"]["interval"]["high"]
 
 
 def test_the_mean_of_equal_intervals_narrows_with_the_root_of_their_number() -> None:
-    found = mean_of([0.5] * 4, [Interval(0.3, 0.6, 0.95)] * 4)
+    found = mean_of([0.5] * 4, [{"low": 0.3, "high": 0.6, "confidence": 0.95}] * 4)
     assert found is not None
-    assert found.interval.low == pytest.approx(0.4)
-    assert found.interval.high == pytest.approx(0.55)
+    assert found["interval"] == pytest.approx({"low": 0.4, "high": 0.55, "confidence": 0.95})
     assert mean_of([], []) is None
 
 
@@ -276,42 +277,34 @@ def test_means_of_many_pairs_of_arms_are_judged_together() -> None:
     """A gain that one pair alone would show is none among ten; a larger one still is."""
     base = outcomes_of([False] * 100)
 
-    def differences(right: int, pairs: int) -> list[MeanDifference]:
+    def differences(right: int, pairs: int) -> list[Figures]:
         arm = outcomes_of([True] * right + [False] * (100 - right))
-        arms = {f"arm {number}": arm for number in range(pairs)}
-        claims = [(name, "base") for name in arms]
-        found = [
-            one
-            for task in ("a", "b")
-            for one in compare(task, {"base": base, **arms}, claims, 0.05)
-        ]
-        return mean_differences(found, 0.05)
+        arms = {"base": base} | {f"arm {number}": arm for number in range(pairs)}
+        claims = [(name, "base") for name in arms if name != "base"]
+        outcomes = {"a": arms, "b": arms}
+        return mean_differences(compare(outcomes, dict.fromkeys("ab", claims), 0.05), 0.05)
 
     (alone,) = differences(3, 1)
-    assert (alone.label, alone.in_words) == ("better", "better")
-    assert alone.judged == alone.mean.interval
+    assert (alone["label"], alone["in_words"]) == ("better", "better")
+    assert alone["judged_by_interval"] == alone["interval"]
     many = differences(3, 10)
-    assert {one.label for one in many} == {"not distinguishable"}
-    assert {one.in_words for one in many} == {"not distinguishable (alone it would be)"}
-    assert many[0].mean == alone.mean
-    assert many[0].judged.confidence == pytest.approx(0.995)
-    assert {one.label for one in differences(10, 10)} == {"better"}
+    assert {mean["label"] for mean in many} == {"not distinguishable"}
+    assert {mean["in_words"] for mean in many} == {"not distinguishable (alone it would be)"}
+    assert (many[0]["mean"], many[0]["interval"]) == (alone["mean"], alone["interval"])
+    assert many[0]["judged_by_interval"]["confidence"] == pytest.approx(0.995)
+    assert {mean["label"] for mean in differences(10, 10)} == {"better"}
 
 
 def test_mean_differences_turn_with_the_arms_and_name_the_tasks_that_count() -> None:
     right, wrong = outcomes_of([True] * 30 + [False] * 10), outcomes_of([False] * 40)
-    pairs = (("routed", "base"), ("base", "routed"))
-    family = adjusted(
-        [
-            *compare("gain", {"routed": right, "base": wrong}, pairs, 0.05),
-            *compare("same", {"routed": right, "base": right}, pairs, 0.05),
-        ],
-        0.05,
-    )
-    one, two = mean_differences(family, 0.05)
-    assert (one.better, one.worse) == (("gain",), ())
-    assert (two.better, two.worse) == ((), ("gain",))
-    assert one.mean.mean == -two.mean.mean == pytest.approx(0.375)
-    assert math.isclose(one.mean.interval.low, -two.mean.interval.high)
-    assert one.label == "better"
-    assert two.label == "worse"
+    claims = (("routed", "base"), ("base", "routed"))
+    outcomes = {
+        "gain": {"routed": right, "base": wrong}, "same": {"routed": right, "base": right},
+    }  # fmt: skip
+    pairs = compare(outcomes, dict.fromkeys(outcomes, claims), 0.05)
+    one, two = mean_differences(pairs, 0.05)
+    assert (one["better"], one["worse"]) == (["gain"], [])
+    assert (two["better"], two["worse"]) == ([], ["gain"])
+    assert one["mean"] == -two["mean"] == pytest.approx(0.375)
+    assert math.isclose(one["interval"]["low"], -two["interval"]["high"])
+    assert (one["label"], two["label"]) == ("better", "worse")

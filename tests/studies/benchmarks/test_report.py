@@ -1,4 +1,4 @@
-"""What `mlxstacks eval` says of scores: marks, verdicts, JSON, plots.
+"""What `mlxstacks eval` says of scores: marks, verdicts, tables and plots.
 
 Run: pytest tests/studies/benchmarks/test_report.py
 """
@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,18 +16,17 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.store import Store
 from mlxstacks.studies.benchmarks import plan
-from mlxstacks.studies.benchmarks.arm_settings import ARMS, ArmSettings
-from mlxstacks.studies.benchmarks.asked import AskedTask
-from mlxstacks.studies.benchmarks.harness.results import harness_findings
-from mlxstacks.studies.benchmarks.outcomes import Outcome
-from mlxstacks.studies.benchmarks.plan import claims_of, data_of, power_lines, task_plan
-from mlxstacks.studies.benchmarks.plots import write_plots
-from mlxstacks.studies.benchmarks.report import Findings, find
-from mlxstacks.studies.benchmarks.settings import EvalSettings
-from mlxstacks.studies.benchmarks.tasks import task_named
-from mlxstacks.studies.benchmarks.types import BenchItem
+from mlxstacks.studies.benchmarks.analysis import Figures, Outcome, claims_of, harness_figures
+from mlxstacks.studies.benchmarks.items import AskedTask
+from mlxstacks.studies.benchmarks.plan import data_of, power_lines, task_plan
+from mlxstacks.studies.benchmarks.report import blocks, find, outcome
+from mlxstacks.studies.benchmarks.settings import ARMS, ArmSettings, EvalSettings
+from mlxstacks.studies.benchmarks.tasks import BenchItem, task_named
+from mlxstacks.study.document import Block, Plot, Table
 from mlxstacks.study.power import items_for_mcnemar
-from tests.studies.eval_cases import HASHES, outcome, outcomes_of
+from mlxstacks.study.render.words import format_cell
+from tests.studies.eval_cases import HASHES, outcomes_of
+from tests.studies.eval_cases import outcome as outcome_of
 from tests.studies.train_cases import write_tiny_model
 from tests.tiny_models import random_adapter
 
@@ -43,13 +42,22 @@ def asked_of(task: str, n: int, arms: Sequence[str]) -> AskedTask:
     return AskedTask(task_named(task), items, n, tuple(arms))
 
 
-def found_of(tasks: Mapping[str, Mapping[str, Sequence[Outcome]]], **changes: Any) -> Findings:
+class Found(NamedTuple):
+    figures: Figures
+    verdict: str
+
+    def task(self, name: str) -> Figures:
+        task: Figures = self.figures["tasks"][name]
+        return task
+
+
+def found_of(tasks: Mapping[str, Mapping[str, Sequence[Outcome]]], **changes: Any) -> Found:
     asked = [
         asked_of(name, len(next(iter(arms.values()))), list(arms)) for name, arms in tasks.items()
     ]
     plans = {one.task.name: task_plan(SETTINGS, one, HASHES) for one in asked}
     data = {one.task.name: data_of(one, HASHES) for one in asked}
-    return find(asked, tasks, plans, data, **{"alpha": 0.05, "seed": 0} | changes)
+    return Found(*find(asked, tasks, plans, data, **{"alpha": 0.05, "seed": 0} | changes))
 
 
 def marks(right: int, n: int = 200) -> list[Outcome]:
@@ -68,7 +76,8 @@ def test_a_gain_a_loss_and_nothing_are_said_in_words() -> None:
     assert "not distinguishable" in found.verdict
     assert "2 of 3 tests count" in found.verdict
     assert found.verdict.endswith("As planned beforehand.")
-    assert [c.in_words for c in found.tasks["mmlu"].comparisons] == ["not distinguishable"]
+    (pair,) = found.task("mmlu")["comparisons"]
+    assert pair["in_words"] == "not distinguishable"
 
 
 def test_of_one_task_the_verdict_groups_what_is_better_worse_and_neither() -> None:
@@ -87,33 +96,35 @@ def test_of_one_task_the_verdict_groups_what_is_better_worse_and_neither() -> No
 
 def test_scores_of_guessing_are_marked_and_so_is_the_verdict() -> None:
     found = found_of({"mmlu": {"base": marks(50), "routed": marks(55)}})
-    assert "at the level of guessing (25.0%): base, routed" in found.tasks["mmlu"].marks
+    assert "at the level of guessing (25.0%): base, routed" in found.task("mmlu")["marks"]
     assert "On mmlu every arm is at the level of guessing" in found.verdict
     known = found_of({"mmlu": {"base": marks(150), "routed": marks(55)}})
-    assert "at the level of guessing (25.0%): routed" in known.tasks["mmlu"].marks
+    assert "at the level of guessing (25.0%): routed" in known.task("mmlu")["marks"]
     assert "every arm" not in known.verdict
 
 
 def test_a_model_that_never_boxes_is_marked() -> None:
-    never = [outcome(index, False, value=None, rule="none") for index in range(20)]
-    boxes = [outcome(index, index < 5, rule="boxed") for index in range(20)]
+    never = [outcome_of(index, False, value=None, rule="none") for index in range(20)]
+    boxes = [outcome_of(index, index < 5, rule="boxed") for index in range(20)]
     found = found_of({"math500": {"base": boxes, "routed": never}})
     assert any("never boxed an answer" in m and m.endswith(": routed")
-               for m in found.tasks["math500"].marks)  # fmt: skip
+               for m in found.task("math500")["marks"])  # fmt: skip
     number = found_of({"gsm8k": {"base": never, "routed": boxes}})
     assert any(
         "no answer that a rule finds" in m and m.endswith("base")
-        for m in number.tasks["gsm8k"].marks
+        for m in number.task("gsm8k")["marks"]
     )
-    assert number.tasks["gsm8k"].arms["base"].parse_failure_rate == 1
+    assert number.task("gsm8k")["arms"]["base"]["parse_failure_rate"] == 1
 
 
 def test_truncations_ties_and_cut_replies_are_counted_in_marks() -> None:
     odd = [
-        outcome(0, False, tie=True, value=None), outcome(1, True, truncated=True),
-        outcome(2, True, cut=True),
+        outcome_of(0, False, tie=True, value=None), outcome_of(1, True, truncated=True),
+        outcome_of(2, True, cut=True),
     ]  # fmt: skip
-    found = found_of({"mmlu": {"base": odd, "routed": outcomes_of([True] * 3)}}).tasks["mmlu"].marks
+    found = found_of({"mmlu": {"base": odd, "routed": outcomes_of([True] * 3)}}).task("mmlu")[
+        "marks"
+    ]
     assert "ties, counted as wrong: base 1" in found
     assert "prompts cut from the left: base 1" in found
     assert "replies cut at max_tokens: base 1" in found
@@ -127,9 +138,10 @@ def test_a_missing_arm_a_subset_and_other_items_make_it_exploratory() -> None:
 
     def reasons(outcomes: dict[str, list[Outcome]], **changes: Any) -> str:
         values = {"alpha": 0.05, "seed": 0} | changes
-        found = find([asked], {"mmlu": outcomes}, plans, data, **values)
-        assert found.verdict.count("Exploratory") == bool(found.standing.reasons)
-        return "; ".join(found.standing.reasons)
+        figures, verdict = find([asked], {"mmlu": outcomes}, plans, data, **values)
+        listed = figures["standing"]["reasons"]
+        assert verdict.count("Exploratory") == bool(listed)
+        return "; ".join(listed)
 
     whole = marks(20, 40)
     assert reasons({"base": whole, "routed": whole}) == ""
@@ -142,7 +154,8 @@ def test_a_missing_arm_a_subset_and_other_items_make_it_exploratory() -> None:
 
 def test_one_arm_alone_compares_nothing() -> None:
     found = found_of({"mmlu": {"base": marks(20, 40)}})
-    assert found.differences == []
+    assert found.figures["mean_differences"] == []
+    assert outcome(found.figures) == "nothing compared"
     assert "nothing is compared" in found.verdict
 
 
@@ -150,8 +163,8 @@ def test_published_scores_of_the_spec_are_in_the_report() -> None:
     # spec/evaluation.md section 5
     published = {"hellaswag": (0.670, 0.650), "medqa": (0.385, 0.350), "gsm8k": (0.665, 0.665)}
     tasks = {name: {"base": marks(20, 40)} for name in published}
-    assert all(one.published is None for one in found_of(tasks).tasks.values())
-    found = found_of(tasks, is_published_model=True).as_json()
+    assert {task["published"] for task in found_of(tasks).figures["tasks"].values()} == {None}
+    found = found_of(tasks, is_published_model=True).figures
     for name, scores in published.items():
         said = found["tasks"][name]["published"]
         assert (said["base"], said["routed"], said["n"]) == (*scores, 200)
@@ -251,26 +264,103 @@ def test_where_more_pairs_differ_few_items_show_large_differences_alone() -> Non
     plans = {"mmlu": task_plan(settings, asked, HASHES)}
     arms = {"base": marks(15, 30), "routed": marks(16, 30)}
     data = {"mmlu": data_of(asked, HASHES)}
-    found = find([asked], {"mmlu": arms}, plans, data, alpha=0.05, seed=0)
-    (points,) = re.findall(r"show only differences above (\d+) points\.", found.verdict)
+    _, verdict = find([asked], {"mmlu": arms}, plans, data, alpha=0.05, seed=0)
+    (points,) = re.findall(r"show only differences above (\d+) points\.", verdict)
     assert int(points) > 20
     assert power_lines(settings, {"mmlu": 30}, 1)[0].count(f": {points}.") == 1
 
 
-def test_plots_are_drawn_and_the_same_twice(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+# --- tables and plots -----------------------------------------------------------------------------
+
+
+def blocks_of(found: Found, **harness: Any) -> dict[str, Block]:
+    """By id; a text by its title."""
+    made = blocks(found.figures, harness, {"normalisation": "token"})
+    return {getattr(block, "id", block.title): block for block in made}
+
+
+def cells(block: Block, row: int = 0) -> dict[str, str | None]:
+    """A row of a table as it is shown."""
+    assert isinstance(block, Table)
+    pairs = zip(block.columns, block.rows[row], strict=True)
+    return {column.name: format_cell(cell, column) for column, cell in pairs}
+
+
+def test_the_tables_of_several_tasks_hold_scores_pairs_means_and_marks() -> None:
     found = found_of({
-        "mmlu": {"base": marks(20, 40), "routed": marks(30, 40)},
+        "arc_easy": {"base": marks(100), "routed": marks(130)},
+        "medqa": {"base": marks(100), "routed": marks(60)},
         "humaneval": {"base": outcomes_of([None] * 3), "routed": outcomes_of([None] * 3)},
-    })  # fmt: skip
-    files = []
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        names, notes = write_plots(tmp_path / name, found)
-        assert not notes
-        files.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
-    assert set(names) == {f"{n}.{s}" for n in ("scores", "differences") for s in ("png", "svg")}
-    assert files[0] == files[1]
+    }, is_published_model=True)  # fmt: skip
+    made = blocks_of(found)
+    assert list(made) == [
+        "means", "mean-differences", "differences", "task-arc-easy", "task-medqa",
+        "task-humaneval", "scores", "pairs", "arm-means", "mean-differences-table",
+        "What a reader of the scores must know", "normalisations", "replies", "cost", "published",
+    ]  # fmt: skip
+    assert outcome(found.figures) == "2 of 2 differences shown"
+    assert cells(made["scores"]) == {
+        "task": "ARC-Easy", "items": "200", "of": "200", "guessing": "25.0%",
+        "base": "50.0% (43.1% to 56.9%)", "routed": "65.0% (58.2% to 71.3%)",
+    }  # fmt: skip
+    assert cells(made["scores"], 2)["base"] == "not graded"
+    worse = cells(made["pairs"], 1)
+    assert (worse["task"], worse["pair"], worse["outcome"]) == ("medqa", "routed - base", "worse")
+    assert (worse["points"], worse["95%"]) == ("-20.0", "-25.5 to -14.3")
+    mean = cells(made["mean-differences-table"])
+    assert (mean["better on"], mean["worse on"], mean["tasks"]) == ("arc_easy", "medqa", "2")
+    assert cells(made["arm-means"])["mean score, with its 95% interval"] == "50.0% (45.1% to 54.9%)"
+    assert cells(made["normalisations"])["token"] == "50.0%"
+    assert cells(made["replies"])["answer taken by"] == "likelihood 3"
+    published = cells(made["published"])
+    assert (published["published base"], published["base"]) == ("51.0%", "50.0%")
+    plot = made["differences"]
+    assert isinstance(plot, Plot)
+    assert plot.series[0].y == (15.0, None)
+    assert plot.references == {"no difference": 0.0}
+
+
+def test_one_task_has_a_row_an_arm_and_holms_p_next_to_the_tests_own() -> None:
+    arms = {
+        name: outcomes_of([True] * right + [False] * (60 - right))
+        for name, right in {"base": 0, "ungated": 0, "routed": 7, "random": 0}.items()
+    }
+    made = blocks_of(found_of({"mmlu": arms}))
+    assert {"means", "arm-means", "mean-differences"}.isdisjoint(made)
+    table = made["scores"]
+    assert isinstance(table, Table)
+    assert table.title == "MMLU, 60 of 60 items, by token"
+    assert "Guessing gives 25.0%; shares are of n = 60" in table.caption
+    assert cells(table, 2)["right"] == "7"
+    row = cells(made["pairs"])
+    assert row["outcome"] == "not told apart*"
+    assert (row["p (McNemar)"], row["p (Holm)"]) == ("0.016", "0.078")
+    pairs = made["pairs"]
+    assert isinstance(pairs, Table)
+    assert "of so many tests one may well have such a p by chance" in pairs.caption
+    assert outcome(found_of({"mmlu": arms}).figures) == "no difference shown, of 5 tested"
+
+
+def test_a_mean_that_alone_is_clear_of_zero_has_a_star() -> None:
+    """Three gained of a hundred on two tasks: enough for one pair of arms, not for ten."""
+    names = ("adapter", "ungated", "routed", "oracle", "random")
+    marked = {"base": marks(0, 100), **dict.fromkeys(names, marks(3, 100))}
+    made = blocks_of(found_of({"mmlu": marked, "medqa": marked}))["mean-differences-table"]
+    assert isinstance(made, Table)
+    assert cells(made)["outcome"] == "not told apart*"
+    assert made.caption.startswith("*: its 95% interval is clear of 0")
+    two = {name: marked[name] for name in ("base", "routed")}
+    made = blocks_of(found_of({"mmlu": two, "medqa": two}))["mean-differences-table"]
+    assert isinstance(made, Table)
+    assert (cells(made)["outcome"], made.caption) == ("better", "")
+
+
+def test_letters_and_the_old_rule_have_columns_where_they_were_asked() -> None:
+    odd = [outcome_of(0, True, letter=False, reference=True)]
+    shown = cells(blocks_of(found_of({"mmlu": {"base": odd}}))["normalisations"])
+    assert (shown["letters"], shown["old rule"]) == ("0.0%", "100.0%")
+    plain = cells(blocks_of(found_of({"mmlu": {"base": marks(1, 2)}}))["normalisations"])
+    assert {"letters", "old rule"}.isdisjoint(plain)
 
 
 # --- the harness's tasks --------------------------------------------------------------------------
@@ -293,20 +383,25 @@ def harness_of(right: Mapping[str, int], n: int = 40, metric: str = "acc") -> di
 
 
 def test_the_harness_is_compared_item_by_item() -> None:
-    found = harness_findings(harness_of({"base": 10, "routed": 30}), 0.05)
+    found = harness_figures(harness_of({"base": 10, "routed": 30}), 0.05)
     task = found["tasks"]["t"]
     assert (task["metric"], found["tests"]) == ("acc", 1)
     assert task["arms"]["routed"]["score"] == 0.75
     assert task["comparisons"][0]["mcnemar"]["gained"] == 20
     assert task["comparisons"][0]["label"] == "better"
-    assert harness_findings({}, 0.05) == {}
+    assert harness_figures({}, 0.05) == {}
+    made = blocks_of(found_of({}), **found)
+    row = cells(made["harness-1"], 1)
+    assert (row["metrics"], row["ties"]) == ("acc 0.750", "1")
+    assert str(row["tested, with its 95% interval"]).startswith("75.0% (")
+    assert cells(made["harness-1-pairs"])["outcome"] == "better"
 
 
 def test_a_metric_that_is_neither_right_nor_wrong_is_shown_and_not_tested() -> None:
     raw = harness_of({"base": 10, "routed": 30}, metric="bleu")
     for arm in raw:
         raw[arm]["arms"][arm]["tasks"]["t"]["samples"][0]["metrics"]["bleu"] = 0.3
-    task = harness_findings(raw, 0.05)["tasks"]["t"]
+    task = harness_figures(raw, 0.05)["tasks"]["t"]
     assert task["comparisons"] == []
     assert "score" not in task["arms"]["base"]
     assert task["arms"]["base"]["metrics"] == {"bleu,none": 0.25}

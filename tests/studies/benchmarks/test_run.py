@@ -3,53 +3,33 @@
 Run: pytest tests/studies/benchmarks/test_run.py
 """
 
-import io
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mlxstacks.report.content import Table
-from mlxstacks.report.runs import run_of
-from rich.console import Console
 
-from mlxstacks.cli.eval import render
 from mlxstacks.errors import InputError
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import validate
 from mlxstacks.report.find import find_sources
+from mlxstacks.studies.benchmarks import plan
 from mlxstacks.studies.benchmarks import run as eval_run
-from mlxstacks.studies.benchmarks.asked import ask
 from mlxstacks.studies.benchmarks.harness import run as harness
-from mlxstacks.studies.benchmarks.report import EvalReport
+from mlxstacks.studies.benchmarks.items import ask
 from mlxstacks.studies.benchmarks.run import run
 from mlxstacks.studies.benchmarks.settings import EvalSettings
-from mlxstacks.studies.benchmarks.tasks import task_named
+from mlxstacks.studies.benchmarks.tasks import BenchItem, task_named
+from mlxstacks.study.document import Standing
+from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from tests.studies.answer_files import forge, rows_of
-from tests.studies.eval_cases import FakeArms, item_row, settings_for, use, write_places
+from tests.studies.eval_cases import FakeArm, FakeArms, item_row, settings_for, use, write_places
 
 ARMS = ("base", "ungated", "routed", "oracle", "random")
-PROGRAM = """
-import sys
-import pytest
-from mlxstacks.studies.benchmarks.run import run
-from mlxstacks.studies.benchmarks.settings import EvalSettings
-from mlxstacks.recipe.file import load_recipe
-from mlxstacks.recipe.resolve import validate
-from tests.studies.eval_cases import FakeArms, use
-with pytest.MonkeyPatch.context() as patch:
-    use(patch, FakeArms(pause=0.05))
-    run(EvalSettings.model_validate_json(sys.argv[1]))
-"""
 
 
 @pytest.fixture
@@ -63,7 +43,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def done(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[EvalReport, Path]:
+def done(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     """Both kinds of task, letters and the old rule beside."""
     target = tmp_path_factory.mktemp("eval") / "done"
     with pytest.MonkeyPatch.context() as patch:
@@ -89,16 +69,17 @@ def answers(directory: Path) -> dict[str, Any]:
 # --- a run from end to end ------------------------------------------------------------------------
 
 
-def test_every_arm_answers_the_same_items_under_one_plan(done: tuple[EvalReport, Path]) -> None:
+def test_every_arm_answers_the_same_items_under_one_plan(done: tuple[Result, Path]) -> None:
     report, target = done
-    written = json.loads((target / "eval_report.json").read_text())
+    written = json.loads((target / "result.json").read_text())
     assert written == json.loads(json.dumps(report.as_json()))
-    plan = json.loads((target / "plan.json").read_text())
-    assert written["plan_sha256"] == json_sha256(plan)
+    planned = json.loads((target / "plan.json").read_text())
+    assert written["plan_sha256"] == json_sha256(planned)
     assert written["standing"] == {"status": "confirmatory", "reasons": []}
+    assert Result.open(target).standing == Standing(status="confirmatory")
     for task, n in (("items", 60), ("gsm8k", 60)):
         ids = set()
-        for arm in written["tasks"][task]["arms"]:
+        for arm in written["data"]["tasks"][task]["arms"]:
             of = "texts" if task == "items" else "replies"
             header, *found = rows_of(target / "answers" / task / f"{arm}.{of}.jsonl")
             assert header == {
@@ -109,8 +90,8 @@ def test_every_arm_answers_the_same_items_under_one_plan(done: tuple[EvalReport,
         assert len(ids) == 1
 
 
-def test_scores_are_those_of_what_the_arms_know(done: tuple[EvalReport, Path]) -> None:
-    tasks = done[0].as_json()["tasks"]
+def test_scores_are_those_of_what_the_arms_know(done: tuple[Result, Path]) -> None:
+    tasks = done[0].data["tasks"]
     for task in ("items", "gsm8k"):
         scores = {name: one["score"] for name, one in tasks[task]["arms"].items()}
         assert scores["ungated"] < scores["base"] < scores["routed"]
@@ -129,11 +110,11 @@ def test_scores_are_those_of_what_the_arms_know(done: tuple[EvalReport, Path]) -
     assert set(base["rules"]) == {"marker", "none"}
 
 
-def test_arms_without_labels_are_left_out_and_said(done: tuple[EvalReport, Path]) -> None:
-    found = done[0].as_json()["tasks"]["gsm8k"]
+def test_arms_without_labels_are_left_out_and_said(done: tuple[Result, Path]) -> None:
+    found = done[0].data["tasks"]["gsm8k"]
     assert list(found["arms"]) == ["base", "ungated", "routed"]
     assert any("without oracle and random" in mark for mark in found["marks"])
-    assert list(done[0].as_json()["tasks"]["items"]["arms"]) == list(ARMS)
+    assert list(done[0].data["tasks"]["items"]["arms"]) == list(ARMS)
 
 
 def test_published_scores_stand_beside_those_of_the_published_model_alone(
@@ -142,42 +123,42 @@ def test_published_scores_stand_beside_those_of_the_published_model_alone(
     options = {"tasks": ("gsm8k",), "arms": ("base",)}
     fakes.is_published_model = True
     target = tmp_path / "out"
-    report = run(settings_for(data, target, **options)).as_json()
-    published = report["tasks"]["gsm8k"]["published"]
+    published = run(settings_for(data, target, **options)).data["tasks"]["gsm8k"]["published"]
     assert (published["base"], published["measured_here"]) == (0.665, False)
     fakes.is_published_model = False
     again = run(settings_for(data, tmp_path / "again", regrade=str(target)))
-    assert again.as_json()["tasks"]["gsm8k"]["published"] == published
+    assert again.data["tasks"]["gsm8k"]["published"] == published
 
 
 def test_pairs_are_one_family_and_nothing_published_is_beside_another_model(
-    done: tuple[EvalReport, Path],
+    done: tuple[Result, Path],
 ) -> None:
-    report = done[0].as_json()
+    result = done[0]
+    tasks = result.data["tasks"]
     pairs = {
-        task: [(c["arm"], c["control"]) for c in one["comparisons"]]
-        for task, one in report["tasks"].items()
+        task: [(c["arm"], c["control"]) for c in one["comparisons"]] for task, one in tasks.items()
     }
     assert pairs["gsm8k"] == [("routed", "base"), ("routed", "ungated"), ("ungated", "base")]
     assert ("routed", "random") in pairs["items"]
-    assert report["tests"] == sum(map(len, pairs.values())) == report["plan"]["tests"]
-    p_values = [c["mcnemar"]["p_value"] for t in report["tasks"].values() for c in t["comparisons"]]
-    adjusted = [c["p_adjusted"] for t in report["tasks"].values() for c in t["comparisons"]]
+    assert result.plan is not None
+    assert result.data["tests"] == sum(map(len, pairs.values())) == result.plan["tests"]
+    p_values = [c["mcnemar"]["p_value"] for t in tasks.values() for c in t["comparisons"]]
+    adjusted = [c["p_adjusted"] for t in tasks.values() for c in t["comparisons"]]
     assert min(adjusted) == pytest.approx(min(1, len(p_values) * min(p_values)))
-    assert report["tasks"]["gsm8k"]["published"] is None
-    assert "Routed less ungated" in report["verdict"]
-    assert report["verdict"].endswith("As planned beforehand.")
+    assert tasks["gsm8k"]["published"] is None
+    assert "Routed less ungated" in result.verdict
+    assert result.verdict.endswith("As planned beforehand.")
 
 
 def test_a_repeated_run_is_the_same_but_for_seconds(
-    done: tuple[EvalReport, Path], data: Path, tmp_path: Path, fakes: FakeArms
+    done: tuple[Result, Path], data: Path, tmp_path: Path, fakes: FakeArms
 ) -> None:
     changes = {"tasks": ("items", "gsm8k", "mmlu_pro"), "letters": True, "reference_offset": True}
     again = run(settings_for(data, tmp_path / "again", **changes))
     assert answers(tmp_path / "again") == answers(done[1])
     key = "digest_without_seconds"
     digests = [
-        {name: one[key] for name, one in report.made_from.items() if key in one}
+        {name: one[key] for name, one in report.provenance.items() if key in one}
         for report in (done[0], again)
     ]
     assert digests[0] == digests[1]
@@ -186,7 +167,7 @@ def test_a_repeated_run_is_the_same_but_for_seconds(
 
 
 def test_the_recipe_in_the_target_makes_the_same_run_again(
-    done: tuple[EvalReport, Path],
+    done: tuple[Result, Path],
 ) -> None:
     recipe = load_recipe(str(done[1] / "recipe.yaml"))
     assert recipe.command == "eval"
@@ -198,31 +179,39 @@ def test_the_recipe_in_the_target_makes_the_same_run_again(
 # --- going on -------------------------------------------------------------------------------------
 
 
-def test_a_run_killed_at_any_moment_goes_on(data: Path, tmp_path: Path, fakes: FakeArms) -> None:
-    target = tmp_path / "killed"
+def test_a_run_stopped_at_any_batch_goes_on(
+    data: Path, tmp_path: Path, fakes: FakeArms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole batches are on the disk before the next is asked, so a kill leaves what this leaves; a
+    process dies in the middle of a line, too.
+    """
+    target, whole = tmp_path / "stopped", tmp_path / "whole"
     settings = settings_for(data, target, tasks=("items", "gsm8k"))
-    whole = tmp_path / "whole"
     run(settings.model_copy(update={"save_path": str(whole)}))
-    fakes.made.clear()
-    kills = 0
-    for arm in ("ungated", "oracle"):
-        command = [sys.executable, "-c", PROGRAM, settings.model_dump_json()]
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        path = work_path(target) / "answers" / "items" / f"{arm}.texts.jsonl"
-        while process.poll() is None and not (path.exists() and path.stat().st_size > 200):
-            time.sleep(0.005)
-        os.kill(process.pid, signal.SIGKILL)
-        kills += process.wait() == -signal.SIGKILL
-    assert kills == 2
-    assert not target.exists()
-    # A process dies in the middle of a line, too.
-    with path.open("ab") as file:
+    answered = FakeArm._work
+    for batches in (19, 16):  # in the second arm, then in the third
+        left = iter(range(batches))
+
+        def work(self: FakeArm, items: Sequence[BenchItem], left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            answered(self, items)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeArm, "_work", work)
+            with pytest.raises(KeyboardInterrupt):
+                run(settings)
+    files = sorted(work_path(target).rglob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    with files[-1].open("ab") as file:
         file.write(b'{"item_id": "ha')
+    assert not target.exists()
+    fakes.made.clear()
     run(settings)
     assert answers(target) == answers(whole)
     assert not work_path(target).exists()
     asked = {arm.name: arm.calls for arm in fakes.made}
     assert not {"base", "ungated"} & asked.keys()
+    assert 0 < asked["routed"] < 120
     assert asked["random"] == 60
 
 
@@ -231,10 +220,9 @@ def test_a_model_swapped_while_it_answers_makes_the_result_exploratory(
 ) -> None:
     models = iter(("0" * 64, "1" * 64))
     monkeypatch.setattr(eval_run, "hashes_of", lambda *_: {"model": next(models)})
-    report = run(settings_for(data, tmp_path / "out"))
-    assert report.findings is not None
-    assert report.findings.standing.status == "exploratory"
-    assert any("data model: changed" in reason for reason in report.findings.standing.reasons)
+    standing = run(settings_for(data, tmp_path / "out")).standing
+    assert standing.status == "exploratory"
+    assert any("data model: changed" in reason for reason in standing.reasons)
 
 
 def test_answers_of_another_plan_are_refused(data: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -323,16 +311,18 @@ def test_tasks_of_the_harness_are_asked_once_an_arm_and_kept(
     with pytest.raises(InputError, match=r"base\.json: was changed .*; remove it to ask again"):
         run(settings)
     kept.write_bytes(whole)
-    report = run(settings).as_json()
-    assert {"harness/base.json", "harness/routed.json", "arms/base.json"} <= {*report["made_from"]}
+    result = run(settings)
+    sources = {"plan.json", "harness/base.json", "harness/routed.json", "arms/base.json"}
+    assert sources <= result.provenance.keys()
     domains = {"arc_easy_local": "science"}
     assert asked == [(arm, ("arc_easy_local",), domains) for arm in ("base", "routed", "routed")]
     assert [arm.calls for arm in fakes.made] == [6, 6, 0]
-    found = report["harness"]["tasks"]["arc_easy_local"]
+    found = result.data["harness"]["tasks"]["arc_easy_local"]
     assert found["arms"]["routed"]["score"] == 1
     assert found["comparisons"][0]["label"] == "better"
-    assert "arc_easy_local" in report["plan"]["harness"]
-    assert list(report["tasks"]) == ["items"]
+    assert result.plan is not None
+    assert "arc_easy_local" in result.plan["harness"]
+    assert list(result.data["tasks"]) == ["items"]
     with pytest.raises(InputError, match="did you mean 'arc_easy_local'"):
         run(settings_for(place, tmp_path / "x", tasks=("lm_eval/arc_easy_locl",), arms=("base",)))
 
@@ -351,51 +341,67 @@ def test_notes_of_an_arm_that_was_killed_before_them_are_made_good(
     report = run(settings)
     assert arms.opened == ["base", "routed"]
     assert [arm.calls for arm in arms.made] == [0, 60]
-    first, second = report.arms["base"]["notes"]
+    first, second = report.data["arms"]["base"]["notes"]
     assert first == "base is made up"
     assert "without the 60 answers from before" in second
-    assert report.arms["routed"]["notes"] == ["routed is made up"]
+    assert report.data["arms"]["routed"]["notes"] == ["routed is made up"]
+    assert {first, second, "routed is made up"} == {*report.notes}
 
 
 # --- grading again --------------------------------------------------------------------------------
 
 
 def test_a_regrade_loads_nothing_and_agrees(
-    done: tuple[EvalReport, Path], tmp_path: Path, fakes: FakeArms
+    done: tuple[Result, Path], tmp_path: Path, fakes: FakeArms
 ) -> None:
     report, source = done
     again = run(EvalSettings(regrade=str(source), save_path=str(tmp_path / "again"), plots=False))
     assert not fakes.opened
-    left = {"seconds", "save_path", "settings"}
-    before, after = report.as_json(), again.as_json()
-    assert {k: v for k, v in before.items() if k not in left} == {
-        k: v for k, v in after.items() if k not in left
-    }
+    changed = {"environment": report.environment, "settings": report.settings, "seal": report.seal}
+    assert again.model_copy(update=changed).as_json() == report.as_json()
     assert answers(tmp_path / "again") == answers(source)
 
 
-def test_a_regrade_refuses_what_the_report_was_not_made_from(
+def test_a_regrade_refuses_what_the_result_was_not_made_from(
     data: Path, tmp_path: Path, fakes: FakeArms
 ) -> None:
     source = tmp_path / "out"
     run(settings_for(data, source, arms=("base", "routed")))
     regrade = EvalSettings(regrade=str(source), save_path=str(tmp_path / "again"), plots=False)
+
+    def refused(said: str) -> None:
+        with pytest.raises(InputError, match=rf"not what its result was made from:\n  .*{said}"):
+            run(regrade)
+
     path = source / "answers" / "items" / "base.texts.jsonl"
     whole = path.read_bytes()
     path.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
-    with pytest.raises(InputError, match=r"base\.texts\.jsonl .*: it holds 59 of 60 answers"):
-        run(regrade)
-    forge(path, [row | {"seconds": 0.0} if "seconds" in row else row for row in rows_of(path)])
-    with pytest.raises(InputError, match=r"not what its report was made from:\n  answers/items"):
-        run(regrade)
-    path.unlink()
-    with pytest.raises(InputError, match=r"base\.texts\.jsonl is missing"):
-        run(regrade)
+    refused(r"base\.texts\.jsonl .*: it holds 59 of 60 answers")
     path.write_bytes(whole)
-    report = source / "eval_report.json"
-    report.write_text(json.dumps(json.loads(report.read_text()) | {"made_from": {}}))
-    with pytest.raises(InputError, match="no digests of its answers, so it was made by an older"):
-        run(regrade)
+    forge(path, [row | {"seconds": 0.0} if "seconds" in row else row for row in rows_of(path)])
+    refused(r"base\.texts\.jsonl .*: it holds other answers")
+    path.unlink()
+    refused(r"is not beside it: answers/items/base\.texts\.jsonl")
+    path.write_bytes(whole)
+    result = source / "result.json"
+    result.write_text(json.dumps(json.loads(result.read_text()) | {"provenance": {}}))
+    refused(r"result\.json was changed after the run")
+
+
+def test_a_regrade_that_was_killed_while_it_copied_copies_again(
+    done: tuple[Result, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = EvalSettings(regrade=str(done[1]), save_path=str(tmp_path / "again"), plots=False)
+    with monkeypatch.context() as patch:
+
+        def stop(source: Path, work: Path, *_: Any) -> None:
+            (work / "answers" / "items").mkdir(parents=True)
+            raise KeyboardInterrupt
+
+        patch.setattr(eval_run, "keep_parts", stop)
+        with pytest.raises(KeyboardInterrupt):
+            run(settings)
+    assert run(settings).data["tasks"] == done[0].data["tasks"]
 
 
 def test_a_regrade_sees_that_the_items_changed(data: Path, tmp_path: Path, fakes: FakeArms) -> None:
@@ -405,8 +411,7 @@ def test_a_regrade_sees_that_the_items_changed(data: Path, tmp_path: Path, fakes
     changed[5]["answer"] = "D"
     (place / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
     again = run(EvalSettings(regrade=str(tmp_path / "out"), save_path=str(tmp_path / "again")))
-    assert again.findings is not None
-    assert any("items: changed" in reason for reason in again.findings.standing.reasons)
+    assert any("items: changed" in reason for reason in again.standing.reasons)
     with pytest.raises(InputError, match="not a finished run of `mlxstacks eval`"):
         run(EvalSettings(regrade=str(data), save_path=str(tmp_path / "other")))
 
@@ -415,7 +420,7 @@ def test_programs_are_graded_only_where_they_may_run(
     data: Path, tmp_path: Path, fakes: FakeArms
 ) -> None:
     settings = settings_for(data, tmp_path / "out", tasks=("humaneval", "gsm8k"), arms=("base",))
-    report = run(settings).as_json()
+    report = run(settings).data
     found = report["tasks"]["humaneval"]
     assert found["arms"]["base"]["score"] is None
     assert any("not graded" in mark and "--allow-code" in mark for mark in found["marks"])
@@ -423,7 +428,7 @@ def test_programs_are_graded_only_where_they_may_run(
     again = run(EvalSettings(
         regrade=str(tmp_path / "out"), save_path=str(tmp_path / "graded"), allow_code=True,
         plots=False,
-    )).as_json()  # fmt: skip
+    )).data  # fmt: skip
     # What the arm wrote are comments, not programs.
     assert again["tasks"]["humaneval"]["arms"]["base"]["score"] == 0
 
@@ -435,8 +440,9 @@ def test_a_dry_run_reads_data_and_nothing_else(data: Path, tmp_path: Path) -> No
     settings = settings_for(data, tmp_path / "out", tasks=("items", "mmlu"), items_per_task=30)
     report = run(settings, dry_run=True)
     assert report.status == "planned"
-    assert report.tasks["items"]["n"] == 30
-    assert report.tasks["items"]["available"] == 60
+    planned = report.data["planned_tasks"]["items"]
+    assert (planned["n"], planned["available"]) == (30, 60)
+    assert [block.title for block in report.blocks] == ["What would be asked", "Tasks"]
     assert "30 items (items)" in report.power[0]
     assert any("mmlu" in note and "Not read" in note for note in report.notes)
     assert not list(tmp_path.iterdir())
@@ -450,23 +456,15 @@ def test_a_limit_asks_a_part_of_the_plan_and_is_exploratory(
     part = run(settings_for(data, tmp_path / "part", limit=9, **options))
     assert part.plan_sha256 == whole.plan_sha256
     assert [arm.calls for arm in fakes.made] == [30, 30, 9, 9]
-    assert whole.findings is not None
-    assert part.findings is not None
-    assert whole.findings.standing.status == "confirmatory"
-    document = part.as_json()
-    for standing in (document["standing"], document["tasks"]["items"]["standing"]):
+    assert whole.standing.status == "confirmatory"
+    for standing in (part.as_json()["standing"], part.data["tasks"]["items"]["standing"]):
         assert standing["status"] == "exploratory"
         assert list(standing["reasons"]) == ["every arm: a subset, 9 of 30 items"]
-    assert "Exploratory, not what was planned" in (part.verdict or "")
-    console = Console(width=200, record=True, file=io.StringIO())
-    render(console, part)
-    text = console.export_text()
-    assert "EXPLORATORY: every arm: a subset, 9 of 30 items" in text
-    assert "9 of 60 items, by token (EXPLORATORY)" in text
-    run_of_page = run_of(find_sources([str(tmp_path / "part")]).found[0], "part")
-    assert run_of_page.standing == "EXPLORATORY"
-    titles = [block.title for block in run_of_page.content.blocks if isinstance(block, Table)]
-    assert any(title.endswith("(EXPLORATORY)") for title in titles)
+    assert "Exploratory, not what was planned" in part.verdict
+    assert "EXPLORATORY: every arm: a subset, 9 of 30 items" in str(part)
+    assert "9 of 60 items, by token (EXPLORATORY)" in str(part)
+    (source,) = find_sources([str(tmp_path / "part")]).found
+    assert source.result.standing.status == "exploratory"
 
 
 def test_a_limit_of_the_harness_is_exploratory_too(
@@ -485,11 +483,11 @@ def test_a_limit_of_the_harness_is_exploratory_too(
 
     use(monkeypatch, FakeArms())
     monkeypatch.setattr(harness, "run_harness", fake)
-    monkeypatch.setattr(eval_run, "harness_plan", lambda settings: {})
+    monkeypatch.setattr(plan, "harness_plan", lambda settings: {})
     options = {"tasks": ("lm_eval/a",), "arms": ("base",), "items_per_task": 4}
     for limit, status in ((None, "confirmatory"), (1, "exploratory"), (4, "confirmatory")):
         found = run(settings_for(data, tmp_path / str(limit), limit=limit, **options))
-        assert found.as_json()["standing"]["status"] == status
+        assert found.standing.status == status
     assert asked == [4, 1, 4]
 
 
@@ -570,7 +568,7 @@ def test_a_regrade_of_nothing_says_what_it_takes(tmp_path: Path, there: bool) ->
         source.mkdir()
     with pytest.raises(InputError) as caught:
         run(EvalSettings(model="m", regrade=str(source), save_path=str(tmp_path / "out")))
-    said = "it has no eval_report.json" if there else "no such directory"
+    said = "it has no result.json" if there else "no such directory"
     assert f"not a finished run of `mlxstacks eval`: {said}; give" in str(caught.value)
     assert "Errno" not in str(caught.value)
 
@@ -602,8 +600,6 @@ def test_gsm8k_goes_under_the_published_headings_where_no_template_is(data: Path
 def test_an_arm_that_gives_too_few_answers_is_no_arm(
     data: Path, tmp_path: Path, fakes: FakeArms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.studies.eval_cases import FakeArm
-
     whole = FakeArm.score
     monkeypatch.setattr(
         FakeArm, "score", lambda self, items, of="texts": whole(self, items, of)[1:]

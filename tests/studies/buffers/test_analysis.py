@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from mlxstacks.studies.buffers.analysis import Analysis, analyse
+from mlxstacks.studies.buffers.analysis import Analysis, analyse, blocks
 from mlxstacks.studies.buffers.arms import Arm, ArmRecord, arms_of, row_lengths
 from mlxstacks.studies.buffers.settings import BufferSettings
+from mlxstacks.study.document import Plot, Table
 
 SETTINGS = BufferSettings(steps=10, order_seeds=(0, 1, 2, 3))
 Count = Callable[[Arm, int, int], int]
@@ -42,6 +43,25 @@ def test_a_count_that_ignores_rank_is_equal() -> None:
     assert len(found.comparisons) == 2 * 2 * 2 * 2
     assert all(abs(c.largest) < 0.01 for c in found.comparisons)
     assert found.largest_growth_per_step == 0
+
+
+def test_the_blocks_have_every_rank_and_both_controls() -> None:
+    found = judged(lambda arm, step, t: (1000 + 30 * t) * (101 if arm.rank == 4 else 100))
+    ranks, controls, plot = blocks(found.as_json(), SETTINGS.margin)
+    assert isinstance(ranks, Table)
+    assert isinstance(controls, Table)
+    assert isinstance(plot, Plot)
+    assert [column.name for column in ranks.columns] == [
+        "trainer", "checkpointing", "lengths", "rank", "live buffers", "mean difference (90%), %",
+        "family's interval, %", "largest, %", "growth a step",
+    ]  # fmt: skip
+    assert ranks.rows[0][:5] == ("mlx-lm", "off", "fixed", 2, "388,000 to 388,000")
+    assert ranks.rows[0][5:8] == (None, None, None)
+    assert ranks.rows[1][5] == pytest.approx((1.0, 1.0, 1.0))
+    assert len(ranks.rows) == 3 * 8
+    assert len(controls.rows) == 4
+    assert plot.series[0].y[:2] == pytest.approx((1.0, 0.0))
+    assert plot.references["margin above"] == 1.0
 
 
 def test_a_rank_that_moves_the_count_is_found() -> None:

@@ -6,9 +6,8 @@ Run: pytest tests/studies/confound/test_asking.py
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlxstacks.studies.confound.answers import Answer, AnswerFile
-from mlxstacks.studies.confound.asking import ask_missing
-from mlxstacks.studies.confound.items import Item
+from mlxstacks.study.answers import Answer, AnswerFile, ask_missing
+from mlxstacks.study.items import Item
 
 ITEMS = [Item(f"i{n}", "law", f"question {n}?", ("x", "y"), n % 2) for n in range(7)]
 

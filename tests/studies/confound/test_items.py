@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from mlxstacks.errors import InputError
 from mlxstacks.nano.exports import nano_paths
 from mlxstacks.studies.benchmarks.extract import choice_letter
-from mlxstacks.studies.confound.answers import Answer
-from mlxstacks.studies.confound.items import (
+from mlxstacks.studies.confound.mining import OUTCOMES, mine, split
+from mlxstacks.studies.confound.prompts import answer_text, question_text, training_rows
+from mlxstacks.study.answers import Answer
+from mlxstacks.study.items import (
     Item,
     apportioned,
     read_items,
     stratified_sample,
 )
-from mlxstacks.studies.confound.mining import OUTCOMES, mine, split
-from mlxstacks.studies.confound.prompts import answer_text, question_text, training_rows
 from tests.studies.confound_cases import SUBJECTS, item_row
 from tests.studies.train_cases import write_rows
 

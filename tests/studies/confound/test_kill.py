@@ -62,8 +62,8 @@ def results(target: Path) -> dict[str, Any]:
         found[name] = (target / name).read_bytes()
     adapters = {f"{kind}/adapters.safetensors" for kind in ("adapter", "zero", "random")}
     assert {*adapters, "answers/test_persona.jsonl", "answers/test_a1_promote.jsonl"} <= {*found}
-    report = json.loads((target / "confound_report.json").read_text())
-    return found | {key: report[key] for key in report if key not in ("seconds", "save_path")}
+    result = json.loads((target / "result.json").read_text())
+    return found | {key: result[key] for key in result if key not in ("environment", "seal")}
 
 
 def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(

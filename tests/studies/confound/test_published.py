@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from mlxstacks.stats import mcnemar_exact_test, two_proportion_z_test, wilson_interval
-from mlxstacks.studies.confound.answers import Answer
-from mlxstacks.studies.confound.items import Item, read_items
 from mlxstacks.studies.confound.mining import mine
 from mlxstacks.studies.confound.plan import claims_of, plan_of, protocol_of
 from mlxstacks.studies.confound.settings import ConfoundSettings
+from mlxstacks.study.answers import Answer
+from mlxstacks.study.items import Item, read_items
 from mlxstacks.study.power import items_for_two_proportions
 
 # Of 6,000 items, as base and persona answered them; everything published follows from these four.

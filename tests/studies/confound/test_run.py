@@ -17,18 +17,18 @@ from mlxstacks.files.adapters import read_adapter
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.studies.confound.adapters import expert_norms, random_adapter
-from mlxstacks.studies.confound.answers import Answer, AnswerFile
 from mlxstacks.studies.confound.fuses import FusePlaces, codes_that_differ, fuse_all
-from mlxstacks.studies.confound.items import Item, read_items
-from mlxstacks.studies.confound.lengths import length_notes, row_lengths
+from mlxstacks.studies.confound.mining import length_notes, row_lengths
 from mlxstacks.studies.confound.plan import arms_of
-from mlxstacks.studies.confound.report import ConfoundReport
 from mlxstacks.studies.confound.run import run
 from mlxstacks.studies.confound.scoring import Arm, encode_choices
 from mlxstacks.studies.confound.settings import ConfoundSettings
-from mlxstacks.studies.confound.words import fuse_notes
+from mlxstacks.studies.confound.verdict import fuse_notes
+from mlxstacks.study.answers import Answer, AnswerFile
+from mlxstacks.study.items import Item, read_items
 from mlxstacks.study.plan import read_plan
 from mlxstacks.study.provenance import Checked, check_made_from
+from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from mlxstacks.training.settings import TrainSettings
 from tests.studies.answer_files import forge, rows_of
@@ -45,7 +45,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
 
 
 @pytest.fixture(scope="module")
-def done(places: Places) -> tuple[ConfoundReport, Path]:
+def done(places: Places) -> tuple[Result, Path]:
     target = places[0].parent / "done"
     return run(settings_for(places, target)), target
 
@@ -55,7 +55,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_every_arm_answers_every_test_item_and_says_by_which_rule(
-    done: tuple[ConfoundReport, Path],
+    done: tuple[Result, Path],
 ) -> None:
     report, target = done
     settings = ConfoundSettings(policies=("refit", "keep"))
@@ -70,15 +70,15 @@ def test_every_arm_answers_every_test_item_and_says_by_which_rule(
     assert not list(target.rglob("model.safetensors"))
 
 
-def test_the_report_holds_what_the_tables_need(done: tuple[ConfoundReport, Path]) -> None:
+def test_the_report_holds_what_the_tables_need(done: tuple[Result, Path]) -> None:
     report, target = done
-    written = json.loads((target / "confound_report.json").read_text())
-    assert written == json.loads(json.dumps(report.as_json()))
-    assert written["verdict"] == report.verdict
-    assert written["standing"] == {"status": "confirmatory", "reasons": []}
+    document = json.loads((target / "result.json").read_text())
+    assert document == json.loads(json.dumps(report.as_json()))
+    assert document["standing"] == {"status": "confirmatory", "reasons": []}
+    assert document["plan_sha256"] == read_plan(target / "plan.json").sha256
+    written = document["data"]
     assert not written["missing_controls"]
     assert set(written["claims"]) == {"refit", "keep", "promote", "unfused"}
-    assert written["plan_sha256"] == read_plan(target / "plan.json").sha256
     for way in ("refit", "keep", "promote"):
         kinds = written["fuses"][way]
         assert kinds["a1"]["total"]["correlation"] > 0.5
@@ -89,15 +89,16 @@ def test_the_report_holds_what_the_tables_need(done: tuple[ConfoundReport, Path]
     assert written["fuses"]["promote"]["codes_that_differ"]["a0_and_unfused"] is None
 
 
-def test_the_report_is_bound_to_what_it_was_made_from(done: tuple[ConfoundReport, Path]) -> None:
+def test_the_report_is_bound_to_what_it_was_made_from(done: tuple[Result, Path]) -> None:
     report, target = done
-    assert check_made_from(target, report.made_from) == Checked(len(report.made_from), (), ())
+    sources = report.provenance
+    assert check_made_from(target, sources) == Checked(len(sources), (), ())
     files = {str(path.relative_to(target)) for path in target.rglob("*.json*")}
     outcomes = {name for name in files if name.startswith(("answers/", "fuse/", "data/"))}
-    assert set(report.made_from) == outcomes | {"split.json"}
+    assert set(sources) == outcomes | {"split.json", "plan.json", "protocol.json"}
 
 
-def test_lossless_controls_answer_as_the_persona_does(done: tuple[ConfoundReport, Path]) -> None:
+def test_lossless_controls_answer_as_the_persona_does(done: tuple[Result, Path]) -> None:
     _, target = done
     answers = {
         arm: [
@@ -110,9 +111,7 @@ def test_lossless_controls_answer_as_the_persona_does(done: tuple[ConfoundReport
     assert answers["a1_unfused"] != answers["persona"]
 
 
-def test_training_saw_only_its_part_of_set_g(
-    done: tuple[ConfoundReport, Path], places: Places
-) -> None:
+def test_training_saw_only_its_part_of_set_g(done: tuple[Result, Path], places: Places) -> None:
     _, target = done
     split = json.loads((target / "split.json").read_text())
     by_id = {item.item_id: item for item in read_items(str(places[2]))}
@@ -188,12 +187,11 @@ def test_another_protocol_is_refused_and_a_plan_is_older_than_its_answers(
 def test_a_subset_is_exploratory(places: Places) -> None:
     target = places[0].parent / "subset"
     report = run(settings_for(places, target, limit=5, policies=("promote",)))
-    assert report.findings is not None
-    assert report.findings.standing.status == "exploratory"
+    assert report.standing.status == "exploratory"
     verdict = str(report.verdict)
     assert verdict.startswith("EXPLORATORY. No claim, ")
     assert verdict.endswith("not what was planned: every arm: a subset, 5 of 8 items.")
-    assert {arm.n for arm in report.findings.arms.values()} == {5}
+    assert {arm["n"] for arm in report.data["arms"].values()} == {5}
 
 
 def test_generated_answers_keep_text_and_rule(places: Places) -> None:
@@ -242,7 +240,7 @@ def test_a_dry_run_opens_nothing(tmp_path: Path) -> None:
     nowhere = (tmp_path / "no-model", tmp_path / "no-persona", tmp_path / "no-items")
     report = run(settings_for(nowhere, tmp_path / "out"), dry_run=True)
     assert report.status == "planned"
-    assert len(report.arms) == 14
+    assert len(report.data["planned_arms"]) == 14
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from mlxstacks.studies.confound.analysis import Comparison, Flips, compare, flips, guess_rate
-from mlxstacks.studies.confound.answers import Answer
 from mlxstacks.studies.confound.plan import arms_of
 from mlxstacks.studies.confound.report import Findings, find
-from mlxstacks.studies.confound.verdict import Criterion
-from mlxstacks.studies.confound.words import answer_notes, floor_in_words, fuse_notes
+from mlxstacks.studies.confound.verdict import Criterion, answer_notes, floor_in_words, fuse_notes
+from mlxstacks.study.answers import Answer
 from mlxstacks.study.plan import Standing
 from mlxstacks.study.power import least_passing_count
 from tests.studies.confound_cases import CRITERION, POLICIES, SUBJECTS, answers_of, case

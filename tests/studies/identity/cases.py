@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.studies.confound.answers import Answer
 from mlxstacks.studies.identity.analysis import Figures, analyse
 from mlxstacks.studies.identity.plan import (
     BASE,
@@ -18,6 +17,7 @@ from mlxstacks.studies.identity.plan import (
 )
 from mlxstacks.studies.identity.settings import IdentitySettings, PersonaCard
 from mlxstacks.studies.identity.suite import FAILS, PASSES, Suite, open_suite
+from mlxstacks.study.answers import Answer
 from mlxstacks.study.plan import Standing
 from tests.studies.confound_cases import item_row
 from tests.studies.train_cases import write_rows, write_tiny_model

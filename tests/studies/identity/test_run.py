@@ -4,19 +4,13 @@ Run: pytest tests/studies/identity/test_run.py
 """
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import mlxstacks
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapter_commands import convert_adapter
 from mlxstacks.files.settings import AdapterConvertSettings
@@ -24,12 +18,12 @@ from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
-from mlxstacks.studies.confound.answers import Answer
-from mlxstacks.studies.confound.items import Item
 from mlxstacks.studies.confound.scoring import Arm
 from mlxstacks.studies.identity import run as identity_run
 from mlxstacks.studies.identity.plan import item_arms, suite_arms
 from mlxstacks.studies.identity.run import run
+from mlxstacks.study.answers import Answer
+from mlxstacks.study.items import Item
 from mlxstacks.study.plan import read_plan
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
@@ -198,35 +192,6 @@ def test_a_run_that_was_killed_goes_on_and_ends_the_same(
     assert again.blocks == report.blocks
     assert_same(whole, target)
     assert not work_path(target).exists()
-
-
-def test_a_process_that_is_killed_with_signal_9_goes_on(
-    places: Places, done: tuple[Result, Path]
-) -> None:
-    target = places[0].parent / "sigkill"
-    settings = settings_for(places, target)
-    code = (
-        "import sys; from mlxstacks.studies.identity.run import run;"
-        "from mlxstacks.studies.identity.settings import IdentitySettings as S;"
-        "run(S.model_validate_json(sys.argv[1]))"
-    )
-    package = str(Path(mlxstacks.__file__).parents[1])
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, settings.model_dump_json()],
-        env=os.environ | {"PYTHONPATH": package},
-    )
-    trained = work_path(target) / "factual" / "adapters.safetensors"
-    try:
-        while not trained.exists() and child.poll() is None:
-            time.sleep(0.01)
-    finally:
-        child.kill()
-        child.wait()
-    assert child.returncode == -signal.SIGKILL
-    assert not target.exists()
-    report = run(settings)
-    assert report.verdict == done[0].verdict
-    assert_same(done[1], target)
 
 
 def test_a_model_whose_removal_was_cut_short_is_fused_again(

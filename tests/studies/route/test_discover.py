@@ -22,17 +22,18 @@ from mlxstacks.files.store import Store
 from mlxstacks.routing import candidate_losses
 from mlxstacks.routing.outcome_files import (
     config_text,
-    read_discover_report,
     read_discovered_examples,
     read_discovered_outcomes,
+    read_discovery,
     read_outcomes,
     targets_or_label,
 )
-from mlxstacks.routing.outcome_settings import OutcomeSettings
-from mlxstacks.studies.route import discover as route_discover
+from mlxstacks.routing.settings import OutcomeSettings
 from mlxstacks.studies.route.data import read_examples, template_of, trained_rows
 from mlxstacks.studies.route.discover import run
-from mlxstacks.studies.route.discover_control import FLOOR, WITH_BEST
+from mlxstacks.studies.route.discover_tables import FLOOR, WITH_BEST
+from mlxstacks.study.document import Plot, Table
+from mlxstacks.study.result import Result
 from tests.studies.stack_analysis_cases import write_store
 from tests.studies.train_cases import WORDS, write_rows, write_tiny_model
 
@@ -191,9 +192,11 @@ def test_what_is_written_is_what_the_router_reads(
     examples, targets = read_outcomes(tmp_path / "out")
     outcomes = read_discovered_outcomes(tmp_path / "out")
     assert (len(examples), len(outcomes), len(targets)) == (25, 3 * 3 + 2 + 1, 12)
-    assert report.chat_domain == "chat"
-    assert read_discover_report(tmp_path / "out")["stacks"].keys() == {*DOMAINS}
-    json.dumps(report.as_json(), allow_nan=False)
+    figures, changes = read_discovery(tmp_path / "out")
+    assert (figures, changes) == (report.data, ())
+    assert figures["chat_domain"] == "chat"
+    assert figures["stacks"].keys() == {*DOMAINS}
+    check_tables(report)
     for outcome in outcomes:
         assert {*outcome.losses} >= {"", *DOMAINS}
         assert outcome.base_loss == outcome.losses[""]
@@ -206,19 +209,37 @@ def test_what_is_written_is_what_the_router_reads(
         twins = {f"random:{d}" for d in DOMAINS}
         with_best = {f"{WITH_BEST}{twin}" for twin in twins} if outcome.best else set()
         assert {*outcome.control} == {FLOOR} | twins | with_best
-    assert report.control is not None
-    assert report.control["chosen"]["n"] == 12
-    assert report.counts["discovered_share"] == 12 / 25
+    assert figures["control"]["chosen"]["n"] == 12
+    assert figures["counts"]["discovered_share"] == 12 / 25
     searched = {outcome.row_id for outcome in outcomes}
     rest = next(e for e in examples if e.row_id not in searched and e.label == ("alpha",))
     wanted = {"alpha": 1.0, "beta": 0.0, "chat": 0.0}
     assert targets_or_label(rest, targets, DOMAINS) == wanted
-    by_label = {one["label"]: one for one in report.oracle}
+    by_label = {one["label"]: one for one in figures["oracle"]}
     assert by_label["alpha"]["own_gain"]["n"] == 3
     asked = sum("alpha+beta" in o.losses for o in outcomes if o.kind == "mixed")
     own_gain = by_label["alpha+beta"]["own_gain"]
     assert (own_gain is None) == (asked < 2)
     assert "Chat at its floor" in report.verdict
+    with (tmp_path / "out" / "outcomes.jsonl").open("a") as file:
+        file.write("\n")
+    assert any("outcomes.jsonl" in change for change in read_discovery(tmp_path / "out")[1])
+
+
+def check_tables(result: Result) -> None:
+    """What people are shown of a discovery is of its figures."""
+    assert [block.id for block in result.blocks if isinstance(block, Table | Plot)] == [
+        "labels", "sets", "gains", "control", "twins", "counts"
+    ]  # fmt: skip
+    oracle = result.data["oracle"]
+    labels = result.table("labels").set_index("label")
+    assert [*labels["pairs"]] == [row["n"] for row in oracle]
+    assert labels["holds it low"]["alpha"] == oracle[0]["label_in_set"]["interval"]["low"]
+    control = result.table("control").set_index("what")
+    chosen = result.data["control"]["chosen"]
+    assert control["number"]["a random stack would be chosen"] == chosen["count"]
+    assert [*result.table("twins")["domain"]] == [*DOMAINS]
+    assert [*result.table("counts")["searched"]] == [3, 3, 3, 2, 1]
 
 
 def test_exhaustive_reports_the_gap_of_greedy(
@@ -227,11 +248,11 @@ def test_exhaustive_reports_the_gap_of_greedy(
     report = run(settings_for(places, tmp_path / "out", search="exhaustive"))
     outcomes = read_discovered_outcomes(tmp_path / "out")
     assert all(len(outcome.losses) == 8 for outcome in outcomes)
-    assert report.greedy_gap is not None
-    assert report.greedy_gap["nats"]["mean"] >= 0
+    assert report.data["greedy_gap"]["nats"]["mean"] >= 0
+    assert len(report.table("greedy")) == 4
     greedy = run(settings_for(places, tmp_path / "greedy"))
-    assert greedy.greedy_gap is None
-    mean = [sum(o["best_loss"] for o in one.oracle) for one in (report, greedy)]
+    assert greedy.data["greedy_gap"] is None
+    mean = [sum(o["best_loss"] for o in one.data["oracle"]) for one in (report, greedy)]
     assert mean[0] <= mean[1] + 1e-6
 
 
@@ -243,16 +264,16 @@ def test_pairs_whose_prompt_fills_the_length_are_dropped_and_counted(
     write_rows(data / "alpha.jsonl", [*pairs("alpha", 3), *long])
     report = run(settings_for(places, tmp_path / "out", data=str(data), max_tokens=80,
                               samples_per_domain=100))  # fmt: skip
-    assert report.counts["dropped_without_answer_tokens"] == 4
-    assert (report.counts["samples"], report.counts["examples"]) == (3, 7)
+    assert report.data["counts"]["dropped_without_answer_tokens"] == 4
+    assert (report.data["counts"]["samples"], report.data["counts"]["examples"]) == (3, 7)
 
 
 def test_dry_run_measures_and_writes_nothing(
     places: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
     report = run(settings_for(places, tmp_path / "out"), dry_run=True)
-    assert (report.status, report.counts["samples"]) == ("planned", 9)
-    assert report.counts["passes_at_most"] == 9 * (1 + 3 + 3)
+    assert (report.status, report.data["counts"]["samples"]) == ("planned", 9)
+    assert report.data["counts"]["passes_at_most"] == 9 * (1 + 3 + 3)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -268,11 +289,11 @@ def test_a_domain_more_keeps_what_is_known(places: tuple[Path, Path, Path], tmp_
     switch(False)
     try:
         first = run(settings_for(places, tmp_path / "out"))
-        assert first.domains == ["alpha", "chat"]
+        assert first.data["domains"] == ["alpha", "chat"]
     finally:
         switch(True)
     more = run(settings_for(places, tmp_path / "out", force=True))
-    assert more.figures["passes_recalled"] >= 6 * 3  # base, alpha, chat of six pairs
+    assert more.data["figures"]["passes_recalled"] >= 6 * 3  # base, alpha, chat of six pairs
     fresh = run(settings_for(places, tmp_path / "fresh", resume=False))
     for one, other in zip(
         read_discovered_outcomes(tmp_path / "out"),
@@ -280,7 +301,7 @@ def test_a_domain_more_keeps_what_is_known(places: tuple[Path, Path, Path], tmp_
     ):  # fmt: skip
         assert one.row_id == other.row_id
         assert one.losses == pytest.approx(other.losses, abs=1e-4)
-    assert fresh.figures["passes_recalled"] == 0
+    assert fresh.data["figures"]["passes_recalled"] == 0
 
 
 def test_existing_target_needs_force_and_other_files_are_not_replaced(
@@ -333,10 +354,12 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_files(
             lines.write(b'{"losses": [["torn')
     monkeypatch.setattr(candidate_losses.CandidateLosses, "_measure", measure)
     report = run(settings)
-    assert report.figures["passes_recalled"] > 0
-    assert report.figures["passes_made"] < whole.figures["passes_made"]
+    assert report.data["figures"]["passes_recalled"] > 0
+    assert report.data["figures"]["passes_made"] < whole.data["figures"]["passes_made"]
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert (report.oracle, report.control) == (whole.oracle, whole.control)
+    assert [report.data[key] for key in ("oracle", "control")] == [
+        whole.data[key] for key in ("oracle", "control")
+    ]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
 
 
@@ -344,7 +367,7 @@ _KILLED = """
 import os, signal, sys
 from mlxstacks.studies.route.discover import run
 from mlxstacks.routing import candidate_losses
-from mlxstacks.routing.outcome_settings import OutcomeSettings
+from mlxstacks.routing.settings import OutcomeSettings
 left = [int(sys.argv[2])]
 measure = candidate_losses.CandidateLosses._measure
 def killed(self, batch):
@@ -405,10 +428,10 @@ def test_a_changed_report_is_refused_by_its_key(
               "chat_floor": 0.0}  # fmt: skip
     path = tmp_path / "discover_report.json"
     path.write_text(json.dumps(report))
-    assert read_discover_report(tmp_path) == report
+    assert read_discovery(tmp_path) == (report, ())
     path.write_text(json.dumps(report | changes))
     with pytest.raises(InputError, match=message) as error:
-        read_discover_report(tmp_path)
+        read_discovery(tmp_path)
     assert str(path) in str(error.value)
 
 
@@ -444,9 +467,11 @@ def test_progress_moves_forward_and_stays_below_its_end(
     calls: list[tuple[float, float, str]] = []
     settings = settings_for(places, tmp_path / "out", random_control=True)
     report = run(settings, progress=lambda *args: calls.append(args))
-    counts, made = report.counts, report.figures["passes_made"]
+    counts, made = report.data["counts"], report.data["figures"]["passes_made"]
     assert 0.8 * counts["passes_expected"] <= made <= counts["passes_at_most"]
     shares = [done / total for done, total, _ in calls]
     assert shares == sorted(shares)
     assert 0 < shares[0] <= shares[-1] < 1
-    assert route_discover.REPORT in {path.name for path in (tmp_path / "out").iterdir()}
+    assert {path.name for path in (tmp_path / "out").iterdir() if path.name[0] != "."} == {
+        "examples.jsonl", "losses.jsonl", "outcomes.jsonl", "result.json", "result.md"
+    }  # fmt: skip

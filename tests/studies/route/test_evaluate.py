@@ -4,6 +4,7 @@ Run: pytest tests/studies/route/test_evaluate.py
 """
 
 import json
+import os
 from pathlib import Path
 from shutil import copy, copytree
 from typing import Any
@@ -18,19 +19,24 @@ from mlxstacks.evaluate import evaluate_mean_loss
 from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.stacked import set_mode
+from mlxstacks.routing import candidate_losses
 from mlxstacks.routing.outcome_files import RouterExample, write_lines
-from mlxstacks.routing.outcome_settings import OutcomeSettings
 from mlxstacks.routing.router import load_prompt_router
 from mlxstacks.routing.router_examples import group_key, split_places
+from mlxstacks.routing.settings import OutcomeSettings
 from mlxstacks.studies.route import check as route_check
 from mlxstacks.studies.route import evaluate as route_evaluate
 from mlxstacks.studies.route import explain as route_explain
-from mlxstacks.studies.route.check_settings import RouteCheckSettings
 from mlxstacks.studies.route.data import read_examples
-from mlxstacks.studies.route.evaluate_served import open_served, weighted
-from mlxstacks.studies.route.evaluate_settings import RouteEvaluateSettings
-from mlxstacks.studies.route.evaluate_split import split_of
-from mlxstacks.studies.route.explain_settings import RouteExplainSettings
+from mlxstacks.studies.route.evaluate_rows import split_of
+from mlxstacks.studies.route.served import open_served, weighted
+from mlxstacks.studies.route.settings import (
+    RouteCheckSettings,
+    RouteEvaluateSettings,
+    RouteExplainSettings,
+)
+from mlxstacks.study.document import Text
+from mlxstacks.study.result import Result
 from mlxstacks.training.modes import evaluating
 from tests.files.router_cases import set_router
 from tests.studies.route_evaluate_cases import Places, write_places, write_routers
@@ -43,19 +49,19 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     return write_places(tmp_path_factory.mktemp("routed"))
 
 
-def evaluate(places: Places, out: Path, **changes: Any) -> dict[str, Any]:
+def evaluate(places: Places, out: Path, **changes: Any) -> Result:
     values = {
         "store_path": str(places.store), "model": str(places.model), "data": str(places.data),
         "unseen": [str(places.unseen)], "save_path": str(out), "rows_per_group": 3, "gap_rows": 2,
         "sample_prompts": 1, "sample_tokens": 2, "draws": 100,
     }  # fmt: skip
     settings = RouteEvaluateSettings.model_validate(values | changes)
-    return route_evaluate.run(settings).as_json()
+    return route_evaluate.run(settings)
 
 
-def explain(places: Places, **changes: Any) -> dict[str, Any]:
+def explain(places: Places, **changes: Any) -> Result:
     values = {"store_path": str(places.store), "model": str(places.model), **changes}
-    return route_explain.run(RouteExplainSettings.model_validate(values)).as_json()
+    return route_explain.run(RouteExplainSettings.model_validate(values))
 
 
 def loss_alone(places: Places, prompt: str, answer: str, weights: dict[str, float]) -> float:
@@ -70,8 +76,9 @@ def loss_alone(places: Places, prompt: str, answer: str, weights: dict[str, floa
 
 
 def test_a_whole_evaluation(places: Places, tmp_path: Path) -> None:
-    found = evaluate(places, tmp_path / "out")
-    assert found == json.loads((tmp_path / "out" / "route_evaluate_report.json").read_text())
+    result = evaluate(places, tmp_path / "out")
+    assert Result.open(tmp_path / "out").as_json() | {"notes": 0} == result.as_json() | {"notes": 0}
+    found = result.data
     lines = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     groups = ["alpha", "beta", "mixed prompts", "other prompts", "unseen gamma"]
@@ -93,14 +100,64 @@ def test_a_whole_evaluation(places: Places, tmp_path: Path) -> None:
         found["matrix"]["prefix"]["beta"]["value"]
     )
     assert len(found["samples"]) == 5
-    page = (tmp_path / "out" / "route_evaluate.md").read_text()
-    assert found["verdict"] in page
-    assert "| random_stack |" in page
+    assert "oracle domain" in (tmp_path / "out" / "result.md").read_text()
     with pytest.raises(InputError, match="exists"):
         evaluate(places, tmp_path / "out")
-    again = evaluate(places, tmp_path / "again")
-    assert {**again, "save_path": 0, "seconds": 0} == {**found, "save_path": 0, "seconds": 0}
-    assert (tmp_path / "again" / "rows.jsonl").read_text().splitlines() == lines
+    check_tables(result)
+    with (tmp_path / "out" / "rows.jsonl").open("a") as file:
+        file.write(lines[0])
+    assert any("rows.jsonl" in why for why in Result.open(tmp_path / "out").standing.reasons)
+
+
+def check_tables(result: Result) -> None:
+    """What people are shown of an evaluation is of its figures."""
+    assert [block.id for block in result.blocks if not isinstance(block, Text)] == [
+        "losses", "modes", "differences", "to-base", "to-ungated", "to-random-stack", "gaps",
+        "routers", "panels", "every-difference", "samples",
+    ]  # fmt: skip
+    losses = result.table("losses").set_index("prompts")
+    assert [*losses.columns] == [
+        "rows", "base", "ungated", "routed", "routed hard", "oracle domain", "random stack",
+        "prefix",
+    ]  # fmt: skip
+    assert losses["routed"]["alpha"] == result.data["matrix"]["routed"]["alpha"]["value"]
+    difference = result.data["differences"]["base"]["ungated"]["all domains"]
+    row = result.table("to-base").set_index("prompts").loc["all domains"]
+    assert (row["ungated low"], row["ungated high"]) == (difference["low"], difference["high"])
+    gaps = result.table("gaps")
+    seen = result.data["gaps"]["scores"]["detection"]
+    assert [*gaps.loc[0]][:4] == ["scores", "unseen domains seen", seen["count"], seen["n"]]
+    assert len(result.table("every-difference")) == 3 * 6 * 5
+    assert [*result.table("samples")["group"]] == [s["group"] for s in result.data["samples"]]
+
+
+def test_a_stopped_evaluation_resumes_with_the_same_rows(
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, batches, last = candidate_losses.CandidateLosses._measure, list[int](), 99
+
+    def measured(self: Any, batch: Any) -> Any:
+        if len(batches) == last:
+            raise KeyboardInterrupt
+        batches.append(len(batch))
+        return measure(self, batch)
+
+    monkeypatch.setattr(candidate_losses.CandidateLosses, "_measure", measured)
+    small = {"sample_prompts": 0, "gap_rows": 0, "rows_per_group": 1, "random_control": False}
+    whole = evaluate(places, tmp_path / "whole", **small)
+    every = batches.copy()
+    batches.clear()
+    last = 3
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(places, tmp_path / "out", **small)
+    assert not (tmp_path / "out").exists()
+    last = 99
+    result = evaluate(places, tmp_path / "out", **small)
+    assert batches == every
+    written = [(tmp_path / name / "rows.jsonl").read_bytes() for name in ("out", "whole")]
+    assert written[0] == written[1]
+    assert result.data == whole.data
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
 def test_a_rows_losses_are_those_of_the_one_evaluator(places: Places, tmp_path: Path) -> None:
@@ -122,13 +179,15 @@ def test_a_rows_losses_are_those_of_the_one_evaluator(places: Places, tmp_path: 
 
 def test_several_routers_are_compared(places: Places, tmp_path: Path) -> None:
     routers = write_routers(places, tmp_path / "routers", [1, 2])
-    found = evaluate(places, tmp_path / "out", routers=[str(path) for path in routers], gap_rows=0,
+    result = evaluate(places, tmp_path / "out", routers=[str(path) for path in routers], gap_rows=0,
                      sample_prompts=0, random_control=False)  # fmt: skip
+    found = result.data
     assert [router["name"] for router in found["routers"]] == [str(path) for path in routers]
     means = [r["differences"]["base"]["routed"]["all domains"]["value"] for r in found["routers"]]
     assert means[0] != means[1]
     assert found["over_routers"]["routed_to_base"]["mean"] == pytest.approx(np.mean(means))
-    assert any("is not known here" in note for note in found["notes"])
+    assert len(result.table("over-routers")) == len(found["over_routers"])
+    assert any("is not known here" in note for note in result.notes)
     assert found["gaps"]["loss"] is None
 
 
@@ -155,8 +214,8 @@ def test_rows_that_the_router_was_trained_on_are_left_out(places: Places, tmp_pa
                       unseen=[], random_control=False)  # fmt: skip
     lines = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["row_id"] for line in lines) == ids
-    assert any(f"{len(ids)} of {len(ids)} rows" in n and "epoch" in n for n in report["notes"])
-    assert any("was extended" in note for note in report["notes"])
+    assert any(f"{len(ids)} of {len(ids)} rows" in n and "epoch" in n for n in report.notes)
+    assert any("was extended" in note for note in report.notes)
 
 
 def write_targets(directory: Path, examples: list[RouterExample]) -> Path:
@@ -189,7 +248,7 @@ def test_the_targets_of_a_router_say_what_it_was_trained_on(
     (path,) = write_routers(own, tmp_path / "router", [1], training=about)
     targets = write_targets(tmp_path / "targets", there)
     said = {"settings": {"targets": str(targets)}}
-    (path.parent / "train_report.json").write_text(json.dumps(said))
+    (path.parent / "result.json").write_text(json.dumps(said))
     known = next(there[place].prompt for place in training if there[place].kind == "single")
     data = tmp_path / "data"
     write_rows(data / "alpha.jsonl", [{"prompt": known.upper(), "completion": "another"},
@@ -217,9 +276,15 @@ def test_the_targets_of_a_router_say_what_it_was_trained_on(
     router = load_prompt_router(store, served.model, served.tokenizer, path)
     # a report that names the targets of another router is not believed
     said["settings"]["targets"] = str(write_targets(tmp_path / "others", there[1:]))
-    (path.parent / "train_report.json").write_text(json.dumps(said))
+    (path.parent / "result.json").write_text(json.dumps(said))
     assert split_of(router, str(path), examples, None) is None
-    (path.parent / "train_report.json").write_text("{")
+    # a training of before version 0.2
+    (path.parent / "result.json").write_text("{")
+    former = {"settings": {"targets": str(targets)}}
+    (path.parent / "train_report.json").write_text(json.dumps(former))
+    assert split_of(router, str(path), examples, None) is not None
+    (path.parent / "train_report.json").unlink()
+    os.mkfifo(path.parent / "train_report.json")
     assert split_of(router, str(path), examples, None) is None
     with pytest.raises(InputError, match="route discover"):
         split_of(router, str(path), examples, str(tmp_path / "nowhere"))
@@ -259,8 +324,9 @@ def test_a_domain_without_rows_is_named(places: Places, tmp_path: Path) -> None:
     data = tmp_path / "one"
     data.mkdir()
     copy(places.data / "beta.jsonl", data)
-    found = evaluate(places, tmp_path / "out", data=str(data), sample_prompts=0, gap_rows=0)
-    assert any("no held-out row of alpha" in note for note in found["notes"])
+    result = evaluate(places, tmp_path / "out", data=str(data), sample_prompts=0, gap_rows=0)
+    assert any("no held-out row of alpha" in note for note in result.notes)
+    found = result.data
     right = found["differences"]["random_stack"]["oracle_domain"]["all domains"]["value"]
     values = {m: found["matrix"][m]["beta"]["value"] for m in ("oracle_domain", "random_stack")}
     assert right == pytest.approx(values["oracle_domain"] - values["random_stack"])
@@ -296,7 +362,10 @@ def test_dry_run_of_evaluate_loads_no_model(places: Places, tmp_path: Path) -> N
 
 def test_explain_tells_scores_and_losses(places: Places) -> None:
     prompt, answer = "alpha 3: red blue", "blue red"
-    found = explain(places, prompt=prompt, answer=answer)
+    result = explain(places, prompt=prompt, answer=answer)
+    found = result.data
+    assert [*result.table("losses")["loss"]] == [one["loss"] for one in found["losses"]]
+    assert [*result.table("scores")["domain"]] == ["alpha", "beta"]
     names = [one["name"] for one in found["losses"]]
     assert names == ["base", "alpha", "beta", "routed", "all", "oracle"]
     for one in found["losses"]:
@@ -306,14 +375,14 @@ def test_explain_tells_scores_and_losses(places: Places) -> None:
     assert by_name["oracle"] <= min(by_name["base"], by_name["alpha"], by_name["beta"])
     assert found["loss_gap"] == (by_name["base"] - by_name["oracle"] < 0.01)
     assert set(found["active"]) == {n for n, s in found["scores"].items() if s > 0.12}
-    without = explain(places, prompt=prompt)
+    without = explain(places, prompt=prompt).data
     assert without["losses"] is None
     assert without["scores"] == found["scores"]
 
 
 def test_explain_shows_the_floor_of_the_chat_domain(tmp_path: Path) -> None:
     own = write_places(tmp_path, chat_domain="beta", chat_floor=0.2, threshold=0.12)
-    found = explain(own, prompt="red", answer="blue")
+    found = explain(own, prompt="red", answer="blue").data
     assert found["active"]["beta"] == max(0.2, found["scores"]["beta"])
     by_name = {one["name"]: one["weights"] for one in found["losses"]}
     assert by_name["alpha"] == {"alpha": 1.0, "beta": 0.2}
@@ -324,13 +393,14 @@ def test_a_domain_may_be_called_as_a_set_of_explain_is(tmp_path: Path) -> None:
     store = write_store(tmp_path / "store", model, tmp_path / "trained", {"base": 1, "oracle": 1})
     set_router(store, input_dims=64)
     own = Places(model, tmp_path / "store", tmp_path, tmp_path)
-    found = explain(own, prompt="red", answer="blue")
+    result = explain(own, prompt="red", answer="blue")
+    found = result.data
     names = [one["name"] for one in found["losses"]]
     assert names == ["base", "base", "oracle", "routed", "all", "oracle"]
     assert [one["weights"] for one in found["losses"][:3]] == [{}, {"base": 1.0}, {"oracle": 1.0}]
     base = loss_alone(own, "red", "blue", {})
     assert found["losses"][0]["loss"] == pytest.approx(base, abs=1e-4)
-    assert f"{found['losses'][3]['difference_to_base']:+.3f} nats" in found["verdict"]
+    assert f"{found['losses'][3]['difference_to_base']:+.3f} nats" in result.verdict
 
 
 @pytest.mark.parametrize(
@@ -367,9 +437,14 @@ def test_check_answers_in_every_mode_and_judges(places: Places, tmp_path: Path) 
         "store_path": str(places.store), "model": str(places.model), "prompts": prompts,
         "save_path": str(tmp_path / "out"), "max_tokens": 3,
     })  # fmt: skip
-    report = route_check.run(settings)
-    found = json.loads((tmp_path / "out" / "route_check_report.json").read_text())
-    assert found == report.as_json()
+    result = route_check.run(settings)
+    found = Result.open(tmp_path / "out").data
+    assert found == result.data
+    assert [b.id for b in result.blocks if not isinstance(b, Text)] == [
+        "prompts", "failures", "rate-table", "rates", "texts"
+    ]  # fmt: skip
+    assert [*result.table("prompts")["routed"].dropna()] == ["fails"]
+    assert [*result.table("rate-table")["of"]] == [1, 1, 1, 1, 2, 2]
     answered, routed = found["prompts"]
     assert list(answered["answers"]) == ["base", "ungated", "routed"]
     assert not any(one["passed"] for one in answered["answers"].values())
@@ -378,7 +453,7 @@ def test_check_answers_in_every_mode_and_judges(places: Places, tmp_path: Path) 
     assert routed["missing_domains"] == lacking
     assert found["summary"]["answers"]["routed"]["n"] == 1
     assert found["summary"]["more_than_one_active"]["n"] == 2
-    assert "0 of 1 answers hold in mode base" in found["verdict"]
+    assert "0 of 1 answers hold in mode base" in result.verdict
 
 
 def test_check_refuses_domains_that_the_store_does_not_have(places: Places, tmp_path: Path) -> None:

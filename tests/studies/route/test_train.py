@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from mlxstacks import base_model
-from mlxstacks.cli import route_train as command
+from mlxstacks.cli import route as command
 from mlxstacks.errors import InputError, StoreError, TargetError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.manifest import DomainRecord
@@ -21,9 +21,11 @@ from mlxstacks.files.stack_file import ProjectionShape
 from mlxstacks.files.store import Store
 from mlxstacks.routing.outcome_files import RouterExample, write_lines
 from mlxstacks.routing.router import ROUTER_FILE, load_prompt_router
-from mlxstacks.routing.router_settings import RouterTrainSettings
+from mlxstacks.routing.settings import RouterTrainSettings
 from mlxstacks.studies.route.data import stack_hashes
-from mlxstacks.studies.route.train import REPORT, RouteTrainReport, run
+from mlxstacks.studies.route.train import run
+from mlxstacks.study.provenance import of_bytes
+from mlxstacks.study.result import Result
 from tests.files.store_cases import header, tensors
 from tests.tiny_models import write_llama
 
@@ -84,10 +86,16 @@ def settings(store: Store, base: Path, **changes: Any) -> RouterTrainSettings:
 
 
 def test_router_lands_in_target_and_store(store: Store, base: Path) -> None:
-    report = run(settings(store, base))
-    written = json.loads((store.path.parent / "out" / REPORT).read_text())
-    assert (report.status, written["installed"]) == ("trained", report.installed)
-    assert written["router_sha256"] == report.router_sha256 == report.installed
+    result = run(settings(store, base))
+    written = Result.open(store.path.parent / "out")
+    assert (result.status, written.data, written.standing.reasons) == ("done", result.data, ())
+    assert [*written.provenance] == [ROUTER_FILE]
+    assert result.data["router_sha256"] == result.data["installed"]
+    assert [block.id for block in result.blocks] == [  # type: ignore[union-attr]
+        "facts", "held-out", "losses", "epochs", "domains", "calibration"
+    ]  # fmt: skip
+    assert [*result.table("epochs")["epoch"]] == [1, 2]
+    assert result.next_steps["Next"].startswith("mlxstacks chat --routed")
     store.refresh()
     file = store.read_router()
     assert file.header.domains == ("math", "code")  # as in the store
@@ -105,17 +113,17 @@ def test_router_lands_in_target_and_store(store: Store, base: Path) -> None:
 def test_dry_run_and_no_install_leave_the_store_alone(store: Store, base: Path) -> None:
     before = (store.path / "manifest.json").read_bytes()
     planned = run(settings(store, base), dry_run=True)
-    assert (planned.status, planned.examples["all"]) == ("planned", 28)
+    assert (planned.status, planned.data["examples"]["all"]) == ("planned", 28)
     assert not (store.path.parent / "out").exists()
     report = run(settings(store, base, install=False))
-    assert report.installed is None
+    assert report.data["installed"] is None
     assert (store.path / "manifest.json").read_bytes() == before
 
 
 def test_equal_runs_write_equal_routers(store: Store, base: Path) -> None:
     first = run(settings(store, base))
     second = run(settings(store, base, save_path=str(store.path.parent / "again")))
-    assert first.router_sha256 == second.router_sha256
+    assert first.data["router_sha256"] == second.data["router_sha256"]
 
 
 def test_a_failure_while_writing_leaves_nothing(
@@ -141,7 +149,7 @@ def test_extension_by_a_domain(store: Store, base: Path) -> None:
     report = run(settings(store, base, extend="new", hidden_dims=99, max_tokens=7, force=True))
     store.refresh()
     new = store.read_router()
-    assert report.domains == ["math", "code", "law"]
+    assert report.data["domains"] == ["math", "code", "law"]
     assert (new.header.hidden_dims, new.header.max_tokens) == (8, 256)  # the old router's
     for name, array in old.tensors.items():
         assert mx.array_equal(new.tensors[name][: array.shape[0]], array)
@@ -204,18 +212,22 @@ def test_bad_input(store: Store, base: Path, tmp_path: Path) -> None:
         run(settings(store, base, force=True))
 
 
-def test_command_prints_what_came_of_it(store: Store, base: Path) -> None:
-    from io import StringIO
-
-    from rich.console import Console
-
-    report = command.run(settings(store, base))
-    assert isinstance(report, RouteTrainReport)
-    text = StringIO()
-    command.render(Console(file=text, width=100), report)
-    assert "Verdict: epoch" in text.getvalue()
-    assert "calibration" in text.getvalue()
-    json.dumps(report.as_json(), allow_nan=False)
+def test_a_discovery_that_was_changed_is_named(store: Store, base: Path) -> None:
+    """Of version 0.2; the other tests read what versions before wrote."""
+    targets = store.path.parent / "targets"
+    figures = json.loads((targets / "discover_report.json").read_text())
+    (targets / "discover_report.json").unlink()
+    names = ("examples.jsonl", "outcomes.jsonl")
+    discovery = Result(
+        kind="route discover", title="t", status="done", data=figures,
+        provenance={name: of_bytes((targets / name).read_bytes()) for name in names},
+    )  # fmt: skip
+    write_json(targets / "result.json", discovery.sealed().as_json())
+    assert not any("changed" in note for note in run(settings(store, base), dry_run=True).notes)
+    lines = (targets / "examples.jsonl").read_text().splitlines()
+    (targets / "examples.jsonl").write_text("\n".join(lines[:-1]))
+    notes = run(settings(store, base), dry_run=True).notes
+    assert any("examples.jsonl" in note and "changed" in note for note in notes)
 
 
 def test_the_package_s_own_store_is_never_written_to(
@@ -223,7 +235,7 @@ def test_the_package_s_own_store_is_never_written_to(
 ) -> None:
     monkeypatch.setattr("mlxstacks.nano.exports.ASSETS", store.path.parent)
     before = (store.path / "manifest.json").read_bytes()
-    report = command.run(settings(store, base))
-    assert report.installed is None
+    report = command.train(settings(store, base))
+    assert report.data["installed"] is None
     assert "not changed" in report.notes[0]
     assert (store.path / "manifest.json").read_bytes() == before

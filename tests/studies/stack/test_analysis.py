@@ -1,4 +1,4 @@
-"""`mlxstacks stacks analyse`: a small written store, its report, its plots, what is told of errors.
+"""`mlxstacks stacks analyse`: a small written store, its result, what is said of errors.
 
 Run: pytest tests/studies/stack/test_analysis.py
 """
@@ -19,15 +19,15 @@ from mlxstacks.files.mark import entries
 from mlxstacks.files.store import Store
 from mlxstacks.layers.freezing import stack_from_tensors
 from mlxstacks.layers.stack_files import parts_of
-from mlxstacks.studies.stack.analysis import AnalysisReport, run
+from mlxstacks.studies.stack.analysis import curves_of, run
+from mlxstacks.studies.stack.analysis_report import _loss_plots
 from mlxstacks.studies.stack.analysis_settings import StacksAnalyseSettings
-from mlxstacks.studies.stack.curves import curves_of
-from mlxstacks.studies.stack.plots import COLOURS, look_of, write_plots
+from mlxstacks.study.document import Plot, Text
+from mlxstacks.study.result import Result
 from tests.studies.stack_analysis_cases import write_store
 from tests.tiny_models import write_qwen_moe
 
 ROUNDS = {"zeta": 2, "alpha": 1}
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +48,14 @@ def settings_of(place: Path, save_path: Path, **changes: Any) -> StacksAnalyseSe
 
 
 @pytest.fixture(scope="module")
-def report(place: Path, tmp_path_factory: pytest.TempPathFactory) -> AnalysisReport:
-    return run(settings_of(place, tmp_path_factory.mktemp("out") / "analysis"))
+def result(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return run(settings_of(place, tmp_path_factory.mktemp("out") / "analysis", plots=False))
 
 
-def test_the_report_holds_every_table(place: Path, report: AnalysisReport) -> None:
-    document = json.loads((Path(report.save_path) / "analysis_report.json").read_text())
-    assert document == json.loads(json.dumps(report.as_json()))
+def test_the_result_holds_every_figure(result: Result) -> None:
+    assert result.directory is not None
+    assert Result.open(result.directory).as_json() == result.as_json()
+    document = result.data
     # The order of training, not of the alphabet.
     assert [domain["name"] for domain in document["domains"]] == ["zeta", "alpha"]
     assert list(document["matrix"]["ungated"]) == ["zeta", "alpha"]
@@ -73,12 +74,10 @@ def test_the_report_holds_every_table(place: Path, report: AnalysisReport) -> No
     assert document["domains"][1]["protected"] == {
         "captured_energy_mean": 0.5, "capacity_used_highest": 0.25,
     }  # fmt: skip
-    assert "A prompt's domain is told from its routing" in document["verdict"]
+    assert "A prompt's domain is told from its routing" in result.verdict
 
 
-def test_cosines_of_the_report_are_those_of_dense_deltas(
-    place: Path, report: AnalysisReport
-) -> None:
+def test_cosines_of_the_result_are_those_of_dense_deltas(place: Path, result: Result) -> None:
     """The whole way from the files: dense M of each domain, NumPy's SVD, all pairs of vectors."""
     store = Store.open(place / "store")
     domains: dict[str, dict[str, list[np.ndarray]]] = {}
@@ -94,16 +93,14 @@ def test_cosines_of_the_report_are_those_of_dense_deltas(
             for of in by_domain.values()
         )
         largest.append(np.abs(first.T @ second).max())
-    table = report.geometry["weights"]
+    table = result.data["geometry"]["weights"]
     assert table["mean"] == pytest.approx(float(np.mean(largest)), rel=1e-6)
     assert table["matrix"]["zeta"]["alpha"] == pytest.approx(table["mean"])
     assert table["matrix"]["alpha"]["alpha"] == 1
     assert table["pairs"] == len(domains)
 
 
-def test_spectra_of_the_report_are_those_of_dense_deltas(
-    place: Path, report: AnalysisReport
-) -> None:
+def test_spectra_of_the_result_are_those_of_dense_deltas(place: Path, result: Result) -> None:
     store = Store.open(place / "store")
     record = store.stack_named("alpha-r1")
     ranks, energy = [], 0.0
@@ -114,46 +111,42 @@ def test_spectra_of_the_report_are_those_of_dense_deltas(
         shares = values / values.sum()
         ranks.append(float(np.exp(-np.sum(shares * np.log(shares)))))
         energy += float(np.sum(full**2))
-    found = report.geometry["spectra"]["alpha-r1"]
+    found = result.data["geometry"]["spectra"]["alpha-r1"]
     assert found["effective_rank"]["mean"] == pytest.approx(float(np.mean(ranks)), rel=1e-6)
     assert found["norm"] == pytest.approx(energy**0.5, rel=1e-6)
     assert found["value_16"] is None  # 4 experts of rank 2 have 8 values
     assert found["domain"] == "alpha"
 
 
-def test_plots_are_images_that_show_something(report: AnalysisReport) -> None:
+def test_every_table_and_plot_is_there(result: Result) -> None:
+    ids = [block.id for block in result.blocks if not isinstance(block, Text)]
+    assert [id for id in ids if not id.startswith(("spectra-", "experts-"))] == [
+        "cosines-weights", "cosine-table-weights", "cosines-data", "cosine-table-data",
+        "cosines-by-projection", "separation", "routing-components", "distances", "load-gate",
+        "load-dispatch", "spectra", "domains", "losses-by-round", "matrix-ungated",
+        "losses-ungated",
+    ]  # fmt: skip
+    assert sum(id.startswith("experts-gate-") for id in ids) == 3
+    assert "spectra-1" in ids
+    pandas = pytest.importorskip("pandas")
+    load = result.table("load-gate")
+    found = result.data["routing"]["stacks"]["zeta-r1"]["on"]["zeta"]["gate"]
+    assert [*load.columns[:3]] == ["stack", "rows of", "expert 0"]
+    assert load["expert 0"][0] == found[0]["mean"]
+    assert load["expert 0 low"][0] == found[0]["low"]
+    assert isinstance(load, pandas.DataFrame)
+    [plot] = [block for block in result.blocks if getattr(block, "id", "") == "cosines-weights"]
+    assert isinstance(plot, Plot)
+    # the diagonal, 1 by definition, would take the scale
+    assert plot.series[0].y[0] is None
+    assert plot.series[0].y[1] == result.data["geometry"]["weights"]["matrix"]["zeta"]["alpha"]
+
+
+def test_a_plot_of_points_joins_none(result: Result) -> None:
     pytest.importorskip("matplotlib")
-    from matplotlib.image import imread
-
-    assert set(report.plots) == {
-        "losses.png", "matrix-ungated.png", "cosines.png", "spectra.png", "experts-gate.png",
-        "experts-dispatch.png", "routing-pca.png",
-    }  # fmt: skip
-    for name in report.plots:
-        path = Path(report.save_path) / name
-        assert path.read_bytes().startswith(PNG)
-        pixels = imread(path)[..., :3]
-        assert min(pixels.shape[:2]) > 300, name
-        inked = float((pixels.min(axis=-1) < 0.9).mean())
-        assert 0.005 < inked < 0.9, f"{name}: {inked:.3f} of it is not white"
-
-
-def test_svg_plots_are_the_same_bytes_each_time(report: AnalysisReport, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    document = report.as_json()
-    # One projection is enough: each panel costs a fraction of a second.
-    for stack in document["geometry"]["spectra"].values():
-        kinds = stack["by_projection"]
-        stack["by_projection"] = {name: kinds[name] for name in list(kinds)[:1]}
-    made = []
-    for number in range(2):
-        directory = tmp_path / str(number)
-        directory.mkdir()
-        names, notes = write_plots(directory, document, "svg")
-        assert (len(names), notes) == (7, [])
-        made.append({name: (directory / name).read_bytes() for name in names})
-    assert made[0] == made[1]
-    assert all(b"</svg>" in content for content in made[0].values())
+    [ax] = result.plot("routing-components").axes
+    assert [line.get_linestyle() for line in ax.lines] == ["None", "None"]
+    assert sum(np.size(line.get_xdata()) for line in ax.lines) == 12
 
 
 def test_without_matplotlib_the_rest_is_there(
@@ -161,18 +154,17 @@ def test_without_matplotlib_the_rest_is_there(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     found = run(settings_of(place, tmp_path / "out", weights_only=True))
-    assert found.plots == []
     assert any("pip install 'mlxstacks[plots]'" in note for note in found.notes)
-    assert entries(tmp_path / "out") == ["analysis_report.json"]
+    assert entries(tmp_path / "out") == ["result.json", "result.md"]
 
 
-def test_weights_alone_need_no_model(place: Path, report: AnalysisReport, tmp_path: Path) -> None:
+def test_weights_alone_need_no_model(place: Path, result: Result, tmp_path: Path) -> None:
     values = {"weights_only": True, "model": None, "data": None, "plots": False}
     found = run(settings_of(place, tmp_path / "out", **values))
-    assert found.routing is None
-    assert found.geometry["weights"] == report.geometry["weights"]
-    assert found.geometry["data"] is None
-    assert found.plots == []
+    assert found.data["routing"] is None
+    assert found.data["geometry"]["weights"] == result.data["geometry"]["weights"]
+    assert found.data["geometry"]["data"] is None
+    assert entries(tmp_path / "out") == ["result.json", "result.md"]
 
 
 def test_the_store_is_only_read(place: Path, tmp_path: Path) -> None:
@@ -193,11 +185,13 @@ def test_data_that_is_gone_leaves_a_note(place: Path, tmp_path: Path) -> None:
     shutil.copy(place / "data" / "zeta.jsonl", data)
     found = run(settings_of(place, tmp_path / "out", data=str(data), plots=False))
     assert any("No prompts of alpha" in note and "--data" in note for note in found.notes)
-    assert found.routing is not None
-    assert list(found.routing["stacks"]["alpha-r1"]["on"]) == ["zeta"]
-    assert found.routing["points"]["separation"] is None
+    routing = found.data["routing"]
+    assert list(routing["stacks"]["alpha-r1"]["on"]) == ["zeta"]
+    assert routing["points"]["separation"] is None
+    # plots and tables of what was not measured are left out
+    assert not {"separation", "distances"} & {getattr(block, "id", "") for block in found.blocks}
     nothing = run(settings_of(place, tmp_path / "two", data=str(tmp_path), plots=False))
-    assert nothing.routing is None
+    assert nothing.data["routing"] is None
     assert any("Nothing was measured on data" in note for note in nothing.notes)
 
 
@@ -278,11 +272,12 @@ def test_curves_come_from_the_log(tmp_path: Path) -> None:
     assert curves_of(tmp_path / "none") == {}
 
 
-def test_looks_differ() -> None:
-    looks = look_of([str(number) for number in range(40)])
-    assert len({tuple(look.values()) for look in looks.values()}) == 40
-    first = list(looks.values())[: len(COLOURS)]
-    assert len({look["color"] for look in first}) == len({look["marker"] for look in first}) == 7
+def test_steps_of_later_rounds_are_counted_on() -> None:
+    points = [(1, 0, 3.0), (1, 50, 2.0), (2, 0, 2.0), (2, 50, 1.5)]
+    curve = [dict(zip(("round", "step", "validation_loss"), p, strict=True)) for p in points]
+    [plot] = _loss_plots([{"name": "chat", "curve": curve, "losses": [3.0, 1.5]}])
+    assert plot.series[0].x == (0, 50, 50, 100)
+    assert plot.series[0].y == (3.0, 2.0, 2.0, 1.5)
 
 
 Typed = Callable[..., tuple[int, str, str]]
@@ -303,9 +298,9 @@ def test_the_command_as_it_is_typed(place: Path, typed: Typed, work_dir: Path) -
     code, out, err = typed(*words)
     assert code == 0, err
     flat = " ".join(out.split())
-    assert "Wrote mlxstacks-out/stacks-analyse: analysis_report.json" in flat
+    assert "Wrote mlxstacks-out/stacks-analyse." in flat
     assert "effective rank" in flat
-    assert "largest cosine of 4 directions from weights" in flat
+    assert "Largest cosine of 4 directions from weights" in flat
     # A store of one's own is no bare run: what is there is replaced when that is asked for.
     assert typed(*words)[0] == 2
     code, out, err = typed(*words, "--json", "--force")
@@ -314,31 +309,6 @@ def test_the_command_as_it_is_typed(place: Path, typed: Typed, work_dir: Path) -
     assert (code, "Planned only" in out) == (0, True)
     code, _, err = typed("stacks", "analyse", "--dry-run", "--save-path", "new")
     assert (code, "nano's sample stacks" in err) == (0, True)
-
-
-def test_tables_of_routing_are_printed(place: Path, typed: Typed) -> None:
-    from mlxstacks.cli.output import console
-    from mlxstacks.cli.stacks_analysis import render
-
-    code, out, err = typed(
-        "stacks", "analyse", str(place / "store"), "--model", str(place / "model"),
-        "--data", str(place / "data"), "--prompts", "4", "--no-plots", "--json",
-    )  # fmt: skip
-    assert code == 0, err
-    document = json.loads(out)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", "160")
-        shown = console()
-        with shown.capture() as captured:
-            render(shown, _report_of(document))
-    text = captured.get()
-    for words in ("mean gate weight", "dispatch share", "nearest centroid", "domains inside"):
-        assert words in text
-
-
-def _report_of(document: dict[str, Any]) -> AnalysisReport:
-    names = [name for name in AnalysisReport.__dataclass_fields__ if name in document]
-    return AnalysisReport(**{name: document[name] for name in names})
 
 
 def test_stack_tensors_of_the_cases_are_readable(place: Path) -> None:

@@ -24,8 +24,7 @@ from mlxstacks.files.store import Store
 from mlxstacks.files.store_commands import remove_domain
 from mlxstacks.files.store_settings import StacksRemoveSettings
 from mlxstacks.layers.stacked import stacked_layers
-from mlxstacks.studies.stack import commit as stack_commit
-from mlxstacks.studies.stack import keeper as stack_keeper
+from mlxstacks.studies.stack import checkpoint as stack_checkpoint
 from mlxstacks.studies.stack import plan as stack_plan
 from mlxstacks.studies.stack import run as stack_run
 from mlxstacks.studies.stack import work as stack_work
@@ -153,13 +152,13 @@ def test_an_unfinished_domain_of_other_settings_is_refused_with_what_differs(
     assert "seed" not in message
     assert signs_of_life(tmp_path / "store") == before
     fresh = stack_run.run(other.model_copy(update={"resume": False}))
-    assert fresh.domains["alpha"]["resumed_from_step"] is None
-    assert fresh.domains["alpha"]["steps"] == 12
+    assert fresh.data["domains"]["alpha"]["resumed_from_step"] is None
+    assert fresh.data["domains"]["alpha"]["steps"] == 12
 
 
 def stopped_at(settings: Any, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """Run until a step of the first domain is done, and stop there."""
-    plain = stack_keeper.RoundKeeper.on_step
+    plain = stack_checkpoint.RoundKeeper.on_step
 
     def stop(self: Any, number: int, state: Any, record: Any) -> None:
         plain(self, number, state, record)
@@ -167,7 +166,7 @@ def stopped_at(settings: Any, monkeypatch: pytest.MonkeyPatch, step: int) -> Non
             raise StoppedError
 
     with monkeypatch.context() as patch:
-        patch.setattr(stack_keeper.RoundKeeper, "on_step", stop)
+        patch.setattr(stack_checkpoint.RoundKeeper, "on_step", stop)
         with pytest.raises(StoppedError):
             stack_run.run(settings)
 
@@ -178,7 +177,7 @@ def test_how_often_a_run_saves_is_no_other_run(
     settings = settings_for(*places, tmp_path / "store", **TWO)
     stopped_at(settings, monkeypatch, 4)
     report = stack_run.run(settings.model_copy(update={"save_every": 1, "steps_per_report": 1}))
-    assert report.domains["alpha"]["resumed_from_step"] == 3
+    assert report.data["domains"]["alpha"]["resumed_from_step"] == 3
     assert hashes(tmp_path / "store") == hashes(whole.path)
 
 
@@ -207,7 +206,7 @@ def test_a_loss_that_is_not_finite_leaves_the_store_as_it_was(
     assert hashes(tmp_path / "store") == before
     # The cause gone, it goes on at the step before.
     report = stack_run.run(settings)
-    assert report.domains["beta"]["resumed_from_step"] == 6 + 4
+    assert report.data["domains"]["beta"]["resumed_from_step"] == 6 + 4
 
 
 def test_a_full_disk_while_freezing_loses_nothing(
@@ -235,7 +234,7 @@ def test_a_full_disk_while_freezing_loses_nothing(
             with pytest.raises(TargetError, match="the disk is full"):
                 stack_run.run(settings)
         assert hashes(tmp_path / "store") == before
-    assert stack_run.run(settings).status == "trained"
+    assert stack_run.run(settings).data["status"] == "trained"
     assert hashes(tmp_path / "store") == hashes(whole.path)
 
 
@@ -255,7 +254,7 @@ def test_data_that_is_gone_is_named_and_nothing_changes(places: Places, tmp_path
     moved = {"name": "alpha", "data": {"sources": str(tmp_path / "moved.jsonl")}}
     moved["data"]["validation_rows"] = 6  # type: ignore[index]
     again = settings_for(*mine, tmp_path / "store", **{**TWO, "domains": (moved, "beta")})
-    assert stack_run.run(again).status == "trained"
+    assert stack_run.run(again).data["status"] == "trained"
 
 
 def test_rows_of_a_stored_split_that_are_gone_are_counted(places: Places, tmp_path: Path) -> None:
@@ -272,7 +271,7 @@ def test_drift_of_a_frozen_stack_stops_the_run(
     """Something writes a little into a frozen stack while the next domain trains."""
     train_store(places, tmp_path / "store", **{**TWO, "domains": ("alpha",)})
     before = hashes(tmp_path / "store")
-    plain = stack_keeper.RoundKeeper.round_done
+    plain = stack_checkpoint.RoundKeeper.round_done
 
     def touch(self: Any, record: Any, parts: Any) -> None:
         plain(self, record, parts)
@@ -284,7 +283,7 @@ def test_drift_of_a_frozen_stack_stops_the_run(
             )
             layer.set_stacks([changed, *stacks[1:]])
 
-    monkeypatch.setattr(stack_keeper.RoundKeeper, "round_done", touch)
+    monkeypatch.setattr(stack_checkpoint.RoundKeeper, "round_done", touch)
     with pytest.raises(DriftError, match=r"alpha: was \d") as drift:
         stack_run.run(settings_for(*places, tmp_path / "store", **TWO))
     assert "nothing was added to the store" in str(drift.value)
@@ -327,7 +326,7 @@ def test_a_store_that_changes_during_the_training_is_not_written(
     assert Store.open(tmp_path / "store").manifest.domains == ()
     with pytest.raises(InputError, match="trained_on"):
         stack_run.run(settings)
-    assert stack_run.run(settings.model_copy(update={"resume": False})).status == "trained"
+    assert stack_run.run(settings.model_copy(update={"resume": False})).data["status"] == "trained"
 
 
 def test_a_stack_too_large_for_float16_can_be_stored_as_bfloat16(
@@ -348,7 +347,7 @@ def test_a_stack_too_large_for_float16_can_be_stored_as_bfloat16(
         stack_run.run(settings)
     stack = settings.stack.model_copy(update={"storage": "bfloat16"})
     report = stack_run.run(settings.model_copy(update={"stack": stack}))
-    assert report.domains["alpha"]["resumed_from_step"] == 6
+    assert report.data["domains"]["alpha"]["resumed_from_step"] == 6
 
 
 def test_two_runs_to_one_store_do_not_mix(places: Places, tmp_path: Path) -> None:
@@ -387,7 +386,7 @@ def test_force_replaces_a_store_when_the_first_new_domain_is_done(
     assert [d.name for d in Store.open(old.path).manifest.domains] == ["alpha"]
     report = stack_run.run(anew)
     assert [d.name for d in Store.open(old.path).manifest.domains] == ["alpha", "beta"]
-    assert report.domains["alpha"]["resumed_from_step"] == 3
+    assert report.data["domains"]["alpha"]["resumed_from_step"] == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]
 
 
@@ -401,7 +400,7 @@ def test_work_that_the_store_has_taken_is_forgotten(
 
     settings = settings_for(*places, tmp_path / "store", **TWO)
     with monkeypatch.context() as patch:
-        patch.setattr(stack_commit, "hand_over_log", stop)
+        patch.setattr(stack_checkpoint, "hand_over_log", stop)
         with pytest.raises(StoppedError):
             stack_run.run(settings)
     assert [d.name for d in Store.open(tmp_path / "store").manifest.domains] == ["alpha"]
@@ -422,5 +421,5 @@ def test_a_damaged_stack_of_the_store_is_named(places: Places, tmp_path: Path) -
 
 def test_the_report_is_plain_json(whole: Store) -> None:
     """Also where a loss was not finite: JSON has no word for NaN."""
-    text = (whole.path / "stack_report.json").read_text()
+    text = (whole.path / "result.json").read_text()
     json.loads(text, parse_constant=lambda word: pytest.fail(word))

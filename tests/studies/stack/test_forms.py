@@ -16,7 +16,6 @@ from mlxstacks.cli import run as run_command_line
 from mlxstacks.files.store import Store
 from mlxstacks.layers.stack_files import serve
 from mlxstacks.layers.stacked import stacked_layers
-from mlxstacks.nano import workers
 from mlxstacks.studies.stack import run as stack_run
 from tests.studies.stack_cases import (
     domain_of,
@@ -31,6 +30,7 @@ from tests.studies.train_cases import write_rows
 from tests.tiny_models import write_llama
 from tests.training.test_group import needs_sockets
 from tests.warm import WarmSubprocess
+from tools.nano import workers
 
 Places = tuple[Path, Path]
 SHORT: dict[str, Any] = {"domains": ("alpha", "beta"), "iters": 6, "rounds": 1}
@@ -76,7 +76,7 @@ def test_a_pair_for_each_expert_where_it_was_asked_for(places: Places, tmp_path:
 def test_one_plain_expert(places: Places, tmp_path: Path) -> None:
     stack = {"rank": 2, "num_experts": 1}
     report = stack_run.run(settings_for(*places, tmp_path / "store", **SHORT, stack=stack))
-    assert report.domains["alpha"]["balance_loss_per_projection"] is None
+    assert report.data["domains"]["alpha"]["balance_loss_per_projection"] is None
     store = Store.open(tmp_path / "store")
     names = {name.rpartition(".")[2] for name in store.read_stack(store.manifest.stacks[0]).tensors}
     assert names == {"lora_a", "lora_b"}
@@ -103,7 +103,7 @@ def test_a_dense_model_with_packed_rows_and_a_checkpointed_step(tmp_path: Path) 
     plain = train_store((model, data), tmp_path / "plain", **changes)
     again = train_store((model, data), tmp_path / "again", **changes, grad_checkpoint=True)
     assert hashes(plain.path) == hashes(again.path)
-    report = json.loads((plain.path / "stack_report.json").read_text())
+    report = json.loads((plain.path / "result.json").read_text())["data"]
     assert report["domains"]["alpha"]["padding_percent"] < 50
 
 
@@ -132,7 +132,7 @@ def test_a_disabled_domain_is_neither_served_nor_measured(places: Places, tmp_pa
         places[0], data, store.path, **{**SHORT, "domains": ("beta", "gamma")}, keys=("q_proj",)
     )
     report = stack_run.run(settings)
-    assert list(report.matrix["ungated"]["gamma"]) == ["beta", "gamma"]
+    assert list(report.data["matrix"]["ungated"]["gamma"]) == ["beta", "gamma"]
     assert domain_of(Store.open(store.path), "gamma").trained_on == ("beta-r1",)
     assert any("beta was trained on stacks that are not there" in note for note in report.notes)
 
@@ -153,13 +153,13 @@ def test_the_command_line_trains_goes_on_and_says_so(
     assert "1 domain in 1 frozen stack" in " ".join(capsys.readouterr().out.split())
     assert run_command_line([*common, "--domains", "alpha", "--domains", "beta"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "Loss with every stack on, after each domain" in text
+    assert "Losses, ungated: every stack on" in text
     assert "every domain's loss is what it was, to the last bit" in text
     assert "With every stack on" in text
     assert run_command_line([*common, "--domains", "alpha", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["status"] == "complete"
-    assert list(report["domains"]) == ["alpha", "beta"]
+    assert report["data"]["status"] == "complete"
+    assert list(report["data"]["domains"]) == ["alpha", "beta"]
     assert run_command_line([*common, "--set", "stack.rnk=2"]) == 2
     assert "did you mean 'rank'" in capsys.readouterr().err
     assert run_command_line([*common, "--set", "null_space=null", "--dry-run"]) == 2
@@ -187,7 +187,7 @@ def test_two_joined_processes_train_the_stacks_of_one(
     monkeypatch.setattr(workers, "subprocess", WarmSubprocess)
     workers.run_in_processes("tests.studies.stack_cases", [settings.model_dump_json()], 2)
     one, two = (Store.open(tmp_path / name) for name in ("one", "two"))
-    report = json.loads((two.path / "stack_report.json").read_text())
+    report = json.loads((two.path / "result.json").read_text())["data"]
     assert report["processes"] == 2
     assert [d.name for d in two.manifest.domains] == [d.name for d in one.manifest.domains]
     for mine, theirs in zip(one.manifest.domains, two.manifest.domains, strict=True):

@@ -56,16 +56,16 @@ def measured(value: Any) -> Any:
 
 
 def losses(store: Path) -> dict[str, Any]:
-    """Every loss of every step, validation, round and mode, from log and report."""
-    report = json.loads((store / "stack_report.json").read_text())
-    rounds = {name: domain["rounds"] for name, domain in report["domains"].items()}
+    """Every loss of every step, validation, round and mode, from log and result."""
+    data = json.loads((store / "result.json").read_text())["data"]
+    rounds = {name: domain["rounds"] for name, domain in data["domains"].items()}
     # killed while it is handed over, a line comes twice
     log = {
         json.dumps(measured(event), sort_keys=True)
         for event in log_of(store)
         if event["event"] != "resumed"
     }
-    return {"matrix": report["matrix"], "rounds": measured(rounds), "log": log}
+    return {"matrix": data["matrix"], "rounds": measured(rounds), "log": log}
 
 
 def moment(store: Path) -> str:

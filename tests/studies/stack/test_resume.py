@@ -12,7 +12,7 @@ import pytest
 
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.store import Store
-from mlxstacks.studies.stack import keeper as stack_keeper
+from mlxstacks.studies.stack import checkpoint as stack_checkpoint
 from mlxstacks.studies.stack import run as stack_run
 from mlxstacks.studies.stack.setup import set_up
 from mlxstacks.study.run_directory import work_path
@@ -82,8 +82,8 @@ def test_other_versions_are_told_when_a_round_goes_on(
         with pytest.raises(StoppedError):
             stack_run.run(settings)
         patch.undo()
-        patch.setattr(stack_keeper, "versions", lambda: {"mlx": "0.0.1"})
-        patch.setattr(stack_keeper.RoundKeeper, "round_done", stop)
+        patch.setattr(stack_checkpoint, "versions", lambda: {"mlx": "0.0.1"})
+        patch.setattr(stack_checkpoint.RoundKeeper, "round_done", stop)
         with pytest.raises(StoppedError):
             stack_run.run(settings)
     report = stack_run.run(settings)
@@ -99,13 +99,13 @@ def test_damaged_directions_are_found_again(
     places: Places, whole: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = settings_for(*places, tmp_path / "store", **TWO)
-    plain = stack_keeper.RoundKeeper.load
+    plain = stack_checkpoint.RoundKeeper.load
 
     def load(self: Any, *args: Any) -> Any:
         return stop() if self.plan.name == "beta" else plain(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stack_keeper.RoundKeeper, "load", load)
+        patch.setattr(stack_checkpoint.RoundKeeper, "load", load)
         with pytest.raises(StoppedError):
             stack_run.run(settings)
     bases = work_path(tmp_path / "store") / "bases.safetensors"
@@ -137,10 +137,10 @@ def test_the_processes_of_a_group_take_the_loss_of_the_first(
     """Hosts that round differently would stop at different steps, and wait for each other."""
     monkeypatch.setattr(stack_run, "gathered", lambda number, group: [round(number, 2), -1.0])
     report = stack_run.run(settings_for(*places, tmp_path / "store", **ALPHA))
-    (only,) = report.domains["alpha"]["rounds"]
+    (only,) = report.data["domains"]["alpha"]["rounds"]
     losses = [only["loss_before"], only["loss_trained"], only["loss_after"]]
     losses += [record["validation_loss"] for record in only["validation"]]
-    losses += [report.matrix[mode]["alpha"]["alpha"] for mode in report.matrix]
+    losses += [rows["alpha"]["alpha"] for rows in report.data["matrix"].values()]
     assert losses == [round(loss, 2) for loss in losses]
 
 

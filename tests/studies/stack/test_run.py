@@ -23,8 +23,8 @@ from mlxstacks.layers.attach import detach
 from mlxstacks.layers.stack_files import serve
 from mlxstacks.layers.stacked import stacked_layers
 from mlxstacks.studies.stack import run as stack_run
-from mlxstacks.studies.stack.report import StackReport
 from mlxstacks.studies.stack.setup import set_up
+from mlxstacks.study.result import Result
 from mlxstacks.training import protect
 from tests.studies.stack_cases import (
     DOMAINS,
@@ -119,7 +119,7 @@ def test_base_and_earlier_stacks_keep_every_byte(trained: Any) -> None:
 
 def test_prefix_losses_stay_what_they_were_to_the_bit(trained: Any) -> None:
     report, store, _ = trained
-    prefix = report.matrix["prefix"]
+    prefix = report.data["matrix"]["prefix"]
     assert list(prefix) == list(DOMAINS)
     for place, name in enumerate(DOMAINS):
         column = {prefix[row][name] for row in DOMAINS[place:]}
@@ -130,14 +130,14 @@ def test_prefix_losses_stay_what_they_were_to_the_bit(trained: Any) -> None:
 def test_the_matrix_has_its_three_modes(trained: Any) -> None:
     report, store, _ = trained
     for mode in ("ungated", "prefix", "isolated"):
-        rows = report.matrix[mode]
+        rows = report.data["matrix"][mode]
         assert {row: list(columns) for row, columns in rows.items()} == {
             name: list(DOMAINS[: place + 1]) for place, name in enumerate(DOMAINS)
         }
         assert store.manifest.matrix[mode] == rows
-    ungated, isolated = report.matrix["ungated"], report.matrix["isolated"]
+    ungated, isolated = report.data["matrix"]["ungated"], report.data["matrix"]["isolated"]
     for name in DOMAINS:
-        assert ungated[name][name] == report.matrix["prefix"][name][name]
+        assert ungated[name][name] == report.data["matrix"]["prefix"][name][name]
     # Only the first domain was trained alone.
     assert isolated["gamma"]["alpha"] == domain_of(store, "alpha").final_loss
     assert isolated["gamma"]["gamma"] != domain_of(store, "gamma").final_loss
@@ -195,7 +195,7 @@ def test_without_null_space_nothing_is_protected(places: Places, tmp_path: Path)
 def test_no_round_ends_worse_than_it_began(trained: Any) -> None:
     report, store, _ = trained
     for name in DOMAINS:
-        rounds = report.domains[name]["rounds"]
+        rounds = report.data["domains"][name]["rounds"]
         assert [one["number"] for one in rounds] == [1, 2]
         for one in rounds:
             assert one["loss_after"] < one["loss_before"]
@@ -204,18 +204,18 @@ def test_no_round_ends_worse_than_it_began(trained: Any) -> None:
         assert rounds[1]["loss_before"] == rounds[0]["loss_after"]
         losses = [rounds[0]["loss_before"], *(one["loss_after"] for one in rounds)]
         assert list(domain_of(store, name).losses) == losses
-        assert report.domains[name]["losses"] == losses
+        assert report.data["domains"][name]["losses"] == losses
 
 
 def test_task_and_balance_loss_are_told_apart(trained: Any) -> None:
     report, _, _ = trained
-    weight, places = 0.01, report.plan["modules"]
-    for record in report.domains["beta"]["rounds"][0]["history"]:
+    weight, places = 0.01, report.data["modules"]
+    for record in report.data["domains"]["beta"]["rounds"][0]["history"]:
         whole = record["task_loss"] + weight * record["balance_loss"]
         assert record["loss"] == pytest.approx(whole, rel=1e-5)
         # Two of three experts a token: 2 where routing is even, 3 at most.
         assert 1.9 * places < record["balance_loss"] <= 3 * places
-    assert 1.9 < report.domains["beta"]["balance_loss_per_projection"] <= 3
+    assert 1.9 < report.data["domains"]["beta"]["balance_loss_per_projection"] <= 3
 
 
 def test_a_round_that_gains_too_little_is_the_last_and_dropped(
@@ -229,9 +229,9 @@ def test_a_round_that_gains_too_little_is_the_last_and_dropped(
     assert Store.open(tmp_path / "dropped").manifest.stacks == ()
     assert len(Store.open(tmp_path / "kept").manifest.stacks) == 1
     for report in (dropped, kept):
-        (only,) = report.domains["alpha"]["rounds"]
+        (only,) = report.data["domains"]["alpha"]["rounds"]
         assert "less than 50.0" in only["last"]
-    assert dropped.domains["alpha"]["losses"] == kept.domains["alpha"]["losses"][:1]
+    assert dropped.data["domains"]["alpha"]["losses"] == kept.data["domains"]["alpha"]["losses"][:1]
     assert "gained nothing for alpha" in dropped.verdict
 
 
@@ -262,15 +262,17 @@ def test_nothing_but_the_store_is_left(trained: Any) -> None:
     assert [path.name for path in store.path.parent.iterdir()] == [store.path.name]
     files = {path.name for path in store.path.iterdir()} - {".lock"}
     assert files == {
-        "manifest.json", "base.json", "stack_report.json", "log.jsonl", "stacks", "splits",
+        "manifest.json", "base.json", "result.json", "result.md", "log.jsonl", "stacks", "splits",
     }  # fmt: skip
 
 
 def test_report_log_and_manifest_agree(trained: Any) -> None:
     report, store, _ = trained
-    assert report.status == "trained"
-    written = json.loads((store.path / "stack_report.json").read_text())
-    assert written == json.loads(json.dumps(report.as_json()))
+    assert report.data["status"] == "trained"
+    assert Result.open(store.path).standing.status == "no plan"
+    document = json.loads((store.path / "result.json").read_text())
+    assert document == report.as_json()
+    written = document["data"]
     assert list(written["domains"]) == list(DOMAINS)
     for name in DOMAINS:
         domain, record = written["domains"][name], store.domain_named(name)
@@ -292,11 +294,15 @@ def test_a_dry_run_plans_and_touches_nothing(places: Places, trained: Any, tmp_p
     report = stack_run.run(settings_for(*places, tmp_path / "out"), dry_run=True)
     assert report.status == "planned"
     assert list(tmp_path.iterdir()) == []
-    assert report.plan == {**trained[0].plan, "writes": [str(tmp_path / "out")]}
-    assert [report.domains[name]["steps_per_round"] for name in DOMAINS] == [8, 8, 8]
+    of_the_run = {"status", "save_path", "settings_sha256", "domains", "matrix", "processes"}
+    planned = {**trained[0].data, "writes": [str(tmp_path / "out")]}
+    assert {k: v for k, v in report.data.items() if k not in of_the_run} == {
+        k: v for k, v in planned.items() if k not in of_the_run
+    }
+    assert [report.data["domains"][name]["steps_per_round"] for name in DOMAINS] == [8, 8, 8]
     record = trained[1].manifest.stacks[0]
     tensors = trained[1].read_stack(record).tensors
-    assert report.plan["stack_bytes"] == sum(array.nbytes for array in tensors.values())
+    assert report.data["stack_bytes"] == sum(array.nbytes for array in tensors.values())
 
 
 def test_what_cleaning_changed_is_in_the_plan(places: Places, tmp_path: Path) -> None:
@@ -305,7 +311,7 @@ def test_what_cleaning_changed_is_in_the_plan(places: Places, tmp_path: Path) ->
     rows += [{"prompt": "q", "completion": "<|im_end|>"}]
     write_rows(tmp_path / "data" / "code.jsonl", rows)
     report = stack_run.run(settings_for(places[0], tmp_path / "data", tmp_path / "o"), dry_run=True)
-    (source,) = report.as_json()["domains"]["code"]["data"]["sources"]
+    (source,) = report.data["domains"]["code"]["data"]["sources"]
     assert source["changed"] == {"markers_removed": 3}
     note = "code: code.jsonl: 27 of 28 rows are used (1 no answer, 3 markers removed)."
     assert note in report.notes
@@ -314,11 +320,11 @@ def test_what_cleaning_changed_is_in_the_plan(places: Places, tmp_path: Path) ->
 def test_a_complete_store_is_left_alone(places: Places, trained: Any) -> None:
     _, store, _ = trained
     before = hashes(store.path)
-    report: StackReport = stack_run.run(settings_for(*places, store.path))
-    assert report.status == "complete"
+    report = stack_run.run(settings_for(*places, store.path))
+    assert report.data["status"] == "complete"
     assert hashes(store.path) == before
     # What was known of the training is still told.
-    assert report.domains["alpha"]["steps"] == 16
+    assert report.data["domains"]["alpha"]["steps"] == 16
 
 
 def test_serving_a_store_and_taking_it_off_again(places: Places, trained: Any) -> None:

@@ -107,6 +107,12 @@ def test_an_existing_target_is_not_touched(inputs: tuple[Path, Path], tmp_path: 
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds."""
+    monkeypatch.setattr(rank_sweep._Sweep, "plot_formats", ())
+
+
 @pytest.fixture
 def interrupted(inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A target whose sweep was interrupted after its first cell. Cells run in this process."""
@@ -154,5 +160,6 @@ def test_a_damaged_result_is_an_error_that_names_it(
 
 def test_no_resume_starts_anew(inputs: tuple[Path, Path], interrupted: Path) -> None:
     report = run(sweep_settings(*inputs, interrupted, ranks=(4,), resume=False, train={"iters": 2}))
-    assert [(r.cell.rank, r.figures["step"]) for r in report.results] == [(4, 2)]
+    cells = report.data["cells"]
+    assert [(cell["cell"]["rank"], cell["figures"]["step"]) for cell in cells] == [(4, 2)]
     assert [p.name for p in interrupted.parent.iterdir()] == ["out"]

@@ -33,22 +33,22 @@ def test_a_bare_sweep_is_on_nano_and_done_once(
     code, out, err = typed("sweep", *short)
     assert code == 0, err
     assert "Using nano, the built-in model and its sample data." in err
-    assert "Wrote mlxstacks-out/sweep: sweep_report.json, cells" in " ".join(out.split())
+    assert "Wrote mlxstacks-out/sweep." in " ".join(out.split())
     assert "one seed, so nothing follows from it" in " ".join(out.split())
-    report = json.loads((work_dir / "mlxstacks-out/sweep/sweep_report.json").read_text())
-    assert [cell["status"] for cell in report["cells"]] == ["trained", "trained"]
+    report = json.loads((work_dir / "mlxstacks-out/sweep/result.json").read_text())
+    assert [cell["status"] for cell in report["data"]["cells"]] == ["trained", "trained"]
     # And again: its own target may be replaced, its cells are kept.
     code, out, _ = typed("sweep", *short, "--json")
     again = json.loads(out)
-    assert (code, again["cells"]) == (0, report["cells"])
+    assert (code, again["data"]["cells"]) == (0, report["data"]["cells"])
 
 
 def test_a_plan_lists_cells_with_buffers_bytes_and_time(typed: Typed, work_dir: Path) -> None:
     code, out, _ = typed("sweep", "--dry-run", "--json", "--bits", "3", "--bits", "4")
     plan = json.loads(out)
-    assert (code, plan["status"], len(plan["cells"])) == (0, "planned", 6)
-    assert {cell["bits"] for cell in plan["cells"]} == {3, 4}
-    for cell in plan["cells"]:
+    assert (code, plan["status"], len(plan["data"]["cells"])) == (0, "planned", 6)
+    assert {cell["bits"] for cell in plan["data"]["cells"]} == {3, 4}
+    for cell in plan["data"]["cells"]:
         assert cell["predicted_buffers"] > 100
         assert cell["predicted_bytes"] > 1_000_000
         assert cell["outcome"] == "fits"
@@ -56,7 +56,7 @@ def test_a_plan_lists_cells_with_buffers_bytes_and_time(typed: Typed, work_dir: 
     assert list(work_dir.iterdir()) == []
     code, out, _ = typed("sweep", "--dry-run")
     assert code == 0
-    assert "Planned only: 3 cells into mlxstacks-out/sweep." in " ".join(out.split())
+    assert "Planned only: would write mlxstacks-out/sweep." in " ".join(out.split())
 
 
 def test_every_cell_refused_is_a_gate_not_met(typed: Typed, work_dir: Path) -> None:
@@ -90,7 +90,7 @@ def test_mistakes_are_told_at_once(
 def test_buffers_has_a_plan_and_wants_a_counter(typed: Typed, work_dir: Path) -> None:
     code, out, _ = typed("sweep", "buffers", "--dry-run", "--json")
     plan = json.loads(out)
-    assert (code, plan["arms"], plan["plan"]["ranks"]) == (0, 120, [2, 4, 8])
+    assert (code, plan["data"]["arms"], plan["plan"]["ranks"]) == (0, 120, [2, 4, 8])
     assert len(plan["plan_sha256"]) == 64
     code, _, err = typed("sweep", "buffers")
     assert (code, "give --counting-library" in err) == (2, True)

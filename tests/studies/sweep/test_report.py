@@ -1,25 +1,24 @@
-"""Matrix, differences and verdict from results made up for the purpose; plots.
+"""Matrix, differences, verdict and blocks from results made up for the purpose.
 
 Run: pytest tests/studies/sweep/test_report.py
 """
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mlxstacks.studies.sweep.cells import Cell, CellResult, read_results, write_result
-from mlxstacks.studies.sweep.plots import write_plots
-from mlxstacks.studies.sweep.report import SweepReport, report_of
+from mlxstacks.studies.sweep.report import concluded
 from mlxstacks.studies.sweep.settings import SweepSettings
+from mlxstacks.study.document import Plot
+from mlxstacks.study.result import Result
 
 
 def made_up(
     losses: dict[tuple[int, int], float | None], points: tuple[str, ...] = ("all",)
-) -> SweepReport:
-    """A report of cells with these last losses by (rank, seed); None: crashed."""
+) -> Result:
+    """The result of cells with these last losses by (rank, seed); None: crashed."""
     ranks = tuple(sorted({rank for rank, _ in losses}))
     seeds = tuple(sorted({seed for _, seed in losses}))
     settings = SweepSettings(ranks=ranks, seeds=seeds, layers=points, policies=("refit", "promote"))
@@ -28,7 +27,7 @@ def made_up(
         for layers in points
         for (rank, seed), loss in losses.items()
     ]
-    return report_of(settings, "out", results, [], 1.0)
+    return concluded(settings, results)
 
 
 def result(cell: Cell, loss: float | None) -> CellResult:
@@ -48,16 +47,16 @@ def result(cell: Cell, loss: float | None) -> CellResult:
     return CellResult(cell, "trained", {"iters": 10}, guard, None, figures, kept)
 
 
-def loss_difference(report: SweepReport) -> Any:
-    return next(d for d in report.found if d.what == "last_validation_loss")
+def loss_difference(report: Result) -> Any:
+    return next(d for d in report.data["differences"] if d["what"] == "last_validation_loss")
 
 
 def test_a_paired_difference_is_shown_where_seeds_agree() -> None:
     """Seeds differ by far more than ranks do; pairs take that out."""
     report = made_up({(r, s): 1.0 + 0.3 * s - 0.05 * (r == 8) for r in (2, 8) for s in range(4)})
     found = loss_difference(report)
-    assert found.difference.mean == pytest.approx(-0.05)
-    assert (found.difference.n, found.finding) == (4, "shown")
+    assert found["difference"]["mean"] == pytest.approx(-0.05)
+    assert (found["difference"]["n"], found["finding"]) == (4, "shown")
     assert "rank matters here" in report.verdict
 
 
@@ -65,22 +64,22 @@ def test_a_null_is_a_result() -> None:
     report = made_up(
         {(2, 0): 1.0, (8, 0): 1.1, (2, 1): 1.0, (8, 1): 0.9, (2, 2): 1.0, (8, 2): 1.01}
     )
-    assert loss_difference(report).finding == "not shown"
+    assert loss_difference(report)["finding"] == "not shown"
     assert "no effect of rank is shown" in report.verdict
     assert report.failed_gate is None
 
 
 def test_one_seed_claims_nothing() -> None:
     report = made_up({(2, 0): 1.5, (8, 0): 0.5})
-    assert loss_difference(report).finding == "not judged"
+    assert loss_difference(report)["finding"] == "not judged"
     assert "one seed, so nothing follows from it" in report.verdict
 
 
 def test_a_seed_that_crashed_at_one_rank_makes_no_pair() -> None:
     report = made_up({(2, 0): 1.0, (2, 1): 3.0, (8, 0): 0.8, (8, 1): None})
-    assert loss_difference(report).difference.n == 1
-    assert loss_difference(report).difference.mean == pytest.approx(-0.2)
-    assert report.rows[1].cells == {"trained": 1, "crashed": 1}
+    assert loss_difference(report)["difference"]["n"] == 1
+    assert loss_difference(report)["difference"]["mean"] == pytest.approx(-0.2)
+    assert report.data["matrix"][1]["cells"] == {"trained": 1, "crashed": 1}
     assert "3 trained, 1 crashed (not all of rank 8)" in report.verdict
 
 
@@ -96,44 +95,67 @@ def test_survival_and_steps_are_told_from_low_to_high_rank() -> None:
 
 def test_points_are_compared_within_themselves() -> None:
     report = made_up({(2, 0): 1.0, (8, 0): 0.9}, points=("0", "1", "0,1", "all"))
-    assert len(report.rows) == 8
-    assert [d.point[0] for d in report.found if d.what == "last_validation_loss"] == [
+    assert len(report.data["matrix"]) == 8
+    assert [
+        d["layers"] for d in report.data["differences"] if d["what"] == "last_validation_loss"
+    ] == [
         "0", "1", "0,1", "all",
     ]  # fmt: skip
     assert "[layers 0, down_proj]" in report.verdict
     assert "1 more points are in the report" in report.verdict
 
 
-def test_the_report_is_json_and_results_come_back(tmp_path: Path) -> None:
-    report = made_up({(2, 0): 1.0, (8, 0): None})
-    document = json.loads(json.dumps(report.as_json(), allow_nan=False))
-    assert (document["kind"], len(document["cells"]), len(document["matrix"])) == ("sweep", 2, 2)
-    for one in report.results:
+def test_results_of_cells_come_back(tmp_path: Path) -> None:
+    cells = (Cell(2, 0, "all", "down_proj", None), Cell(8, 0, "all", "down_proj", 3))
+    results = [result(cell, loss) for cell, loss in zip(cells, (1.0, None), strict=True)]
+    for one in results:
         write_result(tmp_path, one)
-    assert read_results(tmp_path) == {one.cell: one for one in report.results}
+    assert read_results(tmp_path) == {one.cell: one for one in results}
 
 
-def test_without_matplotlib_a_note_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    names, notes = write_plots(tmp_path, made_up({(2, 0): 1.0}))
-    assert names == []
-    assert "pip install 'mlxstacks[plots]'" in notes[0]
-    assert list(tmp_path.iterdir()) == []
+def test_blocks_show_runs_fuses_differences_and_every_cell() -> None:
+    report = made_up({(r, s): 1.0 - 0.01 * r - 0.1 * s for r in (2, 8) for s in (0, 1)})
+    assert [block.id for block in report.blocks if hasattr(block, "id")] == [
+        "runs", "fused", "differences", "survival", "losses", "cells",
+    ]  # fmt: skip
+    runs = report.table("runs").set_index("rank")
+    assert [*runs.columns] == [
+        "cells", "before", "after", "best", "steps", "seconds", "peak", "buffers", "after low",
+        "after high", "best low", "best high",
+    ]  # fmt: skip
+    assert runs.loc["rank 8", ["cells", "before", "steps", "peak", "buffers"]].tolist() == [
+        "2 trained", 2.0, 0.08, 10**6, 900,
+    ]  # fmt: skip
+    assert runs.after["rank 8"] == pytest.approx(0.87)
+    fused = report.table("fused").loc[1]
+    assert fused[["rank", "policy", "survival", "more bytes"]].tolist() == [
+        "rank 2", "promote", 0.99, 2000,
+    ]  # fmt: skip
+    assert "Means over 2 seeds" in str(report)
+    difference = report.table("differences").loc[0]
+    assert difference["high less low"] == pytest.approx(-0.06)
+    assert (difference["low rank"], difference["high rank"]) == (2, 8)
+    survival, losses = (block for block in report.blocks if isinstance(block, Plot))
+    assert [(line.label, line.y) for line in survival.series] == [
+        ("rank 2", (25.0, 99.0)), ("rank 8", (25.0, 99.0)),
+    ]  # fmt: skip
+    assert [line.label for line in losses.series] == [
+        "rank 2, seed 0", "rank 2, seed 1", "rank 8, seed 0", "rank 8, seed 1",
+    ]  # fmt: skip
+    assert "effect of rank on loss: " in report.outcome
 
 
-def test_nothing_trained_makes_no_plot(tmp_path: Path) -> None:
-    assert write_plots(tmp_path, made_up({(2, 0): None})) == (
-        [], ["No plots: no cell was trained."],
-    )  # fmt: skip
+def test_nothing_trained_makes_no_plot_and_says_why() -> None:
+    report = made_up({(2, 0): None})
+    assert not [block for block in report.blocks if isinstance(block, Plot)]
+    assert report.outcome == "no two ranks to compare"
+    [note] = report.notes
+    assert note.startswith("rank-2_seed-0_layers-all_down_proj: crashed: killed by SIGABRT (after ")
 
 
-def test_plots_show_every_rank_and_are_the_same_twice(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    report = made_up({(r, s): 1.0 - 0.01 * r for r in (2, 8) for s in (0, 1)}, ("0", "all"))
-    names, notes = write_plots(tmp_path, report)
-    assert (notes, sorted(names)) == ([], sorted(p.name for p in tmp_path.iterdir()))
-    first = {name: (tmp_path / name).read_bytes() for name in names}
-    assert first["survival.png"].startswith(b"\x89PNG")
-    assert b"<svg" in first["losses.svg"]
-    write_plots(tmp_path, report)
-    assert {name: (tmp_path / name).read_bytes() for name in names} == first
+def test_points_have_their_names_in_the_tables() -> None:
+    report = made_up({(2, 0): 1.0, (8, 0): 0.9}, points=("0", "all"))
+    assert report.table("runs")["rank"].tolist()[:2] == [
+        "rank 2, layers 0, down_proj", "rank 8, layers 0, down_proj",
+    ]  # fmt: skip
+    assert report.table("differences")["at"].iloc[-1] == "layers all, down_proj"

@@ -17,10 +17,10 @@ from mlxstacks.files.outputs import write_json
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.studies.sweep import cell_worker, rank_sweep
-from mlxstacks.studies.sweep.cells import cells_of
+from mlxstacks.studies.sweep.cells import CellResult, cells_of, read_results
 from mlxstacks.studies.sweep.rank_sweep import run
-from mlxstacks.studies.sweep.report import SweepReport
 from mlxstacks.studies.train.run import run as train
+from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from tests.counting_allocator import available, library
 from tests.studies.sweep_cases import FATAL_RANK, Cells, adapters, sweep_settings
@@ -38,12 +38,24 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module")
 def swept(
     inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, SweepReport]:
+) -> tuple[Path, Result]:
     """Ranks 2 and 4, two seeds. One cell has a process of its own, as all have in a sweep."""
     target = tmp_path_factory.mktemp("sweep") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_sweep, "run_child", Cells((4, 1)))
         return target, run(sweep_settings(*inputs, target, seeds=(0, 1)))
+
+
+def results_of(report: Result) -> list[CellResult]:
+    """Of its cells, in their order."""
+    kept = {r.cell.name: r for r in read_results(Path(str(report.directory)) / "cells").values()}
+    return [kept[cell["name"]] for cell in report.data["cells"]]
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds; those of `swept` are looked at."""
+    monkeypatch.setattr(rank_sweep._Sweep, "plot_formats", ())
 
 
 @pytest.fixture
@@ -54,34 +66,34 @@ def cells_here(monkeypatch: pytest.MonkeyPatch) -> Cells:
     return cells
 
 
-def test_every_cell_is_there_and_nothing_is_left_over(swept: tuple[Path, SweepReport]) -> None:
+def test_every_cell_is_there_and_nothing_is_left_over(swept: tuple[Path, Result]) -> None:
     target, report = swept
     names = {NAME.format(rank, seed) for rank in (2, 4) for seed in (0, 1)}
     assert set(adapters(target)) == names
-    assert {result.cell.name for result in report.results} == names
+    assert {cell["name"] for cell in report.data["cells"]} == names
     assert [p.name for p in target.parent.iterdir()] == ["out"]
-    written = json.loads((target / "sweep_report.json").read_text())
-    assert written["verdict"] == report.verdict
-    assert written["matrix"] == json.loads(json.dumps(report.as_json()["matrix"]))
+    opened = Result.open(target)
+    assert (opened.standing.status, opened.verdict) == ("no plan", report.verdict)
+    assert opened.data["matrix"] == report.as_json()["data"]["matrix"]
+    assert set(report.provenance) == {f"cells/{name}.json" for name in names}
+    assert {"survival.png", "losses.svg"} <= {path.name for path in target.iterdir()}
     # The state of a run that is over is three times its adapter, and of no use.
     assert not list(target.rglob("checkpoint.safetensors"))
 
 
-def test_a_cell_is_the_run_that_train_makes(
-    swept: tuple[Path, SweepReport], tmp_path: Path
-) -> None:
+def test_a_cell_is_the_run_that_train_makes(swept: tuple[Path, Result], tmp_path: Path) -> None:
     """The cell of a process, here again."""
     target, report = swept
     name = NAME.format(4, 1)
     again = tmp_path / "again"
     made = train(_settings_of(target / "cells" / name, again))
     assert (again / "adapters.safetensors").read_bytes() == adapters(target)[name]
-    [result] = [r for r in report.results if r.cell.name == name]
+    [result] = [r for r in results_of(report) if r.cell.name == name]
     losses = [record["validation_loss"] for record in made.validation]
     assert [record["validation_loss"] for record in result.figures["validation"]] == losses
     assert len(losses) == 3
-    assert result.figure("last_validation_loss") == made.validation[-1]["validation_loss"]
-    assert result.figure("first_validation_loss") == made.first_validation_loss
+    assert result.figures.get("last_validation_loss") == made.validation[-1]["validation_loss"]
+    assert result.figures.get("first_validation_loss") == made.first_validation_loss
 
 
 def _settings_of(cell: Path, save_path: Path) -> Any:
@@ -92,11 +104,11 @@ def _settings_of(cell: Path, save_path: Path) -> Any:
 
 
 def test_survival_is_what_a_fuse_reports(
-    swept: tuple[Path, SweepReport], inputs: tuple[Path, Path], tmp_path: Path
+    swept: tuple[Path, Result], inputs: tuple[Path, Path], tmp_path: Path
 ) -> None:
     target, report = swept
     name = NAME.format(2, 0)
-    [result] = [r for r in report.results if r.cell.name == name]
+    [result] = [r for r in results_of(report) if r.cell.name == name]
     assert set(result.survival) == {"refit", "keep", "nearest", "promote"}
     for policy, found in result.survival.items():
         fused = fuse(
@@ -112,7 +124,7 @@ def test_survival_is_what_a_fuse_reports(
 
 
 def test_delta_in_steps_is_that_of_the_arrays(
-    swept: tuple[Path, SweepReport], inputs: tuple[Path, Path]
+    swept: tuple[Path, Result], inputs: tuple[Path, Path]
 ) -> None:
     """rms of scale * B @ A over all modules, in the mean of |scales|, by NumPy alone."""
     import mlx.core as mx
@@ -126,39 +138,45 @@ def test_delta_in_steps_is_that_of_the_arrays(
         squares, weights = squares + float((delta**2).sum()), weights + delta.size
         steps, groups = steps + float(scales.sum()), groups + scales.size
     expected = (squares / weights) ** 0.5 / (steps / groups)
-    [result] = [r for r in report.results if r.cell.name == NAME.format(4, 0)]
+    [result] = [r for r in results_of(report) if r.cell.name == NAME.format(4, 0)]
     assert result.survival["refit"]["delta_over_step"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_matrix_has_means_and_intervals_over_seeds(swept: tuple[Path, SweepReport]) -> None:
+def test_matrix_has_means_and_intervals_over_seeds(swept: tuple[Path, Result]) -> None:
     _, report = swept
-    assert [(row.rank, row.cells) for row in report.rows] == [
+    assert [(row["rank"], row["cells"]) for row in report.data["matrix"]] == [
         (2, {"trained": 2}), (4, {"trained": 2}),
     ]  # fmt: skip
-    for row in report.rows:
-        kept = row.survival["promote"]
-        own = [r.survived("promote") for r in report.results if r.cell.rank == row.rank]
-        assert kept is not None
-        assert kept.n == 2
-        assert kept.mean == pytest.approx(np.mean([value for value in own if value is not None]))
-        assert kept.low is not None
-    loss = next(d for d in report.found if d.what == "last_validation_loss")
-    by_cell = {(r.cell.rank, r.cell.seed): r.figure("last_validation_loss") for r in report.results}
+    for row in report.data["matrix"]:
+        kept = row["survival"]["promote"]
+        own = [
+            r.survival["promote"]["survival"]
+            for r in results_of(report)
+            if r.cell.rank == row["rank"]
+        ]
+        assert kept["n"] == 2
+        assert kept["mean"] == pytest.approx(np.mean(own))
+        assert kept["low"] is not None
+    loss = next(d for d in report.data["differences"] if d["what"] == "last_validation_loss")
+    by_cell = {
+        (r.cell.rank, r.cell.seed): r.figures.get("last_validation_loss")
+        for r in results_of(report)
+    }
     pairs = [float(by_cell[4, seed] or 0) - float(by_cell[2, seed] or 0) for seed in (0, 1)]
-    assert loss.difference.mean == pytest.approx(np.mean(pairs))
-    assert loss.finding in ("shown", "not shown")
+    assert loss["difference"]["mean"] == pytest.approx(np.mean(pairs))
+    assert loss["finding"] in ("shown", "not shown")
     assert "all 4 cells trained" in report.verdict
 
 
-def test_guard_is_asked_at_the_longest_row(swept: tuple[Path, SweepReport]) -> None:
-    for result in swept[1].results:
+def test_guard_is_asked_at_the_longest_row(swept: tuple[Path, Result]) -> None:
+    for result in results_of(swept[1]):
         assert result.guard["outcome"] == "fits"
         assert result.guard["limit_buffers"] == 499_000
         assert 100 < result.guard["buffers"] < 5_000
 
 
 def test_finished_cells_are_not_run_again(
-    swept: tuple[Path, SweepReport],
+    swept: tuple[Path, Result],
     inputs: tuple[Path, Path],
     tmp_path: Path,
     cells_here: Cells,
@@ -173,12 +191,12 @@ def test_finished_cells_are_not_run_again(
     assert {name: after[name] for name in after if "rank-8" not in name} == {
         name: before[name] for name in before if "seed-0" in name
     }
-    old = {r.cell: r.figure("seconds") for r in swept[1].results}
-    assert all(r.figure("seconds") == old[r.cell] for r in report.results if r.cell in old)
+    old = {r.cell: r.figures.get("seconds") for r in results_of(swept[1])}
+    assert all(r.figures.get("seconds") == old[r.cell] for r in results_of(report) if r.cell in old)
 
 
 def test_a_cell_whose_files_are_gone_is_trained_again(
-    swept: tuple[Path, SweepReport], inputs: tuple[Path, Path], tmp_path: Path, cells_here: Cells
+    swept: tuple[Path, Result], inputs: tuple[Path, Path], tmp_path: Path, cells_here: Cells
 ) -> None:
     """Its result alone would end as `trained` in a sweep without its adapter."""
     target = tmp_path / "out"
@@ -187,12 +205,12 @@ def test_a_cell_whose_files_are_gone_is_trained_again(
     write_json(cells.parent / MARK, new_mark())
     shutil.rmtree(cells / NAME.format(2, 1))
     report = run(sweep_settings(*inputs, target, seeds=(0, 1)))
-    assert [result.status for result in report.results] == ["trained"] * 4
+    assert [result.status for result in results_of(report)] == ["trained"] * 4
     assert adapters(target) == adapters(swept[0])
 
 
 def test_another_policy_is_measured_without_training(
-    swept: tuple[Path, SweepReport],
+    swept: tuple[Path, Result],
     inputs: tuple[Path, Path],
     tmp_path: Path,
     cells_here: Cells,
@@ -203,10 +221,10 @@ def test_another_policy_is_measured_without_training(
         *inputs, target, ranks=(2,), policies=("refit", "dequantize"), force=True
     )
     report = run(settings)
-    [result] = report.results
-    [old] = [r for r in swept[1].results if r.cell == result.cell]
-    assert result.survived("dequantize") == pytest.approx(1.0, abs=0.05)
-    assert result.figure("seconds") == old.figure("seconds")
+    [result] = results_of(report)
+    [old] = [r for r in results_of(swept[1]) if r.cell == result.cell]
+    assert result.survival["dequantize"]["survival"] == pytest.approx(1.0, abs=0.05)
+    assert result.figures.get("seconds") == old.figures.get("seconds")
     assert adapters(target)[result.cell.name] == adapters(swept[0])[result.cell.name]
 
 
@@ -219,7 +237,7 @@ def test_half_an_adoption_is_not_taken_for_a_cell(
         (work_path(target) / "cells" / name).mkdir(parents=True)
     write_json(work_path(target) / MARK, new_mark())
     report = run(sweep_settings(*inputs, target, ranks=(2,), policies=("keep",)))
-    assert [result.status for result in report.results] == ["trained"]
+    assert [result.status for result in results_of(report)] == ["trained"]
     assert set(adapters(target)) == {NAME.format(2, 0)}
 
 
@@ -231,16 +249,19 @@ def test_counted_buffers_are_near_the_predicted_and_are_kept(
     settings = sweep_settings(
         *inputs, target, ranks=(2,), policies=("keep",), counting_library=str(library())
     )
-    counted = run(settings).results[0].figure("measured_buffers")
-    predicted = run(settings.model_copy(update={"force": True}), dry_run=True).planned[0]
+    counted = results_of(run(settings))[0].figures.get("measured_buffers")
+    predicted = run(settings.model_copy(update={"force": True}), dry_run=True).data["cells"][0]
     assert counted is not None
     # The guard predicts a step without clipping that is evaluated once; ours is evaluated twice.
-    assert counted == pytest.approx(predicted.predicted_buffers, rel=0.15)
+    assert counted == pytest.approx(predicted["predicted_buffers"], rel=0.15)
     more = settings.model_copy(
         update={"force": True, "policies": ("keep", "refit"), "counting_library": None}
     )
-    [again] = run(more).results
-    assert (again.figure("measured_buffers"), set(again.survival)) == (counted, {"keep", "refit"})
+    [again] = results_of(run(more))
+    assert (again.figures.get("measured_buffers"), set(again.survival)) == (
+        counted,
+        {"keep", "refit"},
+    )
 
 
 def test_a_cell_that_crashes_is_a_result(
@@ -250,7 +271,7 @@ def test_a_cell_that_crashes_is_a_result(
     monkeypatch.setattr(rank_sweep, "WORKER", "tests.studies.sweep_cases")
     target = tmp_path / "out"
     report = run(sweep_settings(*inputs, target))
-    fine, dead = report.results
+    fine, dead = results_of(report)
     assert (fine.status, dead.status, dead.cell.rank) == ("trained", "crashed", FATAL_RANK)
     assert dead.reason == "killed by SIGABRT"
     assert dead.figures == {"step": 5, "saved_steps": [2, 4]}
@@ -266,7 +287,7 @@ def test_a_cell_that_diverges_is_a_result(
 ) -> None:
     settings = sweep_settings(*inputs, tmp_path / "out", ranks=(2,), train={"scale": 1e30})
     report = run(settings)
-    [result] = report.results
+    [result] = results_of(report)
     assert result.status == "failed"
     assert result.reason is not None
     assert "step" in result.reason
@@ -296,8 +317,8 @@ def test_cells_that_the_guard_refuses_are_recorded_not_run(
 ) -> None:
     target = tmp_path / "out"
     report = run(sweep_settings(*inputs, target, resource_limit=100))
-    assert [result.status for result in report.results] == ["refused", "refused"]
-    assert all("does not fit" in str(result.reason) for result in report.results)
+    assert [result.status for result in results_of(report)] == ["refused", "refused"]
+    assert all("does not fit" in str(result.reason) for result in results_of(report))
     assert report.failed_gate is not None
     assert "every cell was refused" in report.failed_gate
     assert not adapters(target)
@@ -308,25 +329,24 @@ def test_the_guard_reshapes_when_told_to(
 ) -> None:
     """Checkpointing needs fewer bytes; the cell runs with it, and the report says so."""
     plain = sweep_settings(*inputs, tmp_path / "out", ranks=(2,))
-    [planned] = run(plain, dry_run=True).planned
-    assert planned.predicted_bytes is not None
-    limit = int(planned.predicted_bytes / 0.905)
+    [planned] = run(plain, dry_run=True).data["cells"]
+    limit = int(planned["predicted_bytes"] / 0.905)
     settings = plain.model_copy(update={"guard": "reshape", "working_set_bytes": limit})
     report = run(settings)
-    [result] = report.results
+    [result] = results_of(report)
     assert (result.status, result.guard["change"]) == ("trained", {"grad_checkpoint": True})
-    assert result.guard["bytes"] < planned.predicted_bytes
+    assert result.guard["bytes"] < planned["predicted_bytes"]
     assert any("not like for like" in note for note in report.notes)
 
 
 def test_a_plan_touches_nothing(inputs: tuple[Path, Path], tmp_path: Path) -> None:
     report = run(sweep_settings(*inputs, tmp_path / "out", seeds=(0, 1, 2)), dry_run=True)
-    assert (report.status, len(report.planned)) == ("planned", 6)
-    for cell in report.planned:
-        assert cell.predicted_buffers > 100
-        assert cell.least_seconds is not None
+    assert (report.status, len(report.data["cells"])) == ("planned", 6)
+    for cell in report.data["cells"]:
+        assert cell["predicted_buffers"] > 100
+        assert cell["least_seconds"] is not None
         # 2 layers x 4 experts x rank x (64 inputs + 64 outputs)
-        assert cell.parameters == 2 * 4 * cell.rank * 128
+        assert cell["parameters"] == 2 * 4 * cell["rank"] * 128
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,0 +1,185 @@
+"""Settings of `mlxstacks route` check, explain and evaluate. Imports neither mlx nor numpy."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from mlxstacks.data.settings import SourceSettings, Template
+from mlxstacks.data.text_settings import AllowSpecial, Thinking
+from mlxstacks.routing.settings import LabelledSource, RouteSettings
+from mlxstacks.settings import Settings
+
+CheckMode = Literal["base", "ungated", "routed"]
+
+
+class _ServedSettings(RouteSettings):
+    """How a base with every stack of a store is asked."""
+
+    thinking: Thinking = "auto"
+    allow_special: AllowSpecial = False
+    base: Literal["auto", "stored", "float32"] = Field(
+        "auto", description="Numbers the base computes with; as in `mlxstacks stack`."
+    )
+
+
+class CheckPrompt(Settings):
+    """One prompt, with the rules that its answer and its route are held to.
+
+    The answer is written in every mode if there is a rule for it; otherwise the prompt is routed
+    only.
+    """
+
+    name: str = Field(min_length=1, description="what the check is called in tables")
+    prompt: str = Field(min_length=1)
+    expect: tuple[str, ...] = Field(
+        (), description="texts of which one must occur, whatever the case"
+    )
+    number: float | None = Field(None, description="a number that must occur")
+    tolerance: float = Field(0.01, ge=0, description="how far off the number may be")
+    forbid: tuple[str, ...] = Field(
+        (), description="texts that must not occur, whatever the case: marks of another domain"
+    )
+    domains: tuple[str, ...] = Field(
+        (), description="domains that must be in the prompt's active set, all of them"
+    )
+
+    @property
+    def is_answered(self) -> bool:
+        return bool(self.expect or self.forbid) or self.number is not None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.prompt.strip():
+            raise ValueError(f"{self.name}: the prompt is blank")
+        if not self.is_answered and not self.domains:
+            raise ValueError(f"{self.name}: no rule; give expect, number, forbid or domains")
+        if not all(text.strip() for text in (*self.expect, *self.forbid)):
+            raise ValueError(f"{self.name}: a blank text occurs in every answer")
+        return self
+
+
+class RouteCheckSettings(_ServedSettings):
+    """Prompts whose answers and routes are known, in modes base, ungated and routed."""
+
+    router_path: str | None = Field(
+        None, description="Router's file or directory. Default: the store's own."
+    )
+    save_path: str | None = Field(
+        None, description="Directory to write. Default: ./mlxstacks-out/route-check."
+    )
+    prompts: tuple[CheckPrompt, ...] = Field((), description="what is checked")
+    modes: tuple[CheckMode, ...] = Field(
+        ("base", "ungated", "routed"), min_length=1, description="Modes to answer in. Repeatable."
+    )
+    hard: bool = Field(False, description="Active domains count 1 instead of their score.")
+    max_tokens: int = Field(256, ge=1, description="Tokens of an answer, at most; greedy.")
+    most_think_share: float = Field(
+        0.2, ge=0, le=1, description="Share of an answer's tokens that may be thinking."
+    )
+    most_repetition: float = Field(
+        0.3, ge=0, le=1, description="Share of an answer's word fours that may be repeats."
+    )
+    force: bool = Field(False, description="Replace an existing save path.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = [prompt.name for prompt in self.prompts]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"prompts: {', '.join(twice)} is there twice; each needs its own name")
+        if len(set(self.modes)) < len(self.modes):
+            raise ValueError(f"modes: {', '.join(self.modes)}; give each once")
+        return self
+
+
+class RouteExplainSettings(_ServedSettings):
+    """Why a prompt goes where it goes, and, with an answer, what each domain does to its loss."""
+
+    prompt: str | None = Field(None, description="The prompt.")
+    answer: str | None = Field(
+        None, description="What the answer should be: losses are of it, given the prompt."
+    )
+    router_path: str | None = Field(
+        None, description="Router's file or directory. Default: the store's own."
+    )
+    hard: bool = Field(False, description="Active domains count 1 instead of their score.")
+    threshold: float = Field(
+        0.01, ge=0, description="Nats by which a further domain must lower the loss, in the search."
+    )
+    template: Template | None = Field(
+        None, description="chat or alpaca. Default: what the store's domains were trained with."
+    )
+    max_tokens: int = Field(256, ge=2, description="Prompt and answer are cut to so many tokens.")
+
+
+def _from_path(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+# A plain path stands for a source with all else at its default.
+UnseenSource = Annotated[
+    SourceSettings, BeforeValidator(_from_path, json_schema_input_type=SourceSettings | str)
+]
+
+
+class RouteEvaluateSettings(_ServedSettings):
+    """Whether routing pays: losses in every mode on held-out rows, the router's metrics, gaps."""
+
+    data: str | None = Field(
+        None,
+        description="Directory with NAME.jsonl, NAME a domain, domain+domain for mixed prompts, "
+        "or others for prompts that no domain should help with. Default: the validation rows of "
+        "the store's domains.",
+    )
+    sources: tuple[LabelledSource, ...] = Field(
+        (), description="Data by label, in place of files by name; relative paths start in `data`."
+    )
+    unseen: tuple[UnseenSource, ...] = Field(
+        (),
+        description="Data of domains that neither stacks nor router were trained on, to measure "
+        "how many gaps are detected. Repeatable.",
+        json_schema_extra={"cli_type": "text"},
+    )
+    save_path: str | None = Field(
+        None, description="Directory to write. Default: ./mlxstacks-out/route-evaluate."
+    )
+    routers: tuple[str, ...] = Field(
+        (),
+        description="Routers to compare, as of several seeds: files or directories; the first one "
+        "makes the matrix. Default: the store's own. Repeatable.",
+    )
+    targets: str | None = Field(
+        None,
+        description="Directory that `route discover` wrote for these routers: prompts that they "
+        "were trained on are left out. Needed where the data here is other data. Default: what "
+        "the report beside a router names, else mlxstacks-out/route-discover.",
+    )
+    rows_per_group: int = Field(
+        100, ge=1, description="Held-out rows of a domain, of mixed prompts and so on, at most."
+    )
+    include_trained: bool = Field(
+        False, description="Also measure on rows that a router or a stack was trained on."
+    )
+    gap_rows: int = Field(
+        50, ge=0, description="Rows of a group on which the loss test for gaps is made; 0: none."
+    )
+    threshold: float = Field(
+        0.01, ge=0, description="Nats by which a domain must lower the loss, in that test."
+    )
+    random_control: bool = Field(
+        True, description="Also measure random stacks of equal norm in place of the right ones."
+    )
+    sample_prompts: int = Field(
+        2, ge=0, description="Prompts of a domain that are answered in the three panels."
+    )
+    sample_tokens: int = Field(48, ge=1, description="Tokens of such an answer, at most.")
+    template: Template | None = Field(
+        None, description="chat or alpaca. Default: what the store's domains were trained with."
+    )
+    max_tokens: int = Field(256, ge=2, description="Prompt and answer are cut to so many tokens.")
+    draws: int = Field(2000, ge=100, le=1_000_000, description="Bootstrap draws of an interval.")
+    seed: int = Field(0, ge=0, description="Of the bootstrap and of random stacks.")
+    resume: bool = Field(
+        True, description="Go on with the losses that a run of this save path left unfinished."
+    )
+    force: bool = Field(False, description="Replace an existing save path.")

@@ -1,0 +1,242 @@
+"""The `stacks` commands as results: what a store holds, whether it is whole, what was changed."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mlxstacks.errors import StoreError
+from mlxstacks.files import stack_export, stack_import, store_commands, store_diff, store_verify
+from mlxstacks.files.manifest import Manifest, binding_notes
+from mlxstacks.files.store_settings import (
+    StacksDiffSettings,
+    StacksExportSettings,
+    StacksGcSettings,
+    StacksImportSettings,
+    StacksListSettings,
+    StacksRemoveSettings,
+    StacksSwitchSettings,
+    StacksVerifySettings,
+)
+from mlxstacks.memory import bytes_in_words
+from mlxstacks.studies.stack.report import (
+    domain_table,
+    matrix_blocks,
+    ordered_matrix,
+    outcome,
+    stored_json,
+    verdict,
+)
+from mlxstacks.study.document import Block, Cell, Column, Table
+from mlxstacks.study.result import Result
+
+_FORMATS = {"mlx": "mlx-lm", "peft": "PEFT"}
+_BASES = {
+    "not checked": "the base was not checked (--model DIR)",
+    "same": "of the given base",
+    "another": "NOT of the given base",
+}
+
+
+def list_store(settings: StacksListSettings) -> Result:
+    """Facts, domains, stacks, losses in every mode; domains that miss what they were trained on."""
+    store = store_commands.open_store(settings.store_path)
+    manifest, router, header = store.manifest, store.manifest.router, None
+    notes = [
+        *binding_notes(manifest.base_fingerprint), *store_commands.company_notes(manifest),
+        *store_commands.router_notes(store),
+    ]  # fmt: skip
+    if router is not None:
+        with suppress(StoreError):  # a note names it
+            header = store.read_router().header
+    stack_bytes = sum(stack.file.nbytes for stack in manifest.stacks)
+    facts: list[tuple[Cell, ...]] = [
+        ("store", str(store.path)),
+        ("base", f"{manifest.base_model} ({manifest.base_fingerprint[:12]})"),
+        ("domains", f"{len(manifest.domains)}"),
+        ("stacks", f"{len(manifest.stacks)}"),
+        ("size", bytes_in_words(stack_bytes)),
+    ]
+    if router is not None:
+        knows = "bad file" if header is None else f"for {', '.join(header.domains)}"
+        facts.append(("router", f"{knows} ({bytes_in_words(router.nbytes)})"))
+    data = {
+        "store_path": str(store.path),
+        **manifest.as_json(),
+        "stack_bytes": stack_bytes,
+        "enabled_stacks": [stack.name for stack in manifest.enabled_stacks()],
+        "router_header": header and header.as_json(),
+    }
+    blocks = (
+        _table("store", "Store", ("of the store", "is"), facts),
+        domain_table({domain.name: stored_json(domain) for domain in manifest.domains}),
+        _stack_table(manifest), *matrix_blocks(ordered_matrix(manifest)),
+    )  # fmt: skip
+    return _result(
+        "list", "Store of stacks", data, verdict(manifest), notes, blocks,
+        question="What does each domain gain, and what do later ones cost it?",
+        outcome=outcome(manifest),
+    )  # fmt: skip
+
+
+def store_result(directory: Path) -> Result:
+    """Of a store without the result of its training, as one that stacks were imported into."""
+    listed = list_store(StacksListSettings(store_path=str(directory)))
+    return listed.model_copy(update={"directory": str(directory)}).sealed()
+
+
+def _stack_table(manifest: Manifest) -> Table:
+    return Table(
+        id="stacks", title="Stacks",
+        columns=(
+            Column(name="stack"), Column(name="domain"), Column(name="served"),
+            Column(name="parameters", kind="count"), Column(name="size", kind="bytes"),
+            Column(name="loss before", kind="number", digits=4),
+            Column(name="loss after", kind="number", digits=4),
+        ),
+        rows=tuple(
+            (stack.name, domain.name, domain.enabled, stack.parameters, stack.file.nbytes,
+             stack.loss_before, stack.loss_after)
+            for domain in manifest.domains
+            for stack in domain.stacks
+        ),
+    )  # fmt: skip
+
+
+def verify_store(settings: StacksVerifySettings, progress: Any = None) -> Result:
+    """Every problem with its file; `failure` where there is one."""
+    verified = store_verify.verify_store(settings, progress)
+    columns = ("file", "kind", "problem")
+    rows = [(problem.file, problem.kind, problem.message) for problem in verified.problems]
+    size = f"{verified.files} files, {bytes_in_words(verified.nbytes)}, {_BASES[verified.base]}"
+    whole = "Damaged" if verified.problems else "Whole"
+    return _result(
+        "verify", "Check of a store",
+        {"status": "damaged" if verified.problems else "whole", **asdict(verified)},
+        f"{whole}: {verified.stacks} stacks in {size}.", verified.notes,
+        blocks=_tables(_table("problems", "Problems", columns, rows)),
+        failure=verified.failure, outcome=whole.lower(),
+    )  # fmt: skip
+
+
+def _change(
+    action: str, past: str, edit: Callable[..., store_commands.StoreChanged], settings: Any,
+    dry_run: bool = False,
+) -> Result:  # fmt: skip
+    changed = edit(settings, dry_run)
+    stacks = ", ".join(changed.stacks) or "no stacks"
+    served = ", ".join(changed.served) or "nothing but the base"
+    words, notes = f"{past} {changed.domain} ({stacks}); served now: {served}.", changed.notes
+    if changed.status == "planned":
+        words = f"Would {action} {changed.domain} ({stacks}); served then: {served}."
+    elif changed.status == "nothing to do":
+        words, notes = f"Nothing to do: {changed.domain} is {past.lower()} already.", ()
+    return _result(action, "Change of a store", asdict(changed), words, notes)
+
+
+def remove_domain(settings: StacksRemoveSettings, dry_run: bool = False) -> Result:
+    """See `files.store_commands.remove_domain`."""
+    return _change("remove", "Removed", store_commands.remove_domain, settings, dry_run)
+
+
+def disable_domain(settings: StacksSwitchSettings, dry_run: bool = False) -> Result:
+    """See `files.store_commands.disable_domain`."""
+    return _change("disable", "Disabled", store_commands.disable_domain, settings, dry_run)
+
+
+def enable_domain(settings: StacksSwitchSettings, dry_run: bool = False) -> Result:
+    """See `files.store_commands.enable_domain`."""
+    return _change("enable", "Enabled", store_commands.enable_domain, settings, dry_run)
+
+
+def export_stack(settings: StacksExportSettings, dry_run: bool = False) -> Result:
+    """See `files.stack_export.export_stack`."""
+    exported = stack_export.export_stack(settings, dry_run)
+    verb = "Would write" if dry_run else "Wrote"
+    words = (
+        f"{verb} {exported.stack} to {exported.save_path} in {_FORMATS[exported.format]} format: "
+        f"{exported.modules} modules, {exported.parameters:,} parameters."
+    )
+    if exported.copies:
+        words += (
+            f" {exported.copies} modules share one pair among all experts in the store; the "
+            "adapter holds a copy for each."
+        )
+    return _result("export", "Export of a stack", asdict(exported), words, exported.notes)
+
+
+def import_adapter(settings: StacksImportSettings, dry_run: bool = False) -> Result:
+    """See `files.stack_import.import_adapter`."""
+    imported = stack_import.import_adapter(settings, dry_run)
+    verb = "Would import" if dry_run else "Imported"
+    where = f"{imported.store_path} (new)" if imported.created else imported.store_path
+    words = (
+        f"{verb} {imported.adapter_path} ({_FORMATS[imported.format]}) into {where} as "
+        f"{imported.stack}: {imported.modules} modules, {imported.parameters:,} parameters, "
+        f"{imported.storage}, {'bit for bit' if imported.exact else 'rounded'}; base "
+        f"{imported.base}."
+    )
+    return _result("import", "Import of an adapter", asdict(imported), words, imported.notes)
+
+
+def diff_stores(settings: StacksDiffSettings) -> Result:
+    """A row for each difference."""
+    diff = store_diff.diff_stores(settings)
+    rows = [(d.what, d.name, d.field, _cell(d.first), _cell(d.second)) for d in diff.differences]
+    columns = ("what", "name", "field", "first", "second")
+    equal = "Equal" if diff.equal else f"{len(rows)} differences"
+    return _result(
+        "diff", "Two stores", {"equal": diff.equal, **asdict(diff)},
+        f"{equal}; {len(diff.equal_stacks)} stacks have the same bytes in both.",
+        blocks=_tables(_table("differences", "Differences", columns, rows)), outcome=equal.lower(),
+    )  # fmt: skip
+
+
+def collect_garbage(settings: StacksGcSettings, dry_run: bool = False) -> Result:
+    """What went, what stays and until when."""
+    collected = store_commands.collect_garbage(settings, dry_run)
+    verb = "Would remove" if dry_run else "Removed"
+    words = f"{verb} {len(collected.removed)} files, {bytes_in_words(collected.removed_bytes)}."
+    if collected.kept:
+        words += (
+            f" Kept {len(collected.kept)} files, {bytes_in_words(collected.kept_bytes)}, that "
+            f"were named until less than {collected.grace_seconds} seconds ago; "
+            "--grace-seconds 0 removes them at once."
+        )
+    notes = [f"{file}: no file of a store, left alone" for file in collected.strange]
+    rows = [(file,) for file in collected.removed]
+    table = _table("removed", "Files without a name in the manifest", ("file",), rows)
+    return _result(
+        "gc", "Files that nothing names", asdict(collected), words, notes, _tables(table)
+    )
+
+
+def _result(
+    name: str,
+    title: str,
+    data: dict[str, Any],
+    words: str,
+    notes: Iterable[str] = (),
+    blocks: Sequence[Block] = (),
+    **head: Any,
+) -> Result:
+    planned = data.get("status") == "planned"
+    return Result(
+        kind=f"stacks {name}", title=title, status="planned" if planned else "done",
+        verdict=words, data=data, blocks=tuple(blocks), notes=tuple(notes), **head,
+    )  # fmt: skip
+
+
+def _table(id: str, title: str, columns: Sequence[str], rows: Sequence[tuple[Cell, ...]]) -> Table:
+    named = tuple(Column(name=column) for column in columns)
+    return Table(id=id, title=title, columns=named, rows=tuple(rows))
+
+
+def _tables(*tables: Table) -> tuple[Block, ...]:
+    """Those that have rows."""
+    return tuple(table for table in tables if table.rows)
+
+
+def _cell(value: object) -> Cell:
+    return value if isinstance(value, str | int | float | bool | None) else str(value)[:200]

@@ -1,0 +1,52 @@
+"""The page of a store: the result of its training, else what its manifest says.
+
+Run: pytest tests/report/test_store.py
+"""
+
+from pathlib import Path
+
+import pytest
+
+from mlxstacks.errors import InputError
+from mlxstacks.files.manifest import DomainRecord, Manifest
+from mlxstacks.report.settings import ReportSettings
+from mlxstacks.report.write import write_report
+from mlxstacks.study.document import RESULT
+from tests.report.cases import ROWS, every_report, write_run
+
+
+def page_of(run: Path) -> str:
+    pytest.importorskip("matplotlib")
+    page = run.parent / "page"
+    write_report(ReportSettings(runs=(str(run),), save_path=str(page), force=True))
+    return " ".join((page / "index.html").read_text("utf-8").split())
+
+
+def write_store(run: Path) -> Path:
+    domains = tuple(DomainRecord(name, True, (), (2.0, 1.0), 1.0) for name in ("a", "b"))
+    (run / "stacks").mkdir(parents=True)
+    manifest = Manifest("base", "0" * 64, domains, {"ungated": ROWS}).document()
+    return write_run(run, "manifest.json", manifest)
+
+
+def test_a_store_without_a_training_is_shown_by_its_manifest(tmp_path: Path) -> None:
+    page = page_of(write_store(tmp_path / "store"))
+    assert "2 domains, 0 stacks, a +0.500 ungated" in page
+    assert "a lost most, +0.5000 to 1.5000" in page
+    assert "Losses, ungated: every stack on" in page
+
+
+def test_a_training_is_marked_where_its_store_was_changed_since(tmp_path: Path) -> None:
+    run = write_store(tmp_path / "store")
+    training = every_report()["stack"][1]
+    training["provenance"] = {"manifest.json": {"sha256": "0" * 64}}
+    page = page_of(write_run(run, RESULT, training))
+    assert "EXPLORATORY" in page
+    assert "manifest.json is not what the report was made from: it was changed" in page
+
+
+def test_a_damaged_manifest_is_refused(tmp_path: Path) -> None:
+    run = write_store(tmp_path / "store")
+    (run / "manifest.json").write_text("{}")
+    with pytest.raises(InputError, match=r"manifest.json: damaged"):
+        page_of(run)

@@ -1,0 +1,98 @@
+"""What people see of a confound run: blocks, their columns, figures under the right names.
+
+Run: pytest tests/studies/confound/test_report.py
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mlxstacks.stats import MeanInterval, share_note
+from mlxstacks.studies.confound.report import Findings, blocks
+from mlxstacks.study.document import Plot, Table, Text
+from mlxstacks.study.render.words import format_cell
+from tests.studies.confound_cases import POLICIES, case
+
+MINED = {"table": {"all": {"both wrong": 200}}, "train": ["1"], "test": ["2", "3"]}
+FUSES = {
+    "refit": {
+        "codes_that_differ": {"a1_and_a0": 0.25, "a0_and_unfused": 0.0383},
+        "a1": {"total": {"correlation": 0.91, "artifact": 0.0123}},
+        "a0": {"total": {"correlation": None, "artifact": 0.0123}},
+    },
+    "promote": {"codes_that_differ": {"a1_and_a0": 0.5, "a0_and_unfused": None}},
+}
+
+
+def shown(findings: Findings) -> dict[str, Any]:
+    return {
+        block.title if isinstance(block, Text) else block.id: block
+        for block in blocks(findings, FUSES, MINED, POLICIES)
+    }
+
+
+def row(table: Table, name: str) -> dict[str, str | None]:
+    cells = next(row for row in table.rows if row[0] == name)
+    return {c.name: format_cell(v, c) for c, v in zip(table.columns, cells, strict=True)}
+
+
+def small() -> Findings:
+    return case(n=60, right=20, a1_refit=30, random_refit=2)
+
+
+def test_every_block_is_there_in_reading_order() -> None:
+    assert [*shown(small())] == [
+        "arms", "content", "arms-table", "claims", "parts", "In words", "right", "forms", "mined",
+        "subjects", "positions",
+    ]  # fmt: skip
+
+
+def test_a_column_shows_the_figure_of_its_name() -> None:
+    findings = small()
+    claim = findings.claims["refit"]
+    claim = replace(
+        claim, count=30, control_count=0, p_value=0.02, p_adjusted=0.04,
+        mcnemar=replace(claim.mcnemar, p_value=0.06),
+        bootstrap=MeanInterval(0.5, 0.012, 0.345, 60, 0.95),
+    )  # fmt: skip
+    tables = shown(replace(findings, claims={**findings.claims, "refit": claim}))
+    assert row(tables["claims"], "refit") == {
+        "by": "refit", "A1 less A0, points (95%)": "+50.00 (+1.20 to +34.50)", "p (z)": "0.02",
+        "p (z, Holm)": "0.04", "p (McNemar)": "0.06", "A1 less random": "+46.67",
+        "outcome": "content",
+    }  # fmt: skip
+    arm = row(tables["arms-table"], "a1 refit")
+    assert (arm["right"], arm["correlation"], arm["artifact"]) == ("30 of 60", "0.910", "1.23%")
+    assert row(tables["arms-table"], "a0 refit")["correlation"] == "no delta"
+    assert row(tables["arms-table"], "persona")["artifact"] == "not fused"
+    assert row(tables["parts"], "refit")["content"] == "+50.00"
+
+
+def test_a_judgement_says_of_how_much_and_codes_are_counted() -> None:
+    """spec/confound.md section 4: codes that differ between the fuses."""
+    lines = shown(small())["In words"].paragraphs
+    assert lines[0].startswith("Mined 200 items: both wrong 200. Set G: 1 to train, 2 to test.")
+    assert any(line.startswith("refit: A1 less A0 is +50.00 points. That is ") for line in lines)
+    assert [line for line in lines if line.startswith("Fused by ")] == [
+        f"Fused by {way}, A1 differs from A0: {a1}; A0 from the unfused model: {a0}."
+        for way, a1, a0 in (
+            ("refit", "25.00% of the codes", "3.83% of the codes"),
+            ("promote", "50.00% of the codes", "at other bits"),
+        )
+    ]
+
+
+def test_positions_and_guessing_stand_next_to_the_arms() -> None:
+    """spec/confound.md control 11: guess bias."""
+    blocks = shown(small())
+    picked: Table = blocks["positions"]
+    assert [c.name for c in picked.columns] == ["arm", *"ABCDEFGHIJ", "by place"]
+    assert row(picked, "right option")["A"] == "10%"
+    assert {r[0] for r in picked.rows} >= {"persona", "a1 refit", "a0 unfused"}
+    assert share_note(60) in picked.caption
+    arms: Plot = blocks["arms"]
+    assert arms.references == {"guessing": pytest.approx(10.0)}
+    of_a1 = next(series for series in arms.series if series.label == "A1, trained")
+    assert of_a1.y[arms.categories.index("a1 refit")] == 50.0
+    assert of_a1.y[arms.categories.index("persona")] is None

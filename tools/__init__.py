@@ -1,0 +1,1 @@
+"""What a clone can do that a user of the package need not."""
