@@ -3,7 +3,7 @@
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from mlxstacks.errors import InputError
+from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.adapters import (
     Adapter,
     Match,
@@ -11,9 +11,8 @@ from mlxstacks.files.adapters import (
     match_adapter,
     outside_config,
 )
-from mlxstacks.files.checkpoint import Checkpoint
+from mlxstacks.files.checkpoint import Checkpoint, read_json_object
 from mlxstacks.files.manifest import binding_notes
-from mlxstacks.files.strict_json import read_object
 from mlxstacks.fuse.module import Module
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.study.document import RESULT
@@ -72,8 +71,8 @@ def _history_note(checkpoint: Checkpoint) -> list[str]:
     """A requantized model is not the base that it came from (spec/confound.md section 4)."""
     former, result = (checkpoint.directory / name for name in ("fuse_report.json", RESULT))
     try:
-        is_fused = former.is_file() or read_object(result.read_bytes()).get("kind") == "fuse"
-    except (OSError, ValueError):
+        is_fused = former.is_file() or read_json_object(result).get("kind") == "fuse"
+    except CheckpointError:  # none, or somebody else's file of this name
         is_fused = False
     if not is_fused:
         return []

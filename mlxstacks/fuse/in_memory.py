@@ -24,13 +24,12 @@ from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.shards import tensor_nbytes
 from mlxstacks.fuse.blocks import Decision
-from mlxstacks.fuse.decide import Choice, decide
+from mlxstacks.fuse.decide import decide
 from mlxstacks.fuse.fidelity import Sums
 from mlxstacks.fuse.gather import gather_modules
-from mlxstacks.fuse.kernel_task import kernel_fault, takes_kernel
 from mlxstacks.fuse.module import Module
 from mlxstacks.fuse.report import StageReport, together, verdict
-from mlxstacks.fuse.rewrite import ModuleWork, measure_module, process
+from mlxstacks.fuse.rewrite import ModuleWork, measure_module, module_works, process
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.fuse.summary import entries_bytes, stage_report
 from mlxstacks.ops.affine import Array
@@ -89,7 +88,7 @@ def fuse_in_memory(model: nn.Module, settings: FuseSettings) -> MemoryFuse:
             return measure_module(ModuleWork(module, decisions), pool, workers, settings.seed)
 
         choices = {module.path: decide(module, settings, full_pass) for module in modules}
-        works = _works(modules, choices, settings, notes)
+        works = module_works(modules, choices, settings, notes)
         sums = {}
         for work in works:
             tensors, sums[work.module.path] = _fused(work, pool, workers, settings)
@@ -102,24 +101,6 @@ def fuse_in_memory(model: nn.Module, settings: FuseSettings) -> MemoryFuse:
     extra = sum(entries_bytes(work.outputs()) for work in works) - before
     words = verdict(stages, together(sums), settings, None, extra)
     return MemoryFuse(stages, extra, words, tuple(notes))
-
-
-def _works(
-    modules: list[Module], choices: dict[str, Choice], settings: FuseSettings, notes: list[str]
-) -> list[ModuleWork]:
-    """Each module with its decisions; by a kernel where one runs here and makes NumPy's bytes."""
-    kernels, works = settings.kernels, []
-    for module in modules:
-        decisions = choices[module.path].decisions
-        if kernels and takes_kernel(module, decisions):
-            fault = kernel_fault(module, decisions, settings.zero_delta, settings.seed)
-            if fault is None:
-                works.append(ModuleWork(module, decisions, by_kernel=True))
-                continue
-            kernels = False  # a device that fails once is not asked again
-            notes.append(f"{fault}; NumPy did the rest. Please report this device.")
-        works.append(ModuleWork(module, decisions))
-    return works
 
 
 def _fused(

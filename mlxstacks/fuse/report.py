@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlxstacks.files.outputs import SideFile
@@ -12,6 +12,10 @@ from mlxstacks.memory import bytes_in_words
 
 # Of modules below the target so many are named; all are in the report.
 _MOST_SHORTFALLS = 8
+_FIGURES = (
+    "status", "model", "save_path", "zero_delta", "kernels", "base_fingerprint", "files",
+    "extra_bytes", "written_bytes",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +39,9 @@ class ModuleReport:
         return self.fidelity or self.tried.get(self.policy)
 
     def as_json(self) -> dict[str, Any]:
-        figures = self.fidelity.as_json() if self.fidelity else None
-        return {
-            "module": self.path,
-            "policy": self.policy,
-            "bits_before": self.bits_before,
-            "bits_after": self.bits_after,
-            "base": self.base,
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
-            "fidelity": figures,
-            "estimates": {name: found.as_json() for name, found in self.tried.items()},
-        }
+        fields = asdict(self)
+        del fields["stage"]
+        return {"module": fields.pop("path"), "estimates": fields.pop("tried"), **fields}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +53,10 @@ class StageReport:
     total: Fidelity | None
 
     def as_json(self) -> dict[str, Any]:
+        modules = [module.as_json() for module in self.modules]
         return {
-            "adapter": self.adapter,
-            "total": self.total.as_json() if self.total else None,
-            "modules": [module.as_json() for module in self.modules],
-        }
+            "adapter": self.adapter, "total": self.total and asdict(self.total), "modules": modules
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +69,11 @@ class Alternative:
     extra_bytes: int
 
     @classmethod
-    def of(cls, policy: str, found: list[tuple[int, Fidelity, int]]) -> "Alternative | None":
+    def of(cls, policy: str, estimates: list[tuple[int, Fidelity, int]]) -> "Alternative | None":
         """From (weights, estimate, extra bytes) of each module, weighted by the weights."""
         known = [
             (weights, f.survival, f.correlation)
-            for weights, f, _ in found
+            for weights, f, _ in estimates
             if f.survival is not None and f.correlation is not None
         ]
         if not known:
@@ -89,7 +83,7 @@ class Alternative:
             policy,
             sum(weights * survival for weights, survival, _ in known) / total,
             sum(weights * correlation for weights, _, correlation in known) / total,
-            sum(extra for _, _, extra in found),
+            sum(extra for _, _, extra in estimates),
         )
 
 
@@ -123,29 +117,20 @@ class FuseReport:
 
     def as_json(self) -> dict[str, Any]:
         """The figures; settings, verdict and notes stand in the head of the result."""
-        return {
-            "status": self.status,
-            "model": self.model,
-            "save_path": self.save_path,
-            "zero_delta": self.zero_delta,
-            "kernels": self.kernels,
-            "base_fingerprint": self.base_fingerprint,
+        figures = {name: getattr(self, name) for name in _FIGURES}
+        carried, left = [], []
+        for file in self.side_files:
+            if file.how is None:
+                left.append({"name": file.name, "reason": file.reason})
+            else:
+                link = {"link": file.link} if file.link else {}
+                entry = {"name": file.name, "how": file.how, "bytes": file.nbytes}
+                carried.append({**entry, **link})
+        return figures | {
             "stages": [stage.as_json() for stage in self.stages],
-            "total": self.total.as_json() if self.total else None,
-            "files": self.files,
-            "carried": [
-                {"name": file.name, "how": file.how, "bytes": file.nbytes}
-                | ({"link": file.link} if file.link else {})
-                for file in self.side_files
-                if file.how is not None
-            ],
-            "left_out": [
-                {"name": file.name, "reason": file.reason}
-                for file in self.side_files
-                if file.how is None
-            ],
-            "extra_bytes": self.extra_bytes,
-            "written_bytes": self.written_bytes,
+            "total": self.total and asdict(self.total),
+            "carried": carried,
+            "left_out": left,
         }
 
 
@@ -180,13 +165,13 @@ def below_target(
 
 
 def _by_correlation(stages: Sequence[StageReport]) -> list[tuple[float, ModuleReport]]:
-    found = [
+    pairs = [
         (module.figures.correlation, module)
         for stage in stages
         for module in stage.modules
         if module.figures is not None and module.figures.correlation is not None
     ]
-    return sorted(found, key=lambda pair: (pair[0], pair[1].stage, pair[1].path))
+    return sorted(pairs, key=lambda pair: (pair[0], pair[1].stage, pair[1].path))
 
 
 def shortfall_notes(

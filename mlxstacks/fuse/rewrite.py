@@ -5,7 +5,7 @@ behind it. Its untouched tensors are copied file to file while the workers compu
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,9 +15,11 @@ from mlxstacks.files.checkpoint import Checkpoint
 from mlxstacks.files.outputs import clone_or_link
 from mlxstacks.files.shards import ShardHeader, ShardWriter
 from mlxstacks.fuse.blocks import Decision
+from mlxstacks.fuse.decide import Choice
 from mlxstacks.fuse.fidelity import Sums
-from mlxstacks.fuse.kernel_task import run_kernel_task
+from mlxstacks.fuse.kernel_task import kernel_fault, run_kernel_task, takes_kernel
 from mlxstacks.fuse.module import Done, Module, run_task, tasks
+from mlxstacks.fuse.settings import FuseSettings
 
 Progress = Callable[[int], None]
 Entry = tuple[str, str, tuple[int, ...]]
@@ -38,6 +40,31 @@ class ModuleWork:
 
     def outputs(self) -> list[Entry]:
         return self.module.outputs(self.bits)
+
+
+def module_works(
+    modules: Iterable[Module],
+    choices: Mapping[str, Choice],
+    settings: FuseSettings,
+    notes: list[str],
+    *,
+    check: bool = True,
+) -> list[ModuleWork]:
+    """Each module with its decisions; by a kernel where one runs here and makes NumPy's bytes.
+
+    check: each kernel is tried on its module first; one that fails is a note, and the last.
+    """
+    kernels, works = settings.kernels, []
+    for module in modules:
+        decisions = choices[module.path].decisions
+        by_kernel = kernels and takes_kernel(module, decisions)
+        if by_kernel and check:
+            fault = kernel_fault(module, decisions, settings.zero_delta, settings.seed)
+            if fault is not None:
+                kernels = by_kernel = False  # a device that fails once is not asked again
+                notes.append(f"{fault}; NumPy did the rest. Please report this device.")
+        works.append(ModuleWork(module, decisions, by_kernel))
+    return works
 
 
 def process(

@@ -29,13 +29,13 @@ from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import Choice, decide, estimate_alternative
 from mlxstacks.fuse.fidelity import Fidelity, Sums
 from mlxstacks.fuse.gather import gather_modules
-from mlxstacks.fuse.kernel_task import kernel_fault, takes_kernel
 from mlxstacks.fuse.module import Module
 from mlxstacks.fuse.report import Alternative, FuseReport, shortfall_notes, together, verdict
 from mlxstacks.fuse.result import result_of
 from mlxstacks.fuse.rewrite import (
     ModuleWork,
     measure_module,
+    module_works,
     new_entries,
     touched_files,
     write_shards,
@@ -98,7 +98,6 @@ class _Fuse:
         if settings.zero_delta and settings.fail_under is not None:
             self.notes.append("--fail-under does not apply at zero delta: nothing is intended.")
         self.done_weights, self.progress = 0, progress
-        self.kernels = settings.kernels
         self.target = user_path(settings.save_path)
         # The shards too: in a hub cache they are links to files of another directory.
         shards = [header.path for header in self.checkpoint.headers]
@@ -110,9 +109,7 @@ class _Fuse:
 
     def run(self, dry_run: bool) -> tuple[FuseReport, Result]:
         choices = self._decide(dry_run)
-        works = [
-            self._work(module, choices[module.path].decisions, dry_run) for module in self.modules
-        ]
+        works = module_works(self.modules, choices, self.settings, self.notes, check=not dry_run)
         alternatives = self._alternatives(choices)
         if dry_run:
             files = self._planned_files(works)
@@ -148,16 +145,6 @@ class _Fuse:
             small = [directory / "config.json", directory / _INDEX_NAME]
             result = write_result(result_of(report), directory, self.target, made_from=small)
         return report, result
-
-    def _work(self, module: Module, decisions: dict[int, Decision], dry_run: bool) -> ModuleWork:
-        if not self.kernels or not takes_kernel(module, decisions):
-            return ModuleWork(module, decisions)
-        if not dry_run:
-            fault = kernel_fault(module, decisions, self.settings.zero_delta, self.settings.seed)
-            if fault is not None:
-                self.kernels = False  # a device that fails once is not asked again
-                self.notes.append(f"{fault}; NumPy did the rest. Please report this device.")
-        return ModuleWork(module, decisions, by_kernel=self.kernels)
 
     def _decide(self, estimate_all: bool) -> dict[str, Choice]:
         with ThreadPoolExecutor(self.workers) as pool:

@@ -22,9 +22,9 @@ def stage_report(
         if stage not in module.stages:
             continue
         decision = work.decisions[stage]
-        found = sums.get(module.path, {}).get(stage)
-        if found is not None:
-            measured.append(found)
+        module_sums = sums.get(module.path, {}).get(stage)
+        if module_sums is not None:
+            measured.append(module_sums)
         earlier = [work.decisions[s].bits for s in sorted(work.decisions) if s < stage]
         before = earlier[-1] if earlier else module.stored.bits
         modules.append(
@@ -37,7 +37,7 @@ def stage_report(
                 base=module.stages[stage].base,
                 bytes_before=tensor_bytes(module, before),
                 bytes_after=tensor_bytes(module, decision.bits),
-                fidelity=fidelity(found) if found is not None else None,
+                fidelity=fidelity(module_sums) if module_sums is not None else None,
                 tried=choices[module.path].tried.get(stage, {}),
             )
         )

@@ -70,35 +70,37 @@ def _report(settings: GuardSettings, config: dict[str, Any], where: str, say: Sa
         model(tokens)
         model(tokens, cache=make_prompt_cache(model))
     step = training_step(config, settings, 1)
-    found = predict_training(config, settings, step=step)
+    prediction = predict_training(config, settings, step=step)
     say(1, 3, "generating")
     limit = _limit(settings)
     decode = _decode(config, settings, limit)
-    nbytes = _bytes(step, found.nbytes, settings.adapter_copies)
+    nbytes = _bytes(step, prediction.nbytes, settings.adapter_copies)
     say(2, 3, "changes")
-    share = _share(limit, found)
+    share = _share(limit, prediction)
     if decode is not None:
         share = max(share, decode.buffers / limit.buffers)
     outcome = outcome_of(share)
-    change = None if outcome == "fits" else _cheapest_change(config, settings, limit, found, step)
-    verdict = verdict_of(limit, found.buffers, found.nbytes)
-    if decode is not None and decode.buffers > found.buffers:
+    change = (
+        None if outcome == "fits" else _cheapest_change(config, settings, limit, prediction, step)
+    )
+    verdict = verdict_of(limit, prediction.buffers, prediction.nbytes)
+    if decode is not None and decode.buffers > prediction.buffers:
         verdict = verdict_of(limit, decode.buffers, None) + f" after {decode.tokens:,} tokens"
     return GuardReport(
         settings=settings.model_dump(mode="json"),
         config=where,
         limit=limit,
-        buffers=found.buffers,
-        buffers_per_token=round(found.buffers_per_token, 2),
-        simulated_tokens=tuple(point.tokens for point in found.points),
-        kinds=found.kinds,
+        buffers=prediction.buffers,
+        buffers_per_token=round(prediction.buffers_per_token, 2),
+        simulated_tokens=tuple(point.tokens for point in prediction.points),
+        kinds=prediction.kinds,
         nbytes=nbytes,
         decode=decode,
-        longest=_longest(limit, found),
+        longest=_longest(limit, prediction),
         outcome=outcome,
         verdict=verdict,
         change=change,
-        notes=tuple(_notes(settings, limit, found)),
+        notes=tuple(_notes(settings, limit, prediction)),
         seconds=round(time.perf_counter() - started, 2),
     )
 
@@ -123,10 +125,12 @@ def predict_training(
     if settings.recurrence == "chunked" or not _is_recurrent(built):
         lengths, direct = _CHUNKED_LENGTHS, _CHUNKED_DIRECT
     with recurrence(settings):
-        found = predict(step_at, settings.max_seq_length, lengths, direct, with_bytes)
+        prediction = predict(step_at, settings.max_seq_length, lengths, direct, with_bytes)
     trained = [array for _, array in tree_flatten(built.model.trainable_parameters())]
     copies = settings.adapter_copies
-    return replace(found, held=(copies * len(trained), copies * sum(a.nbytes for a in trained)))
+    return replace(
+        prediction, held=(copies * len(trained), copies * sum(a.nbytes for a in trained))
+    )
 
 
 def _is_recurrent(step: Step) -> bool:
@@ -158,22 +162,22 @@ def _decode(config: dict[str, Any], settings: GuardSettings, limit: Limit) -> De
     if not settings.decode_tokens:
         return None
     batched = settings.decode_with == "batched"
-    found: DecodePrediction = predict_decode(
+    prediction: DecodePrediction = predict_decode(
         lazy_model(config), settings.decode_tokens, settings.decode_batch, batched
     )
-    until = found.tokens_until(limit.buffers)
-    return DecodeReport(found.tokens, found.buffers, found.leaked_per_token, until)
+    until = prediction.tokens_until(limit.buffers)
+    return DecodeReport(prediction.tokens, prediction.buffers, prediction.leaked_per_token, until)
 
 
-def _longest(limit: Limit, found: Prediction) -> int:
+def _longest(limit: Limit, prediction: Prediction) -> int:
     """Tokens of the longest row that is not refused, by bisection."""
 
     def passes(tokens: int) -> bool:
-        buffers, nbytes = found.buffers_at(tokens), found.bytes_at(tokens)
+        buffers, nbytes = prediction.buffers_at(tokens), prediction.bytes_at(tokens)
         return share_of(limit, buffers, nbytes) < REFUSE_SHARE
 
-    if not found.extrapolated:
-        return found.tokens if passes(found.tokens) else 0
+    if not prediction.extrapolated:
+        return prediction.tokens if passes(prediction.tokens) else 0
     low, high = 0, 1
     while passes(high) and high < 1 << 24:
         low, high = high, 2 * high
@@ -202,13 +206,13 @@ def _cheapest_change(
     config: dict[str, Any],
     settings: GuardSettings,
     limit: Limit,
-    found: Prediction,
+    prediction: Prediction,
     step: Step,
 ) -> Change | None:
     """The first change with which the run fits, else one with which it just passes, else shorter
     rows with what helps most.
     """
-    tried: list[tuple[str, dict[str, Any], Prediction]] = [("", {}, found)]
+    tried: list[tuple[str, dict[str, Any], Prediction]] = [("", {}, prediction)]
     for words, change in _changes(settings, _is_recurrent(step)):
         changed = settings.model_copy(update=change)
         changed_step = step if "checkpointing" not in change else None
@@ -219,27 +223,27 @@ def _cheapest_change(
         tried.append((words, change, predict_training(config, changed, with_bytes, changed_step)))
         if outcome_of(_share(limit, tried[-1][2])) == "fits":
             break
-    for wanted in ("fits", "tight"):
-        for words, change, made in tried[1:]:
-            if outcome_of(_share(limit, made)) == wanted and _share(limit, made) < _share(
-                limit, found
+    for least in ("fits", "tight"):
+        for words, change, candidate in tried[1:]:
+            if outcome_of(_share(limit, candidate)) == least and _share(limit, candidate) < _share(
+                limit, prediction
             ):
-                return Change(words, change, made.buffers, made.nbytes)
-    words, change, made = min(tried, key=lambda one: _share(limit, one[2]))
-    longest = _longest(limit, made)
-    if longest < 1 or outcome_of(_share(limit, found)) != "refused":
+                return Change(words, change, candidate.buffers, candidate.nbytes)
+    words, change, candidate = min(tried, key=lambda row: _share(limit, row[2]))
+    longest = _longest(limit, candidate)
+    if longest < 1 or outcome_of(_share(limit, prediction)) != "refused":
         return None
     shorter = f"rows of at most {longest:,} tokens"
     return Change(
         f"{words}, and {shorter}" if words else shorter,
         change | {"max_seq_length": longest},
-        made.buffers_at(longest),
-        made.bytes_at(longest),
+        candidate.buffers_at(longest),
+        candidate.bytes_at(longest),
     )
 
 
-def _share(limit: Limit, found: Prediction) -> float:
-    return share_of(limit, found.buffers, found.nbytes)
+def _share(limit: Limit, prediction: Prediction) -> float:
+    return share_of(limit, prediction.buffers, prediction.nbytes)
 
 
 def _bound(
@@ -252,12 +256,12 @@ def _bound(
     if settings.recurrence != "chunked" or settings.max_seq_length <= _SEGMENT or limit.nbytes:
         return None
     cut = settings.model_copy(update={"max_seq_length": _SEGMENT})
-    found = predict_training(config, cut, False, step)
-    scaled = -(-found.buffers * settings.max_seq_length // _SEGMENT)
+    prediction = predict_training(config, cut, False, step)
+    scaled = -(-prediction.buffers * settings.max_seq_length // _SEGMENT)
     return scaled if outcome_of(scaled / limit.buffers) == "fits" else None
 
 
-def _notes(settings: GuardSettings, limit: Limit, found: Prediction) -> Iterator[str]:
+def _notes(settings: GuardSettings, limit: Limit, prediction: Prediction) -> Iterator[str]:
     if not limit.known:
         yield (
             f"The limit is the usual {limit.buffers:,}: this device names none. "
@@ -270,11 +274,11 @@ def _notes(settings: GuardSettings, limit: Limit, found: Prediction) -> Iterator
         )
     if memory.device().kind != "metal":
         yield "Built from MLX's CPU graph; on Metal single kernels replace parts of it."
-    if found.extrapolated:
-        shown = ", ".join(str(point.tokens) for point in found.points)
+    if prediction.extrapolated:
+        shown = ", ".join(str(point.tokens) for point in prediction.points)
         yield f"Simulated at {shown} tokens and continued on a line for each phase of the step."
-    if settings.compile and settings.recurrence == "loop" and found.extrapolated:
+    if settings.compile and settings.recurrence == "loop" and prediction.extrapolated:
         # Equal zeros become one array there, which cannot be donated.
         yield "Bytes are a lower bound: in a compiled loop they grow faster than the rows."
-    if found.note:
-        yield found.note
+    if prediction.note:
+        yield prediction.note

@@ -54,7 +54,7 @@ def plan_from_config(name: str, resolved: "Resolved", from_recipe: bool) -> Resu
     inputs = inputs_of(name, settings)
     missing = absent(inputs)
     models = _models(getattr(settings, "model", None), getattr(settings, "bits", None))
-    model_is_missing = any(one.key == "model" for one in missing)
+    model_is_missing = any(item.key == "model" for item in missing)
     known = all(shipped_config(model) is not None for model in models)
     if not missing or name == "guard":  # which reads nothing but a config, shipped or not
         return None
@@ -71,7 +71,7 @@ def plan_from_config(name: str, resolved: "Resolved", from_recipe: bool) -> Resu
     writes = _writes(name, resolved)
     data = {
         "changed": changed, "source": source, "model": facts, "training": training,
-        "inputs": [asdict(one) for one in inputs], "not_here": [one.path for one in missing],
+        "inputs": [asdict(item) for item in inputs], "not_here": [item.path for item in missing],
         "writes": writes,
     }  # fmt: skip
     blocks: list[Block] = [_settings_table(changed)]
@@ -110,7 +110,7 @@ def _settings_table(values: Mapping[str, Any]) -> Table:
 
 def missing_words(missing: Sequence[Input]) -> str:
     """The end of a plan: what the run would need that is not here."""
-    keys = ", ".join(dict.fromkeys(one.key for one in missing))
+    keys = ", ".join(dict.fromkeys(item.key for item in missing))
     return f"The run itself needs what is not here: {keys}."
 
 
@@ -159,12 +159,12 @@ def lacking(name: str, settings: Any) -> list[Input]:
 
 def _writes(name: str, resolved: "Resolved") -> list[str]:
     settings: Any = resolved.settings
-    found = [str(resolved.target)] if resolved.target is not None else []
+    paths = [str(resolved.target)] if resolved.target is not None else []
     if name in _IN_PLACE or (name == "route train" and settings.install):
-        found.append(str(settings.store_path))
+        paths.append(str(settings.store_path))
     if getattr(settings, "routed", False) and settings.gap_log != NO_GAP_LOG:
-        found.append(settings.gap_log)
-    return found
+        paths.append(settings.gap_log)
+    return paths
 
 
 def _models(named: str | None, bits: Any) -> list[str]:
@@ -224,13 +224,13 @@ def _train(name: str, settings: "TrainSettings", runs: int = 1, ask: bool = True
     targets = choose_targets(lazy_model(read_config(model)[0]), settings)
     _check(targets, settings.rank)
     layers = sorted({target.layer for target in targets})
-    asked = asked_of(
+    run = asked_of(
         settings, model, settings.max_seq_length,
         validates=True, layers=",".join(map(str, layers)),
     )  # fmt: skip
     return _adapter(
         name, targets, settings.rank, runs=runs, batches=settings.iters,
-        longest_row_tokens=settings.max_seq_length, guard=_verdict(asked, settings.guard, ask),
+        longest_row_tokens=settings.max_seq_length, guard=_verdict(run, settings.guard, ask),
     )  # fmt: skip
 
 
@@ -262,7 +262,7 @@ def _stack(name: str, settings: "StackRunSettings", runs: int = 1) -> dict[str, 
     batches = [domain.iters or settings.iters for domain in settings.domains] or [settings.iters]
     known = [each for each in batches if each is not None]
     total = sum(a * b for a, b in zip(rounds, known, strict=True)) if known == batches else None
-    asked = asked_of(
+    run = asked_of(
         settings, model, settings.max_seq_length,
         layers=",".join(map(str, layers)), domains=len(rounds), stacks=stacks,
     )  # fmt: skip
@@ -271,7 +271,7 @@ def _stack(name: str, settings: "StackRunSettings", runs: int = 1) -> dict[str, 
         "trained_parameters": size.parameters, "adapter_bytes": size.trained_bytes,
         "optimizer_bytes": 2 * size.trained_bytes, "frozen_bytes": size.frozen_bytes,
         "batches": total, "longest_row_tokens": settings.max_seq_length,
-        "guard": _verdict(asked, settings.guard, True),
+        "guard": _verdict(run, settings.guard, True),
     }  # fmt: skip
 
 
@@ -289,7 +289,7 @@ def _sweep(settings: "SweepSettings") -> Iterator[dict[str, Any]]:
 
     from mlxstacks.studies.sweep.cells import cells_of, train_settings
 
-    asked = {min(settings.ranks), max(settings.ranks)}
+    ends = {min(settings.ranks), max(settings.ranks)}
     for cell in cells_of(settings):
         if cell.seed != settings.seeds[0]:
             continue
@@ -304,7 +304,7 @@ def _sweep(settings: "SweepSettings") -> Iterator[dict[str, Any]]:
         width = f", {cell.bits} bits" if cell.bits else ""
         label = f"rank {cell.rank}, layers {cell.layers}, {cell.projections}{width}"
         runs = len(settings.seeds)
-        yield _train(label, train.model_copy(update=limits), runs, cell.rank in asked)
+        yield _train(label, train.model_copy(update=limits), runs, cell.rank in ends)
 
 
 def _buffers(settings: "BufferSettings") -> Iterator[dict[str, Any]]:
@@ -318,11 +318,11 @@ def _buffers(settings: "BufferSettings") -> Iterator[dict[str, Any]]:
     from mlxstacks.studies.buffers.arms import arms_of
 
     model = str(settings.model)
-    wanted = TargetSettings(
+    target_settings = TargetSettings(
         layers=parse_layers(settings.layers), projections=settings.projections or None
     )
     try:
-        targets = find_targets(lazy_model(read_config(model)[0]), wanted)
+        targets = find_targets(lazy_model(read_config(model)[0]), target_settings)
     except ValueError as error:
         raise InputError(str(error)) from error
     arms = [arm for together in arms_of(settings) for arm in together]
@@ -330,7 +330,7 @@ def _buffers(settings: "BufferSettings") -> Iterator[dict[str, Any]]:
     by_mlx_lm = "mlx-lm" in settings.trainers
     for rank in settings.ranks:
         _check(targets, rank)
-        asked = GuardSettings(
+        run = GuardSettings(
             model=model, max_seq_length=longest, rank=rank, layers=settings.layers,
             keys=settings.projections,
             recurrence="loop" if by_mlx_lm else "chunked", loss="whole", optimizer="adam",
@@ -342,7 +342,7 @@ def _buffers(settings: "BufferSettings") -> Iterator[dict[str, Any]]:
         yield _adapter(
             f"rank {rank}", targets, rank, runs=sum(arm.rank == rank for arm in arms),
             batches=settings.steps, longest_row_tokens=longest,
-            guard=_verdict(asked, "mlxstacks", ends),
+            guard=_verdict(run, "mlxstacks", ends),
         )  # fmt: skip
 
 
@@ -362,12 +362,12 @@ def _where(targets: "Sequence[Target]") -> dict[str, Any]:
     }
 
 
-def _verdict(asked: "GuardSettings", choice: str, ask: bool) -> dict[str, Any] | None:
+def _verdict(run: "GuardSettings", choice: str, ask: bool) -> dict[str, Any] | None:
     """The guard's word, as reports of runs keep it."""
     if choice == "off" or not ask:
         return None
     from mlxstacks.guard.run import guard
     from mlxstacks.studies.train.report import guard_json
 
-    report = guard(asked)
+    report = guard(run)
     return guard_json(report, report.change.settings if report.change else {})

@@ -251,7 +251,7 @@ def test_what_overflows_is_refused_by_the_kernel_too(
 ) -> None:
     # The estimates would find it first, and then NumPy in the first task.
     monkeypatch.setattr("mlxstacks.fuse.decide.check_delta", lambda path, sums: None)
-    monkeypatch.setattr("mlxstacks.fuse.run.kernel_fault", lambda *task: None)
+    monkeypatch.setattr("mlxstacks.fuse.rewrite.kernel_fault", lambda *task: None)
     model = write_qwen_moe(tmp_path / "model", bits=4, dtype="float16")
     adapter = random_adapter(model, [DOWN], rank=2, std=std)
     with pytest.raises(kind, match=message):
@@ -264,7 +264,7 @@ def test_weights_that_are_not_finite_are_refused_by_the_kernel_too(
     launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a row that the estimates do not read."""
-    monkeypatch.setattr("mlxstacks.fuse.run.kernel_fault", lambda *task: None)
+    monkeypatch.setattr("mlxstacks.fuse.rewrite.kernel_fault", lambda *task: None)
     for size in ("_SAMPLE_WEIGHTS", "_ALTERNATIVE_WEIGHTS"):
         monkeypatch.setattr(f"mlxstacks.fuse.decide.{size}", 8 * 256)
     model = write_llama(tmp_path / "model", bits=4, shards=1)

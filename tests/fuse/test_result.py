@@ -5,6 +5,7 @@ Run: pytest tests/fuse/test_result.py
 
 import io
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -129,7 +130,10 @@ def test_result_lies_sealed_beside_the_weights(tmp_path: Path) -> None:
     settings = FuseSettings(
         model=str(model), adapter_path=(str(adapter),), save_path=str(tmp_path / "out")
     )
-    assert run_command(settings, dry_run=True).status == "planned"
+    os.mkfifo(model / "result.json")  # a stranger's: neither waited for nor taken for a fuse's
+    planned = run_command(settings, dry_run=True)
+    assert planned.status == "planned"
+    assert not any("result of a fuse" in note for note in planned.notes)
     result = run_command(settings)
     opened = Result.open(tmp_path / "out")
     assert (result.seal, result.standing.reasons) == (opened.seal, ())

@@ -94,7 +94,7 @@ def train_report() -> dict[str, Any]:
         }, ["a note"], None,
         "best", 20, 20,
         [{"step": 0, "validation_loss": 2.0}, {"step": 20, "validation_loss": 1.5}],
-        [{"step": 10, "loss": 1.8}], {"seconds": 1.0, "versions": versions(), "device": "cpu"},
+        [{"step": 10, "loss": 1.8}], {"seconds": 1.0, "peak_bytes": 9},
     )  # fmt: skip
     return train_result(report).sealed().as_json()
 

@@ -1,12 +1,11 @@
 """What a training run reports: its plan, and once it is done its losses, time and bytes."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mlxstacks import memory
 from mlxstacks.command_line import command_line
 from mlxstacks.guard.report import GuardReport
 from mlxstacks.memory import bytes_in_words
@@ -15,7 +14,8 @@ from mlxstacks.study.document import Block, Column, Environment, Plot, Series, T
 from mlxstacks.study.render.words import listed, number
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain
-from mlxstacks.training.loop import Record, TrainingState
+from mlxstacks.study.write import environment
+from mlxstacks.training.loop import Record
 from mlxstacks.training.settings import TrainSettings
 
 # Where a run writes and how it resumes, not what it makes.
@@ -68,40 +68,6 @@ class TrainReport:
             "validation": self.validation,
             "history": self.history,
         }
-
-    def after(
-        self,
-        state: TrainingState,
-        *,
-        seconds: float,
-        resumed_from: int,
-        processes: int,
-        resources: dict[str, Any] | None,
-    ) -> "TrainReport":
-        """The plan with what came of it."""
-        best = state.best
-        device = memory.device()
-        figures = {
-            "seconds": round(seconds, 3),
-            "resumed_from_step": resumed_from,
-            "processes": processes,
-            "resources": resources,
-            "peak_bytes": memory.counters().peak_bytes,
-            "device": f"{device.name} ({device.kind})",
-            "versions": versions(),
-        }
-        use_best = self.settings["keep"] == "best" and best is not None
-        return replace(
-            self,
-            status="stopped" if state.stopped else "trained",
-            reason=state.stopped,
-            kept="best" if use_best else "last",
-            step=state.step,
-            best_step=best.step if best else None,
-            validation=state.validation,
-            history=state.history,
-            figures=figures,
-        )
 
 
 def versions() -> dict[str, str]:
@@ -161,11 +127,6 @@ def guard_json(report: GuardReport, change: Mapping[str, Any]) -> dict[str, Any]
 def result_of(report: TrainReport) -> Result:
     """The document of a training; what it was made from is added where it is written."""
     is_planned = report.status == "planned"
-    figures = report.figures
-    environment = Environment(
-        device=figures.get("device"), versions=figures.get("versions", {}),
-        seconds=figures.get("seconds"), peak_bytes=figures.get("peak_bytes"),
-    )  # fmt: skip
     chat = command_line(
         "mlxstacks chat", model=report.settings["model"], adapter_path=report.save_path
     )
@@ -180,13 +141,19 @@ def result_of(report: TrainReport) -> Result:
         outcome=_outcome(report),
         verdict=_verdict(report),
         settings=report.settings,
-        environment=environment,
+        environment=Environment() if is_planned else _environment(report.figures),
         data=plain(report.as_json()),
         blocks=blocks,
         notes=tuple(report.notes),
         directory=report.save_path,
         next_steps={} if is_planned else {"Try it": chat},
     )
+
+
+def _environment(figures: Mapping[str, Any]) -> Environment:
+    """peak_bytes: of MLX, which is what a training needs."""
+    about = environment(figures["seconds"])
+    return about.model_copy(update={"peak_bytes": figures["peak_bytes"]})
 
 
 def _outcome(report: TrainReport) -> str:

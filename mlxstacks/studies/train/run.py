@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,27 +91,27 @@ def _train(
     inputs = [user_path(path) for path in read if path]
     check_target(target, force=settings.force, inputs=inputs)
     processes = size_and_rank(current_group())[0]
-    found = guarded(settings, set_up(settings), processes, plan_only=dry_run)
-    plan = planned(settings, found.setup, target, found.as_json())
+    guarded_run = guarded(settings, set_up(settings), processes, plan_only=dry_run)
+    plan = planned(settings, guarded_run.setup, target, guarded_run.as_json())
     if dry_run:
         return plan, result_of(plan)
     with ExitStack() as stack:
         stack.callback(base_model.install_gated_delta())
-        return _TrainRun(found, plan, target, progress, stack).run()
+        return _TrainRun(guarded_run, plan, target, progress, stack).run()
 
 
 class _TrainRun:
     def __init__(
         self,
-        found: GuardedRun,
+        guarded_run: GuardedRun,
         plan: TrainReport,
         target: Path,
         progress: Progress | None,
         stack: ExitStack,
     ) -> None:
-        settings, setup = found.settings, found.setup
+        settings, setup = guarded_run.settings, guarded_run.setup
         self.settings, self.setup, self.target, self.plan = settings, setup, target, plan
-        self.model, self.guard = setup.model, found.watch()
+        self.model, self.guard = setup.model, guarded_run.watch()
         self.group = current_group()
         self.is_main = size_and_rank(self.group)[1] == 0
         self.progress = progress if self.is_main else None
@@ -291,12 +292,24 @@ class _TrainRun:
             return write_result(result, directory, self.target, made_from=small)
 
     def _report(self, state: TrainingState) -> TrainReport:
-        return self.plan.after(
-            state,
-            seconds=time.monotonic() - self.started,
-            resumed_from=self.resumed_from,
-            processes=size_and_rank(self.group)[0],
-            resources=self.guard.report() if self.guard else None,
+        """The plan with what came of it."""
+        best = state.best
+        return replace(
+            self.plan,
+            status="stopped" if state.stopped else "trained",
+            reason=state.stopped,
+            kept="best" if self.settings.keep == "best" and best else "last",
+            step=state.step,
+            best_step=best.step if best else None,
+            validation=state.validation,
+            history=state.history,
+            figures={
+                "seconds": round(time.monotonic() - self.started, 3),
+                "resumed_from_step": self.resumed_from,
+                "processes": size_and_rank(self.group)[0],
+                "resources": self.guard.report() if self.guard else None,
+                "peak_bytes": memory.counters().peak_bytes,
+            },
         )
 
 

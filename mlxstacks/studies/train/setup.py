@@ -141,13 +141,13 @@ def trained_parameters(targets: Sequence[Target], rank: int) -> int:
 
 def _target_settings(model: nn.Module, settings: TrainSettings) -> TargetSettings:
     layers = parse_layers(settings.layers)
-    wanted, there = settings.num_layers, len(model.layers)
-    if wanted is not None and wanted > there:
-        raise InputError(f"num_layers {wanted}: the model has {there} layers")
-    if wanted == 0:
+    last, total = settings.num_layers, len(model.layers)
+    if last is not None and last > total:
+        raise InputError(f"num_layers {last}: the model has {total} layers")
+    if last == 0:
         raise InputError("num_layers is 0: nothing would be trained; -1 means all layers")
-    if wanted is not None and wanted > 0:
-        layers = tuple(range(there - wanted, there))
+    if last is not None and last > 0:
+        layers = tuple(range(total - last, total))
     return TargetSettings(layers=layers, projections=settings.keys or None)
 
 
