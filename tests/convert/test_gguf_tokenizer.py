@@ -33,9 +33,6 @@ TEXTS = [
 ]  # fmt: skip
 BEGIN, END, EXTRA = "<|begin|>", "<|end|>", "<think>"
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-
 
 def _splits(pre: str) -> Any:
     """The pre-tokenizer that a model of that name has in its own tokenizer.json."""
