@@ -3,12 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.routing.outcome_settings import OutcomeSettings
-from mlxstacks.routing.router_settings import RouterTrainSettings
 from pydantic import Field
 
 from mlxstacks.layers.settings import StackSettings
 from mlxstacks.nano.settings import ADAPTER_BITS, Persona
+from mlxstacks.routing.settings import OutcomeSettings, RouterTrainSettings
 from mlxstacks.settings import Settings
 from mlxstacks.training.settings import OptimizerSettings
 from mlxstacks.training.stack_settings import NullSpaceSettings, StackRunSettings
