@@ -84,11 +84,14 @@ def stack(
     return _command("stack", {"model": model, "data": data, "save_path": save_path}, settings)
 
 
-def run(recipe: PathLike | Mapping[str, Any], *, dry_run: bool = False, **settings: Any) -> Any:
+def run(
+    recipe: PathLike | Mapping[str, Any], *, dry_run: bool = False, **settings: Any
+) -> "Result":
     """Run any command by a recipe: what is done already with the same settings is read back.
 
     recipe: a YAML file, the name of a shipped recipe, or a dict of settings with the key `command`.
-    settings: go before those of the recipe. dry_run: what would be done, of commands that compute.
+    settings: go before those of the recipe. dry_run: what would be done, of commands that plan; the
+        model has to be here.
     """
     from mlxstacks.study.result import Result
 

@@ -70,7 +70,8 @@ def test_wheel_holds_every_file(wheel: Path) -> None:
     expected = {f"mlxstacks/{f}" for f in sources("mlxstacks")}
     expected |= {f"mlxstacks/_recipes/{f}" for f in sources("recipes")}
     expected |= {f"mlxstacks/_kernels/{f}" for f in sources("kernels")}
-    assert not expected - names, "not in the wheel: see [tool.setuptools] in pyproject.toml"
+    missing = sorted(expected - names)
+    assert not missing, "not in the wheel: see [tool.setuptools] in pyproject.toml"
     surplus = {n for n in names - expected if ".dist-info/" not in n}
     assert not surplus
 

@@ -67,12 +67,12 @@ class NanoPaths:
     @property
     def items_path(self) -> Path:
         """Multiple-choice items of `mlxstacks confound`, made as data_path is."""
-        return nano_samples("items")
+        return nano_samples("items") / SAMPLES["items"]
 
     @property
     def suite_path(self) -> Path:
         """Prompts of `mlxstacks identity` with their rules, made as data_path is."""
-        return nano_samples("suite")
+        return nano_samples("suite") / SAMPLES["suite"]
 
     @property
     def domains_path(self) -> Path:
@@ -256,12 +256,12 @@ def with_nano(settings: "AnswerSettings") -> "AnswerSettings":
 
 
 def nano_samples(name: str) -> Path:
-    """A group of `SAMPLES`, made in the cache at the first call: a directory; of items and suite
-    the file. Law: as `nano_paths`.
+    """The directory of a group of `SAMPLES`, made in the cache at the first call. Law: as
+    `nano_paths`.
     """
-    target, part = cache_directory() / f"nano-{asset_hash()}" / name, SAMPLES[name]
-    _fill(target, part, lambda place: _write_samples(place, name))
-    return target / part if name in ("items", "suite") else target
+    target = cache_directory() / f"nano-{asset_hash()}" / name
+    _fill(target, SAMPLES[name], lambda place: _write_samples(place, name))
+    return target
 
 
 def _write_samples(directory: Path, name: str) -> None:

@@ -1,6 +1,6 @@
 """Make the built-in model and its sample data again, in a clone:
 
-    python -m tools.nano rebuild DIR                     # half an hour on two cores with OpenBLAS
+    python -m tools.nano rebuild DIR                     # 20 to 70 minutes on two cores, OpenBLAS
     python -m tools.nano rebuild DIR --set seed=1        # any key of tools/nano/settings.py
     python -m tools.nano samples                         # the sample data that the package ships
 
