@@ -40,6 +40,20 @@ def blocks(data: Figures) -> tuple[Block, ...]:
     )
 
 
+def left_out(data: Figures) -> list[str]:
+    """Notes on the plots that are not drawn."""
+    spectra, routing = data["geometry"]["spectra"].values(), data["routing"]
+    counts = {
+        "stacks": len(routing["stacks"]) if routing else 0,
+        "projections": len({kind for stack in spectra for kind in stack["by_projection"]}),
+    }
+    return [
+        f"Plots show the first {MOST_PLOTS} of {count} {things}."
+        for things, count in counts.items()
+        if count > MOST_PLOTS
+    ]
+
+
 def domain_table(domains: Sequence[Figures]) -> Table:
     rows = tuple(
         (domain["name"], domain["enabled"], len(domain["stacks"]), domain["bytes"],
@@ -152,7 +166,7 @@ def _load_table(what: str, stacks: Figures) -> Table:
         id=f"load-{what}", title=f"Experts of a stack: {_LOADS[what]}, mean over projections",
         columns=(Column(name="stack"), Column(name="rows of"), *experts,
                  Column(name="uniform", kind="number", digits=3)),
-        rows=tuple(rows),
+        rows=tuple(rows), caption="With 95% intervals over prompts.",
     )  # fmt: skip
 
 
