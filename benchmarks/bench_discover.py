@@ -25,10 +25,14 @@ from mlxstacks.files.store import Store
 from mlxstacks.layers.output_head import OutputHead, find_output_head
 from mlxstacks.layers.selection import base, routed
 from mlxstacks.layers.stacked import set_mode
-from mlxstacks.routing.candidate_losses import CandidateLosses, candidate, choose_batch_tokens
-from mlxstacks.routing.outcome_cache import LossCache
-from mlxstacks.routing.outcome_settings import OutcomeSettings
+from mlxstacks.routing.candidate_losses import (
+    CandidateLosses,
+    LossCache,
+    candidate,
+    choose_batch_tokens,
+)
 from mlxstacks.routing.outcomes import DomainSet, Found, Rules, search_all
+from mlxstacks.routing.settings import OutcomeSettings
 from mlxstacks.studies.route.data import read_examples, routed_domains, stack_hashes
 from mlxstacks.studies.route.discover import choose_samples, rules_of
 from mlxstacks.studies.route.served import Served, open_served

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from mlxstacks.routing.outcome_settings import OutcomeSettings
-    from mlxstacks.routing.router_settings import RouterTrainSettings
+    from mlxstacks.routing.settings import OutcomeSettings, RouterTrainSettings
     from mlxstacks.studies.route.settings import (
         RouteCheckSettings,
         RouteEvaluateSettings,
@@ -89,9 +88,8 @@ def _held_out(store_path: str) -> tuple[Any, ...]:
     """nano's held-out domain, where the store was not trained on it."""
     from mlxstacks.data.settings import SourceSettings
     from mlxstacks.files.store import Store
-    from mlxstacks.nano.curriculum import HELD_OUT_DIRECTORY
-    from mlxstacks.nano.curriculum_settings import HELD_OUT
     from mlxstacks.nano.exports import nano_paths
+    from mlxstacks.nano.settings import HELD_OUT, HELD_OUT_DIRECTORY
 
     if Store.open(store_path).manifest.domain_named(HELD_OUT) is not None:
         return ()

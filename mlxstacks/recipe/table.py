@@ -254,7 +254,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "route discover": Command(
         help="Find by the loss of their answers which domains prompts should go to.",
-        settings="mlxstacks.routing.outcome_settings:OutcomeSettings",
+        settings="mlxstacks.routing.settings:OutcomeSettings",
         function="mlxstacks.cli.route:discover",
         render="mlxstacks.study.render.console:print_result",
         arguments={"store_path": "STORE"},
@@ -263,7 +263,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "route train": Command(
         help="Train the network that says which domains help with a prompt.",
-        settings="mlxstacks.routing.router_settings:RouterTrainSettings",
+        settings="mlxstacks.routing.settings:RouterTrainSettings",
         function="mlxstacks.cli.route:train",
         render="mlxstacks.study.render.console:print_result",
         arguments={"store_path": "STORE"},
@@ -280,7 +280,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "route gaps": Command(
         help="List prompts that no domain fitted, in groups; propose domains to train.",
-        settings="mlxstacks.routing.gap_settings:RouteGapsSettings",
+        settings="mlxstacks.routing.settings:RouteGapsSettings",
         function="mlxstacks.studies.route.gaps:run",
         render="mlxstacks.study.render.console:print_result",
         arguments={"log_path": "LOG"},

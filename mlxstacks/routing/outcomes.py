@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from mlxstacks.routing.outcome_settings import SearchName
+from mlxstacks.routing.settings import SearchName
 
 # A set of domains that are on; the empty one is the base.
 DomainSet = frozenset[str]

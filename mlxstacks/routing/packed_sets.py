@@ -14,8 +14,7 @@ import mlx.core as mx
 
 from mlxstacks.errors import InputError
 from mlxstacks.layers.packed import FrozenStack, Segment, pack_all
-from mlxstacks.routing.resident_stats import ResidentStats
-from mlxstacks.routing.stack_reader import DomainParts
+from mlxstacks.routing.stack_reader import DomainParts, ResidentStats
 
 Key = tuple[str, ...]
 

@@ -41,8 +41,7 @@ from mlxstacks.routing.packed_sets import (
     pack_domains,
     release_memory,
 )
-from mlxstacks.routing.resident_stats import ResidentStats
-from mlxstacks.routing.stack_reader import DomainParts, StackReader
+from mlxstacks.routing.stack_reader import DomainParts, ResidentStats, StackReader
 
 
 class Resident:

@@ -65,7 +65,9 @@ _NEW_IN_THE_HEAD = {
     "convert": {"kind", "verdict"},
 }  # fmt: skip
 # What the report of a kind held at the top, and its result holds in the head.
-_IN_THE_HEAD = {"identity": {"standing"}, "sweep": {"failed_gate"}}
+_IN_THE_HEAD = {
+    "confound": {"standing"}, "identity": {"standing"}, "sweep": {"failed_gate"},
+}  # fmt: skip
 
 
 # What a kind of result said of itself otherwise, or not at all, before it was a `Result`.

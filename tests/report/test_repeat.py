@@ -13,9 +13,8 @@ import yaml
 from mlxstacks.cli import run as command
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.store import Store
-from mlxstacks.nano.curriculum import HELD_OUT_DIRECTORY
-from mlxstacks.nano.curriculum_settings import HELD_OUT
 from mlxstacks.nano.exports import cache_directory, nano_paths
+from mlxstacks.nano.settings import HELD_OUT, HELD_OUT_DIRECTORY
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.inputs import KEYS
 from mlxstacks.recipe.resolve import resolve
@@ -200,7 +199,7 @@ def test_a_result_with_relative_inputs_is_repeated_where_it_was_made(
     assert json.loads(capsys.readouterr().out)["plan"]["prompts"]
     monkeypatch.chdir(target)
     assert command(again) == 0
-    assert "plan" not in json.loads(capsys.readouterr().out)
+    assert json.loads(capsys.readouterr().out)["plan"] is None
 
 
 def test_a_result_without_settings_has_no_recipe() -> None:

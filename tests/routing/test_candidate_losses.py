@@ -28,11 +28,11 @@ from mlxstacks.routing.candidate_losses import (
     LEAST_TOKENS,
     Candidate,
     CandidateLosses,
+    LossCache,
     candidate,
     choose_batch_tokens,
     plan_batches,
 )
-from mlxstacks.routing.outcome_cache import LossCache
 from mlxstacks.training.modes import evaluating
 from tests.studies.stack_analysis_cases import random_part
 from tests.studies.train_cases import write_tiny_model

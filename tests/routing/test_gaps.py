@@ -17,9 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError, TargetError
-from mlxstacks.routing.gap_clusters import cluster_gaps
-from mlxstacks.routing.gap_settings import RouteGapsSettings
-from mlxstacks.routing.gaps import GapEvent, GapLog, is_loss_gap, older, read_gaps
+from mlxstacks.routing.gaps import GapEvent, GapLog, cluster_gaps, is_loss_gap, older, read_gaps
+from mlxstacks.routing.settings import RouteGapsSettings
 from mlxstacks.studies.route.gaps import run
 
 SCORES = {"code": 0.04, "math": 0.11}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlxstacks.data.rows import row_of
-from mlxstacks.routing.outcome_cache import BASE_CONFIG, LossCache, config_key, pair_key
+from mlxstacks.routing.candidate_losses import BASE_CONFIG, LossCache, config_key, pair_key
 
 ROW = row_of([1, 2, 3, 4], [0, 0, 1, 1])
 STACKS = {"a": ["aa", "ab"], "b": ["ba"], "c": ["ca"]}

@@ -29,7 +29,7 @@ from mlxstacks.routing.router import (
     parameter_count,
     router_tensors,
 )
-from mlxstacks.routing.router_epochs import router_loss
+from mlxstacks.routing.router_training import router_loss
 from tests.layers.build import assert_close
 from tests.tiny_models import write_llama
 

@@ -8,8 +8,8 @@ import math
 import mlx.core as mx
 import pytest
 
-from mlxstacks.routing.router_epochs import epoch_learning_rate, router_loss
-from mlxstacks.routing.router_settings import RouterTrainSettings
+from mlxstacks.routing.router_training import epoch_learning_rate, router_loss
+from mlxstacks.routing.settings import RouterTrainSettings
 
 
 def test_loss_by_hand() -> None:

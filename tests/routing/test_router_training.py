@@ -19,8 +19,8 @@ from mlxstacks.files.router_file import RouterFile, read_router, write_router
 from mlxstacks.routing.outcome_files import RouterExample
 from mlxstacks.routing.router import router_tensors
 from mlxstacks.routing.router_examples import group_key, rows_of, split_places
-from mlxstacks.routing.router_settings import RouterTrainSettings
 from mlxstacks.routing.router_training import TrainedRouter, train_router
+from mlxstacks.routing.settings import RouterTrainSettings
 from mlxstacks.training.loop import NonFiniteError
 
 DIMS = 12
@@ -227,7 +227,7 @@ def test_a_validation_that_is_not_finite_ends_the_run(monkeypatch: pytest.Monkey
     def broken(self: Any, rows: Any) -> np.ndarray:
         return np.full((len(rows), 2), np.nan)
 
-    monkeypatch.setattr("mlxstacks.routing.router_epochs.RouterEpochs.logits", broken)
+    monkeypatch.setattr("mlxstacks.routing.router_training.RouterEpochs.logits", broken)
     with pytest.raises(NonFiniteError, match="held-out"):
         train(["code", "math"], SETTINGS.model_copy(update={"epochs": 1}))
 

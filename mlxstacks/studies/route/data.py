@@ -21,7 +21,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import Store
 from mlxstacks.routing.outcome_files import Kind, RouterExample
-from mlxstacks.routing.outcome_settings import OutcomeSettings
+from mlxstacks.routing.settings import OutcomeSettings
 from mlxstacks.studies.stack.data import data_settings_of, stored_data
 
 OTHERS = "others"

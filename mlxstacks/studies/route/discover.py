@@ -24,7 +24,7 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import read_object
-from mlxstacks.routing.outcome_cache import LossCache
+from mlxstacks.routing.candidate_losses import LossCache
 from mlxstacks.routing.outcome_files import (
     EXAMPLES,
     LOSSES,
@@ -35,9 +35,9 @@ from mlxstacks.routing.outcome_files import (
     read_discovered_outcomes,
     write_lines,
 )
-from mlxstacks.routing.outcome_settings import MOST_EXHAUSTIVE, OutcomeSettings
 from mlxstacks.routing.outcomes import Found, Rules, blended, targets_of
 from mlxstacks.routing.random_stack import random_name
+from mlxstacks.routing.settings import MOST_EXHAUSTIVE, OutcomeSettings
 from mlxstacks.studies.route.data import (
     encode_pair,
     read_examples,
@@ -151,6 +151,8 @@ class _Discovery(Study):
         settings, rules = self.settings, self.rules
         outcomes = read_discovered_outcomes(work)
         figures = read_object((work / FIGURES).read_bytes())
+        speed = figures["figures"]["pairs_per_second"]
+        speed_note = (f"{speed:.2f} pairs a second.",) if speed else ()
         data = {
             **self.data,
             "oracle": oracle_table(rules, outcomes),
@@ -167,7 +169,7 @@ class _Discovery(Study):
         return Result(
             **ABOUT, status="done", data=data, blocks=blocks(data),
             outcome=f"{100 * data['counts']['discovered_share']:.0f}% of targets discovered",
-            verdict=verdict(data, outcomes), notes=tuple(figures["notes"]),
+            verdict=verdict(data, outcomes), notes=(*figures["notes"], *speed_note),
             next_steps={"Next": train},
         )  # fmt: skip
 

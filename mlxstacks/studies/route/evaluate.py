@@ -30,16 +30,15 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import read_object
-from mlxstacks.routing.candidate_losses import choose_batch_tokens
+from mlxstacks.routing.candidate_losses import LossCache, choose_batch_tokens
 from mlxstacks.routing.gaps import is_loss_gap
-from mlxstacks.routing.outcome_cache import LossCache
 from mlxstacks.routing.outcome_files import LOSSES
-from mlxstacks.routing.outcome_settings import OutcomeSettings
 from mlxstacks.routing.outcomes import Rules
 from mlxstacks.routing.random_stack import random_name
 from mlxstacks.routing.route import Route
 from mlxstacks.routing.router import PromptRouter, load_prompt_router
 from mlxstacks.routing.router_examples import group_key
+from mlxstacks.routing.settings import OutcomeSettings
 from mlxstacks.studies.route.data import template_of
 from mlxstacks.studies.route.evaluate_figures import (
     DomainLosses,

@@ -10,9 +10,10 @@ at hand, gives this hash, it is that split: of the data that is measured on, or 
 the router names, or the usual one).
 """
 
-import json
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from pydantic import ValidationError
@@ -22,12 +23,12 @@ from mlxstacks.data.settings import Template
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import Store
-from mlxstacks.files.strict_json import json_sha256
+from mlxstacks.files.strict_json import json_sha256, read_object
+from mlxstacks.regular_files import check_regular
 from mlxstacks.routing.outcome_files import RouterExample, read_outcomes
-from mlxstacks.routing.outcome_settings import LabelledSource, OutcomeSettings
 from mlxstacks.routing.router import PromptRouter
 from mlxstacks.routing.router_examples import group_key, split_places
-from mlxstacks.routing.router_settings import RouterTrainSettings
+from mlxstacks.routing.settings import LabelledSource, OutcomeSettings, RouterTrainSettings
 from mlxstacks.studies.route.data import encode_pair, read_examples
 from mlxstacks.studies.route.settings import RouteEvaluateSettings
 from mlxstacks.study.document import RESULT
@@ -57,7 +58,13 @@ def read_all(
     """
     about = OutcomeSettings(data=settings.data, sources=settings.sources)
     examples = read_examples(about, store, tokenizer, notes)
-    return examples, list(_unseen(settings, store, tokenizer, notes))
+    unseen = []
+    for source in settings.unseen:
+        data = DomainDataSettings(sources=(source,))
+        about = OutcomeSettings(sources=(LabelledSource(domains=(), data=data),))
+        name = source.label.rstrip("/").rpartition("/")[2].removesuffix(".jsonl")
+        unseen += [(f"{UNSEEN}{name}", e) for e in read_examples(about, store, tokenizer, notes)]
+    return examples, unseen
 
 
 def held_out_rows(
@@ -93,24 +100,25 @@ def held_out_rows(
             "no held-out row is left: stacks or router were trained on all of them; give --data "
             "with other rows, or --include-trained to measure on these"
         )
-    return list(_encoded(settings, _first(named, settings), tokenizer, template, notes))
+    rows = []
+    for group, example in _first(named, settings):
+        row = None
+        if example.answer is not None:
+            row = encode_pair(
+                example.prompt, example.answer, tokenizer, template, settings.max_tokens,
+                Rendering.of(settings),
+            )  # fmt: skip
+        rows.append(EvaluatedRow(example, group, row))
+    without = Counter(row.group for row in rows if row.row is None)
+    for group, count in without.items():
+        notes.append(f"{group}: {count} rows have no answer to measure; they are routed only.")
+    return rows
 
 
 def group_of(example: RouterExample) -> str:
     if example.kind == "single":
         return example.label[0]
     return MIXED if example.kind == "mixed" else OTHER
-
-
-def _unseen(
-    settings: RouteEvaluateSettings, store: Store, tokenizer: Any, notes: list[str]
-) -> Iterable[tuple[str, RouterExample]]:
-    for source in settings.unseen:
-        data = DomainDataSettings(sources=(source,))
-        about = OutcomeSettings(sources=(LabelledSource(domains=(), data=data),))
-        name = source.label.rstrip("/").rpartition("/")[2].removesuffix(".jsonl")
-        for example in read_examples(about, store, tokenizer, notes):
-            yield f"{UNSEEN}{name}", example
 
 
 def _first(
@@ -122,34 +130,12 @@ def _first(
     queues: dict[str, dict[tuple[str, ...], list[RouterExample]]] = {}
     for group, example in named:
         queues.setdefault(group, {}).setdefault(example.label, []).append(example)
-    found = []
+    first = []
     for group, by_label in queues.items():
-        longest = max(map(len, by_label.values()))
-        in_turn = [q[i] for i in range(longest) for q in by_label.values() if i < len(q)]
-        found += [(group, example) for example in in_turn[: settings.rows_per_group]]
-    return found
-
-
-def _encoded(
-    settings: RouteEvaluateSettings,
-    named: Iterable[tuple[str, RouterExample]],
-    tokenizer: Any,
-    template: Template,
-    notes: list[str],
-) -> Iterable[EvaluatedRow]:
-    without: dict[str, int] = {}
-    for group, example in named:
-        row = None
-        if example.answer is not None:
-            row = encode_pair(
-                example.prompt, example.answer, tokenizer, template, settings.max_tokens,
-                Rendering.of(settings),
-            )  # fmt: skip
-        if row is None:
-            without[group] = without.get(group, 0) + 1
-        yield EvaluatedRow(example, group, row)
-    for group, count in without.items():
-        notes.append(f"{group}: {count} rows have no answer to measure; they are routed only.")
+        turns = zip_longest(*by_label.values())
+        in_turn = [example for turn in turns for example in turn if example is not None]
+        first += [(group, example) for example in in_turn[: settings.rows_per_group]]
+    return first
 
 
 def domain_groups(groups: Iterable[str]) -> list[str]:
@@ -159,10 +145,10 @@ def domain_groups(groups: Iterable[str]) -> list[str]:
 
 def by_group(rows: Iterable[EvaluatedRow]) -> Mapping[str, list[int]]:
     """Group -> places of its rows, in order."""
-    found: dict[str, list[int]] = {}
+    places: dict[str, list[int]] = {}
     for place, row in enumerate(rows):
-        found.setdefault(row.group, []).append(place)
-    return found
+        places.setdefault(row.group, []).append(place)
+    return places
 
 
 # --- what a router was trained on -----------------------------------------------------------------
@@ -254,9 +240,10 @@ def _named_beside(path: str | None) -> str | None:
     directory = router if router.is_dir() else router.parent
     for name in (RESULT, FORMER_TRAIN_REPORT):
         try:
-            document: Any = json.loads((directory / name).read_text(encoding="utf-8"))
+            check_regular(directory / name)
+            document: Any = read_object((directory / name).read_bytes())
             targets = document["settings"]["targets"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, InputError):
             continue
         if isinstance(targets, str):
             return targets

@@ -13,10 +13,10 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.store import Store
 from mlxstacks.routing.candidate_losses import choose_batch_tokens
 from mlxstacks.routing.gaps import is_loss_gap
-from mlxstacks.routing.outcome_settings import OutcomeSettings
 from mlxstacks.routing.outcomes import Rules
 from mlxstacks.routing.route import Route
 from mlxstacks.routing.router import PromptRouter, load_prompt_router
+from mlxstacks.routing.settings import OutcomeSettings
 from mlxstacks.studies.route.cells import table
 from mlxstacks.studies.route.data import encode_pair, template_of
 from mlxstacks.studies.route.served import RowLosses, Served, open_served

@@ -4,9 +4,8 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 
-from mlxstacks.routing.gap_clusters import GapCluster, cluster_gaps
-from mlxstacks.routing.gap_settings import RouteGapsSettings
-from mlxstacks.routing.gaps import GapEvents, log_files, read_gaps
+from mlxstacks.routing.gaps import GapCluster, GapEvents, cluster_gaps, log_files, read_gaps
+from mlxstacks.routing.settings import RouteGapsSettings
 from mlxstacks.studies.route.cells import table
 from mlxstacks.study.document import Table
 from mlxstacks.study.render.words import short

@@ -22,9 +22,13 @@ from mlxstacks.layers.output_head import OutputHead, find_output_head
 from mlxstacks.layers.selection import Selection, base, routed, ungated
 from mlxstacks.layers.stack_files import serve
 from mlxstacks.layers.stacked import set_mode
-from mlxstacks.routing.candidate_losses import CandidateLosses, candidate, choose_batch_tokens
+from mlxstacks.routing.candidate_losses import (
+    CandidateLosses,
+    LossCache,
+    candidate,
+    choose_batch_tokens,
+)
 from mlxstacks.routing.generation import Sampling, encode_prompt, generate
-from mlxstacks.routing.outcome_cache import LossCache
 from mlxstacks.routing.outcomes import DomainSet, Found, Rules, search_all
 from mlxstacks.routing.prompt_cache import PromptCache
 from mlxstacks.routing.random_stack import add_random_stacks, random_hash, random_name

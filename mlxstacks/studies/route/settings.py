@@ -6,8 +6,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mlxstacks.data.settings import SourceSettings, Template
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
-from mlxstacks.routing.outcome_settings import LabelledSource
-from mlxstacks.routing.route_settings import RouteSettings
+from mlxstacks.routing.settings import LabelledSource, RouteSettings
 from mlxstacks.settings import Settings
 
 CheckMode = Literal["base", "ungated", "routed"]

@@ -22,14 +22,13 @@ from mlxstacks.routing.features import PromptFeatures
 from mlxstacks.routing.outcome_files import EXAMPLES, OUTCOMES, read_discovery, read_outcomes
 from mlxstacks.routing.router import ROUTER_FILE, parameter_count, router_tensors
 from mlxstacks.routing.router_metrics import rate_json
-from mlxstacks.routing.router_settings import RouterTrainSettings
 from mlxstacks.routing.router_training import TrainedRouter, train_router
+from mlxstacks.routing.settings import RouterTrainSettings
 from mlxstacks.studies.route.cells import RATE, cell, rate_row, table
 from mlxstacks.studies.route.data import routed_domains, stack_hashes
 from mlxstacks.study.document import Block, Plot, Series, Table
 from mlxstacks.study.render.words import number
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import plain
 from mlxstacks.study.write import environment, write_result
 from mlxstacks.training.prepare_base import prepare_base
 
@@ -92,8 +91,7 @@ def run(
     )  # fmt: skip
     notes += trained.notes
     header = _header(settings, store, trained, directory)
-    # The losses of a training that diverged are no numbers.
-    data |= plain({
+    data |= {
         "domains": list(trained.domains),
         "input_dims": trained.input_dims,
         "parameters": parameter_count(trained.input_dims, len(trained.domains), header.hidden_dims),
@@ -102,7 +100,7 @@ def run(
         "metrics": trained.metrics,
         "split": trained.split,
         "installed": None,
-    })  # fmt: skip
+    }
     result = result.model_copy(update={
         "status": "done", "notes": tuple(notes),
         "environment": environment(time.monotonic() - started),
@@ -131,12 +129,12 @@ def _as_discovered(
     notes += [f"{directory}: {change}." for change in changed_since]
     again = "run `mlxstacks route discover` again"
     wanted = store.manifest.base_fingerprint
-    if discovery.get("base_fingerprint") != wanted:
+    if discovery["base_fingerprint"] != wanted:
         raise InputError(
             f"{directory}: its outcomes are of a base with fingerprint "
             f"{str(discovery.get('base_fingerprint'))[:12]}, the store's is {wanted[:12]}; {again}"
         )
-    then: Mapping[str, list[str]] = discovery.get("stacks") or {}
+    then: Mapping[str, list[str]] = discovery["stacks"]
     now = _hashes(store)
     changed = [name for name in now if name in then and tuple(then[name]) != now[name]]
     if changed:
@@ -147,10 +145,10 @@ def _as_discovered(
     if new := [name for name in now if name not in then]:
         notes.append(f"The discovery did not know {', '.join(new)}; {again} for its outcomes.")
     changes: dict[str, Any] = {}
-    if settings.chat_domain is None and discovery.get("chat_domain") in now:
+    if settings.chat_domain is None and discovery["chat_domain"] in now:
         changes["chat_domain"] = discovery["chat_domain"]
-    if settings.chat_floor is None and discovery.get("chat_domain") is not None:
-        changes["chat_floor"] = discovery.get("chat_floor")
+    if settings.chat_floor is None and discovery["chat_domain"] is not None:
+        changes["chat_floor"] = discovery["chat_floor"]
     return settings.model_copy(update=changes)
 
 

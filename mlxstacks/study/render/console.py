@@ -4,7 +4,7 @@ import io
 from typing import TYPE_CHECKING
 
 from mlxstacks.memory import bytes_in_words
-from mlxstacks.study.document import RESULT, Document, Table, Text
+from mlxstacks.study.document import Document, Table, Text
 from mlxstacks.study.render.terminal import console, table
 from mlxstacks.study.render.words import format_cell
 
@@ -44,7 +44,7 @@ def _print_table(console: "Console", block: Table, title: str) -> None:
     ]
     console.print(table([column.name for column in block.columns], rows, title=title))
     more = len(block.rows) - len(rows)
-    caption = f"{block.caption} {more:,} more rows are in {RESULT}." if more else block.caption
+    caption = f"{block.caption} {more:,} more rows: --json has all." if more else block.caption
     if caption:
         console.print(f"{caption.strip()}\n", markup=False, style="dim")
 

@@ -28,7 +28,7 @@ from mlxstacks.routing.outcome_files import (
     read_outcomes,
     targets_or_label,
 )
-from mlxstacks.routing.outcome_settings import OutcomeSettings
+from mlxstacks.routing.settings import OutcomeSettings
 from mlxstacks.studies.route.data import read_examples, template_of, trained_rows
 from mlxstacks.studies.route.discover import run
 from mlxstacks.studies.route.discover_tables import FLOOR, WITH_BEST
@@ -367,7 +367,7 @@ _KILLED = """
 import os, signal, sys
 from mlxstacks.studies.route.discover import run
 from mlxstacks.routing import candidate_losses
-from mlxstacks.routing.outcome_settings import OutcomeSettings
+from mlxstacks.routing.settings import OutcomeSettings
 left = [int(sys.argv[2])]
 measure = candidate_losses.CandidateLosses._measure
 def killed(self, batch):

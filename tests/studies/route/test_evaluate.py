@@ -4,6 +4,7 @@ Run: pytest tests/studies/route/test_evaluate.py
 """
 
 import json
+import os
 from pathlib import Path
 from shutil import copy, copytree
 from typing import Any
@@ -20,9 +21,9 @@ from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.stacked import set_mode
 from mlxstacks.routing import candidate_losses
 from mlxstacks.routing.outcome_files import RouterExample, write_lines
-from mlxstacks.routing.outcome_settings import OutcomeSettings
 from mlxstacks.routing.router import load_prompt_router
 from mlxstacks.routing.router_examples import group_key, split_places
+from mlxstacks.routing.settings import OutcomeSettings
 from mlxstacks.studies.route import check as route_check
 from mlxstacks.studies.route import evaluate as route_evaluate
 from mlxstacks.studies.route import explain as route_explain
@@ -282,7 +283,8 @@ def test_the_targets_of_a_router_say_what_it_was_trained_on(
     former = {"settings": {"targets": str(targets)}}
     (path.parent / "train_report.json").write_text(json.dumps(former))
     assert split_of(router, str(path), examples, None) is not None
-    (path.parent / "train_report.json").write_text("{")
+    (path.parent / "train_report.json").unlink()
+    os.mkfifo(path.parent / "train_report.json")
     assert split_of(router, str(path), examples, None) is None
     with pytest.raises(InputError, match="route discover"):
         split_of(router, str(path), examples, str(tmp_path / "nowhere"))

@@ -21,7 +21,7 @@ from mlxstacks.files.stack_file import ProjectionShape
 from mlxstacks.files.store import Store
 from mlxstacks.routing.outcome_files import RouterExample, write_lines
 from mlxstacks.routing.router import ROUTER_FILE, load_prompt_router
-from mlxstacks.routing.router_settings import RouterTrainSettings
+from mlxstacks.routing.settings import RouterTrainSettings
 from mlxstacks.studies.route.data import stack_hashes
 from mlxstacks.studies.route.train import run
 from mlxstacks.study.provenance import of_bytes
