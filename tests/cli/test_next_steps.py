@@ -18,9 +18,7 @@ from tests.studies.stack_cases import domain_rows
 from tests.studies.train_cases import write_rows, write_tiny_model
 from tests.tiny_models import random_adapter
 
-_STEP = re.compile(
-    r"^(?:Try it|Next|See also|.* without): `?((?:mlxstacks|mlx_lm)\S* .*?)`?$", re.M
-)
+_STEP = re.compile(r"^(?:Try it|Next|See also|.* without): ((?:mlxstacks|mlx_lm)\S* .*)$", re.M)
 _IN_BACKTICKS = re.compile(r"`(mlxstacks [^`]*)`")
 
 

@@ -129,6 +129,7 @@ def test_diff(command: Run, store: Store, work_dir: Path) -> None:
     assert {d["name"] for d in found["differences"]} >= {"code", "chat-r1"}
     code, out, _ = command("stacks", "diff", "store", "other")
     assert "differences; 0 stacks" in out
+    assert str(store.manifest.matrix["prefix"]["code"]["code"]) in out
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,9 @@ from mlxstacks.layers.packed import FrozenStack
 from mlxstacks.layers.stack_files import SharedPairs, parts_of, serve
 from mlxstacks.studies.stack.analysis_report import (
     ABOUT,
-    MOST_PLOTS,
     blocks,
     domain_table,
+    left_out,
     outcome,
     verdict,
 )
@@ -97,9 +97,7 @@ def run(
     notes: list[str] = []
     geometry, routing = _look(settings, store, notes, progress)
     data = plain(data | {"geometry": geometry, "routing": routing})
-    stacks = len(routing["stacks"]) if routing else 0
-    if settings.plots and stacks > MOST_PLOTS:
-        notes.append(f"Plots of experts show the first {MOST_PLOTS} of {stacks} stacks.")
+    notes += left_out(data) if settings.plots else []
     result = planned.model_copy(update={
         "status": "done", "outcome": outcome(geometry), "verdict": verdict(geometry, routing),
         "environment": environment(time.monotonic() - started), "data": data,

@@ -15,6 +15,7 @@ ABOUT = {
 }
 # Of plots that there is one of for each stack or projection; all their figures are data.
 MOST_PLOTS = 9
+_ENDS = ("low", "high")
 _LOADS = {"gate": "mean gate weight", "dispatch": "share of tokens that choose it"}
 
 
@@ -37,6 +38,20 @@ def blocks(data: Figures) -> tuple[Block, ...]:
         *_loss_plots(data["domains"]),
         *matrix_blocks(data["matrix"]),
     )
+
+
+def left_out(data: Figures) -> list[str]:
+    """Notes on the plots that are not drawn."""
+    spectra, routing = data["geometry"]["spectra"].values(), data["routing"]
+    counts = {
+        "stacks": len(routing["stacks"]) if routing else 0,
+        "projections": len({kind for stack in spectra for kind in stack["by_projection"]}),
+    }
+    return [
+        f"Plots show the first {MOST_PLOTS} of {count} {things}."
+        for things, count in counts.items()
+        if count > MOST_PLOTS
+    ]
 
 
 def domain_table(domains: Sequence[Figures]) -> Table:
@@ -151,7 +166,7 @@ def _load_table(what: str, stacks: Figures) -> Table:
         id=f"load-{what}", title=f"Experts of a stack: {_LOADS[what]}, mean over projections",
         columns=(Column(name="stack"), Column(name="rows of"), *experts,
                  Column(name="uniform", kind="number", digits=3)),
-        rows=tuple(rows),
+        rows=tuple(rows), caption="With 95% intervals over prompts.",
     )  # fmt: skip
 
 
@@ -200,20 +215,24 @@ def _distance_table(stacks: Figures) -> Table:
 def _separation_blocks(points: Figures | None) -> Iterator[Block]:
     if points is None:
         return
-    found, random = points["separation"], points["separation_of_random_routers"]
+    trained, random = points["separation"], points["separation_of_random_routers"]
     title = "Routing of prompts, two principal components"
-    if found:
+    if trained:
         title = (
-            f"Domain told from routing: {found['accuracy']:.0%} (random routers "
-            f"{random['accuracy']:.0%}, chance {found['chance']:.0%})"
+            f"Domain told from routing: {trained['accuracy']:.0%} (random routers "
+            f"{random['accuracy']:.0%}, chance {trained['chance']:.0%})"
         )
         yield _separation_table(points)
     labels, coordinates = points["labels"], points["coordinates"]
     if all(len(point) == 2 for point in coordinates):
         series = tuple(
-            Series(label=name, x=tuple(x for x, _ in own), y=tuple(y for _, y in own))
+            Series(label=name, x=tuple(x for x, _ in members), y=tuple(y for _, y in members))
             for name in dict.fromkeys(labels)
-            if (own := [p for p, label in zip(coordinates, labels, strict=True) if label == name])
+            if (
+                members := [
+                    p for p, label in zip(coordinates, labels, strict=True) if label == name
+                ]
+            )
         )
         first, second = points["explained"]
         yield Plot(
@@ -250,10 +269,9 @@ def _separation_table(points: Figures) -> Table:
     )  # fmt: skip
 
 
-def _interval(found: Figures) -> Cell:
-    if found["low"] is None or found["high"] is None:
-        return float(found["mean"])
-    return found["mean"], found["low"], found["high"]
+def _interval(mean: Figures) -> Cell:
+    low, high = mean["low"], mean["high"]
+    return mean["mean"] if low is None or high is None else (mean["mean"], low, high)
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -320,14 +338,13 @@ def verdict(geometry: Figures, routing: Figures | None) -> str:
             f"{shares[1]:.3f}."
         )
         points = routing["points"]
-        found = points and points["separation"]
-        if found:
+        if points and (separation := points["separation"]):
+            right, (low, high) = separation["accuracy"], map(separation["interval"].get, _ENDS)
+            random = points["separation_of_random_routers"]["accuracy"]
             words.append(
-                f"A prompt's domain is told from its routing in {100 * found['accuracy']:.0f}% "
-                f"({found['interval']['low'] * 100:.0f} to {found['interval']['high'] * 100:.0f}, "
-                f"chance {100 * found['chance']:.0f}%), from that of random routers in "
-                f"{100 * points['separation_of_random_routers']['accuracy']:.0f}%; silhouette "
-                f"{found['silhouette']:.2f}."
+                f"A prompt's domain is told from its routing in {right:.0%} ({low:.0%} to "
+                f"{high:.0%}, chance {separation['chance']:.0%}), from that of random routers in "
+                f"{random:.0%}; silhouette {separation['silhouette']:.2f}."
             )
     return " ".join(words) or "Spectra only: one domain, and nothing was measured on data."
 

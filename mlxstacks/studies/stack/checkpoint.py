@@ -55,14 +55,14 @@ class RoundKeeper:
         self.resumed_from: int | None = None
 
     def rounds(self) -> list[RoundRecord]:
-        found = self.work.rounds()
-        for record in found:
+        records = self.work.rounds()
+        for record in records:
             file = self.work.round_stack(record.number)
             if file is not None:
                 add_frozen(self.setup.model, parts_of(file, self.setup.latent))
-        if found:
-            self.resumed_from = sum(record.steps for record in found)
-        return found
+        if records:
+            self.resumed_from = sum(record.steps for record in records)
+        return records
 
     def load(self, model: nn.Module, number: int) -> TrainingState | None:
         path = self.work.state_path(number)
@@ -131,8 +131,10 @@ class RoundKeeper:
             )  # fmt: skip
             stack = (stack_tensors(parts), header)
         self.work.add_round(record, stack)
-        told = {key: getattr(record, key) for key in ("kept", "loss_before", "loss_after", "last")}
-        self._log("frozen", record.number, record.steps, **told)
+        figures = {
+            key: getattr(record, key) for key in ("kept", "loss_before", "loss_after", "last")
+        }
+        self._log("frozen", record.number, record.steps, **figures)
 
     def _run_id(self, number: int) -> str:
         return f"{self.plan.name}/{number}"
@@ -159,10 +161,10 @@ def commit_domain(
     """
     store, pending = setup.store, work.anew == "pending"
     if store is None:
-        there = target.is_dir() and any(target.iterdir())
+        is_filled = target.is_dir() and any(target.iterdir())
         store = Store.create(
             target, setup.base_model, setup.base_fingerprint,
-            force=pending and there,
+            force=pending and is_filled,
         )  # fmt: skip
     assert setup.settings.model is not None
     remember_places(store, setup.settings.model, data_root(setup.settings))
@@ -215,7 +217,7 @@ def _record(
         data=plan.rows.report(),
         split=change.add_json("splits", plan.name, split_ids(plan.rows.data)),
         protected=protected_json(bases),
-        trained_on=tuple(name for one in setup.served for name in one.stacks),
+        trained_on=tuple(name for served in setup.served for name in served.stacks),
     )
 
 

@@ -159,19 +159,19 @@ def cosines(directions: Mapping[str, Mapping[str, np.ndarray]]) -> list[Cosine]:
 
     A domain without any direction at a path is left out there.
     """
-    found = []
+    pairs = []
     for path, by_domain in directions.items():
-        there = [name for name, vectors in by_domain.items() if vectors.shape[1]]
-        for index, first in enumerate(there):
-            for second in there[index + 1 :]:
+        names = [name for name, vectors in by_domain.items() if vectors.shape[1]]
+        for index, first in enumerate(names):
+            for second in names[index + 1 :]:
                 a, b = by_domain[first], by_domain[second]
                 between = a.T @ b
-                found.append(Cosine(
+                pairs.append(Cosine(
                     path, (first, second), float(np.abs(between).max()),
                     min(1.0, float(np.linalg.svd(between, compute_uv=False)[0])),
                     chance_cosine(a.shape[0], a.shape[1], b.shape[1]),
                 ))  # fmt: skip
-    return found
+    return pairs
 
 
 @lru_cache(maxsize=256)
@@ -191,8 +191,8 @@ def chance_cosine(width: int, first: int, second: int) -> float:
 
 def projection_name(path: str) -> str:
     """`model.layers.3.self_attn.q_proj` -> `self_attn.q_proj`: the same in every layer."""
-    found = re.search(r"(?:^|\.)layers\.\d+\.(.+)$", path)
-    return found[1] if found else path
+    match = re.search(r"(?:^|\.)layers\.\d+\.(.+)$", path)
+    return match[1] if match else path
 
 
 def by_name(paths: Iterable[str]) -> dict[str, list[str]]:
@@ -225,12 +225,12 @@ def weights_of(
     directions: Directions = {}
     for path in dict.fromkeys(path for parts in stacks.values() for path in parts):
         blocks = {name: blocks_of(parts[path]) for name, parts in stacks.items() if path in parts}
-        found = {name: spectrum_of(of_stack, seed) for name, of_stack in blocks.items()}
-        together = next(iter(found.values()))
-        if len(found) > 1:
+        by_stack = {name: spectrum_of(of_stack, seed) for name, of_stack in blocks.items()}
+        together = next(iter(by_stack.values()))
+        if len(by_stack) > 1:
             together = spectrum_of([b for of_stack in blocks.values() for b in of_stack], seed)
         directions[path] = leading(together, k)
-        for name, spectrum in found.items():
+        for name, spectrum in by_stack.items():
             spectra.setdefault(name, {})[path] = replace(spectrum, vectors=spectrum.vectors[:, :0])
     return spectra, directions
 
@@ -260,47 +260,47 @@ def cosines_json(directions: Mapping[str, Directions], k: int) -> dict[str, Any]
     projections of the largest cosine between their k leading directions.
     """
     paths = dict.fromkeys(path for of_domain in directions.values() for path in of_domain)
-    found = cosines({
+    pairs = cosines({
         path: {d: of_domain[path] for d, of_domain in directions.items() if path in of_domain}
         for path in paths
     })  # fmt: skip
     names = list(directions)
     return {
         "directions": k,
-        "matrix": _square(found, names, "largest", diagonal=1.0),
-        "chance": _square(found, names, "chance", diagonal=None),
-        "subspace": _square(found, names, "subspace", diagonal=1.0),
-        **_means(found),
+        "matrix": _square(pairs, names, "largest", diagonal=1.0),
+        "chance": _square(pairs, names, "chance", diagonal=None),
+        "subspace": _square(pairs, names, "subspace", diagonal=1.0),
+        **_means(pairs),
         "by_projection": {
-            name: _means([c for c in found if projection_name(c.path) == name])
-            for name in by_name(c.path for c in found)
+            name: _means([c for c in pairs if projection_name(c.path) == name])
+            for name in by_name(c.path for c in pairs)
         },
     }
 
 
-def _means(found: Sequence[Cosine]) -> dict[str, Any]:
+def _means(pairs: Sequence[Cosine]) -> dict[str, Any]:
     """Over pairs and projections; None without any."""
-    if not found:
+    if not pairs:
         return {"pairs": 0, "mean": None, "lowest": None, "highest": None, "mean_chance": None}
-    largest = [c.largest for c in found]
+    largest = [c.largest for c in pairs]
     return {
-        "pairs": len(found),
+        "pairs": len(pairs),
         "mean": fmean(largest),
         "lowest": min(largest),
         "highest": max(largest),
-        "mean_chance": fmean(c.chance for c in found),
+        "mean_chance": fmean(c.chance for c in pairs),
     }
 
 
 def _square(
-    found: Sequence[Cosine], names: Sequence[str], what: str, diagonal: float | None
+    pairs: Sequence[Cosine], names: Sequence[str], what: str, diagonal: float | None
 ) -> dict[str, dict[str, float | None]]:
     """Domain -> domain -> mean over projections; None for a pair that shares no projection."""
     table: dict[str, dict[str, float | None]] = {a: dict.fromkeys(names) for a in names}
     for a in names:
         table[a][a] = diagonal
         for b in names:
-            values = [getattr(c, what) for c in found if set(c.domains) == {a, b}]
+            values = [getattr(c, what) for c in pairs if set(c.domains) == {a, b}]
             if a != b and values:
                 table[a][b] = fmean(values)
     return table

@@ -61,10 +61,9 @@ class DomainPlan:
         return batches
 
     def _plans(self, number: int) -> BatchPlan:
-        found = self._plan_of.get(number)
-        if found is None:
-            found = self._plan_of[number] = self.round_plan(number)
-        return found
+        if number not in self._plan_of:
+            self._plan_of[number] = self.round_plan(number)
+        return self._plan_of[number]
 
     @cached_property
     def _plan_of(self) -> dict[int, BatchPlan]:
@@ -86,7 +85,7 @@ def identity_of(
 def completed(domains: list[DomainSettings], settings: StackRunSettings) -> list[DomainSettings]:
     """Domains with what the run says of rounds, rate and batches, these in whole steps."""
     each = settings.grad_accumulation_steps
-    found = []
+    complete = []
     for domain in domains:
         iters = domain.iters or settings.iters
         update = {
@@ -94,8 +93,8 @@ def completed(domains: list[DomainSettings], settings: StackRunSettings) -> list
             "learning_rate": domain.learning_rate or settings.learning_rate,
             "iters": iters and each * -(-iters // each),
         }
-        found.append(domain.model_copy(update=update))
-    return found
+        complete.append(domain.model_copy(update=update))
+    return complete
 
 
 def check_names(listed: Sequence[DomainSettings], store: Store | None) -> None:
@@ -179,10 +178,10 @@ def _differences(
     )  # fmt: skip
     before = {key: value for key, value in record.settings.items() if key not in _OF_THE_MOMENT}
     now = {key: value for key, value in now.items() if key not in _OF_THE_MOMENT}
-    found = what_differs(flat(before), flat(now))
-    if not found:
-        found = _changed_files(record.data, rows.data.report)
-    return [f"{record.name}: {line}" for line in found]
+    differences = what_differs(flat(before), flat(now))
+    if not differences:
+        differences = _changed_files(record.data, rows.data.report)
+    return [f"{record.name}: {line}" for line in differences]
 
 
 def _changed_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -114,16 +114,19 @@ def done_result(
             _run_table(data, planned.settings, planned=False), domain_table(known),
             *matrix_blocks(data["matrix"]),
         ),
-        "notes": (*dict.fromkeys([*setup.notes, *nothing]), *_next_steps(planned, manifest)),
+        "notes": tuple(dict.fromkeys([*setup.notes, *nothing])),
+        "next_steps": _next_steps(planned, manifest),
     })  # fmt: skip
 
 
-def _next_steps(planned: Result, manifest: Manifest) -> Iterator[str]:
-    store = planned.data["save_path"]
-    yield f"See also: `{command_line('mlxstacks stacks list', store)}`"
-    if any(domain.stacks for domain in manifest.domains):
-        options = {"ungated": True, "model": planned.settings["model"], "store_path": store}
-        yield f"Try it: `{command_line('mlxstacks chat', **options)}`"
+def _next_steps(planned: Result, manifest: Manifest) -> dict[str, str]:
+    store, model = planned.data["save_path"], planned.settings["model"]
+    steps = {"See also": command_line("mlxstacks stacks list", store)}
+    if manifest.enabled_stacks():
+        steps["Try it"] = command_line(
+            "mlxstacks chat", ungated=True, model=model, store_path=store
+        )
+    return steps
 
 
 def round_details(

@@ -42,7 +42,7 @@ UNUSED = 0.01
 
 # (tokens of the model's vocabulary) of one prompt.
 Prompt = Sequence[int]
-Hear = Callable[[mx.array, Rows], None]
+Record = Callable[[mx.array, Rows], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,8 +80,8 @@ class Passes:
 
 
 @dataclass
-class _Heard:
-    """What the projections say during one prompt, not evaluated yet."""
+class _Recording:
+    """What the projections do during one prompt, not evaluated yet."""
 
     gates: dict[tuple[str, str], list[mx.array]] = field(default_factory=dict)
     deltas: dict[str, mx.array] = field(default_factory=dict)
@@ -101,24 +101,26 @@ def run_prompts(
         raise ValueError("every prompt needs a token, and there must be one")
     total = sum(map(len, prompts.values()))
     labels: list[str] = []
-    told: list[dict[tuple[str, str], list[np.ndarray]]] = []
+    gates: list[dict[tuple[str, str], list[np.ndarray]]] = []
     deltas: dict[str, dict[str, list[np.ndarray]]] = {}
     with gated_delta_installed(), evaluating(model), _ungated(model) as layers:
         for domain, of_domain in prompts.items():
-            heard = _Heard()
-            with _listening(layers, domain, heard):
+            recording = _Recording()
+            with _recording(layers, domain, recording):
                 for tokens in of_domain:
-                    heard.gates.clear()
-                    heard.deltas.clear()
-                    mx.eval(model(mx.array(tokens)[None]), heard.gates, heard.deltas)
-                    told.append({k: [np.array(v) for v in vs] for k, vs in heard.gates.items()})
-                    for path, row in heard.deltas.items():
+                    recording.gates.clear()
+                    recording.deltas.clear()
+                    mx.eval(model(mx.array(tokens)[None]), recording.gates, recording.deltas)
+                    gates.append(
+                        {k: [np.array(v) for v in vs] for k, vs in recording.gates.items()}
+                    )
+                    for path, row in recording.deltas.items():
                         rows = deltas.setdefault(path, {}).setdefault(domain, [])
                         rows.append(np.array(row))
                     labels.append(domain)
                     if progress:
                         progress(len(labels), total, domain)
-        routing = tuple(_gather(layers, told))
+        routing = tuple(_gather(layers, gates))
     stacked = {p: {d: np.stack(rows) for d, rows in of.items()} for p, of in deltas.items()}
     _check_finite(routing, stacked)
     return Passes(tuple(labels), routing, stacked)
@@ -154,29 +156,33 @@ def _ungated(model: nn.Module) -> Iterator[dict[str, StackedLayer]]:
             layer.select(*before[path])
 
 
-class _Told(PackedStacks):
-    """The stacks of a projection, which tell what they are called with."""
+class _RecordedStacks(PackedStacks):
+    """The stacks of a projection, which record what they are called with."""
 
-    def __init__(self, stacks: PackedStacks, hear: Hear):
+    def __init__(self, stacks: PackedStacks, record: Record):
         super().__init__()
-        self._stacks, self._hear = stacks, hear
+        self._stacks, self._record = stacks, record
 
     def __call__(self, x: mx.array, rows: Rows) -> mx.array | None:
-        self._hear(x, rows)
+        self._record(x, rows)
         return self._stacks(x, rows)
 
     def add_to(self, y: mx.array, x: mx.array, rows: Rows) -> mx.array:
         """See `PackedStacks.add_to`."""
-        self._hear(x, rows)
+        self._record(x, rows)
         return self._stacks.add_to(y, x, rows)
 
 
 @contextmanager
-def _listening(layers: Mapping[str, StackedLayer], domain: str, heard: _Heard) -> Iterator[None]:
-    """Every projection tells `heard` its routing, and the delta of the domain's own stacks."""
+def _recording(
+    layers: Mapping[str, StackedLayer], domain: str, recording: _Recording
+) -> Iterator[None]:
+    """Every projection records its routing, and the delta of the domain's own stacks."""
     before = {path: layer.stacks for path, layer in layers.items()}
     for path, layer in layers.items():
-        layer.stacks = _Told(before[path], _ear(path, before[path].stacks(), domain, heard))
+        layer.stacks = _RecordedStacks(
+            before[path], _recorder(path, before[path].stacks(), domain, recording)
+        )
     try:
         yield
     finally:
@@ -184,20 +190,22 @@ def _listening(layers: Mapping[str, StackedLayer], domain: str, heard: _Heard) -
             layer.stacks = before[path]
 
 
-def _ear(path: str, stacks: Sequence[FrozenStack], domain: str, heard: _Heard) -> Hear:
-    own = PackedStacks()
-    own.replace_all([stack for stack in stacks if stack.id.domain == domain])
+def _recorder(
+    path: str, stacks: Sequence[FrozenStack], domain: str, recording: _Recording
+) -> Record:
+    domain_stacks = PackedStacks()
+    domain_stacks.replace_all([stack for stack in stacks if stack.id.domain == domain])
     routed = [(stack, random_router(stack, path)) for stack in stacks if stack.router is not None]
 
-    def hear(x: mx.array, rows: Rows) -> None:
+    def record(x: mx.array, rows: Rows) -> None:
         for stack, random in routed:
             control, *_ = prompt_routing(random, x)
-            heard.gates[path, stack.id.name] = [*prompt_routing(stack, x), control]
-        delta = own(x, rows)
+            recording.gates[path, stack.id.name] = [*prompt_routing(stack, x), control]
+        delta = domain_stacks(x, rows)
         if delta is not None:
-            heard.deltas[path] = _row_mean(delta)
+            recording.deltas[path] = _row_mean(delta)
 
-    return hear
+    return record
 
 
 def random_router(stack: FrozenStack, path: str) -> FrozenStack:
@@ -233,7 +241,7 @@ def _row_mean(values: mx.array) -> mx.array:
 
 def _gather(
     layers: Mapping[str, StackedLayer],
-    told: Sequence[Mapping[tuple[str, str], Sequence[np.ndarray]]],
+    gates_by_prompt: Sequence[Mapping[tuple[str, str], Sequence[np.ndarray]]],
 ) -> Iterator[StackRouting]:
     """Per stack, in the order of its first projection."""
     paths: dict[str, list[str]] = {}
@@ -245,7 +253,9 @@ def _gather(
                 shapes[stack.id.name] = stack
     for name, of_stack in paths.items():
         gates, dispatch, entropy, control = (
-            np.array([[prompt[path, name][part] for path in of_stack] for prompt in told])
+            np.array(
+                [[prompt[path, name][part] for path in of_stack] for prompt in gates_by_prompt]
+            )
             for part in range(4)
         )
         stack = shapes[name]
@@ -334,11 +344,11 @@ def domain_distance(gates: np.ndarray, labels: Sequence[str], seed: int) -> dict
     if len(names) < 2:
         return None
     rng = np.random.default_rng(seed)
-    found = _distance(gates, codes, len(names))
+    distance = _distance(gates, codes, len(names))
     shuffled = [_distance(gates, rng.permutation(codes), len(names)) for _ in range(PERMUTATIONS)]
-    as_far = sum(value >= found for value in shuffled)
+    as_far = sum(value >= distance for value in shuffled)
     p = (1 + as_far) / (1 + PERMUTATIONS)
-    return {"distance": found, "permuted": float(np.mean(shuffled)), "p": p}
+    return {"distance": distance, "permuted": float(np.mean(shuffled)), "p": p}
 
 
 def _distance(gates: np.ndarray, codes: np.ndarray, domains: int) -> float:
@@ -363,14 +373,14 @@ def _points_json(passes: Passes, seed: int) -> dict[str, Any] | None:
     averaged = np.concatenate([s.gates.mean(axis=1) for s in passes.routing], axis=1)
     # Inputs of another domain go elsewhere through any router: what exceeds this was learned.
     control = [s.control.reshape(len(passes.labels), -1) for s in passes.routing]
-    found = principal_components(everything, 2)
+    components = principal_components(everything, 2)
     return {
         "features": everything.shape[1],
         "labels": list(passes.labels),
-        "coordinates": [_floats(point) for point in found.coordinates],
-        "explained": list(found.explained),
+        "coordinates": [_floats(point) for point in components.coordinates],
+        "explained": list(components.explained),
         "separation": separation(everything, passes.labels, seed),
-        "separation_on_two_components": separation(found.coordinates, passes.labels, seed),
+        "separation_on_two_components": separation(components.coordinates, passes.labels, seed),
         "separation_of_averages": separation(averaged, passes.labels, seed),
         "separation_of_random_routers": separation(
             np.concatenate(control, axis=1), passes.labels, seed

@@ -99,7 +99,7 @@ class _StackRun:
         stack: ExitStack,
     ) -> None:
         self.setup, self.target, self.planned = setup, target, planned
-        self.domains: dict[str, dict[str, Any]] = dict(planned.data["domains"])
+        self.domains = {name: dict(domain) for name, domain in planned.data["domains"].items()}
         self.settings, self.model = setup.settings, setup.model
         self.group = group
         self.is_main = size_and_rank(group)[1] == 0

@@ -222,25 +222,25 @@ def stored_prefix(manifest: Manifest) -> Row:
     ended with is the same, for a matrix that does not show this mode.
     """
     rows = manifest.matrix.get("prefix", {})
-    found: Row = {d.name: d.final_loss for d in manifest.domains if d.final_loss is not None}
+    losses: Row = {d.name: d.final_loss for d in manifest.domains if d.final_loss is not None}
     for domain in manifest.domains:
-        found |= rows.get(domain.name, {})
-    return found
+        losses |= rows.get(domain.name, {})
+    return losses
 
 
 def with_other_company(manifest: Manifest) -> set[str]:
     """Trained domains whose earlier stacks are not those that they were trained on: one was
     removed, disabled, or enabled again since.
     """
-    found: set[str] = set()
+    names: set[str] = set()
     before: list[str] = []
     for domain in manifest.domains:
         if not domain.enabled:
             continue
         if domain.origin == "trained" and tuple(before) != domain.trained_on:
-            found.add(domain.name)
+            names.add(domain.name)
         before += [stack.name for stack in domain.stacks]
-    return found
+    return names
 
 
 # --- the guard ------------------------------------------------------------------------------------

@@ -82,9 +82,9 @@ class StackWork:
 
     def clear(self) -> None:
         """Forget the domain under way."""
-        found = list(self.path.iterdir()) if self.path.is_dir() else []
+        files = list(self.path.iterdir()) if self.path.is_dir() else []
         # run.json last: what a killed process left of the rest still has an owner
-        for path in sorted(found, key=lambda path: (path.name == RUN, path.name)):
+        for path in sorted(files, key=lambda path: (path.name == RUN, path.name)):
             if path.name not in (ANEW, DETAILS, MARK):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -121,8 +121,8 @@ class StackWork:
     @property
     def anew(self) -> str | None:
         """Of a run with --force: "pending" until the old store was replaced, then "done"."""
-        found = _read(self.path / ANEW)
-        return None if found is None else str(found.get("state"))
+        record = _read(self.path / ANEW)
+        return None if record is None else str(record.get("state"))
 
     def set_anew(self, state: str | None) -> None:
         if state is None:
@@ -145,8 +145,7 @@ class StackWork:
 
     def rounds(self) -> list[RoundRecord]:
         """The rounds that are done."""
-        found = _read(self.path / ROUNDS) or {"rounds": []}
-        return [RoundRecord(**record) for record in found["rounds"]]
+        return [RoundRecord(**r) for r in (_read(self.path / ROUNDS) or {"rounds": []})["rounds"]]
 
     def round_stack(self, number: int) -> StackFile | None:
         """The frozen stack of a round that is done; None where it was not kept.
@@ -167,14 +166,14 @@ class StackWork:
         self, record: RoundRecord, stack: tuple[Mapping[str, mx.array], StackHeader] | None
     ) -> None:
         """A round is done: its stack's file first, then the list that names it."""
-        found = _read(self.path / ROUNDS) or {"rounds": [], "files": {}}
+        done = _read(self.path / ROUNDS) or {"rounds": [], "files": {}}
         if stack is not None:
             path = self.path / f"round-{record.number}.safetensors"
             # of a run that died before the list named it
             path.unlink(missing_ok=True)
-            found["files"][str(record.number)] = write_stack(path, *stack)
-        found["rounds"].append(plain(record.as_json()))
-        write_json(self.path / ROUNDS, found)
+            done["files"][str(record.number)] = write_stack(path, *stack)
+        done["rounds"].append(plain(record.as_json()))
+        write_json(self.path / ROUNDS, done)
         self.state_path(record.number).unlink(missing_ok=True)
 
     def state_path(self, number: int) -> Path:
@@ -187,22 +186,22 @@ class StackWork:
         where they are damaged: the same ones are found again.
         """
         path = self.path / BASES
-        found = _read(path.with_suffix(".json"))
-        if found is None or "projections" not in found:
+        record = _read(path.with_suffix(".json"))
+        if record is None or "projections" not in record:
             return None
-        about, arrays = found["projections"], {}
-        if found["sha256"] is not None:
+        about, arrays = record["projections"], {}
+        if record["sha256"] is not None:
             try:
-                arrays = read_arrays(path, found["sha256"])
+                arrays = read_arrays(path, record["sha256"])
             except StoreError:
                 return None
         return {
             name: NullBasis(
-                arrays.get(f"{name}.{_VECTORS}", mx.zeros((one["width"], 0))),
-                one["captured_energy"],
-                one["capacity"],
+                arrays.get(f"{name}.{_VECTORS}", mx.zeros((figures["width"], 0))),
+                figures["captured_energy"],
+                figures["capacity"],
             )
-            for name, one in about.items()
+            for name, figures in about.items()
         }
 
     def set_bases(self, bases: Mapping[str, NullBasis]) -> None:
@@ -253,12 +252,12 @@ class StackWork:
 
 def flat(values: Mapping[str, Any], start: str = "") -> dict[str, Any]:
     """Nested settings with dotted keys, so that a difference is told by its own name."""
-    found: dict[str, Any] = {}
+    pairs: dict[str, Any] = {}
     for key, value in values.items():
-        found |= (
+        pairs |= (
             flat(value, f"{start}{key}.") if isinstance(value, Mapping) else {start + key: value}
         )
-    return found
+    return pairs
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -277,23 +276,23 @@ def check_store_place(target: Path, settings: StackRunSettings) -> None:
     inputs = [user_path(path) for path in (settings.model, settings.data) if path]
     inputs = [path for path in inputs if path.exists()]
     try:
-        there = target.is_dir() and any(target.iterdir())
+        is_filled = target.is_dir() and any(target.iterdir())
     except (OSError, ValueError) as error:  # too long; not ours to read; a NUL in the name
         raise TargetError(
             f"{str(target)[:200]!a}: not a usable target: {error.args[-1]}; choose another path"
         ) from None
     refuse_built_in(target)
-    if there and not _is_store(target):
+    if is_filled and not _is_store(target):
         names = ", ".join(sorted(path.name for path in target.iterdir())[:3])
         raise TargetError(
             f"{target}: holds {names}, but no store (no manifest.json); choose another save path"
         )
     anew = begins_anew(target, settings)
     # A store is gone on with: it may be there.
-    if there and not anew and not (target / MANIFEST).exists():
+    if is_filled and not anew and not (target / MANIFEST).exists():
         Store.open(target)
     check_target(target, force=anew, inputs=inputs, owned=own_entries, extends=not anew)
-    if there and not os.access(target, os.W_OK | os.X_OK):
+    if is_filled and not os.access(target, os.W_OK | os.X_OK):
         raise TargetError(f"{target}: not writable; choose another save path")
 
 

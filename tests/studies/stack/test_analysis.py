@@ -20,7 +20,7 @@ from mlxstacks.files.store import Store
 from mlxstacks.layers.freezing import stack_from_tensors
 from mlxstacks.layers.stack_files import parts_of
 from mlxstacks.studies.stack.analysis import curves_of, run
-from mlxstacks.studies.stack.analysis_report import _loss_plots
+from mlxstacks.studies.stack.analysis_report import _loss_plots, left_out
 from mlxstacks.studies.stack.analysis_settings import StacksAnalyseSettings
 from mlxstacks.study.document import Plot, Text
 from mlxstacks.study.result import Result
@@ -140,6 +140,13 @@ def test_every_table_and_plot_is_there(result: Result) -> None:
     # the diagonal, 1 by definition, would take the scale
     assert plot.series[0].y[0] is None
     assert plot.series[0].y[1] == result.data["geometry"]["weights"]["matrix"]["zeta"]["alpha"]
+
+
+def test_plots_that_are_not_drawn_are_named(result: Result) -> None:
+    geometry = result.data["geometry"]
+    many = {"s": {"by_projection": dict.fromkeys(map(str, range(12)))}}
+    data = {**result.data, "geometry": {**geometry, "spectra": many}}
+    assert left_out(data) == ["Plots show the first 9 of 12 projections."]
 
 
 def test_a_plot_of_points_joins_none(result: Result) -> None:
