@@ -20,7 +20,7 @@ from benchmarks.timing import machine, spread
 from mlxstacks import base_model
 from mlxstacks.nano.exports import nano_paths
 from mlxstacks.studies.benchmarks.arm_model import Loaded
-from mlxstacks.studies.benchmarks.arm_scoring import Pair, PairScorer
+from mlxstacks.studies.benchmarks.scoring import Pair, PairScorer
 from mlxstacks.studies.benchmarks.settings import ArmSettings
 from mlxstacks.training.modes import evaluating
 from mlxstacks.training.prepare_base import prepare_base

@@ -38,12 +38,10 @@ from mlxstacks.files.stack_file import file_sha256
 from mlxstacks.fuse.in_memory import fuse_in_memory
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
 from mlxstacks.stats import wilson_interval
-from mlxstacks.studies.benchmarks.arm_model import Loaded, ModelArm
-from mlxstacks.studies.benchmarks.arm_routes import Routes
+from mlxstacks.studies.benchmarks.arm_model import Loaded, ModelArm, Routes
+from mlxstacks.studies.benchmarks.items import read_task
 from mlxstacks.studies.benchmarks.settings import ArmSettings
-from mlxstacks.studies.benchmarks.task_data import read_task
-from mlxstacks.studies.benchmarks.tasks import task_named
-from mlxstacks.studies.benchmarks.types import BenchItem
+from mlxstacks.studies.benchmarks.tasks import BenchItem, task_named
 from mlxstacks.studies.confound.adapters import write_controls
 from mlxstacks.studies.identity.settings import PersonaCard
 from mlxstacks.studies.identity.suite import SuitePrompt, open_suite

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PACKAGES = (
     "mlxstacks", "mlx", "mlx-lm", "numpy", "transformers", "safetensors", "huggingface_hub",
-    "datasets",
+    "datasets", "scipy",
 )  # fmt: skip
 # The extra that brings each optional package, and what needs it.
 OPTIONAL = {

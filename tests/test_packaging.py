@@ -109,7 +109,7 @@ def test_installed_command_finds_recipes_and_kernels(elsewhere: Path, tmp_path: 
 def test_installed_fuse_plans_on_nano(elsewhere: Path, tmp_path: Path, words: list[str]) -> None:
     script = elsewhere / "bin" / "mlxstacks"
     done = run(script, *words, "--dry-run", cwd=tmp_path, PYTHONPATH=str(elsewhere))
-    assert "Would write mlxstacks-out/fuse" in done.stdout
+    assert "mlxstacks-out/fuse" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 

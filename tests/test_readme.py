@@ -1,4 +1,4 @@
-"""What README says to type can be typed, and what it points to is there.
+"""What README and docs say to type can be typed, and what they point to is there.
 
 Run: pytest tests/test_readme.py
 """
@@ -11,19 +11,30 @@ from pathlib import Path
 import click
 import pytest
 
-from mlxstacks.cli import make_group
+from mlxstacks.cli import make_group, run
 from mlxstacks.recipe.table import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+PAGES = "\n".join([README, *DOCS.values()])
+MOST_LINES = 220
+
+
+def blocks(page: str, language: str = r"\w*") -> list[str]:
+    """What stands between fences."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.S | re.M)
 
 
 def typed() -> Iterator[str]:
-    """Every command line of ours in a block of code, without its comment."""
-    for block in re.findall(r"^```\w*\n(.*?)^```", README, re.S | re.M):
+    """Every command line of ours in a block of code, without its comment, and those of a line of
+    text that have an option.
+    """
+    for block in blocks(PAGES):
         for line in block.splitlines():
             if match := re.match(r"(?:\$ )?(mlxstacks [a-z].*?)(?:  +#.*)?$", line):
                 yield match[1]
+    yield from re.findall(r"`(mlxstacks [^`]*--[^`]*)`", PAGES)
 
 
 def check(line: str) -> None:
@@ -62,10 +73,39 @@ def test_every_command_is_named(command: str) -> None:
     assert re.search(rf"`(mlxstacks )?{command}\b|{in_group}", README)
 
 
+def test_readme_can_be_read_at_once() -> None:
+    assert len(README.splitlines()) <= MOST_LINES
+
+
+def test_commands_that_need_arguments_are_named(work_dir: Path) -> None:
+    """Each of them ends with 2 and a message; that the others run is for their own tests."""
+    sentence = README[README.index("The exceptions have no") :].split(".")[0]
+    first, _, rest = sentence.partition("`stacks ")
+    names = [f"stacks {name}" for name in re.findall(r"(\w+)`", rest)]
+    names += re.findall(r"`([\w ]+)`", first)
+    assert len(names) == 9
+    for name in names:
+        assert run(name.split()) == 2, name
+    assert list(work_dir.iterdir()) == []
+
+
+def test_python_of_the_readme_runs(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks(README, "python")
+    assert len(code.splitlines()) == 5
+    exec(compile(code, "README.md", "exec"), {})
+    said = capsys.readouterr().out
+    assert "King Gus." in said
+    assert "down_proj" in said
+    assert (work_dir / "fused" / "model.safetensors").is_file()
+
+
 def test_every_folder_has_a_line() -> None:
-    tree = README[README.index("## Files") :]
+    tree = README[README.index("## Folders") :]
     folders = {path.parent.name for path in (ROOT / "mlxstacks").glob("*/__init__.py")}
     assert {folder for folder in folders if f"  {folder}/" not in tree} == set()
+    named = re.findall(r"^(  )?([a-z/]+)/(?:,| )", tree, re.M)
+    missing = [n for deep, n in named if not (ROOT / ("mlxstacks" if deep else "") / n).is_dir()]
+    assert missing == []
 
 
 def test_the_two_commands_stand_at_the_top() -> None:
@@ -75,5 +115,15 @@ def test_the_two_commands_stand_at_the_top() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert target.startswith("http") or (ROOT / target).exists(), target
+    for page, text in {"README.md": README, **DOCS}.items():
+        folder = ROOT if page == "README.md" else ROOT / "docs"
+        for target, anchor in re.findall(r"\]\(([^)#]+)(?:#([^)]+))?\)", text):
+            assert target.startswith("http") or (folder / target).exists(), (page, target)
+            if anchor:
+                assert anchor in headings(folder / target), (page, target, anchor)
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors as GitHub makes them."""
+    lines = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in lines}

@@ -19,7 +19,7 @@ from benchmarks.real_models import (
     finished,
     policy_tables,
 )
-from mlxstacks.studies.benchmarks.types import BenchItem
+from mlxstacks.studies.benchmarks.tasks import BenchItem
 from mlxstacks.studies.confound.adapters import write_controls
 from tests.tiny_models import random_adapter, write_llama
 

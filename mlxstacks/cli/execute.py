@@ -33,23 +33,6 @@ class Common:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What --dry-run says of a command whose function has no plan of its own."""
-
-    command: str
-    settings: dict[str, Any]
-    target: str | None
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "status": "planned",
-            "command": self.command,
-            "settings": self.settings,
-            "writes": [self.target] if self.target else [],
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class _Lacking:
     """A plan that a command made by itself, and what its run would need that is not here."""
 
@@ -61,10 +44,10 @@ class _Lacking:
 
 
 def _render_lacking(render: Callable[..., None], console: "Console", found: _Lacking) -> None:
-    from mlxstacks.cli.config_plan import say_missing
+    from mlxstacks.recipe.config_plan import missing_words
 
     render(console, found.plan)
-    say_missing(console, found.missing)
+    console.print(missing_words(found.missing), markup=False, style="bold")
 
 
 def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool = False) -> int:
@@ -146,16 +129,15 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
     """
     check_output(name, resolved)
     if common.dry_run:
-        from mlxstacks.recipe.config_plan import plan_from_config
+        from mlxstacks.recipe.config_plan import plan_from_config, plan_of_settings
+        from mlxstacks.study.render.console import print_result
 
         plan = plan_from_config(name, resolved, common.recipe is not None)
+        if plan is None and not plans_itself(name):
+            check_inputs(name, resolved.settings)
+            plan = plan_of_settings(name, resolved)
         if plan is not None:
-            return plan, load("mlxstacks.cli.config_plan:render")
-    if common.dry_run and not plans_itself(name):
-        check_inputs(name, resolved.settings)
-        settings = resolved.settings.model_dump(mode="json")
-        target = str(resolved.target) if resolved.target else None
-        return Plan(name, settings, target), render_plan
+            return plan, print_result
     with output.Progress(name) as progress:
         result = call(name, resolved, dry_run=common.dry_run, progress=progress)
     if common.dry_run:
@@ -167,15 +149,6 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
                 check_inputs(name, resolved.settings)
             return _Lacking(result, missing), partial(_render_lacking, load(row.render))
     return result, load(row.render)
-
-
-def render_plan(console: "Console", plan: Plan) -> None:
-    """The settings, and the one directory that would be written."""
-    console.print(
-        output.details((key, output.setting(value)) for key, value in plan.settings.items())
-    )
-    writes = f"would write {plan.target}" if plan.target else "reads only"
-    console.print(f"Planned only: {plan.command} {writes}.", markup=False)
 
 
 def _already_done(report: dict[str, Any], resolved: Resolved, as_json: bool) -> int:

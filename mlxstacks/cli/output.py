@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,12 @@ from mlxstacks.study.render.terminal import (
     Cell,
     Details,
     Table,
-    cell_text,
+    byte_parts,
     console,
     details,
     holds_command,
     safe,
+    setting,
     table,
 )
 
@@ -29,7 +30,17 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
 
-__all__ = ["Cell", "Details", "Table", "console", "details", "safe", "table"]
+__all__ = [
+    "Cell",
+    "Details",
+    "Table",
+    "byte_parts",
+    "console",
+    "details",
+    "safe",
+    "setting",
+    "table",
+]
 
 # Work shorter than this shows no progress at all.
 QUIET_SECONDS = 2.0
@@ -58,35 +69,9 @@ def common_prefix(paths: Sequence[str]) -> str:
     return ".".join([*parts[0][:shared], ""]) if shared else ""
 
 
-def setting(value: Any) -> Cell:
-    """The value of a setting as a person writes it: items of a list with commas between, of a
-    mapping by name; a mapping or model that is an item by its `name`, where it has one.
-    """
-    if isinstance(value, Mapping):
-        return "; ".join(f"{key}: {cell_text(setting(inner))}" for key, inner in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_item, value)) or None
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
-def _item(value: Any) -> str:
-    name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
-    if isinstance(name, str):
-        return name
-    shown = setting(value)
-    return f"{shown:g}" if isinstance(shown, float) else str(shown)
-
-
 def bytes_text(count: int | None) -> str:
     """Bytes with a unit, or "unknown"."""
     return "unknown" if count is None else bytes_in_words(count)
-
-
-def byte_parts(parts: Mapping[str, int | None]) -> str:
-    """`weights 15.2 GB + adapter 408 MB = 15.6 GB`; no sum where one of them is unknown."""
-    words = " + ".join(f"{name} {bytes_text(n)}" for name, n in parts.items() if n != 0)
-    known = [n for n in parts.values() if n is not None]
-    return words if len(known) < len(parts) else f"{words} = {bytes_in_words(sum(known))}"
 
 
 def print_json(document: Any) -> None:

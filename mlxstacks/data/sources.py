@@ -108,9 +108,8 @@ def open_source(source: SourceSettings, root: Path) -> OpenSource:
     """Find what a source names; a relative path is taken from `root`.
 
     Raises:
-        InputError: it is not there (NotCachedError for a data set), holds no file of a known kind,
-            or the package `datasets` is needed and missing. Broken rows raise it later, while rows
-            are read.
+        InputError: it is not there (NotCachedError for a data set), or holds no file of a known
+            kind. Broken rows raise it later, while rows are read.
     """
     if source.dataset:
         return _cached(source, source.dataset)

@@ -1,52 +1,25 @@
-"""The functions behind `mlxstacks stacks list | remove | disable | enable | gc`."""
+"""The functions behind `mlxstacks stacks remove | disable | enable | gc`."""
 
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import target_errors
-from mlxstacks.files.manifest import DomainRecord, Manifest, Matrix, MatrixMode, binding_notes
-from mlxstacks.files.router_file import RouterHeader, check_router
+from mlxstacks.files.manifest import DomainRecord, Manifest, Matrix, MatrixMode
+from mlxstacks.files.router_file import check_router
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_files import temporaries, unnamed_files
 from mlxstacks.files.store_settings import (
     StacksGcSettings,
-    StacksListSettings,
     StacksRemoveSettings,
     StacksSwitchSettings,
 )
 
 Status = Literal["done", "planned", "nothing to do"]
-
-
-@dataclass(frozen=True)
-class StoreListing:
-    """What `stacks list` shows: the manifest, and what to know about it. router: what the store's
-    router knows and how it decides; None without one, or where its file is bad (a note says so).
-    """
-
-    store_path: str
-    manifest: Manifest
-    notes: tuple[str, ...]
-    router: RouterHeader | None = None
-
-    @property
-    def stack_bytes(self) -> int:
-        return sum(stack.file.nbytes for stack in self.manifest.stacks)
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "store_path": self.store_path,
-            **self.manifest.as_json(),
-            "stack_bytes": self.stack_bytes,
-            "enabled_stacks": [stack.name for stack in self.manifest.enabled_stacks()],
-            "router_header": None if self.router is None else self.router.as_json(),
-            "notes": list(self.notes),
-        }
 
 
 @dataclass(frozen=True)
@@ -85,15 +58,6 @@ def open_store(path: str | None) -> Store:
     if path is None:
         raise InputError("no store given; `mlxstacks stack --save-path STORE` makes one")
     return Store.open(path)
-
-
-def list_store(settings: StacksListSettings) -> StoreListing:
-    """Domains, stacks, losses, router, and domains that miss what they were trained on."""
-    store = open_store(settings.store_path)
-    manifest = store.manifest
-    notes = [*binding_notes(manifest.base_fingerprint), *_standing_notes(manifest)]
-    notes += router_notes(store)
-    return StoreListing(str(store.path), manifest, tuple(notes), _router_header(store))
 
 
 def remove_domain(settings: StacksRemoveSettings, dry_run: bool = False) -> StoreChanged:
@@ -262,7 +226,7 @@ def _loss_of_ground(domain: DomainRecord, later: list[DomainRecord]) -> str:
     )
 
 
-def _standing_notes(manifest: Manifest) -> list[str]:
+def company_notes(manifest: Manifest) -> list[str]:
     """Domains that are served without stacks that were on while they were trained."""
     served = {stack.name for stack in manifest.enabled_stacks()}
     notes = []
@@ -284,15 +248,6 @@ def router_notes(store: Store) -> list[str]:
         return check_router(store.read_router().header, store)
     except StoreError as error:
         return [f"routed inference will not start: {error}"]
-
-
-def _router_header(store: Store) -> RouterHeader | None:
-    if store.manifest.router is None:
-        return None
-    try:
-        return store.read_router().header
-    except StoreError:
-        return None  # `router_notes` names it
 
 
 def _inside(store: Store, path: Path) -> str:

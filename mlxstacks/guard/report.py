@@ -151,7 +151,7 @@ def result_of(report: GuardReport) -> Result:
         question="Does a run fit into the live buffers and the bytes of its device?",
         status="done",
         outcome=report.outcome,
-        verdict=f"{report.verdict}.",
+        verdict=report.verdict,
         settings=report.settings,
         environment=environment(report.seconds),
         data=report.as_json(),

@@ -7,14 +7,19 @@ allow, and each file that is not here. Nothing is evaluated and nothing is writt
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.shipped_configs import shipped_config
+from mlxstacks.memory import bytes_in_words
 from mlxstacks.recipe.inputs import Input, absent, inputs_of
 from mlxstacks.routing.settings import NO_GAP_LOG
+from mlxstacks.study.document import Block, Column, Table, Text
+from mlxstacks.study.render.terminal import byte_parts, cell_text, setting
+from mlxstacks.study.result import Result
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -36,49 +41,7 @@ _IN_PLACE = ("stacks remove", "stacks disable", "stacks enable", "stacks gc", "s
 TRAIN = ("train", "stack", "stack compare", "sweep", "sweep buffers")
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedTraining:
-    """A training run, or several that are alike, by its config.
-
-    runs: how many are alike. trained_parameters: of one adapter or stack; frozen_bytes: of a stack
-    in the store. batches: None: the data once. guard: None where it was not asked.
-    """
-
-    name: str
-    runs: int
-    projections: dict[str, int]
-    layers: list[int]
-    trained_parameters: int
-    adapter_bytes: int
-    optimizer_bytes: int
-    frozen_bytes: int | None
-    batches: int | None
-    longest_row_tokens: int
-    guard: dict[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigPlan:
-    """What a run would be. changed: settings that are not at their default. source: where the
-    numbers of `model` come from; None without a model.
-    """
-
-    command: str
-    settings: dict[str, Any]
-    changed: dict[str, Any]
-    source: str | None
-    model: dict[str, Any]
-    training: list[PlannedTraining]
-    inputs: list[Input]
-    writes: list[str]
-    notes: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        missing = [one.path for one in absent(self.inputs)]
-        return {"status": "planned", **asdict(self), "not_here": missing}
-
-
-def plan_from_config(name: str, resolved: "Resolved", from_recipe: bool) -> ConfigPlan | None:
+def plan_from_config(name: str, resolved: "Resolved", from_recipe: bool) -> Result | None:
     """The plan where an input is not here; None where the command can plan by itself.
 
     What a recipe names need not be here, but for the model of a training, which has to be known by
@@ -90,8 +53,7 @@ def plan_from_config(name: str, resolved: "Resolved", from_recipe: bool) -> Conf
         return None
     inputs = inputs_of(name, settings)
     missing = absent(inputs)
-    named = getattr(settings, "model", None)
-    models = _models(named, getattr(settings, "bits", None))
+    models = _models(getattr(settings, "model", None), getattr(settings, "bits", None))
     model_is_missing = any(one.key == "model" for one in missing)
     known = all(shipped_config(model) is not None for model in models)
     if not missing or name == "guard":  # which reads nothing but a config, shipped or not
@@ -104,13 +66,90 @@ def plan_from_config(name: str, resolved: "Resolved", from_recipe: bool) -> Conf
         models = []
     source, facts = _facts(models[0]) if models else (None, {})
     training = list(_training(name, settings)) if models else []
-    notes = [] if training == [] else [
-        "Row lengths are unknown: the guard took the longest that the settings allow."
-    ]  # fmt: skip
-    shown = settings.model_dump(mode="json")
+    notes = ("Row lengths are unknown: the guard took the longest that the settings allow.",)
     changed = settings.model_dump(mode="json", exclude_defaults=True)
     writes = _writes(name, resolved)
-    return ConfigPlan(name, shown, changed, source, facts, training, inputs, writes, notes)
+    data = {
+        "changed": changed, "source": source, "model": facts, "training": training,
+        "inputs": [asdict(one) for one in inputs], "not_here": [one.path for one in missing],
+        "writes": writes,
+    }  # fmt: skip
+    blocks: list[Block] = [_settings_table(changed)]
+    if facts:
+        blocks.append(Text(title=f"Planned from {source}", paragraphs=(_model_words(facts),)))
+    blocks += map(_training_table, count(1), training)
+    blocks.append(Text(title="Reads", paragraphs=tuple(f"{i.key}: {i.words}" for i in inputs)))
+    plan = _planned(name, settings, writes, data, blocks)
+    verdict = missing_words(missing)
+    return plan.model_copy(update={"verdict": verdict, "notes": notes if training else ()})
+
+
+def plan_of_settings(name: str, resolved: "Resolved") -> Result:
+    """The plan of a command whose function has none of its own: its settings, what it writes."""
+    settings, writes = resolved.settings, [str(resolved.target)] if resolved.target else []
+    table = _settings_table(settings.model_dump(mode="json"))
+    return _planned(name, settings, writes, {"writes": writes}, [table])
+
+
+def _planned(
+    name: str, settings: Any, writes: list[str], data: dict[str, Any], blocks: Sequence[Block]
+) -> Result:
+    words = f"{name} would write {', '.join(writes)}." if writes else f"{name} writes nothing."
+    return Result(
+        kind=name, title=f"Plan of {name}", status="planned", outcome="planned",
+        settings=settings.model_dump(mode="json"), data=data,
+        blocks=(*blocks, Text(title="Writes", paragraphs=(words,))),
+    )  # fmt: skip
+
+
+def _settings_table(values: Mapping[str, Any]) -> Table:
+    rows = tuple((key, cell_text(setting(value))) for key, value in values.items())
+    columns = (Column(name="setting"), Column(name="value"))
+    return Table(id="settings", title="Settings", columns=columns, rows=rows)
+
+
+def missing_words(missing: Sequence[Input]) -> str:
+    """The end of a plan: what the run would need that is not here."""
+    keys = ", ".join(dict.fromkeys(one.key for one in missing))
+    return f"The run itself needs what is not here: {keys}."
+
+
+def _model_words(facts: Mapping[str, Any]) -> str:
+    words = f"{facts['model_type']}: {facts['parameters']:,} parameters, "
+    words += f"{bytes_in_words(facts['weights_bytes'])} of weights, {facts['layers']} layers"
+    if facts["experts"]:
+        words += f", {facts['experts_per_token']} of {facts['experts']} experts a token"
+    return words
+
+
+def _training_table(place: int, training: Mapping[str, Any]) -> Table:
+    kinds = ", ".join(
+        f"{name} x{times}" if times > 1 else name for name, times in training["projections"].items()
+    )
+    layers = training["layers"]
+    many = len(layers) > 8
+    where = f"{len(layers)} layers" if many else f"layers {', '.join(map(str, layers))}"
+    size = f"{training['trained_parameters']:,} parameters; in training "
+    size += f"{bytes_in_words(training['adapter_bytes'])}, its optimizer "
+    size += bytes_in_words(training["optimizer_bytes"])
+    if training["frozen_bytes"] is not None:
+        size += f"; frozen {bytes_in_words(training['frozen_bytes'])}"
+    number = training["batches"]
+    batches = "the data once" if number is None else f"{number:,} batches"
+    runs = f"{training['runs']} runs, each " if training["runs"] > 1 else ""
+    guard = training["guard"]
+    rows = {
+        "projections": f"{where}: {kinds}",
+        "size": size,
+        "batches": f"{runs}{batches}, rows of at most {training['longest_row_tokens']:,} tokens",
+    }
+    if guard is not None:
+        rows["memory"] = byte_parts(guard["parts_bytes"])
+    rows["guard"] = "not asked" if guard is None else guard["verdict"]
+    return Table(
+        id=f"training-{place}", title=f"Trains {training['name']}",
+        columns=(Column(name="what"), Column(name="value")), rows=tuple(rows.items()),
+    )  # fmt: skip
 
 
 def lacking(name: str, settings: Any) -> list[Input]:
@@ -163,7 +202,7 @@ def _parameters(model: "nn.Module") -> list[tuple[str, Any]]:
     return tree_flatten(model.parameters())
 
 
-def _training(name: str, settings: Any) -> Iterator[PlannedTraining]:
+def _training(name: str, settings: Any) -> Iterator[dict[str, Any]]:
     if name == "train":
         yield _train("one adapter", settings)
     elif name == "stack":
@@ -176,12 +215,10 @@ def _training(name: str, settings: Any) -> Iterator[PlannedTraining]:
         yield from _buffers(settings)
 
 
-def _train(
-    name: str, settings: "TrainSettings", runs: int = 1, ask: bool = True
-) -> PlannedTraining:
+def _train(name: str, settings: "TrainSettings", runs: int = 1, ask: bool = True) -> dict[str, Any]:
     from mlxstacks.guard.build import lazy_model, read_config
     from mlxstacks.studies.guarded import asked_of
-    from mlxstacks.studies.train.setup import choose_targets, trained_parameters
+    from mlxstacks.studies.train.setup import choose_targets
 
     model = str(settings.model)
     targets = choose_targets(lazy_model(read_config(model)[0]), settings)
@@ -191,14 +228,27 @@ def _train(
         settings, model, settings.max_seq_length,
         validates=True, layers=",".join(map(str, layers)),
     )  # fmt: skip
-    number = trained_parameters(targets, settings.rank)
-    return PlannedTraining(
-        name, runs, _projections(targets), layers, number, 4 * number, 8 * number, None,
-        settings.iters, settings.max_seq_length, _verdict(asked, settings.guard, ask),
+    return _adapter(
+        name, targets, settings.rank, runs=runs, batches=settings.iters,
+        longest_row_tokens=settings.max_seq_length, guard=_verdict(asked, settings.guard, ask),
     )  # fmt: skip
 
 
-def _stack(name: str, settings: "StackRunSettings", runs: int = 1) -> PlannedTraining:
+def _adapter(name: str, targets: "Sequence[Target]", rank: int, **figures: Any) -> dict[str, Any]:
+    """runs: how many are alike. batches: None: the data once. guard: None where it was not asked.
+    trained_parameters: of one adapter or stack; frozen_bytes: of a stack in the store.
+    """
+    from mlxstacks.studies.train.setup import trained_parameters
+
+    number = trained_parameters(targets, rank)
+    return {
+        "name": name, **_where(targets), "trained_parameters": number,
+        # float32, and two numbers of Adam for each
+        "adapter_bytes": 4 * number, "optimizer_bytes": 8 * number, "frozen_bytes": None, **figures,
+    }  # fmt: skip
+
+
+def _stack(name: str, settings: "StackRunSettings", runs: int = 1) -> dict[str, Any]:
     from mlxstacks.guard.build import lazy_model, read_config
     from mlxstacks.layers.targets import stack_size
     from mlxstacks.studies.stack.setup import asked_of, choose_targets
@@ -216,20 +266,22 @@ def _stack(name: str, settings: "StackRunSettings", runs: int = 1) -> PlannedTra
         settings, model, settings.max_seq_length,
         layers=",".join(map(str, layers)), domains=len(rounds), stacks=stacks,
     )  # fmt: skip
-    return PlannedTraining(
-        f"{name} of {stacks}", runs, _projections(targets), layers,
-        size.parameters, size.trained_bytes, 2 * size.trained_bytes, size.frozen_bytes,
-        total, settings.max_seq_length, _verdict(asked, settings.guard, True),
-    )  # fmt: skip
+    return {
+        "name": f"{name} of {stacks}", "runs": runs, **_where(targets),
+        "trained_parameters": size.parameters, "adapter_bytes": size.trained_bytes,
+        "optimizer_bytes": 2 * size.trained_bytes, "frozen_bytes": size.frozen_bytes,
+        "batches": total, "longest_row_tokens": settings.max_seq_length,
+        "guard": _verdict(asked, settings.guard, True),
+    }  # fmt: skip
 
 
-def _compare(settings: "CompareSettings") -> Iterator[PlannedTraining]:
+def _compare(settings: "CompareSettings") -> Iterator[dict[str, Any]]:
     for arm in settings.arms:
         run = settings.settings_of(arm, model=settings.model, data=settings.data)
         yield _stack(f"{arm.name}: a stack", run, len(settings.seeds))
 
 
-def _sweep(settings: "SweepSettings") -> Iterator[PlannedTraining]:
+def _sweep(settings: "SweepSettings") -> Iterator[dict[str, Any]]:
     """A line for each rank of a point. The guard is asked of the lowest and the highest: its count
     and its bytes grow with the rank, so that the others lie between.
     """
@@ -255,7 +307,7 @@ def _sweep(settings: "SweepSettings") -> Iterator[PlannedTraining]:
         yield _train(label, train.model_copy(update=limits), runs, cell.rank in asked)
 
 
-def _buffers(settings: "BufferSettings") -> Iterator[PlannedTraining]:
+def _buffers(settings: "BufferSettings") -> Iterator[dict[str, Any]]:
     """A line for each rank. The guard is asked of mlx-lm's loop, where it is among the trainers:
     it holds by far the most buffers.
     """
@@ -264,7 +316,6 @@ def _buffers(settings: "BufferSettings") -> Iterator[PlannedTraining]:
     from mlxstacks.layers.settings import TargetSettings, parse_layers
     from mlxstacks.layers.targets import find_targets
     from mlxstacks.studies.buffers.arms import arms_of
-    from mlxstacks.studies.train.setup import trained_parameters
 
     model = str(settings.model)
     wanted = TargetSettings(
@@ -279,7 +330,6 @@ def _buffers(settings: "BufferSettings") -> Iterator[PlannedTraining]:
     by_mlx_lm = "mlx-lm" in settings.trainers
     for rank in settings.ranks:
         _check(targets, rank)
-        number = trained_parameters(targets, rank)
         asked = GuardSettings(
             model=model, max_seq_length=longest, rank=rank, layers=settings.layers,
             keys=settings.projections,
@@ -289,10 +339,10 @@ def _buffers(settings: "BufferSettings") -> Iterator[PlannedTraining]:
             else "mlx" if by_mlx_lm else "layers",
         )  # fmt: skip
         ends = rank in (min(settings.ranks), max(settings.ranks))
-        yield PlannedTraining(
-            f"rank {rank}", sum(arm.rank == rank for arm in arms), _projections(targets),
-            sorted({target.layer for target in targets}), number, 4 * number, 8 * number, None,
-            settings.steps, longest, _verdict(asked, "mlxstacks", ends),
+        yield _adapter(
+            f"rank {rank}", targets, rank, runs=sum(arm.rank == rank for arm in arms),
+            batches=settings.steps, longest_row_tokens=longest,
+            guard=_verdict(asked, "mlxstacks", ends),
         )  # fmt: skip
 
 
@@ -305,8 +355,11 @@ def _check(targets: "Sequence[Target]", rank: int) -> None:
         raise InputError(str(error)) from error
 
 
-def _projections(targets: "Sequence[Target]") -> dict[str, int]:
-    return dict(sorted(Counter(target.name for target in targets).items()))
+def _where(targets: "Sequence[Target]") -> dict[str, Any]:
+    return {
+        "projections": dict(sorted(Counter(target.name for target in targets).items())),
+        "layers": sorted({target.layer for target in targets}),
+    }
 
 
 def _verdict(asked: "GuardSettings", choice: str, ask: bool) -> dict[str, Any] | None:

@@ -108,8 +108,7 @@ def _result_in(directory: Path) -> Path | None:
     """Of a store that was not trained here, as one of imported stacks, its manifest."""
     if _is_ours(directory / RESULT):
         return directory / RESULT
-    is_store = (directory / MANIFEST).is_file() and (directory / "stacks").is_dir()
-    return directory / MANIFEST if is_store else None
+    return directory / MANIFEST if (directory / MANIFEST).is_file() else None
 
 
 def _former(directory: Path) -> str | None:

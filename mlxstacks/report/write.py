@@ -81,7 +81,7 @@ def planned_report(
         {
             "name": source.name, "path": source.path, "file": source.file, "sha256": source.sha256,
             **{key: getattr(source.result, key) for key in _TOLD},
-            "standing": Section("", "", source.result).standing,
+            "standing": Section("", "", source.result).standing.partition(":")[0],
             "reasons": list(source.result.standing.reasons),
         }
         for source in sources

@@ -139,7 +139,7 @@ def test_dry_run_touches_nothing(toy: Path, command: Run) -> None:
     code, out, _ = command("toy", "--dry-run")
     assert (code, "would write mlxstacks-out/toy" in out) == (0, True)
     code, out, _ = command("toy", "--dry-run", "--json")
-    assert json.loads(out)["writes"] == ["mlxstacks-out/toy"]
+    assert json.loads(out)["data"]["writes"] == ["mlxstacks-out/toy"]
     assert list(toy.iterdir()) == []
 
 

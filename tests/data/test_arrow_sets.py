@@ -1,4 +1,4 @@
-"""Parquet, saved and cached data sets. What needs the package `datasets` is skipped without it.
+"""Parquet, saved and cached data sets.
 
 Run: pytest tests/data/test_arrow_sets.py
 """
@@ -31,6 +31,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "prepared"))
     repo = tmp_path / "hub" / "datasets--org--set"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text(SNAPSHOT)
@@ -39,10 +40,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return snapshot
 
 
-def test_a_data_set_in_the_hub_cache_is_read_as_it_was_downloaded(
-    hub_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arrow_sets, "cached_set", lambda *names: None)
+def test_a_data_set_in_the_hub_cache_is_read_and_its_code_is_not_run(hub_cache: Path) -> None:
     (hub_cache / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (hub_cache / "test.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     (hub_cache / "set.py").write_text("raise SystemExit('code of a data set ran')\n")
@@ -51,10 +49,8 @@ def test_a_data_set_in_the_hub_cache_is_read_as_it_was_downloaded(
     assert list(opened.sha256()) == ["org/set/test.jsonl"]
 
 
-def test_a_data_set_that_is_not_cached_says_how_to_get_it(
-    hub_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(arrow_sets, "cached_set", lambda *names: None)
+@pytest.mark.usefixtures("hub_cache")
+def test_a_data_set_that_is_not_cached_says_how_to_get_it() -> None:
     with pytest.raises(InputError, match=r"org/other: not in the cache.*nothing is downloaded.*hf"):
         read(dataset="org/other")
 
@@ -72,11 +68,9 @@ def test_reading_lines_imports_none_of_it(tmp_path: Path) -> None:
     assert {"datasets", "pyarrow"} & set(sys.modules) == before
 
 
-# --- with the package -----------------------------------------------------------------------------
-
-
 def test_a_damaged_offset_is_not_followed(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow
+
     table = pyarrow.table({"text": [f"row number {n}" for n in range(60)]})
     path = str(tmp_path / "a.arrow")
     with pyarrow.OSFile(path, "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as stream:
@@ -91,7 +85,7 @@ def test_a_damaged_offset_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_parquet_rows_stream(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow
     from pyarrow import parquet
 
     for name, rows in (("a", ROWS[:600]), ("b", ROWS[600:])):
@@ -105,7 +99,8 @@ def test_parquet_rows_stream(tmp_path: Path) -> None:
 
 
 def test_saved_sets(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     one = datasets.Dataset.from_list(ROWS)
     one.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": one, "test": one.select(range(3))}).save_to_disk(
@@ -125,7 +120,8 @@ def test_saved_sets(tmp_path: Path) -> None:
 def test_media_are_neither_decoded_nor_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     text, place = datasets.Value("string"), {"bytes": datasets.Value("binary")}
     features = datasets.Features({"text": text, "image": {**place, "path": text}})
     picture = {"bytes": None, "path": "http://127.0.0.1:9/picture.png"}
@@ -142,23 +138,18 @@ def test_media_are_neither_decoded_nor_fetched(
 
 @pytest.mark.parametrize("name", ["../one/data-00000-of-00001.arrow", "/etc/passwd", "..", 3])
 def test_a_saved_set_names_only_files_of_its_own(tmp_path: Path, name: object) -> None:
-    pytest.importorskip("pyarrow")
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
     with pytest.raises(InputError, match="is no name of a file in it"):
         read(tmp_path, path=".")
 
 
-def test_a_pipe_in_place_of_a_file_is_refused(
-    tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("pyarrow")
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path: Path, hub_cache: Path) -> None:
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "a.arrow"}]}))
     os.mkfifo(tmp_path / "a.arrow")
     with pytest.raises(InputError, match=r"a\.arrow: not a regular file"):
         read(tmp_path, path=".")
-    monkeypatch.setattr(arrow_sets, "cached_set", lambda *names: None)
     main = hub_cache.parents[1] / "refs" / "main"
     main.unlink()
     os.mkfifo(main)
@@ -168,7 +159,7 @@ def test_a_pipe_in_place_of_a_file_is_refused(
 
 @pytest.mark.parametrize("kind", ["text", "year", "zone"])
 def test_a_value_that_python_cannot_hold_names_its_column(tmp_path: Path, kind: str) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow
     from pyarrow import parquet
 
     column = {
@@ -185,7 +176,8 @@ def test_a_cached_set_is_read_without_network(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What `load_dataset` prepares for an id lies in the cache as its files say here."""
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("socket.socket.connect", _no_network)
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
@@ -216,8 +208,9 @@ def _no_network(*arguments: Any) -> None:
 def test_a_small_file_does_not_become_gigabytes(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pa = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+    from pyarrow import parquet
+
     monkeypatch.setattr(arrow_sets, "_MOST_BYTES", 1 << 20)
     monkeypatch.setattr(arrow_sets, "_MOST_VALUES", 1 << 12)
     monkeypatch.setattr(arrow_sets, "_MOST_ROW_VALUES", 1 << 12)
@@ -235,8 +228,9 @@ def test_a_small_file_does_not_become_gigabytes(
 
 
 def test_columns_of_many_numbers_and_of_categories_are_read(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+    from pyarrow import parquet
+
     names = [f"name {n}" for n in range(20_000)]
     columns = {
         "text": pa.array(["x"] * 600),
@@ -255,8 +249,9 @@ def test_columns_of_many_numbers_and_of_categories_are_read(tmp_path: Path) -> N
 
 
 def test_a_damaged_row_is_named_by_its_place_in_the_file(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as pa
+    from pyarrow import parquet
+
     bad = pa.array([b"x"] * 300 + [b"\xff"]).view(pa.string())
     parquet.write_table(pa.table({"text": bad}), tmp_path / "a.parquet")
     with pytest.raises(InputError, match="rows 257 to 301: column 'text'"):

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import safetensors
 
+from mlxstacks import base_model  # noqa: F401  (which a message imports: not counted)
 from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import INDEX_NAME, fingerprint, open_checkpoint
 from mlxstacks.files.shards import DTYPES, read_header, read_tensor

@@ -21,7 +21,6 @@ from mlxstacks.files.store_commands import (
     collect_garbage,
     disable_domain,
     enable_domain,
-    list_store,
     remove_domain,
 )
 from mlxstacks.files.store_diff import diff_stores
@@ -32,6 +31,7 @@ from mlxstacks.files.store_settings import (
     StacksRemoveSettings,
     StacksSwitchSettings,
 )
+from mlxstacks.studies.stack.store_commands import list_store
 from tests.files.store_cases import BASE, add_domain, header, make_store, tensors, tree
 
 

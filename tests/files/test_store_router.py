@@ -21,7 +21,6 @@ from mlxstacks.files.store_commands import (
     collect_garbage,
     disable_domain,
     enable_domain,
-    list_store,
     remove_domain,
 )
 from mlxstacks.files.store_diff import diff_stores
@@ -35,6 +34,7 @@ from mlxstacks.files.store_settings import (
 )
 from mlxstacks.files.store_verify import verify_store
 from mlxstacks.files.strict_json import json_sha256
+from mlxstacks.studies.stack.store_commands import list_store
 from tests.files.router_cases import router_header, router_tensors, set_router
 from tests.files.store_cases import add_domain, make_store, tree
 
@@ -182,7 +182,7 @@ def test_a_bad_router_file_is_named_and_the_rest_works(
     with pytest.raises(StoreError, match="mlxstacks route train"):
         store.read_router()
     listing = list_store(StacksListSettings(store_path=str(store.path)))
-    assert listing.router is None
+    assert listing.data["router_header"] is None
     assert str(path) in " ".join(listing.notes)
     for record in store.enabled_stacks():
         store.read_stack(record)
@@ -192,8 +192,8 @@ def test_list_and_diff_show_the_router(store: Store, tmp_path: Path) -> None:
     other = make_store(tmp_path / "other", ["chat", "code"], rounds=1)
     head = set_router(store)
     listing = list_store(StacksListSettings(store_path=str(store.path)))
-    assert listing.router == head
-    assert listing.as_json()["router_header"]["domains"] == ["chat", "code"]
+    assert listing.data["router_header"] == head.as_json()
+    assert listing.data["router_header"]["domains"] == ["chat", "code"]
     both = StacksDiffSettings(store_path=str(store.path), other_path=str(other.path))
     assert store.manifest.router is not None
     found = [(d.what, d.field, d.first, d.second) for d in diff_stores(both).differences]

@@ -19,7 +19,6 @@ from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.lora_modules import FINGERPRINT_KEY, Adapter
 from mlxstacks.files.stack_import import import_adapter
 from mlxstacks.files.store import Store
-from mlxstacks.files.store_commands import list_store
 from mlxstacks.files.store_settings import (
     StacksImportSettings,
     StacksListSettings,
@@ -29,6 +28,7 @@ from mlxstacks.files.store_verify import verify_store
 from mlxstacks.fuse import run as fuse_run
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.layers.stack_files import serve
+from mlxstacks.studies.stack.store_commands import list_store
 from tests.files.raw import change_between_samples
 from tests.tiny_models import random_adapter, write_llama
 

@@ -65,7 +65,9 @@ _NEW_IN_THE_HEAD = {
     "convert": {"kind", "verdict"},
 }  # fmt: skip
 # What the report of a kind held at the top, and its result holds in the head.
-_IN_THE_HEAD = {"identity": {"standing"}, "sweep": {"failed_gate"}}
+_IN_THE_HEAD = {
+    "confound": {"standing"}, "identity": {"standing"}, "sweep": {"failed_gate"},
+}  # fmt: skip
 
 
 # What a kind of result said of itself otherwise, or not at all, before it was a `Result`.
@@ -74,7 +76,7 @@ FORMER: dict[str, dict[str, Any]] = {
     "route explain": {"status": None, "settings": None},
 }
 # Of a result's head, what former documents of some commands had no word for.
-_OF_THE_HEAD = ("kind", "verdict", "settings.")
+_OF_THE_HEAD = ("kind", "status", "verdict", "settings.")
 
 
 def pruned(value: Any) -> Any:

@@ -182,9 +182,8 @@ def test_the_cache_is_made_once_and_follows_the_environment(tmp_path: Path, monk
     assert ("model_path", info["model_path"]) in facts.rows
     four_bits = next(row for row in measured.rows if row[0] == "4 bit")
     known = info["manifest"]["measured"]["models"]["4_bit"]["multiple_choice"]
-    share = four_bits[-1]
-    assert isinstance(share, tuple)
-    assert share[0] == known["accuracy"]
+    bounds = known["interval"]
+    assert four_bits[-1] == (known["accuracy"], bounds["low"], bounds["high"])
     assert (paths.model_path / "config.json").stat().st_mtime_ns == stamp
     assert sorted(p.name for p in paths.model_path.parent.iterdir()) == [MARK, "model-4bit"]
 

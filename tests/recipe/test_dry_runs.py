@@ -62,10 +62,10 @@ def test_it_plans_and_touches_nothing(name: str, offline: Path, command: Run) ->
     assert code == 0, err
     plan = json.loads(out)
     recipe = load_recipe(name)
-    assert plan["status"] in ("planned", "fits", "tight", "refused")
+    assert plan["status"] == "planned" or (recipe.command, plan["status"]) == ("guard", "done")
     assert list(offline.iterdir()) == []
     if "model" in recipe.values and recipe.command not in (*PLAN_THEMSELVES, "guard"):
-        check_plan(recipe, plan)
+        check_plan(recipe, plan["data"])
 
 
 def check_plan(recipe: Recipe, plan: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ def test_a_recipe_of_the_large_model_has_a_twin_on_nano(name: str) -> None:
 @pytest.mark.parametrize("name", ["train-qwen3.5-35b-a3b", "stack-qwen3.5-35b-a3b"])
 def test_the_guards_word_in_the_head_is_the_guards(name: str, offline: Path, command: Run) -> None:
     code, out, _ = command("run", name, "--dry-run", "--json")
-    verdict = json.loads(out)["training"][0]["guard"]["verdict"]
+    verdict = json.loads(out)["data"]["training"][0]["guard"]["verdict"]
     said = next(line for line in load_recipe(name).head if line.startswith("Guard:"))
     assert verdict in re.sub(r"^Guard:\s+", "", said)
     assert code == 0
@@ -123,7 +123,7 @@ def test_the_guards_word_on_what_the_studies_train(offline: Path, command: Run) 
     text.write_text(f"command: train\nmodel: {recipes[0].values['model']}\ndata: data\n")
     code, out, err = command("run", str(text), "--dry-run", "--json", *pairs)
     assert code == 0, err
-    verdict = json.loads(out)["training"][0]["guard"]["verdict"]
+    verdict = json.loads(out)["data"]["training"][0]["guard"]["verdict"]
     for recipe in recipes:
         said = next(line for line in recipe.head if line.startswith("Guard:"))
         assert verdict in said
@@ -144,7 +144,7 @@ def test_stacks_on_all_layers_of_the_large_model_fit(offline: Path, command: Run
     arguments = ("run", "stack-qwen3.5-35b-a3b", "--dry-run", "--set", "layers=all")
     code, out, err = command(*arguments, "--json")
     assert code == 0, err
-    (training,) = json.loads(out)["training"]
+    (training,) = json.loads(out)["data"]["training"]
     guard, parts = training["guard"], training["guard"]["parts_bytes"]
     assert guard["outcome"] == "fits"
     assert sum(parts.values()) == guard["bytes"]
@@ -174,7 +174,7 @@ def test_rows_that_are_here_are_counted(offline: Path, command: Run) -> None:
     (offline / "data").mkdir()
     (offline / "data" / "train.jsonl").write_text('{"text": "a"}\n\n{"text": "b"}\n')
     code, out, _ = command("run", "train-qwen3.5-35b-a3b", "--dry-run", "--json")
-    inputs = {one["path"]: one for one in json.loads(out)["inputs"]}
+    inputs = {one["path"]: one for one in json.loads(out)["data"]["inputs"]}
     assert code == 0
     assert inputs["data/train.jsonl"]["rows"] == 2
     assert inputs["data/valid.jsonl"] == {
@@ -237,7 +237,7 @@ def test_a_plan_names_what_is_read_and_written(
 ) -> None:
     """`prompts` is a number in the first, a list of prompts in the second, a file in the last."""
     _, out, _ = command("run", name + BIG, "--dry-run", "--json")
-    plan = json.loads(out)
+    plan = json.loads(out)["data"]
     here = [one["key"] for one in plan["inputs"] if not one["here"] and one["needed"]]
     assert here == missing
     assert plan["writes"] == [path if path.endswith("l") else path + BIG for path in writes]
@@ -267,7 +267,7 @@ def test_a_command_that_plans_by_itself_says_what_is_not_here(
 def test_a_store_that_is_changed_is_written(offline: Path, command: Run) -> None:
     for name in ("stacks-gc", "stacks-remove", "stacks-disable", "stacks-enable"):
         _, out, _ = command("run", name, "--dry-run", "--json")
-        assert json.loads(out)["writes"] == ["mlxstacks-out/stack"], name
+        assert json.loads(out)["data"]["writes"] == ["mlxstacks-out/stack"], name
 
 
 def test_lists_of_mappings_are_shown_by_their_names(offline: Path, command: Run) -> None:

@@ -200,7 +200,7 @@ def test_a_result_with_relative_inputs_is_repeated_where_it_was_made(
     assert json.loads(capsys.readouterr().out)["plan"]["prompts"]
     monkeypatch.chdir(target)
     assert command(again) == 0
-    assert "plan" not in json.loads(capsys.readouterr().out)
+    assert json.loads(capsys.readouterr().out)["plan"] is None
 
 
 def test_a_result_without_settings_has_no_recipe() -> None:

@@ -14,6 +14,7 @@ from tests.report.cases import every_report
 KNOWN = {
     "survival", "artifact", "codes changed", "at zero delta", "guessing", "chance", "effect",
     "largest of a step", "padding", "floor share", "content share", "A0 / A1",
+    "energy", "shortest to longest",
 }  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 from mlxstacks.studies.benchmarks import run as eval_run
 from mlxstacks.studies.benchmarks.analysis import Outcome
 from mlxstacks.studies.benchmarks.settings import NORMALISATIONS, EvalSettings
-from mlxstacks.studies.benchmarks.types import BenchItem, Replied, Scored
+from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied, Scored
 
 SUBJECTS = ("alpha", "beta", "gamma")
 # How much of what it is asked each arm knows.
@@ -30,8 +29,8 @@ def chance(*parts: object) -> float:
 class FakeArm:
     """Knows a share of the items. calls: how many items it was asked."""
 
-    def __init__(self, name: str, settings: Any, pause: float = 0.0) -> None:
-        self.name, self.settings, self.pause = name, settings, pause
+    def __init__(self, name: str, settings: Any) -> None:
+        self.name, self.settings = name, settings
         self.notes: Sequence[str] = [f"{name} is made up"]
         self.details = {"seed": settings.seed}
         self.calls = 0
@@ -71,7 +70,6 @@ class FakeArm:
 
     def _work(self, items: Sequence[BenchItem]) -> None:
         self.calls += len(items)
-        time.sleep(self.pause)
 
 
 class FakeArms:
@@ -79,8 +77,8 @@ class FakeArms:
 
     is_published_model = False
 
-    def __init__(self, pause: float = 0.0, stop_after: int | None = None) -> None:
-        self.pause, self.stop_after = pause, stop_after
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.stop_after = stop_after
         self.opened: list[str] = []
         self.made: list[FakeArm] = []
 
@@ -90,7 +88,7 @@ class FakeArms:
                 raise KeyboardInterrupt
             assert not settings.reference_offset
             self.opened.append(name)
-            self.made.append(FakeArm(name, settings, self.pause))
+            self.made.append(FakeArm(name, settings))
             yield self.made[-1]
 
 

@@ -52,6 +52,7 @@ def settings_for(model: Path, data: Path, save_path: Path, **changes: Any) -> St
         "keys": ("q_proj", "linear_attn.out_proj", "switch_mlp.down_proj"),
         "stack": {"rank": 2, "num_experts": 3}, "min_loss_delta": 1e-4, "steps_per_eval": 4,
         "null_space": {"directions": 4, "samples": 8}, "save_every": 3, "steps_per_report": 2,
+        "guard": "off",
     }  # fmt: skip
     return StackRunSettings.model_validate(values | changes)
 

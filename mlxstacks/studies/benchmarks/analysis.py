@@ -16,7 +16,7 @@ from mlxstacks.stats import Interval, holm, mcnemar_exact_test, wilson_interval
 from mlxstacks.studies.benchmarks.answers import Given
 from mlxstacks.studies.benchmarks.grading import Grade
 from mlxstacks.studies.benchmarks.settings import ARMS, NORMALISATIONS, Normalisation
-from mlxstacks.studies.benchmarks.types import BenchItem, Replied, Scored
+from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied, Scored
 
 Figures = dict[str, Any]
 Claim = tuple[str, str]

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from mlxstacks.studies.benchmarks.types import BenchItem, Replied, Scored
+from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied, Scored
 from mlxstacks.study.answer_log import AnswerLog, chained
 
 Of = Literal["texts", "letters", "replies", "reference"]
@@ -97,11 +97,11 @@ def _timed(batch: Sequence[BenchItem], answer: AnswerItems) -> list[Given]:
     if len(answers) != len(batch):
         raise ValueError(f"{len(answers)} answers to {len(batch)} items")
     seconds = round((time.monotonic() - started) / len(batch), 6)
-    found: list[Given] = []
+    given: list[Given] = []
     for item, one in zip(batch, answers, strict=True):
         assert isinstance(one, Scored | Replied)
-        found.append(Given(item.item_id, one, seconds))
-    return found
+        given.append(Given(item.item_id, one, seconds))
+    return given
 
 
 def _given(row: dict[str, Any], of: Of) -> Given:

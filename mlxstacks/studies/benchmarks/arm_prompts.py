@@ -59,21 +59,21 @@ class PromptEncoder:
         """
         if self._settings.chat == "all" and self._has_template:
             text = text.lstrip(" ")
-        found = tuple(self.encode(text))
-        if not found:
+        tokens = tuple(self.encode(text))
+        if not tokens:
             raise InputError(f"candidate {text[:40]!r} has no tokens; a candidate is some text")
-        return found
+        return tokens
 
     def context(self, prompt: str) -> Tokens:
         """The tokens that candidates follow. Raises: InputError: there are none."""
         prompt = self.end_of(prompt)
         if self._settings.chat == "all":
-            found = self._chat(prompt, self.rendering.before_answer()).tokens
+            tokens = self._chat(prompt, self.rendering.before_answer()).tokens
         else:
-            found = self.text(prompt)
-        if not found:
+            tokens = self.text(prompt)
+        if not tokens:
             raise InputError("an item has an empty prompt; there is nothing a candidate follows")
-        return found
+        return tokens
 
     def question(self, prompt: str) -> Prompt:
         """The tokens of a prompt that is answered in text. Raises: InputError: there are none."""

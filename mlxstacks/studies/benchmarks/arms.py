@@ -28,11 +28,11 @@ from mlxstacks.fuse.unfused import attach_adapters
 from mlxstacks.layers.selection import base
 from mlxstacks.layers.stacked import set_mode
 from mlxstacks.routing.router import load_prompt_router
-from mlxstacks.studies.benchmarks.arm_model import Loaded, ModelArm
-from mlxstacks.studies.benchmarks.arm_routes import Routes
+from mlxstacks.studies.benchmarks.arm_model import Loaded, ModelArm, Routes
 from mlxstacks.studies.benchmarks.settings import (
     ADAPTER_ARMS,
     ARMS,
+    NEED_LABELS,
     STORE_ARMS,
     ArmName,
     ArmSettings,
@@ -40,10 +40,6 @@ from mlxstacks.studies.benchmarks.settings import (
 from mlxstacks.studies.route.data import stack_hashes
 from mlxstacks.studies.route.served import open_served, with_controls
 from mlxstacks.training.prepare_base import prepare_base
-
-__all__ = ["ARMS", "ModelArm", "available_arms", "check_arms", "open_arms"]
-
-_LABELLED: tuple[ArmName, ...] = ("oracle", "random")
 
 
 def available_arms(settings: ArmSettings, labelled: bool = True) -> tuple[ArmName, ...]:
@@ -57,7 +53,7 @@ def available_arms(settings: ArmSettings, labelled: bool = True) -> tuple[ArmNam
         for name in ARMS
         if (settings.adapter_path or name not in ADAPTER_ARMS)
         and (settings.store_path or name not in STORE_ARMS)
-        and (labelled or name not in _LABELLED)
+        and (labelled or name not in NEED_LABELS)
     )
 
 
@@ -177,9 +173,9 @@ def _adapter_arms(names: Sequence[ArmName], settings: ArmSettings) -> Iterator[M
         yield from _given(ModelArm("adapter", loaded, Routes("adapter")))
         _take_off(loaded.model)
     if "fused" in names:
-        found = fuse_in_memory(loaded.model, fuse)
-        notes = [f"fused ({settings.requant}): {found.verdict}", *found.notes]
-        details = {"requant": settings.requant, "fuse": found.as_json()}
+        fused = fuse_in_memory(loaded.model, fuse)
+        notes = [f"fused ({settings.requant}): {fused.verdict}", *fused.notes]
+        details = {"requant": settings.requant, "fuse": fused.as_json()}
         yield from _given(ModelArm("fused", loaded, Routes("fused"), notes, details))
 
 

@@ -2,17 +2,31 @@ r"""Are two answers in LaTeX the same? Text, then number, then algebra (spec/eva
 
     text        equal after `normalised`
     numeric     both are plain numbers, less than 0.001 apart, and near a small gold by 1% of it
-    symbolic    math-verify says so (symbolic.py), where it is installed
+    symbolic    math-verify says so, where it is installed
 
 The rule that decided is kept. Without math-verify "unequal" may mean "not looked at", so every
 result says whether the third rule was there.
+
+sympy can be asked for numbers that no memory holds (`9^{9^{9^9}}`) inside calls that no alarm
+interrupts, and model-written text asks for anything. So one worker does the work with limits of its
+own; a question that takes too long ends the worker, and the next one starts another.
 """
 
+import json
 import math
 import re
+import resource
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
 from typing import Literal
+
+import mlxstacks
+from mlxstacks.study.line_worker import LineWorker
 
 Rule = Literal["text", "numeric", "symbolic", "none"]
 Symbolic = Callable[[str, str], bool | None]
@@ -37,14 +51,14 @@ def equivalent(gold: str, answer: str | None, symbolic: Symbolic | None = None) 
 
     Law: an answer is equivalent to itself.
     """
-    if answer is None or not (found := normalised(answer)):
+    if answer is None or not (text := normalised(answer)):
         return Equivalence(False, "none")
-    wanted = normalised(gold)
-    if found == wanted:
+    gold_text = normalised(gold)
+    if text == gold_text:
         return Equivalence(True, "text")
-    one, two = as_number(wanted), as_number(found)
-    if one is not None and two is not None:
-        near = numbers_near(one, two)
+    gold_number, number = as_number(gold_text), as_number(text)
+    if gold_number is not None and number is not None:
+        near = numbers_near(gold_number, number)
         return Equivalence(near, "numeric" if near else "none")
     if symbolic is None:
         return Equivalence(False, "none")
@@ -145,3 +159,102 @@ def as_number(text: str) -> float | None:
     if not math.isfinite(value):
         return None
     return -value if sign == "-" else value
+
+
+# --- algebra --------------------------------------------------------------------------------------
+
+
+_MODULE = "mlxstacks.studies.benchmarks.equivalence"
+_MEMORY_BYTES = 2 << 30
+MOST_CHARACTERS = 400
+
+
+def installed() -> str | None:
+    """math-verify's version; None where it is not installed (extra `eval`)."""
+    if find_spec("math_verify") is None:
+        return None
+    try:
+        return version("math-verify")
+    except PackageNotFoundError:
+        return None
+
+
+class SymbolicChecker:
+    """`with SymbolicChecker() as equal: equal(gold, answer)`; starts on its first question.
+
+    asked, undecided: for the report. Raises: RuntimeError on use where math-verify is missing.
+    """
+
+    def __init__(self, seconds: float = 10.0) -> None:
+        self.seconds = seconds
+        self.asked = self.undecided = 0
+        package = str(Path(mlxstacks.__file__).parents[1])
+        code = f"import sys; sys.path.insert(0, sys.argv[1]); from {_MODULE} import work; work()"
+        self._worker = LineWorker([sys.executable, "-P", "-c", code, package])
+
+    def __enter__(self) -> "SymbolicChecker":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self.close()
+
+    def __call__(self, gold: str, answer: str) -> bool | None:
+        """Whether they are equal; None: no parse, too long, out of time or memory."""
+        self.asked += 1
+        equal: bool | None = None
+        if max(len(gold), len(answer)) <= MOST_CHARACTERS:
+            equal = self._ask({"gold": gold, "answer": answer})
+        self.undecided += equal is None
+        return equal
+
+    def close(self) -> None:
+        """End the worker; a further question starts a new one."""
+        self._worker.close()
+
+    def _ask(self, question: dict[str, str]) -> bool | None:
+        if installed() is None:
+            raise RuntimeError("math-verify is not installed: pip install 'mlxstacks[eval]'")
+        reply = self._worker.ask(question, self.seconds)
+        return None if reply is None else reply["equal"]
+
+
+def work() -> None:
+    """The worker: a question a line in, `{"equal": true | false | null}` a line out."""
+    if sys.platform == "linux":  # macOS does not hold it
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    answers = sys.stdout
+    sys.stdout = sys.stderr  # what a library prints is no answer
+    equal_of("1", "1")
+    answers.write("ready\n")
+    answers.flush()
+    for line in sys.stdin:
+        question = json.loads(line)
+        try:
+            equal = equal_of(question["gold"], question["answer"])
+        except (MemoryError, RecursionError):
+            equal = None
+        answers.write(json.dumps({"equal": equal}) + "\n")
+        answers.flush()
+
+
+def equal_of(gold: str, answer: str) -> bool | None:
+    """math-verify's word on two answers without dollar signs; None where one has no parse."""
+    import logging
+
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    parsed_gold, parsed_answer = (
+        # The caller's clock ends what takes too long, so no alarms.
+        parse(f"${text.strip().strip('$')}$", [LatexExtractionConfig()], parsing_timeout=None)
+        for text in (gold, answer)
+    )
+    # A list of the parsed expression and its text; the text alone is no parse.
+    if not any(not isinstance(part, str) for part in parsed_gold) or not any(
+        not isinstance(part, str) for part in parsed_answer
+    ):
+        return None
+    return bool(verify(parsed_gold, parsed_answer, timeout_seconds=None))

@@ -2,12 +2,10 @@
 
 Every function returns an `Extracted`: the answer as text, or None, and the name of the rule. A rule
 that fires more often in one arm than in another is a change of format, not of knowledge, so reports
-count them (`rule_counts`).
+count them.
 """
 
 import re
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 
@@ -25,11 +23,6 @@ class Extracted:
 _NOTHING = Extracted(None, NONE)
 
 
-def rule_counts(answers: Iterable[Extracted]) -> dict[str, int]:
-    """How often each rule fired, the most frequent first."""
-    return dict(Counter(answer.rule for answer in answers).most_common())
-
-
 # --- boxes ----------------------------------------------------------------------------------------
 
 _BOX = re.compile(r"\\boxed\s*\{")
@@ -41,16 +34,16 @@ def boxes(text: str) -> list[str]:
     Braces are matched at any depth; `\{` and `\}` are characters, not braces. A box that the end of
     the text cuts off is none.
     """
-    found = []
+    contents = []
     place = 0
     while match := _BOX.search(text, place):
         end = _closing_brace(text, match.end())
         if end is None:
             place = match.end()  # a later box may still be whole
         else:
-            found.append(text[match.end() : end].strip())
+            contents.append(text[match.end() : end].strip())
             place = end + 1
-    return found
+    return contents
 
 
 def _closing_brace(text: str, start: int) -> int | None:
@@ -72,10 +65,10 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 def boxed(text: str) -> Extracted:
     r"""MATH: the last box; a box that holds only a box is that one. No box is no answer."""
-    found = boxes(text)
-    if not found:
+    contents = boxes(text)
+    if not contents:
         return _NOTHING
-    content = found[-1]
+    content = contents[-1]
     while (match := _BOX.match(content)) and (
         _closing_brace(content, match.end()) == len(content) - 1
     ):
@@ -149,9 +142,9 @@ def integer(text: str) -> Extracted:
     for content in reversed(boxes(text)):
         if match := _INTEGER.search(content.replace("{,}", ",").replace("\\,", "")):
             return Extracted(_whole(_plain(match)), "boxed")
-    said = list(_ANSWER_INTEGER.finditer(text))
-    if said:
-        return Extracted(_whole(_plain(said[-1])), "answer is")
+    answers = list(_ANSWER_INTEGER.finditer(text))
+    if answers:
+        return Extracted(_whole(_plain(answers[-1])), "answer is")
     short = _SHORT_INTEGER.findall(text)
     return Extracted(_whole(short[-1]), "last integer") if short else _NOTHING
 
@@ -183,12 +176,12 @@ def choice_letter(text: str, letters: str) -> Extracted:
     """
     _check(letters)
     for content in reversed(boxes(text)):
-        if (found := _only_letter(content, letters)) is not None:
-            return Extracted(found, "boxed")
+        if (letter := _only_letter(content, letters)) is not None:
+            return Extracted(letter, "boxed")
     pattern = rf"(?i:answer)\s*(?i:is|:){_BEFORE_LETTER}([{letters}])(?!\w|['\u2019])"
-    said = re.findall(pattern, text)
-    if said:
-        return Extracted(said[-1], "answer is")
+    answers = re.findall(pattern, text)
+    if answers:
+        return Extracted(answers[-1], "answer is")
     lines = [line for line in text.splitlines() if line.strip()]
     first = _standalone(lines[0], letters) if lines else []
     if first:
@@ -200,13 +193,13 @@ def choice_letter(text: str, letters: str) -> Extracted:
 def final_letter(text: str, letters: str = "ABCD") -> Extracted:
     """GPQA: the last `ANSWER: X`, else the last standalone letter of the last 50 characters."""
     _check(letters)
-    said = re.findall(rf"ANSWER\s*:{_BEFORE_LETTER}([{letters}])(?!\w|['\u2019])", text)
-    if said:
-        return Extracted(said[-1], "answer")
+    answers = re.findall(rf"ANSWER\s*:{_BEFORE_LETTER}([{letters}])(?!\w|['\u2019])", text)
+    if answers:
+        return Extracted(answers[-1], "answer")
     # A letter that the cut makes standalone ("...DNA" from its second half on) is none.
     start = max(0, len(text) - _LAST_CHARACTERS)
-    found = [letter for letter, place in _standalone_places(text, letters) if place >= start]
-    return Extracted(found[-1], "last letter") if found else _NOTHING
+    standalone = [letter for letter, place in _standalone_places(text, letters) if place >= start]
+    return Extracted(standalone[-1], "last letter") if standalone else _NOTHING
 
 
 def _only_letter(content: str, letters: str) -> str | None:

@@ -14,10 +14,13 @@ from typing import Any
 
 from mlxstacks.sandbox.run import SandboxLimits
 from mlxstacks.studies.benchmarks import extract, human_eval
-from mlxstacks.studies.benchmarks.equivalence import Symbolic, equivalent
-from mlxstacks.studies.benchmarks.symbolic import SymbolicChecker, installed
-from mlxstacks.studies.benchmarks.tasks import Grader, Task
-from mlxstacks.studies.benchmarks.types import BenchItem
+from mlxstacks.studies.benchmarks.equivalence import (
+    Symbolic,
+    SymbolicChecker,
+    equivalent,
+    installed,
+)
+from mlxstacks.studies.benchmarks.tasks import BenchItem, Grader, Task
 
 NO_ANSWER = "no answer"
 CODE_NOT_RUN = "not run: programs need allow_code"
@@ -83,37 +86,37 @@ def grade(task: Task, item: BenchItem, text: str, tools: GradingTools) -> Grade:
 
 
 def _number(item: BenchItem, text: str, tools: GradingTools) -> Grade:
-    found = extract.number(text)
-    return _compared(found, extract.numbers_agree(found.value, str(item.gold)))
+    extracted = extract.number(text)
+    return _compared(extracted, extract.numbers_agree(extracted.value, str(item.gold)))
 
 
 def _integer(item: BenchItem, text: str, tools: GradingTools) -> Grade:
-    found = extract.integer(text)
-    return _compared(found, found.value == item.gold)
+    extracted = extract.integer(text)
+    return _compared(extracted, extracted.value == item.gold)
 
 
 def _letter(item: BenchItem, text: str, tools: GradingTools) -> Grade:
     letters = "".join(letter.strip() for letter in item.letters)
-    found = extract.final_letter(text, letters)
-    return _compared(found, found.value == item.gold)
+    extracted = extract.final_letter(text, letters)
+    return _compared(extracted, extracted.value == item.gold)
 
 
-def _compared(found: extract.Extracted, equal: bool) -> Grade:
-    how = NO_ANSWER if found.value is None else "equal" if equal else "unequal"
-    return Grade(equal, found.value, found.rule, how)
+def _compared(extracted: extract.Extracted, equal: bool) -> Grade:
+    how = NO_ANSWER if extracted.value is None else "equal" if equal else "unequal"
+    return Grade(equal, extracted.value, extracted.rule, how)
 
 
 def _boxed(item: BenchItem, text: str, tools: GradingTools) -> Grade:
-    found = extract.boxed(text)
-    if found.value is None:
-        return _compared(found, False)
-    same = equivalent(str(item.gold), found.value, tools.symbolic)
+    extracted = extract.boxed(text)
+    if extracted.value is None:
+        return _compared(extracted, False)
+    same = equivalent(str(item.gold), extracted.value, tools.symbolic)
     how: str = same.rule
     if not same.equal:
         how = "undecided" if same.symbolic == "undecided" else "unequal"
         if tools.symbolic is None:
             how = "unequal without algebra"
-    return Grade(same.equal, found.value, found.rule, how)
+    return Grade(same.equal, extracted.value, extracted.rule, how)
 
 
 def _code(item: BenchItem, text: str, tools: GradingTools) -> Grade:

@@ -16,9 +16,13 @@ from mlxstacks.files.shipped_configs import has_shape_of
 from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.studies.benchmarks.analysis import Outcome, claims_of
-from mlxstacks.studies.benchmarks.asked import NEED_LABELS, AskedTask
-from mlxstacks.studies.benchmarks.settings import NOT_OF_THE_PLAN, ArmSettings, EvalSettings
-from mlxstacks.studies.benchmarks.task_data import bench_items_sha256
+from mlxstacks.studies.benchmarks.items import AskedTask, bench_items_sha256
+from mlxstacks.studies.benchmarks.settings import (
+    NEED_LABELS,
+    NOT_OF_THE_PLAN,
+    ArmSettings,
+    EvalSettings,
+)
 from mlxstacks.studies.benchmarks.tasks import PUBLISHED_SHAPE
 from mlxstacks.studies.confound.plan import file_sha256
 from mlxstacks.study.plan import Evidence, Plan, ids_sha256
@@ -76,7 +80,7 @@ def harness_plan(settings: EvalSettings) -> dict[str, Any]:
     """
     if not settings.harness_tasks:
         return {}
-    from mlxstacks.studies.benchmarks.harness.named import find_tasks
+    from mlxstacks.studies.benchmarks.harness.tasks import find_tasks
 
     return {
         task.name: {**task.fingerprint(settings.data), "limit": settings.items_per_task}

@@ -15,10 +15,11 @@ from mlxstacks.studies.benchmarks.analysis import (
     compare,
     mean_differences,
 )
-from mlxstacks.studies.benchmarks.asked import AskedTask
+from mlxstacks.studies.benchmarks.items import AskedTask
 from mlxstacks.studies.benchmarks.plan import evidence_of, least_effect
+from mlxstacks.studies.benchmarks.settings import NORMALISATIONS
 from mlxstacks.studies.benchmarks.tasks import PUBLISHED_MODEL
-from mlxstacks.study.document import Block, Cell, Column, Kind, Plot, Series, Table, Text
+from mlxstacks.study.document import Block, Cell, Column, Plot, Series, Table, Text
 from mlxstacks.study.plan import Plan, Standing, standing
 
 # Arms that choose among stacks.
@@ -29,8 +30,6 @@ _LARGE = 0.2
 # Of a column with little room.
 _SHORT = {EVEN: "not told apart"}
 _MOST_OPEN_ROWS = 40
-_Columns = Sequence[tuple[str, Kind]]
-_TASK: _Columns = [("task", "text")]
 
 
 def find(
@@ -252,7 +251,7 @@ def _mean_in_words(mean: Figures) -> str:
 
 def outcome(figures: Figures) -> str:
     """A few words."""
-    pairs = [pair for task in figures["tasks"].values() for pair in task["comparisons"]]
+    pairs = _pairs(figures["tasks"])
     if not pairs:
         return "nothing compared"
     count = _count_told_apart(pairs)
@@ -264,28 +263,33 @@ def outcome(figures: Figures) -> str:
 # --- tables ---------------------------------------------------------------------------------------
 
 
+def _table(
+    id: str, title: str, columns: str, rows: Sequence[Sequence[Cell]], caption: str = ""
+) -> Table:
+    """columns: names with their kinds, `name: kind | name`; without a kind they are text."""
+    names = [column.partition(": ") for column in columns.split(" | ")]
+    return Table(
+        id=id, title=title, rows=tuple(map(tuple, rows)), caption=caption,
+        columns=tuple(Column(name=name, kind=kind or "text") for name, _, kind in names),
+        folded=len(rows) > _MOST_OPEN_ROWS,
+    )  # fmt: skip
+
+
 def plan_blocks(settings: Mapping[str, Any], tasks: Mapping[str, Figures]) -> tuple[Block, ...]:
     """What a run would ask. tasks: name -> `AskedTask.as_json`."""
     keys = ("model", "adapter_path", "store_path", "data", "items_per_task", "limit", "sample",
             "normalisation")  # fmt: skip
-    rows: list[list[Cell]] = [
+    asked = [[key, None if settings[key] is None else str(settings[key])] for key in keys]
+    rows = [
         [name, task["kind"], task["n"], task["available"], ", ".join(task["arms"])]
         for name, task in tasks.items()
     ]
-    columns: _Columns = [("task", "text"), ("kind", "text"), ("items", "count"), ("of", "count"),
-                         ("arms", "text")]  # fmt: skip
-    asked = _table(
-        "settings",
-        "What would be asked",
-        [("setting", "text"), ("value", "text")],
-        [[key, None if settings[key] is None else str(settings[key])] for key in keys],
-    )
-    notes = [f"{name}: {note}" for name, task in tasks.items() for note in task["notes"]]
-    return (
-        asked,
-        *([_table("tasks", "Tasks", columns, rows)] if rows else []),
-        *([Text(title="On the data", paragraphs=tuple(notes))] if notes else []),
-    )
+    notes = tuple(f"{name}: {note}" for name, task in tasks.items() for note in task["notes"])
+    parts: list[Block] = [_table("settings", "What would be asked", "setting | value", asked)]
+    if rows:
+        columns = "task | kind | items: count | of: count | arms"
+        parts.append(_table("tasks", "Tasks", columns, rows))
+    return (*parts, *([Text(title="On the data", paragraphs=notes)] if notes else []))
 
 
 def blocks(figures: Figures, harness: Figures, settings: Mapping[str, Any]) -> tuple[Block, ...]:
@@ -293,39 +297,28 @@ def blocks(figures: Figures, harness: Figures, settings: Mapping[str, Any]) -> t
     tasks: dict[str, Figures] = figures["tasks"]
     parts = _plots(figures)
     if tasks:
-        pairs = [pair for task in tasks.values() for pair in task["comparisons"]]
         parts.append(_score_table(tasks, settings["normalisation"]))
-        if pairs:
-            parts.append(_pair_table("pairs", "Paired tests", pairs, len(tasks) > 1))
-        if len(tasks) > 1 and figures["means"]:
+        parts += _pair_tables("pairs", "Paired tests", _pairs(tasks), len(tasks) > 1)
+        if len(tasks) > 1:
             parts += _mean_tables(figures)
-        marks = [f"{name}: {mark}" for name, task in tasks.items() for mark in task["marks"]]
+        marks = tuple(f"{name}: {mark}" for name, task in tasks.items() for mark in task["marks"])
         if marks:
-            parts.append(
-                Text(title="What a reader of the scores must know", paragraphs=tuple(marks))
-            )
-        parts += _how_tables(tasks)
-        published = {name: task for name, task in tasks.items() if task["published"]}
-        if published:
-            parts.append(_published_table(published))
+            parts.append(Text(title="What a reader of the scores must know", paragraphs=marks))
+        parts += [*_how_tables(tasks), *_published_tables(tasks)]
     for number, (name, task) in enumerate(harness.get("tasks", {}).items(), 1):
-        parts += _harness_tables(number, name, task)
+        parts += _harness_tables(f"harness-{number}", name, task)
     return tuple(parts)
 
 
-def _table(id: str, title: str, columns: _Columns, rows: Sequence[Sequence[Cell]],
-           caption: str = "") -> Table:  # fmt: skip
-    return Table(
-        id=id, title=title, columns=tuple(Column(name=name, kind=kind) for name, kind in columns),
-        rows=tuple(map(tuple, rows)), caption=caption, folded=len(rows) > _MOST_OPEN_ROWS,
-    )  # fmt: skip
+def _pairs(tasks: Mapping[str, Figures]) -> list[Figures]:
+    return [pair for task in tasks.values() for pair in task["comparisons"]]
 
 
 def _rate(score: Figures | None) -> Cell:
     """A share with its interval; None for an arm that was not asked."""
     if score is None or score.get("score") is None:
         return None if score is None else "not graded"
-    return score["score"], score["interval"]["low"], score["interval"]["high"]
+    return _interval(score["score"], score)
 
 
 def _share(score: Figures | None) -> Cell:
@@ -336,54 +329,48 @@ def _interval(value: float, figures: Figures) -> Cell:
     return value, figures["interval"]["low"], figures["interval"]["high"]
 
 
-def _arms(tasks: Mapping[str, Figures]) -> list[str]:
-    return list(dict.fromkeys(arm for task in tasks.values() for arm in task["arms"]))
-
-
 def _score_table(tasks: Mapping[str, Figures], normalisation: str) -> Table:
     """A row a task; of one task a row an arm, which a phone is wide enough for."""
-    by = f", by {normalisation}"
-    any_by = by if any(task["kind"] == "likelihood" for task in tasks.values()) else ""
+    by = f", by {normalisation}" if any(t["kind"] == "likelihood" for t in tasks.values()) else ""
     if len(tasks) > 1:
-        arms = _arms(tasks)
-        rows: list[list[Cell]] = [
+        arms = list(dict.fromkeys(arm for task in tasks.values() for arm in task["arms"]))
+        rows = [
             [task["title"], task["n"], task["available"], task["guess_rate"],
              *(_rate(task["arms"].get(arm)) for arm in arms)]
             for task in tasks.values()
         ]  # fmt: skip
-        columns: _Columns = [("task", "text"), ("items", "count"), ("of", "count"),
-                             ("guessing", "share"), *((arm, "share") for arm in arms)]  # fmt: skip
-        title = f"Scores, with 95% intervals{any_by}"
-        return _table("scores", title, columns, rows)
+        of_arms = "".join(f" | {arm}: share" for arm in arms)
+        columns = f"task | items: count | of: count | guessing: share{of_arms}"
+        return _table("scores", f"Scores, with 95% intervals{by}", columns, rows)
     (task,) = tasks.values()
-    title = f"{task['title']}, {task['n']:,} of {task['available']:,} items{any_by}"
-    guess = task["guess_rate"]
-    caption = "" if guess is None else f"Guessing gives {100 * guess:.1f}%; "
-    columns = [("arm", "text"), ("right", "count"), ("share, with its 95% interval", "share")]
+    guess = (
+        "" if task["guess_rate"] is None else f"Guessing gives {100 * task['guess_rate']:.1f}%; "
+    )
     return _table(
-        "scores", title, columns,
+        "scores", f"{task['title']}, {task['n']:,} of {task['available']:,} items{by}",
+        "arm | right: count | share, with its 95% interval: share",
         [[arm, score.get("right"), _rate(score)] for arm, score in task["arms"].items()],
-        f"{caption}{share_note(task['n'])}.",
+        f"{guess}{share_note(task['n'])}.",
     )  # fmt: skip
 
 
-def _pair_table(id: str, title: str, pairs: Sequence[Figures], several: bool) -> Table:
+def _pair_tables(
+    id: str, title: str, pairs: Sequence[Figures], several: bool = False
+) -> list[Table]:
+    if not pairs:
+        return []
     rows = [
-        [*([pair["task"]] if several else []), _name(pair), _outcome_of(pair),
-         pair["difference"], (pair["interval"]["low"], pair["interval"]["high"]),
-         pair["mcnemar"]["p_value"], pair["p_adjusted"]]
+        [*[pair["task"]][:several], _name(pair), _outcome_of(pair), pair["difference"],
+         (pair["interval"]["low"], pair["interval"]["high"]), pair["mcnemar"]["p_value"],
+         pair["p_adjusted"]]
         for pair in pairs
     ]  # fmt: skip
     caption = f"{len(pairs)} test{'s' * (len(pairs) > 1)}; p (Holm) is adjusted for all of them."
     if any(map(_starred, pairs)):
         caption += " *: p is below alpha, p (Holm) is not: of so many tests one may well have such "
         caption += "a p by chance."
-    columns: _Columns = [
-        *_TASK[:several], ("pair", "text"), ("outcome", "text"),
-        ("points", "points"), ("95%", "points"),
-        ("p (McNemar)", "p"), ("p (Holm)", "p"),
-    ]  # fmt: skip
-    return _table(id, title, columns, rows, caption)
+    columns = "pair | outcome | points: points | 95%: points | p (McNemar): p | p (Holm): p"
+    return [_table(id, title, f"{'task | ' * several}{columns}", rows, caption)]
 
 
 def _name(pair: Figures) -> str:
@@ -396,15 +383,14 @@ def _outcome_of(pair: Figures) -> str:
     return _SHORT.get(label, label) + "*" * _starred(pair)
 
 
-def _mean_tables(figures: Figures) -> list[Block]:
+def _mean_tables(figures: Figures) -> list[Table]:
     means, differences = figures["means"], figures["mean_differences"]
-    found: list[Block] = [
-        _table(
-            "arm-means", "Mean over tasks, each the same weight",
-            [("arm", "text"), ("mean score, with its 95% interval", "share"), ("tasks", "count")],
-            [[arm, _interval(mean["mean"], mean), mean["tasks"]] for arm, mean in means.items()],
-        )
-    ]  # fmt: skip
+    tables = []
+    if means:
+        rows = [[arm, _interval(mean["mean"], mean), mean["tasks"]] for arm, mean in means.items()]
+        columns = "arm | mean score, with its 95% interval: share | tasks: count"
+        title = "Mean over tasks, each the same weight"
+        tables.append(_table("arm-means", title, columns, rows))
     if differences:
         caption = ""
         if any(map(_starred, differences)):
@@ -415,120 +401,91 @@ def _mean_tables(figures: Figures) -> list[Block]:
              ", ".join(mean["better"]) or "none", ", ".join(mean["worse"]) or "none"]
             for mean in differences
         ]  # fmt: skip
-        columns: _Columns = [
-            ("pair", "text"), ("outcome", "text"), ("points, with their 95% interval", "points"),
-            ("tasks", "count"), ("better on", "text"), ("worse on", "text"),
-        ]  # fmt: skip
+        columns = "pair | outcome | points, with their 95% interval: points | tasks: count"
+        columns += " | better on | worse on"
         title = "Differences, mean over tasks"
-        found.append(_table("mean-differences-table", title, columns, rows, caption))
-    return found
+        tables.append(_table("mean-differences-table", title, columns, rows, caption))
+    return tables
 
 
-def _how_tables(tasks: Mapping[str, Figures]) -> list[Block]:
-    """By the other normalisations, by letters and the old rule; and what it took."""
-    found: list[Block] = []
-    likelihood = _rows_of(tasks, "likelihood")
-    if likelihood:
-        kinds = list(next(iter(likelihood))[2]["normalisations"])
-        extra = {"letters": "letters", "old rule": "reference_offset"}
-        extra = {name: key for name, key in extra.items() if any(s[key] for *_, s in likelihood)}
-        found.append(
-            _table(
-                "normalisations", "Likelihoods, by every normalisation",
-                [("task", "text"), ("arm", "text"), *((name, "share") for name in (*kinds, *extra)),
-                 ("ties", "count")],
-                [
-                    [task, arm, *(_share(score["normalisations"].get(kind)) for kind in kinds),
-                     *(_share(score[key]) for key in extra.values()), score["ties"]]
-                    for task, arm, score in likelihood
-                ],
-                f"At the fewest, {share_note(min(s['items'] for *_, s in likelihood))}.",
-            )
-        )  # fmt: skip
-    replies = _rows_of(tasks, "generate")
-    if replies:
-        counts = {"no answer": "parse_failure_rate", "boxed": "boxed_rate"}
-        found.append(
-            _table(
-                "replies", "Replies",
-                [("task", "text"), ("arm", "text"), *((name, "share") for name in counts),
-                 ("cut", "count"), ("answer taken by", "text")],
-                [
-                    [task, arm, *(score[key] for key in counts.values()),
-                     score["cut_at_max_tokens"], _listed(score["rules"])]
-                    for task, arm, score in replies
-                ],
-                f"At the fewest, {share_note(min(s['items'] for *_, s in replies))}.",
-            )
-        )  # fmt: skip
-    every = [*likelihood, *replies]
-    found.append(
-        _table(
-            "cost", "What it took",
-            [("task", "text"), ("arm", "text"), ("active domains, mean", "number"),
-             ("prompts cut", "count"), ("seconds", "seconds")],
-            [
-                [task, arm, score["mean_active_domains"], score["prompts_truncated"],
-                 score["seconds"]]
-                for task, arm, score in every
-            ],
-        )
-    )  # fmt: skip
-    return found
-
-
-def _rows_of(tasks: Mapping[str, Figures], kind: str) -> list[tuple[str, str, Figures]]:
-    return [
-        (name, arm, score)
+def _how_tables(tasks: Mapping[str, Figures]) -> list[Table]:
+    """By the other normalisations, by letters and the old rule; where replies had their answers;
+    and what it took.
+    """
+    scores = [
+        (task["kind"], name, arm, score)
         for name, task in tasks.items()
-        if task["kind"] == kind
         for arm, score in task["arms"].items()
     ]
+    likelihood = [row[1:] for row in scores if row[0] == "likelihood"]
+    replies = [row[1:] for row in scores if row[0] == "generate"]
+    keys = {"letters": "letters", "old rule": "reference_offset"}
+    keys = {name: key for name, key in keys.items() if any(s[key] for *_, s in likelihood)}
+    tables = []
+    if likelihood:
+        names = "".join(f" | {name}: share" for name in (*NORMALISATIONS, *keys))
+        rows = [
+            [task, arm, *(_share(s["normalisations"].get(name)) for name in NORMALISATIONS),
+             *(_share(s[key]) for key in keys.values()), s["ties"]]
+            for task, arm, s in likelihood
+        ]  # fmt: skip
+        title, columns = "Likelihoods, by every normalisation", f"task | arm{names} | ties: count"
+        tables.append(_table("normalisations", title, columns, rows, _fewest(likelihood)))
+    if replies:
+        rows = [
+            [task, arm, s["parse_failure_rate"], s["boxed_rate"], s["cut_at_max_tokens"],
+             ", ".join(f"{rule} {count}" for rule, count in s["rules"].items())]
+            for task, arm, s in replies
+        ]  # fmt: skip
+        columns = "task | arm | no answer: share | boxed: share | cut: count | answer taken by"
+        tables.append(_table("replies", "Replies", columns, rows, _fewest(replies)))
+    rows = [
+        [task, arm, s["mean_active_domains"], s["prompts_truncated"], s["seconds"]]
+        for _, task, arm, s in scores
+    ]
+    columns = "task | arm | active domains, mean: number | prompts cut: count | seconds: seconds"
+    return [*tables, _table("cost", "What it took", columns, rows)]
 
 
-def _listed(counts: Mapping[str, object]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.items())
+def _fewest(rows: Sequence[tuple[Any, ...]]) -> str:
+    return f"At the fewest, {share_note(min(score['items'] for *_, score in rows))}."
 
 
-def _published_table(tasks: Mapping[str, Figures]) -> Table:
+def _published_tables(tasks: Mapping[str, Figures]) -> list[Table]:
     """Scores of the paper, where the model is its own: beside, never compared."""
-    ours = ("base", "routed")
-    rows: list[list[Cell]] = []
+    arms, rows, counts = ("base", "routed"), [], []
     for task in tasks.values():
-        scores = [task["arms"].get(arm) for arm in ours]
-        rows.append([
-            task["title"], *(task["published"][arm] for arm in ours),
-            *map(_share, scores), *(_share(s and s["reference_offset"]) for s in scores),
-        ])  # fmt: skip
-    names = [form.format(arm) for form in ("published {}", "{}", "{}, old rule") for arm in ours]
+        if published := task["published"]:
+            scores = [task["arms"].get(arm) for arm in arms]
+            rows.append([
+                task["title"], *(published[arm] for arm in arms), *map(_share, scores),
+                *(_share(score and score["reference_offset"]) for score in scores),
+            ])  # fmt: skip
+            counts += [published["n"], *(score["items"] for score in task["arms"].values())]
+    forms = ("published {}", "{}", "{}, old rule")
+    columns = " | ".join(["task", *(f"{form.format(a)}: share" for form in forms for a in arms)])
     title = f"Published, not measured here: {PUBLISHED_MODEL}, old rule"
-    columns: _Columns = [("task", "text"), *((name, "share") for name in names)]
-    n = min([task["published"]["n"], *(s["items"] for s in task["arms"].values())]) if rows else 1
-    return _table("published", title, columns, rows, f"At the fewest, {share_note(n)}.")
+    caption = f"At the fewest, {share_note(min(counts))}." if counts else ""
+    return [_table("published", title, columns, rows, caption)] if rows else []
 
 
-def _harness_tables(number: int, name: str, task: Figures) -> list[Block]:
-    rows: list[list[Cell]] = []
+def _harness_tables(id: str, name: str, task: Figures) -> list[Table]:
+    rows = []
     for arm, score in task["arms"].items():
         metrics = ", ".join(
             f"{key.removesuffix(',none')} {value:.3f}"
             for key, value in score["metrics"].items()
             if key != "sample_len"
         )
-        rows.append([arm, metrics, _rate(score) if "score" in score else None, score["ties"],
-                     score["seconds"]])  # fmt: skip
-    columns: _Columns = [
-        ("arm", "text"), ("metrics", "text"), ("tested, with its 95% interval", "share"),
-        ("ties", "count"), ("seconds", "seconds"),
-    ]  # fmt: skip
+        tested = _rate(score) if "score" in score else None
+        rows.append([arm, metrics, tested, score["ties"], score["seconds"]])
+    columns = "arm | metrics | tested, with its 95% interval: share | ties: count"
     title = f"lm-evaluation-harness, by its own scoring: {name}"
-    found: list[Block] = [
-        _table(f"harness-{number}", f"{title}, tested: {task['metric']}", columns, rows)
+    scores = f"{title}, tested: {task['metric']}"
+    return [
+        _table(id, scores, f"{columns} | seconds: seconds", rows),
+        *_pair_tables(f"{id}-pairs", f"{title}, paired tests", task["comparisons"]),
     ]
-    if task["comparisons"]:
-        id, title = f"harness-{number}-pairs", f"{title}, paired tests"
-        found.append(_pair_table(id, title, task["comparisons"], False))
-    return found
 
 
 # --- plots ----------------------------------------------------------------------------------------
@@ -542,7 +499,6 @@ def _plots(figures: Figures) -> list[Block]:
         count = max(mean["tasks"] for mean in means.values())
         rows = [(arm, mean["mean"], mean, "") for arm, mean in means.items()]
         plots.append(_intervals("means", f"Mean score over {count} tasks", rows, "mean score, %"))
-    pairs = [pair for task in tasks.values() for pair in task["comparisons"]]
     both = {
         "mean-differences": ("Differences, mean over tasks", [
             (_name(mean), mean["mean"], mean, mean["label"])
@@ -550,7 +506,7 @@ def _plots(figures: Figures) -> list[Block]:
         ]),
         "differences": ("Differences between modes, task by task", [
             (f"{_name(pair)}, {pair['task']}", pair["difference"], pair, pair["label"])
-            for pair in pairs
+            for pair in _pairs(tasks)
         ]),
     }  # fmt: skip
     plots += [

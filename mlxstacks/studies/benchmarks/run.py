@@ -28,8 +28,8 @@ from mlxstacks.studies.benchmarks.analysis import (
 )
 from mlxstacks.studies.benchmarks.answers import AnswerFile, Given, Of
 from mlxstacks.studies.benchmarks.arms import ModelArm, open_arms
-from mlxstacks.studies.benchmarks.asked import AskedTask, ask_all, limited, with_arms
 from mlxstacks.studies.benchmarks.grading import GradingTools, grade, grading_tools
+from mlxstacks.studies.benchmarks.items import AskedTask, ask_all, limited, with_arms
 from mlxstacks.studies.benchmarks.plan import (
     check_places,
     data_of,
@@ -40,7 +40,7 @@ from mlxstacks.studies.benchmarks.plan import (
 )
 from mlxstacks.studies.benchmarks.report import blocks, find, outcome, plan_blocks
 from mlxstacks.studies.benchmarks.settings import EvalSettings
-from mlxstacks.studies.benchmarks.types import BenchItem
+from mlxstacks.studies.benchmarks.tasks import BenchItem
 from mlxstacks.study.artifacts import RECIPE, keep_parts, write_recipe
 from mlxstacks.study.document import RESULT, Standing
 from mlxstacks.study.engine import Step, Study, run_study
@@ -345,7 +345,7 @@ class _Regrade(_Evaluation):
 
     def __init__(self, settings: EvalSettings, progress: Progress | None, dry_run: bool) -> None:
         self.source = user_path(str(settings.regrade))
-        self.before, self.plan_before = _finished_run(self.source)
+        self.before = _finished_run(self.source)
         own = settings.model_dump()
         former = EvalSettings.model_validate(self.before.settings)
         changes = {key: own[key] for key in _OF_A_REGRADE}
@@ -356,7 +356,7 @@ class _Regrade(_Evaluation):
         if self.dry_run:
             return self._glance()
         self._ask()
-        head = self._head(self.plan_before)
+        head = self._head(self.before.plan or {})
         self.hashes = self.plan["hashes"]
         # The model need not be here; the first grading knew it.
         self.is_published_model = any(t["published"] for t in self.before.data["tasks"].values())
@@ -376,8 +376,8 @@ class _Regrade(_Evaluation):
         keep_parts(self.source, work, _ANSWERS, ())
 
 
-def _finished_run(source: Path) -> tuple[Result, dict[str, Any]]:
-    """Its result and plan. Raises: InputError for a directory that is no finished run, and for one
+def _finished_run(source: Path) -> Result:
+    """Its result. Raises: InputError for a directory that is no finished run, and for one
     whose files are not those that its result was made from.
     """
     not_one = f"{source}: not a finished run of `mlxstacks eval`"
@@ -397,4 +397,4 @@ def _finished_run(source: Path) -> tuple[Result, dict[str, Any]]:
     if reasons:
         lines = "".join(f"\n  {line}" for line in reasons)
         raise InputError(f"{source}: not what its result was made from:{lines}")
-    return written, written.plan
+    return written

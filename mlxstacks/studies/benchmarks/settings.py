@@ -15,6 +15,8 @@ ArmName = Literal["base", "adapter", "fused", "ungated", "routed", "oracle", "ra
 STORE_ARMS: tuple[ArmName, ...] = ("ungated", "routed", "oracle", "random")
 ADAPTER_ARMS: tuple[ArmName, ...] = ("adapter", "fused")
 ARMS: tuple[ArmName, ...] = ("base", *ADAPTER_ARMS, *STORE_ARMS)
+# Their stacks follow from an item's domain.
+NEED_LABELS: tuple[ArmName, ...] = ("oracle", "random")
 Normalisation = Literal["sum", "token", "character"]
 NORMALISATIONS: tuple[Normalisation, ...] = ("sum", "token", "character")
 HARNESS = "lm_eval/"

@@ -369,21 +369,16 @@ def _points_json(passes: Passes, seed: int) -> dict[str, Any] | None:
         "labels": list(passes.labels),
         "coordinates": [_floats(point) for point in found.coordinates],
         "explained": list(found.explained),
-        "separation": _separated(everything, passes.labels, seed),
-        "separation_on_two_components": _separated(found.coordinates, passes.labels, seed),
-        "separation_of_averages": _separated(averaged, passes.labels, seed),
-        "separation_of_random_routers": _separated(
+        "separation": separation(everything, passes.labels, seed),
+        "separation_on_two_components": separation(found.coordinates, passes.labels, seed),
+        "separation_of_averages": separation(averaged, passes.labels, seed),
+        "separation_of_random_routers": separation(
             np.concatenate(control, axis=1), passes.labels, seed
         ),
         "separation_by_stack": {
-            name: _separated(points, passes.labels, seed) for name, points in each.items()
+            name: separation(points, passes.labels, seed) for name, points in each.items()
         },
     }
-
-
-def _separated(points: np.ndarray, labels: Sequence[str], seed: int) -> dict[str, Any] | None:
-    found = separation(points, labels, seed)
-    return None if found is None else found.as_json()
 
 
 def _places(stack: StackRouting) -> dict[str, list[int]]:

@@ -90,41 +90,14 @@ def nearest_centroid_hits(features: np.ndarray, labels: Sequence[str], fold: np.
     return hits
 
 
-@dataclass(frozen=True)
-class Separation:
-    """How far the classes can be told apart.
+def separation(features: np.ndarray, labels: Sequence[str], seed: int) -> dict[str, Any] | None:
+    """How far the classes of features (n, F) can be told apart; None unless there are two of at
+    least two points each.
 
-    hits of n points by nearest centroid; chance: the share of the largest class; permuted: mean
-    share of hits with labels shuffled, p: share of shuffles (this one counted) that do as well.
+    accuracy: share of the n points that are nearest to their own centroid, with its interval;
+    chance: the share of the largest class; permuted_accuracy: its mean with labels shuffled; p:
+    share of shuffles (this one counted) that do as well.
     """
-
-    n: int
-    hits: int
-    folds: int
-    chance: float
-    permuted: float
-    p: float
-    silhouette: float
-
-    @property
-    def accuracy(self) -> float:
-        return self.hits / self.n
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "n": self.n,
-            "accuracy": self.accuracy,
-            "interval": wilson_interval(self.hits, self.n).as_json(),
-            "chance": self.chance,
-            "permuted_accuracy": self.permuted,
-            "p": self.p,
-            "folds": self.folds,
-            "silhouette": self.silhouette,
-        }
-
-
-def separation(features: np.ndarray, labels: Sequence[str], seed: int) -> Separation | None:
-    """Of features (n, F); None unless there are two classes of at least two points each."""
     counts = Counter(labels)
     if len(counts) < 2 or min(counts.values()) < 2:
         return None
@@ -138,8 +111,13 @@ def separation(features: np.ndarray, labels: Sequence[str], seed: int) -> Separa
         drawn = [str(name) for name in rng.permutation(np.array(labels))]
         shuffled.append(nearest_centroid_hits(points, drawn, folds_of(drawn, folds, seed)))
     as_good = sum(count >= hits for count in shuffled)
-    return Separation(
-        len(labels), hits, folds, max(counts.values()) / len(labels),
-        float(np.mean(shuffled)) / len(labels), (1 + as_good) / (1 + PERMUTATIONS),
-        silhouette(points, labels),
-    )  # fmt: skip
+    return {
+        "n": len(labels),
+        "accuracy": hits / len(labels),
+        "interval": wilson_interval(hits, len(labels)).as_json(),
+        "chance": max(counts.values()) / len(labels),
+        "permuted_accuracy": float(np.mean(shuffled)) / len(labels),
+        "p": (1 + as_good) / (1 + PERMUTATIONS),
+        "folds": folds,
+        "silhouette": silhouette(points, labels),
+    }

@@ -1,12 +1,14 @@
 """The `stacks` commands as results: what a store holds, whether it is whole, what was changed."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mlxstacks.errors import StoreError
 from mlxstacks.files import stack_export, stack_import, store_commands, store_diff, store_verify
-from mlxstacks.files.manifest import Manifest
+from mlxstacks.files.manifest import Manifest, binding_notes
 from mlxstacks.files.store_settings import (
     StacksDiffSettings,
     StacksExportSettings,
@@ -38,15 +40,41 @@ _BASES = {
 
 
 def list_store(settings: StacksListSettings) -> Result:
-    """Facts, domains, stacks, losses in every mode."""
-    listing = store_commands.list_store(settings)
-    manifest = listing.manifest
+    """Facts, domains, stacks, losses in every mode; domains that miss what they were trained on."""
+    store = store_commands.open_store(settings.store_path)
+    manifest, router, header = store.manifest, store.manifest.router, None
+    notes = [
+        *binding_notes(manifest.base_fingerprint), *store_commands.company_notes(manifest),
+        *store_commands.router_notes(store),
+    ]  # fmt: skip
+    if router is not None:
+        with suppress(StoreError):  # a note names it
+            header = store.read_router().header
+    stack_bytes = sum(stack.file.nbytes for stack in manifest.stacks)
+    facts: list[tuple[Cell, ...]] = [
+        ("store", str(store.path)),
+        ("base", f"{manifest.base_model} ({manifest.base_fingerprint[:12]})"),
+        ("domains", f"{len(manifest.domains)}"),
+        ("stacks", f"{len(manifest.stacks)}"),
+        ("size", bytes_in_words(stack_bytes)),
+    ]
+    if router is not None:
+        knows = "bad file" if header is None else f"for {', '.join(header.domains)}"
+        facts.append(("router", f"{knows} ({bytes_in_words(router.nbytes)})"))
+    data = {
+        "store_path": str(store.path),
+        **manifest.as_json(),
+        "stack_bytes": stack_bytes,
+        "enabled_stacks": [stack.name for stack in manifest.enabled_stacks()],
+        "router_header": header and header.as_json(),
+    }
+    blocks = (
+        _table("store", "Store", ("of the store", "is"), facts),
+        domain_table({domain.name: stored_json(domain) for domain in manifest.domains}),
+        _stack_table(manifest), *matrix_blocks(ordered_matrix(manifest)),
+    )  # fmt: skip
     return _result(
-        "list", "Store of stacks", listing.as_json(), verdict(manifest), listing.notes,
-        blocks=(
-            _facts(listing), domain_table({d.name: stored_json(d) for d in manifest.domains}),
-            _stack_table(manifest), *matrix_blocks(ordered_matrix(manifest)),
-        ),
+        "list", "Store of stacks", data, verdict(manifest), notes, blocks,
         question="What does each domain gain, and what do later ones cost it?",
         outcome=outcome(manifest),
     )  # fmt: skip
@@ -56,23 +84,6 @@ def store_result(directory: Path) -> Result:
     """Of a store without the result of its training, as one that stacks were imported into."""
     listed = list_store(StacksListSettings(store_path=str(directory)))
     return listed.model_copy(update={"directory": str(directory)}).sealed()
-
-
-def _facts(listing: store_commands.StoreListing) -> Table:
-    manifest = listing.manifest
-    rows: list[tuple[Cell, ...]] = [
-        ("store", listing.store_path),
-        ("base", f"{manifest.base_model} ({manifest.base_fingerprint[:12]})"),
-        ("domains", f"{len(manifest.domains)}"),
-        ("stacks", f"{len(manifest.stacks)}"),
-        ("size", bytes_in_words(listing.stack_bytes)),
-    ]
-    if manifest.router is not None:
-        header = listing.router
-        knows = "bad file" if header is None else f"for {', '.join(header.domains)}"
-        rows.append(("router", f"{knows} ({bytes_in_words(manifest.router.nbytes)})"))
-    columns = (Column(name="of the store"), Column(name="is"))
-    return Table(id="store", title="Store", columns=columns, rows=tuple(rows))
 
 
 def _stack_table(manifest: Manifest) -> Table:

@@ -122,7 +122,7 @@ def _runs(rows: Sequence[Figures], labels: Sequence[str]) -> Table:
         "best": ("number", 3), "steps": ("number", 3), "seconds": "number", "peak": "bytes",
         "buffers": "count", "counted": "count",
     }  # fmt: skip
-    keys = ("delta_over_step", "seconds", "peak_bytes", "predicted_buffers", "measured_buffers")
+    keys = ["delta_over_step", "seconds", "peak_bytes", "predicted_buffers", "measured_buffers"]
     if all(mean_of(row, keys[-1]) is None for row in rows):
         columns, keys = dict(list(columns.items())[:-1]), keys[:-1]
     cells = [

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
+from mlxstacks.memory import bytes_in_words
+
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
@@ -186,6 +188,36 @@ def cell_text(cell: Cell) -> str:
         return f"{cell:,}"
     # What a stranger's file says may hold commands to the terminal.
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in cell)
+
+
+def setting(value: Any) -> Cell:
+    """The value of a setting as a person writes it: items of a list with commas between, of a
+    mapping by name; a mapping or model that is an item by its `name`, where it has one.
+    """
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key}: {cell_text(setting(inner))}" for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_item, value)) or None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _item(value: Any) -> str:
+    name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
+    if isinstance(name, str):
+        return name
+    shown = setting(value)
+    return f"{shown:g}" if isinstance(shown, float) else str(shown)
+
+
+def byte_parts(parts: Mapping[str, int | None]) -> str:
+    """`weights 15.2 GB + adapter 408 MB = 15.6 GB`; no sum where one of them is unknown."""
+    words = " + ".join(
+        f"{name} {'unknown' if n is None else bytes_in_words(n)}"
+        for name, n in parts.items()
+        if n != 0
+    )
+    known = [n for n in parts.values() if n is not None]
+    return words if len(known) < len(parts) else f"{words} = {bytes_in_words(sum(known))}"
 
 
 def safe(text: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from mlxstacks.studies.benchmarks.arm_model import ModelArm
 from mlxstacks.studies.benchmarks.arms import open_arms
 from mlxstacks.studies.benchmarks.settings import ArmSettings
-from mlxstacks.studies.benchmarks.types import BenchItem
+from mlxstacks.studies.benchmarks.tasks import BenchItem
 from tests.studies.route_evaluate_cases import Places
 from tests.tiny_models import random_adapter
 

@@ -27,7 +27,7 @@ from mlxstacks.studies.benchmarks.analysis import (
     pick,
 )
 from mlxstacks.studies.benchmarks.answers import Given
-from mlxstacks.studies.benchmarks.types import BenchItem, Scored
+from mlxstacks.studies.benchmarks.tasks import BenchItem, Scored
 from tests.studies.eval_cases import outcome, outcomes_of
 
 MARKS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import ChoiceItem, score_continuations
 from mlxstacks.layers.selection import Selection
-from mlxstacks.studies.benchmarks.arm_scoring import Pair, PairScorer, selection_of
+from mlxstacks.studies.benchmarks.scoring import Pair, PairScorer, selection_of
 
 VOCABULARY = 11
 

@@ -16,10 +16,10 @@ from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.layers.stacked import stacked_layers
 from mlxstacks.routing.router import PromptRouter
-from mlxstacks.studies.benchmarks.arm_routes import Routes
+from mlxstacks.studies.benchmarks.arm_model import Routes
 from mlxstacks.studies.benchmarks.arms import available_arms, check_arms, open_arms
 from mlxstacks.studies.benchmarks.settings import ARMS, ArmSettings
-from mlxstacks.studies.benchmarks.types import Arm, BenchItem, Scored
+from mlxstacks.studies.benchmarks.tasks import Arm, BenchItem, Scored
 from tests.studies.benchmarks.arm_cases import ITEMS, arms_of, write_adapter
 from tests.studies.route_evaluate_cases import Places, write_places
 from tests.tiny_models import random_adapter, write_llama

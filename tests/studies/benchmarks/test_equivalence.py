@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.studies.benchmarks import symbolic
+from mlxstacks.studies.benchmarks import equivalence
 from mlxstacks.studies.benchmarks.equivalence import (
     Equivalence,
+    SymbolicChecker,
     as_number,
     equivalent,
     normalised,
 )
 from mlxstacks.studies.benchmarks.extract import boxed
-from mlxstacks.studies.benchmarks.symbolic import SymbolicChecker
 
 MATH_500 = Path(__file__).parents[4] / "shared" / "data" / "bench_math500.jsonl"
 
@@ -136,7 +136,7 @@ def test_as_number(text: str, value: float | None) -> None:
     assert as_number(text) == value
 
 
-@pytest.mark.skipif(symbolic.installed() is None, reason="math-verify is not installed")
+@pytest.mark.skipif(equivalence.installed() is None, reason="math-verify is not installed")
 def test_algebra() -> None:
     """One worker for all questions; one that hangs is ended and the next is answered."""
     with SymbolicChecker(seconds=120) as equal:
@@ -166,8 +166,8 @@ def test_algebra() -> None:
 
 
 def test_algebra_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(symbolic, "find_spec", lambda name: None)
-    assert symbolic.installed() is None
+    monkeypatch.setattr(equivalence, "find_spec", lambda name: None)
+    assert equivalence.installed() is None
     with SymbolicChecker() as equal, pytest.raises(RuntimeError, match="pip install"):
         equal("1", "2")
 

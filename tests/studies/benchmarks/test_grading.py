@@ -8,12 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.sandbox.run import SandboxError, SandboxLimits
-from mlxstacks.studies.benchmarks import grading, human_eval, symbolic
+from mlxstacks.studies.benchmarks import equivalence, grading, human_eval
 from mlxstacks.studies.benchmarks.grading import Grade, GradingTools, grade, grading_tools
-from mlxstacks.studies.benchmarks.task_prompts import bench_item
-from mlxstacks.studies.benchmarks.task_rows import READERS
-from mlxstacks.studies.benchmarks.tasks import TASKS
-from mlxstacks.studies.benchmarks.types import BenchItem
+from mlxstacks.studies.benchmarks.rows import READERS, bench_item
+from mlxstacks.studies.benchmarks.tasks import TASKS, BenchItem
 from tests.studies.benchmarks.task_cases import ROWS
 
 TOOLS = GradingTools()
@@ -140,17 +138,17 @@ def test_programs_that_may_run_are_judged_by_the_sandbox() -> None:
 def test_the_tools_say_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     with grading_tools() as tools:
         assert tools.as_json() == {
-            "math_verify": symbolic.installed(), "symbolic_asked": 0, "symbolic_undecided": 0,
+            "math_verify": equivalence.installed(), "symbolic_asked": 0, "symbolic_undecided": 0,
             "allow_code": False,
         }  # fmt: skip
-    monkeypatch.setattr(symbolic, "find_spec", lambda name: None)
+    monkeypatch.setattr(equivalence, "find_spec", lambda name: None)
     with grading_tools(allow_code=True) as tools:
         assert tools.symbolic is None
         assert tools.as_json()["math_verify"] is None
         assert tools.as_json()["allow_code"] is True
 
 
-@pytest.mark.skipif(symbolic.installed() is None, reason="math-verify is not installed")
+@pytest.mark.skipif(equivalence.installed() is None, reason="math-verify is not installed")
 def test_algebra_is_asked_where_it_is_installed() -> None:
     with grading_tools(seconds=120) as tools:
         assert graded("math500", r"\boxed{\sqrt{4}}", tools) == Grade(

@@ -14,7 +14,7 @@ from mlxstacks.sandbox.run import SandboxError, SandboxLimits
 from mlxstacks.studies.benchmarks import run as eval_run
 from mlxstacks.studies.benchmarks.grading import GradingTools
 from mlxstacks.studies.benchmarks.run import run
-from mlxstacks.studies.benchmarks.types import BenchItem, Replied
+from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied
 from tests.conftest import SOAK
 from tests.studies.eval_cases import FakeArm, FakeArms, settings_for, use
 
@@ -55,7 +55,7 @@ def test_reference_solutions_pass_and_broken_ones_do_not(
         arms=("base", "routed"), domains=(),
     )  # fmt: skip
     try:
-        arms = run(settings).as_json()["tasks"]["humaneval"]["arms"]
+        arms = run(settings).data["tasks"]["humaneval"]["arms"]
     except SandboxError as error:
         pytest.skip(str(error))
     assert (arms["base"]["right"], arms["base"]["n"]) == (limit, limit)

@@ -4,12 +4,7 @@ Run: pytest tests/studies/benchmarks/test_run.py
 """
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,30 +18,18 @@ from mlxstacks.recipe.resolve import validate
 from mlxstacks.report.find import find_sources
 from mlxstacks.studies.benchmarks import plan
 from mlxstacks.studies.benchmarks import run as eval_run
-from mlxstacks.studies.benchmarks.asked import ask
 from mlxstacks.studies.benchmarks.harness import run as harness
+from mlxstacks.studies.benchmarks.items import ask
 from mlxstacks.studies.benchmarks.run import run
 from mlxstacks.studies.benchmarks.settings import EvalSettings
-from mlxstacks.studies.benchmarks.tasks import task_named
+from mlxstacks.studies.benchmarks.tasks import BenchItem, task_named
 from mlxstacks.study.document import Standing
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from tests.studies.answer_files import forge, rows_of
-from tests.studies.eval_cases import FakeArms, item_row, settings_for, use, write_places
+from tests.studies.eval_cases import FakeArm, FakeArms, item_row, settings_for, use, write_places
 
 ARMS = ("base", "ungated", "routed", "oracle", "random")
-PROGRAM = """
-import sys
-import pytest
-from mlxstacks.studies.benchmarks.run import run
-from mlxstacks.studies.benchmarks.settings import EvalSettings
-from mlxstacks.recipe.file import load_recipe
-from mlxstacks.recipe.resolve import validate
-from tests.studies.eval_cases import FakeArms, use
-with pytest.MonkeyPatch.context() as patch:
-    use(patch, FakeArms(pause=0.05))
-    run(EvalSettings.model_validate_json(sys.argv[1]))
-"""
 
 
 @pytest.fixture
@@ -196,31 +179,39 @@ def test_the_recipe_in_the_target_makes_the_same_run_again(
 # --- going on -------------------------------------------------------------------------------------
 
 
-def test_a_run_killed_at_any_moment_goes_on(data: Path, tmp_path: Path, fakes: FakeArms) -> None:
-    target = tmp_path / "killed"
+def test_a_run_stopped_at_any_batch_goes_on(
+    data: Path, tmp_path: Path, fakes: FakeArms, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole batches are on the disk before the next is asked, so a kill leaves what this leaves; a
+    process dies in the middle of a line, too.
+    """
+    target, whole = tmp_path / "stopped", tmp_path / "whole"
     settings = settings_for(data, target, tasks=("items", "gsm8k"))
-    whole = tmp_path / "whole"
     run(settings.model_copy(update={"save_path": str(whole)}))
-    fakes.made.clear()
-    kills = 0
-    for arm in ("ungated", "oracle"):
-        command = [sys.executable, "-c", PROGRAM, settings.model_dump_json()]
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        path = work_path(target) / "answers" / "items" / f"{arm}.texts.jsonl"
-        while process.poll() is None and not (path.exists() and path.stat().st_size > 200):
-            time.sleep(0.005)
-        os.kill(process.pid, signal.SIGKILL)
-        kills += process.wait() == -signal.SIGKILL
-    assert kills == 2
-    assert not target.exists()
-    # A process dies in the middle of a line, too.
-    with path.open("ab") as file:
+    answered = FakeArm._work
+    for batches in (19, 16):  # in the second arm, then in the third
+        left = iter(range(batches))
+
+        def work(self: FakeArm, items: Sequence[BenchItem], left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            answered(self, items)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeArm, "_work", work)
+            with pytest.raises(KeyboardInterrupt):
+                run(settings)
+    files = sorted(work_path(target).rglob("*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    with files[-1].open("ab") as file:
         file.write(b'{"item_id": "ha')
+    assert not target.exists()
+    fakes.made.clear()
     run(settings)
     assert answers(target) == answers(whole)
     assert not work_path(target).exists()
     asked = {arm.name: arm.calls for arm in fakes.made}
     assert not {"base", "ungated"} & asked.keys()
+    assert 0 < asked["routed"] < 120
     assert asked["random"] == 60
 
 
@@ -609,8 +600,6 @@ def test_gsm8k_goes_under_the_published_headings_where_no_template_is(data: Path
 def test_an_arm_that_gives_too_few_answers_is_no_arm(
     data: Path, tmp_path: Path, fakes: FakeArms, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.studies.eval_cases import FakeArm
-
     whole = FakeArm.score
     monkeypatch.setattr(
         FakeArm, "score", lambda self, items, of="texts": whole(self, items, of)[1:]

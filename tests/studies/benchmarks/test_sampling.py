@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError
-from mlxstacks.studies.benchmarks.sampling import sample_items
-from mlxstacks.studies.benchmarks.types import BenchItem
+from mlxstacks.studies.benchmarks.items import sample_items
+from mlxstacks.studies.benchmarks.tasks import BenchItem
 
 
 def items_of(counts: Mapping[str, int]) -> list[BenchItem]:

@@ -17,10 +17,11 @@ from mlx_lm.models.cache import ArraysCache, ChunkedKVCache, KVCache, RotatingKV
 
 from mlxstacks import base_model
 from mlxstacks.layers.output_head import find_output_head
-from mlxstacks.studies.benchmarks import shared_context
-from mlxstacks.studies.benchmarks.arm_scoring import Pair, PairScorer
-from mlxstacks.studies.benchmarks.shared_context import (
+from mlxstacks.studies.benchmarks import scoring
+from mlxstacks.studies.benchmarks.scoring import (
     CachedModel,
+    Pair,
+    PairScorer,
     continuation_log_p,
     find_cached_model,
     sharing_pays,
@@ -134,8 +135,8 @@ def whole(kept: PairScorer) -> PairScorer:
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Share whatever saves a token, so that tiny contexts are shared too."""
-    monkeypatch.setattr(shared_context, "LEAST_SAVED", 1)
-    monkeypatch.setattr(shared_context, "LEAST_SHARE", 0.0)
+    monkeypatch.setattr(scoring, "LEAST_SAVED", 1)
+    monkeypatch.setattr(scoring, "LEAST_SHARE", 0.0)
 
 
 def draw(seed: int, contexts: int = 3) -> list[Pair]:
@@ -309,7 +310,7 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         shared.append(len(context))
         return continuation_log_p(model, context, *rest)
 
-    monkeypatch.setattr("mlxstacks.studies.benchmarks.arm_scoring.continuation_log_p", noted)
+    monkeypatch.setattr("mlxstacks.studies.benchmarks.scoring.continuation_log_p", noted)
     return shared
 
 

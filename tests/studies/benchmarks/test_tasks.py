@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError
 from mlxstacks.stats import wilson_interval
-from mlxstacks.studies.benchmarks.task_prompts import bench_item
-from mlxstacks.studies.benchmarks.task_rows import READERS, RawItem, options_inside
-from mlxstacks.studies.benchmarks.tasks import TASKS, TWELVE, task_named
-from mlxstacks.studies.benchmarks.types import BenchItem
+from mlxstacks.studies.benchmarks.rows import READERS, RawItem, bench_item, options_inside
+from mlxstacks.studies.benchmarks.tasks import TASKS, TWELVE, BenchItem, task_named
 from tests.studies.benchmarks.task_cases import ROWS
 
 
@@ -212,8 +210,8 @@ def test_the_right_answer_is_in_each_place_as_often() -> None:
 def test_shuffling_is_the_same_in_every_process() -> None:
     """Python hashes a text otherwise in each process; ours must not hang on it."""
     code = (
-        "from mlxstacks.studies.benchmarks.task_prompts import bench_item\n"
-        "from mlxstacks.studies.benchmarks.task_rows import RawItem\n"
+        "from mlxstacks.studies.benchmarks.rows import bench_item\n"
+        "from mlxstacks.studies.benchmarks.rows import RawItem\n"
         "from mlxstacks.studies.benchmarks.tasks import TASKS\n"
         "raw = RawItem('Which?', 0, ('one', 'two', 'three', 'four'))\n"
         "tasks = [TASKS['gpqa_diamond'], TASKS['truthfulqa_mc1']]\n"

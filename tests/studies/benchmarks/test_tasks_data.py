@@ -10,13 +10,13 @@ import pytest
 
 from mlxstacks.data import arrow_sets
 from mlxstacks.errors import InputError
-from mlxstacks.studies.benchmarks.task_data import (
+from mlxstacks.studies.benchmarks.items import (
     bench_items_sha256,
     open_task,
     read_task,
     with_domain,
 )
-from mlxstacks.studies.benchmarks.task_rows import READERS
+from mlxstacks.studies.benchmarks.rows import READERS
 from mlxstacks.studies.benchmarks.tasks import TASKS, task_named
 from tests.studies.benchmarks.task_cases import ROWS
 from tests.studies.confound_cases import item_row

@@ -10,8 +10,7 @@ import pytest
 
 from mlxstacks.data import read_records
 from mlxstacks.studies.benchmarks.grading import GradingTools, grade
-from mlxstacks.studies.benchmarks.sampling import sample_items
-from mlxstacks.studies.benchmarks.task_data import TaskData, open_task
+from mlxstacks.studies.benchmarks.items import TaskData, open_task, sample_items
 from mlxstacks.studies.benchmarks.tasks import TASKS
 
 DATA = Path(__file__).parents[4] / "shared" / "data"

@@ -39,7 +39,7 @@ def needed(places: tuple[Path, Path]) -> int:
 
 
 def limited(places: tuple[Path, Path], target: Path, limit: int, **changes: Any) -> TrainSettings:
-    return settings_for(*places, target, resource_limit=limit, **changes)
+    return settings_for(*places, target, **{"guard": "refuse", "resource_limit": limit, **changes})
 
 
 def test_a_run_that_fits_says_what_it_will_need(
@@ -69,7 +69,7 @@ def test_guard_by_itself_says_the_same_of_the_same_settings(
     assert code == 0
     longest = max(plan["widths_tokens"]) - 1
     assert run_cli(["guard", *common, "--batch-size", "2", "--max-seq-length", str(longest)]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)["data"]
     assert found["buffers"] == plan["guard"]["buffers"]
     assert found["bytes"]["total_bytes"] == plan["guard"]["bytes"]
 
@@ -123,10 +123,10 @@ def test_reshape_makes_the_cheapest_change(places: tuple[Path, Path], tmp_path: 
     plain, checkpointed = needs(), needs(grad_checkpoint=True)
     limit = int((plain + checkpointed) / 2 / 0.9)
     assert checkpointed < 0.9 * limit < plain
-    changes: dict[str, Any] = {"iters": 1, "working_set_bytes": limit}
+    changes: dict[str, Any] = {"iters": 1, "guard": "refuse", "working_set_bytes": limit}
     with pytest.raises(ResourceLimitError, match="--guard reshape makes that change"):
         train_run.run(settings_for(model, data, tmp_path / "out", **changes))
-    settings = settings_for(model, data, tmp_path / "out", guard="reshape", **changes)
+    settings = settings_for(model, data, tmp_path / "out", **{**changes, "guard": "reshape"})
     report = train_run.run(settings)
     assert report.settings["grad_checkpoint"] is False
     assert report.plan["guard"]["change"] == {"grad_checkpoint": True}

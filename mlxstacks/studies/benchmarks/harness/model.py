@@ -88,8 +88,8 @@ class ArmModel(TemplateLM):
         self, requests: list[Any], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
         self._labels = [self.domains.get(request.task_name) for request in requests]
-        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
-        return found
+        scores: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return scores
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **options: Any
@@ -120,13 +120,13 @@ class ArmModel(TemplateLM):
                 owners.append(number)
         labels = [self.domains.get(request.task_name) for request in requests]
         sums = self.arm.score_tokens(pairs, [("", labels[owner]) for owner in owners])
-        found = [0.0] * len(requests)
+        totals = [0.0] * len(requests)
         for owner, value in zip(owners, sums, strict=True):
-            found[owner] += value
-        return found
+            totals[owner] += value
+        return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        found: dict[int, str] = {}
+        texts: dict[int, str] = {}
         groups: dict[tuple[int, tuple[str, ...]], list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(greedy_settings(request.args[1]), []).append(number)
@@ -135,8 +135,8 @@ class ArmModel(TemplateLM):
                 [requests[number].args[0] for number in numbers], max_tokens, until,
                 [self.domains.get(requests[number].task_name) for number in numbers],
             )  # fmt: skip
-            found |= {n: reply.text for n, reply in zip(numbers, replies, strict=True)}
-        return [found[number] for number in range(len(requests))]
+            texts |= {n: reply.text for n, reply in zip(numbers, replies, strict=True)}
+        return [texts[number] for number in range(len(requests))]
 
 
 def greedy_settings(options: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:

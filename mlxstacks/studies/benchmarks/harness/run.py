@@ -17,8 +17,7 @@ from typing import Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.studies.benchmarks.arm_model import ModelArm
-from mlxstacks.studies.benchmarks.harness.builtin import need_lm_eval
-from mlxstacks.studies.benchmarks.harness.named import NamedTask, find_tasks
+from mlxstacks.studies.benchmarks.harness.tasks import HarnessTask, find_tasks, need_lm_eval
 
 
 def run_harness(
@@ -71,10 +70,10 @@ def run_harness(
     return found
 
 
-def _labels(named: Sequence[NamedTask], domains: Mapping[str, str]) -> dict[str, str]:
+def _labels(named: Sequence[HarnessTask], domains: Mapping[str, str]) -> dict[str, str]:
     """Task -> its domain: its own, else that of the group it was asked for by."""
-    found = {one.name: domains.get(one.name, domains.get(one.asked_as)) for one in named}
-    return {name: domain for name, domain in found.items() if domain is not None}
+    labels = {task.name: domains.get(task.name, domains.get(task.asked_as)) for task in named}
+    return {name: domain for name, domain in labels.items() if domain is not None}
 
 
 def _drawn(task: Any, limit: int | None, key: str) -> list[int]:
@@ -87,13 +86,13 @@ def _drawn(task: Any, limit: int | None, key: str) -> list[int]:
     return sorted(random.Random(key).sample(range(count), limit))
 
 
-def _about(named: NamedTask, task: Any, asked: Sequence[int]) -> dict[str, Any]:
+def _about(named: HarnessTask, task: Any, asked: Sequence[int]) -> dict[str, Any]:
     return {
         "file": named.file,
         "output_type": task.OUTPUT_TYPE,
         "items": len(task.eval_docs),
         "asked": list(asked),
-        "version": (named.source.config.get("metadata") or {}).get("version"),
+        "version": (named.config.get("metadata") or {}).get("version"),
     }
 
 
@@ -112,15 +111,15 @@ def _evaluated(
         or task.get_config("process_results") is not None  # Python, that may look at it
     )
     model.scores_answers = task.OUTPUT_TYPE != "generate_until"
-    made = evaluate(
+    evaluation = evaluate(
         model, {"tasks": {name: task}}, samples={name: asked}, bootstrap_iters=0,
         apply_chat_template=chat,
     )  # fmt: skip
     task.set_config(key="num_fewshot", value=own)
-    samples = [_sample(one, task.OUTPUT_TYPE) for one in made["samples"][name]]
+    samples = [_sample(one, task.OUTPUT_TYPE) for one in evaluation["samples"][name]]
     metrics = {
         key: value
-        for key, value in made["results"][name].items()
+        for key, value in evaluation["results"][name].items()
         if isinstance(value, int | float) and "stderr" not in key
     }
     ties = sum(_is_tie(one.get("scores", ())) for one in samples)
@@ -129,20 +128,20 @@ def _evaluated(
     }  # fmt: skip
 
 
-def _sample(one: Mapping[str, Any], output_type: str) -> dict[str, Any]:
+def _sample(logged: Mapping[str, Any], output_type: str) -> dict[str, Any]:
     """What paired tests and a reader need of a logged sample."""
-    found = {
-        "doc_id": int(one["doc_id"]),
-        "filter": one["filter"],
-        "metrics": {key: _plain(one[key]) for key in one["metrics"]},
-        "doc_hash": one["doc_hash"],
+    sample = {
+        "doc_id": int(logged["doc_id"]),
+        "filter": logged["filter"],
+        "metrics": {key: _plain(logged[key]) for key in logged["metrics"]},
+        "doc_hash": logged["doc_hash"],
     }
-    replies = [response[0] for response in one["resps"]]
+    replies = [response[0] for response in logged["resps"]]
     if output_type == "generate_until":
-        return {**found, "reply": replies[0], "answer": one["filtered_resps"][0]}
+        return {**sample, "reply": replies[0], "answer": logged["filtered_resps"][0]}
     if output_type == "loglikelihood_rolling":
-        return {**found, "scores": [float(value) for value in replies]}
-    return {**found, "scores": [float(value) for value, _ in replies]}
+        return {**sample, "scores": [float(value) for value in replies]}
+    return {**sample, "scores": [float(value) for value, _ in replies]}
 
 
 def _plain(value: Any) -> Any:

@@ -1,25 +1,38 @@
-"""Task files of lm-evaluation-harness that need neither network nor code: read, checked, built.
+"""Tasks of the lm-evaluation-harness: found by name, checked, built.
 
-A task file is YAML in the harness's own form, with `dataset_path: json` and file names. Ours are in
-lm_eval_tasks/. Whatever would run Python or download something (`!function`, `class`,
-`unsafe_code`, `trust_remote_code`, a data set of the hub, a metric of the hub) is refused, by name:
-a file may come from anywhere. What lm_eval itself brings is in builtin.py.
+A name is that of a task file (of a directory that was given, then ours in lm_eval_tasks/), else of
+a task, group or tag that lm_eval itself brings. Of a group or a tag each task is run by itself,
+since items are paired in a task.
+
+A task file is YAML in the harness's own form, with `dataset_path: json` and file names. Whatever
+would run Python or download something (`!function`, `class`, `unsafe_code`, `trust_remote_code`, a
+data set of the hub, a metric of the hub) is refused, by name: a file may come from anywhere.
+Functions of lm_eval's own tasks are code of an installed package and may run; their data comes from
+the hub, or from what was fetched of it before. A task is refused before its code is imported.
 """
 
 import difflib
+import hashlib
+import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from mlxstacks.data.arrow_sets import hub_snapshot
 from mlxstacks.data.json_lines import read_records
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
+from mlxstacks.files.strict_json import json_sha256
 
 SHIPPED = Path(__file__).with_name("lm_eval_tasks")
+OUTPUT_TYPES = ("multiple_choice", "loglikelihood", "loglikelihood_rolling", "generate_until")
 _SPLITS = ("training_split", "validation_split", "test_split", "fewshot_split")
 _KEYS = frozenset(
     {
@@ -34,6 +47,26 @@ _RUNS_CODE = {
     "class": "is Python", "process_docs": "runs Python", "process_results": "runs Python",
     "custom_dataset": "runs Python", "include": "includes other files; write it out",
 }  # fmt: skip
+_NOT_TEXT = ("doc_to_image", "doc_to_audio")
+_MOST_SHOWN = 8
+# What a group may say of its tasks that changes nothing that is asked.
+_NAMES_ALONE = {"group", "group_alias", "task", "task_alias", "aggregate_metric_list", "metadata",
+                "tag"}  # fmt: skip
+_EXAMPLES = {"num_fewshot", "fewshot_split"}
+_DEFINED = re.compile(r"""^["']?(?:task|group)["']?:[ \t]*["']?([^\s"'#]+)""", re.MULTILINE)
+_INCLUDE = re.compile(r"""^["']?include["']?:[ \t]*["']?([^\s"'#]+)""", re.MULTILINE)
+_TAG = re.compile(r"""[^\s\[\],"'-][^\s\[\],"']*""")
+_TAGS = re.compile(r"""^["']?tag["']?:([^\n]*(?:\n[ \t]*-[^\n]*)*)""", re.MULTILINE)
+
+
+def need_lm_eval() -> None:
+    """Raises: InputError: lm_eval is not installed."""
+    try:
+        version("lm_eval")
+    except PackageNotFoundError:
+        raise InputError(
+            "lm-evaluation-harness is not installed; `pip install 'mlxstacks[eval]'`"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,96 +81,185 @@ class TaskFile:
     def name(self) -> str:
         return str(self.config["task"])
 
+    @property
+    def asked_as(self) -> str:
+        return self.name
+
+    @property
+    def file(self) -> str:
+        return self.path.name
+
+    def build(self, data: str | Path | None) -> Any:
+        """The harness's task over its rows. Raises: InputError: rows or templates do not fit."""
+        import datasets
+        from jinja2 import TemplateError
+        from lm_eval.api.registry import metric_registry
+        from lm_eval.api.task import ConfigurableTask
+
+        for metric in self.config.get("metric_list") or ():
+            if metric.get("metric") not in metric_registry:
+                raise InputError(
+                    f"{self.path}: metric {metric.get('metric')!r} is none of lm_eval's"
+                )
+        rows = self.read_rows(data)
+        try:
+            tables = {split: datasets.Dataset.from_list(of) for split, of in rows.items()}
+
+            class LocalTask(ConfigurableTask):
+                def download(self, dataset_kwargs: Any = None, **options: Any) -> None:
+                    self.dataset = tables
+
+            return LocalTask(config={k: v for k, v in self.config.items() if k != "tag"})
+        except (ValueError, TypeError, KeyError, SyntaxError, TemplateError) as error:
+            raise InputError(f"{self.path}: {type(error).__name__}: {error}") from error
+
+    def fingerprint(self, data: str | Path | None) -> dict[str, str]:
+        """Hashes of config and rows; no lm_eval is needed. Raises: as `read_rows`."""
+        rows = self.read_rows(data)
+        return {"config_sha256": json_sha256(self.config), "rows_sha256": json_sha256(rows)}
+
+    def read_rows(self, data: str | Path | None) -> dict[str, list[dict[str, Any]]]:
+        """Split -> rows of its JSONL files. data: directory of relative names; None: the working
+        one.
+
+        A blank in a column's name, which no template can say, becomes an underscore.
+        Raises: InputError naming the file, and the line that is no JSON object.
+        """
+        base = user_path(data) if data is not None else Path()
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for split, names in self.files.items():
+            for path in (base / Path(name).expanduser() for name in names):
+                if not path.is_file():
+                    raise InputError(
+                        f"{path}: no such file, which {self.file} asks for; give its directory"
+                    )
+                rows.setdefault(split, []).extend(
+                    {re.sub(r"\W", "_", key): value for key, value in row.items()}
+                    for row in read_records(path)
+                )
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltinTask:
+    """asked_as: the name that was asked for; of a group its tasks have other names. config: of the
+    task, its functions as the places they stand at. overrides: of its group.
+    """
+
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    asked_as: str = ""
+
+    @property
+    def file(self) -> str:
+        """As reports name it: with its folder."""
+        return f"lm_eval/tasks/{self.path.parent.name}/{self.path.name}"
+
+    def fingerprint(self, data: str | Path | None = None) -> dict[str, str]:
+        """Hashes of what is asked and how. lm_eval's version stands for its code, and no path of
+        this machine counts. Raises: as `build`.
+        """
+        plain = json.dumps([self.config, self.overrides], sort_keys=True, default=str)
+        config = [version("lm_eval"), plain.replace(str(_root()), "")]
+        rows = _rows_sha256(self.build())
+        return {"config_sha256": json_sha256(config), "rows_sha256": rows}
+
+    def build(self, data: str | Path | None = None) -> Any:
+        """The harness's task with its data, fetched where it was not before.
+
+        Raises: InputError: the data is not there, or the task cannot be built.
+        """
+        try:
+            return _built(self, {})
+        except (OSError, ValueError) as error:
+            return _from_snapshot(self, error)
+        except (ImportError, RuntimeError, LookupError, TypeError, AttributeError) as error:
+            raise _not_built(self, error) from error
+
+
+HarnessTask = TaskFile | BuiltinTask
+
+
+def find_tasks(names: Sequence[str], include_path: str | Path | None = None) -> list[HarnessTask]:
+    """The tasks of these names, in their order; a group or tag of lm_eval gives each of its tasks.
+
+    Raises: InputError: a name that is none (the nearest is named), a task that may not be run here
+        or that is asked for twice, no name at all.
+    """
+    if len(set(names)) != len(names) or not names:
+        raise InputError("give the names of tasks, each once")
+    tasks = [task for name in names for task in _tasks_named(name, include_path)]
+    asked_as: dict[str, str] = {}
+    for task in tasks:
+        if task.name in asked_as:
+            raise InputError(
+                f"task {task.name} is asked for twice: by {asked_as[task.name]} and {task.asked_as}"
+            )
+        asked_as[task.name] = task.asked_as
+    return tasks
+
+
+def _tasks_named(name: str, include_path: str | Path | None) -> Sequence[HarnessTask]:
+    files = task_files(include_path)
+    if name in files:
+        return [_read_task_file(files[name])]
+    builtin = tuple(_folders()) if find_spec("lm_eval") else ()
+    if name in builtin:
+        return builtin_tasks(name)
+    close = difflib.get_close_matches(name, [*files, *builtin], n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    own = f"{len(builtin):,} of lm_eval's own" if builtin else "lm_eval is not installed"
+    raise InputError(f"no task {name[:80]!r}{hint} (there are: {', '.join(files)}; {own})")
+
+
+# --- task files -----------------------------------------------------------------------------------
+
 
 def task_files(include_path: str | Path | None = None) -> dict[str, Path]:
     """Task name -> file: those shipped, and those of a directory, which go first.
 
     Raises: InputError: the directory is none, a file is not YAML, a name is there twice.
     """
-    found = _named(SHIPPED)
+    directories = [SHIPPED]
     if include_path is not None:
-        directory = user_path(include_path)
-        if not directory.is_dir():
-            raise InputError(f"{directory}: include_path is no directory of task files")
-        found |= _named(directory)
-    return found
+        directories.append(user_path(include_path))
+        if not directories[-1].is_dir():
+            raise InputError(f"{directories[-1]}: include_path is no directory of task files")
+    files: dict[str, Path] = {}
+    for directory in directories:
+        own: dict[str, Path] = {}
+        for path in sorted(directory.glob("*.yaml")):
+            name = _yaml(path).get("task")
+            if not isinstance(name, str) or not name:
+                raise InputError(f"{path}: task is {name!r}; a task file names one task")
+            if name in own:
+                raise InputError(f"{path}: task {name} is in {own[name].name} already")
+            own[name] = path
+        files |= own
+    return files
 
 
-def read_task_file(name: str, include_path: str | Path | None = None) -> TaskFile:
-    """Raises: InputError: no such task (the nearest is named), or one that may not be run here."""
-    there = task_files(include_path)
-    if name not in there:
-        close = difflib.get_close_matches(name, there, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise InputError(f"no task file for {name[:80]!r}{hint} (there are: {', '.join(there)})")
-    path = there[name]
+def _read_task_file(path: Path) -> TaskFile:
+    """Raises: InputError for one that may not be run here."""
     config = _yaml(path)
     _check(path, config)
     return TaskFile(path, config, _data_files(path, config))
 
 
-def read_rows(file: TaskFile, data: str | Path | None) -> dict[str, list[dict[str, Any]]]:
-    """Split -> rows of its JSONL files. data: directory of relative names; None: the working one.
-
-    A blank in a column's name, which no template can say, becomes an underscore.
-    Raises: InputError naming the file, and the line that is no JSON object.
-    """
-    base = user_path(data) if data is not None else Path()
-    return {
-        split: [row for name in names for row in _rows(base / Path(name).expanduser(), file.path)]
-        for split, names in file.files.items()
-    }
-
-
-def build_task(file: TaskFile, rows: Mapping[str, Sequence[dict[str, Any]]]) -> Any:
-    """The harness's task over these rows. Raises: InputError: rows or templates do not fit."""
-    import datasets
-    from jinja2 import TemplateError
-    from lm_eval.api.registry import metric_registry
-    from lm_eval.api.task import ConfigurableTask
-
-    for metric in file.config.get("metric_list") or ():
-        if metric.get("metric") not in metric_registry:
-            raise InputError(f"{file.path}: metric {metric.get('metric')!r} is none of lm_eval's")
-    try:
-        tables = {split: datasets.Dataset.from_list(list(of)) for split, of in rows.items()}
-
-        class LocalTask(ConfigurableTask):
-            def download(self, dataset_kwargs: Any = None, **options: Any) -> None:
-                self.dataset = tables
-
-        return LocalTask(config={k: v for k, v in file.config.items() if k != "tag"})
-    except (ValueError, TypeError, KeyError, SyntaxError, TemplateError) as error:
-        raise InputError(f"{file.path}: {type(error).__name__}: {error}") from error
-
-
-# --- reading --------------------------------------------------------------------------------------
-
-
-def _named(directory: Path) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for path in sorted(directory.glob("*.yaml")):
-        name = _yaml(path).get("task")
-        if not isinstance(name, str) or not name:
-            raise InputError(f"{path}: task is {name!r}; a task file names one task")
-        if name in found:
-            raise InputError(f"{path}: task {name} is in {found[name].name} already")
-        found[name] = path
-    return found
-
-
 def _yaml(path: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         if "!function" in str(error):
             raise InputError(
                 f"{path}: !function runs Python from beside the file; write it as a template"
             ) from None
         raise InputError(f"{path}: no task file: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise InputError(f"{path}: no task file: it holds no keys")
-    return found
+    return config
 
 
 def _check(path: Path, config: Mapping[str, Any]) -> None:
@@ -164,23 +286,226 @@ def _check(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def _data_files(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    given = config["dataset_kwargs"].get("data_files")
-    given = {"train": given} if isinstance(given, str | list) else given
-    found = {
+    data_files = config["dataset_kwargs"].get("data_files")
+    data_files = {"train": data_files} if isinstance(data_files, str | list) else data_files
+    files = {
         split: (names,) if isinstance(names, str) else tuple(names or ())
-        for split, names in (given or {}).items()
+        for split, names in (data_files or {}).items()
     }
-    wanted = {config[key] for key in _SPLITS if config.get(key)}
-    if not found or not all(found.values()) or not wanted or wanted - set(found):
+    splits = {config[key] for key in _SPLITS if config.get(key)}
+    if not files or not all(files.values()) or not splits or splits - set(files):
         raise InputError(
-            f"{path}: data_files needs a file for each split in use ({', '.join(sorted(wanted))})"
+            f"{path}: data_files needs a file for each split in use ({', '.join(sorted(splits))})"
         )
-    return found
+    return files
 
 
-def _rows(path: Path, task: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise InputError(f"{path}: no such file, which {task.name} asks for; give its directory")
-    return [
-        {re.sub(r"\W", "_", key): value for key, value in row.items()} for row in read_records(path)
+# --- tasks of lm_eval -----------------------------------------------------------------------------
+
+
+def builtin_tasks(name: str) -> list[BuiltinTask]:
+    """The task of this name, or each task of the group or tag of this name.
+
+    Raises: InputError listing those that may not be run here; for a group that changes more of its
+        tasks than their examples.
+    """
+    tasks = [replace(task, asked_as=name) for task in _leaves(name, {})]
+    refused = [
+        "\n    ".join([f"lm_eval/{task.name}: cannot be run here:", *problems])
+        for task in tasks
+        if (problems := _problems(task.config))
     ]
+    if refused:
+        more = [f"and {len(refused) - _MOST_SHOWN} more"] if len(refused) > _MOST_SHOWN else []
+        raise InputError("\n  ".join([*refused[:_MOST_SHOWN], *more]))
+    return tasks
+
+
+def _root() -> Path:
+    spec = find_spec("lm_eval")
+    assert spec is not None, "asked for where lm_eval is"
+    assert spec.origin is not None
+    return (Path(spec.origin).parent / "tasks").resolve()
+
+
+@cache
+def _folders() -> dict[str, list[str]]:
+    """Name -> folders of lm_eval's tasks that say it: reading all 14,000 files as YAML takes half
+    a minute, looking for names in them a second.
+    """
+    folders: dict[str, list[str]] = {}
+    root = _root()
+    for path in sorted(root.glob("*/**/*"), key=Path.as_posix):
+        # Templates that tasks include have no ending, and may name their tags.
+        if path.suffix not in ("", ".yaml") or not path.is_file():
+            continue
+        text = _text(path)
+        folder = path.relative_to(root).parts[0]
+        for name in {*_DEFINED.findall(text), *_TAG.findall("\n".join(_TAGS.findall(text)))}:
+            if folder not in (of_name := folders.setdefault(name, [])):
+                of_name.append(folder)
+    return folders
+
+
+def _text(path: Path, elsewhere: bool = False) -> str:
+    """Of a file, and of those that it includes from another folder."""
+    texts = [path.read_text(encoding="utf-8", errors="replace")]
+    for name in _INCLUDE.findall(texts[0]):
+        if (elsewhere or name.startswith("../")) and (other := path.parent / name).is_file():
+            texts.append(_text(other, True))
+    return "\n".join(texts)
+
+
+@cache
+def _manager(folder: str) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=str(_root() / folder), include_defaults=False)
+
+
+def _entries(name: str) -> list[Any]:
+    """Entries of this name, one of each folder that has it, in the order of lm_eval's own index."""
+    need_lm_eval()
+    indices = [_manager(folder).task_index for folder in _folders().get(name, ())]
+    return [index[name] for index in indices if name in index]
+
+
+def _leaves(name: str, overrides: Mapping[str, Any]) -> Iterator[BuiltinTask]:
+    entries = _entries(name)
+    if not entries:
+        raise InputError(f"lm_eval has no task {name[:80]!r}")
+    first = entries[0]
+    if first.kind.name == "TAG":
+        for task in sorted({task for entry in entries for task in entry.tags}):
+            yield from _leaves(task, overrides)
+    elif first.kind.name == "GROUP":
+        yield from _members(name, first.cfg, overrides)
+    else:
+        yield BuiltinTask(name, first.yaml_path, first.cfg, dict(overrides))
+
+
+def _members(
+    group: str, config: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> Iterator[BuiltinTask]:
+    own = {**_changes(group, config), **overrides}
+    members = config.get("task") or ()
+    for member in [members] if isinstance(members, str) else members:
+        if isinstance(member, str):
+            yield from _leaves(member, own)
+        elif isinstance(member.get("task"), list):
+            yield from _members(str(member.get("group", group)), member, own)
+        else:
+            changes = own | _changes(group, member)
+            yield from _leaves(str(member.get("task") or member.get("group")), changes)
+
+
+def _changes(group: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Which examples a group shows. Raises: InputError: it changes more of its tasks."""
+    if others := sorted(set(config) - _NAMES_ALONE - _EXAMPLES):
+        raise InputError(
+            f"lm_eval/{group}: the group changes {', '.join(others)} of its tasks; ask for those "
+            "tasks by name"
+        )
+    return {key: config[key] for key in sorted(_EXAMPLES) if key in config}
+
+
+# --- checking -------------------------------------------------------------------------------------
+
+
+def _problems(config: Mapping[str, Any]) -> list[str]:
+    """What of a task is not run here."""
+    problems = []
+    if config.get("unsafe_code"):
+        problems.append(
+            "unsafe_code: it runs code that a model wrote; `mlxstacks eval` does that in a sandbox"
+            " for its own tasks"
+        )
+    if config.get("class"):
+        problems.append("class: it is a Python class with requests of its own form")
+    problems += [f"{key}: only text is asked" for key in config if key in _NOT_TEXT]
+    kwargs = config.get("dataset_kwargs") or {}
+    if config.get("trust_remote_code") or kwargs.get("trust_remote_code"):
+        problems.append("trust_remote_code: its data set is a program of the hub")
+    if config.get("output_type", "generate_until") not in OUTPUT_TYPES:
+        problems.append(f"output_type {config['output_type']}: only {', '.join(OUTPUT_TYPES)}")
+    if config.get("repeats", 1) != 1:
+        problems.append("repeats: answers are greedy, so one is enough")
+    return [*problems, *_metric_problems(config), *_sampling_problems(config)]
+
+
+def _metric_problems(config: Mapping[str, Any]) -> list[str]:
+    """Metrics that lm_eval would fetch from the hub, as programs."""
+    import lm_eval.api.metrics  # noqa: F401  registers them
+    from lm_eval.api.registry import metric_registry
+
+    own = str(_root())
+    return [
+        f"metric {metric.get('metric')}: a program of the hub"
+        for metric in config.get("metric_list") or ()
+        if not config.get("process_results")
+        and (
+            metric.get("hf_evaluate")
+            or not (metric["metric"] in metric_registry or str(metric["metric"]).startswith(own))
+        )
+    ]
+
+
+def _sampling_problems(config: Mapping[str, Any]) -> list[str]:
+    from mlxstacks.studies.benchmarks.harness.model import greedy_settings
+
+    try:
+        greedy_settings(config.get("generation_kwargs") or {})
+    except InputError as error:
+        return [str(error)]
+    return []
+
+
+# --- building -------------------------------------------------------------------------------------
+
+
+def _built(found: BuiltinTask, changes: Mapping[str, Any]) -> Any:
+    from jinja2 import TemplateError
+
+    folder = found.path.relative_to(_root()).parts[0]
+    member = {"task": found.name, **found.overrides, **changes}
+    # As a group of one: the way in which lm_eval takes a task of its index with changes.
+    try:
+        loaded = _manager(folder).load([{"group": "mlxstacks", "task": [member]}])
+    except TemplateError as error:
+        raise _not_built(found, error) from error
+    return loaded["tasks"][found.name]
+
+
+def _from_snapshot(found: BuiltinTask, reason: Exception) -> Any:
+    """Built from files that `hf download` fetched, which `datasets` does not look for by itself.
+
+    Raises: InputError: there are none either.
+    """
+    path = str(found.config.get("dataset_path"))
+    try:
+        if (snapshot := hub_snapshot(path)) is not None:
+            return _built(found, {"dataset_path": str(snapshot)})
+    except (OSError, ValueError) as error:
+        reason = error
+    config = found.config.get("dataset_name")
+    named = f"data set {path}" + (f" ({config})" if config else "")
+    raise InputError(
+        f"lm_eval/{found.name}: {named} could not be read: {type(reason).__name__}: {reason}\n"
+        f"  With a network it is fetched by itself; or fetch it before: "
+        f"`hf download --repo-type dataset {path}`"
+    ) from reason
+
+
+def _not_built(found: BuiltinTask, error: Exception) -> InputError:
+    return InputError(f"lm_eval/{found.name}: cannot be built: {type(error).__name__}: {error}")
+
+
+def _rows_sha256(task: Any) -> str:
+    """Hash of the items, and of the examples where some are shown."""
+    digest = hashlib.sha256()
+    shown = task.fewshot_docs() if task.get_config("num_fewshot") else None
+    for rows in (task.eval_docs, shown or ()):
+        for row in rows:
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+        digest.update(b"\n")
+    return digest.hexdigest()

@@ -10,13 +10,12 @@ import pytest
 
 from mlxstacks.errors import InputError
 from mlxstacks.studies.benchmarks.arm_model import ModelArm
-from mlxstacks.studies.benchmarks.harness import builtin, model
-from mlxstacks.studies.benchmarks.harness.builtin import build_builtin, builtin_tasks
-from mlxstacks.studies.benchmarks.harness.named import find_tasks
+from mlxstacks.studies.benchmarks.harness import model, tasks
 from mlxstacks.studies.benchmarks.harness.run import _labels, run_harness
+from mlxstacks.studies.benchmarks.harness.tasks import BuiltinTask, builtin_tasks, find_tasks
 from mlxstacks.studies.benchmarks.plan import harness_plan
 from mlxstacks.studies.benchmarks.settings import EvalSettings
-from mlxstacks.studies.benchmarks.types import BenchItem, Replied
+from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied
 from tests.studies.train_cases import WORDS, write_rows
 
 pytest.importorskip("lm_eval", reason="the extra eval is not installed")
@@ -124,11 +123,11 @@ def test_a_group_is_each_of_its_tasks() -> None:
     assert {one.asked_as for one in found[:57]} == {"mmlu"}
     assert found[57].file == "arc_easy_local.yaml"
     assert {one.name for one in find_tasks(["ai2_arc"])} == {"arc_easy", "arc_challenge"}  # a tag
-    leaderboard = {one.name: one.source for one in find_tasks(["openllm"])}
+    leaderboard = {one.name: one for one in find_tasks(["openllm"])}
     anatomy = leaderboard["mmlu_anatomy"]
-    assert isinstance(anatomy, builtin.BuiltinTask)
+    assert isinstance(anatomy, BuiltinTask)
     assert anatomy.overrides == {"num_fewshot": 5}
-    assert build_builtin(anatomy).get_config("num_fewshot") == 5
+    assert anatomy.build().get_config("num_fewshot") == 5
     with pytest.raises(InputError, match="mmlu_anatomy is asked for twice: by mmlu and mmlu_ana"):
         find_tasks(["mmlu", "mmlu_anatomy"])
     assert "mgsm_direct_es_spanish_bench" in {one.name for one in find_tasks(["mgsm_direct"])}
@@ -193,34 +192,34 @@ def test_what_is_refused_by_name(name: str, message: str) -> None:
 )
 def test_what_is_refused_of_a_configuration(changes: dict[str, Any], message: str) -> None:
     (gsm8k,) = builtin_tasks("gsm8k")
-    (problem,) = builtin._problems({**gsm8k.config, **changes})
+    (problem,) = tasks._problems({**gsm8k.config, **changes})
     assert message in problem
     one_beam = {**gsm8k.config, "generation_kwargs": {"num_beams": 1}}
-    assert builtin._problems(one_beam) == []
+    assert tasks._problems(one_beam) == []
 
 
 def test_data_that_is_not_there_is_named_with_the_way_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked_of_the_hub: list[tuple[str, str | None]]
 ) -> None:
     (anatomy,) = builtin_tasks("hellaswag")
-    monkeypatch.setattr(builtin, "hub_snapshot", lambda dataset: None)
+    monkeypatch.setattr(tasks, "hub_snapshot", lambda dataset: None)
     with pytest.raises(
         InputError, match=r"data set Rowan/hellaswag could not be read: Connec"
     ) as e:
-        build_builtin(anatomy)
+        anatomy.build()
     assert "`hf download --repo-type dataset Rowan/hellaswag`" in str(e.value)
     # What was fetched so is found, which `datasets` itself does not do.
     (arc,) = builtin_tasks("arc_easy")
     monkeypatch.setitem(ROWS, str(tmp_path), ROWS["allenai/ai2_arc"])
     monkeypatch.delitem(ROWS, "allenai/ai2_arc")
-    monkeypatch.setattr(builtin, "hub_snapshot", lambda dataset: tmp_path)
-    assert len(build_builtin(arc).eval_docs) == len(WORDS)
+    monkeypatch.setattr(tasks, "hub_snapshot", lambda dataset: tmp_path)
+    assert len(arc.build().eval_docs) == len(WORDS)
     assert asked_of_the_hub[-2:] == [("allenai/ai2_arc", "ARC-Easy"), (str(tmp_path), "ARC-Easy")]
 
 
 def test_plans_hold_the_rows_and_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    tasks = ("lm_eval/arc_easy", "lm_eval/gsm8k")
-    settings = EvalSettings(model="m", tasks=tasks, items_per_task=3)
+    names = ("lm_eval/arc_easy", "lm_eval/gsm8k")
+    settings = EvalSettings(model="m", tasks=names, items_per_task=3)
     first = harness_plan(settings)
     assert list(first) == ["arc_easy", "gsm8k"]
     assert first["gsm8k"]["limit"] == 3
@@ -232,10 +231,11 @@ def test_plans_hold_the_rows_and_no_path(monkeypatch: pytest.MonkeyPatch) -> Non
     assert second["gsm8k"]["config_sha256"] == first["gsm8k"]["config_sha256"]
     # Another place of the package is the same plan.
     (drop,) = builtin_tasks("drop")
-    assert str(builtin._root()) in str(drop.config)
-    moved = json.loads(json.dumps(drop.config).replace(str(builtin._root()), "/other"))
-    task = build_builtin(builtin_tasks("arc_easy")[0])
-    here = drop.fingerprint(task)["config_sha256"]
-    monkeypatch.setattr(builtin, "_root", lambda: Path("/other"))
-    there = builtin.BuiltinTask("drop", drop.path, moved).fingerprint(task)
+    assert str(tasks._root()) in str(drop.config)
+    moved = json.loads(json.dumps(drop.config).replace(str(tasks._root()), "/other"))
+    task = builtin_tasks("arc_easy")[0].build()
+    monkeypatch.setattr(tasks, "_built", lambda found, changes: task)
+    here = drop.fingerprint()["config_sha256"]
+    monkeypatch.setattr(tasks, "_root", lambda: Path("/other"))
+    there = BuiltinTask("drop", drop.path, moved).fingerprint()
     assert there["config_sha256"] == here

@@ -16,10 +16,9 @@ from mlxstacks.evaluate import ChoiceItem, choose
 from mlxstacks.studies.benchmarks.arm_model import ModelArm
 from mlxstacks.studies.benchmarks.arm_prompts import PromptEncoder
 from mlxstacks.studies.benchmarks.harness.run import harness_model, run_harness
+from mlxstacks.studies.benchmarks.items import read_task
 from mlxstacks.studies.benchmarks.settings import ArmSettings
-from mlxstacks.studies.benchmarks.task_data import read_task
-from mlxstacks.studies.benchmarks.tasks import task_named
-from mlxstacks.studies.benchmarks.types import BenchItem
+from mlxstacks.studies.benchmarks.tasks import BenchItem, task_named
 from tests.data.chat_tokenizers import Counting, chat_tokenizer
 from tests.studies.benchmarks.arm_cases import arms_of
 from tests.studies.route_evaluate_cases import Places

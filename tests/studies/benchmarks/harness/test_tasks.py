@@ -9,13 +9,7 @@ import pytest
 import yaml
 
 from mlxstacks.errors import InputError
-from mlxstacks.studies.benchmarks.harness.tasks import (
-    SHIPPED,
-    build_task,
-    read_rows,
-    read_task_file,
-    task_files,
-)
+from mlxstacks.studies.benchmarks.harness.tasks import SHIPPED, TaskFile, find_tasks, task_files
 from tests.studies.train_cases import write_rows
 
 GOOD: dict[str, Any] = {
@@ -24,6 +18,12 @@ GOOD: dict[str, Any] = {
     "doc_to_text": "{{My_question}}", "doc_to_choice": "options", "doc_to_target": "gold",
     "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
 }  # fmt: skip
+
+
+def read_task_file(name: str, directory: Path | None = None) -> TaskFile:
+    (task,) = find_tasks([name], directory)
+    assert isinstance(task, TaskFile)
+    return task
 
 
 def write_task(directory: Path, **changes: Any) -> Path:
@@ -51,19 +51,19 @@ def test_ones_own_file_is_read_with_its_data(tmp_path: Path) -> None:
         tmp_path / "rows.jsonl", [{"My question": "q", "options": ["a", "b"], "gold": 1}] * 2
     )
     file = read_task_file("mine", directory)
-    task = build_task(file, read_rows(file, tmp_path))
+    task = file.build(tmp_path)
     assert task.doc_to_text(task.eval_docs[0]) == "q"
     assert task.doc_to_target(task.eval_docs[1]) == 1
     with pytest.raises(InputError, match=r"rows\.jsonl: no such file, which mine\.yaml asks for"):
-        read_rows(file, tmp_path / "tasks")
+        file.read_rows(tmp_path / "tasks")
     wrong = write_task(tmp_path / "wrong", doc_to_text="{{nothing}}")
     file = read_task_file("mine", wrong)
     with pytest.raises(InputError, match="'nothing' is undefined"):
-        build_task(file, read_rows(file, tmp_path))
+        file.build(tmp_path)
     odd = write_task(tmp_path / "odd", metric_list=[{"metric": "bleurt"}])
     file = read_task_file("mine", odd)
     with pytest.raises(InputError, match="metric 'bleurt' is none of lm_eval's"):
-        build_task(file, read_rows(file, tmp_path))
+        file.build(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -106,4 +106,4 @@ def test_python_functions_and_broken_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no directory of task files"):
         read_task_file("mine", tmp_path / "none")
     with pytest.raises(InputError, match="did you mean 'arc_easy_local'"):
-        read_task_file("arc_easy")
+        read_task_file("arc_easy_loca")

@@ -1,9 +1,15 @@
-"""A row of a data set as a raw item, in the form of the hub and of the local files.
+"""A row of a data set, in the form of the hub or of the local files, as an item that can be asked.
 
 A reader takes one row and gives a `RawItem`, or raises ValueError saying what is wrong with it;
-which form a row has is told by its keys.
+which form a row has is told by its keys. `bench_item` puts it into words (spec/evaluation.md 3):
+likelihood prompts are contexts as they stand, generation prompts a user's message; candidates begin
+with one blank. `reference` gives what the published script had: HellaSwag's endings without a
+blank, TruthfulQA's right answer first, GSM8K under instruction and response headings (as it is
+asked wherever there is no chat template around it). The script's own words for HumanEval, MATH-500,
+AIME and GPQA are not known; ours say the same.
 """
 
+import hashlib
 import re
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxstacks.studies.benchmarks.extract import number
+from mlxstacks.studies.benchmarks.tasks import BenchItem, Task
 
 MOST_OPTIONS = len(string.ascii_uppercase)
 
@@ -95,10 +102,10 @@ def hellaswag(row: Mapping[str, Any]) -> RawItem:
     """ind, ctx, endings, label (a number; in the hub's rows as text), split_type."""
     options = _options(row.get("endings"), "endings")
     # A number of its own within a source; whether across sources, nothing says.
-    found = [part for part in (_label(row, "source_id"), _id(row, "ind")) if part]
+    parts = [part for part in (_label(row, "source_id"), _id(row, "ind")) if part]
     return RawItem(
         _text(row, "ctx"), _place(row.get("label"), options, "label"), options,
-        "/".join(found) or None, _label(row, "split_type"),
+        "/".join(parts) or None, _label(row, "split_type"),
     )  # fmt: skip
 
 
@@ -158,10 +165,10 @@ def medical(row: Mapping[str, Any]) -> RawItem:
             raise ValueError(f"options is {row.get('options')!r:.60}, need texts by A, B, ...")
         options = _options([given[letter] for letter in letters], "options")
         gold = _place(row.get("answer_idx"), options, "answer_idx")
-        said = row.get("answer")
-        if said is not None and str(said).strip() != options[gold]:
+        answer = row.get("answer")
+        if answer is not None and str(answer).strip() != options[gold]:
             raise ValueError(
-                f"answer_idx {row['answer_idx']} is {options[gold]!r:.40}, answer {said!r:.40}"
+                f"answer_idx {row['answer_idx']} is {options[gold]!r:.40}, answer {answer!r:.40}"
             )
     stratum = _label(row, "subject_name", "meta_info")
     return RawItem(_text(row, "question"), gold, options, _id(row, "id"), stratum)
@@ -181,10 +188,10 @@ def humaneval(row: Mapping[str, Any]) -> RawItem:
 
 def gsm8k(row: Mapping[str, Any]) -> RawItem:
     """question, answer that ends in `#### N`."""
-    found = number(_text(row, "answer"))
-    if found.rule != "marker" or found.value is None:
+    answer = number(_text(row, "answer"))
+    if answer.rule != "marker" or answer.value is None:
         raise ValueError("answer has no number after ####")
-    return RawItem(_text(row, "question"), found.value, (), _id(row, "id"))
+    return RawItem(_text(row, "question"), answer.value, (), _id(row, "id"))
 
 
 def math500(row: Mapping[str, Any]) -> RawItem:
@@ -223,9 +230,9 @@ def gpqa(row: Mapping[str, Any]) -> RawItem:
         return RawItem(question, _place(answer, options, "answer"), options, name, stratum)
     letter = answer.strip() if isinstance(answer, str) else answer
     place = _place(letter, "ABCD", "answer")
-    found = options_inside(question)
-    if found is not None:
-        return RawItem(found[0], place, found[1], name, stratum)
+    split = options_inside(question)
+    if split is not None:
+        return RawItem(split[0], place, split[1], name, stratum)
     remark = "options could not be told apart, so they keep the published order"
     return RawItem(question, "ABCD"[place], (), name, stratum, remark=remark)
 
@@ -268,3 +275,125 @@ READERS: Mapping[str, Reader] = {
     "medmcqa": medical,
     "gpqa_diamond": gpqa,
 }
+
+
+# --- how an item is asked -------------------------------------------------------------------------
+
+
+HUMANEVAL = (
+    "Complete the Python function below. Write only the indented body of the function, without "
+    "its signature and without any explanation.\n\n{question}"
+)
+MATH = (
+    "Solve the problem step by step. Write the final answer in \\boxed{{}}. An example: 1/3 + 1/6 "
+    "is 2/6 + 1/6, which is 3/6. The answer is \\boxed{{\\frac{{1}}{{2}}}}.\n\n"
+    "Problem: {question}"
+)
+AIME = (
+    "Solve the problem step by step. The answer is an integer from 000 to 999. Write that integer "
+    "in \\boxed{{}}.\n\nProblem: {question}"
+)
+GPQA = (
+    "Think about the question first. Then end with one last line of the form ANSWER: LETTER, where "
+    "LETTER is one of {letters}.\n\n{question}"
+)
+GSM8K_REFERENCE = "### Instruction:\n{question}\n\n### Response:\n"
+
+
+def bench_item(task: Task, raw: RawItem, item_id: str, reference: bool = False) -> BenchItem:
+    """Law: the same row gives the same item, in every process."""
+    if task.shuffled and not (reference and task.kind == "likelihood"):
+        raw = _shuffled(raw, item_id)
+    if task.kind == "generate":
+        return _generated(task, raw, item_id, reference)
+    template = _CONTEXTS.get(task.name, _lettered)
+    blank = "" if reference and task.name == "hellaswag" else " "
+    return BenchItem(
+        item_id, template(raw), raw.gold, tuple(blank + option for option in raw.options),
+        _letters(raw.options) if template is _lettered else (), raw.stratum,
+        # A subject of one's own items is a domain; a subject of MMLU is not.
+        raw.stratum if task.name == "items" else None,
+    )  # fmt: skip
+
+
+def _generated(task: Task, raw: RawItem, item_id: str, reference: bool) -> BenchItem:
+    gold = string.ascii_uppercase[raw.gold] if isinstance(raw.gold, int) else raw.gold
+    letters: tuple[str, ...] = ()
+    question = raw.question.strip()
+    if task.grader == "letter":
+        letters = _letters(raw.options or "ABCD")
+        if raw.options:
+            question = f"{question}\n\n{_listed(raw.options)}"
+    if task.grader == "code":
+        question = raw.question.rstrip()
+    named = ", ".join(letter.strip() for letter in letters)
+    template = GSM8K_REFERENCE if reference and task.name == "gsm8k" else _MESSAGES[task.name]
+    prompt = template.format(question=question, letters=named)
+    return BenchItem(item_id, prompt, gold, (), letters, raw.stratum, extra=raw.extra)
+
+
+# --- contexts of candidates -----------------------------------------------------------------------
+
+
+def _arc(raw: RawItem) -> str:
+    return f"Question: {raw.question.strip()}\nAnswer:"
+
+
+def _truthfulqa(raw: RawItem) -> str:
+    return f"Q: {raw.question.strip()}\nA:"
+
+
+def _lettered(raw: RawItem) -> str:
+    """MMLU, MedQA, MedMCQA: options are listed by letter, and scored by their texts."""
+    return f"Question: {raw.question.strip()}\n{_listed(raw.options)}\nAnswer:"
+
+
+def _bare(raw: RawItem) -> str:
+    """HellaSwag, and items as `mlxstacks confound` asks them: the options are what is scored."""
+    return raw.question.strip()
+
+
+_CONTEXTS: Mapping[str, Callable[[RawItem], str]] = {
+    "hellaswag": _bare,
+    "arc_easy": _arc,
+    "arc_challenge": _arc,
+    "truthfulqa_mc1": _truthfulqa,
+    "items": _bare,
+}
+_MESSAGES = {
+    "gsm8k": "{question}",
+    "humaneval": HUMANEVAL,
+    "math500": MATH,
+    "aime2024": AIME,
+    "gpqa_diamond": GPQA,
+}
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def _listed(options: Sequence[str]) -> str:
+    pairs = zip(string.ascii_uppercase, options, strict=False)
+    return "\n".join(f"{letter}. {option}" for letter, option in pairs)
+
+
+def _letters(options: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f" {letter}" for letter in string.ascii_uppercase[: len(options)])
+
+
+def _shuffled(raw: RawItem, item_id: str) -> RawItem:
+    """Options in the order of a hash of item id and place. Python's own hash of a text, which the
+    published script seeded with, is another one in every process.
+    """
+    if not raw.options or not isinstance(raw.gold, int):
+        return raw
+
+    def drawn(place: int) -> bytes:
+        return hashlib.sha256(f"options/{item_id}/{place}".encode()).digest()
+
+    order = sorted(range(len(raw.options)), key=drawn)
+    options = tuple(raw.options[place] for place in order)
+    return RawItem(
+        raw.question, order.index(raw.gold), options, raw.item_id, raw.stratum, raw.extra,
+        raw.remark,
+    )  # fmt: skip
