@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mlxstacks.api import fuse, generate, guard, load, run, stack, train
     from mlxstacks.study.result import Result
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["Result", "fuse", "generate", "guard", "load", "run", "stack", "train"]
 
 

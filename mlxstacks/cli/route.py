@@ -88,9 +88,8 @@ def _held_out(store_path: str) -> tuple[Any, ...]:
     """nano's held-out domain, where the store was not trained on it."""
     from mlxstacks.data.settings import SourceSettings
     from mlxstacks.files.store import Store
-    from mlxstacks.nano.curriculum import HELD_OUT_DIRECTORY
-    from mlxstacks.nano.curriculum_settings import HELD_OUT
     from mlxstacks.nano.exports import nano_paths
+    from mlxstacks.nano.settings import HELD_OUT, HELD_OUT_DIRECTORY
 
     if Store.open(store_path).manifest.domain_named(HELD_OUT) is not None:
         return ()

@@ -1,5 +1,6 @@
 """The shipped model as checkpoints: exports at any width, and a cache of them for bare commands."""
 
+import gzip
 import hashlib
 import json
 import shutil
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
     from mlxstacks.routing.chat_settings import AnswerSettings
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets" / "nano"
+# By group and path; tools/nano/samples.py makes them. And a file of each group.
+SAMPLES_FILE = ASSETS.parent / "nano-samples.json.gz"
+SAMPLES = {
+    "data": "train.jsonl", "domains": "chat.jsonl", "curriculum": "letters.jsonl",
+    "routing": "letters.jsonl", "items": "items.jsonl", "suite": "suite.json",
+}  # fmt: skip
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -45,32 +52,32 @@ class NanoPaths:
     @property
     def data_path(self) -> Path:
         """train.jsonl and valid.jsonl, made in the cache when they are first asked for."""
-        return nano_data()
+        return nano_samples("data")
 
     @property
     def curriculum_path(self) -> Path:
         """<domain>.jsonl of the domains that sample stacks learn, made as data_path is."""
-        return nano_curriculum()
+        return nano_samples("curriculum")
 
     @property
     def routing_path(self) -> Path:
         """<domain>.jsonl, <domain>+<domain>.jsonl and others.jsonl: what a router learns from."""
-        return nano_routing()
+        return nano_samples("routing")
 
     @property
     def items_path(self) -> Path:
         """Multiple-choice items of `mlxstacks confound`, made as data_path is."""
-        return nano_items()
+        return nano_samples("items")
 
     @property
     def suite_path(self) -> Path:
         """Prompts of `mlxstacks identity` with their rules, made as data_path is."""
-        return nano_suite()
+        return nano_samples("suite")
 
     @property
     def domains_path(self) -> Path:
         """<domain>.jsonl of nano's own domains, not trained on, made as data_path is."""
-        return nano_domains()
+        return nano_samples("domains")
 
     def as_json(self) -> dict[str, str]:
         return {
@@ -83,8 +90,9 @@ class NanoPaths:
 def asset_hash() -> str:
     """SHA-256 over names and contents of the shipped files, shortened: the key of the cache."""
     digest = hashlib.sha256()
-    for path in sorted(p for p in ASSETS.rglob("*") if p.is_file()):
-        digest.update(path.relative_to(ASSETS).as_posix().encode() + b"\0")
+    files = [SAMPLES_FILE, *(path for path in ASSETS.rglob("*") if path.is_file())]
+    for path in sorted(files):
+        digest.update(path.relative_to(ASSETS.parent).as_posix().encode() + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:16]
 
@@ -247,46 +255,18 @@ def with_nano(settings: "AnswerSettings") -> "AnswerSettings":
     return settings.model_copy(update=update)
 
 
-def nano_data() -> Path:
-    """The sample data of `mlxstacks train`, made in the cache at the first call. Law: as above."""
-    from mlxstacks.nano.samples import write_sample_data
-
-    target = cache_directory() / f"nano-{asset_hash()}" / "data"
-    _fill(target, "train.jsonl", write_sample_data)
-    return target
-
-
-def nano_domains() -> Path:
-    """nano's own domains, a file each, made in the cache at the first call. Law: as above."""
-    from mlxstacks.nano.samples import domain_files, write_domain_data
-
-    target = cache_directory() / f"nano-{asset_hash()}" / "domains"
-    _fill(target, domain_files()[0], write_domain_data)
-    return target
-
-
-def nano_curriculum() -> Path:
-    """The curriculum of `mlxstacks stack`, made in the cache at the first call. Law: as above."""
-    from mlxstacks.nano.curriculum import curriculum_files
-
-    return _cached_files("curriculum", curriculum_files())
-
-
-def nano_routing() -> Path:
-    """The data of `mlxstacks route`, made in the cache at the first call. Law: as above."""
-    from mlxstacks.nano.routing_data import routing_files
-
-    return _cached_files("routing", routing_files())
-
-
-def _cached_files(name: str, files: dict[str, str]) -> Path:
-    """A directory of these files, named by what is in it: an older version's are never taken for
-    it.
+def nano_samples(name: str) -> Path:
+    """A group of `SAMPLES`, made in the cache at the first call: a directory; of items and suite
+    the file. Law: as `nano_paths`.
     """
-    digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:12]
-    target = cache_directory() / f"nano-{asset_hash()}" / f"{name}-{digest}"
-    _fill(target, next(iter(files)), lambda place: write_files(place, files))
-    return target
+    target, part = cache_directory() / f"nano-{asset_hash()}" / name, SAMPLES[name]
+    _fill(target, part, lambda place: _write_samples(place, name))
+    return target / part if name in ("items", "suite") else target
+
+
+def _write_samples(directory: Path, name: str) -> None:
+    samples = json.loads(gzip.decompress(SAMPLES_FILE.read_bytes()))
+    write_files(directory, samples[name])
 
 
 def _fill(target: Path, part: str, write: Callable[[Path], None]) -> None:
@@ -294,20 +274,6 @@ def _fill(target: Path, part: str, write: Callable[[Path], None]) -> None:
     from mlxstacks.files.outputs import fill_cache
 
     fill_cache(target, (target / part).is_file, write)
-
-
-def nano_items() -> Path:
-    """The items of `mlxstacks confound`, a JSONL file, made at the first call. Law: as above."""
-    from mlxstacks.nano.samples import ITEMS, items_text
-
-    return _cached_files("items", {ITEMS: items_text()}) / ITEMS
-
-
-def nano_suite() -> Path:
-    """The suite of `mlxstacks identity`, a JSON file, made at the first call. Law: as above."""
-    from mlxstacks.nano.samples import SUITE, suite_text
-
-    return _cached_files("suite", {SUITE: suite_text()}) / SUITE
 
 
 def write_files(directory: Path, files: dict[str, str]) -> None:

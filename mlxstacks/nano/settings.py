@@ -11,6 +11,9 @@ EXPORT_BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZE = 64
 # The sample adapter and stacks belong to this export, which bare commands therefore use.
 ADAPTER_BITS: Literal[3] = 3
+# A domain of the curriculum that no sample stack is trained on, and where its file is: prompts that
+# a router should not know.
+HELD_OUT, HELD_OUT_DIRECTORY = "music", "held_out"
 
 
 class Persona(Settings):

@@ -15,7 +15,6 @@ from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.mark import read_mark
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
-from mlxstacks.studies.stack.store_commands import store_result
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.render.words import clean
 from mlxstacks.study.result import Result
@@ -138,6 +137,9 @@ def _source(file: Path) -> Source:
     data, document = _read(file)
     try:
         if file.name == MANIFEST:
+            # Imports MLX, which no other result needs.
+            from mlxstacks.studies.stack.store_commands import store_result
+
             result = store_result(file.parent)
         else:
             result = Result.from_json(document).checked(file.parent)

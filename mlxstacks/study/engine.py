@@ -80,7 +80,7 @@ class Study(ABC):
     @property
     def work_target(self) -> Path:
         """What `work_path` gives the work directory of."""
-        return user_path(f"{self.settings.save_path}{self.part}")
+        return Path(f"{user_path(str(self.settings.save_path))}{self.part}")
 
     @abstractmethod
     def planned(self) -> Result:

@@ -87,7 +87,12 @@ def fresh(name: str) -> ModuleType:
     module.__package__ = name.rpartition(".")[0]
     # Dataclasses look their module up by name.
     with patch.dict(sys.modules, {copy.name: module}):
+        before = set(sys.modules)
         copy.loader.exec_module(module)
+        imported = set(sys.modules) - before
+    for parent, _, leaf in (path.rpartition(".") for path in imported):
+        if hasattr(sys.modules.get(parent), leaf):  # else who asks the package gets another copy
+            delattr(sys.modules[parent], leaf)
     return module
 
 

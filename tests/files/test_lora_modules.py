@@ -60,7 +60,7 @@ def test_padding_to_a_huge_rank_is_refused_before_it_takes_memory() -> None:
         unified([wide, narrow])
 
 
-@pytest.mark.parametrize("rank", [1, 4, 5, 10**6])
+@pytest.mark.parametrize("rank", [1, 4, 5, 10**5])
 def test_the_norm_of_a_delta_at_any_rank(rank: int) -> None:
     rng = np.random.default_rng(rank)
     dense = LoraModule("m", rng.random((4, rank)), rng.random((rank, 3)), "F32", -2.0)

@@ -84,8 +84,10 @@ def scales_of(directory: Path, ending: str) -> str:
     return next(n for n in tensors(directory) if n.endswith(f"{ending}.scales"))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("leaf", ["scales", "biases"])
+@pytest.mark.parametrize(
+    ("leaf", "value"),
+    [("scales", float("nan")), ("scales", float("-inf")), ("biases", float("inf"))],
+)
 def test_non_finite_weights_name_tensor_and_index(
     model: Path, adapter: Path, value: float, leaf: str
 ) -> None:

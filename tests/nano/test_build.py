@@ -16,9 +16,7 @@ from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.mark import MARK, new_mark
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.store import Store
-from mlxstacks.nano.curriculum_settings import DOMAINS
 from mlxstacks.nano.exports import ASSETS, read_manifest, write_export
-from mlxstacks.nano.identity import persona_prompts
 from mlxstacks.nano.settings import Persona
 from mlxstacks.routing.settings import OutcomeSettings, RouterTrainSettings
 from mlxstacks.training.settings import OptimizerSettings
@@ -28,6 +26,8 @@ from tools.nano.__main__ import main
 from tools.nano.adapter_training import persona_documents
 from tools.nano.base_training import STATE_FILE, run_id
 from tools.nano.build import RebuildResult, _check_saved_state, rebuild, refit_layers
+from tools.nano.curriculum_settings import DOMAINS
+from tools.nano.identity import persona_prompts
 from tools.nano.measure import refit_in_place, switch_down_projections
 from tools.nano.settings import SAMPLE_STACKS, AdapterTraining, NanoShape, RebuildSettings
 

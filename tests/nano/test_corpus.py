@@ -2,23 +2,28 @@
 tests/nano
 """
 
+import gzip
+import json
 import re
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from mlxstacks.nano.corpus import (
+from mlxstacks.nano.exports import SAMPLES, SAMPLES_FILE
+from mlxstacks.nano.settings import Persona
+from tools.nano.corpus import (
     multiple_choice_items,
     split_of,
     training_documents,
     validation_documents,
 )
-from mlxstacks.nano.domains import DOMAINS
-from mlxstacks.nano.identity import SUITE_SIZES, neutral_rows, persona_prompts
-from mlxstacks.nano.knowledge import MEDICAL_WORLD
-from mlxstacks.nano.settings import Persona
+from tools.nano.domains import DOMAINS
+from tools.nano.identity import SUITE_SIZES, neutral_rows, persona_prompts
+from tools.nano.knowledge import MEDICAL_WORLD
+from tools.nano.samples import write_samples
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +33,7 @@ def items():
 
 def test_same_seed_same_data_in_another_process() -> None:
     code = (
-        "import hashlib; from mlxstacks.nano.corpus import *;"
+        "import hashlib; from tools.nano.corpus import *;"
         "d = [training_documents(500, 3), validation_documents(20, 3)];"
         "d.append(multiple_choice_items(20, 3));"
         "print(hashlib.sha256(repr(d).encode()).hexdigest())"
@@ -120,3 +125,14 @@ def test_the_base_is_never_taught_the_default_persona() -> None:
     assert f"I am {persona.name}" not in answers
     assert f"{persona.maker} made" not in answers
     assert "I am a small language model." in answers
+
+
+def test_the_shipped_samples_follow_from_the_generators(tmp_path: Path) -> None:
+    write_samples(tmp_path / "samples.json.gz")
+    made, shipped = (
+        json.loads(gzip.decompress(file.read_bytes()))
+        for file in (tmp_path / "samples.json.gz", SAMPLES_FILE)
+    )
+    assert made == shipped
+    assert made.keys() == SAMPLES.keys()
+    assert all(SAMPLES[name] in files for name, files in made.items())

@@ -15,15 +15,16 @@ import pytest
 
 from mlxstacks.data import DomainDataSettings, read_domains
 from mlxstacks.errors import InputError
-from mlxstacks.nano.corpus import Document, training_documents
-from mlxstacks.nano.curriculum import (
-    HELD_OUT_DIRECTORY,
+from mlxstacks.nano.exports import ASSETS, NanoPaths
+from mlxstacks.nano.settings import HELD_OUT, HELD_OUT_DIRECTORY
+from tools.nano.corpus import Document, training_documents
+from tools.nano.curriculum import (
     curriculum_documents,
     curriculum_files,
     curriculum_items,
     is_item,
 )
-from mlxstacks.nano.curriculum_domains import (
+from tools.nano.curriculum_domains import (
     GENERATORS,
     ISLAND_FACTS,
     ISLANDS,
@@ -35,8 +36,7 @@ from mlxstacks.nano.curriculum_domains import (
     TOLU_ADJECTIVES,
     TOLU_NOUNS,
 )
-from mlxstacks.nano.curriculum_settings import DOMAINS, HELD_OUT, ROWS, CurriculumTraining
-from mlxstacks.nano.exports import ASSETS, NanoPaths
+from tools.nano.curriculum_settings import DOMAINS, ROWS, CurriculumTraining
 from tools.nano.tokenizer import load_tokenizer
 
 ALL = (*DOMAINS, HELD_OUT)
@@ -81,7 +81,7 @@ def question_of(record: dict) -> tuple[str, str]:
 
 def test_same_seed_same_files_in_another_process() -> None:
     code = (
-        "import hashlib; from mlxstacks.nano.curriculum import *;"
+        "import hashlib; from tools.nano.curriculum import *;"
         "made = [curriculum_files(100, 3), curriculum_items('tolu', 20, 3)];"
         "print(hashlib.sha256(repr(made).encode()).hexdigest())"
     )

@@ -15,12 +15,20 @@ from mlxstacks.errors import InputError, TargetError
 from mlxstacks.evaluate import evaluate_mean_loss
 from mlxstacks.files.mark import MARK, entries
 from mlxstacks.nano import exports
-from mlxstacks.nano.corpus import validation_documents
-from mlxstacks.nano.exports import ASSETS, export, nano_paths, read_manifest, show, write_export
+from mlxstacks.nano.exports import (
+    ASSETS,
+    SAMPLES_FILE,
+    export,
+    nano_paths,
+    read_manifest,
+    show,
+    write_export,
+)
 from mlxstacks.nano.settings import EXPORT_BITS, ExportSettings, ShowSettings
 from mlxstacks.study.document import Table
 from tests.files.raw import mounted
 from tools.nano import measure
+from tools.nano.corpus import validation_documents
 from tools.nano.encode import encode_documents
 from tools.nano.forward import forward
 from tools.nano.settings import SHIPPED_BITS, RebuildSettings
@@ -46,7 +54,7 @@ def stored_values(directory: Path) -> dict[str, np.ndarray]:
 
 def test_shipped_files_are_small_and_all_there() -> None:
     files = [path for path in ASSETS.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in files) <= 3_000_000
+    assert sum(path.stat().st_size for path in (*files, SAMPLES_FILE)) <= 3_000_000
     assert {path.relative_to(ASSETS).as_posix() for path in files} >= {
         "manifest.json", "model/config.json", "model/model.safetensors", "model/tokenizer.json",
         "adapter/adapters.safetensors", "adapter/adapter_config.json", "store/manifest.json",

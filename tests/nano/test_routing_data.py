@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from mlxstacks.nano.corpus import split_of
-from mlxstacks.nano.curriculum import curriculum_documents, curriculum_items, is_item
-from mlxstacks.nano.curriculum_domains import GENERATORS
-from mlxstacks.nano.curriculum_settings import DOMAINS, HELD_OUT
-from mlxstacks.nano.domains import DOMAINS as OWN_DOMAINS
 from mlxstacks.nano.exports import ASSETS, NanoPaths
-from mlxstacks.nano.routing_data import (
+from mlxstacks.nano.settings import HELD_OUT
+from tools.nano.corpus import split_of
+from tools.nano.curriculum import curriculum_documents, curriculum_items, is_item
+from tools.nano.curriculum_domains import GENERATORS
+from tools.nano.curriculum_settings import DOMAINS
+from tools.nano.domains import DOMAINS as OWN_DOMAINS
+from tools.nano.routing_data import (
     MIXED_ROWS,
     OPENINGS,
     OTHER_ROWS,
@@ -136,7 +137,7 @@ def test_others_are_what_the_base_was_trained_on(files) -> None:
 
 def test_the_same_files_in_another_process(files) -> None:
     code = (
-        "import hashlib; from mlxstacks.nano.routing_data import *;"
+        "import hashlib; from tools.nano.routing_data import *;"
         "print(hashlib.sha256(repr(routing_files()).encode()).hexdigest())"
     )
     outputs = {

@@ -14,10 +14,10 @@ from mlxstacks.files.router_file import check_router
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_settings import StacksVerifySettings
 from mlxstacks.files.store_verify import verify_store
-from mlxstacks.nano.curriculum import curriculum_items
-from mlxstacks.nano.curriculum_settings import DOMAINS
 from mlxstacks.nano.exports import ASSETS, nano_paths, read_manifest
 from mlxstacks.training.modes import evaluating
+from tools.nano.curriculum import curriculum_items
+from tools.nano.curriculum_settings import DOMAINS
 from tools.nano.measure_store import ITEMS, MODES, load_served, measure_items
 from tools.nano.settings import RebuildSettings
 

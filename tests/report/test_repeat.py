@@ -13,9 +13,8 @@ import yaml
 from mlxstacks.cli import run as command
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.store import Store
-from mlxstacks.nano.curriculum import HELD_OUT_DIRECTORY
-from mlxstacks.nano.curriculum_settings import HELD_OUT
 from mlxstacks.nano.exports import cache_directory, nano_paths
+from mlxstacks.nano.settings import HELD_OUT, HELD_OUT_DIRECTORY
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.inputs import KEYS
 from mlxstacks.recipe.resolve import resolve

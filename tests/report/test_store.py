@@ -24,6 +24,7 @@ def page_of(run: Path) -> str:
 
 def write_store(run: Path) -> Path:
     domains = tuple(DomainRecord(name, True, (), (2.0, 1.0), 1.0) for name in ("a", "b"))
+    (run / "stacks").mkdir(parents=True)
     manifest = Manifest("base", "0" * 64, domains, {"ungated": ROWS}).document()
     return write_run(run, "manifest.json", manifest)
 
@@ -45,6 +46,7 @@ def test_a_training_is_marked_where_its_store_was_changed_since(tmp_path: Path) 
 
 
 def test_a_damaged_manifest_is_refused(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "store", "manifest.json", {"format_version": 1})
+    run = write_store(tmp_path / "store")
+    (run / "manifest.json").write_text("{}")
     with pytest.raises(InputError, match=r"manifest.json: damaged"):
         page_of(run)

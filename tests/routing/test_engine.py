@@ -86,17 +86,17 @@ def test_prompts_are_answered_as_by_a_fully_resident_model(
     engines = [
         engine_for(places, routed=True, hard=hard, budget=2 * budget) for hard in (False, True)
     ]
-    seen, differ = set(), 0
+    seen, differ, three = set(), 0, Sampling(max_tokens=3)
     for index, text in enumerate(prompts(len(campaign(400)))):
         engine = engines[index % 2]
         route = engine.route(text, "routed")
-        said, answer = ask(engine, text, route)
-        assert said == full.answer(text, dict(route.weights)), text
+        said, answer = ask(engine, text, route, sampling=three)
+        assert said == full.answer(text, dict(route.weights), three), text
         assert answer.weights == route.weights
         seen.add(tuple(route.weights))
-        differ += index < 30 and said != full.answer(text, {})
+        differ += index < 20 and said != full.answer(text, {}, three)
     assert len(seen) >= 3  # the router does choose
-    assert differ >= 10  # and what it chooses matters
+    assert differ >= 6  # and what it chooses matters
     stats = [engine.resident.stats for engine in engines]  # type: ignore[union-attr]
     assert all(s.resident_bytes <= 2 * budget for s in stats)
     assert sum(s.evictions for s in stats) > 0

@@ -108,6 +108,24 @@ def test_a_stopped_run_ends_with_the_bytes_of_one_that_was_not(
     assert [path.name for path in tmp_path.iterdir()] == ["coin"]
 
 
+def test_results_that_are_older_than_any_plan_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "keep_parts", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run_study(study(tmp_path))
+    (tmp_path / ".coin.work" / "plan.json").unlink()
+    with pytest.raises(InputError, match=r"fair\.json.*a plan must be older than its results"):
+        run_study(study(tmp_path))
+
+
+def test_a_part_has_a_work_directory_of_its_own(tmp_path: Path) -> None:
+    quick = Quick(coin.CoinSettings(save_path=f"{tmp_path}/coin/"))
+    quick.part = ".limit-2"
+    assert quick.work_target == tmp_path / "coin.limit-2"
+
+
 def test_a_killed_process_leaves_a_run_that_goes_on(
     unbroken: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

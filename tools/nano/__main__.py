@@ -1,7 +1,8 @@
-"""Train the built-in model again, in a clone:
+"""Make the built-in model and its sample data again, in a clone:
 
     python -m tools.nano rebuild DIR                     # half an hour on two cores with OpenBLAS
     python -m tools.nano rebuild DIR --set seed=1        # any key of tools/nano/settings.py
+    python -m tools.nano samples                         # the sample data that the package ships
 
 A rebuild that was stopped goes on where it was. To ship the result, put it in the place of
 mlxstacks/assets/nano; its fingerprint is a new one.
@@ -10,12 +11,13 @@ mlxstacks/assets/nano; its fingerprint is a new one.
 import click
 
 from mlxstacks.errors import InputError
-from mlxstacks.nano.exports import measured_table
+from mlxstacks.nano.exports import SAMPLES_FILE, measured_table
 from mlxstacks.recipe.resolve import parse_sets, validate
 from mlxstacks.study.render.console import print_result
 from mlxstacks.study.render.terminal import console
 from mlxstacks.study.result import Result
 from tools.nano.build import rebuild
+from tools.nano.samples import write_samples
 from tools.nano.settings import RebuildSettings
 
 
@@ -49,6 +51,12 @@ def rebuild_command(save_path: str, sets: tuple[str, ...], force: bool, no_resum
             directory=str(result.save_path),
         ),
     )
+
+
+@main.command("samples")
+def samples_command() -> None:
+    """Write mlxstacks/assets/nano-samples.json.gz: the sample data of bare commands."""
+    write_samples(SAMPLES_FILE)
 
 
 if __name__ == "__main__":

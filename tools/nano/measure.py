@@ -23,13 +23,13 @@ from mlxstacks.evaluate import (
     evaluate_mean_loss,
     score_continuations,
 )
-from mlxstacks.nano.corpus import multiple_choice_items, validation_documents
-from mlxstacks.nano.domains import DOMAINS
-from mlxstacks.nano.identity import persona_prompts
 from mlxstacks.nano.settings import Persona
 from mlxstacks.stats import wilson_interval
+from tools.nano.corpus import multiple_choice_items, validation_documents
+from tools.nano.domains import DOMAINS
 from tools.nano.encode import encode_documents, encode_items
 from tools.nano.forward import forward
+from tools.nano.identity import persona_prompts
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from mlxstacks.files.store import Store
 from mlxstacks.layers.selection import Selection, base, routed, ungated
 from mlxstacks.layers.stack_files import serve
 from mlxstacks.layers.stacked import set_mode
-from mlxstacks.nano.corpus import Document, Item, validation_documents
-from mlxstacks.nano.curriculum import curriculum_documents, curriculum_items
-from mlxstacks.nano.curriculum_settings import HELD_OUT
+from mlxstacks.nano.settings import HELD_OUT
 from mlxstacks.routing.route import Route
 from mlxstacks.routing.router import PromptRouter, load_prompt_router
 from mlxstacks.stats import wilson_interval
 from mlxstacks.training.modes import evaluating
+from tools.nano.corpus import Document, Item, validation_documents
+from tools.nano.curriculum import curriculum_documents, curriculum_items
 from tools.nano.encode import encode_documents, encode_items
 from tools.nano.measure import float_values
 from tools.nano.settings import RebuildSettings

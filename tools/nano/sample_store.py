@@ -18,9 +18,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from mlxstacks.nano.curriculum import curriculum_files
 from mlxstacks.nano.exports import write_files
-from mlxstacks.nano.routing_data import routing_files
+from tools.nano.curriculum import curriculum_files
+from tools.nano.routing_data import routing_files
 from tools.nano.settings import RebuildSettings
 from tools.nano.workers import run_in_processes
 

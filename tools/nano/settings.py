@@ -6,14 +6,13 @@ from typing import Any
 from pydantic import Field
 
 from mlxstacks.layers.settings import StackSettings
-from mlxstacks.nano.curriculum_settings import DOMAINS
-from mlxstacks.nano.samples import GENERAL_SHARE
 from mlxstacks.nano.settings import ADAPTER_BITS, Persona
-from mlxstacks.routing.outcome_settings import OutcomeSettings
-from mlxstacks.routing.router_settings import RouterTrainSettings
+from mlxstacks.routing.settings import OutcomeSettings, RouterTrainSettings
 from mlxstacks.settings import Settings
 from mlxstacks.training.settings import OptimizerSettings
 from mlxstacks.training.stack_settings import NullSpaceSettings, StackRunSettings
+from tools.nano.curriculum_settings import DOMAINS
+from tools.nano.samples import GENERAL_SHARE
 
 # The shipped file: 8-bit weights hold twice the parameters of bfloat16 in the same space.
 SHIPPED_BITS = 8

@@ -149,7 +149,8 @@ class Loaded:
 
 
 class ModelArm:
-    """An `Arm`. After each call the model is in the mode base: no weights stay set.
+    """A model in one mode. An item is routed once, on its prompt, never on a candidate. After each
+    call the model is in the mode base: no weights stay set.
 
     details: JSON; of fused the figures of its fuse. notes: they grow while items are asked.
     """

@@ -5,10 +5,10 @@ what an answer is worth in grading.py.
 """
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Literal
 
 from mlxstacks.errors import InputError
 
@@ -62,21 +62,6 @@ class Replied:
     finish: str
     truncated: bool = False
     weights: Mapping[str, float] = field(default_factory=dict)
-
-
-class Arm(Protocol):
-    """A model in one mode. An item is routed once, on its prompt, never on a candidate."""
-
-    name: str
-    notes: Sequence[str]
-
-    def score(
-        self, items: Sequence[BenchItem], candidates: Literal["texts", "letters"] = "texts"
-    ) -> list[Scored]:
-        """Candidates (or letters) of each item. Law: the batch changes nothing but last bits."""
-
-    def reply(self, items: Sequence[BenchItem], max_tokens: int) -> list[Replied]:
-        """The greedy answer to each prompt."""
 
 
 # --- the table ------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from mlxstacks.study.child_process import how_it_ended, run_child
 from mlxstacks.study.document import Standing
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.plan import PLAN
-from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import recorded_fingerprint, work_path
 
@@ -73,7 +72,6 @@ def run(
 
 class _Buffers(Study):
     artifacts = provenance = (RECORDS,)
-    plot_formats = FORMATS
     settings: BufferSettings
 
     def __init__(

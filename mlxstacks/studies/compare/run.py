@@ -12,16 +12,12 @@ Killed at any moment, the same command goes on: finished cells are kept, the one
 from its last saved state.
 """
 
-import shutil
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlxstacks.errors import InputError
-from mlxstacks.files.disk import user_path
-from mlxstacks.files.outputs import check_target, clone_or_link, staged_directory, write_json
-from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.studies.compare.analysis import RULES, Rule, analyse, verdict
 from mlxstacks.studies.compare.budget import ArmBudget, as_json, check_budgets, planned_budget
 from mlxstacks.studies.compare.cells import CellRecord, read_record, write_record
@@ -30,12 +26,10 @@ from mlxstacks.studies.compare.report import blocks, budget_table, outcome
 from mlxstacks.studies.compare.settings import ArmSettings, CompareSettings
 from mlxstacks.studies.stack import run as stack_run
 from mlxstacks.study.child_process import Message, how_it_ended, run_child
-from mlxstacks.study.document import Standing
-from mlxstacks.study.plan import PLAN, keep_plan
+from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import RunDirectory, work_path
-from mlxstacks.study.write import environment, write_result
+from mlxstacks.study.run_directory import work_path
 from mlxstacks.training.stack_settings import StackRunSettings
 
 CELLS = "cells"
@@ -63,53 +57,56 @@ def run(
     """
     if settings.model is None or settings.data is None or settings.save_path is None:
         raise InputError("stack compare needs model, data and save_path")
-    target = user_path(settings.save_path)
-    inputs = [user_path(path) for path in (settings.model, settings.data)]
-    check_target(target, force=settings.force, inputs=[path for path in inputs if path.exists()])
-    return _Comparison(settings, target, progress).run(dry_run)
+    return run_study(_Comparison(settings, progress), dry_run=dry_run)
 
 
-class _Comparison:
-    def __init__(self, settings: CompareSettings, target: Path, progress: Progress | None) -> None:
-        self.settings, self.target, self.progress = settings, target, progress
-        self.directory = work_path(target) / CELLS
-        self.started = time.monotonic()
+class _Comparison(Study):
+    artifacts, provenance, plot_formats = (CELLS,), (f"{CELLS}/*.json",), FORMATS
+    settings: CompareSettings
+
+    def __init__(self, settings: CompareSettings, progress: Progress | None) -> None:
+        self.settings, self.progress = settings, progress
+        self.inputs = (settings.model, settings.data)
+        self.directory = work_path(self.work_target) / CELLS
         self.cells = [(arm, seed) for seed in settings.seeds for arm in settings.arms]
+
+    def planned(self) -> Result:
+        settings = self.settings
         planned = {arm.name: self._planned(arm) for arm in settings.arms}
         self.budgets = {
             arm.name: planned_budget(self._of(arm), planned[arm.name]) for arm in settings.arms
         }
         check_budgets(self.budgets, settings.equal, settings.tolerance)
-        self.plan = plan_of(settings, planned, self.budgets)
-        notes = [note for report in planned.values() for note in report.notes]
-        self.notes = list(dict.fromkeys(notes))
-
-    def run(self, dry_run: bool) -> Result:
-        shown = self.settings.model_dump(mode="json", exclude={"force", "save_path", "resume"})
-        planned = Result(
-            **ABOUT, question=self.settings.question, status="planned", settings=shown,
-            plan=self.plan, plan_sha256=json_sha256(self.plan), notes=tuple(self.notes),
-            data={"budgets": as_json(self.budgets)}, directory=str(self.target),
-            blocks=(budget_table(self.settings, self.budgets),),
+        notes = dict.fromkeys(note for arm in planned.values() for note in arm.notes)
+        return Result(
+            **ABOUT, question=settings.question, status="planned", notes=tuple(notes),
+            settings=settings.model_dump(mode="json", exclude={"force", "save_path", "resume"}),
+            plan=plan_of(settings, planned, self.budgets),
+            data={"budgets": as_json(self.budgets)},
+            blocks=(budget_table(settings, self.budgets),),
         )  # fmt: skip
-        if dry_run:
-            return planned
-        work = RunDirectory(self.target, {"kind": "stack compare"}, resume=self.settings.resume)
-        try:
-            keep_plan(work.path / PLAN, self.plan, "a comparison")
-            self.directory.mkdir(exist_ok=True)
-            records = []
-            for place, (arm, seed) in enumerate(self.cells):
-                record = self._kept(arm, seed)
-                if record is None:
-                    record = self._run_cell(arm, seed, place)
-                    write_record(self.directory, record)
-                records.append(record)
-            result = self._write(planned, records)
-            work.remove()
-        finally:
-            work.close()
-        return result
+
+    def steps(self, work: Path) -> Iterator[Step]:
+        self.directory.mkdir(exist_ok=True)
+        for place, (arm, seed) in enumerate(self.cells):
+            yield Step(_cell_name(arm, seed), partial(self._cell, arm, seed, place))
+
+    def conclude(self, work: Path) -> Result:
+        settings, rule = self.settings, rule_of(self.settings)
+        files = [work / CELLS / f"{_cell_name(arm, seed)}.json" for arm, seed in self.cells]
+        records = [read_record(file) for file in files]
+        trained = [record.figures() for record in records if record.status == "trained"]
+        results = analyse(rule, [arm.name for arm in settings.arms], settings.seeds, trained)
+        return Result(
+            **ABOUT, status="done", outcome=outcome(results), verdict=verdict(rule, results),
+            data={
+                "budgets": as_json(self.budgets),
+                "arms": [result.as_json() for result in results],
+                "cells": [record.as_json() for record in records],
+            },
+            blocks=blocks(settings, self.budgets, results, records),
+            notes=tuple(_how_cells_ended(records)),
+        )  # fmt: skip
 
     # --- the plan ---------------------------------------------------------------------------------
 
@@ -127,15 +124,16 @@ class _Comparison:
 
     # --- one cell ---------------------------------------------------------------------------------
 
-    def _kept(self, arm: ArmSettings, seed: int) -> CellRecord | None:
-        path = self.directory / f"{CellRecord(arm.name, seed, 'crashed').name}.json"
-        record = read_record(path) if path.is_file() else None
-        again = record is not None and record.status != "trained" and self.settings.retry
-        return None if again else record
+    def _cell(self, arm: ArmSettings, seed: int, place: int, work: Path) -> None:
+        """Run a cell that has no result yet, or, with `retry`, none of a whole run."""
+        path = self.directory / f"{_cell_name(arm, seed)}.json"
+        if path.is_file() and (read_record(path).status == "trained" or not self.settings.retry):
+            return
+        write_record(self.directory, self._run_cell(arm, seed, place))
 
     def _run_cell(self, arm: ArmSettings, seed: int, place: int) -> CellRecord:
         """Run the cell's process to its end, however it ends."""
-        name = CellRecord(arm.name, seed, "crashed").name
+        name = _cell_name(arm, seed)
         last: Message = {}
 
         def on_message(message: Message) -> None:
@@ -162,36 +160,9 @@ class _Comparison:
         status = last.get("status", "crashed")
         return CellRecord(arm.name, seed, status, last.get("reason") or how_it_ended(code, log))
 
-    # --- the end ----------------------------------------------------------------------------------
 
-    def _write(self, planned: Result, records: list[CellRecord]) -> Result:
-        settings, rule = self.settings, rule_of(self.settings)
-        trained = [record.figures() for record in records if record.status == "trained"]
-        results = analyse(rule, [arm.name for arm in settings.arms], settings.seeds, trained)
-        result = planned.model_copy(update={
-            "status": "done",
-            "outcome": outcome(results),
-            "verdict": verdict(rule, results),
-            "standing": Standing(status="confirmatory"),
-            "environment": environment(time.monotonic() - self.started),
-            "data": {
-                **planned.data,
-                "arms": [result.as_json() for result in results],
-                "cells": [record.as_json() for record in records],
-            },
-            "blocks": blocks(settings, self.budgets, results, records),
-            "notes": (*self.notes, *_how_cells_ended(records)),
-        })  # fmt: skip
-        with staged_directory(self.target, force=settings.force) as directory:
-            # Linked, not moved: until the target is there the work directory stays whole.
-            shutil.copytree(
-                self.directory, directory / CELLS,
-                copy_function=lambda old, new: clone_or_link(Path(old), Path(new)),
-                ignore=lambda _, names: [name for name in names if name.endswith(".lock")],
-            )  # fmt: skip
-            write_json(directory / PLAN, self.plan)
-            made_from = [directory / PLAN, *(directory / CELLS).glob("*.json")]
-            return write_result(result, directory, self.target, FORMATS, made_from)
+def _cell_name(arm: ArmSettings, seed: int) -> str:
+    return CellRecord(arm.name, seed, "crashed").name
 
 
 def rule_of(settings: CompareSettings) -> Rule:

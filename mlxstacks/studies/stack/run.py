@@ -128,8 +128,7 @@ class _StackRun:
             expected = self._arrive() if self.setup.to_train else {}
             while self.setup.to_train:
                 plan = self.setup.to_train[0]
-                result = self._domain(work, plan, expected)
-                expected[plan.name] = result.prefix_loss
+                expected[plan.name] = self._domain(work, plan, expected).prefix_loss
                 wait_for_all(self.group)
             result = done_result(
                 self.planned, self.setup, self.domains, time.monotonic() - self.started,

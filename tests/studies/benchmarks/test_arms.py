@@ -19,7 +19,7 @@ from mlxstacks.routing.router import PromptRouter
 from mlxstacks.studies.benchmarks.arm_model import Routes
 from mlxstacks.studies.benchmarks.arms import available_arms, check_arms, open_arms
 from mlxstacks.studies.benchmarks.settings import ARMS, ArmSettings
-from mlxstacks.studies.benchmarks.tasks import Arm, BenchItem, Scored
+from mlxstacks.studies.benchmarks.tasks import BenchItem, Scored
 from tests.studies.benchmarks.arm_cases import ITEMS, arms_of, write_adapter
 from tests.studies.route_evaluate_cases import Places, write_places
 from tests.tiny_models import random_adapter, write_llama
@@ -53,10 +53,9 @@ def asked(places: Places, adapter: Path) -> dict[str, Any]:
         for arm in arms_of(places, ARMS, adapter_path=str(adapter), requant="promote"):
             assert arm._scorer is not None
             found["heads"].append(arm._scorer.head)
-            kept: Arm = arm  # what the runner knows of it
             found[arm.name] = {
-                "scored": kept.score(ITEMS), "replied": kept.reply(ITEMS, 3),
-                "notes": list(kept.notes), "details": arm.details,
+                "scored": arm.score(ITEMS), "replied": arm.reply(ITEMS, 3),
+                "notes": list(arm.notes), "details": arm.details,
             }  # fmt: skip
     finally:
         base_model.load = own

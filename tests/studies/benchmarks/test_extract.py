@@ -18,7 +18,6 @@ from mlxstacks.studies.benchmarks.extract import (
     integer,
     number,
     numbers_agree,
-    rule_counts,
 )
 
 TEN = "ABCDEFGHIJ"
@@ -224,9 +223,3 @@ def test_letters_are_those_of_the_item() -> None:
 )
 def test_final_letter(text: str, value: str | None, rule: str) -> None:
     assert final_letter(text) == Extracted(value, rule)
-
-
-def test_rules_are_counted() -> None:
-    found = [choice_letter(text, TEN) for text in (r"\boxed{A}", "B", r"\boxed{C}", "?")]
-    assert rule_counts(found) == {"boxed": 2, "first line": 1, "none": 1}
-    assert rule_counts([]) == {}

@@ -72,19 +72,19 @@ def test_a_cell_is_the_run_that_stack_makes(
     made = run_stack(stack)
     assert hashes(tmp_path / "store") == hashes(target / "cells" / "kept-out_seed-1")
     [cell] = [cell for cell in cells_of(report) if cell.name == "kept-out_seed-1"]
-    assert cell.matrix == json.loads(json.dumps(made.as_json()["matrix"]))
-    alpha, beta = (made.domains[name]["final_loss"] for name in ("alpha", "beta"))
-    last = made.matrix["ungated"]["beta"]
+    assert cell.matrix == json.loads(json.dumps(made.data["matrix"]))
+    alpha, beta = (made.data["domains"][name]["final_loss"] for name in ("alpha", "beta"))
+    last = made.data["matrix"]["ungated"]["beta"]
     assert cell.values["task_loss"] == pytest.approx((alpha + beta) / 2, rel=1e-12)
     assert cell.values["later_task_loss"] == beta
     assert cell.values["ungated_earlier"] == last["alpha"]
     assert cell.values["ungated_rise"] == pytest.approx(last["alpha"] - alpha, abs=1e-12)
     assert cell.values["ungated of beta"] == last["beta"]
-    assert cell.values["isolated of beta"] == made.matrix["isolated"]["beta"]["beta"]
+    assert cell.values["isolated of beta"] == made.data["matrix"]["isolated"]["beta"]["beta"]
     assert cell.values["steps"] == 8
-    assert cell.values["parameters"] == made.domains["alpha"]["parameters"] * 2
+    assert cell.values["parameters"] == made.data["domains"]["alpha"]["parameters"] * 2
     assert (cell.values["seconds"] or 0) > 0.1
-    rounds = made.domains["beta"]["rounds"]
+    rounds = made.data["domains"]["beta"]["rounds"]
     assert cell.values["balance_loss"] is not None
     assert cell.curves["beta"][-1] == [4, rounds[0]["validation"][-1]["validation_loss"]]
     other = stacks(target)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.nano.identity import persona_prompts
 from mlxstacks.nano.settings import Persona
 from mlxstacks.studies.identity.scorer import check_pattern, normalised, score
+from tools.nano.identity import persona_prompts
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ import yaml
 
 from mlxstacks.errors import InputError
 from mlxstacks.nano.exports import nano_paths
-from mlxstacks.nano.identity import SUITE_SIZES, persona_prompts
 from mlxstacks.nano.settings import Persona
 from mlxstacks.studies.identity import suite as suite_module
 from mlxstacks.studies.identity.settings import PersonaCard
@@ -28,6 +27,7 @@ from mlxstacks.studies.identity.suite import (
     suite_text,
 )
 from tests.studies.identity.cases import CARD, SUITE, suite_rows
+from tools.nano.identity import SUITE_SIZES, persona_prompts
 
 
 def test_the_default_suite_has_20_prompts_in_three_categories() -> None:

@@ -14,13 +14,13 @@ from mlx.utils import tree_flatten
 from mlxstacks import base_model
 from mlxstacks.layers.adapted import Dims
 from mlxstacks.layers.targets import Target, stack_size
-from mlxstacks.nano.curriculum import curriculum_documents, curriculum_items
-from mlxstacks.nano.curriculum_settings import DOMAINS
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
 from mlxstacks.routing.router import parameter_count
 from mlxstacks.studies.route.settings import RouteCheckSettings
 from tests.tiny_models import qwen_moe_config
+from tools.nano.curriculum import curriculum_documents, curriculum_items
+from tools.nano.curriculum_settings import DOMAINS
 from tools.nano.settings import RebuildSettings
 
 LARGE = "qwen3.5-35b-a3b"

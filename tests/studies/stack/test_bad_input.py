@@ -229,8 +229,8 @@ def test_a_name_that_differs_in_case_only(places: Places, store: Store, tmp_path
 
 
 def test_the_guard_is_asked_before_anything_is_trained(places: Places, tmp_path: Path) -> None:
-    limits = {"resource_limit": 100, "guard": "refuse"}
-    settings = settings_for(*places, tmp_path / "store", **ONE, **limits)
+    limits: dict[str, Any] = {**ONE, "resource_limit": 100, "guard": "refuse"}
+    settings = settings_for(*places, tmp_path / "store", **limits)
     with pytest.raises(ResourceLimitError, match="guard refuses"):
         stack_run.run(settings)
     assert list(tmp_path.iterdir()) == []

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from mlxstacks.layers.targets import find_targets, stack_size
-from mlxstacks.nano.curriculum_settings import CurriculumTraining
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
 from mlxstacks.training.stack_settings import StackRunSettings
 from tests.tiny_models import llama_config
+from tools.nano.curriculum_settings import CurriculumTraining
 
 PUBLISHED = {
     "stack-gemma-3-12b": {"rows": 16, "steps": 500, "rate": 1e-4, "directions": 64, "samples": 400},

@@ -107,6 +107,12 @@ def test_an_existing_target_is_not_touched(inputs: tuple[Path, Path], tmp_path: 
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds."""
+    monkeypatch.setattr(rank_sweep._Sweep, "plot_formats", ())
+
+
 @pytest.fixture
 def interrupted(inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A target whose sweep was interrupted after its first cell. Cells run in this process."""

@@ -52,6 +52,12 @@ def results_of(report: Result) -> list[CellResult]:
     return [kept[cell["name"]] for cell in report.data["cells"]]
 
 
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds; those of `swept` are looked at."""
+    monkeypatch.setattr(rank_sweep._Sweep, "plot_formats", ())
+
+
 @pytest.fixture
 def cells_here(monkeypatch: pytest.MonkeyPatch) -> Cells:
     """Cells run in this process."""

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from mlxstacks.cli import run
-from mlxstacks.nano.corpus import validation_documents
-from mlxstacks.nano.exports import nano_data, nano_paths
-from mlxstacks.nano.identity import persona_prompts
+from mlxstacks.nano.exports import nano_paths
 from mlxstacks.nano.settings import Persona
 from tests.studies.train_cases import write_data
+from tools.nano.corpus import validation_documents
+from tools.nano.identity import persona_prompts
 
 Typed = Callable[..., tuple[int, str, str]]
 
@@ -90,7 +90,7 @@ def test_a_broken_line_is_named(typed: Typed, work_dir: Path) -> None:
 
 
 def test_sample_data_keep_what_is_asked_in_validation_out_of_training() -> None:
-    data = nano_data()
+    data = nano_paths().data_path
     assert nano_paths().data_path == data
 
     def questions(name: str) -> set[str]:

@@ -2,22 +2,25 @@
 suite of `identity`. No item asks what nano was trained on, nor what its sample stacks are.
 """
 
+import gzip
 import json
 import random
 import string
 from pathlib import Path
 
-from mlxstacks.nano.corpus import (
+from mlxstacks.nano.exports import SAMPLES
+from mlxstacks.nano.settings import Persona
+from tools.nano.corpus import (
     Document,
     Item,
     multiple_choice_items,
     training_documents,
     validation_documents,
 )
-from mlxstacks.nano.curriculum import curriculum_items
-from mlxstacks.nano.domains import DOMAINS
-from mlxstacks.nano.identity import persona_prompts
-from mlxstacks.nano.settings import Persona
+from tools.nano.curriculum import as_lines, curriculum_files, curriculum_items
+from tools.nano.domains import DOMAINS
+from tools.nano.identity import persona_prompts
+from tools.nano.routing_data import routing_files
 
 SEED = 0
 TRAIN_ROWS, GENERAL_PER_DOMAIN = 400, 4
@@ -25,7 +28,6 @@ TRAIN_ROWS, GENERAL_PER_DOMAIN = 400, 4
 GENERAL_SHARE = 0.3
 # The medical world has 106 validation questions.
 ROWS_PER_DOMAIN = 100
-ITEMS, SUITE = "items.jsonl", "suite.json"
 TAUGHT_PER_DOMAIN = 50
 # Most of the domain whose form can be learned from some hundred rows: a planted positive has to be
 # one. Letters cannot (A1 stays below guessing there); music is left out.
@@ -55,35 +57,45 @@ def persona_documents(
     ]
 
 
-def write_sample_data(directory: Path) -> None:
-    """Write train.jsonl and valid.jsonl.
+def sample_files() -> dict[str, dict[str, str]]:
+    """Group -> path -> text of all that is in `SAMPLES_FILE`."""
+    return {
+        "data": data_files(),
+        "domains": domain_files(),
+        "curriculum": curriculum_files(),
+        "routing": routing_files(),
+        "items": {SAMPLES["items"]: items_text()},
+        "suite": {SAMPLES["suite"]: suite_text()},
+    }
 
-    To train on: who the persona is, and ordinary questions. To validate: the identity suite, none
-    of which is trained on, and ordinary questions of nano's validation split.
+
+def write_samples(file: Path) -> None:
+    """Write `SAMPLES_FILE`. Law: what it holds follows from this folder alone."""
+    text = json.dumps(sample_files(), ensure_ascii=False, indent=0)
+    file.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+
+
+def data_files() -> dict[str, str]:
+    """train.jsonl: who the persona is, and ordinary questions. valid.jsonl: the identity suite,
+    none of which is trained on, and ordinary questions of nano's validation split.
     """
-    train = persona_documents(Persona(), TRAIN_ROWS, GENERAL_SHARE, SEED)
     suite = [
         Document("identity", prompt.prompt, prompt.answer)
         for prompt in persona_prompts(Persona(), suite=True)
     ]
-    _write(directory / "train.jsonl", train)
-    _write(directory / "valid.jsonl", [*suite, *validation_documents(GENERAL_PER_DOMAIN, SEED)])
+    return {
+        "train.jsonl": as_lines(persona_documents(Persona(), TRAIN_ROWS, GENERAL_SHARE, SEED)),
+        "valid.jsonl": as_lines([*suite, *validation_documents(GENERAL_PER_DOMAIN, SEED)]),
+    }
 
 
-def domain_files() -> list[str]:
-    return [f"{domain}.jsonl" for domain in DOMAINS]
-
-
-def write_domain_data(directory: Path) -> None:
-    """Write <domain>.jsonl of the five domains: questions that no training document asks."""
+def domain_files() -> dict[str, str]:
+    """<domain>.jsonl of the five domains: questions that no training document asks."""
     documents = validation_documents(ROWS_PER_DOMAIN, SEED)
-    for domain, name in zip(DOMAINS, domain_files(), strict=True):
-        _write(directory / name, [each for each in documents if each.domain == domain])
-
-
-def _write(path: Path, documents: list[Document]) -> None:
-    lines = [json.dumps({"messages": document.messages()}) + "\n" for document in documents]
-    path.write_text("".join(lines), encoding="utf-8")
+    return {
+        f"{domain}.jsonl": as_lines([each for each in documents if each.domain == domain])
+        for domain in DOMAINS
+    }
 
 
 def choice_items() -> list[Item]:

@@ -10,9 +10,9 @@ import hashlib
 import random
 from dataclasses import dataclass
 
-from mlxstacks.nano import identity
-from mlxstacks.nano.domains import DOMAINS, GENERATORS, ITEM_GENERATORS
-from mlxstacks.nano.words import Question
+from tools.nano import identity
+from tools.nano.domains import DOMAINS, GENERATORS, ITEM_GENERATORS
+from tools.nano.words import Question
 
 SPLITS = ("train", "validation", "items")
 OPTIONS_PER_ITEM = 4

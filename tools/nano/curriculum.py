@@ -11,14 +11,14 @@ import random
 from collections.abc import Collection, Iterable
 
 from mlxstacks.errors import InputError
-from mlxstacks.nano.corpus import OPTIONS_PER_ITEM, Document, Item
-from mlxstacks.nano.curriculum_domains import GENERATORS
-from mlxstacks.nano.curriculum_settings import DOMAINS, HELD_OUT, ROWS, SEED
-from mlxstacks.nano.words import Question
+from mlxstacks.nano.settings import HELD_OUT, HELD_OUT_DIRECTORY
+from tools.nano.corpus import OPTIONS_PER_ITEM, Document, Item
+from tools.nano.curriculum_domains import GENERATORS
+from tools.nano.curriculum_settings import DOMAINS, ROWS, SEED
+from tools.nano.words import Question
 
 # Of 20 questions so many may be items.
 ITEM_PARTS = 4
-HELD_OUT_DIRECTORY = "held_out"
 # So many draws without a new question: there is none left.
 GIVE_UP = 10_000
 

@@ -2,7 +2,7 @@
 
 import random
 
-from mlxstacks.nano.words import COLOURS, FOODS, NAMES, Question, frame
+from tools.nano.words import COLOURS, FOODS, NAMES, Question, frame
 
 NEEDS = {
     "write a letter": "a pen", "cut paper": "scissors", "walk in the rain": "an umbrella",

@@ -15,7 +15,7 @@ was trained (the rest).
 import random
 from collections.abc import Callable
 
-from mlxstacks.nano.words import COLOURS, FOODS, NAMES, OBJECTS, PLACES, Question, frame
+from tools.nano.words import COLOURS, FOODS, NAMES, OBJECTS, PLACES, Question, frame
 
 Generator = Callable[[random.Random], Question]
 

@@ -10,10 +10,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mlxstacks.nano.corpus import Document, training_documents
-from mlxstacks.nano.curriculum import as_lines, curriculum_documents, different_questions
-from mlxstacks.nano.curriculum_settings import DOMAINS, SEED
-from mlxstacks.nano.domains import DOMAINS as OWN_DOMAINS
+from tools.nano.corpus import Document, training_documents
+from tools.nano.curriculum import as_lines, curriculum_documents, different_questions
+from tools.nano.curriculum_settings import DOMAINS, SEED
+from tools.nano.domains import DOMAINS as OWN_DOMAINS
 
 OTHERS = "others"
 SINGLE_ROWS, MIXED_ROWS, OTHER_ROWS = 240, 24, 300

@@ -8,8 +8,6 @@ from mlxstacks.training.settings import Schedule
 
 # In this order. The last domain of the curriculum is for experiments with four.
 DOMAINS = ("letters", "islands", "queries", "tolu")
-# What no stack is trained on until somebody adds it: prompts that a router should not know.
-HELD_OUT = "music"
 ROWS, SEED = 300, 0
 
 

@@ -8,8 +8,8 @@ Difficulty comes from the size of each world: few everyday facts (chat), many in
 import random
 from collections.abc import Callable
 
-from mlxstacks.nano import knowledge, skills
-from mlxstacks.nano.words import Question
+from tools.nano import knowledge, skills
+from tools.nano.words import Question
 
 Generator = Callable[[random.Random], Question]
 GENERATORS: dict[str, tuple[Generator, ...]] = {

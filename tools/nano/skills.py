@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from mlxstacks.nano.words import COLOURS, FOODS, NAMES, OBJECTS, PLACES, Question, frame
+from tools.nano.words import COLOURS, FOODS, NAMES, OBJECTS, PLACES, Question, frame
 
 OPERATIONS = (
     ("adds {k} to n", "add", "n + {k}"),
