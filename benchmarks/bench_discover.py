@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.timing import machine, spread
 from mlxstacks import base_model
-from mlxstacks.cli.route import with_nano
+from mlxstacks.cli.route import with_nano_base
 from mlxstacks.evaluate import evaluate_mean_loss
 from mlxstacks.files.store import Store
 from mlxstacks.layers.output_head import OutputHead, find_output_head
@@ -111,7 +111,7 @@ def arguments() -> argparse.Namespace:
 def set_up(asked: argparse.Namespace) -> tuple[dict[str, Way], dict[str, Any]]:
     """Both ways over the same pairs, and what they work on."""
     settings = OutcomeSettings(store_path=asked.store, data=asked.data)
-    settings = with_nano(settings)
+    settings = with_nano_base(settings)
     store = Store.open(asked.store)
     domains = routed_domains(store)
     settings = settings.model_copy(update={"samples_per_domain": -(-asked.pairs // len(domains))})

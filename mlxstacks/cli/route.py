@@ -28,7 +28,7 @@ def discover(
 ) -> "Result":
     from mlxstacks.studies.route.discover import run
 
-    return run(with_nano(settings), dry_run=dry_run, progress=progress)
+    return run(with_nano_base(settings), dry_run=dry_run, progress=progress)
 
 
 def train(
@@ -41,13 +41,13 @@ def train(
     if settings.store_path and settings.install and _in_package(settings.store_path):
         settings = settings.model_copy(update={"install": False})
         notes = ("nano's own store is not changed; the router is in the save path alone.",)
-    return run(with_nano(settings), dry_run=dry_run, progress=progress, notes=notes)
+    return run(with_nano_base(settings), dry_run=dry_run, progress=progress, notes=notes)
 
 
 def explain(settings: "RouteExplainSettings") -> "Result":
     from mlxstacks.studies.route.explain import run
 
-    return run(with_nano(settings))
+    return run(with_nano_base(settings))
 
 
 def evaluate(
@@ -55,7 +55,7 @@ def evaluate(
 ) -> "Result":
     from mlxstacks.studies.route.evaluate import run
 
-    return run(with_nano(settings), dry_run=dry_run, progress=progress)
+    return run(with_nano_base(settings), dry_run=dry_run, progress=progress)
 
 
 def check(
@@ -63,10 +63,10 @@ def check(
 ) -> "Result":
     from mlxstacks.studies.route.check import run
 
-    return run(with_nano(settings), dry_run=dry_run, progress=progress)
+    return run(with_nano_base(settings), dry_run=dry_run, progress=progress)
 
 
-def with_nano(settings: "Settings") -> "Settings":
+def with_nano_base(settings: "Settings") -> "Settings":
     """With nano's model for a store whose base is nano, where no model is named; and with its
     routing data and its held-out domain, where the command reads such and none are given.
     """
