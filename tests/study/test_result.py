@@ -142,7 +142,7 @@ def test_no_edit_goes_unmarked(run: Path, tmp_path: Path, name: str) -> None:
 def test_what_is_exploratory_says_so_in_every_title(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = []
+    drawn: list[str] = []
 
     def note(directory: Path, drawings: Any, formats: Any) -> tuple[list[str], list[str]]:
         drawn.extend(draw.keywords["title"] for _, draw in drawings)
@@ -199,7 +199,7 @@ def test_a_block_that_cannot_be_shown_is_refused(make: Any, message: str) -> Non
         ("text", None, "a", "a"), ("count", None, 1234, "1,234"), ("share", None, 0.1234, "12.3%"),
         ("share", 2, 0.1234, "12.34%"), ("points", None, -0.05, "-5.0"),
         ("points", 2, (0.05, 0.01, 0.09), "+5.00 (+1.00 to +9.00)"),
-        ("share", None, (0.1, 0.2), "10.0% to 20.0%"), ("p", None, 0.0123, "0.012"),
+        ("share", None, (0.1, 0.2), "10.0 to 20.0%"), ("p", None, 0.0123, "0.012"),
         ("p", None, 1e-9, "below 0.0001"), ("bytes", None, 1_500_000, "1.5 MB"),
         ("seconds", None, 2.5, "2.5 s"), ("number", 3, 0.5, "0.500"),
         ("change", None, 0.5, "+0.5000"), ("count", None, 1234.4, "1,234"),
@@ -216,7 +216,7 @@ def test_a_cell_reads_as_its_column_says(
 def test_a_terminal_a_data_frame_and_a_figure(run: Path) -> None:
     result = Result.open(run)
     text = str(result)
-    assert "50.0% (40.0% to 60.0%)" in text
+    assert "50.0% (40.0 to 60.0)" in text
     assert text.endswith(f"Verdict: {result.verdict}\n")
     frame = pytest.importorskip("pandas") and result.table("arms")
     assert frame["share"].tolist() == [0.5, 0.7]

@@ -107,8 +107,9 @@ def format_cell(cell: Cell, column: Column) -> str | None:
     if isinstance(cell, bool):
         return "yes" if cell else "no"
     if isinstance(cell, tuple):
-        *value, low, high = (_format_number(one, column) for one in cell)
-        return f"{value[0]} ({low} to {high})" if value else f"{low} to {high}"
+        *value, low, high = (_format_number(one, column).removesuffix("%") for one in cell)
+        unit = "%" if column.kind == "share" else ""
+        return f"{value[0]}{unit} ({low} to {high})" if value else f"{low} to {high}{unit}"
     return _format_number(cell, column)
 
 
