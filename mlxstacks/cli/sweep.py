@@ -18,8 +18,10 @@ def run(
     from mlxstacks.nano.exports import nano_paths
     from mlxstacks.studies.sweep import rank_sweep
 
-    base_at = None
-    # a model of one's own has {bits} in its name wherever there are bits
-    if settings.bits and settings.model == str(nano_paths().model_path):
-        base_at = lambda bits: str(nano_paths(bits).model_path)  # noqa: E731
+    def nano_at(bits: int | None) -> str:
+        return str(nano_paths(bits).model_path)
+
+    # A model of one's own has {bits} in its name wherever there are bits.
+    is_nano = settings.bits and settings.model == str(nano_paths().model_path)
+    base_at = nano_at if is_nano else None
     return rank_sweep.run(settings, base_at=base_at, dry_run=dry_run, progress=progress)

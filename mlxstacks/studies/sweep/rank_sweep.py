@@ -268,5 +268,6 @@ class _Sweep(Study):
 
 def _link_tree(source: Path, destination: Path) -> None:
     """Every file again under another directory, without its bytes."""
-    link = lambda old, new: clone_or_link(Path(old), Path(new))  # noqa: E731
-    shutil.copytree(source, destination, copy_function=link)
+    shutil.copytree(
+        source, destination, copy_function=lambda old, new: clone_or_link(Path(old), Path(new))
+    )
