@@ -142,7 +142,7 @@ def test_no_edit_goes_unmarked(run: Path, tmp_path: Path, name: str) -> None:
 def test_what_is_exploratory_says_so_in_every_title(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = []
+    drawn: list[str] = []
 
     def note(directory: Path, drawings: Any, formats: Any) -> tuple[list[str], list[str]]:
         drawn.extend(draw.keywords["title"] for _, draw in drawings)
