@@ -48,7 +48,7 @@ from mlxstacks.studies.stack.report import domain_table, matrix_blocks
 from mlxstacks.studies.sweep.cells import Cell, CellResult
 from mlxstacks.studies.sweep.report import concluded
 from mlxstacks.studies.sweep.settings import SweepSettings
-from mlxstacks.studies.train.report import TrainReport, versions
+from mlxstacks.studies.train.report import TrainReport
 from mlxstacks.studies.train.report import result_of as train_result
 from mlxstacks.study.document import RESULT, Standing
 from mlxstacks.study.plan import Standing as PlanStanding
