@@ -1,10 +1,9 @@
 """From what was typed to an exit code: resolve the settings, call the one function, print."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlxstacks.cli import output
 from mlxstacks.recipe.call import call, check_output, plans_itself
@@ -12,11 +11,6 @@ from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.inputs import check_inputs
 from mlxstacks.recipe.resolve import Resolved, finished, replaced, resolve
 from mlxstacks.recipe.table import Command, command_named, load
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from mlxstacks.recipe.inputs import Input
 
 DONE, FAILED, BAD_INPUT, GATE, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -30,24 +24,6 @@ class Common:
     recipe: str | None = None
     sets: Sequence[str] = ()
     verbosity: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Lacking:
-    """A plan that a command made by itself, and what its run would need that is not here."""
-
-    plan: Any
-    missing: list["Input"]
-
-    def as_json(self) -> dict[str, Any]:
-        return {**self.plan.as_json(), "not_here": [one.path for one in self.missing]}
-
-
-def _render_lacking(render: Callable[..., None], console: "Console", found: _Lacking) -> None:
-    from mlxstacks.recipe.config_plan import missing_words
-
-    render(console, found.plan)
-    console.print(missing_words(found.missing), markup=False, style="bold")
 
 
 def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool = False) -> int:
@@ -141,13 +117,12 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
     with output.Progress(name) as progress:
         result = call(name, resolved, dry_run=common.dry_run, progress=progress)
     if common.dry_run:
-        from mlxstacks.recipe.config_plan import lacking
+        from mlxstacks.recipe.config_plan import lacking, with_missing
 
-        missing = lacking(name, resolved.settings)
-        if missing:
+        if missing := lacking(name, resolved.settings):
             if common.recipe is None:
                 check_inputs(name, resolved.settings)
-            return _Lacking(result, missing), partial(_render_lacking, load(row.render))
+            result = with_missing(result, missing)
     return result, load(row.render)
 
 

@@ -71,8 +71,7 @@ def plan_from_config(name: str, resolved: "Resolved", from_recipe: bool) -> Resu
     writes = _writes(name, resolved)
     data = {
         "changed": changed, "source": source, "model": facts, "training": training,
-        "inputs": [asdict(item) for item in inputs], "not_here": [item.path for item in missing],
-        "writes": writes,
+        "inputs": [asdict(item) for item in inputs], "writes": writes,
     }  # fmt: skip
     blocks: list[Block] = [_settings_table(changed)]
     if facts:
@@ -80,8 +79,8 @@ def plan_from_config(name: str, resolved: "Resolved", from_recipe: bool) -> Resu
     blocks += map(_training_table, count(1), training)
     blocks.append(Text(title="Reads", paragraphs=tuple(f"{i.key}: {i.words}" for i in inputs)))
     plan = _planned(name, settings, writes, data, blocks)
-    verdict = missing_words(missing)
-    return plan.model_copy(update={"verdict": verdict, "notes": notes if training else ()})
+    plan = plan.model_copy(update={"notes": notes if training else ()})
+    return with_missing(plan, missing)
 
 
 def plan_of_settings(name: str, resolved: "Resolved") -> Result:
@@ -108,10 +107,12 @@ def _settings_table(values: Mapping[str, Any]) -> Table:
     return Table(id="settings", title="Settings", columns=columns, rows=rows)
 
 
-def missing_words(missing: Sequence[Input]) -> str:
-    """The end of a plan: what the run would need that is not here."""
+def with_missing(plan: Result, missing: Sequence[Input]) -> Result:
+    """A plan that ends with what the run would need that is not here."""
     keys = ", ".join(dict.fromkeys(item.key for item in missing))
-    return f"The run itself needs what is not here: {keys}."
+    verdict = f"{plan.verdict} The run itself needs what is not here: {keys}.".strip()
+    data = plan.data | {"not_here": [item.path for item in missing]}
+    return plan.model_copy(update={"verdict": verdict, "data": data})
 
 
 def _model_words(facts: Mapping[str, Any]) -> str:

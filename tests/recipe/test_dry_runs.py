@@ -256,12 +256,12 @@ def test_a_command_that_plans_by_itself_says_what_is_not_here(
 ) -> None:
     monkeypatch.setattr(arrow_sets, "hub_snapshot", lambda dataset: None)
     _, out, _ = command("run", name + BIG, "--dry-run")
-    assert f"The run itself needs what is not here: {keys}." in out
+    assert f"The run itself needs what is not here: {keys}." in " ".join(out.split())
     _, out, _ = command("run", name + BIG, "--dry-run", "--json")
     plan = json.loads(out)
     assert plan["status"] == "planned"
-    assert plan["not_here"][0] == "qwen3.5-35b-a3b-3bit"
-    assert len(plan["not_here"]) >= len(keys.split(", "))
+    assert plan["data"]["not_here"][0] == "qwen3.5-35b-a3b-3bit"
+    assert len(plan["data"]["not_here"]) >= len(keys.split(", "))
 
 
 def test_a_store_that_is_changed_is_written(offline: Path, command: Run) -> None:
