@@ -1,7 +1,8 @@
 """Reads tensors of safetensors files by rows, and is the door to the header and the writer.
 
-Everything goes through `pread` into a buffer of the caller's size. Files are never mapped: mapped
-pages count as resident memory, and a fuse promises to stay small.
+Tensors go through `pread` into a buffer of the caller's size, never through a map, which the
+library takes for a moment to check the header: mapped pages count as resident memory, and a fuse
+promises to stay small.
 """
 
 from __future__ import annotations
