@@ -280,7 +280,7 @@ def _interval(mean: Figures) -> Cell:
 def _loss_plots(domains: Sequence[Figures]) -> Iterator[Plot]:
     """Over the optimizer steps of each domain; of domains without a log, after their rounds."""
     curves = {domain["name"]: _curve(domain["curve"]) for domain in domains if domain["curve"]}
-    rounds = {
+    rounds: dict[str, list[tuple[float, float]]] = {
         domain["name"]: list(enumerate(domain["losses"]))
         for domain in domains
         if domain["losses"] and not domain["curve"]

@@ -9,6 +9,7 @@ from typing import Any
 from mlxstacks.errors import StoreError
 from mlxstacks.files import stack_export, stack_import, store_commands, store_diff, store_verify
 from mlxstacks.files.manifest import Manifest, binding_notes
+from mlxstacks.files.router_file import RouterHeader
 from mlxstacks.files.store_settings import (
     StacksDiffSettings,
     StacksExportSettings,
@@ -42,7 +43,8 @@ _BASES = {
 def list_store(settings: StacksListSettings) -> Result:
     """Facts, domains, stacks, losses in every mode; domains that miss what they were trained on."""
     store = store_commands.open_store(settings.store_path)
-    manifest, router, header = store.manifest, store.manifest.router, None
+    manifest, router = store.manifest, store.manifest.router
+    header: RouterHeader | None = None
     notes = [
         *binding_notes(manifest.base_fingerprint), *store_commands.company_notes(manifest),
         *store_commands.router_notes(store),
