@@ -211,7 +211,7 @@ def _disk(path: Path) -> Disk:
 
 def _sharing(directory: Path) -> str | None:
     """How an unchanged file is taken over in a directory, tried; None where nothing is writable."""
-    from mlxstacks.files.carry import clone_or_link
+    from mlxstacks.files.side_files import clone_or_link
 
     try:
         with tempfile.TemporaryDirectory(prefix=".mlxstacks-doctor-", dir=directory) as scratch:

@@ -94,7 +94,7 @@ def carried_files(checkpoint: Checkpoint) -> list[SideFile]:
 
 
 def side_file_notes(files: Collection[SideFile]) -> tuple[str, ...]:
-    """Notes on what `carry_side_files` does not carry, a sentence for each reason, and on links
+    """Notes on what `copy_side_files` does not carry, a sentence for each reason, and on links
     that lead it out of the directory.
     """
     names: dict[str, list[str]] = {}

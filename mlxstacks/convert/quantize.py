@@ -36,7 +36,7 @@ from mlxstacks.convert.conversion import (
 )
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
-from mlxstacks.files.outputs import carry_side_files
+from mlxstacks.files.outputs import copy_side_files
 from mlxstacks.files.shard_writer import Chunk
 from mlxstacks.files.tensor_file import non_finite, raw_numbers
 
@@ -102,7 +102,7 @@ def checkpoint_conversion(
     return Conversion(
         config=written,
         parts=(*_parts(model, parameters, kinds), *_carried(checkpoint, unused)),
-        write_files=partial(carry_side_files, source, files=side),
+        write_files=partial(copy_side_files, source, files=side),
         notes=side_file_notes(side),
         inputs=(source, *(header.path for header in checkpoint.headers)),
     )

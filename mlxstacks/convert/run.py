@@ -45,7 +45,7 @@ def convert(
         write(conversion, directory, progress)
         result = _result(conversion, settings, target, "converted", started)
         small = [directory / name for name in ("config.json", "model.safetensors.index.json")]
-        return write_result(result, directory, target, made_from=small)
+        return write_result(result, directory, target, sources=small)
 
 
 def _result(

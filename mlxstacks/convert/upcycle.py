@@ -24,7 +24,7 @@ from mlxstacks.convert.conversion import (
 )
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files.checkpoint import open_checkpoint
-from mlxstacks.files.outputs import carry_side_files
+from mlxstacks.files.outputs import copy_side_files
 from mlxstacks.files.shard_writer import Chunk
 from mlxstacks.ops import affine
 
@@ -51,7 +51,7 @@ def stored_conversion(directory: Path) -> Conversion:
     return Conversion(
         config=checkpoint.config,
         parts=tuple(map(stored_part, checkpoint.tensors.values())),
-        write_files=partial(carry_side_files, directory, files=side),
+        write_files=partial(copy_side_files, directory, files=side),
         notes=side_file_notes(side),
         inputs=(directory, *(header.path for header in checkpoint.headers)),
     )

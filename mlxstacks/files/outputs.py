@@ -24,7 +24,6 @@ from typing import Any
 import filelock
 
 from mlxstacks.errors import InputError, TargetError
-from mlxstacks.files.carry import SideFile, carry_side_files, clone_or_link, side_files
 from mlxstacks.files.disk import (
     c_function,
     cache_directory,
@@ -49,12 +48,13 @@ from mlxstacks.files.mark import (
     refuse_built_in,
     remove_marked,
 )
+from mlxstacks.files.side_files import SideFile, clone_or_link, copy_side_files, side_files
 
 __all__ = [
     "SideFile",
-    "carry_side_files",
     "check_target",
     "clone_or_link",
+    "copy_side_files",
     "side_files",
     "staged_directory",
     "write_json",

@@ -17,8 +17,8 @@ from mlxstacks.files.disk import existing_ancestor, user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import (
     SideFile,
-    carry_side_files,
     check_target,
+    copy_side_files,
     side_files,
     staged_directory,
     write_json,
@@ -134,7 +134,7 @@ class _Fuse:
                 workers=self.workers,
                 progress=self._advance,
             )
-            self.side_files = carry_side_files(
+            self.side_files = copy_side_files(
                 self.checkpoint.directory, directory, self.side_files, self.settings.copy_shards
             )
             check_unchanged(self.checkpoint.directory, self.base_fingerprint)
@@ -143,7 +143,7 @@ class _Fuse:
             report = self._report("fused", works, choices, sums, files, alternatives)
             # Shards are many gigabytes, and have been read once: config and index stand for them.
             small = [directory / "config.json", directory / _INDEX_NAME]
-            result = write_result(result_of(report), directory, self.target, made_from=small)
+            result = write_result(result_of(report), directory, self.target, sources=small)
         return report, result
 
     def _decide(self, estimate_all: bool) -> dict[str, Choice]:

@@ -70,7 +70,7 @@ def write_report(
                 "data": {**planned.data, "figures": figures, "page_bytes": len(data)},
             }
         )  # fmt: skip
-        return write_result(result, directory, target, made_from=())
+        return write_result(result, directory, target, sources=())
 
 
 def planned_report(

@@ -4,7 +4,7 @@ The first line, the header, says what they are answers of. Every line ends with 
 SHA-256 of the digest before it and of its own text, so each stands for all that was written up to
 it. A line that was changed, removed, added or moved, or a bit that flipped, is found when the file
 is read; lines missing at the very end look like a run that was killed and are answered again. A
-report keeps the last digest, which shows these too (made_from.py).
+report keeps the last digest, which shows these too (provenance.py).
 
 What a chain cannot show: that a line was ever answered by a model. Who computes all digests anew,
 and the report's, is stopped only by running the same command in an empty directory: answers are
@@ -97,7 +97,7 @@ class AnswerLog:
             os.fsync(file.fileno())
         self.digests += [digest for _, digest in new]
 
-    def made_from(self, count: int) -> dict[str, Any]:
+    def provenance(self, count: int) -> dict[str, Any]:
         """For a report that uses the first `count` answers."""
         return {"answers": count, "digest": self.digests[count]}
 

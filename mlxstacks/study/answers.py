@@ -80,9 +80,9 @@ class AnswerFile:
             found += new
         return found[:count]
 
-    def made_from(self, count: int) -> dict[str, Any]:
+    def provenance(self, count: int) -> dict[str, Any]:
         """For a report that uses the first `count` answers, as they were last read or given."""
-        return self._log.made_from(count)
+        return self._log.provenance(count)
 
 
 def _answer(row: dict[str, Any]) -> Answer:

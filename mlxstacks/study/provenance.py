@@ -1,6 +1,6 @@
 """What a report was made from: digests of its answers and of other files of outcomes.
 
-The report holds them as `made_from`, path below its directory -> `answers` and `digest` (of the
+A result holds them as `provenance`, path below its directory -> `answers` and `digest` (of the
 last of so many answers, see answer_log.py) or `sha256` (of a whole file). They are of what was read
 when the report was made, and are held here against what lies beside it now.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from mlxstacks.study.answer_log import digests_of, lines_of
 
-MadeFrom = dict[str, dict[str, Any]]
+Provenance = dict[str, dict[str, Any]]
 _MOST_FILES = 5_000
 # Of one file, and of all together: the same large one can be named under many paths.
 MOST_BYTES, _MOST_BYTES_IN_ALL = 1 << 30, 1 << 31
@@ -44,14 +44,14 @@ class Checked:
     missing: tuple[str, ...]
 
 
-def check_made_from(directory: Path, made_from: Mapping[str, Any]) -> Checked:
+def check_provenance(directory: Path, provenance: Mapping[str, Any]) -> Checked:
     """The files of a report, each against its entry. Report and files may be a stranger's: nothing
     outside the directory is read, nor what is no plain file, nor more than so many bytes in all.
     """
-    if len(made_from) > _MOST_FILES:
-        return Checked(0, (f"it names {len(made_from):,} files, allowed: {_MOST_FILES:,}",), ())
+    if len(provenance) > _MOST_FILES:
+        return Checked(0, (f"it names {len(provenance):,} files, allowed: {_MOST_FILES:,}",), ())
     root, left, other, missing = directory.resolve(), _MOST_BYTES_IN_ALL, [], []
-    for name, entry in made_from.items():
+    for name, entry in provenance.items():
         try:
             file = _opened(root, name)
             if file is None:
@@ -66,7 +66,7 @@ def check_made_from(directory: Path, made_from: Mapping[str, Any]) -> Checked:
                 _compare(file, entry)
         except ValueError as error:
             other.append(f"{name} is not what the report was made from: {error}")
-    same = len(made_from) - len(other) - len(missing)
+    same = len(provenance) - len(other) - len(missing)
     return Checked(same, tuple(other), tuple(missing))
 
 

@@ -18,7 +18,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, compact, json_sha256, read_object
 from mlxstacks.regular_files import check_regular
 from mlxstacks.study.document import RESULT, Document, Plot, Standing, Table
-from mlxstacks.study.provenance import check_made_from
+from mlxstacks.study.provenance import check_provenance
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -115,13 +115,13 @@ class Result(Document):
             raise ValueError(f"{ascii(place)[1:-1]:.200}: {first['msg']}") from None
 
     def checked(self, directory: Path) -> "Result":
-        """This result beside what lies in its directory now. Raises: as `check_made_from`."""
+        """This result beside what lies in its directory now. Raises: as `check_provenance`."""
         reasons, notes = list[str](), list[str]()
         if self.seal != self.digest():
             reasons.append(f"{RESULT} was changed after the run")
         if self.plan is not None and self.plan_sha256 != json_sha256(self.plan):
             reasons.append("the plan in it has not the hash that it names")
-        files = check_made_from(directory, self.provenance)
+        files = check_provenance(directory, self.provenance)
         if files.other:
             reasons.append(_beginning(files.other))
         if files.same:

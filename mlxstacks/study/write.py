@@ -31,12 +31,12 @@ def write_result(
     directory: Path,
     target: Path,
     plot_formats: Sequence[str] = (),
-    made_from: Iterable[Path] | None = None,
+    sources: Iterable[Path] | None = None,
 ) -> Result:
     """Write result.json, sealed, with result.md and plots, to `directory`, where the files that the
     result was made from lie already; it becomes `target`. Returns what was written.
 
-    made_from: files of the directory for the provenance; None: all of them. Raises: OSError.
+    sources: files of the directory for the provenance; None: all of them. Raises: OSError.
     """
     plots = [
         block.model_copy(update={"title": result.standing.mark(block.title)})
@@ -44,7 +44,7 @@ def write_result(
         if isinstance(block, Plot) and plot_formats
     ]
     provenance = dict(result.provenance)
-    files = directory.rglob("*") if made_from is None else made_from
+    files = directory.rglob("*") if sources is None else sources
     for file in sorted(path for path in files if path.is_file()):
         name = str(file.relative_to(directory))
         if not file.name.startswith("."):

@@ -25,12 +25,13 @@ import pytest
 
 import mlxstacks
 from mlxstacks.errors import CheckpointError, TargetError
-from mlxstacks.files import carry, disk, outputs
+from mlxstacks.files import disk, outputs
+from mlxstacks.files import side_files as side_files_module
 from mlxstacks.files.mark import MARK, entries, new_mark
 from mlxstacks.files.outputs import (
-    carry_side_files,
     check_target,
     clone_or_link,
+    copy_side_files,
     fill_cache,
     side_files,
     staged_directory,
@@ -327,7 +328,7 @@ def fill_by_copy(staged: Path, big: Path) -> None:
 
 
 def fill_by_side_files(staged: Path, big: Path) -> None:
-    carry_side_files(big.parent, staged, side_files(big.parent, []))
+    copy_side_files(big.parent, staged, side_files(big.parent, []))
 
 
 def fill_by_json(staged: Path, big: Path) -> None:
@@ -561,7 +562,7 @@ def test_file_system_without_links_is_copied_to(
     def refused(*_: Any, **__: Any) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(carry, "_clone", lambda source, destination: False)
+    monkeypatch.setattr(side_files_module, "_clone", lambda source, destination: False)
     monkeypatch.setattr(os, "link", refused)
     (tmp_path / "a").write_bytes(b"weights")
     assert clone_or_link(tmp_path / "a", tmp_path / "b") == "copied"
@@ -634,7 +635,7 @@ def test_everything_beside_the_shards_is_carried_but_code_and_pickles(tmp_path: 
     assert {f.name for f in files if f.reason is not None} == reasons.keys()
     for file in files:
         assert file.reason is None or reasons[file.name] in file.reason
-    done = carry_side_files(source, target, files)
+    done = copy_side_files(source, target, files)
     assert [(f.name, f.reason) for f in done] == [(f.name, f.reason) for f in files]
     written = {p.relative_to(target).as_posix(): p for p in target.rglob("*") if p.is_file()}
     assert {name: path.read_bytes() for name, path in written.items()} == CARRIED
@@ -662,7 +663,7 @@ def test_side_files_follow_the_links_of_a_hub_cache(tmp_path: Path) -> None:
     assert [file.name for file in files if file.reason is None] == names
     links = {file.name: file.link for file in files if file.link}
     assert links == {"tokenizer.json": str((tmp_path / "blob").resolve())}
-    done = carry_side_files(tmp_path / "source", tmp_path / "target", files)
+    done = copy_side_files(tmp_path / "source", tmp_path / "target", files)
     assert {file.name: file.link for file in done if file.link} == links
     assert sorted(path.name for path in (tmp_path / "target").iterdir()) == names
     assert not (tmp_path / "target" / "tokenizer.json").is_symlink()
@@ -704,5 +705,5 @@ def test_a_side_file_of_its_owner_alone_stays_so(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
     (tmp_path / "secret").chmod(0o600)
     (tmp_path / "model" / "merges.txt").symlink_to(tmp_path / "secret")
-    carry_side_files(tmp_path / "model", tmp_path / "out", side_files(tmp_path / "model", []))
+    copy_side_files(tmp_path / "model", tmp_path / "out", side_files(tmp_path / "model", []))
     assert stat.S_IMODE((tmp_path / "out" / "merges.txt").stat().st_mode) == 0o600

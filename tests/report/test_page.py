@@ -158,7 +158,7 @@ def test_answers_that_the_result_was_not_made_from_make_it_exploratory(tmp_path:
     log = AnswerLog(tmp_path / "run" / "answers" / "test_a1.jsonl", {"arm": "a1"})
     log.begin()
     log.append([{"item_id": "1", "pick": 0}])
-    provenance = {"answers/test_a1.jsonl": log.made_from(1)}
+    provenance = {"answers/test_a1.jsonl": log.provenance(1)}
     run = write_run(tmp_path / "run", RESULT, {**profile_result(), "provenance": provenance})
 
     def shown() -> dict[str, Any]:

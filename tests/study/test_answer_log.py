@@ -70,7 +70,7 @@ def test_whatever_a_kill_cuts_off_the_whole_lines_before_it_are_kept(
     log.append(rows[len(kept) :])
     assert path.read_bytes() == whole
     assert log.digests == digests
-    assert log.made_from(len(rows)) == {"answers": len(rows), "digest": digests[-1]}
+    assert log.provenance(len(rows)) == {"answers": len(rows), "digest": digests[-1]}
 
 
 def test_a_digest_is_of_the_one_before_and_of_the_line(finished: tuple[Path, bytes]) -> None:
@@ -172,7 +172,7 @@ def test_only_who_computes_all_digests_anew_is_believed_and_the_last_one_differs
     log = AnswerLog(path, HEADER)
     assert log.read(dict)[2]["pick"] == 0
     last = json.loads(whole.splitlines()[-1])["digest"]
-    assert log.made_from(4)["digest"] != last
+    assert log.provenance(4)["digest"] != last
 
 
 # --- messages -------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mlxstacks.study import provenance as made_from_module
+from mlxstacks.study import provenance as provenance_module
 from mlxstacks.study.answer_log import AnswerLog
-from mlxstacks.study.provenance import Checked, check_made_from, of_bytes
+from mlxstacks.study.provenance import Checked, check_provenance, of_bytes
 from tests.studies.answer_files import forge, rows_of
 
 ROWS = [{"item_id": str(place), "pick": 0} for place in range(4)]
@@ -25,13 +25,13 @@ def made(tmp_path: Path) -> dict[str, dict[str, Any]]:
     log.begin()
     log.append(ROWS)
     (tmp_path / "split.json").write_bytes(b"{}")
-    return {"answers/a1.jsonl": log.made_from(3), "split.json": of_bytes(b"{}")}
+    return {"answers/a1.jsonl": log.provenance(3), "split.json": of_bytes(b"{}")}
 
 
 def test_what_was_not_touched_is_the_same(tmp_path: Path, made: dict[str, Any]) -> None:
-    assert check_made_from(tmp_path, made) == Checked(2, (), ())
+    assert check_provenance(tmp_path, made) == Checked(2, (), ())
     (tmp_path / "split.json").unlink()
-    assert check_made_from(tmp_path, made) == Checked(1, (), ("split.json",))
+    assert check_provenance(tmp_path, made) == Checked(1, (), ("split.json",))
 
 
 def test_what_was_changed_is_named(tmp_path: Path, made: dict[str, Any]) -> None:
@@ -39,7 +39,7 @@ def test_what_was_changed_is_named(tmp_path: Path, made: dict[str, Any]) -> None
     whole = path.read_bytes()
 
     def other() -> str:
-        (found,) = check_made_from(tmp_path, made).other
+        (found,) = check_provenance(tmp_path, made).other
         return found
 
     path.write_bytes(whole.replace(b'"pick": 0', b'"pick": 1', 1))
@@ -69,13 +69,13 @@ def test_a_stranger_s_report_reads_nothing_but_its_own_plain_files(tmp_path: Pat
     os.mkfifo(inside / "pipe")
     entry = of_bytes(b"x")
     for name in ("../secret", str(secret), "link", "circle", "pipe", ".", "a\x00b"):
-        found = check_made_from(inside, {name: entry})
+        found = check_provenance(inside, {name: entry})
         assert (found.same, len(found.other)) == (0, 1), name
     (inside / "file").write_bytes(b"x")
     for wrong in ({}, 3, {"answers": -1}, {"answers": "1"}, {"answers": True}, {"sha256": None}):
-        assert len(check_made_from(inside, {"file": wrong}).other) == 1, wrong
-    assert check_made_from(inside, {"file": entry, "f" * 5000: entry}).same == 1
-    assert check_made_from(inside, dict.fromkeys(map(str, range(5001)), entry)).other
+        assert len(check_provenance(inside, {"file": wrong}).other) == 1, wrong
+    assert check_provenance(inside, {"file": entry, "f" * 5000: entry}).same == 1
+    assert check_provenance(inside, dict.fromkeys(map(str, range(5001)), entry)).other
 
 
 def test_lines_behind_the_answers_that_were_used_must_follow_too(
@@ -83,17 +83,17 @@ def test_lines_behind_the_answers_that_were_used_must_follow_too(
 ) -> None:
     path = tmp_path / "answers" / "a1.jsonl"
     path.write_bytes(path.read_bytes() + b"ab\n")
-    (found,) = check_made_from(tmp_path, made).other
+    (found,) = check_provenance(tmp_path, made).other
     assert "line 6: does not follow" in found
 
 
 def test_one_file_under_many_names_is_read_up_to_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(made_from_module, "_MOST_BYTES_IN_ALL", 250)
+    monkeypatch.setattr(provenance_module, "_MOST_BYTES_IN_ALL", 250)
     (tmp_path / "file").write_bytes(b"x" * 100)
     names = [f"{'./' * times}file" for times in range(4)]
-    found = check_made_from(tmp_path, dict.fromkeys(names, of_bytes(b"x" * 100)))
+    found = check_provenance(tmp_path, dict.fromkeys(names, of_bytes(b"x" * 100)))
     assert found.same == 2
     assert [name in said for name, said in zip(names[2:], found.other, strict=True)] == [True] * 2
     assert "more than 250 bytes of files" in found.other[0]
@@ -103,7 +103,7 @@ def test_a_large_file_of_short_lines_takes_little_memory(tmp_path: Path) -> None
     (tmp_path / "file").write_bytes(b"ab\n" * 300_000)
     tracemalloc.start()
     try:
-        found = check_made_from(tmp_path, {"file": {"answers": 1, "digest": ""}})
+        found = check_provenance(tmp_path, {"file": {"answers": 1, "digest": ""}})
         assert tracemalloc.get_traced_memory()[1] < 500_000
     finally:
         tracemalloc.stop()

@@ -80,7 +80,7 @@ class AnswerFile:
             done += len(new)
             tick(len(new))
 
-    def made_from(self, found: Sequence[Given]) -> dict[str, Any]:
+    def provenance(self, found: Sequence[Given]) -> dict[str, Any]:
         """For a report that uses all answers, `found` by `answers`.
 
         digest_without_seconds: what the digest would be with no wall times in the file; the same in
@@ -88,7 +88,7 @@ class AnswerFile:
         """
         rows = [{k: v for k, v in asdict(one).items() if k != "seconds"} for one in found]
         *_, (_, plain) = chained([self._log.header, *rows])
-        return {**self._log.made_from(len(found)), "digest_without_seconds": plain}
+        return {**self._log.provenance(len(found)), "digest_without_seconds": plain}
 
 
 def _timed(batch: Sequence[BenchItem], answer: AnswerItems) -> list[Given]:

@@ -46,7 +46,7 @@ from mlxstacks.study.document import RESULT, Standing
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import read_sealed, write_sealed
 from mlxstacks.study.plan import PLAN, plan_from
-from mlxstacks.study.provenance import MadeFrom, of_bytes
+from mlxstacks.study.provenance import Provenance, of_bytes
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import recorded_fingerprint, work_path
@@ -245,7 +245,7 @@ class _Evaluation(Study):
     # --- from the files ---------------------------------------------------------------------------
 
     def conclude(self, work: Path) -> Result:
-        settings, sources = self.settings, MadeFrom()
+        settings, sources = self.settings, Provenance()
         with grading_tools(settings.allow_code) as tools:
             outcomes = {
                 task.name: {
@@ -280,12 +280,12 @@ class _Evaluation(Study):
         )  # fmt: skip
 
     def _outcomes(
-        self, work: Path, task: AskedTask, arm: str, tools: GradingTools, sources: MadeFrom
+        self, work: Path, task: AskedTask, arm: str, tools: GradingTools, sources: Provenance
     ) -> list[Outcome]:
         answers: dict[Of, list[Given]] = {}
         for file in self._files(work, task, arm):
             answers[file.of] = file.answers()
-            sources[str(file.path.relative_to(work))] = file.made_from(answers[file.of])
+            sources[str(file.path.relative_to(work))] = file.provenance(answers[file.of])
         if task.task.kind == "generate":
             return reply_outcomes(
                 task.items, answers["replies"], lambda i, text: grade(task.task, i, text, tools)
@@ -298,11 +298,11 @@ class _Evaluation(Study):
             task.items, answers["texts"], letters, reference, self.settings.normalisation
         )
 
-    def _arm_notes(self, work: Path, sources: MadeFrom) -> dict[str, dict[str, Any]]:
+    def _arm_notes(self, work: Path, sources: Provenance) -> dict[str, dict[str, Any]]:
         paths = {arm: _notes_path(work, arm) for arm in self.arms}
         return {arm: _read(work, path, sources) for arm, path in paths.items() if path.is_file()}
 
-    def _harness_results(self, work: Path, sources: MadeFrom) -> dict[str, Any]:
+    def _harness_results(self, work: Path, sources: Provenance) -> dict[str, Any]:
         """Arm -> what `run_harness` gave. Raises: InputError for results of another plan, and for
         some that were changed.
         """
@@ -323,7 +323,7 @@ def _harness_path(work: Path, arm: str) -> Path:
     return work / "harness" / f"{arm}.json"
 
 
-def _read(work: Path, path: Path, sources: MadeFrom, *remedy: str) -> dict[str, Any]:
+def _read(work: Path, path: Path, sources: Provenance, *remedy: str) -> dict[str, Any]:
     value, data = read_sealed(path, *remedy)
     sources[str(path.relative_to(work))] = of_bytes(data)
     return value

@@ -217,7 +217,7 @@ def _write(
         with store.change("route train", domains=list(trained.domains)) as change:
             data["installed"] = change.set_router(tensors, header).sha256
         # Again, and after the store: it says what the store has, and is newer than it.
-        result = write_result(_concluded(result, data), target, target, made_from=())
+        result = write_result(_concluded(result, data), target, target, sources=())
     return result
 
 

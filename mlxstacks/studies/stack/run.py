@@ -136,7 +136,7 @@ class _StackRun:
             )  # fmt: skip
             if self.is_main:
                 manifest = self.target / MANIFEST
-                result = write_result(result, self.target, self.target, made_from=[manifest])
+                result = write_result(result, self.target, self.target, sources=[manifest])
                 work.clear()
                 work.set_anew(None)
                 work.set_details(None)

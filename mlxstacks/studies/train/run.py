@@ -289,7 +289,7 @@ class _TrainRun:
             files = [directory / name for name in (WEIGHTS, CONFIG, LOG, RECIPE)]
             # No larger one is read again by who checks.
             small = [path for path in files if path.stat().st_size <= MOST_BYTES]
-            return write_result(result, directory, self.target, made_from=small)
+            return write_result(result, directory, self.target, sources=small)
 
     def _report(self, state: TrainingState) -> TrainReport:
         """The plan with what came of it."""

@@ -27,7 +27,7 @@ from mlxstacks.studies.confound.verdict import fuse_notes
 from mlxstacks.study.answers import Answer, AnswerFile
 from mlxstacks.study.items import Item, read_items
 from mlxstacks.study.plan import read_plan
-from mlxstacks.study.provenance import Checked, check_made_from
+from mlxstacks.study.provenance import Checked, check_provenance
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from mlxstacks.training.settings import TrainSettings
@@ -92,7 +92,7 @@ def test_the_report_holds_what_the_tables_need(done: tuple[Result, Path]) -> Non
 def test_the_report_is_bound_to_what_it_was_made_from(done: tuple[Result, Path]) -> None:
     report, target = done
     sources = report.provenance
-    assert check_made_from(target, sources) == Checked(len(sources), (), ())
+    assert check_provenance(target, sources) == Checked(len(sources), (), ())
     files = {str(path.relative_to(target)) for path in target.rglob("*.json*")}
     outcomes = {name for name in files if name.startswith(("answers/", "fuse/", "data/"))}
     assert set(sources) == outcomes | {"split.json", "plan.json", "protocol.json"}

@@ -108,7 +108,7 @@ def side_files(directory: Path, shards: Collection[Path]) -> list[SideFile]:
     ]
 
 
-def carry_side_files(
+def copy_side_files(
     source_dir: Path, target_dir: Path, files: Collection[SideFile], copy: bool = False
 ) -> list[SideFile]:
     """Bring `files` of `source_dir` to `target_dir`; returns them with what was done with each.
