@@ -561,15 +561,29 @@ def test_what_is_not_here_is_told_before_any_data_is_read(
     ]
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_regrade_of_nothing_says_what_it_takes(tmp_path: Path, there: bool) -> None:
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        (None, "no such directory"),
+        ((), "it has no result.json"),
+        (
+            ("eval_report.json",),
+            "eval_report.json was written by mlxstacks before 0.2; run it again",
+        ),
+    ],
+)
+def test_a_regrade_of_nothing_says_what_it_takes(
+    tmp_path: Path, files: tuple[str, ...] | None, reason: str
+) -> None:
     source = tmp_path / "run"
-    if there:
+    for name in files or ():
+        source.mkdir()
+        (source / name).write_text("{}")
+    if files == ():
         source.mkdir()
     with pytest.raises(InputError) as caught:
         run(EvalSettings(model="m", regrade=str(source), save_path=str(tmp_path / "out")))
-    said = "it has no result.json" if there else "no such directory"
-    assert f"not a finished run of `mlxstacks eval`: {said}; give" in str(caught.value)
+    assert f"not a finished run of `mlxstacks eval`: {reason}; give" in str(caught.value)
     assert "Errno" not in str(caught.value)
 
 
