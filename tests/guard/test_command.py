@@ -379,7 +379,7 @@ def test_blocks(plain: GuardReport) -> None:
     assert prediction["generating"] == (
         "800 buffers after 100 tokens; 2 more each token, the limit after 5,000"
     )
-    assert prediction["cheapest change"] == "shorter rows: at most 700 buffers, 1.0 GB"
+    assert prediction["cheapest change"] == "shorter rows: at most 700 buffers, 1 GB"
     nbytes = dict(result.table("bytes").to_records(index=False).tolist())
     assert (nbytes["weights"], nbytes["in all"]) == (plain.nbytes.weights, plain.nbytes.total)
     kinds = result.table("buffers")
