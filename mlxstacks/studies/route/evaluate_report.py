@@ -99,6 +99,10 @@ def _sentences(data: Mapping[str, Any]) -> Iterator[str]:
         yield "By scores unseen domains are not told from known ones."
 
 
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
 def _groups(data: Mapping[str, Any]) -> dict[str, int | None]:
     return {**data["rows"], ALL: None}
 
@@ -106,7 +110,7 @@ def _groups(data: Mapping[str, Any]) -> dict[str, int | None]:
 def _loss_table(data: Mapping[str, Any]) -> Table:
     """Groups down and modes across: there are seven modes, and any number of domains."""
     modes = data["matrix"]
-    heads: list[Head] = [(mode.replace("_", " "), "number", 3) for mode in modes]
+    heads: list[Head] = [(_words(mode), "number", 3) for mode in modes]
     rows = (
         (group, count, *(row.get(group, {}).get("value") for row in modes.values()))
         for group, count in _groups(data).items()
@@ -130,17 +134,18 @@ def _plots(data: Mapping[str, Any]) -> Iterator[Plot]:
 def _difference_table(data: Mapping[str, Any], to: str) -> Table:
     matrix = data["differences"][to]
     modes = [m for m in _COMPARED.get(to, ("routed", "routed_hard")) if m in matrix]
-    heads: list[Head] = [(mode, "change", 3) for mode in modes]
+    heads: list[Head] = [(_words(mode), "change", 3) for mode in modes]
     rows = [(group, *(cell(matrix[mode].get(group)) for mode in modes)) for group in _groups(data)]
+    title = f"Difference to {_words(to)}, same tokens"
     return table(
-        f"to-{to.replace('_', '-')}", f"Difference to {to}, same tokens", ("prompts", *heads), rows,
+        f"to-{to.replace('_', '-')}", title, ("prompts", *heads), rows,
         caption="Nats a token, 95% intervals over rows; below 0 is better.",
     )  # fmt: skip
 
 
 def _every_difference(differences: Mapping[str, Any]) -> Table:
     rows = (
-        (mode, to, group, cell(estimate))
+        (_words(mode), _words(to), group, cell(estimate))
         for to, matrix in differences.items()
         for mode, row in matrix.items()
         for group, estimate in row.items()
@@ -177,7 +182,7 @@ def _router_tables(data: Mapping[str, Any]) -> Iterator[Table]:
         ("active domains", "number", 2),
     ), rows)  # fmt: skip
     if data["over_routers"]:
-        means = ((key.replace("_", " "), cell(mean)) for key, mean in data["over_routers"].items())
+        means = ((_words(key), cell(mean)) for key, mean in data["over_routers"].items())
         title = "Means over routers, with Student's intervals"
         yield table("over-routers", title, ("what", ("mean", "change", 3)), means)
 
