@@ -3,7 +3,6 @@
 Run: pytest tests/studies/sweep/test_run.py
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -99,7 +98,7 @@ def test_a_cell_is_the_run_that_train_makes(swept: tuple[Path, Result], tmp_path
 def _settings_of(cell: Path, save_path: Path) -> Any:
     from mlxstacks.training.settings import TrainSettings
 
-    values = json.loads((cell / "train_report.json").read_text())["settings"]
+    values = Result.open(cell).settings
     return TrainSettings.model_validate(values | {"save_path": str(save_path)})
 
 
