@@ -12,6 +12,7 @@ from mlxstacks.files.manifest import DomainRecord, Manifest
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.write import write_report
 from mlxstacks.study.document import RESULT
+from mlxstacks.study.provenance import of_bytes
 from tests.report.cases import ROWS, every_report, write_run
 
 
@@ -36,13 +37,15 @@ def test_a_store_without_a_training_is_shown_by_its_manifest(tmp_path: Path) -> 
     assert "Losses, ungated: every stack on" in page
 
 
-def test_a_training_is_marked_where_its_store_was_changed_since(tmp_path: Path) -> None:
+def test_a_training_is_marked_where_its_stacks_were_changed_since(tmp_path: Path) -> None:
     run = write_store(tmp_path / "store")
+    (run / "stacks" / "a-r1.safetensors").write_bytes(b"1")
     training = every_report()["stack"][1]
-    training["provenance"] = {"manifest.json": {"sha256": "0" * 64}}
-    page = page_of(write_run(run, RESULT, training))
-    assert "EXPLORATORY" in page
-    assert "manifest.json is not what the report was made from: it was changed" in page
+    training["provenance"] = {"stacks/a-r1.safetensors": of_bytes(b"1")}
+    assert "EXPLORATORY" not in page_of(write_run(run, RESULT, training))
+    (run / "stacks" / "a-r1.safetensors").write_bytes(b"2")
+    page = page_of(run)
+    assert "stacks/a-r1.safetensors is not what the report was made from: it was changed" in page
 
 
 def test_a_damaged_manifest_is_refused(tmp_path: Path) -> None:

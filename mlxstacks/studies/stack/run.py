@@ -19,7 +19,6 @@ from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.checkpoint import check_unchanged
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import Store
-from mlxstacks.files.store_files import MANIFEST
 from mlxstacks.layers.selection import ungated
 from mlxstacks.layers.stacked import set_mode
 from mlxstacks.studies.guarded import compiles
@@ -135,8 +134,9 @@ class _StackRun:
                 size_and_rank(self.group)[0],
             )  # fmt: skip
             if self.is_main:
-                manifest = self.target / MANIFEST
-                result = write_result(result, self.target, self.target, sources=[manifest])
+                # Not the manifest: `stacks disable` and `import` change it, not what was trained.
+                stacks = self.target.glob("stacks/*")
+                result = write_result(result, self.target, self.target, sources=stacks)
                 work.clear()
                 work.set_anew(None)
                 work.set_details(None)
