@@ -13,7 +13,7 @@ from mlxstacks.recipe.table import COMMANDS
 
 # Settings that say where a run writes and how it goes on, not what it makes.
 _PLACES = {"save_path", "force", "resume"}
-_CACHE, _DIGEST = r"nano-[0-9a-f]{16}", r"-[0-9a-f]{12}"
+_CACHE, _DIGEST = r"nano-[0-9a-f]{16}", r"(?:-[0-9a-f]{12})?"
 # How the paths of `nano.exports.nano_paths` end, wherever cache and package are.
 _ENDS = {
     "model": rf"{_CACHE}/model-3bit",

@@ -5,24 +5,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from rich.console import Console
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.outputs import staged_directory
 from mlxstacks.recipe.table import Command
+from mlxstacks.settings import Settings
 
 
-class Inner(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class Inner(Settings):
     steps: int = 10
     rate: float = 0.5
 
 
-class ToySettings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class ToySettings(Settings):
     source: str | None = Field(None, description="what to read")
     save_path: str | None = Field(None, description="Directory to write.")
     kind: Literal["plain", "fancy"] = Field("plain", description="which kind")
@@ -38,9 +35,7 @@ class ToySettings(BaseModel):
     seed: int = 0
 
 
-class ReadSettings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class ReadSettings(Settings):
     model: str | None = None
     adapter_path: tuple[str, ...] = ()
 

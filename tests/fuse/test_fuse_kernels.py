@@ -229,7 +229,7 @@ def test_a_flag_turns_the_kernels_off(
     capfd.readouterr()
     assert command_line(["fuse", *options, "--requant", "keep", "--json", *flags]) == 0
     report = json.loads(capfd.readouterr().out)
-    assert (report["kernels"], report["settings"]["kernels"]) == (name, not flags)
+    assert (report["data"]["kernels"], report["settings"]["kernels"]) == (name, not flags)
     assert bool(launches) == (name is not None)
 
 
