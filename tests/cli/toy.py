@@ -42,7 +42,7 @@ class ReadSettings(Settings):
 
 @dataclass
 class ToyResult:
-    settings: BaseModel
+    settings: Settings
     failed_gate: str | None = None
 
     def as_json(self) -> dict[str, Any]:
