@@ -123,3 +123,8 @@ def ask_missing(
         return found
 
     return file.go_on(count, batch_size, told)
+
+
+def in_form(answer: Answer) -> bool:
+    """Whether it is in the form that was asked for: a box, or a likelihood without tie."""
+    return answer.rule in ("boxed", LIKELIHOOD)

@@ -18,7 +18,8 @@ from mlxstacks.stats import (
     two_proportion_z_test,
     wilson_interval,
 )
-from mlxstacks.study.answers import LIKELIHOOD, Answer
+from mlxstacks.study.answers import Answer, in_form
+from mlxstacks.study.judge import paired
 
 Answers = Mapping[str, Sequence[Answer]]
 
@@ -112,11 +113,10 @@ def compare(
     """
     found = []
     for arm, control in pairs:
-        one, two = answers[arm], answers[control]
-        if [a.item_id for a in one] != [a.item_id for a in two]:
-            raise ValueError(f"{arm} and {control} answered different items")
-        right, right_control = [a.correct for a in one], [a.correct for a in two]
-        n, count, control_count = len(one), sum(right), sum(right_control)
+        pairs_of_items = paired(answers, arm, control)
+        right = [answer.correct for answer, _ in pairs_of_items]
+        right_control = [answer.correct for _, answer in pairs_of_items]
+        n, count, control_count = len(right), sum(right), sum(right_control)
         test = two_proportion_z_test(count, n, control_count, n)
         found.append(
             Comparison(
@@ -150,14 +150,9 @@ class FormShift:
         return asdict(self)
 
 
-def in_form(answer: Answer) -> bool:
-    """Whether it is in the form that was asked for: a box, or a likelihood without tie."""
-    return answer.rule in ("boxed", LIKELIHOOD)
-
-
 def form_shift(answers: Answers, arm: str, control: str) -> FormShift:
     """Of two arms that answered the same items, as in `compare`."""
-    pairs = list(zip(answers[arm], answers[control], strict=True))
+    pairs = paired(answers, arm, control)
     form = [in_form(one) for one, _ in pairs]
     control_form = [in_form(two) for _, two in pairs]
     both = [pair for pair, a, b in zip(pairs, form, control_form, strict=True) if a and b]

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mlxstacks.stats import McNemarTest, holm, mcnemar_of_pairs, wilson_interval
-from mlxstacks.studies.confound.analysis import in_form
 from mlxstacks.studies.identity.plan import (
     BASE,
     BASE_ZERO,
@@ -25,7 +24,8 @@ from mlxstacks.studies.identity.plan import (
 )
 from mlxstacks.studies.identity.settings import GATE_PROMPTS, IdentitySettings
 from mlxstacks.studies.identity.suite import Suite
-from mlxstacks.study.answers import Answer
+from mlxstacks.study.answers import Answer, in_form
+from mlxstacks.study.judge import paired
 from mlxstacks.study.plan import Standing
 
 Answers = Mapping[str, Sequence[Answer]]
@@ -214,14 +214,9 @@ def _paired(
     answers: Answers, name: str, reference: str
 ) -> tuple[list[tuple[Answer, Answer]], McNemarTest]:
     """(before, after) of the reference and an arm, and McNemar's test of them."""
-    after, before = answers[name], answers[reference]
-    if [a.item_id for a in after] != [b.item_id for b in before]:
-        raise ValueError(
-            f"{name} and {reference} gave {len(after)} and {len(before)} answers, to different "
-            "prompts or items; only the same ones can be compared"
-        )
-    test = mcnemar_of_pairs([b.correct for b in before], [a.correct for a in after])
-    return list(zip(before, after, strict=True)), test
+    pairs = [(before, after) for after, before in paired(answers, name, reference)]
+    test = mcnemar_of_pairs([b.correct for b, _ in pairs], [a.correct for _, a in pairs])
+    return pairs, test
 
 
 def compare_all(

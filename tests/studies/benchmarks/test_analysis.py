@@ -23,11 +23,11 @@ from mlxstacks.studies.benchmarks.analysis import (
     likelihood_outcomes,
     mean_differences,
     mean_of,
-    paired_interval,
     pick,
 )
 from mlxstacks.studies.benchmarks.answers import Given
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Scored
+from mlxstacks.study.judge import paired_interval
 from tests.studies.eval_cases import outcome, outcomes_of
 
 MARKS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)
