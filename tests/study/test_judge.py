@@ -3,6 +3,9 @@
 Run: pytest tests/study/test_judge.py
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from mlxstacks.studies.confound.analysis import form_shift
@@ -11,7 +14,7 @@ from mlxstacks.study.judge import paired
 
 
 def answers(*item_ids: str) -> list[Answer]:
-    return [Answer(item_id, "law", 0, 0, "boxed", "A") for item_id in item_ids]
+    return [Answer(item_id, "law", 0, 0, "boxed", 2) for item_id in item_ids]
 
 
 def test_pairs_keep_the_order_of_the_items() -> None:
@@ -21,6 +24,8 @@ def test_pairs_keep_the_order_of_the_items() -> None:
 
 @pytest.mark.parametrize("control", [("y", "x"), ("x",), ("x", "z"), ()])
 @pytest.mark.parametrize("compare", [paired, form_shift])
-def test_arms_that_answered_different_items_are_no_pairs(compare, control) -> None:  # type: ignore[no-untyped-def]
+def test_arms_that_answered_different_items_are_no_pairs(
+    compare: Callable[..., Any], control: tuple[str, ...]
+) -> None:
     with pytest.raises(ValueError, match="a1 and a0 answered different items"):
         compare({"a1": answers("x", "y"), "a0": answers(*control)}, "a1", "a0")

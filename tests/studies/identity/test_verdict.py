@@ -232,7 +232,7 @@ def test_a_gain_is_credited_only_beside_the_base_after_the_same_fuse() -> None:
 def test_no_change_is_no_credit() -> None:
     one = regress({"a": outcomes([True, False]), "b": outcomes([True, False])}, "a", "b")
     assert "no change that can be shown" in credit("refit", one, one, one, 0.05)
-    with pytest.raises(ValueError, match="prompts or items"):
+    with pytest.raises(ValueError, match="answered different items"):
         regress({"a": outcomes([True]), "b": outcomes([True, False])}, "a", "b")
 
 
