@@ -16,6 +16,7 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.mark import read_mark
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
 from mlxstacks.study.document import RESULT
+from mlxstacks.study.provenance import of_file
 from mlxstacks.study.render.words import clean
 from mlxstacks.study.result import Result
 
@@ -28,6 +29,7 @@ _FORMER_FILES = (
     "compare_report.json", "stack_report.json",
 )  # fmt: skip
 _FORMER = "written by mlxstacks before 0.2, which writes result.json; run its command again"
+_CHANGED_STORE = "The store was changed after its training: figures are those of its manifest now."
 _MOST_FILES = 60
 
 
@@ -137,12 +139,13 @@ def _source(file: Path) -> Source:
     data, document = _read(file)
     try:
         if file.name == MANIFEST:
-            # Imports MLX, which no other result needs.
-            from mlxstacks.studies.stack.store_commands import store_result
-
-            result = store_result(file.parent)
+            result = _of_store(file.parent)
         else:
-            result = Result.from_json(document).checked(file.parent)
+            result = Result.from_json(document)
+            if _is_of_changed_store(result, file.parent):
+                result = _of_store_now(result, file.parent)
+            else:
+                result = result.checked(file.parent)
     except StoreError as error:
         raise InputError(str(error)) from None
     except ValueError as error:
@@ -152,6 +155,31 @@ def _source(file: Path) -> Source:
         str(file.parent), file.name, sha256(data).hexdigest(), result, tuple(files[:_MOST_FILES]),
         max(0, len(files) - _MOST_FILES),
     )  # fmt: skip
+
+
+def _of_store(directory: Path) -> Result:
+    # Imports MLX, which no other result needs.
+    from mlxstacks.studies.stack.store_commands import store_result
+
+    return store_result(directory)
+
+
+def _is_of_changed_store(result: Result, directory: Path) -> bool:
+    """Whether this is the unchanged result of a training whose store has another manifest now."""
+    manifest, written = directory / MANIFEST, result.provenance.get(MANIFEST)
+    if result.kind != "stack" or written is None or result.seal != result.digest():
+        return False
+    return manifest.is_file() and of_file(manifest) != written
+
+
+def _of_store_now(training: Result, directory: Path) -> Result:
+    """A store goes on after its training: a router comes in, domains are disabled or imported. Its
+    manifest then has the figures; settings and environment stay those of the training.
+    """
+    now = _of_store(directory)
+    head = {name: getattr(training, name) for name in ("kind", "settings", "environment")}
+    notes = (*training.notes, *now.notes, _CHANGED_STORE)
+    return now.model_copy(update={**head, "notes": tuple(dict.fromkeys(notes))}).sealed()
 
 
 def _read(file: Path) -> tuple[bytes, dict[str, Any]]:

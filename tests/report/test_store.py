@@ -36,13 +36,26 @@ def test_a_store_without_a_training_is_shown_by_its_manifest(tmp_path: Path) -> 
     assert "Losses, ungated: every stack on" in page
 
 
-def test_a_training_is_marked_where_its_store_was_changed_since(tmp_path: Path) -> None:
+def test_a_training_that_was_changed_is_marked(tmp_path: Path) -> None:
+    run = write_store(tmp_path / "store")
+    file = write_run(run, RESULT, every_report()["stack"][1]) / RESULT
+    text = file.read_text()
+    file.write_text(text.replace('"title": "', '"title": "Better ', 1))
+    assert file.read_text() != text
+    page = page_of(run)
+    assert "EXPLORATORY" in page
+    assert "result.json was changed after the run" in page
+
+
+def test_a_store_that_was_changed_after_its_training_is_shown_as_it_is(tmp_path: Path) -> None:
+    """As `route train`, `stacks disable` and `stacks import` change it."""
     run = write_store(tmp_path / "store")
     training = every_report()["stack"][1]
     training["provenance"] = {"manifest.json": {"sha256": "0" * 64}}
     page = page_of(write_run(run, RESULT, training))
-    assert "EXPLORATORY" in page
-    assert "manifest.json is not what the report was made from: it was changed" in page
+    assert "EXPLORATORY" not in page
+    assert "figures are those of its manifest now" in page
+    assert "a lost most, +0.5000 to 1.5000" in page
 
 
 def test_a_damaged_manifest_is_refused(tmp_path: Path) -> None:
