@@ -169,7 +169,7 @@ def details(pairs: Mapping[str, Cell] | Iterable[tuple[str, Cell]]) -> Details:
 
 
 def _is_number(cell: Cell) -> bool:
-    """Whether a cell belongs in a column of numbers: a number with or without unit, nothing, dots."""
+    """Whether a cell belongs in a column of numbers: one with or without a unit, nothing, dots."""
     if cell is None or cell == "..." or isinstance(cell, int | float):
         return True
     number, _, unit = cell.partition(" ")
