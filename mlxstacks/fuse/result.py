@@ -106,7 +106,7 @@ def _stage_blocks(stage: StageReport, place: int, which: str, zero: bool) -> lis
             columns=_COLUMNS, rows=tuple(rows), caption=f"Adapter: {stage.adapter}. {_LEGEND}.",
         )
     )  # fmt: skip
-    blocks.append(_weights(modules, which, place))
+    blocks.append(_weights(modules, stage.total, which, place))
     if estimates:
         title = f"What other policies would give, estimated{which}"
         blocks.append(
@@ -178,23 +178,29 @@ def _plot(
     )  # fmt: skip
 
 
-def _weights(modules: Sequence[ModuleReport], which: str, place: int) -> Table:
+def _weights(
+    modules: Sequence[ModuleReport], total: Fidelity | None, which: str, place: int
+) -> Table:
     columns = (
         Column(name="module"), Column(name="bits before", kind="count"),
         Column(name="bits after", kind="count"), Column(name="bytes before", kind="bytes"),
         Column(name="bytes after", kind="bytes"), Column(name="base"),
         Column(name="codes changed", kind="share"), Column(name="at zero delta", kind="share"),
     )  # fmt: skip
-    rows = tuple(
+    rows: list[tuple[Cell, ...]] = [
         (
             m.path, m.bits_before, m.bits_after, m.bytes_before, m.bytes_after, m.base,
             m.figures and m.figures.codes_changed, m.figures and m.figures.codes_changed_at_zero,
         )
         for m in modules
-    )  # fmt: skip
+    ]  # fmt: skip
+    if total is not None:
+        sizes = (sum(m.bytes_before for m in modules), sum(m.bytes_after for m in modules))
+        codes = (total.codes_changed, total.codes_changed_at_zero)
+        rows.insert(0, ("total", None, None, *sizes, "", *codes))
     return Table(
         id=f"weights-{place}", title=f"Bits and codes by module{which}", columns=columns,
-        rows=rows, folded=True,
+        rows=tuple(rows), folded=True,
         caption="Shares of all codes of a module; of no bits: its weights are plain floats.",
     )  # fmt: skip
 

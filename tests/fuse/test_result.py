@@ -69,7 +69,8 @@ def test_blocks() -> None:
         "module", "bits before", "bits after", "bytes before", "bytes after", "base",
         "codes changed", "at zero delta",
     ]  # fmt: skip
-    assert weights.loc[0].to_list() == [
+    assert weights.loc[0, "bytes before":].to_list() == [3, 6, "", 0.2, 0.1]
+    assert weights.loc[1].to_list() == [
         "model.layers.1.mlp.switch_mlp.down_proj", 3, 4, 1, 2, "verified", 0.2, 0.1
     ]  # fmt: skip
     (plot,) = (block for block in result.blocks if isinstance(block, Plot))

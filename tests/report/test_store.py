@@ -37,6 +37,17 @@ def test_a_store_without_a_training_is_shown_by_its_manifest(tmp_path: Path) -> 
     assert "Losses, ungated: every stack on" in page
 
 
+def test_a_training_that_was_changed_is_marked(tmp_path: Path) -> None:
+    run = write_store(tmp_path / "store")
+    file = write_run(run, RESULT, every_report()["stack"][1]) / RESULT
+    text = file.read_text()
+    file.write_text(text.replace('"title": "', '"title": "Better ', 1))
+    assert file.read_text() != text
+    page = page_of(run)
+    assert "EXPLORATORY" in page
+    assert "result.json was changed after the run" in page
+
+
 def test_a_training_is_marked_where_its_stacks_were_changed_since(tmp_path: Path) -> None:
     run = write_store(tmp_path / "store")
     (run / "stacks" / "a-r1.safetensors").write_bytes(b"1")

@@ -213,6 +213,22 @@ def test_a_cell_reads_as_its_column_says(
     assert format_cell(cell, Column(name="x", kind=kind, digits=digits)) == shown
 
 
+def test_a_terminal_shows_how_a_long_table_ends() -> None:
+    rows = [(step, step / 8) for step in range(100)]
+    table = Table.of("t", "Validation", {"step": "count", "loss": ("number", 4)}, rows)
+    result = Result(
+        kind="train", title="Training", status="done", blocks=(table,), plan_sha256="0" * 64,
+        standing=Standing(status="confirmatory"),
+    )  # fmt: skip
+    text = str(result)
+    shown = [
+        line.split()[0] for line in text.splitlines() if re.match(r" *(\d+ .*\.|\.\.\.)", line)
+    ]
+    assert shown[:-1] == [*map(str, range(30)), "...", *map(str, range(90, 100))]
+    assert "60 more rows at the dots" in text
+    assert f"Plan {'0' * 16}, confirmatory." in text
+
+
 def test_a_terminal_a_data_frame_and_a_figure(run: Path) -> None:
     result = Result.open(run)
     text = str(result)

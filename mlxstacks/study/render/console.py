@@ -11,8 +11,9 @@ from mlxstacks.study.render.words import format_cell
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Of a longer table a terminal shows the first rows; the page has all.
-MOST_ROWS = 40
+# Of a longer table a terminal shows the first rows and the last ones, as how a training ended; the
+# page has all.
+FIRST_ROWS, LAST_ROWS = 30, 10
 
 
 def print_result(console: "Console", result: Document) -> None:
@@ -40,17 +41,22 @@ def print_result(console: "Console", result: Document) -> None:
 def _print_table(console: "Console", block: Table, title: str) -> None:
     rows = [
         [format_cell(cell, column) for cell, column in zip(row, block.columns, strict=True)]
-        for row in block.rows[:MOST_ROWS]
+        for row in block.rows
     ]
+    caption, more = block.caption, len(rows) - FIRST_ROWS - LAST_ROWS
+    if more > 0:
+        rows[FIRST_ROWS:-LAST_ROWS] = [["...", *[""] * (len(block.columns) - 1)]]
+        caption += f" {more:,} more rows at the dots: --json has all."
     console.print(table([column.name for column in block.columns], rows, title=title))
-    more = len(block.rows) - len(rows)
-    caption = f"{block.caption} {more:,} more rows: --json has all." if more else block.caption
     if caption:
         console.print(f"{caption.strip()}\n", markup=False, style="dim")
 
 
 def _written(result: Document) -> str:
-    plan = f"Plan {result.plan_sha256[:16]}. " if result.plan_sha256 else ""
+    plan = ""
+    if result.plan_sha256:
+        standing = f", {result.standing.status}" if result.status == "done" else ""
+        plan = f"Plan {result.plan_sha256[:16]}{standing}. "
     if result.status == "planned":
         would = f": would write {result.directory}" if result.directory else ""
         return f"{plan}Planned only{would}."

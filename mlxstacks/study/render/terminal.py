@@ -169,8 +169,8 @@ def details(pairs: Mapping[str, Cell] | Iterable[tuple[str, Cell]]) -> Details:
 
 
 def _is_number(cell: Cell) -> bool:
-    """Whether a cell belongs in a column of numbers: a number, nothing, or a number with a unit."""
-    if cell is None or isinstance(cell, int | float):
+    """Whether a cell belongs in a column of numbers: one with or without a unit, nothing, dots."""
+    if cell is None or cell == "..." or isinstance(cell, int | float):
         return True
     number, _, unit = cell.partition(" ")
     digits = number.replace(",", "").rstrip("%x").lstrip("+-").replace(".", "", 1)
