@@ -190,7 +190,8 @@ def _weights(
     rows: list[tuple[Cell, ...]] = [
         (
             m.path, m.bits_before, m.bits_after, m.bytes_before, m.bytes_after, m.base,
-            m.figures and m.figures.codes_changed, m.figures and m.figures.codes_changed_at_zero,
+            m.figures.codes_changed if m.figures else None,
+            m.figures.codes_changed_at_zero if m.figures else None,
         )
         for m in modules
     ]  # fmt: skip
