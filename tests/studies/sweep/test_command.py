@@ -93,8 +93,8 @@ def test_buffers_plans_where_nothing_counts(typed: Typed, work_dir: Path) -> Non
     assert (code, plan["data"]["arms"], plan["plan"]["ranks"]) == (0, 120, [2, 4, 8])
     assert len(plan["plan_sha256"]) == 64
     code, out, err = typed("sweep", "buffers")
-    assert code == 0, err
-    assert "Nothing was counted: that takes a preloaded allocator" in " ".join(out.split())
+    assert code == 1, err
+    assert "Failed: Nothing was counted: that takes a preloaded" in " ".join(err.split())
     assert list(work_dir.iterdir()) == []
 
 
