@@ -103,9 +103,12 @@ def write(text: str, end: str = "\n", *, error: bool = False, label: str = "") -
 
 
 def emit(result: Any, as_json: bool, render: Callable[["Console", Any], None]) -> None:
-    """Print a result: its `as_json()` with --json, else what `render(console, result)` prints."""
+    """Print a result: with --json its `as_json()` and the directory that was written, which is no
+    part of the document; else what `render(console, result)` prints.
+    """
     if as_json:
-        print_json(result.as_json())
+        directory = getattr(result, "directory", None)
+        print_json(result.as_json() | ({"directory": directory} if directory else {}))
     else:
         render(console(), result)
 

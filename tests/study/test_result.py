@@ -279,3 +279,16 @@ def test_markdown_and_plots_lie_beside_the_result(tmp_path: Path) -> None:
     write_result(coin(), tmp_path, tmp_path, ["png"])
     assert (tmp_path / "shares.png").stat().st_size > 1000
     assert f"![{PLOT.alt}](shares.png)" in (tmp_path / MARKDOWN).read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("- a", "\\- a"), ("+ a", "\\+ a"), ("1. a", "1\\. a"), ("12) a", "12\\) a"),
+        ("---", "\\---"), ("===", "\\==="), ("-0.5 of it", "-0.5 of it"), ("1.5 a", "1.5 a"),
+    ],
+)  # fmt: skip
+def test_no_line_of_markdown_begins_a_list_or_a_rule(text: str, shown: str) -> None:
+    result = Result(kind="k", title="t", status="done", verdict="v",
+                    blocks=(Text(title="x", paragraphs=(text,)),))  # fmt: skip
+    assert to_markdown(result).splitlines()[-1] == shown

@@ -8,6 +8,8 @@ from mlxstacks.study.render.words import NOT_MEASURED, clean, format_cell
 
 # What Markdown would read as its own.
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|!~$&])")
+# A list, a rule or the line under a heading, where a paragraph begins so.
+_LEADING = re.compile(r"^(\d{0,9})([-+.)](?=\s|$)|[-=](?=[-=\s]*$))")
 
 
 def to_markdown(result: Document, pictures: Sequence[str] = ()) -> str:
@@ -35,7 +37,8 @@ def to_markdown(result: Document, pictures: Sequence[str] = ()) -> str:
 
 
 def _text(text: str) -> str:
-    return _SPECIAL.sub(r"\\\1", " ".join(clean(text, 20_000).split()))
+    escaped = _SPECIAL.sub(r"\\\1", " ".join(clean(text, 20_000).split()))
+    return _LEADING.sub(r"\1\\\2", escaped)
 
 
 def _table(block: Table) -> str:
