@@ -163,8 +163,9 @@ def test_the_command_line_says_what_it_did(real_model: Path, tmp_path: Path) -> 
     command = [sys.executable, "-m", "mlxstacks", "convert", str(real_model / GGUF_NAME)]
     command += ["--save-path", str(tmp_path / "out"), "--dry-run", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    report = json.loads(done.stdout)
-    assert report["status"] == "planned"
+    result = json.loads(done.stdout)
+    assert result["status"] == "planned"
+    report = result["data"]
     assert not (tmp_path / "out").exists()
     kinds = {row["kind"]: (row["tensors"], row["stored"]) for row in report["tensors"]}
     assert kinds == {
