@@ -164,15 +164,15 @@ def generate(model: "nn.Module", tokenizer: Any, prompt: str, **settings: Any) -
 
     if not isinstance(prompt, str):
         raise InputError(f"prompt: got {type(prompt).__name__}; give text")
-    wanted = _answer_settings(settings, _ANSWERING)
+    answering = _answer_settings(settings, _ANSWERING)
     engine = getattr(model, "routed_model", None) or RoutedModel(model, tokenizer)
     if engine.tokenizer is not tokenizer:
         raise InputError("tokenizer: give the one that load returned together with this model")
-    if wanted.wants_store and engine.resident is None:
+    if answering.wants_store and engine.resident is None:
         raise InputError("routed, ungated, pin: the model has no stacks; load it with store=...")
     conversation = Conversation(
-        engine, sampling_of(wanted), system_prompt=wanted.system_prompt, thinking=wanted.thinking,
-        mode=wanted.mode, pins=wanted.pin,
+        engine, sampling_of(answering), system_prompt=answering.system_prompt,
+        thinking=answering.thinking, mode=answering.mode, pins=answering.pin,
     )  # fmt: skip
     for _ in (asked := conversation.ask(prompt)):
         pass

@@ -59,14 +59,16 @@ def write_report(
             _section(directory, source, slug, pictures.get(slug, []))
             for source, slug in zip(sources.found, slugs, strict=True)
         ]
-        told = (*planned.notes, *more)
-        page = Page(clean(settings.title, 200), sections, told, settings.date, version("mlxstacks"))
+        notes = (*planned.notes, *more)
+        page = Page(
+            clean(settings.title, 200), sections, notes, settings.date, version("mlxstacks")
+        )
         data = page_html(page).encode("utf-8")
         (directory / INDEX).write_bytes(data)
         wrote = f"{INDEX} has {bytes_in_words(len(data))}; {len(figures)} files of plots."
         result = planned.model_copy(
             update={
-                "status": "done", "notes": (*told, wrote),
+                "status": "done", "notes": (*notes, wrote),
                 "data": {**planned.data, "figures": figures, "page_bytes": len(data)},
             }
         )  # fmt: skip

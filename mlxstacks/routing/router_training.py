@@ -300,12 +300,12 @@ class RouterEpochs:
         for epoch in range(self.settings.epochs):
             rate = epoch_learning_rate(self.settings, epoch)
             loss = self._epoch(epoch, rate)
-            found = self._measured()
+            metrics = self._measured()
             history.append({
-                "epoch": epoch + 1, "learning_rate": rate, "train_loss": loss, **found.as_json()
+                "epoch": epoch + 1, "learning_rate": rate, "train_loss": loss, **metrics.as_json()
             })  # fmt: skip
-            if found.checkpoint_score > best_score:
-                best, best_score = epoch + 1, found.checkpoint_score
+            if metrics.checkpoint_score > best_score:
+                best, best_score = epoch + 1, metrics.checkpoint_score
                 best_weights = self._trained()
             say(epoch + 1)
         self._put(best_weights)
