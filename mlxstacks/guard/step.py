@@ -21,10 +21,9 @@ from mlxstacks.guard.calls import (
     recorded_layers,
     use_probes,
 )
-from mlxstacks.guard.graph import Graph, export_graph
+from mlxstacks.guard.graph import Graph, evaluation_order, export_graph
 from mlxstacks.guard.live import Peak, simulate
-from mlxstacks.guard.order import evaluation_order
-from mlxstacks.guard.pieces import Piece, trace
+from mlxstacks.guard.trace import Piece, trace
 from mlxstacks.training.step import clip_by_global_norm
 
 Loss = Callable[..., Any]
