@@ -12,6 +12,7 @@ part too, which then stands next in the label, or an input of the whole.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 
@@ -228,12 +229,10 @@ def match_fused(
     is made last gives a match; the others give none.
     """
     search = _Search(label.removeprefix("Compiled"), len(inputs))
-    try:
-        if not search.part((at, letter), 0, 0, search.complete):
-            return []
-    except _TooManyTriesError:
-        return []
-    return [(mine, *other) for mine, other in zip(inputs, search.solution, strict=True)]
+    with suppress(_TooManyTriesError):
+        if search.part((at, letter), 0, 0, search.complete):
+            return [(mine, *other) for mine, other in zip(inputs, search.solution, strict=True)]
+    return []
 
 
 class _Search:
@@ -270,45 +269,32 @@ class _Search:
         def own_name(now: int) -> bool:
             return self.text.startswith(name, now) and then(now + len(name))
 
-        given = at.graph.inputs[operation]
-        arrays = [at.resolve(one) for one in given]
-        if self.each(arrays, 0, depth + 1, position, own_name):
+        arrays = [at.resolve(given) for given in at.graph.inputs[operation]]
+        if self.each(arrays, depth + 1, position, own_name):
             return True
         self.parts.discard(key)
         return False
 
     def each(
-        self,
-        arrays: list[_Array],
-        index: int,
-        depth: int,
-        position: int,
-        then: Callable[[int], bool],
+        self, arrays: list[_Array], depth: int, position: int, then: Callable[[int], bool]
     ) -> bool:
         """Go through the inputs of a part, the first of them first."""
-        if index == len(arrays):
+        if not arrays:
             return then(position)
 
         def rest(now: int) -> bool:
-            return self.each(arrays, index + 1, depth, now, then)
+            return self.each(arrays[1:], depth, now, then)
 
-        array = arrays[index]
+        at, letter = array = arrays[0]
+        operation = at.graph.producer.get(letter, -1)
         # A broadcast is copied to each of its users; anything else occurs once.
-        if (id(array[0]), array[1]) in self.parts and not _is_broadcast(array):
+        is_broadcast = operation >= 0 and at.graph.names[operation] == "Broadcast"
+        if ((id(at), letter) in self.parts and not is_broadcast) or array in self.inputs:
             return rest(position)
-        known = any(array == other for other in self.inputs)
-        if not known and self.part(array, depth, position, rest):
+        if self.part(array, depth, position, rest):
             return True
-        if known:
-            return rest(position)
         self.inputs.append(array)
         if len(self.inputs) <= self.count and rest(position):
             return True
         self.inputs.pop()
         return False
-
-
-def _is_broadcast(array: _Array) -> bool:
-    at, letter = array
-    operation = at.graph.producer.get(letter, -1)
-    return operation >= 0 and at.graph.names[operation] == "Broadcast"

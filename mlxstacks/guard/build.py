@@ -34,13 +34,11 @@ from mlxstacks.training.step import MicroBatch, cross_entropy_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from mlxstacks.layers.adapted import Dims
 from mlxstacks.layers.attach import add_active, attach_stacks
 from mlxstacks.layers.freezing import shape_of
 from mlxstacks.layers.latent import LatentPair, input_group
-from mlxstacks.layers.moe_lora import MoELoRADelta
 from mlxstacks.layers.packed import FrozenStack, Segment, lazy_segment
 from mlxstacks.layers.selection import StackId
 from mlxstacks.layers.settings import StackSettings
@@ -110,7 +108,13 @@ def lazy_model(config: dict[str, Any]) -> nn.Module:
         raise CheckpointError("the config has no model_type; give the config.json of a model")
     with config_errors(config):
         model = base_model.build_model(config)
-        _tie(model, config)
+        # Gemma 3's class has a head until a checkpoint without one is loaded; then it uses the
+        # embedding. The config says which it will be.
+        for module in (model, getattr(model, "language_model", model)):
+            untied = getattr(module, "tie_word_embeddings", None) is False and "lm_head" in module
+            if untied and config.get("tie_word_embeddings") is True:
+                module.tie_word_embeddings = True
+                module.pop("lm_head")
         base_model.cast(model, _dtype(config))
         _quantize(model, config)
     model.train()
@@ -132,18 +136,6 @@ def config_errors(config: dict[str, Any]) -> "Iterator[None]":
         ) from error
 
 
-def _tie(model: nn.Module, config: dict[str, Any]) -> None:
-    """Gemma 3's class has a head until a checkpoint without one is loaded; then it uses the
-    embedding. The config says which it will be.
-    """
-    if config.get("tie_word_embeddings") is not True:
-        return
-    for module in (model, getattr(model, "language_model", model)):
-        if getattr(module, "tie_word_embeddings", None) is False and "lm_head" in module:
-            module.tie_word_embeddings = True
-            module.pop("lm_head")
-
-
 def _unset(model: nn.Module) -> nn.Module:
     """Zeros, not made either, for the random start values of a model.
 
@@ -159,9 +151,9 @@ def _dtype(config: dict[str, Any]) -> mx.Dtype:
     for part in (config, config.get("text_config") or {}):
         named = part.get("dtype") or part.get("torch_dtype")
         if isinstance(named, str):
-            found = getattr(mx, named.removeprefix("torch."), None)
-            if isinstance(found, mx.Dtype):
-                return found
+            dtype = getattr(mx, named.removeprefix("torch."), None)
+            if isinstance(dtype, mx.Dtype):
+                return dtype
     return mx.bfloat16
 
 
@@ -205,26 +197,23 @@ def adapted_model(
     if settings.base == "float32" and memory.device().kind == "cpu" and eager:
         base_model.group_experts(model)  # as `training.prepare_base` does
     wanted = TargetSettings(layers=parse_layers(settings.layers), projections=settings.keys or None)
+    held: tuple[mx.array, ...] = ()
     try:
-        held = _attach(model, find_targets(model, wanted), settings)
+        targets = find_targets(model, wanted)
+        if settings.stack is not None:
+            held = attach_lazy_stacks(model, targets, settings.stack, settings)
+        elif settings.loss == "whole":
+            check_targets(targets, settings.rank)
+            paths = [target.path for target in targets]
+            base_model.attach_lora(model, 0, settings.rank, 1.0, paths)
+        else:
+            lora = LoRASettings(rank=settings.rank, dropout=settings.dropout)
+            check_targets(targets, settings.rank)
+            attach_lora(model, targets, lora, mx.random.key(0))
     except ValueError as error:
         raise InputError(str(error)) from None
     model.train()
     return _unset(model), held
-
-
-def _attach(
-    model: nn.Module, targets: list[Target], settings: GuardSettings
-) -> tuple[mx.array, ...]:
-    if settings.stack is not None:
-        return attach_lazy_stacks(model, targets, settings.stack, settings)
-    check_targets(targets, settings.rank)
-    if settings.loss == "whole":
-        base_model.attach_lora(model, 0, settings.rank, 1.0, [target.path for target in targets])
-    else:
-        lora = LoRASettings(rank=settings.rank, dropout=settings.dropout)
-        attach_lora(model, targets, lora, mx.random.key(0))
-    return ()
 
 
 def training_step(config: dict[str, Any], settings: GuardSettings, tokens: int) -> Step:
@@ -317,23 +306,23 @@ def attach_lazy_stacks(
     check_targets(targets, stack.latent_dim or stack.rank)
     attach_stacks(model, targets)
     pairs: dict[str, LatentPair] = {}
-    if stack.latent_dim is not None:
-        pairs = _pairs({target.path: target.dims for target in targets}, stack.latent_dim)
+    if (latent := stack.latent_dim) is not None:  # as `layers.latent.latent_pairs`, of zeros
+        dims = {target.path: target.dims for target in targets}
+        d_in = {input_group(path): mx.zeros((latent, d.input_dims)) for path, d in dims.items()}
+        pairs = {
+            path: LatentPair(d_in[input_group(path)], mx.zeros((d.output_dims, latent)))
+            for path, d in dims.items()
+        }
     add_active(model, stack, mx.random.key(0), pairs)
     held = [array for pair in pairs.values() for array in (pair.d_in, pair.d_out)]
     for _, layer in stacked_layers(model):
         held += _frozen(layer, settings)
-        held += _directions(layer.active, settings.directions)
+        if settings.directions:  # or all; `protect` would look at the numbers
+            assert layer.active is not None
+            width = layer.active.lora_b.shape[1]
+            layer.active._null_vectors = mx.zeros((width, min(settings.directions, width)))
+            held.append(layer.active._null_vectors)
     return tuple({id(array): array for array in held}.values())
-
-
-def _pairs(dims: Mapping[str, Dims], latent_dim: int) -> dict[str, LatentPair]:
-    """As `layers.latent.latent_pairs`, of zeros."""
-    d_in = {input_group(p): mx.zeros((latent_dim, d.input_dims)) for p, d in dims.items()}
-    return {
-        path: LatentPair(d_in[input_group(path)], mx.zeros((d.output_dims, latent_dim)))
-        for path, d in dims.items()
-    }
 
 
 def _frozen(layer: StackedLayer, settings: GuardSettings) -> Iterator[mx.array]:
@@ -357,12 +346,3 @@ def _frozen(layer: StackedLayer, settings: GuardSettings) -> Iterator[mx.array]:
         served = lazy_segment([stack] * settings.frozen_stacks, mx.float32)
         yield from served.buffers
     layer.install([served])
-
-
-def _directions(delta: MoELoRADelta | None, directions: int) -> Iterator[mx.array]:
-    """Protect so many directions of the output, or all; `protect` would look at the numbers."""
-    assert delta is not None
-    width = delta.lora_b.shape[1]
-    if directions:
-        delta._null_vectors = mx.zeros((width, min(directions, width)))
-        yield delta._null_vectors

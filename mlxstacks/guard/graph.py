@@ -147,8 +147,13 @@ def parse(text: str) -> Graph:
     operation = is_label.cumsum() - 1
 
     def part(chosen: Bools) -> Rows:
-        values = _numbers(raw, starts[chosen], ends[chosen])
-        return Rows.of_lengths(values, np.bincount(operation[chosen], minlength=len(labels)))
+        """Numbers of the names at these places: A is 0, Z is 25, AA is 26."""
+        first, last = starts[chosen], ends[chosen]
+        number = np.zeros(len(first), np.int64)
+        for place in range((last - first).max(initial=0)):
+            inside = first + place < last
+            number[inside] = 26 * number[inside] + raw[first[inside] + place] - _BEFORE_A
+        return Rows.of_lengths(number - 1, np.bincount(operation[chosen], minlength=len(labels)))
 
     inputs, outputs = part(is_input), part(is_output)
     arrays = max(inputs.values.max(initial=-1), outputs.values.max(initial=-1)) + 1
@@ -156,15 +161,6 @@ def parse(text: str) -> Graph:
     producer[outputs.values] = operation[is_output]
     label = np.fromiter(map(names.__getitem__, labels), np.int64, len(labels))
     return Graph(list(names), label, inputs, outputs, int(arrays), producer)
-
-
-def _numbers(raw: NDArray[np.uint8], starts: Ints, ends: Ints) -> Ints:
-    """Numbers of the names at raw[starts:ends]: A is 0, Z is 25, AA is 26."""
-    number = np.zeros(len(starts), np.int64)
-    for place in range((ends - starts).max(initial=0)):
-        inside = starts + place < ends
-        number[inside] = 26 * number[inside] + raw[starts[inside] + place] - _BEFORE_A
-    return number - 1
 
 
 USUAL_WIDTH = 20
@@ -181,31 +177,20 @@ def evaluation_order(graph: Graph, outputs: Sequence[int], width: int | None = N
     Law: every operation comes after those that make its inputs, and only those that the outputs
     need are listed.
     """
+    width = bfs_width() if width is None else width
     first = graph.producer[list(outputs)]
     first = first[first >= 0]
-    makers, asked = _makers(graph, graph.needed_for(outputs))
-    asked += np.bincount(first, minlength=len(graph.label))
-    width = bfs_width() if width is None else width
-    return _breadth_first(makers.tuples, tuple(first.tolist()), asked.tolist(), width)[::-1]
-
-
-def _makers(graph: Graph, needed: Bools) -> tuple[Rows, Ints]:
-    """Of each needed operation, those that make its inputs, and how often such ask for it."""
+    # Of each needed operation those that make its inputs, and how often each is asked for.
     maker, reader = graph.producer[graph.inputs.values], graph.inputs.owners
-    made = (maker >= 0) & needed[reader]
-    maker, reader = maker[made], reader[made]
+    is_made = (maker >= 0) & graph.needed_for(outputs)[reader]
+    maker, reader = maker[is_made], reader[is_made]
     count = len(graph.label)
-    makers = Rows.of_lengths(maker, np.bincount(reader, minlength=count))
-    return makers, np.bincount(maker, minlength=count)
-
-
-def _breadth_first(
-    makers: list[tuple[int, ...]], first: tuple[int, ...], asked: list[int], width: int
-) -> list[int]:
-    """Operations from the outputs downwards; what does not fit the width waits on a stack."""
+    makers = Rows.of_lengths(maker, np.bincount(reader, minlength=count)).tuples
+    asked = (np.bincount(maker, minlength=count) + np.bincount(first, minlength=count)).tolist()
+    # From the outputs downwards; what does not fit the width waits on a stack.
     listed: list[int] = []
     ahead: deque[int] = deque()
-    waiting = [first]
+    waiting = [tuple(first.tolist())]
     while ahead or waiting:
         if ahead:
             operation = ahead.popleft()
@@ -220,4 +205,4 @@ def _breadth_first(
             asked[operation] -= 1
             if not asked[operation]:
                 ahead.append(operation)
-    return listed
+    return listed[::-1]

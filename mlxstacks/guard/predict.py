@@ -59,7 +59,8 @@ def layering(graph: StepGraph) -> Layering:
     the lowest whose values it reads. That is off by one for some, the same ones at every length.
     """
     forward = graph.graph.needed_for([graph.loss]).tolist()
-    of_operation, of_leaf = _layers(graph, forward)
+    of_operation, of_array = _layers(graph, forward)
+    of_leaf = _spread_to_makers(graph, of_operation, of_array)
     label, names = graph.graph.label, graph.graph.names
     above = np.array(of_operation) + 1
     shape = (2, int(above.max(initial=0)) + 1, len(names))
@@ -97,8 +98,8 @@ def layer_kind(layer: nn.Module) -> str:
     return mixers[0] if mixers else type(layer).__name__
 
 
-def _layers(graph: StepGraph, forward: Sequence[bool]) -> tuple[list[int], dict[int, int]]:
-    """Layer of each operation (-1: none), and of each leaf that is no weight."""
+def _layers(graph: StepGraph, forward: Sequence[bool]) -> tuple[list[int], list[int]]:
+    """Layer of each operation and of each array, -1: none."""
     inputs, outputs = graph.graph.inputs.tuples, graph.graph.outputs.tuples
     # What a checkpoint computes again starts with a Depends; its weights will tell the layer.
     skipped = [label == "Depends" for label in graph.graph.labels]
@@ -117,7 +118,7 @@ def _layers(graph: StepGraph, forward: Sequence[bool]) -> tuple[list[int], dict[
         of_operation[operation] = layer
         for array in outputs[operation]:
             of_array[array] = layer
-    return of_operation, _spread_to_makers(graph, of_operation, of_array)
+    return of_operation, of_array
 
 
 def _spread_to_makers(
@@ -376,12 +377,18 @@ def _one_step(model: nn.Module, batch: int, batched: bool) -> tuple[int, int]:
     caches = _caches(model, batch if batched else None)
     token = mx.argmax(model(mx.zeros((batch, _PROMPT_TOKENS), mx.int32), cache=caches)[:, -1], -1)
     kept = [a for _, a in tree_flatten(model.parameters())]
-    moments = [_noted([token, *_states(caches)])]
+
+    def mark(*arrays: mx.array) -> mx.array:
+        """In the graph, with the arrays of the caches as they are now: they write into theirs."""
+        states = [a for _, a in tree_flatten([c.state for c in caches]) if isinstance(a, mx.array)]
+        return mx.depends([mx.array(0)], [*arrays, *states])[0]
+
+    moments = [mark(token)]
     for _ in range(2):
         logits = model(token[:, None], cache=caches)[:, -1, :]
         scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         token = mx.argmax(scores, axis=-1)
-        moments.append(_noted([token, scores, *_states(caches)]))
+        moments.append(mark(token, scores))
     graph, numbers = export_graph([*kept, *moments])
     held = numbers[: len(kept)]
     # Behind the zero that each of these passes on.
@@ -399,11 +406,6 @@ def _one_step(model: nn.Module, batch: int, batched: bool) -> tuple[int, int]:
     return peak.buffers, sum(1 for cache in caches if hasattr(cache, "advance"))
 
 
-def _noted(arrays: list[mx.array]) -> mx.array:
-    """A mark in the graph that has `arrays` as they are now: caches write into theirs."""
-    return mx.depends([mx.array(0)], arrays)[0]
-
-
 def _caches(model: nn.Module, batch: int | None) -> list[Any]:
     """One a layer; batch: rows of a BatchGenerator, None for a single text."""
     if not hasattr(model, "make_cache"):
@@ -412,8 +414,3 @@ def _caches(model: nn.Module, batch: int | None) -> list[Any]:
     if batch is None:
         return caches
     return [_KeyValueCache(batch) if type(c).__name__ == "KVCache" else c for c in caches]
-
-
-def _states(caches: list[Any]) -> list[mx.array]:
-    """The arrays that caches hold."""
-    return [a for _, a in tree_flatten([c.state for c in caches]) if isinstance(a, mx.array)]

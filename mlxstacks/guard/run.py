@@ -22,7 +22,7 @@ from mlxstacks.guard.predict import DecodePrediction, Prediction, predict, predi
 from mlxstacks.guard.settings import REFUSE_SHARE, WARN_SHARE, GuardSettings
 from mlxstacks.guard.step import Step, decoder_layers
 from mlxstacks.memory import bytes_in_words
-from mlxstacks.study.document import Block, Column, Table
+from mlxstacks.study.document import Block, Columns, Table
 from mlxstacks.study.result import Result
 from mlxstacks.study.write import environment
 
@@ -189,43 +189,26 @@ def _blocks(report: GuardReport) -> tuple[Block, ...]:
         "each token": f"{report.buffers_per_token:,.1f} buffers",
         "longest row": f"{report.longest:,} tokens" if report.longest else "none",
     }
-    if report.decode is not None:
-        facts["generating"] = _decode_words(report.decode)
-    if report.change is not None:
-        facts["cheapest change"] = _change_words(report.change)
+    if (decode := report.decode) is not None:
+        words = f"{decode.buffers:,} buffers after {decode.tokens:,} tokens"
+        if decode.leaked_per_token:
+            words += f"; {decode.leaked_per_token} more each token, the limit after "
+            words += f"{decode.tokens_until_limit:,}"
+        facts["generating"] = words
+    if (change := report.change) is not None:
+        size = "" if change.nbytes is None else f", {bytes_in_words(change.nbytes)}"
+        facts["cheapest change"] = f"{change.words}: at most {change.buffers:,} buffers{size}"
     parts = {name: count for name, count in asdict(report.nbytes).items() if count != 0}
     rows = [(name, count) for name, count in (parts | {"in all": report.nbytes.total}).items()]
     if limit.nbytes:
         rows.append(("to stay within", limit.nbytes))
-    kinds = tuple((name, count, count / total) for name, count in report.kinds.items())
-    share = Column(name="share", kind="share", digits=0)
+    kinds = [(name, count, count / total) for name, count in report.kinds.items()]
+    columns: Columns = {"buffers of": "text", "count": "count", "share": ("share", 0)}
     return (
-        Table(
-            id="prediction", title="Prediction", rows=tuple(facts.items()),
-            columns=(Column(name="what"), Column(name="value")),
-        ),
-        Table(
-            id="bytes", title="Bytes at the peak", rows=tuple(rows),
-            columns=(Column(name="of"), Column(name="bytes", kind="bytes")),
-        ),
-        Table(
-            id="buffers", title="Live buffers by kind of layer", rows=kinds,
-            columns=(Column(name="buffers of"), Column(name="count", kind="count"), share),
-        ),
-    )  # fmt: skip
-
-
-def _decode_words(decode: DecodeReport) -> str:
-    words = f"{decode.buffers:,} buffers after {decode.tokens:,} tokens"
-    if decode.leaked_per_token:
-        words += f"; {decode.leaked_per_token} more each token, the limit after "
-        words += f"{decode.tokens_until_limit:,}"
-    return words
-
-
-def _change_words(change: Change) -> str:
-    size = "" if change.nbytes is None else f", {bytes_in_words(change.nbytes)}"
-    return f"{change.words}: at most {change.buffers:,} buffers{size}"
+        Table.of_facts("prediction", "Prediction", facts),
+        Table.of("bytes", "Bytes at the peak", {"of": "text", "bytes": "bytes"}, rows),
+        Table.of("buffers", "Live buffers by kind of layer", columns, kinds),
+    )
 
 
 # Row lengths to simulate. Lines through these meet the simulated counts of long rows exactly, on
@@ -239,6 +222,11 @@ _SEGMENT = 512
 Say = Callable[[float, float, str], None]
 
 
+def run_command(settings: GuardSettings, progress: Say | None = None) -> Result:
+    """`mlxstacks guard`: the same as `guard`."""
+    return result_of(guard(settings, progress))
+
+
 def guard(settings: GuardSettings, progress: Say | None = None) -> GuardReport:
     """Predict the run of `settings`.
 
@@ -246,16 +234,8 @@ def guard(settings: GuardSettings, progress: Say | None = None) -> GuardReport:
         CheckpointError: no config, or none that mlx-lm knows.
         InputError: layers, names or rank that do not fit the model.
     """
+    say = progress or (lambda done, total, what: None)
     config, where = read_config(settings.model or "")
-    return _report(settings, config, where, progress or (lambda done, total, what: None))
-
-
-def run_command(settings: GuardSettings, progress: Say | None = None) -> Result:
-    """`mlxstacks guard`: the same as `guard`."""
-    return result_of(guard(settings, progress))
-
-
-def _report(settings: GuardSettings, config: dict[str, Any], where: str, say: Say) -> GuardReport:
     started = time.perf_counter()
     say(0, 3, "training step")
     with config_errors(config):  # around the model alone: what else fails is a fault of ours
@@ -265,7 +245,12 @@ def _report(settings: GuardSettings, config: dict[str, Any], where: str, say: Sa
     step = training_step(config, settings, 1)
     prediction = predict_training(config, settings, step=step)
     say(1, 3, "generating")
-    limit = _limit(settings)
+    device = memory.device()
+    limit = Limit(
+        buffers=settings.resource_limit or device.resource_limit,
+        known=settings.resource_limit is not None or device.resource_limit_known,
+        nbytes=settings.working_set_bytes or device.working_set_bytes,
+    )
     decode = _decode(config, settings, limit)
     nbytes = _bytes(step, prediction.nbytes, settings.adapter_copies)
     say(2, 3, "changes")
@@ -330,15 +315,6 @@ def _is_recurrent(step: Step) -> bool:
     """Whether layers run a recurrence over the tokens."""
     modules = (module for layer in decoder_layers(step.model) for module in layer.modules())
     return any(hasattr(module, "A_log") for module in modules)
-
-
-def _limit(settings: GuardSettings) -> Limit:
-    device = memory.device()
-    return Limit(
-        buffers=settings.resource_limit or device.resource_limit,
-        known=settings.resource_limit is not None or device.resource_limit_known,
-        nbytes=settings.working_set_bytes or device.working_set_bytes,
-    )
 
 
 def _bytes(step: Step, peak: int | None, copies: int) -> StepBytes:
@@ -416,15 +392,15 @@ def _cheapest_change(
         tried.append((words, change, predict_training(config, changed, with_bytes, changed_step)))
         if outcome_of(_share(limit, tried[-1][2])) == "fits":
             break
+    before = _share(limit, prediction)
     for least in ("fits", "tight"):
         for words, change, candidate in tried[1:]:
-            if outcome_of(_share(limit, candidate)) == least and _share(limit, candidate) < _share(
-                limit, prediction
-            ):
+            share = _share(limit, candidate)
+            if outcome_of(share) == least and share < before:
                 return Change(words, change, candidate.buffers, candidate.nbytes)
     words, change, candidate = min(tried, key=lambda row: _share(limit, row[2]))
     longest = _longest(limit, candidate)
-    if longest < 1 or outcome_of(_share(limit, prediction)) != "refused":
+    if longest < 1 or outcome_of(before) != "refused":
         return None
     shorter = f"rows of at most {longest:,} tokens"
     return Change(

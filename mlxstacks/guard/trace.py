@@ -41,7 +41,11 @@ class SizedGraph:
         """Take in one event of `mx.export_function`."""
         kind = event["type"]
         if kind == "primitive":
-            self._take_operation(event)
+            outputs = self._named(event["outputs"])
+            self.producer |= dict.fromkeys(outputs, len(self.names))
+            self.names.append(_own_name(event["name"], event["arguments"]))
+            self.inputs.append([letter for letter, _, _ in event["inputs"]])
+            self.outputs.append(outputs)
         elif kind == "inputs":
             self.arguments = self._named(event["inputs"])
         elif kind == "outputs":
@@ -49,14 +53,6 @@ class SizedGraph:
         elif kind == "constants":
             for letter, value in event["constants"]:
                 self.sizes[letter] = (value.nbytes, value.itemsize)
-
-    def _take_operation(self, event: dict[str, Any]) -> None:
-        made = self._named(event["outputs"])
-        for letter in made:
-            self.producer[letter] = len(self.names)
-        self.names.append(_own_name(event["name"], event["arguments"]))
-        self.inputs.append([letter for letter, _, _ in event["inputs"]])
-        self.outputs.append(made)
 
     def _named(self, arrays: Sequence[tuple[str, tuple[int, ...], mx.Dtype]]) -> list[str]:
         for letter, shape, dtype in arrays:
@@ -190,9 +186,7 @@ def _place_calls(piece: Piece, sites: list[Site], probes: int, pieces: dict[str,
         for place, letter in enumerate(outputs + gradients):
             if letter is not None:
                 piece.inner[letter] = (number, place)
-        inside = pieces.get(site.key) if site.key is not None else None
-        if inside is None:
-            inside = _trace_inside(site, pieces)
+        inside = pieces.get(site.key or "") or _trace_inside(site, pieces)
         if site.key is not None:
             pieces[site.key] = inside
         piece.calls.append(Call(inside, inputs + cotangents))
@@ -200,25 +194,18 @@ def _place_calls(piece: Piece, sites: list[Site], probes: int, pieces: dict[str,
 
 def _trace_inside(site: Site, pieces: dict[str, Piece]) -> Piece:
     """The piece of a call: results are its outputs, then a gradient for each input."""
-    inputs = [mx.zeros(a.shape, a.dtype) for a in site.inputs]
-    cotangents = [mx.zeros(a.shape, a.dtype) for a in site.outputs]
-    inside = _with_own_gradient if site.backward is not None else _differentiated
 
     def function(
         given: list[mx.array], probes: list[mx.array]
     ) -> tuple[list[mx.array], list[mx.array]]:
-        return inside(site, given[: len(inputs)], given[len(inputs) :], probes)
+        inputs, cotangents = given[: len(site.inputs)], given[len(site.inputs) :]
+        if site.backward is None:
+            return _differentiated(site, inputs, cotangents, probes)
+        with recording(None):
+            outputs = [array for _, array in site.body(inputs)]
+            return [*outputs, *site.backward(inputs, cotangents, outputs)], []
 
-    return trace(function, [*inputs, *cotangents], pieces)
-
-
-def _with_own_gradient(
-    site: Site, inputs: list[mx.array], cotangents: list[mx.array], probes: list[mx.array]
-) -> tuple[list[mx.array], list[mx.array]]:
-    assert site.backward is not None
-    with recording(None):
-        outputs = [array for _, array in site.body(inputs)]
-        return [*outputs, *site.backward(inputs, cotangents, outputs)], []
+    return trace(function, [mx.zeros(a.shape, a.dtype) for a in site.inputs + site.outputs], pieces)
 
 
 def _differentiated(
