@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from mlxstacks.studies.buffers.settings import BufferSettings
     from mlxstacks.studies.compare.settings import CompareSettings
     from mlxstacks.studies.sweep.settings import SweepSettings
-    from mlxstacks.training.settings import TrainSettings
-    from mlxstacks.training.stack_settings import StackRunSettings
+    from mlxstacks.training.settings import StackRunSettings, TrainSettings
 
 # These plan by themselves what they can without their model.
 PLAN_THEMSELVES = ("confound", "identity", "eval", "report")
@@ -218,8 +217,7 @@ def _training(name: str, settings: Any) -> Iterator[dict[str, Any]]:
 
 def _train(name: str, settings: "TrainSettings", runs: int = 1, ask: bool = True) -> dict[str, Any]:
     from mlxstacks.guard.build import lazy_model, read_config
-    from mlxstacks.studies.guarded import asked_of
-    from mlxstacks.studies.train.setup import choose_targets
+    from mlxstacks.studies.train.setup import asked_of, choose_targets
 
     model = str(settings.model)
     targets = choose_targets(lazy_model(read_config(model)[0]), settings)
@@ -368,7 +366,7 @@ def _verdict(run: "GuardSettings", choice: str, ask: bool) -> dict[str, Any] | N
     if choice == "off" or not ask:
         return None
     from mlxstacks.guard.run import guard
-    from mlxstacks.studies.train.report import guard_json
+    from mlxstacks.studies.train.setup import guard_json
 
     report = guard(run)
     return guard_json(report, report.change.settings if report.change else {})

@@ -94,7 +94,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "stack": Command(
         help="Train frozen stacks, domain after domain, into a store that loses none of them.",
-        settings="mlxstacks.training.stack_settings:StackRunSettings",
+        settings="mlxstacks.training.settings:StackRunSettings",
         function="mlxstacks.studies.stack.run:run",
         render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path", "data": "curriculum_path"},

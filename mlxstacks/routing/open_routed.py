@@ -16,15 +16,15 @@ from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.store import Store
+from mlxstacks.fuse.in_memory import attach_adapters
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.fuse.unfused import attach_adapters
 from mlxstacks.routing.chat_settings import AnswerSettings
 from mlxstacks.routing.engine import RoutedModel
 from mlxstacks.routing.gaps import GapLog
 from mlxstacks.routing.generation import Sampling
 from mlxstacks.routing.resident import Resident
 from mlxstacks.routing.router import PromptRouter, load_prompt_router
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import prepare_base
 
 # Longer contexts are what tokenizers say that know none: transformers writes 1e30.
 _MOST_CONTEXT = 2**31

@@ -34,7 +34,7 @@ from mlxstacks.routing.prompt_cache import PromptCache
 from mlxstacks.routing.random_stack import add_random_stacks, random_hash, random_name
 from mlxstacks.routing.route import Route
 from mlxstacks.studies.route.data import routed_domains, stack_hashes
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import prepare_base
 
 # Of a model whose head, and so whose width, is not found.
 USUAL_WIDTH = 4096
