@@ -2,14 +2,15 @@
 
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.outputs import check_target, staged_directory
+from mlxstacks.files.outputs import check_target, mark_bare, staged_directory
 from mlxstacks.memory import bytes_in_words
+from mlxstacks.recipe.resolve import OUT
 from mlxstacks.report.find import Source, find_sources
 from mlxstacks.report.repeat import Recipe, recipe_of
 from mlxstacks.report.settings import ReportSettings
@@ -32,6 +33,52 @@ INDEX, FIGURES, RECIPES = "index.html", "figures", "recipes"
 # Of each result, in the data of the page's own.
 _TOLD = ("kind", "status", "outcome", "verdict", "plan_sha256")
 ABOUT = {"kind": "report", "title": "Page of results"}
+
+
+def run(
+    settings: ReportSettings, *, dry_run: bool = False, progress: Callable[..., None] | None = None
+) -> Result:
+    """The page of the runs given, or of all under ./mlxstacks-out; of a small one that is made
+    first where there is none. With `dry_run` nothing is made.
+
+    Raises: InputError: see `write_report`.
+    """
+    if settings.runs:
+        return write_report(settings, dry_run=dry_run)
+    try:
+        anything = bool(find_sources([str(OUT)]).found)
+    except InputError:
+        # a damaged result is no absent one: it is named when the page is made
+        anything = any(OUT.glob("*/result.json"))
+    notes = []
+    if not anything:
+        first = "nano's sample adapter and its zero-delta control"
+        if dry_run:
+            note = f"Nothing is under ./{OUT} yet: {first} would be fused first."
+            return planned_report(settings, notes=[note])
+        _fuse_nano(progress)
+        notes = [f"Nothing was under ./{OUT} yet, so {first} were fused first."]
+    settings = settings.model_copy(update={"runs": (str(OUT),)})
+    return write_report(settings, dry_run=dry_run, notes=notes)
+
+
+def _fuse_nano(progress: Callable[..., None] | None) -> None:
+    """A fuse of nano's adapter and its control, where bare runs of `fuse` write as well."""
+    from mlxstacks.fuse.run import run as fuse
+    from mlxstacks.fuse.settings import FuseSettings
+    from mlxstacks.nano.exports import nano_paths
+
+    paths = nano_paths()
+    for name, zero in (("fuse", False), ("fuse-zero-delta", True)):
+        target = OUT / name
+        fuse(
+            FuseSettings(
+                model=str(paths.model_path), adapter_path=(str(paths.adapter_path),),
+                save_path=str(target), zero_delta=zero,
+            ),
+            progress=progress,
+        )  # fmt: skip
+        mark_bare(target)
 
 
 def write_report(
