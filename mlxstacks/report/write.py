@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from mlxstacks.report.find import Source, find_sources
 from mlxstacks.report.repeat import Recipe, recipe_of
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.study.document import Column, Plot, Table
-from mlxstacks.study.render.figures import draw_plot, write_figures
+from mlxstacks.study.render.figures import write_figures
 from mlxstacks.study.render.html import (
     Page,
     Picture,
@@ -171,14 +171,19 @@ def _draw(
 ) -> tuple[dict[str, list[Picture]], list[str], list[str]]:
     """(slug -> pictures of the page, files in `directory`, notes). The page's are always drawn."""
     directory.mkdir()
-    plots = list(_plots(sources, slugs))
+    plots = {
+        (slug, f"{slug}-{block.id}"): marked_plot(block, source.result)
+        for source, slug in zip(sources, slugs, strict=True)
+        for block in source.result.blocks
+        if isinstance(block, Plot)
+    }
     with warnings.catch_warnings():
         # a letter that matplotlib's font has not: a box in the PNG, right in the page
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
-        drawings = [(name, draw_plot(plot)) for _, name, plot in plots]
-        written, notes = write_figures(directory, drawings, [*dict.fromkeys(("svg", *formats))])
+        named = {name: plot for (_, name), plot in plots.items()}
+        written, notes = write_figures(directory, named, [*dict.fromkeys(("svg", *formats))])
     pictures: dict[str, list[Picture]] = {}
-    for slug, name, plot in plots:
+    for (slug, name), plot in plots.items():
         file = directory / f"{name}.svg"
         if file.is_file():
             pictures.setdefault(slug, []).append(picture(file.read_text("utf-8"), name, plot.alt))
@@ -188,14 +193,6 @@ def _draw(
     if plots and not written and not notes:
         notes = ["No files of plots: no format was asked for."]
     return pictures, written, notes
-
-
-def _plots(sources: Sequence[Source], slugs: Sequence[str]) -> Iterator[tuple[str, str, Plot]]:
-    """(slug of the run, name of the files, the plot)"""
-    for source, slug in zip(sources, slugs, strict=True):
-        for block in source.result.blocks:
-            if isinstance(block, Plot):
-                yield slug, f"{slug}-{block.id}", marked_plot(block, source.result)
 
 
 def _section(directory: Path, source: Source, slug: str, pictures: Sequence[Picture]) -> Section:

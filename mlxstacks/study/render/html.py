@@ -13,8 +13,7 @@ from markupsafe import Markup, escape
 
 from mlxstacks.errors import InputError
 from mlxstacks.study.document import Column, Document, Plot, Table, Text
-from mlxstacks.study.render.drawings import INK, PAPER, RULE, SERIES
-from mlxstacks.study.render.figures import svg_of
+from mlxstacks.study.render.figures import INK, PAPER, RULE, SERIES, svg_of
 from mlxstacks.study.render.words import (
     LONGEST,
     NOT_MEASURED,
