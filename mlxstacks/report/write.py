@@ -1,5 +1,6 @@
 """From results to a page: index.html, figures/, recipes/, and a result.json of its own."""
 
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,14 +15,12 @@ from mlxstacks.recipe.resolve import OUT
 from mlxstacks.report.find import Source, find_sources
 from mlxstacks.report.repeat import Recipe, recipe_of
 from mlxstacks.report.settings import ReportSettings
-from mlxstacks.study.document import Column, Plot, Table
+from mlxstacks.study.document import Columns, Plot, Table
 from mlxstacks.study.render.figures import write_figures
 from mlxstacks.study.render.html import (
     Page,
     Picture,
-    Repeat,
     Section,
-    marked_plot,
     page_html,
     picture,
 )
@@ -136,11 +135,9 @@ def planned_report(
         for source in sources
     ]  # fmt: skip
     marks = sum(Section("", "", source.result).exploratory for source in sources)
-    names = ("run", "kind", "outcome", "standing")
-    rows = tuple((r["name"], r["kind"], r["outcome"] or r["status"], r["standing"]) for r in runs)
-    table = Table(
-        id="runs", title="Results", columns=tuple(Column(name=name) for name in names), rows=rows
-    )
+    columns: Columns = dict.fromkeys(("run", "kind", "outcome", "standing"), "text")
+    rows = [(r["name"], r["kind"], r["outcome"] or r["status"], r["standing"]) for r in runs]
+    table = Table.of("runs", "Results", columns, rows)
     return Result(
         **ABOUT, status="planned", notes=tuple(notes), blocks=(table,), data={"runs": runs},
         settings=settings.model_dump(mode="json", exclude={"force", "save_path"}),
@@ -149,20 +146,15 @@ def planned_report(
     )  # fmt: skip
 
 
-def slug_of(name: str) -> str:
-    """Letters, digits and dashes, for anchors and file names."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "run"
-
-
 def _slugs(names: Sequence[str]) -> list[str]:
-    """Each once. Letters first: an anchor that begins with a digit needs escapes in style."""
+    """Letters, digits and dashes, for anchors and file names; each once. Letters first: an anchor
+    that begins with a digit needs escapes in style.
+    """
     slugs: list[str] = []
     for name in names:
-        slug = numbered = f"run-{slug_of(name)}"
-        number = 2
-        while numbered in slugs:
-            numbered, number = f"{slug}-{number}", number + 1
-        slugs.append(numbered)
+        plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "run"
+        numbered = (f"run-{plain}" + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
+        slugs.append(next(slug for slug in numbered if slug not in slugs))
     return slugs
 
 
@@ -172,7 +164,12 @@ def _draw(
     """(slug -> pictures of the page, files in `directory`, notes). The page's are always drawn."""
     directory.mkdir()
     plots = {
-        (slug, f"{slug}-{block.id}"): marked_plot(block, source.result)
+        (slug, f"{slug}-{block.id}"): block.model_copy(
+            update={
+                "title": source.result.standing.mark(block.title),
+                "alt": source.result.standing.mark(block.alt),
+            }
+        )
         for source, slug in zip(sources, slugs, strict=True)
         for block in source.result.blocks
         if isinstance(block, Plot)
@@ -196,25 +193,26 @@ def _draw(
 
 
 def _section(directory: Path, source: Source, slug: str, pictures: Sequence[Picture]) -> Section:
-    recipe, repeat = recipe_of(source.result.kind, source.result.settings), None
+    recipe = recipe_of(source.result.kind, source.result.settings)
+    repeat: dict[str, str] = {}
     if recipe is not None:
         repeat = _repeat(recipe, f"{RECIPES}/{slug.removeprefix('run-')}.yaml")
-        (directory / repeat.file).write_text(recipe.text, encoding="utf-8")
+        (directory / repeat["file"]).write_text(recipe.text, encoding="utf-8")
     files = [(name, nbytes(count)) for name, count in source.files]
     if source.more_files:
         files.append((f"and {source.more_files:,} more files", ""))
     about = [
         ("directory", source.path), ("result file", source.file), ("its SHA-256", source.sha256),
     ]  # fmt: skip
-    return Section(slug, source.name, source.result, pictures, repeat or "", about, files)
+    return Section(slug, source.name, source.result, pictures, repeat, about, files)
 
 
-def _repeat(recipe: Recipe, file: str) -> Repeat:
+def _repeat(recipe: Recipe, file: str) -> dict[str, str]:
     where = "In the directory of this page; from elsewhere with the recipe's whole path:"
     notes = [f"It writes mlxstacks-out/{Path(file).stem} in the directory where it is run."]
     if recipe.of_nano:
         names = listed(recipe.of_nano)
-        notes.append(f"The built-in nano model's own are found anew on each machine: {names}.")
+        notes.append(f"The built-in nano model's own are found again on each machine: {names}.")
     if recipe.paths:
         names = listed(recipe.paths)
         notes.append(f"Paths of the machine of this result, to be set on another: {names}.")
@@ -225,4 +223,4 @@ def _repeat(recipe: Recipe, file: str) -> Repeat:
             "whole path and run it where this result was made. They are: "
             f"{listed(recipe.relative)}."
         )
-    return Repeat(file, recipe.text, where, (" ".join(notes),))
+    return {"file": file, "text": recipe.text, "where": where, "note": " ".join(notes)}

@@ -88,7 +88,7 @@ def test_the_recipe_of_a_report_is_planned_elsewhere(
     assert "mlxstacks run recipes/profile.yaml" in page
     assert "In the directory of this page" in page
     assert "Other paths in it" not in page
-    assert "found anew on each machine: model, data." in page
+    assert "found again on each machine: model, data." in page
     monkeypatch.setenv("MLXSTACKS_CACHE", cache)
     monkeypatch.chdir(target)
     assert command(["run", "recipes/profile.yaml", "--dry-run", "--json"]) == 0

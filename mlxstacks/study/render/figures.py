@@ -11,6 +11,7 @@ import math
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -50,49 +51,39 @@ _MOST_PASSES = 5
 
 
 def write_figures(
-    directory: Path, plots: Mapping[str, Plot], formats: Sequence[str] = FORMATS, *, dpi: int = 150
+    directory: Path, plots: Mapping[str, Plot], formats: Sequence[str] = FORMATS
 ) -> tuple[list[str], list[str]]:
     """Every plot in every format, by the name of its files; (names of the files, notes).
 
     Law: equal plots give equal bytes (of one version of matplotlib).
     """
+    names = []
     try:
-        import matplotlib as library
+        with _style():
+            for name, plot in plots.items():
+                figure = figure_of(plot)
+                for suffix in formats:
+                    options = {"metadata": {"Date": None}} if suffix == "svg" else {"dpi": 150}
+                    figure.savefig(directory / f"{name}.{suffix}", **options)
+                    names.append(f"{name}.{suffix}")
     except ImportError:
         return [], ["No plots: matplotlib is not installed; pip install 'mlxstacks[plots]'."]
-    names = []
-    # No window, no date, fixed ids in the SVG.
-    settings: dict[Any, Any] = {"backend": "Agg", "svg.hashsalt": "mlxstacks", **STYLE}
-    with library.rc_context(settings):
-        for name, plot in plots.items():
-            figure = figure_of(plot)
-            for suffix in formats:
-                options = {"metadata": {"Date": None}} if suffix == "svg" else {"dpi": dpi}
-                figure.savefig(directory / f"{name}.{suffix}", **options)
-                names.append(f"{name}.{suffix}")
     return names, []
 
 
 def svg_of(plot: Plot) -> str:
     """A plot as SVG. Raises: ImportError without matplotlib."""
-    import matplotlib as library
-
-    settings: dict[Any, Any] = {"svg.hashsalt": "mlxstacks", **STYLE}
     file = io.StringIO()
-    with library.rc_context(settings):
+    with _style():
         figure_of(plot).savefig(file, format="svg", metadata={"Date": None})
     return file.getvalue()
 
 
 def figure_of(plot: Plot) -> Any:
     """A plot as a matplotlib figure."""
-    import matplotlib as library
-    from matplotlib.figure import Figure
+    with _style():
+        from matplotlib.figure import Figure
 
-    style: dict[Any, Any] = STYLE
-    with library.rc_context(style), warnings.catch_warnings():
-        # Texts that leave no room for a plot, as a hostile file may hold, are drawn all the same.
-        warnings.filterwarnings("ignore", message=".*axes sizes collapsed to zero")
         figure = Figure(layout="constrained")
         _DRAW[plot.kind](figure, plot)
         # Of the figure, not of its axes: it may be as wide as all of it. `fit` wraps it:
@@ -101,6 +92,18 @@ def figure_of(plot: Plot) -> Any:
         figure.suptitle(short(plot.title, 120), x=0.01, ha="left", fontsize=10)
         fit(figure)
     return figure
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    import matplotlib as library
+
+    # Fixed ids in the SVG.
+    settings: dict[Any, Any] = {"svg.hashsalt": "mlxstacks", **STYLE}
+    with library.rc_context(settings), warnings.catch_warnings():
+        # Texts that leave no room for a plot, as a hostile file may hold, are drawn all the same.
+        warnings.filterwarnings("ignore", message=".*axes sizes collapsed to zero")
+        yield
 
 
 # --- drawing --------------------------------------------------------------------------------------
