@@ -398,23 +398,13 @@ def group_experts(model: nn.Module) -> None:
     """
     from mlx_lm.models.switch_layers import SwitchLinear
 
-    for _, module in model.named_modules():
-        if type(module) is SwitchLinear and module.weight[0].nbytes >= LEAST_EXPERT_BYTES:
-            module.__class__ = _grouped_switch_linear()
-
-
-@functools.cache
-def _grouped_switch_linear() -> type[nn.Module]:
-    from mlx_lm.models.switch_layers import SwitchLinear
-
     class GroupedSwitchLinear(SwitchLinear):
         def __call__(
             self, x: mx.array, indices: mx.array, sorted_indices: bool = False
         ) -> mx.array:
             """x (N, 1, K) and indices (N,) where rows are sorted by expert, as in a prompt."""
-            if not sorted_indices or "bias" in self:
-                return super().__call__(x, indices, sorted_indices)
-            counts = rows_of_experts(indices, self.num_experts)
+            grouped = sorted_indices and "bias" not in self
+            counts = rows_of_experts(indices, self.num_experts) if grouped else None
             if counts is None:
                 return super().__call__(x, indices, sorted_indices)
             parts = mx.split(x.squeeze(1), np.cumsum(counts)[:-1].tolist())
@@ -424,7 +414,9 @@ def _grouped_switch_linear() -> type[nn.Module]:
             ]
             return mx.expand_dims(mx.concatenate(products), 1)
 
-    return GroupedSwitchLinear
+    for _, module in model.named_modules():
+        if type(module) is SwitchLinear and module.weight[0].nbytes >= LEAST_EXPERT_BYTES:
+            module.__class__ = GroupedSwitchLinear
 
 
 def count_parameters(model: nn.Module) -> int:
