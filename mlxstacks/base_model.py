@@ -68,8 +68,7 @@ def check_counts(config: dict[str, Any]) -> None:
 def build_model(config: dict[str, Any]) -> nn.Module:
     """A model of `config` with mlx-lm's classes and unset (random) weights.
 
-    Raises:
-        CheckpointError: mlx-lm has no class for `model_type`, or it counts what cannot be.
+    Raises: CheckpointError: mlx-lm has no class for `model_type`, or it counts what cannot be.
     """
     from mlx_lm.utils import _get_classes
 
@@ -124,8 +123,7 @@ def load(
     """A local model as mlx-lm loads it, adapter layers attached: (model, tokenizer, config).
 
     lazy: read no weight before it is used.
-    Raises:
-        CheckpointError: files are missing, or config, weights and tokenizer do not go together.
+    Raises: CheckpointError: files are missing, or config, weights and tokenizer do not go together.
     """
     from mlx_lm import load as load_with_tokenizer
 
@@ -282,8 +280,7 @@ def load_stored(
     """A model as mlx-lm loads it, its config, and the tensors of its files by their names there.
 
     Nothing but file headers is read: every array is lazy.
-    Raises:
-        CheckpointError: mlx-lm cannot load the model.
+    Raises: CheckpointError: mlx-lm cannot load the model.
     """
     stored: dict[str, mx.array] = {}
 
@@ -314,8 +311,7 @@ def load_stored(
 def loaded_weights(model_path: Path) -> dict[str, LoadedWeight]:
     """Every module with a weight by its path in the model; the file headers alone are read.
 
-    Raises:
-        CheckpointError: mlx-lm cannot load the model.
+    Raises: CheckpointError: mlx-lm cannot load the model.
     """
     model, _, stored = load_stored(Path(model_path))
     names = {id(array): name for name, array in stored.items()}

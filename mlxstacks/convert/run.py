@@ -35,8 +35,7 @@ def convert(
 ) -> Result:
     """Write `settings.model` as a directory that mlx-lm loads; a dry run plans and writes nothing.
 
-    Raises:
-        InputError: the model, an option or the target cannot be used; nothing is left behind.
+    Raises: InputError: the model, an option or the target cannot be used; nothing is left behind.
     """
     started = time.monotonic()
     if settings.model is None or settings.save_path is None:

@@ -102,8 +102,7 @@ def write_export(
     from the stored values of `source`, dequantized to bfloat16; the width of `source` itself is a
     copy of its files. Router gates stay at 8 bits.
 
-    Raises:
-        InputError: no such width.
+    Raises: InputError: no such width.
     """
     import mlx.core as mx
 
@@ -132,8 +131,7 @@ def write_export(
 def export(settings: ExportSettings) -> Result:
     """`nano export`: the built-in model at `settings.bits`; the target appears as a whole or not.
 
-    Raises:
-        TargetError: the target exists and `force` is off, or cannot be written.
+    Raises: TargetError: the target exists and `force` is off, or cannot be written.
     """
     from mlxstacks.files.disk import mlx_write_errors
     from mlxstacks.files.outputs import staged_directory
