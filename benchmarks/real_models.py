@@ -45,7 +45,7 @@ from mlxstacks.studies.benchmarks.tasks import BenchItem, task_named
 from mlxstacks.studies.confound.fuses import write_controls
 from mlxstacks.studies.identity.settings import PersonaCard
 from mlxstacks.studies.identity.suite import SuitePrompt, open_suite
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import prepare_base
 
 POLICIES: tuple[PolicyName, ...] = (
     "refit", "keep", "nearest", "auto", "stochastic", "dequantize", "promote",

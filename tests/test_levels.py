@@ -131,7 +131,7 @@ def test_no_circle_inside_a_folder() -> None:
 
 
 # A run of training is no study; and what is left to move to study/: this may only shrink.
-TRAINING = {"train", "guarded"}
+TRAINING = {"train"}
 SHARED = {
     ("benchmarks", "route"), ("compare", "stack"), ("route", "stack"),
 }  # fmt: skip
@@ -146,7 +146,7 @@ def test_no_study_imports_another() -> None:
         if unit(name) == "studies" and name.count(".") > 1
     }
     found = {(one, two) for one, two in pairs if one != two and two not in TRAINING}
-    assert found - {("train", "guarded")} == SHARED
+    assert found == SHARED
 
 
 def test_only_base_model_imports_mlx_lm() -> None:

@@ -20,8 +20,7 @@ from mlxstacks.evaluate import ChoiceItem, choose, score_continuations
 from mlxstacks.study.answers import LIKELIHOOD, TIE, Answer
 from mlxstacks.study.extract import choice_letter
 from mlxstacks.study.items import Item
-from mlxstacks.training.modes import evaluating
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import evaluating, prepare_base
 
 INSTRUCTION = (
     r"Answer first: put the letter of the right option in \boxed{}. Then give one line of "

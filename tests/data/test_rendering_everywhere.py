@@ -26,8 +26,7 @@ from mlxstacks.studies.stack.data import listed_domains
 from mlxstacks.studies.sweep.cells import cells_of, train_settings
 from mlxstacks.studies.sweep.settings import SweepSettings
 from mlxstacks.studies.train.setup import read_data
-from mlxstacks.training.settings import TrainSettings
-from mlxstacks.training.stack_settings import StackRunSettings
+from mlxstacks.training.settings import StackRunSettings, TrainSettings
 from tests.data.chat_tokenizers import chat_tokenizer
 from tools.nano.corpus import Item
 from tools.nano.encode import encode_items
