@@ -13,9 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks.files.checkpoint import Checkpoint
-from mlxstacks.files.outputs import SideFile, side_files, write_json
-from mlxstacks.files.shard_header import TensorInfo, read_range, tensor_nbytes
-from mlxstacks.files.shard_writer import COPY_BYTES, Chunk, ShardWriter
+from mlxstacks.files.outputs import write_json
+from mlxstacks.files.shards import (
+    COPY_BYTES,
+    Chunk,
+    ShardWriter,
+    TensorInfo,
+    read_range,
+    tensor_nbytes,
+)
+from mlxstacks.files.side_files import SideFile, side_files
 
 _OTHER_FORMAT = re.compile(r"(^|/)consolidated[^/]*$|\.(gguf|onnx\w*|h5|msgpack|ot)$")
 _SAME_MODEL = "the model in another format"

@@ -36,9 +36,9 @@ from mlxstacks.convert.conversion import (
 )
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
-from mlxstacks.files.outputs import copy_side_files
-from mlxstacks.files.shard_writer import Chunk
-from mlxstacks.files.tensor_file import non_finite, raw_numbers
+from mlxstacks.files.shards import Chunk
+from mlxstacks.files.side_files import copy_side_files
+from mlxstacks.files.stack_file import non_finite, raw_numbers
 
 DTYPES = ("float16", "bfloat16", "float32")
 

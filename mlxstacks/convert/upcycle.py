@@ -24,8 +24,8 @@ from mlxstacks.convert.conversion import (
 )
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files.checkpoint import open_checkpoint
-from mlxstacks.files.outputs import copy_side_files
-from mlxstacks.files.shard_writer import Chunk
+from mlxstacks.files.shards import Chunk
+from mlxstacks.files.side_files import copy_side_files
 from mlxstacks.ops import affine
 
 _MLP = re.compile(r"(.*\.layers\.\d+)\.mlp\.((?:gate|up|down)_proj)(\..+)?")

@@ -4,14 +4,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from mlxstacks.errors import CheckpointError, InputError
-from mlxstacks.files.adapters import (
-    Adapter,
-    Match,
-    load_any_adapter,
-    match_adapter,
-    outside_config,
-)
+from mlxstacks.files.adapters import Match, load_any_adapter, match_adapter
 from mlxstacks.files.checkpoint import Checkpoint, read_json_object
+from mlxstacks.files.lora_modules import Adapter, outside_config
 from mlxstacks.files.manifest import binding_notes
 from mlxstacks.fuse.module import Module
 from mlxstacks.fuse.settings import FuseSettings

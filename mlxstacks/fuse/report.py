@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mlxstacks.files.outputs import SideFile
+from mlxstacks.files.side_files import SideFile
 from mlxstacks.fuse.fidelity import ALL_STAGES, Fidelity, Sums, fidelity
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.memory import bytes_in_words

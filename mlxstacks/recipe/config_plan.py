@@ -13,7 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.errors import InputError
-from mlxstacks.files.shipped_configs import shipped_config
+from mlxstacks.files.hub import shipped_config
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.recipe.inputs import Input, absent, inputs_of
 from mlxstacks.routing.settings import NO_GAP_LOG

@@ -13,7 +13,7 @@ from typing import Any
 
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.mark import read_mark
+from mlxstacks.files.outputs import read_mark
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.render.words import clean

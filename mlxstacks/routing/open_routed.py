@@ -11,11 +11,10 @@ import mlx.core as mx
 
 from mlxstacks import base_model, memory
 from mlxstacks.errors import InputError
-from mlxstacks.files.base_location import find_base
 from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.store import Store
+from mlxstacks.files.store import Store, find_base
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.fuse.unfused import attach_adapters
 from mlxstacks.routing.chat_settings import AnswerSettings

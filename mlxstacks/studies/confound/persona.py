@@ -5,10 +5,10 @@ the persona already.
 from pathlib import Path
 
 from mlxstacks.errors import InputError
-from mlxstacks.files.adapter_file import CONFIG
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.lora_modules import CONFIG
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings

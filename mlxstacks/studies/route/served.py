@@ -16,8 +16,7 @@ from mlxstacks import base_model
 from mlxstacks.data import Row
 from mlxstacks.data.text_settings import PLAIN, Rendering
 from mlxstacks.errors import InputError
-from mlxstacks.files.base_location import find_base
-from mlxstacks.files.store import Store
+from mlxstacks.files.store import Store, find_base
 from mlxstacks.layers.output_head import OutputHead, find_output_head
 from mlxstacks.layers.selection import Selection, base, routed, ungated
 from mlxstacks.layers.stack_files import serve
