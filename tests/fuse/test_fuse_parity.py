@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxstacks.files.adapters import LoraModule
+from mlxstacks.files.lora_modules import LoraModule
 from mlxstacks.fuse.delta import LowRankDelta
 from mlxstacks.fuse.run import run
 from mlxstacks.fuse.settings import FuseSettings
