@@ -307,13 +307,13 @@ COMMANDS: dict[str, Command] = {
     ),
     "chat": Command(
         help="Chat with a model; with --routed only the stacks that a prompt needs are loaded.",
-        settings="mlxstacks.routing.chat_settings:ChatSettings",
+        settings="mlxstacks.routing.settings:ChatSettings",
         function="mlxstacks.cli.chat:run",
         render="mlxstacks.cli.chat:render",
     ),
     "generate": Command(
         help="Answer a prompt, or every row of a JSONL file; with --routed as chat does.",
-        settings="mlxstacks.routing.chat_settings:GenerateSettings",
+        settings="mlxstacks.routing.settings:GenerateSettings",
         function="mlxstacks.cli.generate:run",
         render="mlxstacks.cli.generate:render",
         arguments={"prompt": "PROMPT"},
