@@ -482,7 +482,8 @@ def test_several_sources_in_their_formats(places: tuple[Path, Path], tmp_path: P
     data = TrainDataSettings.model_validate({"sources": sources, "validation_fraction": 0.2})
     settings = settings_for(places[0], tmp_path, tmp_path / "out").model_copy(update={"data": data})
     setup = set_up(settings)
-    report = train_run.planned(settings, setup, tmp_path / "out").as_json()
+    run = train_run.GuardedRun(settings, setup)
+    report = train_run.planned(settings, run, tmp_path / "out").as_json()
     read = [(s["formats"], s["rows_kept"]) for s in report["data"]["sources"]]
     assert read == [({"alpaca": 61}, 60), ({"chat": 9}, 9)]
     assert report["train_rows"] + report["validation_rows"] == 69
