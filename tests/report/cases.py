@@ -30,12 +30,12 @@ from mlxstacks.studies.identity.analysis import verdict as identity_verdict
 from mlxstacks.studies.identity.report import blocks as identity_blocks
 from mlxstacks.studies.identity.report import outcome_of as identity_outcome
 from mlxstacks.studies.identity.run import ABOUT as IDENTITY
-from mlxstacks.studies.profile.analysis import Choices
-from mlxstacks.studies.profile.analysis import Rule as ProfileRule
+from mlxstacks.studies.profile.analysis import Choices, outcome
 from mlxstacks.studies.profile.analysis import analyse as analyse_profile
-from mlxstacks.studies.profile.report import blocks as profile_blocks
-from mlxstacks.studies.profile.report import outcome, verdict_of
+from mlxstacks.studies.profile.analysis import blocks as profile_blocks
+from mlxstacks.studies.profile.analysis import verdict as profile_verdict
 from mlxstacks.studies.profile.run import ABOUT
+from mlxstacks.studies.profile.settings import ProfileSettings
 from mlxstacks.studies.route import check as route_check
 from mlxstacks.studies.route import discover as route_discover
 from mlxstacks.studies.route import evaluate as route_evaluate
@@ -229,12 +229,13 @@ def profile_result() -> dict[str, Any]:
         rng.integers(0, 5, (24, 4, 4)), np.arange(24) % 3, np.full(24, 8), ("x", "y", "z"),
         (0, 1, 2, 3),
     )  # fmt: skip
-    tables = analyse_profile(choices, ProfileRule(2, 2, 20, 2, 0.05, 0))
+    tables = analyse_profile(choices, ProfileSettings(top_layers=2, top_experts=2, permutations=20))
     groups = [{"name": name, "prompts": 8, "tokens": 64} for name in choices.names]
     about = [{"attention": "full", "expert_bits": "3"}] * 4
     plan = {"hypothesis": "Groups go to other experts."}
     return Result(
-        **ABOUT, status="done", outcome=outcome(tables, 0.05), verdict=verdict_of(tables, 0.05),
+        **ABOUT, status="done", outcome=outcome(tables, 0.05),
+        verdict=profile_verdict(tables, 0.05),
         standing=Standing(status="confirmatory"), settings={"alpha": 0.05}, plan=plan,
         plan_sha256=json_sha256(plan), data={"tables": tables},
         blocks=profile_blocks(tables, groups, about, choices.counts),
