@@ -13,9 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.errors import InputError
-from mlxstacks.recipe.call import call, plans_itself
 from mlxstacks.recipe.file import load_recipe
-from mlxstacks.recipe.resolve import Resolved, finished, merge, resolve, validate
+from mlxstacks.recipe.resolve import (
+    Resolved,
+    call,
+    finished,
+    merge,
+    plans_itself,
+    resolve,
+    validate,
+)
 from mlxstacks.recipe.table import nearest
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import answers, output
-from mlxstacks.data.json_lines import numbered_records
-from mlxstacks.data.messages import as_messages
+from mlxstacks.data.examples import as_messages
+from mlxstacks.data.json_rows import numbered_records
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import user_path
 

@@ -31,8 +31,8 @@ from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.store import Store
+from mlxstacks.fuse.in_memory import attach_adapters
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.fuse.unfused import attach_adapters
 from mlxstacks.routing.gaps import GapLog
 from mlxstacks.routing.generation import (
     Piece,
@@ -50,7 +50,7 @@ from mlxstacks.routing.router import (
     pinned,
 )
 from mlxstacks.routing.settings import NO_GAP_LOG, AnswerSettings
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import prepare_base
 
 # stop: the model ended it. length: max_tokens. context: the model's context is full. stopped: by
 # whoever asked, in the middle.

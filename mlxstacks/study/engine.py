@@ -16,7 +16,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import file_digest
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +25,7 @@ from mlxstacks.files.outputs import check_target, staged_directory, write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.study.artifacts import keep_parts
 from mlxstacks.study.document import Standing
+from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.plan import PLAN, keep_plan
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import RunDirectory
@@ -178,7 +178,7 @@ def run_step(step: Step, work: Path, plan_sha256: str | None) -> None:
     scratch.mkdir()
     step.run(scratch)
     sync_tree(scratch)
-    digests = {name: _sha256(scratch / name) for name in step.outputs}
+    digests = {name: file_sha256(scratch / name) for name in step.outputs}
     for name in step.outputs:
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         (scratch / name).replace(work / name)
@@ -195,14 +195,9 @@ def _read_record(path: Path) -> dict[str, Any]:
 
 
 def _check_outputs(work: Path, step: Step, written: Any, plan_sha256: str | None) -> None:
-    digests = {name: _sha256(work / name) for name in step.outputs if (work / name).is_file()}
+    digests = {name: file_sha256(work / name) for name in step.outputs if (work / name).is_file()}
     if written != {"plan_sha256": plan_sha256, "sha256": digests}:
         raise InputError(
             f"{work}: {', '.join(step.outputs)} of step {step.name!r} or {STEPS} was changed after "
             "it was written; --no-resume begins again"
         )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()

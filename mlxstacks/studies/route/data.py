@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks.data import DomainDataSettings, Example, Row, encode_examples, read_domains
-from mlxstacks.data.conversations import first_pair
-from mlxstacks.data.examples import make_example, prompt_id_of, row_id_of, turns_of
-from mlxstacks.data.markers import special_tokens
-from mlxstacks.data.read_source import keep_one, keyed_hash, read_source
+from mlxstacks.data.examples import (
+    first_pair,
+    keep_one,
+    make_example,
+    prompt_id_of,
+    row_id_of,
+    turns_of,
+)
 from mlxstacks.data.settings import SourceSettings, Template
+from mlxstacks.data.sources import keyed_hash, read_source
+from mlxstacks.data.special_text import special_tokens
 from mlxstacks.data.text_settings import PLAIN, Rendering
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path

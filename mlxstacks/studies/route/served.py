@@ -40,7 +40,7 @@ from mlxstacks.routing.candidate_losses import (
 from mlxstacks.routing.generation import PromptCache, Sampling, encode_prompt, generate
 from mlxstacks.routing.outcomes import DomainSet, Found, Rules, search_all
 from mlxstacks.studies.route.data import routed_domains, stack_hashes
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import prepare_base
 
 # No domain of a store can be called so: names hold no colon.
 PREFIX = "random:"

@@ -29,7 +29,7 @@ from mlxstacks.study.document import Block, Cell, Plot, Series, Table
 from mlxstacks.study.render.words import number
 from mlxstacks.study.result import Result
 from mlxstacks.study.write import environment, write_result
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import prepare_base
 
 ABOUT = {
     "kind": "route train",
