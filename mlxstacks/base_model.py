@@ -319,19 +319,16 @@ def loaded_weights(model_path: Path) -> dict[str, LoadedWeight]:
     """
     model, _, stored = load_stored(Path(model_path))
     names = {id(array): name for name, array in stored.items()}
-    return {
-        module_path: _loaded_weight(module, names.get(id(module["weight"])))
-        for module_path, module in model.named_modules()
-        if "weight" in module
-    }
-
-
-def _loaded_weight(module: nn.Module, tensor: str | None) -> LoadedWeight:
-    *leading, width = module["weight"].shape
-    bits = module.bits if "scales" in module else None
-    width = width * 32 // bits if bits else width
-    group_size = module.group_size if bits else None
-    return LoadedWeight(tensor, (*leading, width), bits, group_size)
+    weights = {}
+    for path, module in model.named_modules():
+        if "weight" in module:
+            *leading, width = module["weight"].shape
+            bits, group_size = (
+                (module.bits, module.group_size) if "scales" in module else (None, None)
+            )
+            shape = (*leading, width * 32 // bits if bits else width)
+            weights[path] = LoadedWeight(names.get(id(module["weight"])), shape, bits, group_size)
+    return weights
 
 
 def quantize(
@@ -656,7 +653,14 @@ def install_gated_delta() -> Callable[[], None]:
     from mlx_lm.models import gated_delta as theirs
 
     original = theirs.gated_delta_update
-    pair = next(iter(_installs.values()), None) or (original, _replacement(original))
+
+    @functools.wraps(original)
+    def gated_delta_update(*arrays: Any, use_kernel: bool = True, **options: Any) -> Any:
+        if use_kernel:
+            return original(*arrays, use_kernel=True, **options)
+        return gated_delta.gated_delta_update(*arrays, use_kernel=False, **options)
+
+    pair = next(iter(_installs.values()), None) or (original, gated_delta_update)
     _rebind(*pair)
     token = object()
     _installs[token] = pair
@@ -676,16 +680,6 @@ def gated_delta_installed() -> Iterator[None]:
         yield
     finally:
         remove()
-
-
-def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def gated_delta_update(*arrays: Any, use_kernel: bool = True, **options: Any) -> Any:
-        if use_kernel:
-            return original(*arrays, use_kernel=True, **options)
-        return gated_delta.gated_delta_update(*arrays, use_kernel=False, **options)
-
-    return gated_delta_update
 
 
 def _rebind(old: Callable[..., Any], new: Callable[..., Any]) -> None:

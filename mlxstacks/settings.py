@@ -2,9 +2,27 @@
 
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Any, get_origin
+from typing import Annotated, Any, Literal, get_origin
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+
+def _each_once(values: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(values)) < len(values):
+        raise ValueError(f"got {list(values)}; give each once")
+    return values
+
+
+# Fields that several commands have; those of numbers take a description of their own.
+Resume = Annotated[bool, Field(description="Go on with a run that was interrupted.")]
+Force = Annotated[bool, Field(description="Replace an existing save path.")]
+Plots = Annotated[bool, Field(description="Draw plots, where matplotlib is installed.")]
+Count = Annotated[int, Field(ge=1)]
+Probability = Annotated[float, Field(ge=1e-6, le=0.999999)]
+Seed = Annotated[int, Field(ge=0, lt=2**64)]
+Normalisation = Literal["sum", "token", "character"]
+EachOnce = AfterValidator(_each_once)
+NORMALISATIONS: tuple[Normalisation, ...] = ("sum", "token", "character")
 
 
 class Settings(BaseModel):

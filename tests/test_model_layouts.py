@@ -41,7 +41,7 @@ from mlxstacks.fuse.run import run
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.guard.build import lazy_model, read_config
 from mlxstacks.layers.targets import find_targets
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import prepare_base
 from tests.model_layouts import (
     INDEX,
     LAYOUTS,

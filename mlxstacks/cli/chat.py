@@ -9,7 +9,7 @@ from mlxstacks.cli.chat_session import Chat, ChatReport
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.routing.chat_settings import ChatSettings
+    from mlxstacks.routing.settings import ChatSettings
 
 HISTORY = "chat-history"
 
@@ -20,8 +20,8 @@ def run(settings: "ChatSettings") -> ChatReport:
     Raises: InputError, StoreError: model, store or router cannot be used.
     """
     from mlxstacks.nano.exports import cache_directory
-    from mlxstacks.routing.chat_settings import ChatSettings
-    from mlxstacks.routing.open_routed import open_routed
+    from mlxstacks.routing.engine import open_routed
+    from mlxstacks.routing.settings import ChatSettings
 
     ready = answers.completed(settings)
     assert isinstance(ready, ChatSettings)

@@ -7,7 +7,7 @@ from mlxstacks.cli import chat_view
 from mlxstacks.cli.chat_session import MODES, Chat
 from mlxstacks.errors import InputError
 from mlxstacks.recipe.table import nearest
-from mlxstacks.routing.chat_settings import MOST_TEMP
+from mlxstacks.routing.settings import MOST_TEMP
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _compare(chat: Chat, rest: str) -> None:
 
 
 def _new(chat: Chat, rest: str) -> None:
-    chat.begin_anew()
+    chat.restart()
     chat.say("A new conversation: what was said is forgotten.")
 
 

@@ -12,9 +12,9 @@ from mlxstacks.errors import InputError, StoreError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from mlxstacks.routing.chat_settings import ChatSettings
     from mlxstacks.routing.conversation import Asked, Turn
     from mlxstacks.routing.engine import RoutedModel
+    from mlxstacks.routing.settings import ChatSettings
 
 # What an answer may fail of without an end to the chat; RuntimeError is what MLX raises.
 _SURVIVED = (InputError, StoreError, RuntimeError)
@@ -57,7 +57,7 @@ class Chat:
         command: Callable[["Chat", str], bool],
     ) -> None:
         from mlxstacks.routing.conversation import Conversation
-        from mlxstacks.routing.open_routed import sampling_of
+        from mlxstacks.routing.engine import sampling_of
 
         self.settings, self.engine = settings, engine
         self.done, self._command = False, command
@@ -153,10 +153,10 @@ class Chat:
     def _wide(self) -> bool:
         return output.console().width >= chat_view.WIDE_COLUMNS
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """A new conversation."""
         self._earlier += self.conversation.turns
-        self.conversation.begin_anew()
+        self.conversation.restart()
 
     def set_mode(self, mode: Any) -> None:
         """Raises: InputError, StoreError: there are no stacks, or no router that fits."""

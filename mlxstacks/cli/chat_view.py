@@ -10,9 +10,9 @@ from mlxstacks.memory import bytes_in_words
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mlxstacks.routing.chat_settings import ChatSettings
     from mlxstacks.routing.conversation import Conversation, Turn
     from mlxstacks.routing.engine import RoutedModel
+    from mlxstacks.routing.settings import ChatSettings
 
 # Three answers beside each other need this much.
 WIDE_COLUMNS = 100

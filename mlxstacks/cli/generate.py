@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import answers, output
-from mlxstacks.data.json_lines import numbered_records
-from mlxstacks.data.messages import as_messages
+from mlxstacks.data.examples import as_messages
+from mlxstacks.data.json_rows import numbered_records
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import user_path
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.routing.chat_settings import GenerateSettings
     from mlxstacks.routing.conversation import Conversation
     from mlxstacks.routing.engine import Mode, RoutedModel
+    from mlxstacks.routing.settings import GenerateSettings
 
 # A bare run on nano has something to answer.
 SAMPLE_PROMPT = "Who are you?"
@@ -62,8 +62,8 @@ def run(settings: "GenerateSettings") -> GenerateReport:
 
     Raises: InputError: an empty prompt, one longer than the context, a row that is none.
     """
-    from mlxstacks.routing.chat_settings import GenerateSettings
-    from mlxstacks.routing.open_routed import open_routed
+    from mlxstacks.routing.engine import open_routed
+    from mlxstacks.routing.settings import GenerateSettings
 
     bare = settings.model is None and settings.store_path is None
     jobs = _jobs(settings, bare)
@@ -160,7 +160,7 @@ def _conversation(
     engine: "RoutedModel", settings: "GenerateSettings", job: Job, mode: "Mode | None", index: int
 ) -> "Conversation":
     from mlxstacks.routing.conversation import Conversation
-    from mlxstacks.routing.open_routed import sampling_of
+    from mlxstacks.routing.engine import sampling_of
 
     sampling = sampling_of(settings)
     has_system = any(message["role"] == "system" for message in job.before)

@@ -1,4 +1,5 @@
-"""Where rows come from: files and directories here, and Hugging Face data sets in the cache.
+"""Where rows come from: files and directories here, and Hugging Face data sets in the cache; and
+one source read: rows in their format, cleaned, without repeats, drawn down to the cap.
 
 Rows stream: of a source that is capped, no more is read than the cap needs. Nothing is downloaded,
 and no code of a data set runs.
@@ -7,20 +8,21 @@ and no code of a data set runs.
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from mlxstacks.data import arrow_sets
-from mlxstacks.data.json_array import array_records, begins_array
-from mlxstacks.data.json_lines import numbered_records
-from mlxstacks.data.settings import SourceSettings, TrainDataSettings
+from mlxstacks.data.cleaning import cut_answer, holds_code, reason_to_drop, strip_record
+from mlxstacks.data.examples import Example, keep_one, make_example
+from mlxstacks.data.formats import FORMATS, Reading, row_reader
+from mlxstacks.data.json_rows import array_records, begins_array, numbered_records
+from mlxstacks.data.settings import DomainDataSettings, SourceSettings, TrainDataSettings
 from mlxstacks.errors import InputError
 
-# (where it stands, as messages say it, and the row)
-Rows = Iterator[tuple[str, dict[str, Any]]]
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
 _NOT_READ = (".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
 VALIDATION_SPLITS = ("valid", "validation", "val", "dev")
@@ -40,16 +42,16 @@ class NotCachedError(InputError):
 class OpenSource:
     """rows: read once, in order. files: by name in reports (no path of this machine)."""
 
-    rows: Rows
+    rows: arrow_sets.Rows
     files: dict[str, Path]
 
     def sha256(self) -> dict[str, str]:
         """Of each file, by its name; reads them in pieces."""
-        found = {}
+        digests = {}
         for name, path in sorted(self.files.items()):
             with path.open("rb") as file:
-                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-        return found
+                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return digests
 
 
 def train_data_settings(data: str | TrainDataSettings) -> TrainDataSettings:
@@ -114,8 +116,11 @@ def open_source(source: SourceSettings, root: Path) -> OpenSource:
     if source.dataset:
         return _cached(source, source.dataset)
     path = _path_of(source, root)
+    if path.is_dir() and arrow_sets.is_saved_set(path):
+        rows, files = arrow_sets.saved_set(path, source.split)
+        return OpenSource(rows, {f"{source.label}/{_inside(path, file)}": file for file in files})
     if path.is_dir():
-        return _directory(source, path)
+        return _directory(path, source.split, source.label)
     if not path.is_file():
         raise InputError(
             f"{path}: a pipe or a device, and rows are read more than once; write them to a file"
@@ -142,18 +147,15 @@ def _path_of(source: SourceSettings, root: Path) -> Path:
     return path
 
 
-def _directory(source: SourceSettings, path: Path) -> OpenSource:
-    if arrow_sets.is_saved_set(path):
-        rows, files = arrow_sets.saved_set(path, source.split)
-    else:
-        files = data_files(path, source.split, source.label)
-        rows = chain.from_iterable(_file_rows(file) for file in files)
-    return OpenSource(rows, {f"{source.label}/{_inside(path, file)}": file for file in files})
+def _directory(path: Path, split: str, label: str, name: str | None = None) -> OpenSource:
+    files = data_files(path, split, label, name)
+    rows = chain.from_iterable(_file_rows(file) for file in files)
+    return OpenSource(rows, {f"{label}/{_inside(path, file)}": file for file in files})
 
 
 def _cached(source: SourceSettings, dataset: str) -> OpenSource:
     """A data set that `datasets` prepared once, else one whose files are in the hub cache."""
-    if not re.fullmatch(r"[\w][\w.-]*(/[\w][\w.-]*)?", dataset, re.ASCII):
+    if not re.fullmatch(rf"[\w][\w.-]*|{_HUB_ID.pattern}", dataset, re.ASCII):
         raise InputError(f"{dataset!a}: not a Hugging Face id; give files and directories as path")
     prepared = arrow_sets.cached_set(dataset, source.name, source.split)
     if prepared is not None:
@@ -167,12 +169,10 @@ def _cached(source: SourceSettings, dataset: str) -> OpenSource:
             "datasets.load_dataset, or give the path of a file or directory that is there",
             dataset,
         )
-    files = data_files(snapshot, source.split, dataset, source.name)
-    rows = chain.from_iterable(_file_rows(file) for file in files)
-    return OpenSource(rows, {f"{dataset}/{_inside(snapshot, file)}": file for file in files})
+    return _directory(snapshot, source.split, dataset, source.name)
 
 
-def _file_rows(path: Path) -> Rows:
+def _file_rows(path: Path) -> arrow_sets.Rows:
     """Rows of one file, by its kind."""
     if path.suffix == ".parquet":
         return arrow_sets.parquet_rows(path)
@@ -181,13 +181,11 @@ def _file_rows(path: Path) -> Rows:
     return _json_rows(path)
 
 
-def _json_rows(path: Path) -> Rows:
-    records: Iterable[tuple[int, dict[str, Any]]]
+def _json_rows(path: Path) -> arrow_sets.Rows:
     try:
         # A line of a .jsonl file that holds a list is a mistake, not an array of rows.
         is_array = path.suffix != ".jsonl" and begins_array(path)
-        records = array_records(path) if is_array else numbered_records(path)
-        for line, record in records:
+        for line, record in array_records(path) if is_array else numbered_records(path):
             yield f"{path}, line {line}", record
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
@@ -203,9 +201,15 @@ def data_files(directory: Path, split: str, label: str, name: str | None = None)
         InputError: no file of a known kind, none of this split, or several configurations.
     """
     every = sorted(file for file in directory.rglob("*") if file.suffix in SUFFIXES)
-    files = [f for f in every if f.is_file() and _is_data(f.relative_to(directory))]
-    if name is not None:
-        files = [file for file in files if name in file.relative_to(directory).parts[:-1]]
+    parts = {file: file.relative_to(directory).parts for file in every}
+    files = [
+        file
+        for file in every
+        if file.is_file()
+        and file.name not in ("dataset_info.json", "dataset_infos.json")
+        and not any(part.startswith(".") for part in parts[file])
+        and (name is None or name in parts[file][:-1])
+    ]
     if not files:
         where = f"{label}/{name}" if name else label
         raise InputError(f"{where}: no {', '.join(SUFFIXES)} file in {directory}")
@@ -224,11 +228,6 @@ def data_files(directory: Path, split: str, label: str, name: str | None = None)
     return named
 
 
-def _is_data(inside: Path) -> bool:
-    hidden = any(part.startswith(".") for part in inside.parts)
-    return not hidden and inside.name not in ("dataset_info.json", "dataset_infos.json")
-
-
 def _names(file: Path, directory: Path, splits: Iterable[str] = KNOWN_SPLITS) -> bool:
     words = re.split(r"[/_.\-]", _inside(directory, file).lower())
     return any(split.lower() in words for split in splits)
@@ -236,3 +235,127 @@ def _names(file: Path, directory: Path, splits: Iterable[str] = KNOWN_SPLITS) ->
 
 def _inside(directory: Path, file: Path) -> str:
     return file.relative_to(directory).as_posix()
+
+
+class _SourceRows:
+    """The usable rows of a source, in its order and with repeats; iterated once.
+
+    Under a cap only the first 2 x cap rows are read.
+
+    Raises:
+        InputError: the source is not there; while iterating, a row that does not fit (file and line
+            are named), and at the end, if no row is usable.
+    """
+
+    def __init__(
+        self,
+        source: SourceSettings,
+        settings: DomainDataSettings,
+        root: Path,
+        special_tokens: Collection[str] = (),
+    ) -> None:
+        self.source, self.settings, self.special_tokens = source, settings, special_tokens
+        self._opened = open_source(source, root)
+        self._read = 0
+        self._dropped, self._changed, self._formats = Counter[str](), Counter[str](), Counter[str]()
+
+    def __iter__(self) -> Iterator[Example]:
+        read = row_reader(self.source.format, first_pair_only=self.settings.template == "alpaca")
+        most = None if self.source.cap is None else 2 * self.source.cap
+        for where, raw in islice(self._opened.rows, most):
+            self._read += 1
+            try:
+                example = self._usable(where, *read(raw))
+            except InputError as error:
+                raise InputError(f"{where}: {error}") from error
+            if example:
+                yield example
+        if self._read == self._dropped.total():
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self._dropped.items())
+            raise InputError(
+                f"{self.source.label}: none of {self._read} rows is usable: {reasons}; check "
+                "format, filter and minimum_characters"
+            )
+
+    def _usable(self, where: str, name: str, reading: Reading) -> Example | None:
+        """The cleaned row, or None where it is dropped; both are counted."""
+        self._formats[name] += 1
+        record, changes = reading.record, [*reading.changes]
+        if self.settings.strip_markers:
+            stripped = strip_record(record, self.special_tokens)
+            changes += ["markers_removed"] * (stripped != record)
+            record = stripped
+        reason = reason_to_drop(record, FORMATS[name], self.settings)
+        if reason is None and self.source.filter == "code" and not holds_code(record):
+            reason = "not_code"
+        if reason is not None:
+            self._dropped[reason] += 1
+            return None
+        record, was_cut = cut_answer(record, self.settings.answer_characters)
+        self._changed.update([*changes, *["answer_cut"] * was_cut])
+        return make_example(record, self.source.label, reading.passage, where)
+
+    def report(self, repeated: int, kept: int) -> dict[str, Any]:
+        """Plain JSON. repeated: rows with the content of another. kept: rows that are used."""
+        dropped = dict(sorted(self._dropped.items()))
+        return {
+            "source": self.source.label,
+            "split": self.source.split,
+            "formats": dict(sorted(self._formats.items())),
+            "rows_read": self._read,
+            "dropped": dropped,
+            "changed": dict(sorted(self._changed.items())),
+            "duplicates": repeated,
+            "not_drawn": self._read - sum(dropped.values()) - repeated - kept,
+            "rows_kept": kept,
+            "sha256": self._opened.sha256(),
+        }
+
+
+def read_source(
+    source: SourceSettings,
+    settings: DomainDataSettings,
+    root: Path,
+    special_tokens: Collection[str] = (),
+) -> tuple[dict[str, Example], dict[str, Any]]:
+    """Examples by row id, and the source's part of the report.
+
+    Of what is usable among the rows that a cap lets read, `cap` are drawn by a hash of seed and
+    row id.
+    Law: the same rows in another order give the same examples, if no cap leaves rows unread.
+
+    Raises:
+        InputError: as `_SourceRows`.
+    """
+    rows = _SourceRows(source, settings, root, special_tokens)
+    examples: dict[str, Example] = {}
+    repeated = 0
+    for example in rows:
+        repeated += example.row_id in examples
+        keep_one(examples, example)
+    if source.cap is not None and len(examples) > source.cap:
+        seed = settings.seed if source.seed is None else source.seed
+        order = sorted(examples, key=lambda row_id: keyed_hash(seed, "draw", row_id))
+        examples = {row_id: examples[row_id] for row_id in order[: source.cap]}
+    return examples, rows.report(repeated, len(examples))
+
+
+def read_in_order(
+    source: SourceSettings,
+    settings: DomainDataSettings,
+    root: Path,
+    special_tokens: Collection[str] = (),
+) -> tuple[list[Example], dict[str, Any]]:
+    """As `read_source`, in the order of the source and with its repeats, where no cap draws."""
+    if source.cap is not None:
+        drawn, report = read_source(source, settings, root, special_tokens)
+        return list(drawn.values()), report
+    rows = _SourceRows(source, settings, root, special_tokens)
+    examples = list(rows)
+    return examples, rows.report(0, len(examples))
+
+
+def keyed_hash(seed: int, purpose: str, text: str) -> int:
+    """64 bits that look random, the same for the same arguments on every machine."""
+    digest = hashlib.sha256(f"{seed}/{purpose}/{text}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")

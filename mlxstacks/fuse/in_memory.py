@@ -20,18 +20,16 @@ from mlx.utils import tree_unflatten
 
 from mlxstacks import base_model
 from mlxstacks.errors import CheckpointError, InputError
-from mlxstacks.files.checkpoint import open_checkpoint
+from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.shards import tensor_nbytes
 from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import decide
 from mlxstacks.fuse.fidelity import Sums
-from mlxstacks.fuse.gather import gather_modules
-from mlxstacks.fuse.module import Module
-from mlxstacks.fuse.report import StageReport, together, verdict
+from mlxstacks.fuse.module import Module, gather_modules
+from mlxstacks.fuse.report import StageReport, entries_bytes, stage_report, together, verdict
 from mlxstacks.fuse.rewrite import ModuleWork, measure_module, module_works, process
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.fuse.summary import entries_bytes, stage_report
 from mlxstacks.ops.affine import Array
 
 _MOST_WORKERS = 8  # as in fuse.run
@@ -194,3 +192,35 @@ def _values(work: ModuleWork, tensors: dict[str, mx.array]) -> mx.array:
     return mx.dequantize(
         tensors["weight"], tensors["scales"], tensors["biases"], group_size, work.bits
     )
+
+
+def attach_adapters(
+    model: nn.Module, checkpoint: Checkpoint, settings: FuseSettings, dtype: mx.Dtype | None = None
+) -> list[str]:
+    """Put `settings.adapter_path` over modules of `model`, which was loaded from `checkpoint`: one
+    adapter over the other, in order. Returns notes on the adapters, as the fuse gives them.
+
+    dtype: that the pairs compute in, as in `prepare_base`; None: their own.
+    Law: what the model computes is what mlx-lm computes with the adapter, to the bit; with several,
+    each adds its delta to the same inputs.
+    Raises: AdapterError, CheckpointError: as the fuse, for what does not fit; the model has LoRA
+        layers already.
+    """
+    modules, notes = gather_modules(checkpoint, settings)
+    check_places(model, modules)
+    for module in modules:
+        for _, match in sorted(module.stages.items()):
+            lora = match.module
+            pair = (
+                _lora_array(lora.lora_a, lora.dtype, dtype),
+                _lora_array(lora.lora_b, lora.dtype, dtype),
+            )
+            base_model.attach_pair(model, module.path, match.kind, pair, lora.scale)
+    model.eval()
+    return notes
+
+
+def _lora_array(raw: Array, stored: str, dtype: mx.Dtype | None) -> mx.array:
+    array = mx.array(raw)
+    array = array.view(mx.bfloat16) if stored == "BF16" else array
+    return array if dtype is None else array.astype(dtype)

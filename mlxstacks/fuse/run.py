@@ -28,10 +28,18 @@ from mlxstacks.files.stored_weight import config_key
 from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import Choice, decide, estimate_alternative
 from mlxstacks.fuse.fidelity import Fidelity, Sums
-from mlxstacks.fuse.gather import gather_modules
-from mlxstacks.fuse.module import Module
-from mlxstacks.fuse.report import Alternative, FuseReport, shortfall_notes, together, verdict
-from mlxstacks.fuse.result import result_of
+from mlxstacks.fuse.module import Module, gather_modules
+from mlxstacks.fuse.report import (
+    Alternative,
+    FuseReport,
+    entries_bytes,
+    result_of,
+    shortfall_notes,
+    stage_report,
+    tensor_bytes,
+    together,
+    verdict,
+)
 from mlxstacks.fuse.rewrite import (
     ModuleWork,
     measure_module,
@@ -41,7 +49,6 @@ from mlxstacks.fuse.rewrite import (
     write_shards,
 )
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.fuse.summary import entries_bytes, stage_report, tensor_bytes
 from mlxstacks.ops.kernels import backend
 from mlxstacks.study.result import Result
 from mlxstacks.study.write import write_result

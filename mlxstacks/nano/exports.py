@@ -24,7 +24,7 @@ from mlxstacks.study.document import Column, Table
 from mlxstacks.study.result import Result
 
 if TYPE_CHECKING:
-    from mlxstacks.routing.chat_settings import AnswerSettings
+    from mlxstacks.routing.settings import AnswerSettings
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets" / "nano"
 # By group and path; tools/nano/samples.py makes them. And a file of each group.

@@ -121,7 +121,7 @@ def _rows_of(data: "str | TrainDataSettings") -> Iterator[Input]:
 
 
 def _input(key: str, text: str, needed: bool = True) -> Input:
-    from mlxstacks.data.json_lines import count_rows
+    from mlxstacks.data.json_rows import count_rows
 
     path = user_path(text)
     here = path.exists() or (key == "model" and in_hub_cache(text))

@@ -4,9 +4,10 @@ One document: `command` decides which other keys there are. It says what pydanti
 keys (names, types, choices, limits, descriptions); what depends on several keys together is found
 when the recipe is read.
 
-recipes/recipe.schema.json is this document; tests/recipe/test_schema.py says when it is old. Again:
+The first line of a shipped recipe names `recipe.schema.json` next to it: this document, which
+`make install` and `make wheel` write. Elsewhere:
 
-    mlxstacks recipes --schema > recipes/recipe.schema.json
+    mlxstacks recipes --schema > recipe.schema.json
 """
 
 import copy

@@ -91,7 +91,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "stack": Command(
         help="Train frozen stacks, domain after domain, into a store that loses none of them.",
-        settings="mlxstacks.training.stack_settings:StackRunSettings",
+        settings="mlxstacks.training.settings:StackRunSettings",
         function="mlxstacks.studies.stack.run:run",
         nano={"model": "model_path", "data": "curriculum_path"},
         extends=True,
@@ -287,13 +287,13 @@ COMMANDS: dict[str, Command] = {
     ),
     "chat": Command(
         help="Chat with a model; with --routed only the stacks that a prompt needs are loaded.",
-        settings="mlxstacks.routing.chat_settings:ChatSettings",
+        settings="mlxstacks.routing.settings:ChatSettings",
         function="mlxstacks.cli.chat:run",
         render="mlxstacks.cli.chat:render",
     ),
     "generate": Command(
         help="Answer a prompt, or every row of a JSONL file; with --routed as chat does.",
-        settings="mlxstacks.routing.chat_settings:GenerateSettings",
+        settings="mlxstacks.routing.settings:GenerateSettings",
         function="mlxstacks.cli.generate:run",
         render="mlxstacks.cli.generate:render",
         arguments={"prompt": "PROMPT"},

@@ -16,15 +16,13 @@ from mlxstacks.layers.targets import Target, check_targets, find_targets, stack_
 from mlxstacks.studies.buffers.arms import arms_of
 from mlxstacks.studies.buffers.settings import BufferSettings
 from mlxstacks.studies.compare.settings import CompareSettings
-from mlxstacks.studies.guarded import asked_of as train_guard
 from mlxstacks.studies.stack.setup import asked_of as stack_guard
 from mlxstacks.studies.stack.setup import choose_targets as choose_stack_targets
 from mlxstacks.studies.sweep.cells import cells_of, train_settings
 from mlxstacks.studies.sweep.settings import SweepSettings
-from mlxstacks.studies.train.report import guard_json
-from mlxstacks.studies.train.setup import choose_targets, trained_parameters
-from mlxstacks.training.settings import TrainSettings
-from mlxstacks.training.stack_settings import StackRunSettings
+from mlxstacks.studies.train.setup import asked_of as train_guard
+from mlxstacks.studies.train.setup import choose_targets, guard_json, trained_parameters
+from mlxstacks.training.settings import StackRunSettings, TrainSettings
 
 
 def trainings_of(name: str, settings: Any) -> Iterator[dict[str, Any]]:

@@ -12,9 +12,10 @@ Each domain is read by itself, in calls of its own: its logit has the same bits 
 domains there are. So a domain can be added without a trace in the others.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,7 +28,76 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.router_file import RouterFile, RouterHeader, check_router, read_router
 from mlxstacks.files.store import Store
 from mlxstacks.routing.features import PromptFeatures
-from mlxstacks.routing.route import Route, decide
+from mlxstacks.routing.settings import RouterTrainSettings
+
+CHAT_DOMAIN = "chat"
+CHAT_FLOOR = 0.20
+THRESHOLD = 0.12
+
+RouteMode = Literal["base", "ungated", "routed", "pinned"]
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one request is answered.
+
+    scores: of every domain the router knows, empty where it was not asked. weights: of the active
+    domains, in the router's order; empty in mode ungated too, where every stack counts 1. gap: all
+    scores are below the threshold, so no domain is known to fit.
+    """
+
+    mode: RouteMode
+    scores: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
+    gap: bool = False
+
+
+def decide(
+    scores: Mapping[str, float],
+    *,
+    chat_domain: str | None = None,
+    chat_floor: float = CHAT_FLOOR,
+    threshold: float = THRESHOLD,
+    hard: bool = False,
+    routable: Collection[str] | None = None,
+) -> Route:
+    """The route of one prompt (spec/router.md, sections 7 and 8).
+
+    hard: active domains count 1 instead of their score. routable: domains that may get a weight;
+    None for all. The gap is judged on raw scores: with the floor applied it could never be.
+
+    Raises: ValueError for a score outside [0, 1].
+    """
+    # NaN is in no range
+    strange = {name: score for name, score in scores.items() if not 0 <= score <= 1}
+    if strange:
+        raise ValueError(f"scores must lie in [0, 1]; got {strange}")
+    weights = {}
+    for name, score in scores.items():
+        weight = max(score, chat_floor) if name == chat_domain else score
+        if weight > threshold and (routable is None or name in routable):
+            weights[name] = 1.0 if hard else weight
+    gap = bool(scores) and all(score < threshold for score in scores.values())
+    return Route("routed", dict(scores), weights, gap)
+
+
+def pinned(names: Iterable[str]) -> Route:
+    """These domains at weight 1, whatever the prompt."""
+    return Route("pinned", weights=dict.fromkeys(names, 1.0))
+
+
+def ungated_route() -> Route:
+    """Every stack at weight 1."""
+    return Route("ungated")
+
+
+def base_route() -> Route:
+    """The base alone."""
+    return Route("base")
+
+
+# --- the network ----------------------------------------------------------------------------------
+
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.3, 3.0
 ROUTER_FILE = "router.safetensors"
@@ -226,8 +296,10 @@ def router_file_at(path: str | Path) -> Path:
     return found
 
 
-def features_for(header: RouterHeader, model: nn.Module, tokenizer: Any) -> PromptFeatures:
-    """Features as the router was trained on them."""
+def features_for(
+    header: RouterHeader | RouterTrainSettings, model: nn.Module, tokenizer: Any
+) -> PromptFeatures:
+    """Features as a router was, or is to be, trained on them."""
     return PromptFeatures(
         model, tokenizer, max_tokens=header.max_tokens, mid_weight=header.mid_weight,
         last_weight=header.last_weight, normalise=header.normalise_features,

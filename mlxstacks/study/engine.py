@@ -25,8 +25,8 @@ from mlxstacks.files.outputs import check_target, staged_directory, write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.study.artifacts import keep_parts
 from mlxstacks.study.document import Standing
+from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.plan import PLAN, keep_plan
-from mlxstacks.study.provenance import of_file
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import RunDirectory
 from mlxstacks.study.write import environment, write_result
@@ -174,7 +174,7 @@ def run_step(step: Step, work: Path, plan_sha256: str | None) -> None:
         raise InputError(f"{work / STEPS}: damaged ({error}); --no-resume begins again") from None
     if (written := record.get(step.name)) is not None:
         digests = {
-            name: of_file(work / name)["sha256"] for name in step.outputs if (work / name).is_file()
+            name: file_sha256(work / name) for name in step.outputs if (work / name).is_file()
         }
         if written != {"plan_sha256": plan_sha256, "sha256": digests}:
             raise InputError(
@@ -187,7 +187,7 @@ def run_step(step: Step, work: Path, plan_sha256: str | None) -> None:
     scratch.mkdir()
     step.run(scratch)
     sync_tree(scratch)
-    digests = {name: of_file(scratch / name)["sha256"] for name in step.outputs}
+    digests = {name: file_sha256(scratch / name) for name in step.outputs}
     for name in step.outputs:
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         (scratch / name).replace(work / name)

@@ -41,10 +41,9 @@ from mlxstacks.training.loop import (
     restore_best,
     train,
 )
-from mlxstacks.training.losses import cross_entropy_loss
 from mlxstacks.training.modes import set_training_modes
 from mlxstacks.training.settings import OptimizerSettings, SnapshotSettings
-from mlxstacks.training.step import random_key
+from mlxstacks.training.step import cross_entropy_loss, random_key
 
 Parts = Mapping[str, FrozenStack]
 # Why no round follows one that gained enough.

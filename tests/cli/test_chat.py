@@ -23,8 +23,8 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.router_file import write_router
 from mlxstacks.files.store import Store
 from mlxstacks.routing import generation
-from mlxstacks.routing.chat_settings import ChatSettings, parse_bytes
-from mlxstacks.routing.open_routed import open_routed
+from mlxstacks.routing.engine import open_routed
+from mlxstacks.routing.settings import ChatSettings, parse_bytes
 from tests.cli.conftest import Run
 from tests.routing.engine_cases import Places, add_router, write_places
 from tests.tiny_models import random_adapter
@@ -304,7 +304,7 @@ def test_words_that_leave(talk: Any, word: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["/new", "/clear", "r"])
-def test_words_that_begin_anew(talk: Any, word: str) -> None:
+def test_words_that_restart(talk: Any, word: str) -> None:
     chat, out = talk("seven apples", word, "exit the island", "h")
     assert [turn.question for turn in chat.conversation.turns] == ["exit the island"]
     assert "A new conversation" in out

@@ -1,7 +1,7 @@
 """The five grids that GGUF shares with MLX, to the bit; other types by value.
 
 Judge: `gguf.quants.dequantize`, the package's own reading of a block.
-Run: pytest tests/convert/test_gguf_grids.py
+Run: pytest tests/convert/test_gguf_file.py
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxstacks.convert import gguf_grids
+from mlxstacks.convert import gguf_file
 from mlxstacks.convert.gguf_file import GGUFFile, open_gguf
 from mlxstacks.errors import CheckpointError
 
@@ -22,7 +22,7 @@ BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8}
 def random_blocks(kind: str, seed: int = 0) -> np.ndarray:
     """Blocks of every possible code; scales and minima are any float16 up to 200, negative too."""
     generator = np.random.default_rng(seed)
-    grid = gguf_grids.GRIDS[kind]
+    grid = gguf_file.GRIDS[kind]
     raw = generator.integers(0, 256, (ROWS, WIDTH // 32 * grid.block.itemsize), np.uint8)
     blocks = raw.view(grid.block)
     for part in {"d", "m"} & set(grid.block.names or ()):
@@ -48,7 +48,7 @@ def test_codes_scales_and_biases_mean_the_same_to_the_bit(
     raw = random_blocks(kind)
     file = write_blocks(tmp_path / "t.gguf", raw, kind)
     order = np.arange(ROWS)[::-1] if ordered else None
-    parts = dict(gguf_grids.same_codes(file, file.tensors["t"], order))
+    parts = dict(gguf_file.same_codes(file, file.tensors["t"], order))
     packed, scales, biases = (mx.array(parts[name]) for name in ("weight", "scales", "biases"))
     expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
     if order is not None:
@@ -68,10 +68,10 @@ def test_codes_scales_and_biases_mean_the_same_to_the_bit(
 )
 def test_a_scale_that_float16_cannot_hold_is_named(kind: str, scale: float, tmp_path: Path) -> None:
     raw = random_blocks(kind)
-    raw.view(gguf_grids.GRIDS[kind].block)["d"][2, 1] = scale
+    raw.view(gguf_file.GRIDS[kind].block)["d"][2, 1] = scale
     file = write_blocks(tmp_path / "t.gguf", raw, kind)
     with pytest.raises(CheckpointError, match=r"t\.gguf: tensor 't': .* no finite float16"):
-        list(gguf_grids.same_codes(file, file.tensors["t"]))
+        list(gguf_file.same_codes(file, file.tensors["t"]))
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q4_K", "Q6_K", "IQ4_NL", "MXFP4", "BF16", "F16", "F32"])
@@ -87,7 +87,7 @@ def test_other_types_are_read_by_value(kind: str, tmp_path: Path) -> None:
         # bytes below 60 make finite scales in every layout
         raw = generator.integers(0, 60, (3, width // block * nbytes), np.uint8)
     file = write_blocks(tmp_path / "t.gguf", raw, kind)
-    values = np.concatenate(list(gguf_grids.float_values(file, file.tensors["t"])))
+    values = np.concatenate(list(gguf_file.float_values(file, file.tensors["t"])))
     assert values.shape == (3, width)
     assert np.array_equal(values, gguf.quants.dequantize(raw, quantization))
 
@@ -95,7 +95,7 @@ def test_other_types_are_read_by_value(kind: str, tmp_path: Path) -> None:
 def test_what_the_package_cannot_read_is_refused(tmp_path: Path) -> None:
     file = write_blocks(tmp_path / "t.gguf", np.zeros((2, 292), np.uint8), "Q8_K")
     with pytest.raises(CheckpointError, match="cannot read Q8_K"):
-        list(gguf_grids.float_values(file, file.tensors["t"]))
+        list(gguf_file.float_values(file, file.tensors["t"]))
 
 
 def test_not_a_number_is_named(tmp_path: Path) -> None:
@@ -103,4 +103,4 @@ def test_not_a_number_is_named(tmp_path: Path) -> None:
     numbers[1, 3] = np.nan
     file = write_blocks(tmp_path / "t.gguf", numbers, "F32")
     with pytest.raises(CheckpointError, match="tensor 't': NaN"):
-        list(gguf_grids.float_values(file, file.tensors["t"]))
+        list(gguf_file.float_values(file, file.tensors["t"]))

@@ -11,10 +11,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxstacks.convert.conversion import shards_of, write
+from mlxstacks.convert.conversion import shards_of, stored_conversion, upcycled, write
 from mlxstacks.convert.run import convert
 from mlxstacks.convert.settings import ConvertSettings
-from mlxstacks.convert.upcycle import stored_conversion, upcycled
 from mlxstacks.errors import CheckpointError, InputError
 from tests.convert.gguf_cases import config_of, random_tensors, write_gguf
 from tests.tiny_models import llama_config, write_llama, write_model

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mlxstacks.data import DomainDataSettings, read_domains, split_ids
-from mlxstacks.data.decontaminate import KEYWORDS, detect_domain, keywords_in
+from mlxstacks.data.cleaning import KEYWORDS, detect_domain, keywords_in
 
 PLAIN = [f"Tell me about town number {i}, please." for i in range(40)]
 CODE = [f"Write a python function that prints {i}." for i in range(10)]

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.data.detect import row_reader
-from mlxstacks.data.formats import FORMATS, without_thoughts
+from mlxstacks.data.formats import FORMATS, row_reader, without_thoughts
 from mlxstacks.data.settings import FormatName
 from mlxstacks.errors import InputError
 

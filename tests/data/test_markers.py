@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.data.markers import MARKERS, special_tokens, strip_markers
+from mlxstacks.data.special_text import MARKERS, special_tokens, strip_markers
 from mlxstacks.nano.exports import ASSETS
 from tools.nano.tokenizer import load_tokenizer
 

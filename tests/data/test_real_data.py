@@ -19,7 +19,7 @@ from mlxstacks.data import (
     read_domains,
     read_records,
 )
-from mlxstacks.data.read_source import read_source
+from mlxstacks.data.sources import read_source
 from mlxstacks.errors import InputError
 from mlxstacks.nano.exports import ASSETS
 from tools.nano.tokenizer import load_tokenizer

@@ -121,7 +121,7 @@ def test_jsonl_errors_name_the_line(tmp_path) -> None:
 def test_a_line_without_an_end_is_not_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxstacks.data.json_lines.MAX_LINE_BYTES", 64)
+    monkeypatch.setattr("mlxstacks.data.json_rows.MAX_ROW_BYTES", 64)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "short"}\n' + "x" * 1000)
     with pytest.raises(InputError, match="line 2: 64 bytes or more"):

@@ -13,7 +13,7 @@ from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.fuse.in_memory import MemoryFuse, fuse_in_memory
 from mlxstacks.fuse.run import run
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import prepare_base
 from tests.tiny_models import random_adapter, write_llama, write_qwen_moe
 
 POLICIES = ("auto", "refit", "keep", "nearest", "promote", "stochastic", "dequantize")

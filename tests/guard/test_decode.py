@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlxstacks import base_model
-from mlxstacks.guard.decode import DecodePrediction, predict_decode
+from mlxstacks.guard.predict import DecodePrediction, predict_decode
 from tests.counting_allocator import Counter, available, counted
 from tests.tiny_models import llama_config, qwen_moe_config
 

@@ -3,6 +3,7 @@
 import copy
 import json
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ import numpy as np
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.fuse.fidelity import Sums, fidelity
 from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport
-from mlxstacks.fuse.result import result_of as fuse_result
+from mlxstacks.fuse.report import result_of as fuse_result
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.studies.buffers.analysis import blocks as buffers_blocks
-from mlxstacks.studies.buffers.run import ABOUT as BUFFERS
+from mlxstacks.stats import MeanInterval
+from mlxstacks.studies.buffers import run as buffers
 from mlxstacks.studies.compare.analysis import CellValues, Rule, analyse
 from mlxstacks.studies.compare.budget import ArmBudget
 from mlxstacks.studies.compare.report import blocks as compare_blocks
@@ -48,8 +49,8 @@ from mlxstacks.studies.stack.report import domain_table, matrix_blocks
 from mlxstacks.studies.sweep.cells import Cell, CellResult
 from mlxstacks.studies.sweep.report import concluded
 from mlxstacks.studies.sweep.settings import SweepSettings
-from mlxstacks.studies.train.report import TrainReport
-from mlxstacks.studies.train.report import result_of as train_result
+from mlxstacks.studies.train.run import TrainReport
+from mlxstacks.studies.train.run import result_of as train_result
 from mlxstacks.study.document import RESULT, Standing
 from mlxstacks.study.plan import Standing as PlanStanding
 from mlxstacks.study.result import Result
@@ -165,18 +166,17 @@ def sweep_result() -> dict[str, Any]:
 
 
 def buffers_result() -> dict[str, Any]:
-    mean = {"mean": 0.0001, "low": -0.001, "high": 0.001, "n": 3, "confidence": 0.9}
-    condition = ["mlx-lm", "off", "variable"]
-    compared = {"condition": condition, "rank": 8, "equivalence": mean, "difference": mean,
-                "largest": 0.002}  # fmt: skip
-    row = {"condition": condition, "rank": 8, "peaks": [900, 910], "growth_per_step": 0.1}
-    figures = {"comparisons": [compared], "rows": [row], "controls": {"mlx-lm": 0.9}}
+    mean = MeanInterval(0.0001, -0.001, 0.001, 3, 0.9)
+    condition = ("mlx-lm", "off", "variable")
+    compared = buffers.Comparison(condition, 8, mean, mean, 0.002)
+    row = buffers.Row(condition, 8, (900, 910), 10, 0.1, {0: 1})
+    analysis = buffers.Analysis("equal", "", [compared], [row], {"mlx-lm": 0.9}, 0.1)
     plan = {"hypothesis": "Rank does not move it.", "margin": 0.01}
     return Result(
-        **BUFFERS, status="done", outcome="equal", verdict="Rank does not move the count here.",
+        **buffers.ABOUT, status="done", outcome="equal", verdict="Rank does not move it.",
         standing=Standing(status="confirmatory"), settings={"margin": 0.01}, plan=plan,
-        plan_sha256=json_sha256(plan), data={"analysis": figures},
-        blocks=buffers_blocks(figures, 0.01),
+        plan_sha256=json_sha256(plan), data={"analysis": asdict(analysis)},
+        blocks=buffers.blocks(analysis, 0.01),
     ).sealed().as_json()  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def nano_with_stacks(form: str) -> Any:
     from mlxstacks.layers.settings import StackSettings
     from mlxstacks.layers.stacked import set_mode, stacked_layers
     from mlxstacks.layers.targets import find_targets
-    from mlxstacks.training.prepare_base import prepare_base
+    from mlxstacks.training.modes import prepare_base
 
     assets = Path(mlxstacks.__file__).parent / "assets"
     model, _, _ = base_model.load(assets / "nano" / "model")

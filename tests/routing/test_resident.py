@@ -29,8 +29,7 @@ from mlxstacks.layers.adapted import Dims
 from mlxstacks.layers.selection import base
 from mlxstacks.layers.stack_files import fixed_pairs, pair_tensors
 from mlxstacks.layers.stacked import set_mode
-from mlxstacks.routing.packed_sets import PackedSets
-from mlxstacks.routing.resident import Resident
+from mlxstacks.routing.resident import PackedSets, Resident
 from mlxstacks.routing.stack_reader import ResidentStats
 from tests.files.store_cases import BASE, header, tensors
 from tests.layers.build import assert_close

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.routing.route import base_route, decide, pinned, ungated_route
+from mlxstacks.routing.router import base_route, decide, pinned, ungated_route
 
 SCORES = st.dictionaries(
     st.sampled_from(["chat", "code", "math", "medical"]), st.floats(0, 1), min_size=1

@@ -24,9 +24,8 @@ from mlxstacks.layers.stacked import stacked_layers
 from mlxstacks.layers.targets import find_targets
 from mlxstacks.training.boost import call_with_balance
 from mlxstacks.training.checkpointing import checkpoint_layers
-from mlxstacks.training.losses import cross_entropy_loss
 from mlxstacks.training.modes import set_training_modes
-from mlxstacks.training.step import GradientStep, StepGradients
+from mlxstacks.training.step import GradientStep, StepGradients, cross_entropy_loss
 from tests.training.tiny import VOCAB, hybrid_model, random_tokens
 
 WEIGHT = 0.5

@@ -29,8 +29,8 @@ from mlxstacks.training.boost import (
     round_seed,
 )
 from mlxstacks.training.loop import NonFiniteError, TrainingState, train, trainable_weights
-from mlxstacks.training.losses import cross_entropy_loss
 from mlxstacks.training.settings import OptimizerSettings, SnapshotSettings
+from mlxstacks.training.step import cross_entropy_loss
 from tests.training.tiny import VOCAB, batches_at, weights_of
 
 OPTIMIZER = OptimizerSettings(steps=12, learning_rate=5e-2, schedule="constant", log_every=4)

@@ -26,9 +26,8 @@ from mlxstacks.layers.output_head import OutputHead, find_output_head
 from mlxstacks.ops import token_loss
 from mlxstacks.training.checkpointing import checkpoint_layers
 from mlxstacks.training.loop import train
-from mlxstacks.training.losses import cross_entropy_loss
 from mlxstacks.training.settings import OptimizerSettings
-from mlxstacks.training.step import GradientStep, StepGradients, counted_places
+from mlxstacks.training.step import GradientStep, StepGradients, counted_places, cross_entropy_loss
 from tests.tiny_models import VOCAB_SIZE, llama_config, qwen_moe_config
 from tests.training.test_checkpointing import tiny
 from tests.training.tiny import TinyModel, random_tokens

@@ -16,9 +16,8 @@ from mlxstacks import base_model
 from mlxstacks.data import Batch
 from mlxstacks.training import modes
 from mlxstacks.training.checkpointing import checkpoint_layers
-from mlxstacks.training.losses import cross_entropy_loss
 from mlxstacks.training.modes import evaluating, lowest_trained_layer, set_training_modes
-from mlxstacks.training.step import GradientStep
+from mlxstacks.training.step import GradientStep, cross_entropy_loss
 from tests.training.tiny import hybrid_model, random_tokens, with_lora
 
 TOKENS = mx.array(random_tokens(1, 9))

@@ -24,7 +24,7 @@ from mlxstacks.studies.benchmarks.settings import (
     EvalSettings,
 )
 from mlxstacks.studies.benchmarks.tasks import PUBLISHED_SHAPE
-from mlxstacks.studies.confound.plan import file_sha256
+from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.plan import Evidence, Plan, ids_sha256
 from mlxstacks.study.power import (
     POWER,

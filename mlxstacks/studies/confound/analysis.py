@@ -18,7 +18,7 @@ from mlxstacks.stats import (
     two_proportion_z_test,
     wilson_interval,
 )
-from mlxstacks.study.answers import Answer, in_form
+from mlxstacks.study.answers import Answer
 from mlxstacks.study.judge import paired
 
 Answers = Mapping[str, Sequence[Answer]]
@@ -153,8 +153,8 @@ class FormShift:
 def form_shift(answers: Answers, arm: str, control: str) -> FormShift:
     """Of two arms that answered the same items, as in `compare`."""
     pairs = paired(answers, arm, control)
-    form = [in_form(one) for one, _ in pairs]
-    control_form = [in_form(two) for _, two in pairs]
+    form = [one.in_form for one, _ in pairs]
+    control_form = [two.in_form for _, two in pairs]
     both = [pair for pair, a, b in zip(pairs, form, control_form, strict=True) if a and b]
     return FormShift(
         sum(form), sum(control_form), mcnemar_of_pairs(control_form, form).p_value, len(both),

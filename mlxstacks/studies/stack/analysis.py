@@ -50,7 +50,7 @@ from mlxstacks.studies.stack.routing import Passes, Prompt, routing_json, run_pr
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain
 from mlxstacks.study.write import environment, write_result
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import prepare_base
 
 # Where an analysis writes and reads, not what it finds.
 _NOT_OF_THE_RESULT = {"force", "save_path"}

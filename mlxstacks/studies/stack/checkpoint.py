@@ -24,14 +24,11 @@ from mlxstacks.studies.stack.plan import DomainPlan
 from mlxstacks.studies.stack.report import protected_json
 from mlxstacks.studies.stack.setup import StackSetup
 from mlxstacks.studies.stack.work import LOG, StackWork
-from mlxstacks.studies.train.report import versions
-from mlxstacks.studies.train.run import other_versions
+from mlxstacks.studies.train.run import other_versions, versions
 from mlxstacks.studies.train.setup import steps_of
 from mlxstacks.training.boost import Parts, RoundRecord
-from mlxstacks.training.continual import DomainResult
-from mlxstacks.training.loop import Record, TrainingState
-from mlxstacks.training.protect import Bases
-from mlxstacks.training.state import load_state, save_state
+from mlxstacks.training.continual import Bases, DomainResult
+from mlxstacks.training.loop import Record, TrainingState, load_state, save_state
 
 
 class RoundKeeper:

@@ -26,7 +26,7 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.manifest import DomainRecord
 from mlxstacks.files.store import Store
 from mlxstacks.training.batches import choose_widths
-from mlxstacks.training.stack_settings import DomainSettings, StackRunSettings
+from mlxstacks.training.settings import DomainSettings, StackRunSettings
 
 # Under this key of its data report a domain keeps the settings of its data, to read it again.
 DATA_SETTINGS = "settings"

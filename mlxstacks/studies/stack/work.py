@@ -46,7 +46,7 @@ from mlxstacks.study.run_directory import (
     work_path,
 )
 from mlxstacks.training.boost import RoundRecord
-from mlxstacks.training.stack_settings import StackRunSettings
+from mlxstacks.training.settings import StackRunSettings
 
 RUN, ROUNDS, LOG = "run.json", "rounds.json", "log.jsonl"
 # About the whole run, not the domain under way.

@@ -19,7 +19,7 @@ from mlxstacks.files.router_file import read_router
 from mlxstacks.files.stack_file import ProjectionShape
 from mlxstacks.files.store import Store
 from mlxstacks.recipe.on_nano import route_train
-from mlxstacks.routing.outcome_files import RouterExample, write_lines
+from mlxstacks.routing.outcomes import RouterExample, write_lines
 from mlxstacks.routing.router import ROUTER_FILE, load_prompt_router
 from mlxstacks.routing.settings import RouterTrainSettings
 from mlxstacks.studies.route.data import stack_hashes

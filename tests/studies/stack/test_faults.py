@@ -29,8 +29,8 @@ from mlxstacks.studies.stack import plan as stack_plan
 from mlxstacks.studies.stack import run as stack_run
 from mlxstacks.studies.stack import work as stack_work
 from mlxstacks.study.run_directory import work_path
+from mlxstacks.training.continual import DriftError
 from mlxstacks.training.loop import NonFiniteError
-from mlxstacks.training.matrix import DriftError
 from tests.studies.stack_cases import (
     domain_of,
     domain_rows,
