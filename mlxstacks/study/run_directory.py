@@ -104,14 +104,14 @@ class RunDirectory:
         if not isinstance(before, dict):
             raise InputError(
                 f"{self.path / IDENTITY}: damaged or missing, so nobody knows which run the state "
-                "beside it belongs to; --no-resume removes both and starts anew"
+                "next to it belongs to; --no-resume removes both and begins again"
             )
         differences = what_differs(before, json.loads(json.dumps(self.identity)))
         if differences:
             lines = "".join(f"\n  {line}" for line in differences)
             raise InputError(
                 f"{self.path}: holds the state of another run; it differs in{lines}\n"
-                "give its settings to go on with it, or --no-resume to remove it and start anew"
+                "give its settings to resume it, or --no-resume to remove it and begin again"
             )
 
 
@@ -178,10 +178,10 @@ def what_differs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     missing = object()
     lines = []
     for key in sorted({*before, *now}):
-        one, two = before.get(key, missing), now.get(key, missing)
-        if isinstance(one, Mapping) and isinstance(two, Mapping):
-            lines += [f"{key}.{line}" for line in what_differs(one, two)]
-        elif one != two:
+        old, new = before.get(key, missing), now.get(key, missing)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += [f"{key}.{line}" for line in what_differs(old, new)]
+        elif old != new:
             lines.append(f"{key}: was {_shown(before, key)}, now {_shown(now, key)}")
     return lines
 
