@@ -21,9 +21,16 @@ import numpy as np
 
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
-from mlxstacks.files.outputs import copy_side_files, side_files, write_json
-from mlxstacks.files.shard_header import TensorInfo, read_range, tensor_nbytes
-from mlxstacks.files.shard_writer import COPY_BYTES, Chunk, ShardWriter
+from mlxstacks.files.outputs import write_json
+from mlxstacks.files.shards import (
+    COPY_BYTES,
+    Chunk,
+    ShardWriter,
+    TensorInfo,
+    read_range,
+    tensor_nbytes,
+)
+from mlxstacks.files.side_files import copy_side_files, side_files
 from mlxstacks.ops import affine
 
 _OTHER_FORMAT = re.compile(r"(^|/)consolidated[^/]*$|\.(gguf|onnx\w*|h5|msgpack|ot)$")

@@ -31,7 +31,7 @@ from mlxstacks.convert.gguf_file import (
 from mlxstacks.convert.gguf_tokenizer import end_of_text_ids, tokenizer_files, write_files
 from mlxstacks.convert.settings import ConvertSettings
 from mlxstacks.errors import CheckpointError, InputError
-from mlxstacks.files.shard_writer import Chunk
+from mlxstacks.files.shards import Chunk
 from mlxstacks.ops import affine
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")

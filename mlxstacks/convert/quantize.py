@@ -28,8 +28,8 @@ from mlxstacks import base_model
 from mlxstacks.convert.conversion import Conversion, Part, of_checkpoint, stored_part
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
-from mlxstacks.files.shard_writer import Chunk
-from mlxstacks.files.tensor_file import non_finite, raw_numbers
+from mlxstacks.files.shards import Chunk
+from mlxstacks.files.stack_file import non_finite, raw_numbers
 
 DTYPES = ("float16", "bfloat16", "float32")
 

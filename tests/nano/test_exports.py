@@ -11,7 +11,7 @@ import pytest
 from mlxstacks import base_model
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.evaluate import evaluate_mean_loss
-from mlxstacks.files.mark import MARK, entries
+from mlxstacks.files.outputs import MARK, entries
 from mlxstacks.nano import exports
 from mlxstacks.nano.exports import (
     ASSETS,

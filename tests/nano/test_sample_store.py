@@ -11,8 +11,8 @@ import pytest
 from mlxstacks.cli import run
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.router_file import check_router
+from mlxstacks.files.settings import StacksVerifySettings
 from mlxstacks.files.store import Store
-from mlxstacks.files.store_settings import StacksVerifySettings
 from mlxstacks.files.store_verify import verify_store
 from mlxstacks.nano.exports import ASSETS, nano_paths, read_manifest
 from mlxstacks.training.modes import evaluating
