@@ -306,7 +306,12 @@ def gather_modules(
             )
         for match in matches:
             stages.setdefault(match.module.path, {})[stage] = match
-    _check_patterns(settings, list(stages))
+    for pattern in settings.bits_patterns():
+        if not any(fnmatchcase(path, pattern) for path in stages):
+            some = ", ".join(list(stages)[:6]) + (", ..." if len(stages) > 6 else "")
+            raise InputError(
+                f"bits pattern {pattern!r} matches none of the adapter's modules: {some}"
+            )
     order = {name: index for index, name in enumerate(checkpoint.tensors)}
     modules = [
         Module(path, by_stage[min(by_stage)].stored, by_stage) for path, by_stage in stages.items()
@@ -340,13 +345,3 @@ def _history_note(checkpoint: Checkpoint) -> list[str]:
     if not is_fused:
         return []
     return [f"{checkpoint.directory} is itself the result of a fuse; its report is inside."]
-
-
-def _check_patterns(settings: FuseSettings, paths: list[str]) -> None:
-    for pattern in settings.bits_patterns():
-        if not any(fnmatchcase(path, pattern) for path in paths):
-            raise InputError(
-                f"bits pattern {pattern!r} matches none of the adapter's modules: "
-                + ", ".join(paths[:6])
-                + (", ..." if len(paths) > 6 else "")
-            )

@@ -374,7 +374,15 @@ def _one_step(model: nn.Module, batch: int, batched: bool) -> tuple[int, int]:
     mlx-lm builds a step while the one before still runs. So two are gone through, and the peak of
     the second is taken: what the first left in flight is there.
     """
-    caches = _caches(model, batch if batched else None)
+    caches: list[Any] = [None] * len(getattr(model, "layers", []))
+    if hasattr(model, "make_cache"):
+        caches = list(model.make_cache())
+    rows = batch if batched else None
+    if batched or not hasattr(model, "make_cache"):
+        caches = [
+            _KeyValueCache(rows) if c is None or type(c).__name__ == "KVCache" else c
+            for c in caches
+        ]
     token = mx.argmax(model(mx.zeros((batch, _PROMPT_TOKENS), mx.int32), cache=caches)[:, -1], -1)
     kept = [a for _, a in tree_flatten(model.parameters())]
 
@@ -404,13 +412,3 @@ def _one_step(model: nn.Module, batch: int, batched: bool) -> tuple[int, int]:
     results = [*first[:2], *second]
     peak = simulate(graph, order, held, existing, results, measured_from=start)
     return peak.buffers, sum(1 for cache in caches if hasattr(cache, "advance"))
-
-
-def _caches(model: nn.Module, batch: int | None) -> list[Any]:
-    """One a layer; batch: rows of a BatchGenerator, None for a single text."""
-    if not hasattr(model, "make_cache"):
-        return [_KeyValueCache(batch) for _ in getattr(model, "layers", [])]
-    caches = list(model.make_cache())
-    if batch is None:
-        return caches
-    return [_KeyValueCache(batch) if type(c).__name__ == "KVCache" else c for c in caches]

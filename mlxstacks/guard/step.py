@@ -1,7 +1,7 @@
 """One training step, built and never run: the true graph, and a trace of it with sizes."""
 
 import gc
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -237,8 +237,10 @@ def step_graph(step: Step) -> StepGraph:
         dropped = dropped[_leaf_count(graph, made) - _leaf_count(graph, without_optimizer) :]
     building = [*dropped, *_traced(graph, order[:built], roots)]
     if step.compiled:
-        # The compiled function, the first evaluation, keeps its constants for the next step.
-        held = [*held, *_constants(graph, order[: (*begins, len(order))[1]], known)]
+        # The compiled function, the first evaluation, keeps the numbers written in the code.
+        first = order[: (*begins, len(order))[1]]
+        read = dict.fromkeys(array for operation in first for array in graph.inputs[operation])
+        held = [*held, *(a for a in read if graph.producer[a] < 0 and a not in known)]
     loss = made[-1 if step.clip_norm is None else 0]
     return StepGraph(
         graph, held, existing, made, loss, known, layers, order, begins, building, built
@@ -290,12 +292,6 @@ def _traced(graph: Graph, order: Sequence[int], roots: Sequence[int]) -> list[in
             traced.update(outputs)
             kept.update(dict.fromkeys((*inputs, *outputs)))
     return list(kept)
-
-
-def _constants(graph: Graph, order: Sequence[int], known: Container[int]) -> list[int]:
-    """Leaves that are neither weights nor batch: numbers written in the code."""
-    read = (array for operation in order for array in graph.inputs[operation])
-    return [a for a in dict.fromkeys(read) if graph.producer[a] < 0 and a not in known]
 
 
 def _layer_numbers(model: nn.Module) -> Callable[[str], int]:
