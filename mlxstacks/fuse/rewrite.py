@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxstacks.files.checkpoint import Checkpoint
-from mlxstacks.files.outputs import clone_or_link
 from mlxstacks.files.shards import ShardHeader, ShardWriter
+from mlxstacks.files.side_files import clone_or_link
 from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import Choice
 from mlxstacks.fuse.fidelity import Sums

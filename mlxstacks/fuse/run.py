@@ -15,15 +15,9 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import check_unchanged, fingerprint, open_checkpoint
 from mlxstacks.files.disk import existing_ancestor, user_path
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.outputs import (
-    SideFile,
-    check_target,
-    copy_side_files,
-    side_files,
-    staged_directory,
-    write_json,
-)
+from mlxstacks.files.outputs import check_target, staged_directory, write_json
 from mlxstacks.files.shards import read_header
+from mlxstacks.files.side_files import SideFile, copy_side_files, side_files
 from mlxstacks.files.stored_weight import config_key
 from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import Choice, decide, estimate_alternative

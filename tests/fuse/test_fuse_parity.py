@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxstacks.files.adapters import LoraModule
+from mlxstacks.files.lora_modules import LoraModule
 from mlxstacks.fuse.delta import LowRankDelta
 from tests.fuse.cases import assert_same_bytes, fuse
 from tests.tiny_models import random_adapter, write_llama, write_qwen_moe

@@ -23,12 +23,12 @@ from mlxstacks.command_line import command_line
 from mlxstacks.data import Batch, make_batch, train_data_paths
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import evaluate_mean_loss
-from mlxstacks.files.adapter_file import CONFIG
-from mlxstacks.files.adapters import WEIGHTS, LoraModule, mlx_config
+from mlxstacks.files.adapters import WEIGHTS
 from mlxstacks.files.checkpoint import check_unchanged
 from mlxstacks.files.disk import mlx_write_errors, user_path
-from mlxstacks.files.mark import entries
-from mlxstacks.files.outputs import check_target, clone_or_link, staged_directory, write_json
+from mlxstacks.files.lora_modules import CONFIG, LoraModule, mlx_config
+from mlxstacks.files.outputs import check_target, entries, staged_directory, write_json
+from mlxstacks.files.side_files import clone_or_link
 from mlxstacks.layers.attach import lora_tensors
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.memory import bytes_in_words

@@ -19,7 +19,7 @@ from mlxstacks.data import TrainDataSettings, make_batch
 from mlxstacks.errors import CheckpointError, InputError, TargetError
 from mlxstacks.files.adapters import match_adapter, read_adapter
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-from mlxstacks.files.mark import MARK
+from mlxstacks.files.outputs import MARK
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.studies.train.setup import set_up
 from mlxstacks.study.document import Plot
