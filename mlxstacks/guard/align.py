@@ -118,7 +118,7 @@ class _Walk:
             self.sorted_product(operation, array, at, given[-1])
 
     def sorted_product(self, operation: int, array: int, at: Instance, updates: str) -> None:
-        """The gradient of a sorted `gather_mm` beside that of an unsorted one.
+        """The gradient of a sorted `gather_mm` next to that of an unsorted one.
 
         By the input: the product itself, where the unsorted one adds rows up by their index. By
         the weight: a SegmentedMM of flattened factors, where the unsorted one multiplies row by
@@ -236,7 +236,7 @@ def match_fused(
 
 
 class _Search:
-    """Depth first, with a way back: `then` goes on with the rest of the label."""
+    """Depth first, with a way back: `then` resumes with the rest of the label."""
 
     def __init__(self, text: str, count: int) -> None:
         self.text, self.count = text, count

@@ -182,7 +182,7 @@ def adapted_model(
     config: dict[str, Any], settings: GuardSettings
 ) -> tuple[nn.Module, tuple[mx.array, ...]]:
     """`lazy_model` with what trains where the settings want it, and arrays that the run holds
-    beside those of the model.
+    next to those of the model.
 
     Raises:
         InputError: a layer out of range, a name that matches nothing, a rank above what fits.
@@ -195,7 +195,7 @@ def adapted_model(
     model = lazy_model(config)
     eager = settings.checkpointing == "none" and not settings.compile
     if settings.base == "float32" and memory.device().kind == "cpu" and eager:
-        base_model.group_experts(model)  # as `training.prepare_base` does
+        base_model.group_experts(model)  # as `training.modes.prepare_base`
     wanted = TargetSettings(layers=parse_layers(settings.layers), projections=settings.keys or None)
     held: tuple[mx.array, ...] = ()
     try:

@@ -2,9 +2,9 @@
 
 `mx.export_function` cannot trace a custom function, and forty equal layers take forty times as long
 as one. While a `Recorder` is active such calls are not made; a stand-in of the same shapes is, and
-the call is noted. `pieces.py` then traces what the call really does.
+the call is noted. `trace.py` then traces what the call really does.
 
-What adapters have beside a layer's call, random keys and balance losses (`layers.adapted`), goes
+What adapters have next to a layer's call, random keys and balance losses (`layers.adapted`), goes
 through it as inputs and outputs.
 """
 

@@ -1,6 +1,6 @@
 """Which buffers are alive while a graph runs: MLX's rules of allocation, sharing and donation.
 
-Nothing is evaluated. Operations are gone through in the order of `order.evaluation_order`; each
+Nothing is evaluated. Operations are gone through in the order of `evaluation_order`; each
 takes new buffers, shares one with an input (a view), or takes one over from an input that nobody
 else needs (a donation). Rules as measured on MLX 0.32.4's CPU backend (`tests/guard` compares the
 result with a counting allocator). On Metal single kernels replace groups of operations; the graph

@@ -164,7 +164,7 @@ class Prediction:
 
     points: what was simulated: `tokens` itself, or two shorter rows.
     note: why bytes are missing, or empty.
-    held: buffers and bytes that the run keeps beside the step.
+    held: buffers and bytes that the run keeps next to the step.
     """
 
     tokens: int

@@ -6,7 +6,7 @@ it is tied to the cotangents, which exist only once the gradient has come down t
 (`mx.depends`), and the gradient of the input is tied to those of the weights, so that a layer is
 done before the one below begins. Same operations on same numbers: gradients are equal to the bit.
 
-Balance losses that adapters leave beside a layer's call go through its checkpoint as outputs: read
+Balance losses that adapters leave next to a layer's call go through its checkpoint as outputs: read
 from inside, they would keep what the layer computed alive, and nothing would be saved.
 """
 

@@ -96,7 +96,7 @@ class MicroBatch(NamedTuple):
 
 
 Loss = Callable[[nn.Module, MicroBatch], tuple[mx.array, dict[str, Any]]]
-"""(model, batch) -> the scalar to differentiate, and scalars to report beside it, by name. Both are
+"""(model, batch) -> the scalar to differentiate, and scalars to report with it, by name. Both are
 added up over the batches and processes of a step, and so is a tree of arrays named `balance`.
 """
 
