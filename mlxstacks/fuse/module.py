@@ -65,8 +65,8 @@ class Module:
         return self.rows * self.stored.input_dims
 
     def tensors(self) -> list[TensorInfo]:
-        found = (self.stored.weight, self.stored.scales, self.stored.biases)
-        return [info for info in found if info is not None]
+        infos = (self.stored.weight, self.stored.scales, self.stored.biases)
+        return [info for info in infos if info is not None]
 
     def outputs(self, bits: int | None) -> list[tuple[str, str, tuple[int, ...]]]:
         """(name, dtype, shape) of the module's tensors once it has `bits` (None: plain)."""
@@ -177,9 +177,9 @@ def _run_task(task: Task, keep_output: bool) -> Done:
         inputs = [_stage_input(task, stage, start, part, width) for stage in task.stages]
         before = part_of(regrouped, part)
         after, sums = run_stages(before, inputs)
-        for stage, one in zip(task.stages, sums, strict=True):
-            check_delta(module.path, one)
-            total[stage] += one
+        for stage, stage_sums in zip(task.stages, sums, strict=True):
+            check_delta(module.path, stage_sums)
+            total[stage] += stage_sums
         if len(inputs) > 1:
             total[ALL_STAGES] += measure_together(before, after, inputs)
         if keep_output:

@@ -273,11 +273,11 @@ def load_state(
 
 def _digest(arrays: dict[str, mx.array], metadata: dict[str, str]) -> str:
     """SHA-256 of everything in the file; safetensors itself notices no changed byte of a tensor."""
-    found = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name, value in sorted(arrays.items()):
-        found.update(f"{name} {value.dtype} {value.shape}".encode())
-        found.update(memoryview(value.reshape(-1).view(mx.uint8)))
-    return found.hexdigest()
+        digest.update(f"{name} {value.dtype} {value.shape}".encode())
+        digest.update(memoryview(value.reshape(-1).view(mx.uint8)))
+    return digest.hexdigest()
 
 
 def _part(arrays: dict[str, mx.array], name: str) -> dict[str, mx.array]:

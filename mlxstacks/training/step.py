@@ -60,8 +60,8 @@ def gathered(number: Number, group: mx.distributed.Group | None) -> list[Number]
     """The numbers of all processes, by rank; a float comes back as a float32."""
     if group is None:
         return [number]
-    found: list[Number] = mx.distributed.all_gather(mx.array([number]), group=group).tolist()
-    return found
+    numbers: list[Number] = mx.distributed.all_gather(mx.array([number]), group=group).tolist()
+    return numbers
 
 
 def wait_for_all(group: mx.distributed.Group | None) -> None:
