@@ -13,7 +13,7 @@ from mlxstacks.files.settings import (
     AdapterShowSettings,
     AdapterZeroSettings,
 )
-from mlxstacks.study.document import Columns, Table
+from mlxstacks.study.document import Cell, Columns, Table
 from mlxstacks.study.result import Result
 
 FORMATS = {"mlx": "mlx-lm", "peft": "PEFT"}
@@ -35,7 +35,7 @@ def show(settings: AdapterShowSettings) -> Result:
         **dict.fromkeys(("module", "kind", "lora_a", "lora_b", "dtype"), "text"),
         "delta rms": "number",
     }
-    rows = [
+    rows: list[tuple[Cell, ...]] = [
         (m.path, m.kind, *("x".join(map(str, shape)) for shape in (m.lora_a, m.lora_b)), m.dtype,
          m.delta_rms)
         for m in summary.modules
