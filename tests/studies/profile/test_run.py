@@ -112,12 +112,6 @@ def test_shuffled_labels_are_not_found(place: Path, tmp_path: Path) -> None:
     assert "noise" in found.verdict
 
 
-def test_groups_of_one_kind_are_not_found(place: Path, tmp_path: Path) -> None:
-    data = write_prompts(tmp_path / "data", marked=())
-    found = run(settings_of(place, tmp_path / "out", data=str(data)))
-    assert found.verdict.startswith("No:")
-
-
 def test_the_plan_is_written_first_and_the_result_refers_to_it(report: Result) -> None:
     directory = Path(str(report.directory))
     plan = json.loads((directory / "plan.json").read_text())
@@ -334,20 +328,9 @@ def test_the_command_prints_tables_or_one_document(
     assert "Verdict: Yes: the 4 groups" in out
     assert "smallest divergence beyond chance" in out
     assert "how far a group's shares of the experts are from the mean" in " ".join(out.split())
-    code, out, _ = command("profile", *given, "--save-path", "b", "--json")
-    assert code == 0
-    assert json.loads(out)["verdict"].startswith("Yes:")
     code, out, _ = command("profile", *given, "--save-path", "c", "--dry-run")
     assert (code, "Planned only" in out, (work_dir / "c").exists()) == (0, True, False)
     assert "smallest divergence beyond chance" in out
-
-
-@pytest.mark.parametrize("name", ["profile-nano", "profile-qwen3.5-35b-a3b"])
-def test_recipes_plan_without_their_model(name: str, work_dir: Path, command: Run) -> None:
-    code, out, err = command("run", name, "--dry-run", "--json")
-    assert code == 0, err
-    assert json.loads(out)["status"] == "planned"
-    assert json.loads(out)["settings"]["top_layers"] == 3
 
 
 def test_the_bare_command_profiles_nanos_domains(work_dir: Path, command: Run) -> None:
@@ -358,28 +341,10 @@ def test_the_bare_command_profiles_nanos_domains(work_dir: Path, command: Run) -
         "chat", "code", "math", "medical", "reasoning",
     ]  # fmt: skip
     assert [row["layer"] for row in document["data"]["layers"]] == list(range(6))
-    assert [row["attention"] for row in document["data"]["layers"]] == [
-        "linear",
-        "linear",
-        "full",
-    ] * 2
+    kinds = [row["attention"] for row in document["data"]["layers"]]
+    assert kinds == ["linear", "linear", "full"] * 2
     assert {row["expert_bits"] for row in document["data"]["layers"]} == {"3"}
     assert document["verdict"].startswith("Yes:")
-
-
-MMLU_PRO = Path(__file__).parents[4] / "shared" / "data" / "mmlu_pro.jsonl"
-
-
-@pytest.mark.skipif(not MMLU_PRO.is_file(), reason="needs ../shared/data/mmlu_pro.jsonl")
-def test_mmlu_pro_has_fourteen_subjects_of_equal_tokens(place: Path, tmp_path: Path) -> None:
-    settings = settings_of(
-        place, tmp_path / "out", data=str(MMLU_PRO), questions=100, max_seq_length=128
-    )
-    planned = run(settings, dry_run=True)
-    assert len(planned.data["groups"]) == 14
-    assert len({group["tokens"] for group in planned.data["groups"]}) == 1
-    names = {group["name"] for group in planned.data["groups"]}
-    assert {"law", "math", "computer science"} <= names
 
 
 def test_a_group_whose_name_is_no_text_is_refused(place: Path, tmp_path: Path) -> None:
