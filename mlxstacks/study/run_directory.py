@@ -20,8 +20,17 @@ import filelock
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import target_errors
-from mlxstacks.files.mark import MARK, check_claimable, new_mark, read_mark, remove_marked
-from mlxstacks.files.outputs import acquire_lock, clone_or_link, release_lock, write_json
+from mlxstacks.files.outputs import (
+    MARK,
+    acquire_lock,
+    check_claimable,
+    new_mark,
+    read_mark,
+    release_lock,
+    remove_marked,
+    write_json,
+)
+from mlxstacks.files.side_files import clone_or_link
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

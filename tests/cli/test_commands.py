@@ -14,7 +14,7 @@ from click.shell_completion import BashComplete
 
 from mlxstacks.cli import make_group
 from mlxstacks.cli.execute import _nano_note
-from mlxstacks.files.mark import read_mark
+from mlxstacks.files.outputs import read_mark
 from mlxstacks.recipe.file import load_recipe
 from tests.cli.conftest import Run
 
