@@ -97,13 +97,6 @@ def test_nan_in_the_model_is_no_profile(place: Path) -> None:
         count_choices(model, find_switches(model), [[1, 2], [3]], batch_size=2)
 
 
-def test_what_can_be_found_is_told_beforehand(report: Result) -> None:
-    (said,) = report.power
-    assert "found at 80% power, alpha 0.05: " in said
-    assert f"with {report.data['groups'][0]['tokens']:,} tokens a group" in said
-    assert said in (Path(str(report.directory)) / "result.md").read_text()
-
-
 def test_shuffled_labels_are_not_found(place: Path, tmp_path: Path) -> None:
     """The same marked and plain prompts, under labels of chance."""
     found = run(settings_of(place, tmp_path / "out", data=str(place / "mixed")))
@@ -124,6 +117,9 @@ def test_the_plan_is_written_first_and_the_result_refers_to_it(report: Result) -
     assert plan["data"] == {group["name"]: group["sha256"] for group in document["data"]["groups"]}
     text = (directory / "result.md").read_text()
     assert report.verdict in text
+    (power,) = report.power
+    assert f"with {report.data['groups'][0]['tokens']:,} tokens a group" in power
+    assert power in text
     assert str(report.plan_sha256) in text
     assert not list(directory.parent.glob(".*"))
 
