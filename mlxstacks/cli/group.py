@@ -144,9 +144,9 @@ class TableGroup(click.Group):
     ) -> None:
         self.prefix = prefix
         self.special = dict(special or {})
-        own = make_command(prefix) if prefix in COMMANDS else None
-        params = own.params if own else []
-        kwargs = {"callback": _unless_subcommand(own), "params": params, **kwargs}
+        command = make_command(prefix) if prefix in COMMANDS else None
+        params = command.params if command else []
+        kwargs = {"callback": _unless_subcommand(command), "params": params, **kwargs}
         super().__init__(
             prefix.split(" ")[-1] or "mlxstacks", invoke_without_command=True, **kwargs
         )
@@ -261,12 +261,12 @@ def parameters(
     that mlx-lm has for them.
     """
     spellings = SPELLINGS.get(command, {})
-    made: list[click.Parameter] = []
+    params: list[click.Parameter] = []
     for name, shown in arguments.items():
         inner, _ = _without_none(settings_class.model_fields[name].annotation)
         several = get_origin(inner) is tuple  # takes all that follow
         kind = _kind(name, _without_none(get_args(inner)[0])[0] if several else inner)
-        made.append(
+        params.append(
             click.Argument(
                 [name], metavar=f"[{shown}]", required=False, type=kind, nargs=-1 if several else 1
             )
@@ -275,13 +275,13 @@ def parameters(
         others = spellings.get(name, ())
         if name not in arguments:
             option = _option(settings_class, name, known, others)
-            made += [option] if option else []
+            params += [option] if option else []
         elif others:
             help_text = f"{_help(known, str)} The same as {arguments[name]}."
-            made.append(click.Option([*others, _ALSO + name], help=help_text))
+            params.append(click.Option([*others, _ALSO + name], help=help_text))
     for flag, (name, _, help_text) in FLAGS.get(command, {}).items():
-        made.append(click.Option([flag, _ALSO + name], is_flag=True, help=help_text))
-    return made
+        params.append(click.Option([flag, _ALSO + name], is_flag=True, help=help_text))
+    return params
 
 
 def _kind(name: str, annotation: Any) -> click.ParamType:
