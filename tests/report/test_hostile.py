@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError
-from mlxstacks.report import find
 from mlxstacks.report.write import write_report
 from mlxstacks.study.document import RESULT, Plot, Series
 from mlxstacks.study.render.html import Page, Section, page_html, picture
@@ -149,8 +148,8 @@ def test_what_is_no_result_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     former = write_run(tmp_path / "former", "fuse_report.json", {"kind": "fuse"})
     assert "fuse_report.json: written by mlxstacks before 0.2" in refused(former)
     run = write_run(tmp_path / "profile", RESULT, profile_result())
-    monkeypatch.setattr(find, "MAX_JSON_BYTES", 1000)
-    assert "allowed: 1,000" in refused(run / RESULT)
+    monkeypatch.setattr("mlxstacks.study.result.MAX_JSON_BYTES", 1000)
+    assert "more than 1,000 bytes" in refused(run / RESULT)
 
 
 def test_results_one_level_down_are_found_and_the_rest_is_said(tmp_path: Path) -> None:
