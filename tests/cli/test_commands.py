@@ -238,10 +238,7 @@ def test_a_dry_run_says_what_the_recipe_says_of_itself(toy: Path, command: Run) 
         "# Published: nothing,\n# anywhere. Get it:\n#   hf download it\ncommand: toy\n"
     )
     _, out, _ = command("run", "mine.yaml", "--dry-run")
-    said = [" ".join(line.split()) for line in out.splitlines()]
-    assert {"Memory 2 GB", "Time an hour or two", "hf download it"} <= set(said)
-    assert "Published: nothing, anywhere. Get it:" in said
-    assert "mlxstacks run mine" not in out
+    assert {"Memory:   2 GB", "Time:     an hour", "  hf download it"} <= set(out.splitlines())
     assert "Make a toy" not in out
     assert "2 GB" not in command("run", "mine.yaml", "--dry-run", "--json")[1]
     assert load_recipe("mine.yaml").about == "Make a toy, and a fancy one."
