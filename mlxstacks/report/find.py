@@ -47,16 +47,8 @@ class Source:
         return Path(self.path).resolve().name or self.path
 
 
-@dataclass(frozen=True)
-class Sources:
-    """notes: what was passed over, and why."""
-
-    found: tuple[Source, ...]
-    notes: tuple[str, ...]
-
-
-def find_sources(runs: Sequence[str]) -> Sources:
-    """Every result of the runs, in their order, each once.
+def find_sources(runs: Sequence[str]) -> tuple[list[Source], list[str]]:
+    """Every result of the runs, in their order, each once; and what was passed over, and why.
 
     Raises: InputError for a run that is not there or holds no result, and for a file that is
         damaged, too large, or of another version.
@@ -77,7 +69,7 @@ def find_sources(runs: Sequence[str]) -> Sources:
         for file in files:
             if file.resolve() not in sources:
                 sources[file.resolve()] = _source(file)
-    return Sources(tuple(sources.values()), tuple(notes))
+    return list(sources.values()), notes
 
 
 def _results(directory: Path, notes: list[str]) -> Iterator[Path]:

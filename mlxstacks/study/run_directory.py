@@ -112,13 +112,8 @@ class RunDirectory:
                 f"{self.path / IDENTITY}: damaged or missing, so nobody knows which run the state "
                 "next to it belongs to; --no-resume removes both and begins again"
             )
-        differences = what_differs(before, json.loads(json.dumps(self.identity)))
-        if differences:
-            lines = "".join(f"\n  {line}" for line in differences)
-            raise InputError(
-                f"{self.path}: holds the state of another run; it differs in{lines}\n"
-                "give its settings to resume it, or --no-resume to remove it and begin again"
-            )
+        now = json.loads(json.dumps(self.identity))
+        check_same(self.path, "the state of another run", before, now)
 
 
 def work_path(target: Path) -> Path:
@@ -206,6 +201,18 @@ def recorded_fingerprint(path: Path, *keys: str, resume: bool = True) -> str | N
 def run_id(identity: Mapping[str, Any]) -> str:
     """A short name of an identity, for its state file."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_same(
+    directory: Path, what: str, before: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
+    """what: that the directory holds otherwise. Raises: InputError with every difference."""
+    if differences := what_differs(before, now):
+        lines = "".join(f"\n  {line}" for line in differences)
+        raise InputError(
+            f"{directory}: holds {what}; it differs in{lines}\n"
+            "give its settings to resume it, or --no-resume to remove it and begin again"
+        )
 
 
 def what_differs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
