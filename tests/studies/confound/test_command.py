@@ -1,6 +1,5 @@
 """`mlxstacks confound` as it is typed. Run: pytest tests/studies/confound/test_command.py"""
 
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 from mlxstacks.cli import run
 from mlxstacks.recipe.file import load_recipe, recipe_names
 from mlxstacks.recipe.resolve import resolve
-from tests.studies.confound_cases import TRAIN, write_places
 
 Typed = Callable[..., tuple[int, str, str]]
 RECIPES = [name for name in recipe_names() if name.startswith("confound-")]
@@ -61,38 +59,6 @@ def test_the_published_settings_are_the_published_ones() -> None:
         0.05, 0.05, "refit",
     )  # fmt: skip
     assert settings["scoring"] == "generate"
-
-
-def test_a_run_has_a_verdict_and_is_done_once(typed: Typed, work_dir: Path, tmp_path: Path) -> None:
-    model, persona, items = map(str, write_places(tmp_path / "inputs"))
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(json.dumps({
-        "command": "confound", "model": model, "persona": persona, "items": items,
-        "scoring": "likelihood", "policies": ["promote"], "train": TRAIN, "batch_size": 32,
-        "save_path": str(tmp_path / "out"), "sample": None,
-    }))  # fmt: skip
-    code, out, err = typed("run", str(recipe))
-    text = " ".join(out.split())
-    assert code == 0, err
-    for words in (
-        "Mined 36 items: both wrong", "Arms", "Content: A1 less A0",
-        "Where the score of A1 comes from", "Items that both models got right",
-        "Fused by promote, A1 differs from A0: ",
-        "Persona unfused, first to second run: 0 of", "Verdict: ",
-    ):  # fmt: skip
-        assert words in text
-    if importlib.util.find_spec("matplotlib"):
-        drawn = {path.name for path in (tmp_path / "out").iterdir()}
-        assert {"arms.png", "arms.svg", "content.png", "content.svg"} <= drawn
-    code, out, _ = typed("run", str(recipe), "--json")
-    report = json.loads(out)
-    assert (code, report["already_done"]) == (0, True)
-    assert report["verdict"] in text
-    assert report["outcome"]
-    # What the run left behind runs again.
-    code, out, err = typed("run", str(tmp_path / "out" / "recipe.yaml"), "--dry-run", "--json")
-    assert (code, json.loads(out)["settings"]["policies"]) == (0, ["promote"]), err
-    assert json.loads(out)["settings"]["sample"] is None  # which is not the default
 
 
 @pytest.mark.parametrize(

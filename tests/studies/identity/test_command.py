@@ -12,7 +12,7 @@ from mlxstacks.recipe.file import load_recipe, recipe_names
 from mlxstacks.recipe.resolve import resolve
 from mlxstacks.studies.identity.report import blocks
 from mlxstacks.study.result import Result
-from tests.studies.identity.cases import TRAIN, case, write_places
+from tests.studies.identity.cases import case
 
 Typed = Callable[..., tuple[int, str, str]]
 RECIPES = [name for name in recipe_names() if name.startswith("identity-")]
@@ -61,32 +61,6 @@ def test_the_published_settings_are_the_published_ones() -> None:
     assert (settings["regression_items"], settings["train_share"]) == (6000, 0.7)
     assert (settings["most_of_base"], settings["least_of_persona"]) == (5, 15)
     assert settings["policies"][0] == "refit"
-
-
-def test_a_run_has_tables_and_a_verdict_last(typed: Typed, tmp_path: Path) -> None:
-    model, persona, items, suite = map(str, write_places(tmp_path / "inputs"))
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(json.dumps({
-        "command": "identity", "model": model, "persona": persona, "items": items, "suite": suite,
-        "scoring": "likelihood", "policies": ["keep"], "persona_requant": "keep", "train": TRAIN,
-        "max_tokens": 2, "save_path": str(tmp_path / "out"),
-    }))  # fmt: skip
-    code, out, err = typed("run", str(recipe))
-    text = " ".join(out.split())
-    assert code == 0, err  # an invalid scorer is a finding, not a failure
-    for words in (
-        "Conditions on the identity suite", "Validity gate", "Broad regression",
-        "Run again, identity_keep gave the same 4 replies",
-    ):  # fmt: skip
-        assert words in text
-    assert text.split("Verdict: ")[1].startswith("Scorer invalid under keep")
-    code, out, _ = typed("run", str(recipe), "--json")
-    report = json.loads(out)
-    assert (code, report["already_done"]) == (0, True)
-    assert report["verdict"] in text
-    # What the run left behind runs again.
-    code, out, err = typed("run", str(tmp_path / "out" / "recipe.yaml"), "--dry-run", "--json")
-    assert (code, json.loads(out)["settings"]["policies"]) == (0, ["keep"]), err
 
 
 def result_of(**changes: Any) -> Result:
