@@ -290,13 +290,6 @@ def test_a_dry_run_opens_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_target_that_exists_is_refused_before_any_work(places: Places, tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "letter.txt").touch()
-    with pytest.raises(InputError, match="exists"):
-        run(settings_for(places, tmp_path / "mine"))
-
-
 # --- parts ----------------------------------------------------------------------------------------
 
 
