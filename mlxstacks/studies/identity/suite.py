@@ -29,8 +29,7 @@ from typing import Any
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.expressions import compile_expression
-from mlxstacks.files.shard_header import parse_object
-from mlxstacks.files.strict_json import json_sha256
+from mlxstacks.files.strict_json import json_sha256, parse_object
 from mlxstacks.studies.identity.settings import DEFAULT_SUITE, PersonaCard
 from mlxstacks.study.items import Item
 
