@@ -350,19 +350,17 @@ def quantize(
     standard = dict(quantization)
     own_choice = getattr(model, "quant_predicate", None)
 
-    def choose(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        width = overrides.get(path, bits)
-        if path in overrides or own_choice is None or width is None:
-            return standard | {"bits": width} if width and width != default else bool(width)
-        choice: bool | dict[str, Any] = own_choice(path, module)
-        if isinstance(choice, dict) and module.weight.shape[-1] % choice.get("group_size", 1):
-            return choice | {"group_size": group_size}
-        return choice
-
     def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
             return False
-        choice = choose(path, module)
+        width = overrides.get(path, bits)
+        choice: bool | dict[str, Any]
+        if path in overrides or own_choice is None or width is None:
+            choice = standard | {"bits": width} if width and width != default else bool(width)
+        else:
+            choice = own_choice(path, module)
+            if isinstance(choice, dict) and module.weight.shape[-1] % choice.get("group_size", 1):
+                choice = choice | {"group_size": group_size}
         if isinstance(choice, dict):
             quantization[path] = choice
         return choice

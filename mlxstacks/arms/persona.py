@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from mlxstacks.errors import InputError
-from mlxstacks.files.adapter_file import CONFIG
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.lora_modules import CONFIG
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.study.integrity import file_sha256
 

@@ -21,9 +21,16 @@ import numpy as np
 
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
-from mlxstacks.files.outputs import copy_side_files, side_files, write_json
-from mlxstacks.files.shard_header import TensorInfo, read_range, tensor_nbytes
-from mlxstacks.files.shard_writer import COPY_BYTES, Chunk, ShardWriter
+from mlxstacks.files.outputs import write_json
+from mlxstacks.files.shards import (
+    COPY_BYTES,
+    Chunk,
+    ShardWriter,
+    TensorInfo,
+    read_range,
+    tensor_nbytes,
+)
+from mlxstacks.files.side_files import copy_side_files, side_files
 from mlxstacks.ops import affine
 
 _OTHER_FORMAT = re.compile(r"(^|/)consolidated[^/]*$|\.(gguf|onnx\w*|h5|msgpack|ot)$")
@@ -214,8 +221,9 @@ def upcycled(dense: Conversion, experts: int, top_k: int, seed: int) -> Conversi
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}.block_sparse_moe.gate.weight"
         gate = generator.standard_normal((experts, config["hidden_size"]), np.float32)
-        chunks = partial(_one_chunk, name, affine.to_storage(_GATE_SCALE * gate, dtype))
-        parts.append(Part("none", "router, random", ((name, dtype, gate.shape),), chunks))
+        chunks = [(name, affine.to_storage(_GATE_SCALE * gate, dtype))]
+        specs = ((name, dtype, gate.shape),)
+        parts.append(Part("none", "router, random", specs, partial(iter, chunks)))
     return replace(dense, config=config, parts=tuple(parts))
 
 
@@ -283,7 +291,3 @@ def _expert_part(part: Part, experts: int) -> Part:
         (expert_name(name), dtype, (experts, *shape)) for name, dtype, shape in part.specs
     )
     return replace(part, stored=f"{part.stored}, {experts} copies", specs=specs, chunks=chunks)
-
-
-def _one_chunk(name: str, array: np.ndarray) -> list[tuple[str, Chunk]]:
-    return [(name, array)]

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from mlxstacks.errors import CheckpointError
-from mlxstacks.files.shard_header import AGAIN, MAX_DIMENSION, MAX_NAME, open_regular
+from mlxstacks.files.shards import AGAIN, MAX_DIMENSION, MAX_NAME, open_regular
 from mlxstacks.ops.affine import pack
 
 VERSIONS = (2, 3)

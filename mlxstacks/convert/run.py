@@ -18,8 +18,8 @@ from mlxstacks.convert.conversion import (
 )
 from mlxstacks.convert.settings import ConvertSettings
 from mlxstacks.errors import InputError
-from mlxstacks.files.checkpoint import resolve_model
 from mlxstacks.files.disk import user_path
+from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import check_target, staged_directory
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.study.document import Column, Table, Text

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlxstacks.files.adapters import LoraModule
+from mlxstacks.files.lora_modules import LoraModule
 from mlxstacks.fuse.blocks import MX_DTYPES
 from mlxstacks.ops.affine import Array, from_storage
 

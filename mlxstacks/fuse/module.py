@@ -10,14 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from mlxstacks.errors import AdapterError, CheckpointError, InputError
-from mlxstacks.files.adapters import (
-    Adapter,
-    Match,
-    load_any_adapter,
-    match_adapter,
-    outside_config,
-)
+from mlxstacks.files.adapters import Match, load_any_adapter, match_adapter
 from mlxstacks.files.checkpoint import Checkpoint, read_json_object
+from mlxstacks.files.lora_modules import Adapter, outside_config
 from mlxstacks.files.manifest import binding_notes
 from mlxstacks.files.shards import TensorInfo, read_rows
 from mlxstacks.files.stored_weight import StoredWeight

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlxstacks.command_line import command_line
-from mlxstacks.files.outputs import SideFile
 from mlxstacks.files.shards import tensor_nbytes
+from mlxstacks.files.side_files import SideFile
 from mlxstacks.fuse.decide import Choice, policy_name
 from mlxstacks.fuse.fidelity import ALL_STAGES, Fidelity, Sums, fidelity
 from mlxstacks.fuse.module import Module

@@ -15,7 +15,7 @@ from mlxstacks import base_model, memory
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.checkpoint import read_json_object
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.shipped_configs import shipped_config, shipped_names
+from mlxstacks.files.hub import shipped_config, shipped_names
 from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.guard.step import Loss, Step, batch_for, micro_batch_for, mlx_lm_loss
 from mlxstacks.layers import gates

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.hub import in_hub_cache
-from mlxstacks.files.shipped_configs import shipped_config
+from mlxstacks.files.hub import in_hub_cache, shipped_config
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.routing.settings import NO_GAP_LOG
 from mlxstacks.study.document import Block, Table, Text

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.mark import read_mark
+from mlxstacks.files.outputs import read_mark
 from mlxstacks.recipe.file import Recipe, load_recipe, read_yaml
 from mlxstacks.recipe.table import ALIASES, Command, command_named, load, nearest
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.mark import read_mark
+from mlxstacks.files.outputs import read_mark
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
 from mlxstacks.regular_files import check_regular
 from mlxstacks.study.document import RESULT

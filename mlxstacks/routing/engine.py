@@ -26,11 +26,10 @@ import mlx.nn as nn
 from mlxstacks import base_model, memory
 from mlxstacks.data.text_settings import Rendering, ThinkingMode
 from mlxstacks.errors import InputError, TargetError
-from mlxstacks.files.base_location import find_base
 from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.store import Store
+from mlxstacks.files.store import Store, find_base
 from mlxstacks.fuse.in_memory import attach_adapters
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.routing.gaps import GapLog

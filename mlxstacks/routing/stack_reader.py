@@ -16,8 +16,7 @@ import mlx.core as mx
 
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.manifest import StackRecord
-from mlxstacks.files.stack_file import StackFile, StackIndex
-from mlxstacks.files.stack_header import StackHeader
+from mlxstacks.files.stack_file import StackFile, StackHeader, StackIndex
 from mlxstacks.files.store import Store
 from mlxstacks.layers.adapted import Dims
 from mlxstacks.layers.packed import FrozenStack

@@ -163,22 +163,22 @@ def protected_bases(
 
     Law: the model is afterwards as it was.
     """
+
+    def forward(model: nn.Module, tokens: mx.array) -> mx.array:
+        with evaluating(model):
+            logits: mx.array = model(tokens)
+        return logits
+
     bases: Bases = {}
     for stage in stages if settings.scope == "cumulative" else stages[-1:]:
         with _only(model, stage.stacks):
-            rows = collect_delta_rows(model, stage.samples, _forward)
+            rows = collect_delta_rows(model, stage.samples, forward)
         for path, deltas in rows.items():
             bases[path] = null_basis(
                 deltas, settings.directions, scope=settings.scope, previous=bases.get(path),
                 oversampling=settings.oversampling, seed=seed,
             )  # fmt: skip
     return bases
-
-
-def _forward(model: nn.Module, tokens: mx.array) -> mx.array:
-    with evaluating(model):
-        logits: mx.array = model(tokens)
-    return logits
 
 
 @contextmanager

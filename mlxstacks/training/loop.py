@@ -202,7 +202,7 @@ def restore_best(model: nn.Module, state: TrainingState) -> None:
         model.update(tree_unflatten(list(state.best.weights.items())))
 
 
-_START_ANEW = "remove it, or give --no-resume, to start anew"
+_START_AGAIN = "remove it, or give --no-resume, to start anew"
 
 
 def save_state(path: Path, model: nn.Module, state: TrainingState, run_id: str) -> None:
@@ -218,8 +218,9 @@ def save_state(path: Path, model: nn.Module, state: TrainingState, run_id: str) 
     metadata["stopped"] = json.dumps(state.stopped)
     if state.best is not None:
         arrays |= {f"best.{name}": value for name, value in state.best.weights.items()}
-        best = {"loss": _written(state.best.loss), "step": state.best.step}
-        metadata["best"] = json.dumps(best | {"without_gain": state.best.without_gain})
+        loss = state.best.loss if math.isfinite(state.best.loss) else None  # JSON has no infinity
+        best = {"loss": loss, "step": state.best.step, "without_gain": state.best.without_gain}
+        metadata["best"] = json.dumps(best)
     metadata["sha256"] = _digest(arrays, metadata)
     # mlx appends the suffix when it is missing, so the temporary name must end in it.
     temporary = path.with_name(f".{path.name}.tmp.safetensors")
@@ -243,16 +244,13 @@ def load_state(
         arrays, metadata = load_arrays(path)
         mx.eval(arrays)  # now, not when the file may have been replaced
     except (RuntimeError, ValueError) as error:  # cut off, or no safetensors any more
-        raise InputError(f"{path}: damaged ({error}); {_START_ANEW}") from None
+        raise InputError(f"{path}: damaged ({error}); {_START_AGAIN}") from None
     if metadata.get("run_id") != run_id:
-        raise InputError(f"{path}: saved by a run with other settings; {_START_ANEW}")
+        raise InputError(f"{path}: saved by a run with other settings; {_START_AGAIN}")
     # Before all else is used: a header that is still JSON may have lost a key.
-    digest = metadata.pop("sha256", None)
-    if digest is None:
-        raise InputError(f"{path}: written by an older version, or damaged; {_START_ANEW}")
-    if digest != _digest(arrays, metadata):
+    if metadata.pop("sha256", None) != _digest(arrays, metadata):
         raise InputError(
-            f"{path}: damaged (its bytes are not those that were saved); {_START_ANEW}"
+            f"{path}: damaged (its bytes are not those that were saved); {_START_AGAIN}"
         )
     weights = _part(arrays, "model")
     expected = {name: value.shape for name, value in trainable_weights(model).items()}
@@ -263,8 +261,8 @@ def load_state(
     state.optimizer.state = tree_unflatten(list(_part(arrays, "optimizer").items()))
     state.step = int(metadata["step"])
     state.history = json.loads(metadata["history"])
-    state.validation = json.loads(metadata.get("validation", "[]"))
-    state.stopped = json.loads(metadata.get("stopped", "null"))
+    state.validation = json.loads(metadata["validation"])
+    state.stopped = json.loads(metadata["stopped"])
     if "best" in metadata:
         best: dict[str, Any] = json.loads(metadata["best"])
         loss = math.inf if best["loss"] is None else best["loss"]
@@ -285,8 +283,3 @@ def _digest(arrays: dict[str, mx.array], metadata: dict[str, str]) -> str:
 def _part(arrays: dict[str, mx.array], name: str) -> dict[str, mx.array]:
     start = f"{name}."
     return {k.removeprefix(start): v for k, v in arrays.items() if k.startswith(start)}
-
-
-def _written(loss: float) -> float | None:
-    """JSON has no infinity."""
-    return loss if math.isfinite(loss) else None

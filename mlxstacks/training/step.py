@@ -116,7 +116,12 @@ class CrossEntropyLoss:
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> tuple[mx.array, dict[str, Any]]:
         begin_step(model, batch.key, tokens_that_count(batch.weights), batch.in_parts)
-        task, extra = self._task(model, batch)
+        if self.head is None:
+            logits, extra = self.forward(model, batch.inputs)
+            task = weighted_cross_entropy_sum(logits, batch.targets, batch.weights)
+        else:
+            hidden, extra = self.head.hidden_states(self.forward, model, batch.inputs)
+            task = self.head.cross_entropy_sum(hidden, batch.targets, batch.weights, batch.counted)
         if isinstance(extra, Balance):
             if batch.in_parts and extra.sums:
                 return task, {"task_loss": task, "balance": extra.sums}
@@ -148,16 +153,6 @@ class CrossEntropyLoss:
                 lambda name, task: task + gradients.get(name, 0), found["gradients"]
             ),
         }
-
-    def _task(
-        self, model: nn.Module, batch: MicroBatch
-    ) -> tuple[mx.array, mx.array | Balance | None]:
-        if self.head is None:
-            logits, extra = self.forward(model, batch.inputs)
-            return weighted_cross_entropy_sum(logits, batch.targets, batch.weights), extra
-        hidden, extra = self.head.hidden_states(self.forward, model, batch.inputs)
-        scored = self.head.cross_entropy_sum(hidden, batch.targets, batch.weights, batch.counted)
-        return scored, extra
 
 
 def tokens_that_count(weights: mx.array) -> mx.array:
@@ -209,12 +204,13 @@ class GradientStep:
         # A compiled step is traced, and kept, for each shape that it meets: it takes all places.
         in_pieces = isinstance(loss, CrossEntropyLoss) and loss.head is not None
         self._asks_counted = in_pieces and not compiled
-        function = mx.value_and_grad(self._loss_at)
-        self._function: Callable[..., Any] = mx.compile(function) if compiled else function
 
-    def _loss_at(self, weights: Any, *micro: Any) -> tuple[mx.array, dict[str, Any]]:
-        self.model.update(weights)
-        return self.loss(self.model, MicroBatch(*micro))
+        def loss_at(weights: Any, *micro: Any) -> tuple[mx.array, dict[str, Any]]:
+            model.update(weights)
+            return loss(model, MicroBatch(*micro))
+
+        function = mx.value_and_grad(loss_at)
+        self._function: Callable[..., Any] = mx.compile(function) if compiled else function
 
     def __call__(self, batches: Sequence[Batch], seed: int, step: int) -> StepGradients:
         """Gradients of the mean loss over all loss weight in `batches`.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mlxstacks.files.outputs import SideFile
+from mlxstacks.files.side_files import SideFile
 from mlxstacks.fuse.fidelity import Fidelity
 from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport, result_of
 from mlxstacks.fuse.run import run_command

@@ -18,13 +18,9 @@ from hypothesis import strategies as st
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files import stack_file
 from mlxstacks.files.manifest import DomainRecord
+from mlxstacks.files.settings import StacksGcSettings, StacksRemoveSettings, StacksSwitchSettings
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_commands import collect_garbage, disable_domain, remove_domain
-from mlxstacks.files.store_settings import (
-    StacksGcSettings,
-    StacksRemoveSettings,
-    StacksSwitchSettings,
-)
 from mlxstacks.layers.adapted import Dims
 from mlxstacks.layers.selection import base
 from mlxstacks.layers.stack_files import fixed_pairs, pair_tensors

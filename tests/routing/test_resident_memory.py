@@ -10,7 +10,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from mlxstacks.files.stack_header import ProjectionShape
+from mlxstacks.files.stack_file import ProjectionShape
 from mlxstacks.files.store import Store
 from tests.files.store_cases import BASE
 from tests.routing.resident_cases import add_domain

@@ -18,10 +18,9 @@ from mlx.utils import tree_unflatten
 
 from mlxstacks import base_model
 from mlxstacks.errors import InputError
-from mlxstacks.files.base_location import find_base
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.store import Store
+from mlxstacks.files.store import Store, find_base
 from mlxstacks.fuse.in_memory import attach_adapters, fuse_in_memory
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.layers.selection import base

@@ -40,9 +40,15 @@ from mlxstacks.studies.confound.plan import (
     protocol_of,
     right_arms_of,
 )
-from mlxstacks.studies.confound.report import OUTCOMES, blocks, find, plan_table
+from mlxstacks.studies.confound.report import OUTCOMES, blocks, plan_table
 from mlxstacks.studies.confound.settings import ConfoundSettings
-from mlxstacks.studies.confound.verdict import Criterion, answer_notes, fuse_notes
+from mlxstacks.studies.confound.verdict import (
+    Criterion,
+    answer_notes,
+    find,
+    fuse_notes,
+    verdict,
+)
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.study import document
 from mlxstacks.study.answers import Answer, AnswerFile, Progress
@@ -295,8 +301,7 @@ class _Confound(Study):
             *fuse_notes(fuses),
         ]  # fmt: skip
         return Result(
-            **ABOUT, status="done", outcome=OUTCOMES[findings.judgements[0].outcome],
-            verdict=findings.verdict,
+            **ABOUT, status="done", outcome=OUTCOMES[findings.outcome], verdict=verdict(findings),
             standing=document.Standing(status=reached.status, reasons=reached.reasons),
             plan=self.plan.as_json(), plan_sha256=self.plan.sha256,
             power=tuple(self.plan.power_lines()), notes=tuple(notes),

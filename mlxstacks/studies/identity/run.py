@@ -26,9 +26,9 @@ from mlxstacks.files.adapter_commands import convert_adapter
 from mlxstacks.files.adapters import WEIGHTS
 from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.disk import user_path
+from mlxstacks.files.hub import has_shape_of
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.settings import AdapterConvertSettings
-from mlxstacks.files.shipped_configs import has_shape_of
 from mlxstacks.files.strict_json import read_object
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings

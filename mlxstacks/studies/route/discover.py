@@ -21,10 +21,9 @@ from mlxstacks.command_line import command_line
 from mlxstacks.data import Rendering, Row
 from mlxstacks.data.settings import Template
 from mlxstacks.errors import InputError
-from mlxstacks.files.base_location import find_base
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import write_json
-from mlxstacks.files.store import Store
+from mlxstacks.files.store import Store, find_base
 from mlxstacks.files.strict_json import read_object
 from mlxstacks.routing.candidate_losses import LossCache
 from mlxstacks.routing.outcomes import (

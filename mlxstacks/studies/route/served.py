@@ -22,9 +22,8 @@ from mlxstacks import base_model
 from mlxstacks.data import Row
 from mlxstacks.data.text_settings import PLAIN, Rendering
 from mlxstacks.errors import InputError
-from mlxstacks.files.base_location import find_base
 from mlxstacks.files.router_file import RouterHeader
-from mlxstacks.files.store import Store
+from mlxstacks.files.store import Store, find_base
 from mlxstacks.layers.freezing import add_frozen
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.layers.packed import FrozenStack

@@ -12,12 +12,11 @@ from typing import Any
 from mlxstacks import base_model
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError
-from mlxstacks.files.base_location import find_base
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import check_target, staged_directory
 from mlxstacks.files.router_file import RouterFile, write_router
 from mlxstacks.files.stack_file import file_sha256
-from mlxstacks.files.store import Store
+from mlxstacks.files.store import Store, find_base
 from mlxstacks.routing.outcomes import EXAMPLES, OUTCOMES, read_discovery, read_outcomes
 from mlxstacks.routing.router import ROUTER_FILE, features_for, parameter_count, router_tensors
 from mlxstacks.routing.router_metrics import rate_json

@@ -12,10 +12,9 @@ import mlx.nn as nn
 from mlxstacks import memory
 from mlxstacks.data import split_ids
 from mlxstacks.errors import StoreError, TargetError
-from mlxstacks.files.base_location import remember_places
 from mlxstacks.files.disk import target_errors
 from mlxstacks.files.manifest import DomainRecord, StackRecord
-from mlxstacks.files.store import Change, Store
+from mlxstacks.files.store import Change, Store, remember_places
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.freezing import add_frozen, stack_tensors
 from mlxstacks.layers.stack_files import header_of, pair_tensors, parts_of, places

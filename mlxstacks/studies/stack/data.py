@@ -21,10 +21,9 @@ from mlxstacks.data import (
 from mlxstacks.data.settings import SourceSettings
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import VALIDATION_ROWS
-from mlxstacks.files.base_location import data_directories
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.manifest import DomainRecord
-from mlxstacks.files.store import Store
+from mlxstacks.files.store import Store, data_directories
 from mlxstacks.training.batches import choose_widths
 from mlxstacks.training.settings import DomainSettings, StackRunSettings
 

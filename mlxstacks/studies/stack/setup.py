@@ -13,12 +13,11 @@ import mlx.nn as nn
 from mlxstacks import base_model
 from mlxstacks.errors import InputError, ResourceLimitError, StoreError
 from mlxstacks.evaluate import evaluate_mean_loss
-from mlxstacks.files.base_location import base_name
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.manifest import Manifest
-from mlxstacks.files.store import Store
+from mlxstacks.files.store import Store, base_name
 from mlxstacks.guard.run import GuardReport, guard
 from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.layers.adapted import Dims

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mlxstacks.data import train_data_paths
 from mlxstacks.errors import InputError
-from mlxstacks.files.outputs import clone_or_link
+from mlxstacks.files.side_files import clone_or_link
 from mlxstacks.guard.run import GuardReport
 from mlxstacks.studies.sweep.cells import (
     Cell,

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks import base_model
-from mlxstacks.files.shipped_configs import shipped_config
+from mlxstacks.files.hub import shipped_config
 from mlxstacks.studies.profile.measures import (
     adjusted_p_values,
     chance_jaccard,

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from mlxstacks.errors import InputError
-from mlxstacks.files.base_location import remember_places
-from mlxstacks.files.store import Store
+from mlxstacks.files.store import Store, remember_places
 from mlxstacks.routing import candidate_losses
 from mlxstacks.routing.outcomes import (
     config_text,

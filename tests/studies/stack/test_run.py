@@ -16,9 +16,9 @@ from mlx.utils import tree_flatten
 from mlxstacks import base_model
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.manifest import Manifest
+from mlxstacks.files.settings import StacksRemoveSettings
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_commands import remove_domain
-from mlxstacks.files.store_settings import StacksRemoveSettings
 from mlxstacks.layers.attach import detach
 from mlxstacks.layers.stack_files import serve
 from mlxstacks.layers.stacked import stacked_layers
