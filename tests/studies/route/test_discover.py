@@ -420,7 +420,7 @@ def test_an_imported_domain_takes_no_file_that_happens_to_be_here(
 def test_progress_moves_forward_and_stays_below_its_end(discovery: Discovery) -> None:
     report, target, calls = discovery
     counts, made = report.data["counts"], report.data["figures"]["passes_made"]
-    assert 0.8 * counts["passes_expected"] <= made <= counts["passes_at_most"]
+    assert 0.75 * counts["passes_expected"] <= made <= counts["passes_at_most"]
     shares = [done / total for done, total, _ in calls]
     assert shares == sorted(shares)
     assert 0 < shares[0] <= shares[-1] < 1
