@@ -120,22 +120,22 @@ def resource_report() -> ResourceReport:
     """Limits and counters of this process, now."""
     import mlx.core as mx
 
-    found, held = device(), counters()
+    default, held = device(), counters()
     # MLX 0.32.4 keeps the count to itself; later versions may tell it under this name.
-    count = getattr(mx.metal, "get_num_resources", None) if found.kind == "metal" else None
+    count = getattr(mx.metal, "get_num_resources", None) if default.kind == "metal" else None
     outside = "nothing here counts buffers; `mlxstacks guard` predicts them"
-    if found.kind == "metal" and count is None:
+    if default.kind == "metal" and count is None:
         outside = "ioclasscount | grep AGXResource (all processes; watch it grow)"
     return ResourceReport(
-        device=found.kind,
-        resource_limit=found.resource_limit,
-        resource_limit_known=found.resource_limit_known,
+        device=default.kind,
+        resource_limit=default.resource_limit,
+        resource_limit_known=default.resource_limit_known,
         counted_buffers=None if count is None else int(count()),
         active_bytes=held.active_bytes,
         peak_bytes=held.peak_bytes,
         cache_bytes=held.cache_bytes,
         resident_bytes=peak_resident_bytes(),
-        working_set_bytes=found.working_set_bytes,
+        working_set_bytes=default.working_set_bytes,
         how_to_count=outside,
     )
 

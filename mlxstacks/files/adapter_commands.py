@@ -9,7 +9,7 @@ from mlxstacks.files.adapters import WEIGHTS, load_any_adapter, write_adapter, z
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.lora_modules import Adapter, LoraModule, delta_norm, delta_weights
+from mlxstacks.files.lora_modules import Adapter, delta_norm, delta_weights
 from mlxstacks.files.peft_adapters import write_peft, write_zero_peft
 from mlxstacks.files.peft_config import PEFT_WEIGHTS
 from mlxstacks.files.settings import (
@@ -91,20 +91,19 @@ def show_adapter(settings: AdapterShowSettings) -> AdapterSummary:
         base_model=base_model if isinstance(base_model, str) else None,
         base_fingerprint=adapter.base_fingerprint,
         metadata=adapter.metadata,
-        modules=tuple(_summary(m) for m in adapter.modules.values()),
-    )
-
-
-def _summary(module: LoraModule) -> ModuleSummary:
-    return ModuleSummary(
-        path=module.path,
-        kind="switch" if module.is_switch else "dense",
-        lora_a=module.lora_a.shape,
-        lora_b=module.lora_b.shape,
-        dtype=module.dtype,
-        rank=module.rank,
-        parameters=module.parameters,
-        delta_rms=delta_norm(module) / delta_weights(module) ** 0.5,
+        modules=tuple(
+            ModuleSummary(
+                path=module.path,
+                kind="switch" if module.is_switch else "dense",
+                lora_a=module.lora_a.shape,
+                lora_b=module.lora_b.shape,
+                dtype=module.dtype,
+                rank=module.rank,
+                parameters=module.parameters,
+                delta_rms=delta_norm(module) / delta_weights(module) ** 0.5,
+            )
+            for module in adapter.modules.values()
+        ),
     )
 
 

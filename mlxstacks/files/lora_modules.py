@@ -307,12 +307,22 @@ def read_float(info: TensorInfo, problems: list[str]) -> Array | None:
     return raw
 
 
-def raise_problems(directory: Path, problems: Sequence[str]) -> None:
+def read_pair(a: TensorInfo, b: TensorInfo, problems: list[str]) -> tuple[Array, Array, str] | None:
+    """Raw numbers of both halves and their dtype: float32, exactly, where theirs differ."""
+    raw_a, raw_b = read_float(a, problems), read_float(b, problems)
+    if raw_a is None or raw_b is None:
+        return None
+    if a.dtype == b.dtype:
+        return raw_a, raw_b, a.dtype
+    return from_storage(raw_a, a.dtype), from_storage(raw_b, b.dtype), "F32"
+
+
+def raise_problems(directory: Path, problems: Sequence[str], about: str = "") -> None:
     """One AdapterError that lists every problem; nothing when there is none."""
     if problems:
         many = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
         lines = "".join(f"\n  {problem}" for problem in problems)
-        raise AdapterError(f"adapter {directory}: {many}{lines}")
+        raise AdapterError(f"adapter {directory}{about}: {many}{lines}")
 
 
 def save_adapter(

@@ -65,6 +65,7 @@ DTYPES: dict[str, tuple[int, np.dtype[Any]]] = {
 # bits an element: such tensors can be copied whole, not read
 SUB_BYTE_DTYPES = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
+_MOST_OPENS = 3
 _IDENTITY = ("st_dev", "st_ino", "st_size", "st_mtime_ns")
 AGAIN = "download or convert the file again"
 
@@ -119,7 +120,11 @@ def read_header(path: str | Path) -> ShardHeader:
             message names the file and, where there is one, the tensor.
     """
     path = Path(path)
-    raw, file_bytes = _header_bytes(path)
+    # Again, since a writer of a store may replace a file by one of the same bytes.
+    checked = next(filter(None, (_header_bytes(path) for _ in range(_MOST_OPENS))), None)
+    if checked is None:
+        raise CheckpointError(f"{path}: was changed each time it was opened; try again")
+    raw, file_bytes = checked
     try:
         table = parse_object(raw.decode("utf-8"))
     except ValueError as error:
@@ -184,17 +189,21 @@ def read_exactly(descriptor: int, out: memoryview, info: TensorInfo, offset: int
         out, offset = out[count:], offset + count
 
 
-def _header_bytes(path: Path) -> tuple[bytes, int]:
-    """The JSON of a header that the library accepts, and the size of the file."""
+def _header_bytes(path: Path) -> tuple[bytes, int] | None:
+    """The JSON of a header that the library accepts, and the size of the file; None where `path`
+    became another file meanwhile.
+    """
+    from safetensors import SafetensorError, safe_open
+
     descriptor = open_regular(path)
     try:
-        state = os.fstat(descriptor)
+        opened = os.fstat(descriptor)
         length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-        limit = min(MAX_HEADER_BYTES, state.st_size - 8)
+        limit = min(MAX_HEADER_BYTES, opened.st_size - 8)
         if length > limit:
             raise CheckpointError(
                 f"{path}: header length {length}, allowed: {max(limit, 0)} bytes "
-                f"(file: {state.st_size} bytes); truncated or no safetensors file: {AGAIN}"
+                f"(file: {opened.st_size} bytes); truncated or no safetensors file: {AGAIN}"
             )
         raw = os.pread(descriptor, length, 8)
         parts = sum(raw.count(mark) for mark in b"{[:,")
@@ -202,26 +211,17 @@ def _header_bytes(path: Path) -> tuple[bytes, int]:
             raise CheckpointError(
                 f"{path}: header has {parts} JSON parts, allowed: {MAX_HEADER_PARTS}; {AGAIN}"
             )
-        _check_by_library(path, state)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    finally:
-        os.close(descriptor)
-    return raw, state.st_size
-
-
-def _check_by_library(path: Path, opened: os.stat_result) -> None:
-    """Raises: CheckpointError: it refuses the file, or `path` no longer is the one that is open."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
         with safe_open(path, "np"):  # maps the file, and of its pages touches the header
             now = os.stat(path)
     except SafetensorError as error:
         reason = _shown(str(error).removeprefix("Error while deserializing header: "))
         raise CheckpointError(f"{path}: no whole safetensors file: {reason}; {AGAIN}") from None
-    if any(getattr(now, key) != getattr(opened, key) for key in _IDENTITY):
-        raise CheckpointError(f"{path}: was changed while it was opened; try again")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    finally:
+        os.close(descriptor)
+    same = all(getattr(now, key) == getattr(opened, key) for key in _IDENTITY)
+    return (raw, opened.st_size) if same else None
 
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:

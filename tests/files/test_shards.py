@@ -187,12 +187,18 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_refused(
     path = put(tmp_path / "x", file_bytes(ONE, b"abcd"))
 
     def replaced(*arguments: Any) -> Any:
-        os.replace(put(tmp_path / "y", file_bytes(ONE, b"efgh")), path)
+        nonlocal replacements
+        if replacements:
+            replacements -= 1
+            os.replace(put(tmp_path / "y", file_bytes(ONE, b"efgh")), path)
         return library(*arguments)
 
     library = safetensors.safe_open
     monkeypatch.setattr(safetensors, "safe_open", replaced)
-    with pytest.raises(CheckpointError, match="changed while it was opened"):
+    replacements = 2
+    assert [*read_header(path).tensors] == ["a"]
+    replacements = 3
+    with pytest.raises(CheckpointError, match="changed each time it was opened"):
         read_header(path)
 
 

@@ -207,7 +207,7 @@ def test_a_router_outside_its_folder_is_refused(store: Store) -> None:
     record = store.manifest.router
     assert record is not None
     for file, message in (
-        (record.file.replace("routers/", "stacks/"), "the router's file lies in routers/"),
+        (record.file.replace("routers/", "stacks/"), "must lie in routers/"),
         (f"../{record.file}", "router.file: String should match"),
         ("routers/router-aaaaaaaaaaaa.safetensors", "must end in the first 12 digits"),
     ):
