@@ -1,8 +1,7 @@
 """What is behind `mlxstacks adapter show | zero | convert`."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapters import WEIGHTS, load_any_adapter, write_adapter, zero_adapter
@@ -50,9 +49,6 @@ class AdapterSummary:
     metadata: dict[str, str]
     modules: tuple[ModuleSummary, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class AdapterWritten:
@@ -65,9 +61,6 @@ class AdapterWritten:
     modules: int
     parameters: int
     weight_bytes: int
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def adapter_format(path: str | Path) -> AdapterFormat:

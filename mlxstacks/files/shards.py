@@ -20,6 +20,7 @@ import errno
 import json
 import math
 import os
+import reprlib
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ import numpy as np
 from mlxstacks.errors import CheckpointError, TargetError
 from mlxstacks.files.disk import start_writeback, target_errors, write_all
 from mlxstacks.files.strict_json import parse_object
+from mlxstacks.ops.affine import Array
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # brackets, colons and commas: enough for 150,000 tensors; bounds the memory that parsing takes
@@ -246,24 +248,13 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     return TensorInfo(name, dtype, shape, path, data_start + start, data_start + end)
 
 
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 100
+
+
 def _shown(value: Any) -> str:
-    """A hostile value cut to what a message can carry; huge containers are not spelled out."""
-    if isinstance(value, str):
-        return ascii(value if len(value) <= 100 else value[:97] + "...")
-    if isinstance(value, list | dict):
-        kind = "list" if isinstance(value, list) else "object"
-        if len(value) > 8 or any(isinstance(part, list | dict) for part in value):
-            return f"{kind} of {len(value)}"
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, list):
-        return "[" + ", ".join(_shown(part) for part in value) + "]"
-    if isinstance(value, dict):
-        return "object with " + ", ".join(_shown(key) for key in value)
-    return ascii(value)
-
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    """A hostile value cut to what a message can carry."""
+    return _short.repr(value).encode("ascii", "backslashreplace").decode()
 
 
 def read_rows(info: TensorInfo, first: int, last: int, out: Array | None = None) -> Array:
