@@ -173,7 +173,17 @@ def _read_pair(
         problems.append(f"{path}.{missing[0]}: missing, its other half is there")
         return None
     a, b = (pair[leaf] for leaf in _LEAVES)
-    mismatch = _shape_problem(a.shape, b.shape)
+    axes, mismatch = (len(a.shape), len(b.shape)), ""
+    if axes == (2, 3):
+        mismatch = "the expert layout of an old mlx-lm; lora_a must be (experts, rank, input_dims)"
+    elif axes not in ((2, 2), (3, 3)):
+        mismatch = "expected (K, R) and (R, N), or with experts (E, R, K) and (E, N, R)"
+    elif axes == (3, 3) and a.shape[0] != b.shape[0] and 1 not in (a.shape[0], b.shape[0]):
+        mismatch = (
+            f"{a.shape[0]} and {b.shape[0]} experts; either half has all of them, or one for all"
+        )
+    elif a.shape[1] != (rank := b.shape[2 if axes == (3, 3) else 0]):
+        mismatch = f"ranks {a.shape[1]} and {rank} differ"
     if mismatch:
         problems.append(f"{path}: lora_a {list(a.shape)}, lora_b {list(b.shape)}: {mismatch}")
         return None
@@ -182,19 +192,6 @@ def _read_pair(
         return None
     module = LoraModule(path, *halves, scale)
     return with_experts(module, max(a.shape[0], b.shape[0])) if module.is_switch else module
-
-
-def _shape_problem(a: tuple[int, ...], b: tuple[int, ...]) -> str | None:
-    """Why a pair of shapes is no LoRA; None when it is one."""
-    if (len(a), len(b)) == (2, 2):
-        return None if a[1] == b[0] else f"ranks {a[1]} and {b[0]} differ"
-    if (len(a), len(b)) == (3, 3):
-        if a[0] != b[0] and 1 not in (a[0], b[0]):
-            return f"{a[0]} and {b[0]} experts; either half has all of them, or one for all"
-        return None if a[1] == b[2] else f"ranks {a[1]} and {b[2]} differ"
-    if (len(a), len(b)) == (2, 3):
-        return "the expert layout of an old mlx-lm; lora_a must be (experts, rank, input_dims)"
-    return "expected (K, R) and (R, N), or with experts (E, R, K) and (E, N, R)"
 
 
 def zero_adapter(adapter: Adapter) -> Adapter:
@@ -260,7 +257,12 @@ def match_adapter(
     if not checkpoint.is_converted:
         checkpoint.loaded_weights  # noqa: B018 (raises)
     problems: list[str] = []
-    base = _check_base(adapter, checkpoint, allow_base, problems)
+    base: BaseCheck = "not verifiable"
+    if (trained_on := adapter.base_fingerprint) is not None:
+        try:
+            base = compare_base(adapter, fingerprint(checkpoint, trained_on), allow_base)
+        except AdapterError as error:
+            problems.append(str(error))
     unknown: list[str] = []
     matches = []
     for path, module in adapter.modules.items():
@@ -276,19 +278,21 @@ def match_adapter(
     return matches
 
 
-def _check_base(
-    adapter: Adapter, checkpoint: Checkpoint, allow_base: bool, problems: list[str]
-) -> BaseCheck:
+def compare_base(adapter: Adapter, base: str, allow_base: bool) -> BaseCheck:
+    """Whether an adapter was trained on the base with the fingerprint `base`, of the same kind as
+    its own.
+
+    Raises: AdapterError: on another one, without `allow_base`.
+    """
     trained_on = adapter.base_fingerprint
     if trained_on is None:
         return "not verifiable"
-    base = fingerprint(checkpoint, trained_on)
     if trained_on == base:
         return "verified" if base.startswith(FULL) else "verified by samples"
     if not allow_base:
-        problems.append(
-            f"trained on the base with fingerprint {trained_on}, this one has {base}; use that "
-            "base, or --allow-base to go on with this one"
+        raise AdapterError(
+            f"adapter {adapter.directory}: trained on the base with fingerprint {trained_on[:69]}, "
+            f"this one has {base}; use that base, or --allow-base to go on with this one"
         )
     return "overridden"
 

@@ -120,10 +120,9 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         )
     index_path = directory / INDEX_NAME
     index = read_json_object(index_path) if os.path.lexists(index_path) else None
-    weight_map = _weight_map(index_path, index)
     headers = tuple(read_header(path) for path in files)
     checkpoint = Checkpoint(directory, config, headers, _gather(headers), index)
-    absent = _absent_shard(checkpoint, weight_map)
+    absent = _absent_shard(checkpoint)
     if absent is not None:
         try:
             checkpoint.loaded_weights  # noqa: B018
@@ -230,51 +229,46 @@ def _shard_files(directory: Path) -> list[Path]:
     raise CheckpointError(f"{directory}: no model*.safetensors; download or convert the model")
 
 
-def _weight_map(index_path: Path, index: dict[str, Any] | None) -> dict[str, str]:
-    weight_map = {} if index is None else index.get("weight_map")
+def _absent_shard(checkpoint: Checkpoint) -> str | None:
+    """What a shard that seems to be missing is called, and why; None where none does.
+
+    Raises: CheckpointError for an index that maps no names to files in the directory or below it.
+    """
+    directory, index_path = checkpoint.directory, checkpoint.directory / INDEX_NAME
+    loaded = {header.path.name for header in checkpoint.headers}
+    weight_map = {} if checkpoint.index is None else checkpoint.index.get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index_path}: weight_map must map tensors to files; {AGAIN}")
+    absent: str | None = None
     for name, file in weight_map.items():
         fits = isinstance(file, str) and file.isprintable() and "\\" not in file
         fits = fits and len(file.encode()) <= MAX_NAME_BYTES
         if not fits or {"", ".", ".."} & set(file.split("/")):
             raise CheckpointError(
-                f"{index_path}: tensor {name[:100]!a} is mapped to {ascii(file)[:200]}; only "
-                f"a file in the same directory or below it is allowed; {AGAIN}"
+                f"{index_path}: tensor {name[:100]!a} is mapped to {ascii(file)[:200]}; only a file "
+                f"in the same directory or below it is allowed; {AGAIN}"
             )
-    return weight_map
-
-
-def _absent_shard(checkpoint: Checkpoint, weight_map: dict[str, str]) -> str | None:
-    """What a shard that seems to be missing is called, and why; None where none does."""
-    directory = checkpoint.directory
-    loaded = {header.path.name for header in checkpoint.headers}
-    for name, file in weight_map.items():
-        if name in checkpoint.tensors or file in loaded or SIDE_PART.search(name):
+        if absent or name in checkpoint.tensors or file in loaded or SIDE_PART.search(name):
             continue
+        absent = f"{directory / file}: shard is missing ({INDEX_NAME} names it); download it again"
         if (directory / file).exists():
-            return (
+            absent = (
                 f"{directory / file}: named in {INDEX_NAME}, but mlx-lm loads only "
                 "model*.safetensors; rename the file or convert the model again"
             )
-        return f"{directory / file}: shard is missing ({INDEX_NAME} names it); download it again"
-    return None if weight_map else _gap_in_numbers(directory, loaded)
-
-
-def _gap_in_numbers(directory: Path, present: set[str]) -> str | None:
-    """Without an index the names still say how many shards there are."""
-    for name in sorted(present):
+    # Without an index the names still say how many shards there are.
+    for name in () if weight_map else sorted(loaded):
         if match := _NUMBERED.fullmatch(name):
             before, _, count, after = match.groups()
-            # stops at the first absent one: a hostile count costs at most len(present) steps
+            # stops at the first absent one: a hostile count costs at most len(loaded) steps
             for number in range(1, int(count) + 1):
                 other = f"{before}{number:05d}-of-{count}{after}"
-                if other not in present:
+                if other not in loaded:
                     return (
                         f"{directory / other}: shard is missing ({name} is there); "
                         "download it again, or remove shards of another version"
                     )
-    return None
+    return absent
 
 
 def _gather(headers: tuple[ShardHeader, ...]) -> dict[str, TensorInfo]:

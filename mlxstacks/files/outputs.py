@@ -343,7 +343,13 @@ def _locked(
     lock = acquire_lock(target.parent / f".{target.name}.lock", target, wait=wait, mode=mode)
     try:
         with target_errors(target, needed_bytes):
-            _repair(target)
+            for old in _leftovers(target, "old"):
+                if not target.exists():
+                    old.rename(target)
+                else:
+                    remove_marked(old)
+            for temporary in _leftovers(target, r"tmp-\d+"):
+                remove_marked(temporary)
         yield
     finally:
         release_lock(lock)
@@ -476,17 +482,6 @@ def _leftovers(target: Path, kind: str) -> list[Path]:
     # a whole match: a target named "a.tmp-1-00000000" has temporaries that begin like those of "a"
     pattern = re.compile(rf"\.{re.escape(target.name)}\.{kind}-[0-9a-f]{{8}}")
     return sorted(path for path in target.parent.iterdir() if pattern.fullmatch(path.name))
-
-
-def _repair(target: Path) -> None:
-    """Finish what a dead run left; call only under the lock."""
-    for old in _leftovers(target, "old"):
-        if not target.exists():
-            old.rename(target)
-        else:
-            remove_marked(old)
-    for temporary in _leftovers(target, r"tmp-\d+"):
-        remove_marked(temporary)
 
 
 def _swap_in(staged: Path, target: Path) -> None:

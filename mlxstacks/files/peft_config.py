@@ -188,22 +188,20 @@ def _pattern_table(
     numbers = {}
     for pattern, value in table.items():
         where = f"{key}[{pattern!r:.100}]"
-        if (problem := _pattern_problem(pattern)) is not None:
-            problems.append(f"{where}: {problem}")
-        else:
-            numbers[pattern] = number(value, where, problems)
+        if len(pattern) > MAX_NAME:
+            problems.append(
+                f"{where}: {len(pattern):,} letters, allowed: {MAX_NAME}; name the modules"
+            )
+            continue
+        try:
+            re.compile(_whole_name(pattern))  # flags and back references fit only alone
+        except (re.error, RecursionError, OverflowError) as error:
+            problems.append(f"{where}: not a regular expression: {error}")
+            continue
+        try:
+            compile_expression(_whole_name(pattern))
+        except ValueError as error:
+            problems.append(f"{where}: {error}; name the modules")
+            continue
+        numbers[pattern] = number(value, where, problems)
     return PatternTable(numbers)
-
-
-def _pattern_problem(pattern: str) -> str | None:
-    if len(pattern) > MAX_NAME:
-        return f"{len(pattern):,} letters, allowed: {MAX_NAME}; name the modules"
-    try:
-        re.compile(_whole_name(pattern))  # flags and back references fit only alone
-    except (re.error, RecursionError, OverflowError) as error:
-        return f"not a regular expression: {error}"
-    try:
-        compile_expression(_whole_name(pattern))
-    except ValueError as error:
-        return f"{error}; name the modules"
-    return None

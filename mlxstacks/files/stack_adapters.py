@@ -23,6 +23,7 @@ from mlxstacks.files.adapter_commands import adapter_format
 from mlxstacks.files.adapters import (
     WEIGHTS,
     BaseCheck,
+    compare_base,
     load_any_adapter,
     match_adapter,
     write_adapter,
@@ -284,22 +285,11 @@ def _check_base(
     adapter: Adapter, base: str, model: Checkpoint | None, allow_base: bool
 ) -> BaseCheck:
     trained_on = adapter.base_fingerprint
-    if trained_on is None:
-        return "not verifiable"
-    is_full = trained_on.startswith(FULL)
-    if is_full != base.startswith(FULL):
+    if trained_on is not None and trained_on.startswith(FULL) != base.startswith(FULL):
         if model is None:
             return "not verifiable"
         base = fingerprint(model, trained_on)
-    if trained_on == base:
-        return "verified" if is_full else "verified by samples"
-    if not allow_base:
-        raise AdapterError(
-            f"adapter {adapter.directory}: trained on the base with fingerprint {trained_on[:69]}, "
-            f"the store's has {base}; use a store of that base, or --allow-base to import it "
-            "marked as of another base"
-        )
-    return "overridden"
+    return compare_base(adapter, base, allow_base)
 
 
 def _check_new(store: Store, header: StackHeader) -> None:

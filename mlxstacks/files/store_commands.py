@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import target_errors
-from mlxstacks.files.manifest import DomainRecord, Manifest, Matrix, StackRecord
+from mlxstacks.files.manifest import DomainRecord, Manifest, Matrix
 from mlxstacks.files.router_file import check_router
 from mlxstacks.files.settings import (
     StacksDiffSettings,
@@ -316,7 +316,14 @@ def _differences(a: Manifest, b: Manifest) -> Iterator[Difference]:
     names = [[domain.name for domain in m.domains] for m in (a, b)]
     order = [[name for name in side if name in names[0] and name in names[1]] for side in names]
     yield from _unequal("order", "", {"domains": order[0]}, {"domains": order[1]})
-    yield from _by_name("stack", *({s.name: _stack_facts(s) for s in m.stacks} for m in (a, b)))
+    stacks = (
+        {
+            s.name: {"sha256": s.file.sha256} | {name: getattr(s, name) for name in _STACK_FIELDS}
+            for s in m.stacks
+        }
+        for m in (a, b)
+    )
+    yield from _by_name("stack", *stacks)
     first, second = _entries(a), _entries(b)
     for mode in dict.fromkeys([*first, *second]):
         yield from _unequal("matrix", mode, first.get(mode, {}), second.get(mode, {}))
@@ -332,10 +339,6 @@ def _domain_facts(domain: DomainRecord) -> dict[str, Any]:
         else:
             facts[field] = value
     return facts | {"split": domain.split and domain.split.sha256}
-
-
-def _stack_facts(stack: StackRecord) -> dict[str, Any]:
-    return {"sha256": stack.file.sha256} | {name: getattr(stack, name) for name in _STACK_FIELDS}
 
 
 def _by_name(
