@@ -14,7 +14,7 @@ from mlxstacks.data import DomainDataSettings, Rendering, Row, encode_messages
 from mlxstacks.data.chat import prompt_tokens
 from mlxstacks.data.text_settings import Thinking, ThinkingMode
 from mlxstacks.routing.generation import encode_prompt
-from mlxstacks.studies.benchmarks.arm_prompts import PromptEncoder
+from mlxstacks.studies.benchmarks.arm_model import PromptEncoder
 from mlxstacks.studies.benchmarks.settings import ArmSettings
 from mlxstacks.studies.confound.scoring import encode_choices
 from mlxstacks.study.items import Item

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlxstacks.stats import Interval, holm, mcnemar_exact_test, wilson_interval
-from mlxstacks.studies.benchmarks.answers import Given
 from mlxstacks.studies.benchmarks.grading import Grade
 from mlxstacks.studies.benchmarks.settings import ARMS, NORMALISATIONS, Normalisation
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied, Scored
@@ -31,6 +30,15 @@ _HARNESS_METRICS = ("acc", "exact_match", "pass@1")
 
 
 # --- right and wrong ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An arm's answer to one item. seconds: its share of its batch's wall time."""
+
+    item_id: str
+    answer: Scored | Replied
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)

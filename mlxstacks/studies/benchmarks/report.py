@@ -16,11 +16,11 @@ from mlxstacks.studies.benchmarks.analysis import (
     mean_differences,
 )
 from mlxstacks.studies.benchmarks.items import AskedTask
-from mlxstacks.studies.benchmarks.plan import evidence_of, least_effect
 from mlxstacks.studies.benchmarks.settings import NORMALISATIONS
 from mlxstacks.studies.benchmarks.tasks import PUBLISHED_MODEL
 from mlxstacks.study.document import Block, Cell, Column, Plot, Series, Table, Text
-from mlxstacks.study.plan import Plan, Standing, standing
+from mlxstacks.study.plan import Evidence, Plan, Standing, standing
+from mlxstacks.study.power import POWER, least_effect_of_mcnemar
 
 # Arms that choose among stacks.
 CHOOSING = ("routed", "oracle", "random")
@@ -64,7 +64,8 @@ def find(
     reasons: list[str] = []
     for task in asked:
         name, plan = task.name, plans[task.name]
-        held = standing(plan, evidence_of(plan, outcomes[name], data[name], seed))
+        items = {arm: [o.item_id for o in of_arm] for arm, of_arm in outcomes[name].items()}
+        held = standing(plan, Evidence(plan.sha256, items, data[name], (seed,)))
         reasons += held.reasons
         published = task.task.published if is_published_model else None
         tasks[name] = {
@@ -155,7 +156,9 @@ def _too_few(tasks: Mapping[str, Figures], plans: Mapping[str, Plan], tests: int
     names: dict[str, list[str]] = {}
     for name, task in tasks.items():
         if task["comparisons"] and all(c["label"] == EVEN for c in task["comparisons"]):
-            least, share = least_effect(plans[name], tests), plans[name].expected_discordant
+            plan, share = plans[name], plans[name].expected_discordant
+            alpha = plan.thresholds["alpha"] / tests
+            least = least_effect_of_mcnemar(share, plan.n, POWER, alpha)
             if least is None:
                 words = f"can show no difference at all, if {share:.0%} of pairs differ"
             elif least > _LARGE:

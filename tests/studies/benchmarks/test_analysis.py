@@ -16,6 +16,7 @@ from mlxstacks.stats import mcnemar_exact_test, wilson_interval
 from mlxstacks.studies.benchmarks.analysis import (
     Claim,
     Figures,
+    Given,
     Outcome,
     arm_means,
     arm_score,
@@ -25,7 +26,6 @@ from mlxstacks.studies.benchmarks.analysis import (
     mean_of,
     pick,
 )
-from mlxstacks.studies.benchmarks.answers import Given
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Scored
 from mlxstacks.study.judge import paired_interval
 from tests.studies.eval_cases import outcome, outcomes_of

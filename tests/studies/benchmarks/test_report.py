@@ -235,11 +235,6 @@ def test_power_shares_alpha_among_the_tests() -> None:
         return float(line.split(": ")[2].split(" points")[0])
 
     assert points(few) < points(many)
-    a_plan = task_plan(SETTINGS, asked_of("mmlu", 500, ["base", "routed"]), HASHES)
-    for line, tests in ((few, 1), (many, 40)):
-        least = plan.least_effect(a_plan, tests)
-        assert least is not None
-        assert points(line) == pytest.approx(100 * least, abs=0.05)
 
 
 def test_the_verdict_says_what_so_few_items_cannot_show() -> None:

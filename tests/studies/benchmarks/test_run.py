@@ -16,9 +16,8 @@ from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import validate
 from mlxstacks.report.find import find_sources
-from mlxstacks.studies.benchmarks import plan
+from mlxstacks.studies.benchmarks import harness, plan
 from mlxstacks.studies.benchmarks import run as eval_run
-from mlxstacks.studies.benchmarks.harness import run as harness
 from mlxstacks.studies.benchmarks.items import ask
 from mlxstacks.studies.benchmarks.run import run
 from mlxstacks.studies.benchmarks.settings import EvalSettings
@@ -523,7 +522,7 @@ def test_what_cannot_be_evaluated_is_refused_with_a_reason(
     refused("items", data=str(empty))
     twice = [item_row(1), item_row(1)]
     empty.write_text("".join(json.dumps(row) + "\n" for row in twice))
-    refused("occur twice: 1", data=str(empty))
+    refused("line 2: id 1 was there already", data=str(empty))
     empty.write_text(json.dumps(item_row(1) | {"answer": "Q"}) + "\n")
     refused("answer is 'Q'", data=str(empty))
     assert not fakes.opened
@@ -566,10 +565,6 @@ def test_what_is_not_here_is_told_before_any_data_is_read(
     [
         (None, "no such directory"),
         ((), "it has no result.json"),
-        (
-            ("eval_report.json",),
-            "eval_report.json was written by mlxstacks before 0.2; run it again",
-        ),
     ],
 )
 def test_a_regrade_of_nothing_says_what_it_takes(
@@ -616,7 +611,7 @@ def test_an_arm_that_gives_too_few_answers_is_no_arm(
 ) -> None:
     whole = FakeArm.score
     monkeypatch.setattr(
-        FakeArm, "score", lambda self, items, of="texts": whole(self, items, of)[1:]
+        FakeArm, "score", lambda self, items, *of, **more: whole(self, items, *of, **more)[1:]
     )
     with pytest.raises(ValueError, match="7 answers to 8 items"):
         run(settings_for(data, tmp_path / "out"))

@@ -73,7 +73,3 @@ def test_the_first_rows_are_of_the_first_strata() -> None:
 def test_what_cannot_be_sampled() -> None:
     with pytest.raises(InputError, match="no items to sample"):
         sample_items([], 5, 0)
-    with pytest.raises(InputError, match="got limit 0"):
-        sample_items(items_of({"a": 2}), 0, 0)
-    with pytest.raises(ValueError, match="2 items have 1 ids"):
-        sample_items(items_of({"a": 1}) * 2, 1, 0)

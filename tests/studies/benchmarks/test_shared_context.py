@@ -325,13 +325,13 @@ def test_every_arm_shares_long_contexts(
         asked = [(long, end) for end in ENDS] + [(long[:9], end) for end in ENDS]
         prompts = [(LONG, None)] * len(asked)
         contexts.clear()
-        of_arm[arm.name] = arm.score_tokens(asked, prompts)
-        assert contexts == [len(long)], "the short one is not shared"
-        greedy = arm.are_greedy(asked, prompts)
+        of_arm[arm.name], greedy = arm.score_tokens(asked, prompts, with_greedy=True)
+        assert contexts == [len(long)] * 2, "the short one is not shared"
         assert arm._scorer is not None
         arm._scorer = whole(arm._scorer)
-        assert of_arm[arm.name] == pytest.approx(arm.score_tokens(asked, prompts), abs=ROUNDING)
-        assert greedy == arm.are_greedy(asked, prompts)
+        alone, greedy_alone = arm.score_tokens(asked, prompts, with_greedy=True)
+        assert of_arm[arm.name] == pytest.approx(alone, abs=ROUNDING)
+        assert greedy == greedy_alone
     assert of_arm["base"] != pytest.approx(of_arm["ungated"], abs=0.01)
     assert of_arm["base"] != pytest.approx(of_arm["adapter"], abs=0.01)
 

@@ -15,8 +15,16 @@ from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError
 from mlxstacks.stats import wilson_interval
-from mlxstacks.studies.benchmarks.rows import READERS, RawItem, bench_item, options_inside
-from mlxstacks.studies.benchmarks.tasks import TASKS, TWELVE, BenchItem, task_named
+from mlxstacks.studies.benchmarks.tasks import (
+    READERS,
+    TASKS,
+    TWELVE,
+    BenchItem,
+    RawItem,
+    bench_item,
+    options_inside,
+    task_named,
+)
 from tests.studies.benchmarks.task_cases import ROWS
 
 
@@ -50,11 +58,10 @@ def test_the_table_is_whole() -> None:
     for name, task in TASKS.items():
         assert task.name == name
         assert (task.kind == "generate") == (task.grader is not None) == (task.max_tokens > 0)
-        assert name in READERS or name in ("mmlu_pro", "items")
+        assert name in READERS
         assert task.files
     assert {name for name, task in TASKS.items() if task.metric == "pass@1"} == {"humaneval"}
-    assert TASKS["mmlu"].source == "cais/mmlu/all/test"
-    assert TASKS["items"].source == ""
+    assert TASKS["mmlu"].sources[0].label == "cais/mmlu/all/test"
 
 
 @pytest.mark.parametrize(
@@ -210,9 +217,7 @@ def test_the_right_answer_is_in_each_place_as_often() -> None:
 def test_shuffling_is_the_same_in_every_process() -> None:
     """Python hashes a text otherwise in each process; ours must not hang on it."""
     code = (
-        "from mlxstacks.studies.benchmarks.rows import bench_item\n"
-        "from mlxstacks.studies.benchmarks.rows import RawItem\n"
-        "from mlxstacks.studies.benchmarks.tasks import TASKS\n"
+        "from mlxstacks.studies.benchmarks.tasks import TASKS, RawItem, bench_item\n"
         "raw = RawItem('Which?', 0, ('one', 'two', 'three', 'four'))\n"
         "tasks = [TASKS['gpqa_diamond'], TASKS['truthfulqa_mc1']]\n"
         "print([bench_item(task, raw, str(i)) for task in tasks for i in range(20)], hash('a'))"
