@@ -139,9 +139,6 @@ def settings_for(data: Path, save_path: Path, /, **changes: Any) -> EvalSettings
     return EvalSettings.model_validate(values | changes)
 
 
-# --- outcomes made by hand ------------------------------------------------------------------------
-
-
 def outcome(index: int, correct: bool | None, **changes: Any) -> Outcome:
     values: dict[str, Any] = {
         "item_id": str(index), "stratum": SUBJECTS[index % 3], "correct": correct, "value": "0",

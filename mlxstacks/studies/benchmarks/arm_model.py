@@ -27,12 +27,9 @@ from mlxstacks.errors import InputError
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.layers.selection import Selection, base
 from mlxstacks.layers.stacked import set_mode
-from mlxstacks.routing.answer import begins_in_thought, split_thoughts
 from mlxstacks.routing.candidate_losses import Weights, choose_batch_tokens
-from mlxstacks.routing.generation import Prompt, Sampling, encode_prompt, generate
-from mlxstacks.routing.open_routed import context_tokens
-from mlxstacks.routing.prompt_cache import PromptCache
-from mlxstacks.routing.random_stack import random_name
+from mlxstacks.routing.engine import begins_in_thought, context_tokens, split_thoughts
+from mlxstacks.routing.generation import Prompt, PromptCache, Sampling, encode_prompt, generate
 from mlxstacks.routing.router import PromptRouter
 from mlxstacks.studies.benchmarks.scoring import (
     Pair,
@@ -43,6 +40,7 @@ from mlxstacks.studies.benchmarks.scoring import (
 )
 from mlxstacks.studies.benchmarks.settings import NEED_LABELS, ArmName, ArmSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied, Scored
+from mlxstacks.studies.route.served import random_name
 from mlxstacks.training.modes import evaluating
 
 
@@ -224,9 +222,6 @@ class Routes:
         return {"prompts_routed": len(active), "gaps": self._gaps, "mean_active_domains": mean}
 
 
-# --- the arm --------------------------------------------------------------------------------------
-
-
 Candidates = Literal["texts", "letters"]
 
 
@@ -297,8 +292,6 @@ class ModelArm:
             self._loaded.select(base())
             self.notes = [*self._first_notes, *self._routes.notes()]
             self.details |= self._routes.details()
-
-    # --- candidates -------------------------------------------------------------------------------
 
     def score(
         self,
@@ -374,8 +367,6 @@ class ModelArm:
         with self._scoring() as scorer:
             greedy = scorer.are_greedy(rows) if with_greedy else [False] * len(rows)
             return scorer.sums(rows), greedy
-
-    # --- answers ----------------------------------------------------------------------------------
 
     def reply(self, items: Sequence[BenchItem], max_tokens: int) -> list[Replied]:
         """The greedy answer to each prompt, without a model's thoughts.

@@ -34,10 +34,10 @@ from typing import Any
 import mlxstacks
 from mlxstacks.sandbox import calls
 from mlxstacks.sandbox.run import SandboxLimits, SandboxResult, run_untrusted
-from mlxstacks.studies.benchmarks import extract
-from mlxstacks.studies.benchmarks.extract import Extracted
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Task
-from mlxstacks.study.line_worker import LineWorker
+from mlxstacks.study import extract
+from mlxstacks.study.child_process import LineWorker
+from mlxstacks.study.extract import Extracted
 
 NO_ANSWER = "no answer"
 CODE_NOT_RUN = "not run: programs need allow_code"
@@ -130,9 +130,6 @@ def grade(task: Task, item: BenchItem, text: str, tools: GradingTools) -> Grade:
             raise ValueError(f"{task.name} is scored by likelihood; there is no text to grade")
     how = NO_ANSWER if extracted.value is None else "equal" if equal else "unequal"
     return Grade(equal, extracted.value, extracted.rule, how)
-
-
-# --- two answers in LaTeX -------------------------------------------------------------------------
 
 
 def equivalent(gold: str, answer: str, symbolic: Symbolic | None = None) -> tuple[bool, str]:
@@ -247,8 +244,6 @@ def as_number(text: str) -> float | None:
     return -value if sign == "-" else value
 
 
-# --- algebra --------------------------------------------------------------------------------------
-
 _MEMORY_BYTES = 2 << 30
 MOST_CHARACTERS = 400
 
@@ -325,8 +320,6 @@ def equal_of(gold: str, answer: str) -> bool | None:
         return None
     return bool(verify(parsed_gold, parsed_answer, timeout_seconds=None))
 
-
-# --- programs -------------------------------------------------------------------------------------
 
 _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _TOP_LEVEL = re.compile(r"^(?:async\s+def|def|class|@|if __name__|print\(|assert |#|```)", re.M)

@@ -36,7 +36,7 @@ import yaml
 from jinja2 import TemplateError
 
 from mlxstacks.data.arrow_sets import hub_snapshot
-from mlxstacks.data.json_lines import read_records
+from mlxstacks.data.json_rows import read_records
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.strict_json import json_sha256
@@ -257,9 +257,6 @@ def _tasks_named(name: str, include_path: str | Path | None) -> Sequence[Harness
     raise InputError(f"no task {name[:80]!r}{hint} (there are: {', '.join(files)}; {count})")
 
 
-# --- task files -----------------------------------------------------------------------------------
-
-
 def task_files(include_path: str | Path | None = None) -> dict[str, Path]:
     """Task name -> file: those shipped, and those of a directory, which go first.
 
@@ -334,9 +331,6 @@ def _data_files(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, .
             f"{path}: data_files needs a file for each split in use ({', '.join(sorted(splits))})"
         )
     return files
-
-
-# --- tasks of lm_eval -----------------------------------------------------------------------------
 
 
 def builtin_tasks(name: str) -> list[BuiltinTask]:
@@ -474,9 +468,6 @@ def _problems(config: Mapping[str, Any]) -> list[str]:
     except InputError as error:
         problems.append(str(error))
     return problems
-
-
-# --- a run ----------------------------------------------------------------------------------------
 
 
 def run_harness(

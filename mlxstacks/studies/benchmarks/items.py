@@ -77,9 +77,6 @@ class AskedTask:
         }  # fmt: skip
 
 
-# --- from rows ------------------------------------------------------------------------------------
-
-
 def open_task(task: Task, data: str | None, *, reference: bool = False) -> AskedTask:
     """All items of a benchmark.
 
@@ -201,9 +198,6 @@ def _named(
             f"counts as wrong: {', '.join(twins[:_MOST_SHOWN])}"
         )
     return named, notes
-
-
-# --- what is asked --------------------------------------------------------------------------------
 
 
 def sample_items(

@@ -94,9 +94,6 @@ def find(
     return figures, _verdict(tasks, family, differences, overall, few)
 
 
-# --- in words -------------------------------------------------------------------------------------
-
-
 def marks_of(asked: AskedTask, arms: Mapping[str, Figures]) -> list[str]:
     """What makes a score say less than it seems to."""
     marks = list(asked.notes)
@@ -261,9 +258,6 @@ def outcome(figures: Figures) -> str:
     if not count:
         return f"no difference shown, of {len(pairs)} tested"
     return f"{count} of {len(pairs)} differences shown"
-
-
-# --- tables ---------------------------------------------------------------------------------------
 
 
 def _table(
@@ -489,9 +483,6 @@ def _harness_tables(id: str, name: str, task: Figures) -> list[Table]:
         _table(id, scores, f"{columns} | seconds: seconds", rows),
         *_pair_tables(f"{id}-pairs", f"{title}, paired tests", task["comparisons"]),
     ]
-
-
-# --- plots ----------------------------------------------------------------------------------------
 
 
 def _plots(figures: Figures) -> list[Block]:

@@ -175,8 +175,6 @@ class _Evaluation(Study):
         )  # fmt: skip
         self.plot_formats = FORMATS if settings.plots else ()
 
-    # --- the plan ---------------------------------------------------------------------------------
-
     def planned(self) -> Result:
         if self.dry_run:
             return self._glance()
@@ -224,8 +222,6 @@ class _Evaluation(Study):
             power=power_lines(settings, {task.name: len(task.items) for task in asked}, tests),
             blocks=plan_blocks(shown, tasks), notes=tuple(notes),
         )  # fmt: skip
-
-    # --- answers ----------------------------------------------------------------------------------
 
     def steps(self, work: Path) -> Iterator[Step]:
         yield Step("answers", self._answer_all)
@@ -314,8 +310,6 @@ class _Evaluation(Study):
                 f"without the {before:,} answers from before, the tables' are of all"
             )
         write_sealed(_path(work, "arms", arm.name), {"notes": notes, "details": arm.details})
-
-    # --- from the files ---------------------------------------------------------------------------
 
     def conclude(self, work: Path) -> Result:
         settings, sources = self.settings, Provenance()

@@ -93,9 +93,6 @@ def row_log_p(
     return log_p
 
 
-# --- a context shared by its continuations --------------------------------------------------------
-
-
 # mlx-lm's kinds of cache that one offset and arrays (B, ...) are all of -> where the arrays are.
 _HELD = {
     "mlx_lm.models.cache.KVCache": ("keys", "values"),
@@ -210,9 +207,6 @@ def _repeated(entry: Any, times: int, more: int) -> Any:
 
 def _kind(entry: Any) -> str:
     return f"{type(entry).__module__}.{type(entry).__name__}"
-
-
-# --- pairs ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

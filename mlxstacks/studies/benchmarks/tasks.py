@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from mlxstacks.errors import InputError
-from mlxstacks.studies.benchmarks.extract import number
+from mlxstacks.study.extract import number
 
 Kind = Literal["likelihood", "generate"]
 MOST_OPTIONS = len(string.ascii_uppercase)
@@ -76,9 +76,6 @@ class Replied:
     finish: str
     truncated: bool = False
     weights: Mapping[str, float] = field(default_factory=dict)
-
-
-# --- the table ------------------------------------------------------------------------------------
 
 
 # Contexts of candidates, then messages.
@@ -255,9 +252,6 @@ def task_named(name: str) -> Task:
     near = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.4)
     meant = f"; the nearest is {near[0]}" if near else ""
     raise InputError(f"no benchmark {name[:80]!a}{meant}; there are {', '.join(TASKS)}")
-
-
-# --- readers of rows ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,9 +512,6 @@ READERS: Mapping[str, Reader] = {
     "mmlu_pro": multiple_choice,
     "items": multiple_choice,
 }
-
-
-# --- how an item is asked -------------------------------------------------------------------------
 
 
 def bench_item(task: Task, raw: RawItem, item_id: str, reference: bool = False) -> BenchItem:

@@ -6,7 +6,7 @@ from typing import Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.study.result import Result
-from mlxstacks.training.stack_settings import StackRunSettings
+from mlxstacks.training.settings import StackRunSettings
 
 
 @dataclass(frozen=True)

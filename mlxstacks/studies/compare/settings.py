@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from mlxstacks.settings import Settings
-from mlxstacks.training.stack_settings import StackRunSettings
+from mlxstacks.training.settings import StackRunSettings
 
 # What a question can be decided by; see compare_measures.py.
 Primary = Literal["task_loss", "ungated", "ungated_earlier", "isolated"]

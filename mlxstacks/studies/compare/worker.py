@@ -14,7 +14,7 @@ from mlxstacks.study.child_process import Message, as_child
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain
 from mlxstacks.training.loop import NonFiniteError
-from mlxstacks.training.stack_settings import StackRunSettings
+from mlxstacks.training.settings import StackRunSettings
 
 
 def work(specification: Message, send: Callable[[Message], None]) -> Message:

@@ -12,10 +12,9 @@ import mlx.nn as nn
 from mlxstacks import memory
 from mlxstacks.data import split_ids
 from mlxstacks.errors import StoreError, TargetError
-from mlxstacks.files.base_location import remember_places
 from mlxstacks.files.disk import target_errors
 from mlxstacks.files.manifest import DomainRecord, StackRecord
-from mlxstacks.files.store import Change, Store
+from mlxstacks.files.store import Change, Store, remember_places
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.freezing import add_frozen, stack_tensors
 from mlxstacks.layers.stack_files import header_of, pair_tensors, parts_of, places
@@ -24,14 +23,11 @@ from mlxstacks.studies.stack.plan import DomainPlan
 from mlxstacks.studies.stack.report import protected_json
 from mlxstacks.studies.stack.setup import StackSetup
 from mlxstacks.studies.stack.work import LOG, StackWork
-from mlxstacks.studies.train.report import versions
-from mlxstacks.studies.train.run import other_versions
+from mlxstacks.studies.train.run import other_versions, versions
 from mlxstacks.studies.train.setup import steps_of
 from mlxstacks.training.boost import Parts, RoundRecord
-from mlxstacks.training.continual import DomainResult
-from mlxstacks.training.loop import Record, TrainingState
-from mlxstacks.training.protect import Bases
-from mlxstacks.training.state import load_state, save_state
+from mlxstacks.training.continual import Bases, DomainResult
+from mlxstacks.training.loop import Record, TrainingState, load_state, save_state
 
 
 class RoundKeeper:

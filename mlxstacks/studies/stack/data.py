@@ -21,12 +21,11 @@ from mlxstacks.data import (
 from mlxstacks.data.settings import SourceSettings
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import VALIDATION_ROWS
-from mlxstacks.files.base_location import data_directories
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.manifest import DomainRecord
-from mlxstacks.files.store import Store
+from mlxstacks.files.store import Store, data_directories
 from mlxstacks.training.batches import choose_widths
-from mlxstacks.training.stack_settings import DomainSettings, StackRunSettings
+from mlxstacks.training.settings import DomainSettings, StackRunSettings
 
 # Under this key of its data report a domain keeps the settings of its data, to read it again.
 DATA_SETTINGS = "settings"

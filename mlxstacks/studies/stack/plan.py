@@ -16,8 +16,7 @@ from mlxstacks.studies.stack.work import flat
 from mlxstacks.studies.train.setup import MOST_DEFAULT_ITERS, steps_of
 from mlxstacks.study.run_directory import what_differs
 from mlxstacks.training.batches import BatchPlan, choose_widths
-from mlxstacks.training.settings import OptimizerSettings
-from mlxstacks.training.stack_settings import DomainSettings, StackRunSettings
+from mlxstacks.training.settings import DomainSettings, OptimizerSettings, StackRunSettings
 
 # Of the settings, what a trained stack does not depend on.
 _NOT_OF_A_STACK = {

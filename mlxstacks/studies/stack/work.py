@@ -25,16 +25,22 @@ import numpy as np
 
 from mlxstacks.errors import InputError, StoreError, TargetError
 from mlxstacks.files.disk import target_errors, user_path
-from mlxstacks.files.mark import MARK, entries, refuse_built_in
-from mlxstacks.files.outputs import check_target, release_lock, write_json
+from mlxstacks.files.outputs import (
+    MARK,
+    check_target,
+    entries,
+    refuse_built_in,
+    release_lock,
+    write_json,
+)
 from mlxstacks.files.stack_file import (
     StackFile,
+    StackHeader,
     read_arrays,
     read_stack,
     write_arrays,
     write_stack,
 )
-from mlxstacks.files.stack_header import StackHeader
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_files import FORMER_REPORT, MANIFEST, RESULT, own_entries
 from mlxstacks.layers.nullspace import NullBasis
@@ -46,7 +52,7 @@ from mlxstacks.study.run_directory import (
     work_path,
 )
 from mlxstacks.training.boost import RoundRecord
-from mlxstacks.training.stack_settings import StackRunSettings
+from mlxstacks.training.settings import StackRunSettings
 
 RUN, ROUNDS, LOG = "run.json", "rounds.json", "log.jsonl"
 # About the whole run, not the domain under way.

@@ -17,12 +17,10 @@ from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import decide
 from mlxstacks.fuse.fidelity import Sums, fidelity
-from mlxstacks.fuse.gather import gather_modules
-from mlxstacks.fuse.module import Module
-from mlxstacks.fuse.report import total_fidelity
+from mlxstacks.fuse.module import Module, gather_modules
+from mlxstacks.fuse.report import tensor_bytes
 from mlxstacks.fuse.rewrite import ModuleWork, measure_module
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
-from mlxstacks.fuse.summary import tensor_bytes
 from mlxstacks.studies.train.run import run
 from mlxstacks.study.buffer_counter import counter
 from mlxstacks.study.child_process import Message, as_child
@@ -116,7 +114,7 @@ def _survival(model: Path, adapter: Path, policy: PolicyName, seed: int) -> dict
     with ThreadPoolExecutor(workers) as pool:
 
         def all_rows(module: Module, decisions: dict[int, Decision]) -> dict[int, Sums]:
-            return measure_module(ModuleWork(module, decisions), pool, workers, seed)
+            return measure_module(ModuleWork(module, decisions), pool, workers, settings)
 
         for module in modules:
             choice = decide(module, settings, all_rows)
@@ -125,7 +123,7 @@ def _survival(model: Path, adapter: Path, policy: PolicyName, seed: int) -> dict
             after = tensor_bytes(module, choice.decisions[stage].bits)
             extra += after - sum(info.nbytes for info in module.tensors())
     modules_json = {path: fidelity(each).as_json() for path, each in sums.items()}
-    total = total_fidelity(list(sums.values())).as_json()
+    total = fidelity(sum(sums.values(), Sums())).as_json()
     return {"policy": policy, **total, "extra_bytes": extra, "modules": modules_json}
 
 

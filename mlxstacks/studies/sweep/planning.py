@@ -12,12 +12,11 @@ import mlx.nn as nn
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.guard.report import GuardReport
+from mlxstacks.guard.run import GuardReport
 from mlxstacks.layers.adapted import AdaptedLayer, projection_dims
-from mlxstacks.studies.guarded import verdict
 from mlxstacks.studies.sweep.cells import Cell, CellResult, train_settings
 from mlxstacks.studies.sweep.settings import SweepSettings
-from mlxstacks.studies.train.setup import TrainSetup, set_up
+from mlxstacks.studies.train.setup import TrainSetup, set_up, verdict
 from mlxstacks.training.settings import TrainSettings
 
 # Forward, and backward through the activations; the frozen base needs no gradient of its own.

@@ -19,9 +19,8 @@ from pathlib import Path
 
 from mlxstacks.data import train_data_paths
 from mlxstacks.errors import InputError
-from mlxstacks.files.outputs import clone_or_link
-from mlxstacks.guard.report import GuardReport
-from mlxstacks.studies.guarded import limit_is_assumed, train_change
+from mlxstacks.files.side_files import clone_or_link
+from mlxstacks.guard.run import GuardReport
 from mlxstacks.studies.sweep.cells import (
     Cell,
     CellResult,
@@ -32,7 +31,7 @@ from mlxstacks.studies.sweep.cells import (
 from mlxstacks.studies.sweep.planning import BaseAt, CellPlan, Forecast, Planner
 from mlxstacks.studies.sweep.report import ABOUT, concluded, plan_table
 from mlxstacks.studies.sweep.settings import SweepSettings
-from mlxstacks.studies.train.report import guard_json
+from mlxstacks.studies.train.setup import guard_json, limit_is_assumed, train_change
 from mlxstacks.study.buffer_counter import preload
 from mlxstacks.study.child_process import Message, how_it_ended, run_child
 from mlxstacks.study.engine import Step, Study, run_study

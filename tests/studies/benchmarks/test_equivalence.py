@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.studies.benchmarks import grading
-from mlxstacks.studies.benchmarks.extract import boxed
 from mlxstacks.studies.benchmarks.grading import (
     SymbolicChecker,
     as_number,
     equivalent,
     normalised,
 )
+from mlxstacks.study.extract import boxed
 
 MATH_500 = Path(__file__).parents[4] / "shared" / "data" / "bench_math500.jsonl"
 

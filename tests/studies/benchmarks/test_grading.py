@@ -104,8 +104,6 @@ def test_any_text_gets_a_grade(text: str, name: str) -> None:
     assert one.how
 
 
-# --- programs -------------------------------------------------------------------------------------
-
 RIGHT = "```python\ndef double(n):\n    return 2 * n\n```"
 
 
@@ -129,9 +127,6 @@ def test_programs_that_may_run_are_judged_by_the_sandbox() -> None:
     wrong = graded("humaneval", "    return n", tools)
     assert (wrong.correct, wrong.rule, wrong.how) == (False, "raw", "failed")
     assert graded("humaneval", " ", tools) == Grade(False, None, "none", "no answer")
-
-
-# --- tools ----------------------------------------------------------------------------------------
 
 
 def test_the_tools_say_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,9 +265,6 @@ def test_where_more_pairs_differ_few_items_show_large_differences_alone() -> Non
     assert power_lines(settings, {"mmlu": 30}, 1)[0].count(f": {points}.") == 1
 
 
-# --- tables and plots -----------------------------------------------------------------------------
-
-
 def blocks_of(found: Found, **harness: Any) -> dict[str, Block]:
     """By id; a text by its title."""
     made = blocks(found.figures, harness, {"normalisation": "token"})
@@ -356,9 +353,6 @@ def test_letters_and_the_old_rule_have_columns_where_they_were_asked() -> None:
     assert (shown["letters"], shown["old rule"]) == ("0.0%", "100.0%")
     plain = cells(blocks_of(found_of({"mmlu": {"base": marks(1, 2)}}))["normalisations"])
     assert {"letters", "old rule"}.isdisjoint(plain)
-
-
-# --- the harness's tasks --------------------------------------------------------------------------
 
 
 def harness_of(right: Mapping[str, int], n: int = 40, metric: str = "acc") -> dict[str, Any]:

@@ -65,9 +65,6 @@ def answers(directory: Path) -> dict[str, Any]:
     }
 
 
-# --- a run from end to end ------------------------------------------------------------------------
-
-
 def test_every_arm_answers_the_same_items_under_one_plan(done: tuple[Result, Path]) -> None:
     report, target = done
     written = json.loads((target / "result.json").read_text())
@@ -173,9 +170,6 @@ def test_the_recipe_in_the_target_makes_the_same_run_again(
     settings = validate(EvalSettings, recipe.values)
     again = settings.model_dump(mode="json", exclude={"save_path", "force", "resume"})
     assert again == done[0].settings
-
-
-# --- going on -------------------------------------------------------------------------------------
 
 
 def test_a_run_stopped_at_any_batch_goes_on(
@@ -347,9 +341,6 @@ def test_notes_of_an_arm_that_was_killed_before_them_are_made_good(
     assert {first, second, "routed is made up"} == {*report.notes}
 
 
-# --- grading again --------------------------------------------------------------------------------
-
-
 def test_a_regrade_loads_nothing_and_agrees(
     done: tuple[Result, Path], tmp_path: Path, fakes: FakeArms
 ) -> None:
@@ -380,7 +371,7 @@ def test_a_regrade_refuses_what_the_result_was_not_made_from(
     forge(path, [row | {"seconds": 0.0} if "seconds" in row else row for row in rows_of(path)])
     refused(r"base\.texts\.jsonl .*: it holds other answers")
     path.unlink()
-    refused(r"is not beside it: answers/items/base\.texts\.jsonl")
+    refused(r"is not next to it: answers/items/base\.texts\.jsonl")
     path.write_bytes(whole)
     result = source / "result.json"
     result.write_text(json.dumps(json.loads(result.read_text()) | {"provenance": {}}))
@@ -430,9 +421,6 @@ def test_programs_are_graded_only_where_they_may_run(
     )).data  # fmt: skip
     # What the arm wrote are comments, not programs.
     assert again["tasks"]["humaneval"]["arms"]["base"]["score"] == 0
-
-
-# --- refusals and dry runs ------------------------------------------------------------------------
 
 
 def test_a_dry_run_reads_data_and_nothing_else(data: Path, tmp_path: Path) -> None:

@@ -91,9 +91,6 @@ def test_long_contexts_of_several_continuations_pay_and_others_do_not() -> None:
     assert not sharing_pays(300, [(0,) * 3000, (1,) * 3000])
 
 
-# --- real models ----------------------------------------------------------------------------------
-
-
 def write_gemma(directory: Path, **options: Any) -> Path:
     """Layer 0 has a sliding window, layer 1 sees everything."""
     config = {
@@ -261,9 +258,6 @@ def test_a_context_is_computed_once_and_caches_stay_within_the_limit(model: nn.M
     assert [held for _, held in shapes[1:]] == [105, 105, 35]
 
 
-# --- where it is not used -------------------------------------------------------------------------
-
-
 def test_unknown_caches_leave_pairs_whole(tmp_path: Path) -> None:
     model, _, _ = base_model.load(write_llama(tmp_path, bits=None, dtype="float32"))
     assert find_cached_model(model) is not None
@@ -288,8 +282,6 @@ def test_arrays_that_do_not_lead_with_the_batch_leave_pairs_whole() -> None:
 
     assert find_cached_model(Summed()) is None
 
-
-# --- arms -----------------------------------------------------------------------------------------
 
 LONG = "beta 7: " + "stone cloud " * 12
 ENDS = ((1, 2, 3), (4, 5), (6,), (7, 8, 9, 10))

@@ -33,9 +33,6 @@ def item_of(task: str, row: dict[str, Any], reference: bool = False) -> BenchIte
     return bench_item(TASKS[task], raw, raw.item_id or "row", reference)
 
 
-# --- the table ------------------------------------------------------------------------------------
-
-
 def test_the_twelve_and_what_the_paper_said_of_them() -> None:
     assert len(TWELVE) == 12
     assert {*TASKS} - {*TWELVE} == {"mmlu_pro", "items"}
@@ -81,8 +78,6 @@ def test_settings_can_name_benchmarks_without_numpy() -> None:
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
-
-# --- prompts --------------------------------------------------------------------------------------
 
 LETTERED = "Question: Which organ?\nA. Heart\nB. Lung\nC. Liver\nD. Skin\nAnswer:"
 FOUR = (" Heart", " Lung", " Liver", " Skin")
@@ -191,9 +186,6 @@ def test_options_inside_a_question(text: str, options: tuple[str, ...] | None) -
     assert options_inside(text) == (None if options is None else ("Q?", options))
 
 
-# --- shuffled options -----------------------------------------------------------------------------
-
-
 def truthful(index: int, wrong: int = 3) -> RawItem:
     return RawItem(f"q{index}", 0, ("right", *(f"wrong {place}" for place in range(wrong))))
 
@@ -236,9 +228,6 @@ def test_shuffling_is_the_same_in_every_process() -> None:
         said.append(done.stdout.rsplit(" ", 1))
     assert said[0][0] == said[1][0]
     assert said[0][1] != said[1][1]  # the two did hash otherwise
-
-
-# --- rows that are no items -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -132,9 +132,6 @@ def test_notes_say_what_the_score_hangs_on(tmp_path: Path) -> None:
     assert "options are shuffled by item id" in notes
 
 
-# --- MMLU-Pro's form ------------------------------------------------------------------------------
-
-
 def test_items_and_their_domains(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "items.jsonl", [item_row(place) for place in range(4)])
     data = open_task(task_named("items"), str(path))
@@ -173,9 +170,6 @@ def test_a_domain_of_a_task_or_of_strata(tmp_path: Path) -> None:
         assert [item.domain for item in asked.items] == expected
         hashes.add(data_of(asked, {})["items"])
     assert len(hashes) == 3
-
-
-# --- the hub's cache ------------------------------------------------------------------------------
 
 
 def test_the_cache_is_read_and_nothing_downloaded(

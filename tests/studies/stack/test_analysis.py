@@ -15,7 +15,7 @@ import pytest
 
 from mlxstacks.cli import run as command_line
 from mlxstacks.errors import InputError, StoreError, TargetError
-from mlxstacks.files.mark import entries
+from mlxstacks.files.outputs import entries
 from mlxstacks.files.store import Store
 from mlxstacks.layers.freezing import stack_from_tensors
 from mlxstacks.layers.stack_files import parts_of

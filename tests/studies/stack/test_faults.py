@@ -20,17 +20,17 @@ import numpy as np
 import pytest
 
 from mlxstacks.errors import InputError, StoreError, TargetError
+from mlxstacks.files.settings import StacksRemoveSettings
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_commands import remove_domain
-from mlxstacks.files.store_settings import StacksRemoveSettings
 from mlxstacks.layers.stacked import stacked_layers
 from mlxstacks.studies.stack import checkpoint as stack_checkpoint
 from mlxstacks.studies.stack import plan as stack_plan
 from mlxstacks.studies.stack import run as stack_run
 from mlxstacks.studies.stack import work as stack_work
 from mlxstacks.study.run_directory import work_path
+from mlxstacks.training.continual import DriftError
 from mlxstacks.training.loop import NonFiniteError
-from mlxstacks.training.matrix import DriftError
 from tests.studies.stack_cases import (
     domain_of,
     domain_rows,
@@ -222,12 +222,12 @@ def test_a_full_disk_while_freezing_loses_nothing(
     for where in ("work", "store"):
         with monkeypatch.context() as patch:
             if where == "work":
-                patch.setattr("mlxstacks.files.shard_writer.write_all", full)
+                patch.setattr("mlxstacks.files.shards.write_all", full)
             else:
                 plain = stack_run.commit_domain
 
                 def commit(*args: Any, plain: Any = plain) -> None:
-                    patch.setattr("mlxstacks.files.shard_writer.write_all", full)
+                    patch.setattr("mlxstacks.files.shards.write_all", full)
                     plain(*args)
 
                 patch.setattr(stack_run, "commit_domain", commit)
