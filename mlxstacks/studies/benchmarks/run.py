@@ -46,7 +46,6 @@ from mlxstacks.studies.benchmarks.report import blocks, find, outcome, plan_bloc
 from mlxstacks.studies.benchmarks.settings import EvalSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied, Scored
 from mlxstacks.study.answer_log import AnswerLog, chained
-from mlxstacks.study.artifacts import RECIPE, keep_parts, write_recipe
 from mlxstacks.study.document import RESULT, Standing
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import read_sealed, write_sealed
@@ -54,7 +53,13 @@ from mlxstacks.study.plan import PLAN, plan_from
 from mlxstacks.study.provenance import Provenance, of_bytes
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import recorded_fingerprint, work_path
+from mlxstacks.study.run_directory import (
+    RECIPE,
+    keep_parts,
+    recorded_fingerprint,
+    work_path,
+    write_recipe,
+)
 
 ABOUT = {
     "kind": "eval",

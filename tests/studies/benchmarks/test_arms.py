@@ -274,7 +274,7 @@ def test_candidates_lose_their_blank_behind_a_template_alone(
     arm.prompts._has_template = template
     item = BenchItem("c", "who", 0, (" B", " two words", "\nB"), (" B", " two words", "\nB"))
     for options in ("texts", "letters"):
-        pairs, _ = arm._pairs(item, options)  # type: ignore[arg-type]
+        pairs, _ = arm._pairs(item, options)
         assert [bytes(pair.continuation).decode() for pair in pairs] == wanted
     for scored in (*arm.score([item], "texts"), *arm.score([item], "letters")):
         assert scored.tokens == tuple(map(len, wanted))
