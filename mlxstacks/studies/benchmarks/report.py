@@ -1,6 +1,6 @@
 """What `mlxstacks eval` says: figures of all tasks, the verdict, tables and plots."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -96,48 +96,32 @@ def find(
 
 def marks_of(asked: AskedTask, arms: Mapping[str, Figures]) -> list[str]:
     """What makes a score say less than it seems to."""
-    marks = list(asked.notes)
-    at_guess = [name for name, score in arms.items() if _guesses(score, asked.guess_rate)]
-    if at_guess:
-        guess = 100 * (asked.guess_rate or 0)
-        marks.append(f"at the level of guessing ({guess:.1f}%): {', '.join(at_guess)}")
-    never_boxed = [
-        name
-        for name, score in arms.items()
-        if asked.task.grader == "boxed" and score["boxed_rate"] == 0
-    ]
+
+    def counted(key: str, among: Iterable[str] = arms) -> list[str]:
+        return [f"{name} {arms[name][key]}" for name in arms if arms[name][key] and name in among]
+
+    boxes = asked.task.grader == "boxed"
+    never_boxed = [name for name, s in arms.items() if boxes and s["boxed_rate"] == 0]
+    graded = {name: s for name, s in arms.items() if s["score"] is not None}
     lists = {
+        f"at the level of guessing ({100 * (asked.guess_rate or 0):.1f}%)": [
+            name for name, s in arms.items() if _guesses(s, asked.guess_rate)
+        ],
         "never boxed an answer, so its score is 0 whatever it knows": never_boxed,
         "gave no answer that a rule finds to half of the items or more": [
-            name
-            for name, score in arms.items()
-            if score["parse_failure_rate"] >= _MOSTLY and name not in never_boxed
+            name for name, s in arms.items()
+            if s["parse_failure_rate"] >= _MOSTLY and name not in never_boxed
         ],
         "not graded (programs of a model run with --allow-code only)": [
-            name for name, score in arms.items() if score["score"] is None
+            name for name in arms if name not in graded
         ],
-        "not graded in part": [
-            name
-            for name, score in arms.items()
-            if score["score"] is not None and score["n"] < score["items"]
-        ],
-    }
-    marks += [f"{words}: {', '.join(names)}" for words, names in lists.items() if names]
-    counts = {
-        "prompts cut from the left": "prompts_truncated",
-        "replies cut at max_tokens": "cut_at_max_tokens",
-        "answered by the base, no domain active": "answered_without_domains",
-        "ties, counted as wrong": "ties",
-    }
-    for words, key in counts.items():
-        listed = [
-            f"{name} {score[key]}"
-            for name, score in arms.items()
-            if score[key] and (key != "answered_without_domains" or name in CHOOSING)
-        ]
-        if listed:
-            marks.append(f"{words}: {', '.join(listed)}")
-    return marks
+        "not graded in part": [name for name, s in graded.items() if s["n"] < s["items"]],
+        "prompts cut from the left": counted("prompts_truncated"),
+        "replies cut at max_tokens": counted("cut_at_max_tokens"),
+        "answered by the base, no domain active": counted("answered_without_domains", CHOOSING),
+        "ties, counted as wrong": counted("ties"),
+    }  # fmt: skip
+    return [*asked.notes, *(f"{words}: {', '.join(of)}" for words, of in lists.items() if of)]
 
 
 def _guesses(score: Figures, guess: float | None) -> bool:
@@ -186,8 +170,9 @@ def _verdict(
         # Of one task its own tests decide, not the interval of a mean of one.
         several = len(tasks) > 1
         sentences = [*map(_mean_in_words, differences)] if several else _pairs_in_words(family)
+        count = sum(pair["label"] != EVEN for pair in family)
         sentences.append(
-            f"{_count_told_apart(family)} of {len(family)} tests count as differences at "
+            f"{count} of {len(family)} tests count as differences at "
             "Holm-adjusted p; the rest are not distinguishable, which is not the same as equal."
         )
     guessing = [
@@ -202,10 +187,6 @@ def _verdict(
             "say nothing."
         )
     return " ".join([*sentences, *few, overall.in_words()])
-
-
-def _count_told_apart(pairs: Sequence[Figures]) -> int:
-    return sum(pair["label"] != EVEN for pair in pairs)
 
 
 def _pairs_in_words(family: Sequence[Figures]) -> list[str]:
@@ -252,11 +233,9 @@ def _mean_in_words(mean: Figures) -> str:
 def outcome(figures: Figures) -> str:
     """A few words."""
     pairs = _pairs(figures["tasks"])
-    if not pairs:
-        return "nothing compared"
-    count = _count_told_apart(pairs)
+    count = sum(pair["label"] != EVEN for pair in pairs)
     if not count:
-        return f"no difference shown, of {len(pairs)} tested"
+        return f"no difference shown, of {len(pairs)} tested" if pairs else "nothing compared"
     return f"{count} of {len(pairs)} differences shown"
 
 
@@ -313,7 +292,7 @@ def _pairs(tasks: Mapping[str, Figures]) -> list[Figures]:
 
 def _rate(score: Figures | None) -> Cell:
     """A share with its interval; None for an arm that was not asked."""
-    if score is None or score.get("score") is None:
+    if score is None or score["score"] is None:
         return None if score is None else "not graded"
     return _interval(score["score"], score)
 
