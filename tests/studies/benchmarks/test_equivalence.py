@@ -4,7 +4,6 @@ Run: pytest tests/studies/benchmarks/test_equivalence.py
 """
 
 import json
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from mlxstacks.studies.benchmarks.grading import (
     SymbolicChecker,
     as_number,
     equivalent,
+    grading_tools,
     normalised,
 )
 from mlxstacks.study.extract import boxed
@@ -138,7 +138,9 @@ def test_as_number(text: str, value: float | None) -> None:
 @pytest.mark.skipif(grading.installed() is None, reason="math-verify is not installed")
 def test_algebra() -> None:
     """One worker for all questions; one that hangs is ended and the next is answered."""
-    with closing(SymbolicChecker(seconds=120)) as equal:
+    with grading_tools(seconds=120) as tools:
+        equal = tools.symbolic
+        assert isinstance(equal, SymbolicChecker)
         table = [
             (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt{3}}", True),
             ("x^2+2x+1", "(x+1)^2", True),
@@ -160,6 +162,7 @@ def test_algebra() -> None:
         assert equivalent("2k", "k+k", equal) == (True, "symbolic")
         assert (equal.asked, equal.undecided) == (len(table) + 4, 3)
         last = equal._worker._process
+    assert tools.as_json()["symbolic_asked"] == equal.asked
     assert last is not None
     assert last.poll() is not None
 

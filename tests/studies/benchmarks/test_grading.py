@@ -4,7 +4,7 @@ Run: pytest tests/studies/benchmarks/test_grading.py
 """
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxstacks.sandbox.run import SandboxError, SandboxLimits
@@ -96,6 +96,7 @@ def test_likelihood_has_no_text_to_grade() -> None:
 
 
 @given(st.text(max_size=60), st.sampled_from([n for n in TASKS if TASKS[n].grader]))
+@settings(max_examples=50)
 def test_any_text_gets_a_grade(text: str, name: str) -> None:
     one = graded(name, text)
     assert graded(name, text) == one
@@ -140,13 +141,3 @@ def test_the_tools_say_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
         assert tools.symbolic is None
         assert tools.as_json()["math_verify"] is None
         assert tools.as_json()["allow_code"] is True
-
-
-@pytest.mark.skipif(grading.installed() is None, reason="math-verify is not installed")
-def test_algebra_is_asked_where_it_is_installed() -> None:
-    with grading_tools(seconds=120) as tools:
-        assert graded("math500", r"\boxed{\sqrt{4}}", tools) == Grade(
-            True, r"\sqrt{4}", "boxed", "symbolic"
-        )
-        assert graded("math500", r"\boxed{2}", tools).how == "text"
-        assert tools.as_json()["symbolic_asked"] == 1

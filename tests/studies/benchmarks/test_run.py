@@ -400,7 +400,9 @@ def test_a_regrade_sees_that_the_items_changed(data: Path, tmp_path: Path, fakes
     changed = [item_row(index) for index in range(60)]
     changed[5]["answer"] = "D"
     (place / "items.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
-    again = run(EvalSettings(regrade=str(tmp_path / "out"), save_path=str(tmp_path / "again")))
+    again = run(
+        EvalSettings(regrade=str(tmp_path / "out"), save_path=str(tmp_path / "again"), plots=False)
+    )
     assert any("items: changed" in reason for reason in again.standing.reasons)
     with pytest.raises(InputError, match="not a finished run of `mlxstacks eval`"):
         run(EvalSettings(regrade=str(data), save_path=str(tmp_path / "other")))

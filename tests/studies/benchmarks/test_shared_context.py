@@ -154,18 +154,17 @@ def draw(seed: int, contexts: int = 3) -> list[Pair]:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("limits", [(64, 2048), (2, 70), (1, 1)])
+@pytest.mark.parametrize("limits", [(64, 2048), (2, 70)])
 def test_sums_are_those_of_whole_inputs(model: nn.Module, limits: tuple[int, int]) -> None:
     kept = scorer(model, *limits)
     headless = replace(kept, head=None, kept={})
     with evaluating(model), base_model.gated_delta_installed():
-        for seed in range(2 if limits[0] == 64 else 1):
-            pairs = draw(seed)
-            wanted = whole(scorer(model)).sums(pairs)
-            assert kept.sums(pairs) == pytest.approx(wanted, abs=ROUNDING)
-            assert headless.sums(pairs) == pytest.approx(wanted, abs=ROUNDING)
-            old = whole(kept).reference_sums(pairs)
-            assert kept.reference_sums(pairs) == pytest.approx(old, abs=ROUNDING)
+        pairs = draw(limits[0])
+        wanted = whole(scorer(model)).sums(pairs)
+        assert kept.sums(pairs) == pytest.approx(wanted, abs=ROUNDING)
+        assert headless.sums(pairs) == pytest.approx(wanted, abs=ROUNDING)
+        old = whole(kept).reference_sums(pairs)
+        assert kept.reference_sums(pairs) == pytest.approx(old, abs=ROUNDING)
 
 
 @pytest.mark.usefixtures("always")
@@ -199,9 +198,9 @@ def test_windows_are_passed_by_context_and_by_continuation(model: nn.Module) -> 
     random = np.random.default_rng(5)
     together, alone = scorer(model), scorer(model, batch_size=1)
     with evaluating(model), base_model.gated_delta_installed():
-        for length in (WINDOW - 2, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW):
+        for length in (WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW):
             context = tuple(random.integers(0, 256, length).tolist())
-            for width in (2, 3, 2 * WINDOW):  # one, two, many tokens go in
+            for width in (2, 2 * WINDOW):  # one token goes in, or many
                 ends = random.integers(0, 256, (3, width)).tolist()
                 pairs = [Pair(context, tuple(end)) for end in ends]
                 wanted = whole(together).sums(pairs)
@@ -309,7 +308,7 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_every_arm_shares_long_contexts(
     places: Places, contexts: list[int], tmp_path: Path
 ) -> None:
-    names = ("base", "ungated", "routed", "adapter", "fused")
+    names = ("base", "ungated", "adapter")
     adapter = str(write_adapter(places, tmp_path / "adapter"))
     of_arm = {}
     for arm in arms_of(places, names, adapter_path=adapter):

@@ -3,9 +3,6 @@
 Run: pytest tests/studies/benchmarks/test_tasks.py
 """
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from typing import Any
 
@@ -69,14 +66,6 @@ def test_an_unknown_name_is_told_its_nearest(name: str, nearest: str) -> None:
     with pytest.raises(InputError, match=f"the nearest is {nearest}; there are hellaswag"):
         task_named(name)
     assert task_named(nearest).name == nearest
-
-
-def test_settings_can_name_benchmarks_without_numpy() -> None:
-    code = (
-        "import sys, mlxstacks.studies.benchmarks.tasks;"
-        "assert not {'numpy', 'mlx', 'mlx.core'} & {*sys.modules}"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 LETTERED = "Question: Which organ?\nA. Heart\nB. Lung\nC. Liver\nD. Skin\nAnswer:"
@@ -199,35 +188,21 @@ def test_shuffling_keeps_the_options_and_the_right_one(index: int, wrong: int) -
     assert item.candidates[item.gold] == " right"
 
 
+@pytest.mark.parametrize(
+    ("task", "gold"),
+    [("gpqa_diamond", [*"CDBCADDA"]), ("truthfulqa_mc1", [2, 3, 1, 2, 0, 3, 3, 0])],
+)
+def test_shuffling_is_the_same_for_ever(task: str, gold: list[int | str]) -> None:
+    """In every process: Python hashes a text otherwise in each."""
+    raw = RawItem("Which?", 0, ("one", "two", "three", "four"))
+    assert [bench_item(TASKS[task], raw, str(n)).gold for n in range(8)] == gold
+
+
 def test_the_right_answer_is_in_each_place_as_often() -> None:
     """2,000 items of four: each place 500 times, 4.5 standard deviations of 19.4 allowed."""
     items = [bench_item(TASKS["truthfulqa_mc1"], truthful(i), str(i)) for i in range(2000)]
     places = Counter(item.gold for item in items)
     assert all(abs(places[place] - 500) < 88 for place in range(4))
-
-
-def test_shuffling_is_the_same_in_every_process() -> None:
-    """Python hashes a text otherwise in each process; ours must not hang on it."""
-    code = (
-        "from mlxstacks.studies.benchmarks.tasks import TASKS, RawItem, bench_item\n"
-        "raw = RawItem('Which?', 0, ('one', 'two', 'three', 'four'))\n"
-        "tasks = [TASKS['gpqa_diamond'], TASKS['truthfulqa_mc1']]\n"
-        "print([bench_item(task, raw, str(i)) for task in tasks for i in range(20)], hash('a'))"
-    )
-    said = []
-    for seed in ("1", "2"):
-        environment = {
-            **os.environ,
-            "PYTHONHASHSEED": seed,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-            env=environment,
-        )  # fmt: skip
-        said.append(done.stdout.rsplit(" ", 1))
-    assert said[0][0] == said[1][0]
-    assert said[0][1] != said[1][1]  # the two did hash otherwise
 
 
 @pytest.mark.parametrize(
