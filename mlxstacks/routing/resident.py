@@ -56,7 +56,7 @@ class PackedSet:
 
     def parts(self, domain: str) -> DomainParts:
         """The stacks of one domain, taken out. Law: packing them again gives the same bytes."""
-        found: DomainParts = {}
+        parts: DomainParts = {}
         for path, segments in self.segments.items():
             stacks = [
                 segment.stack(index)
@@ -65,8 +65,8 @@ class PackedSet:
                 if stack_id.domain == domain
             ]
             if stacks:
-                found[path] = stacks
-        return found
+                parts[path] = stacks
+        return parts
 
 
 class PackedSets:

@@ -47,10 +47,6 @@ SearchName = Literal["greedy", "greedy_first", "exhaustive"]
 MOST_EXHAUSTIVE = 6
 
 
-def _as_data(value: Any) -> Any:
-    return {"sources": [value]} if isinstance(value, str) else value
-
-
 class LabelledSource(Settings):
     """Prompts with their label. A plain path stands for data of one source."""
 
@@ -60,7 +56,10 @@ class LabelledSource(Settings):
     )
     data: Annotated[
         DomainDataSettings,
-        BeforeValidator(_as_data, json_schema_input_type=DomainDataSettings | str),
+        BeforeValidator(
+            lambda value: {"sources": [value]} if isinstance(value, str) else value,
+            json_schema_input_type=DomainDataSettings | str,
+        ),
     ] = Field(description="where the rows come from")
 
     @model_validator(mode="after")
@@ -125,7 +124,7 @@ class OutcomeSettings(RouteSettings):
     allow_special: AllowSpecial = False
     random_control: bool = Field(
         False,
-        description="Try, beside each domain, a random stack of equal norm; reported, never a "
+        description="Try, next to each domain, a random stack of equal norm; reported, never a "
         "target.",
     )
     base: BaseNumbers = "auto"
@@ -257,10 +256,10 @@ def parse_bytes(value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
-    found = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", value)
-    if found is None or found[2].lower() not in _UNITS:
+    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", value)
+    if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"{value[:40]!r} is no number of bytes; write 2000000000, 2GB or 500MiB")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str), Field(ge=1)]
@@ -276,7 +275,7 @@ class AnswerSettings(Settings):
     )
     adapter_path: tuple[str, ...] = Field(
         (),
-        description="Adapter directory (mlx-lm or PEFT), beside the base and not fused. Repeat it "
+        description="Adapter directory (mlx-lm or PEFT), next to the base and not fused. Repeat it "
         "for several, whose changes add up. Not with a store: its stacks know the bare base.",
     )
     peft_layout: PeftLayout | None = Field(

@@ -1,6 +1,6 @@
 """Settings of `mlxstacks route` check, explain and evaluate. Imports neither mlx nor numpy."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -115,13 +115,13 @@ class RouteExplainSettings(_ServedSettings):
     max_tokens: int = Field(256, ge=2, description="Prompt and answer are cut to so many tokens.")
 
 
-def _from_path(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
-
-
 # A plain path stands for a source with all else at its default.
 UnseenSource = Annotated[
-    SourceSettings, BeforeValidator(_from_path, json_schema_input_type=SourceSettings | str)
+    SourceSettings,
+    BeforeValidator(
+        lambda value: {"path": value} if isinstance(value, str) else value,
+        json_schema_input_type=SourceSettings | str,
+    ),
 ]
 
 
@@ -155,7 +155,7 @@ class RouteEvaluateSettings(_ServedSettings):
         None,
         description="Directory that `route discover` wrote for these routers: prompts that they "
         "were trained on are left out. Needed where the data here is other data. Default: what "
-        "the report beside a router names, else mlxstacks-out/route-discover.",
+        "the report next to a router names, else mlxstacks-out/route-discover.",
     )
     rows_per_group: int = Field(
         100, ge=1, description="Held-out rows of a domain, of mixed prompts and so on, at most."
