@@ -13,7 +13,7 @@ from mlxstacks.files.settings import (
     AdapterShowSettings,
     AdapterZeroSettings,
 )
-from mlxstacks.study.document import Cell, Columns, Table
+from mlxstacks.study.document import Columns, Table
 from mlxstacks.study.result import Result
 
 FORMATS = {"mlx": "mlx-lm", "peft": "PEFT"}
@@ -35,8 +35,8 @@ def show(settings: AdapterShowSettings) -> Result:
         **dict.fromkeys(("module", "kind", "lora_a", "lora_b", "dtype"), "text"),
         "delta rms": "number",
     }
-    rows: list[tuple[Cell, ...]] = [
-        (m.path, m.kind, *("x".join(map(str, shape)) for shape in (m.lora_a, m.lora_b)), m.dtype,
+    rows = [
+        (m.path, m.kind, _shape(m.lora_a), _shape(m.lora_b), m.dtype,
          m.delta_rms)
         for m in summary.modules
     ]  # fmt: skip
@@ -48,6 +48,10 @@ def show(settings: AdapterShowSettings) -> Result:
             Table.of("modules", "Modules", columns, rows),
         ),
     )  # fmt: skip
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
 
 
 def zero(settings: AdapterZeroSettings) -> Result:
