@@ -1,7 +1,7 @@
 """`mlxstacks train`: one LoRA on the trainer core, as an adapter that mlx-lm loads.
 
-The run lives in `.NAME.work` beside its target until it is done; stopped at any moment, even
-killed, the same command goes on from the last saved state and ends with the same bytes.
+The run lives in `.NAME.work` next to its target until it is done; stopped at any moment, even
+killed, the same command resumes from the last saved state and ends with the same bytes.
 """
 
 import json
