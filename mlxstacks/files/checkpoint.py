@@ -245,8 +245,8 @@ def _absent_shard(checkpoint: Checkpoint) -> str | None:
         fits = fits and len(file.encode()) <= MAX_NAME_BYTES
         if not fits or {"", ".", ".."} & set(file.split("/")):
             raise CheckpointError(
-                f"{index_path}: tensor {name[:100]!a} is mapped to {ascii(file)[:200]}; only a file "
-                f"in the same directory or below it is allowed; {AGAIN}"
+                f"{index_path}: tensor {name[:100]!a} is mapped to {ascii(file)[:200]}; only a "
+                f"file in the same directory or below it is allowed; {AGAIN}"
             )
         if absent or name in checkpoint.tensors or file in loaded or SIDE_PART.search(name):
             continue
