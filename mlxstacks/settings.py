@@ -39,17 +39,15 @@ class Settings(BaseModel):
     def _in_plain_types(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        return {key: _plain(value, _is_list(cls, key)) for key, value in values.items()}
-
-
-def _plain(value: Any, is_list: bool) -> Any:
-    if isinstance(value, PurePath):
-        value = str(value)
-    if isinstance(value, list | tuple):
-        return [str(item) if isinstance(item, PurePath) else item for item in value]
-    return [value] if is_list and isinstance(value, str | int | float) else value
-
-
-def _is_list(settings_class: type[BaseModel], key: str) -> bool:
-    field = settings_class.model_fields.get(key)
-    return field is not None and get_origin(field.annotation) in (tuple, list)
+        plain = {}
+        for key, value in values.items():
+            field = cls.model_fields.get(key)
+            is_list = field is not None and get_origin(field.annotation) in (tuple, list)
+            if isinstance(value, PurePath):
+                value = str(value)
+            if isinstance(value, list | tuple):
+                value = [str(item) if isinstance(item, PurePath) else item for item in value]
+            elif is_list and isinstance(value, str | int | float):
+                value = [value]
+            plain[key] = value
+        return plain

@@ -8,7 +8,7 @@ import fnmatch
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,21 +77,10 @@ def gguf_conversion(path: Path, settings: ConvertSettings) -> Conversion:
     """Plan of a GGUF file: reads its header, and of tensors only
     floats that are to become another dtype.
 
-    Raises:
-        CheckpointError: see `open_gguf`, `Architecture`, `tokenizer_files`; tensors of other shapes
-            than the keys say.
+    Raises: CheckpointError: see `open_gguf`, `Architecture`, `tokenizer_files`; tensors of other
+        shapes than the keys say.
     """
     return _Reader(open_gguf(path), settings).conversion()
-
-
-def head_order(rows: int, heads: int) -> np.ndarray:
-    """Rows of q or k for a rope over halves, as indices of rows stored for one over neighbours.
-
-    llama.cpp stores row 2i of a head where the halves' order has row i, and 2i + 1 where it has
-    i + head_dim / 2.
-    """
-    order = np.arange(rows).reshape(heads, rows // heads // 2, 2)
-    return order.transpose(0, 2, 1).reshape(-1)
 
 
 class _Reader:
@@ -173,8 +162,12 @@ class _Reader:
         module, _, leaf = name.rpartition(".")
         heads = {"attn_q": self.architecture.heads, "attn_k": self.architecture.key_value_heads}
         role = tensor.name.split(".")[-2]
-        is_reordered = self.architecture.interleaved and role in heads
-        order = head_order(tensor.shape[0], heads[role]) if is_reordered else None
+        order = None
+        if self.architecture.name == "llama" and role in heads:
+            # Rows of q and k are stored for a rope over neighbours: row 2i of a head is row i of
+            # one over halves, 2i + 1 is i + head_dim / 2.
+            stored = np.arange(tensor.shape[0]).reshape(heads[role], -1, 2)
+            order = stored.transpose(0, 2, 1).reshape(-1)
         if leaf == "bias" or len(tensor.shape) == 1:
             return self._floats(tensor, name, order)
         named = [
@@ -287,9 +280,8 @@ def _quantized_specs(
 class Architecture:
     """One file's architecture: `module_of` for names, `config` for mlx-lm.
 
-    Raises:
-        CheckpointError: an unknown architecture, a missing key, a setting that mlx-lm's class of
-            that name does not have.
+    Raises: CheckpointError: an unknown architecture, a missing key, a setting that mlx-lm's class
+        of that name does not have.
     """
 
     def __init__(self, file: GGUFFile) -> None:
@@ -335,16 +327,10 @@ class Architecture:
         else:
             self._blocks |= _DENSE
 
-    @property
-    def interleaved(self) -> bool:
-        """Whether q and k rows are stored for a rope over neighbours, not over halves."""
-        return self.name == "llama"
-
     def module_of(self, name: str) -> str | None:
         """mlx-lm's name of a tensor, `.weight` or `.bias` included; None where it is no part of it.
 
-        Raises:
-            CheckpointError: no tensor of this architecture.
+        Raises: CheckpointError: no tensor of this architecture.
         """
         if name == "rope_freqs.weight":
             return None
@@ -494,17 +480,11 @@ class Architecture:
         divisors = self.file.read(tensor).view("<f4").reshape(-1)
         if not (divisors > 0).all():
             raise self._error("rope_freqs.weight holds divisors that are not above 0")
-        scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **_LLAMA3_ROPE}
-        expected = llama3_divisors(scaling, self.head_dim, self._number("rope.freq_base", 10000.0))
-        if not np.allclose(divisors, expected, rtol=1e-4):
+        factor, theta = float(divisors.max()), self._number("rope.freq_base", 10000.0)
+        low, high, original = _LLAMA3_ROPE.values()
+        frequencies = theta ** -(np.arange(0, self.head_dim, 2) / self.head_dim)
+        turns = original * frequencies / (2 * np.pi)
+        smooth = np.clip((turns - low) / (high - low), 0, 1)
+        if not np.allclose(divisors, 1 / (smooth + (1 - smooth) / factor), rtol=1e-4):
             raise self._error("rope_freqs.weight is not Llama 3's scaling by any factor")
-        return scaling
-
-
-def llama3_divisors(scaling: Mapping[str, Any], head_dim: int, theta: float) -> np.ndarray:
-    """What Llama 3's rope scaling divides each frequency by, (head_dim / 2,) float64."""
-    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
-    turns = scaling["original_max_position_embeddings"] * frequencies / (2 * np.pi)
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    smooth = np.clip((turns - low) / (high - low), 0, 1)
-    return 1 / (smooth + (1 - smooth) / scaling["factor"])
+        return {"rope_type": "llama3", "factor": factor, **_LLAMA3_ROPE}

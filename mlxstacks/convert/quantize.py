@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 from mlx import nn
@@ -109,7 +108,14 @@ def _refuse(checkpoint: Checkpoint) -> None:
     text = config.get("text_config")
     parts = (config, text if isinstance(text, dict) else {})
     entries = [part[key] for part in parts for key in _QUANTIZATION_KEYS if part.get(key)]
-    packed = any(not _dequantized_by_sanitize(entry) for entry in entries)
+    # mlx-lm's classes turn FP8 with float scales into floats, as many hub models are; power-of-two
+    # scales over 32 x 32 blocks stay packed there, as mxfp8.
+    packed = any(
+        not isinstance(entry, dict)
+        or entry.get("quant_method") != "fp8"
+        or (entry.get("scale_fmt") == "ue8m0" and entry.get("weight_block_size") == [32, 32])
+        for entry in entries
+    )
     if packed or (source / "hf_quant_config.json").exists():
         methods = [
             e["quant_method"] for e in entries if isinstance(e, dict) and "quant_method" in e
@@ -118,18 +124,6 @@ def _refuse(checkpoint: Checkpoint) -> None:
             f"{source}: already quantized{f' ({methods[0]})' if methods else ''}, and rounding "
             "again adds its own error; convert the unquantized model that it was made of"
         )
-
-
-def _dequantized_by_sanitize(entry: Any) -> bool:
-    """Whether mlx-lm's classes turn it into floats: FP8 with float scales, as many hub models are.
-
-    Power-of-two scales over 32 x 32 blocks stay packed in mlx-lm, as mxfp8.
-    """
-    return (
-        isinstance(entry, dict)
-        and entry.get("quant_method") == "fp8"
-        and not (entry.get("scale_fmt") == "ue8m0" and entry.get("weight_block_size") == [32, 32])
-    )
 
 
 def _unused(sources: Mapping[str, mx.array], results: Sequence[mx.array]) -> list[str]:

@@ -93,52 +93,41 @@ def _as_trained(turn: dict[str, Any], tokenizer: Any, mode: ThinkingMode) -> dic
     by_key = writes_reasoning(tokenizer) and any(turn.get(key) for key in REASONING_KEYS)
     reasoning = reasoning_of(turn if by_key else plain, tokenizer)
     if mode == "off" or not reasoning:
-        return {**plain, "content": _without_block(turn["content"], tokenizer)}
+        block, rest = split_reasoning(turn["content"], tokenizer)
+        return {**plain, "content": rest.lstrip("\n") if block else turn["content"]}
     return {**plain, **dict.fromkeys(REASONING_KEYS, reasoning)} if by_key else plain
-
-
-def _without_block(content: str, tokenizer: Any) -> str:
-    block, rest = split_reasoning(content, tokenizer)
-    return rest.lstrip("\n") if block else content
 
 
 def _parts(chat: Chat, mode: ThinkingMode) -> Iterator[tuple[str, bool]]:
     """(text, whether it is an answer) from the beginning of a chat to its end."""
     answers = [i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
-    thinking = {index: _thinks(chat, index, mode) for index in answers}
+    thinking = {
+        index: bool(reasoning_of(chat.turns[index], chat.tokenizer))
+        if mode == "auto"
+        else mode == "on"
+        for index in answers
+    }
     text = chat.text(enable_thinking=thinking[answers[-1]] if answers else None)
     done = 0
     for index in answers:
         prompt = chat.prompt(chat.turns[:index], thinking[index]) if index else chat.stand_in
-        start, end = _answer_span(chat, index, text, prompt, thinking[index])
+        after = chat.text(chat.turns[: index + 1], thinking[index])
+        if text.startswith(prompt) and text.startswith(after):
+            # A line break after the end mark is not the model's to predict.
+            start, end = len(prompt), len(prompt) + len(text[len(prompt) : len(after)].rstrip("\n"))
+        else:
+            start, end = _replaced_span(chat, index, text, thinking[index])
         before = text[done:start]
         if 0 < index == len(chat.turns) - 1 and not text.startswith(prompt):
-            before = _as_prompted(chat, text, prompt, thinking[index])[done:] or before
+            # The prompt itself, where the template writes the answer without the empty block that
+            # it puts into the prompt, and the turns before alike.
+            history = chat.text(chat.turns[:-1], thinking[index])
+            if prompt.startswith(history) and text.startswith(history):
+                before = prompt[done:] or before
         yield before, False
         yield text[start:end], True
         done = end
     yield text[done:], False
-
-
-def _thinks(chat: Chat, index: int, mode: ThinkingMode) -> bool:
-    return bool(reasoning_of(chat.turns[index], chat.tokenizer)) if mode == "auto" else mode == "on"
-
-
-def _answer_span(chat: Chat, index: int, text: str, prompt: str, thinks: bool) -> tuple[int, int]:
-    """Where in the text of a chat the assistant's turn `index` and its end mark stand."""
-    after = chat.text(chat.turns[: index + 1], thinks)
-    if not text.startswith(prompt) or not text.startswith(after):
-        return _replaced_span(chat, index, text, thinks)
-    # A line break after the end mark is not the model's to predict.
-    return len(prompt), len(prompt) + len(text[len(prompt) : len(after)].rstrip("\n"))
-
-
-def _as_prompted(chat: Chat, text: str, prompt: str, thinks: bool) -> str:
-    """The prompt of the last answer, where the template writes the answer without the empty block
-    that it puts into the prompt; "" where it writes the turns before otherwise too.
-    """
-    history = chat.text(chat.turns[:-1], thinks)
-    return prompt if prompt.startswith(history) and text.startswith(history) else ""
 
 
 def _replaced_span(chat: Chat, index: int, text: str, thinks: bool) -> tuple[int, int]:
@@ -292,13 +281,13 @@ def encode_examples(
     The loss counts answers and their end mark; with mask_prompt=False, and in plain text, every
     token. The tokenizer's own special tokens are stripped first (with strip_markers).
 
-    Raises:
-        InputError: the template refuses a row, which is named, or no row is left.
+    Raises: InputError: the template refuses a row, which is named, or no row is left.
     """
     tokens = special_tokens(tokenizer) if settings.strip_markers else ()
     rows: list[Row] = []
     ids: list[str] = []
-    notes = RowNotes(tokenizer, Rendering.of(settings))
+    rendering, prompt_weight = Rendering.of(settings), float(settings.mask_prompt is False)
+    notes = RowNotes(tokenizer, rendering)
     limit = None if max_tokens is None else max_tokens + 1  # one more says that a row is longer
     cut = empty = 0
     for example in examples:
@@ -307,7 +296,12 @@ def encode_examples(
             empty += 1
             continue
         try:
-            row = _encode(record, tokenizer, settings, limit)
+            if settings.template == "alpaca" and "text" not in record:
+                row = encode_alpaca(record, tokenizer, prompt_weight, rendering, limit)
+            else:
+                turns = turns_of(record)
+                whole = record if turns is None else {**record, "messages": turns}
+                row = encode_record(whole, tokenizer, prompt_weight, rendering, limit)
             notes.add(record)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             where = example.where or f"{example.source}, row {example.row_id}"
@@ -330,24 +324,6 @@ def encode_examples(
     return EncodedRows(rows, ids, cut, empty, tuple(notes.lines()))
 
 
-def _encode(
-    record: dict[str, Any],
-    tokenizer: ChatTokenizer,
-    settings: DomainDataSettings,
-    limit: int | None,
-) -> Row:
-    prompt_weight = 1.0 if settings.mask_prompt is False else 0.0
-    rendering = Rendering.of(settings)
-    turns = turns_of(record)
-    if turns is None:
-        tokens = text_tokens(record["text"], tokenizer, rendering, limit)
-        return row_of(tokens, [1.0] * len(tokens))
-    if settings.template == "chat":
-        tools = record.get("tools")
-        return encode_messages(turns, tokenizer, prompt_weight, tools, rendering, limit)
-    return encode_alpaca(record, tokenizer, prompt_weight, rendering, limit)
-
-
 def encode_alpaca(
     record: dict[str, Any],
     tokenizer: ChatTokenizer,
@@ -363,7 +339,7 @@ def encode_alpaca(
         raise InputError("a conversation does not fit template alpaca; use template chat")
     prompt = ALPACA_TEMPLATE.format(prompt=record["prompt"], input=record.get("input", ""))
     allow = rendering.allow_special
-    asked = [*begin_mark(tokenizer), *encode_text(prompt, tokenizer, allow, limit)]
+    before = [*begin_mark(tokenizer), *encode_text(prompt, tokenizer, allow, limit)]
     answer = [*encode_text(record["answer"], tokenizer, allow, limit), *end_mark(tokenizer)]
-    weights = [prompt_weight] * len(asked) + [1.0] * len(answer)
-    return row_of([*asked, *answer][:limit], weights[:limit])
+    weights = [prompt_weight] * len(before) + [1.0] * len(answer)
+    return row_of([*before, *answer][:limit], weights[:limit])

@@ -9,7 +9,7 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 from mlxstacks.data import arrow_sets
 from mlxstacks.data.cleaning import cut_answer, holds_code, reason_to_drop, strip_record
 from mlxstacks.data.examples import Example, keep_one, make_example
-from mlxstacks.data.formats import FORMATS, Reading, row_reader
+from mlxstacks.data.formats import FORMATS, row_reader
 from mlxstacks.data.json_rows import array_records, begins_array, numbered_records
 from mlxstacks.data.settings import DomainDataSettings, SourceSettings, TrainDataSettings
 from mlxstacks.errors import InputError
@@ -109,9 +109,8 @@ def training_parts(
 def open_source(source: SourceSettings, root: Path) -> OpenSource:
     """Find what a source names; a relative path is taken from `root`.
 
-    Raises:
-        InputError: it is not there (NotCachedError for a data set), or holds no file of a known
-            kind. Broken rows raise it later, while rows are read.
+    Raises: InputError: it is not there (NotCachedError for a data set), or holds no file of a known
+        kind. Broken rows raise it later, while rows are read.
     """
     if source.dataset:
         return _cached(source, source.dataset)
@@ -197,8 +196,7 @@ def data_files(directory: Path, split: str, label: str, name: str | None = None)
     A file belongs to a split whose name is a part of its own (train-00000-of-00002.parquet,
     data/train.jsonl); where no file names any split, all of them are `train`.
 
-    Raises:
-        InputError: no file of a known kind, none of this split, or several configurations.
+    Raises: InputError: no file of a known kind, none of this split, or several configurations.
     """
     every = sorted(file for file in directory.rglob("*") if file.suffix in SUFFIXES)
     parts = {file: file.relative_to(directory).parts for file in every}
@@ -237,81 +235,6 @@ def _inside(directory: Path, file: Path) -> str:
     return file.relative_to(directory).as_posix()
 
 
-class _SourceRows:
-    """The usable rows of a source, in its order and with repeats; iterated once.
-
-    Under a cap only the first 2 x cap rows are read.
-
-    Raises:
-        InputError: the source is not there; while iterating, a row that does not fit (file and line
-            are named), and at the end, if no row is usable.
-    """
-
-    def __init__(
-        self,
-        source: SourceSettings,
-        settings: DomainDataSettings,
-        root: Path,
-        special_tokens: Collection[str] = (),
-    ) -> None:
-        self.source, self.settings, self.special_tokens = source, settings, special_tokens
-        self._opened = open_source(source, root)
-        self._read = 0
-        self._dropped, self._changed, self._formats = Counter[str](), Counter[str](), Counter[str]()
-
-    def __iter__(self) -> Iterator[Example]:
-        read = row_reader(self.source.format, first_pair_only=self.settings.template == "alpaca")
-        most = None if self.source.cap is None else 2 * self.source.cap
-        for where, raw in islice(self._opened.rows, most):
-            self._read += 1
-            try:
-                example = self._usable(where, *read(raw))
-            except InputError as error:
-                raise InputError(f"{where}: {error}") from error
-            if example:
-                yield example
-        if self._read == self._dropped.total():
-            reasons = ", ".join(f"{count} {reason}" for reason, count in self._dropped.items())
-            raise InputError(
-                f"{self.source.label}: none of {self._read} rows is usable: {reasons}; check "
-                "format, filter and minimum_characters"
-            )
-
-    def _usable(self, where: str, name: str, reading: Reading) -> Example | None:
-        """The cleaned row, or None where it is dropped; both are counted."""
-        self._formats[name] += 1
-        record, changes = reading.record, [*reading.changes]
-        if self.settings.strip_markers:
-            stripped = strip_record(record, self.special_tokens)
-            changes += ["markers_removed"] * (stripped != record)
-            record = stripped
-        reason = reason_to_drop(record, FORMATS[name], self.settings)
-        if reason is None and self.source.filter == "code" and not holds_code(record):
-            reason = "not_code"
-        if reason is not None:
-            self._dropped[reason] += 1
-            return None
-        record, was_cut = cut_answer(record, self.settings.answer_characters)
-        self._changed.update([*changes, *["answer_cut"] * was_cut])
-        return make_example(record, self.source.label, reading.passage, where)
-
-    def report(self, repeated: int, kept: int) -> dict[str, Any]:
-        """Plain JSON. repeated: rows with the content of another. kept: rows that are used."""
-        dropped = dict(sorted(self._dropped.items()))
-        return {
-            "source": self.source.label,
-            "split": self.source.split,
-            "formats": dict(sorted(self._formats.items())),
-            "rows_read": self._read,
-            "dropped": dropped,
-            "changed": dict(sorted(self._changed.items())),
-            "duplicates": repeated,
-            "not_drawn": self._read - sum(dropped.values()) - repeated - kept,
-            "rows_kept": kept,
-            "sha256": self._opened.sha256(),
-        }
-
-
 def read_source(
     source: SourceSettings,
     settings: DomainDataSettings,
@@ -324,20 +247,24 @@ def read_source(
     row id.
     Law: the same rows in another order give the same examples, if no cap leaves rows unread.
 
-    Raises:
-        InputError: as `_SourceRows`.
+    Raises: InputError: the source is not there, a row does not fit (file and line are named), or
+        none is usable.
     """
-    rows = _SourceRows(source, settings, root, special_tokens)
+    rows, report = _read_usable(source, settings, root, special_tokens)
     examples: dict[str, Example] = {}
-    repeated = 0
     for example in rows:
-        repeated += example.row_id in examples
         keep_one(examples, example)
-    if source.cap is not None and len(examples) > source.cap:
+    count = len(examples)
+    if source.cap is not None and count > source.cap:
         seed = settings.seed if source.seed is None else source.seed
         order = sorted(examples, key=lambda row_id: keyed_hash(seed, "draw", row_id))
         examples = {row_id: examples[row_id] for row_id in order[: source.cap]}
-    return examples, rows.report(repeated, len(examples))
+    report |= {
+        "duplicates": len(rows) - count,
+        "not_drawn": count - len(examples),
+        "rows_kept": len(examples),
+    }
+    return examples, report
 
 
 def read_in_order(
@@ -347,12 +274,60 @@ def read_in_order(
     special_tokens: Collection[str] = (),
 ) -> tuple[list[Example], dict[str, Any]]:
     """As `read_source`, in the order of the source and with its repeats, where no cap draws."""
-    if source.cap is not None:
-        drawn, report = read_source(source, settings, root, special_tokens)
-        return list(drawn.values()), report
-    rows = _SourceRows(source, settings, root, special_tokens)
-    examples = list(rows)
-    return examples, rows.report(0, len(examples))
+    if source.cap is None:
+        return _read_usable(source, settings, root, special_tokens)
+    drawn, report = read_source(source, settings, root, special_tokens)
+    return list(drawn.values()), report
+
+
+def _read_usable(
+    source: SourceSettings, settings: DomainDataSettings, root: Path, tokens: Collection[str]
+) -> tuple[list[Example], dict[str, Any]]:
+    """The usable rows of a source, cleaned, in its order and with repeats, and its report; under a
+    cap of the first 2 x cap rows.
+    """
+    opened = open_source(source, root)
+    read = row_reader(source.format, first_pair_only=settings.template == "alpaca")
+    formats, dropped, changed = Counter[str](), Counter[str](), Counter[str]()
+    examples: list[Example] = []
+    for where, row in islice(opened.rows, None if source.cap is None else 2 * source.cap):
+        try:
+            name, reading = read(row)
+            formats[name] += 1
+            record, changes = reading.record, [*reading.changes]
+            if settings.strip_markers:
+                record = strip_record(record, tokens)
+                changes += ["markers_removed"] * (record != reading.record)
+            reason = reason_to_drop(record, FORMATS[name], settings)
+            if reason is None and source.filter == "code" and not holds_code(record):
+                reason = "not_code"
+            if reason is not None:
+                dropped[reason] += 1
+                continue
+            record, was_cut = cut_answer(record, settings.answer_characters)
+            changed.update([*changes, *["answer_cut"] * was_cut])
+            examples.append(make_example(record, source.label, reading.passage, where))
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+    if not examples:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        raise InputError(
+            f"{source.label}: none of {dropped.total()} rows is usable: {reasons}; check format, "
+            "filter and minimum_characters"
+        )
+    report = {
+        "source": source.label,
+        "split": source.split,
+        "formats": dict(sorted(formats.items())),
+        "rows_read": formats.total(),
+        "dropped": dict(sorted(dropped.items())),
+        "changed": dict(sorted(changed.items())),
+        "duplicates": 0,
+        "not_drawn": 0,
+        "rows_kept": len(examples),
+        "sha256": opened.sha256(),
+    }
+    return examples, report
 
 
 def keyed_hash(seed: int, purpose: str, text: str) -> int:

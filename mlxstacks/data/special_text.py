@@ -205,19 +205,16 @@ def _settled(text: str, encode: Callable[[str], list[int]], kept: slice) -> str:
 def _encode_pieces(text: str, mark: str, tokenizer: Any) -> list[int]:
     first, *others = text.split(mark)
     tokens = _encode(first, tokenizer)
-    # Whoever writes one literal often writes many.
-    ids = {piece: _encode_behind(piece, tokenizer) for piece in set(others)}
+    ids: dict[str, list[int]] = {}  # whoever writes one literal often writes many
+    before = _encode("\n", tokenizer) if others else []
     for piece in others:
+        if piece not in ids:
+            # Text that goes on has no blank before it, as some tokenizers put before a beginning.
+            both = _encode("\n" + piece, tokenizer)
+            follows = before and both[: len(before)] == before
+            ids[piece] = both[len(before) :] if follows else _encode(piece, tokenizer)
         tokens += ids[piece]
     return tokens
-
-
-def _encode_behind(text: str, tokenizer: Any) -> list[int]:
-    """Ids of a text that goes on: without the blank that some tokenizers put before a beginning."""
-    before, both = _encode("\n", tokenizer), _encode("\n" + text, tokenizer)
-    if before and both[: len(before)] == before:
-        return both[len(before) :]
-    return _encode(text, tokenizer)
 
 
 def _encode(text: str, tokenizer: Any) -> list[int]:

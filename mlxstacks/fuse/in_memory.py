@@ -7,7 +7,6 @@ tensor of the model is, to the bit, what loading the model that `mlxstacks fuse`
 """
 
 import os
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,9 +25,15 @@ from mlxstacks.files.shards import tensor_nbytes
 from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import decide
 from mlxstacks.fuse.fidelity import Sums
-from mlxstacks.fuse.module import Module, gather_modules
+from mlxstacks.fuse.module import Done, Module, gather_modules
 from mlxstacks.fuse.report import StageReport, entries_bytes, stage_report, together, verdict
-from mlxstacks.fuse.rewrite import ModuleWork, measure_module, module_works, process
+from mlxstacks.fuse.rewrite import (
+    ModuleWork,
+    measure_module,
+    module_works,
+    process,
+    total_sums,
+)
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops.affine import Array
 
@@ -83,7 +88,7 @@ def fuse_in_memory(model: nn.Module, settings: FuseSettings) -> MemoryFuse:
     with ThreadPoolExecutor(workers) as pool:
 
         def full_pass(module: Module, decisions: dict[int, Decision]) -> dict[int, Sums]:
-            return measure_module(ModuleWork(module, decisions), pool, workers, settings.seed)
+            return measure_module(ModuleWork(module, decisions), pool, workers, settings)
 
         choices = {module.path: decide(module, settings, full_pass) for module in modules}
         works = module_works(modules, choices, settings, notes)
@@ -108,29 +113,25 @@ def _fused(
     raw = {name: np.empty(tensor_nbytes(dtype, shape) or 0, np.uint8)
            for name, dtype, shape in work.outputs()}  # fmt: skip
     filled = dict.fromkeys(raw, 0)
-    total = defaultdict[int, Sums](Sums)
-    for done in process(work, pool, workers, settings.zero_delta, settings.seed, True):
-        for name, chunk in done.chunks.items():
-            part = np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
-            raw[name][filled[name] : filled[name] + part.size] = part
-            filled[name] += part.size
-        for stage, sums in done.sums.items():
-            total[stage] += sums
+
+    def kept_blocks() -> Iterator[Done]:
+        for done in process(work, pool, workers, settings):
+            for name, chunk in done.chunks.items():
+                part = np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
+                raw[name][filled[name] : filled[name] + part.size] = part
+                filled[name] += part.size
+            yield done
+
+    total = total_sums(kept_blocks())
     assert all(filled[name] == raw[name].size for name in raw), "a block is missing"
     weight = work.module.stored.weight.name  # without a last name in some hub checkpoints
-    tensors = {
-        "weight" if name == weight else name.rpartition(".")[2]: _as_mlx(
-            raw.pop(name), dtype, shape
-        )
-        for name, dtype, shape in work.outputs()
-    }
+    tensors = {}
+    for name, dtype, shape in work.outputs():
+        held, stored = _DTYPES[dtype]
+        array = mx.array(raw.pop(name).view(held).reshape(shape))
+        ending = "weight" if name == weight else name.rpartition(".")[2]
+        tensors[ending] = array if array.dtype == stored else array.view(stored)
     return tensors, total
-
-
-def _as_mlx(raw: Array, dtype: str, shape: tuple[int, ...]) -> mx.array:
-    held, wanted = _DTYPES[dtype]
-    made = mx.array(raw.view(held).reshape(shape))
-    return made.view(wanted) if made.dtype != wanted else made
 
 
 # --- into the model -------------------------------------------------------------------------------
@@ -138,30 +139,24 @@ def _as_mlx(raw: Array, dtype: str, shape: tuple[int, ...]) -> mx.array:
 
 def check_places(model: nn.Module, modules: list[Module]) -> None:
     """Raises: CheckpointError listing the modules that are not in the model as they are stored."""
-    there = dict(model.named_modules())
-    problems = list(_misfits(there, modules))
-    if problems:
-        raise CheckpointError(
-            "\n  ".join(
-                ["the model in memory is not the one the adapter was matched with:", *problems]
-            )
-        )
-
-
-def _misfits(there: dict[str, nn.Module], modules: list[Module]) -> Iterator[str]:
+    loaded, problems = dict(model.named_modules()), []
     for module in modules:
-        found, stored = there.get(module.path), module.stored
-        if found is None or "weight" not in found:
-            kind = "no module" if found is None else f"a {type(found).__name__}"
-            yield f"{module.path}: {kind} there; take adapters off first, use an mlx checkpoint"
+        layer, stored = loaded.get(module.path), module.stored
+        if layer is None or "weight" not in layer:
+            kind = "no module" if layer is None else f"a {type(layer).__name__}"
+            remedy = "take adapters off first, use an mlx checkpoint"
+            problems.append(f"{module.path}: {kind} there; {remedy}")
             continue
-        packed = "scales" in found and stored.bits is not None
+        packed = "scales" in layer and stored.bits is not None
         plain = (*stored.weight.shape[:-1], stored.input_dims)
-        wanted = stored.weight.shape if packed else plain
-        if tuple(found.weight.shape) != tuple(wanted):
-            yield f"{module.path}: weight {found.weight.shape} there, {tuple(wanted)} stored"
-        elif packed and (found.bits, found.group_size) != (stored.bits, stored.group_size):
-            yield f"{module.path}: {found.bits} bits there, {stored.bits} stored"
+        shape = tuple(stored.weight.shape if packed else plain)
+        if tuple(layer.weight.shape) != shape:
+            problems.append(f"{module.path}: weight {layer.weight.shape} there, {shape} stored")
+        elif packed and (layer.bits, layer.group_size) != (stored.bits, stored.group_size):
+            problems.append(f"{module.path}: {layer.bits} bits there, {stored.bits} stored")
+    if problems:
+        heading = "the model in memory is not the one the adapter was matched with:"
+        raise CheckpointError("\n  ".join([heading, *problems]))
 
 
 def _put(model: nn.Module, work: ModuleWork, tensors: dict[str, mx.array]) -> None:
@@ -169,7 +164,11 @@ def _put(model: nn.Module, work: ModuleWork, tensors: dict[str, mx.array]) -> No
     module: Any = dict(model.named_modules())[path]
     if "scales" not in module:
         # Values as mlx-lm's dequantize makes them, in the dtype that the module was widened to.
-        module.weight = _values(work, tensors).astype(module.weight.dtype)
+        values = tensors["weight"]
+        if bits is not None:
+            grid = tensors["scales"], tensors["biases"], work.module.stored.group_size
+            values = mx.dequantize(values, *grid, bits)
+        module.weight = values.astype(module.weight.dtype)
     elif bits is not None:
         module.weight, module.scales, module.biases = (
             tensors[name] for name in ("weight", "scales", "biases")
@@ -183,15 +182,6 @@ def _put(model: nn.Module, work: ModuleWork, tensors: dict[str, mx.array]) -> No
         model.update_modules(tree_unflatten([(path, holder.inner)]))
         module = holder.inner
     mx.eval(module.parameters())
-
-
-def _values(work: ModuleWork, tensors: dict[str, mx.array]) -> mx.array:
-    if work.bits is None:
-        return tensors["weight"]
-    group_size = work.module.stored.group_size
-    return mx.dequantize(
-        tensors["weight"], tensors["scales"], tensors["biases"], group_size, work.bits
-    )
 
 
 def attach_adapters(

@@ -5,7 +5,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from mlxstacks.nano.settings import (
     ExportSettings,
     ShowSettings,
 )
-from mlxstacks.study.document import Column, Table
+from mlxstacks.study.document import Columns, Kind, Table
 from mlxstacks.study.result import Result
 
 if TYPE_CHECKING:
@@ -80,11 +80,7 @@ class NanoPaths:
         return nano_samples("domains")
 
     def as_json(self) -> dict[str, str]:
-        return {
-            "model_path": str(self.model_path),
-            "adapter_path": str(self.adapter_path),
-            "store_path": str(self.store_path),
-        }
+        return {name: str(path) for name, path in asdict(self).items()}
 
 
 def asset_hash() -> str:
@@ -106,8 +102,7 @@ def write_export(
     from the stored values of `source`, dequantized to bfloat16; the width of `source` itself is a
     copy of its files. Router gates stay at 8 bits.
 
-    Raises:
-        InputError: no such width.
+    Raises: InputError: no such width.
     """
     import mlx.core as mx
 
@@ -136,8 +131,7 @@ def write_export(
 def export(settings: ExportSettings) -> Result:
     """`nano export`: the built-in model at `settings.bits`; the target appears as a whole or not.
 
-    Raises:
-        TargetError: the target exists and `force` is off, or cannot be written.
+    Raises: TargetError: the target exists and `force` is off, or cannot be written.
     """
     from mlxstacks.files.disk import mlx_write_errors
     from mlxstacks.files.outputs import staged_directory
@@ -202,16 +196,14 @@ def measured_table(manifest: Mapping[str, Any]) -> Table:
         accuracy = (choice["accuracy"], choice["interval"]["low"], choice["interval"]["high"])
         losses = (figures["validation_loss"][domain] for domain in domains)
         rows.append((name.replace("_", " "), *losses, accuracy))
-    return Table(
-        id="measured",
-        title=f"Loss in nats a token, and accuracy on {first['multiple_choice']['n']} choices "
-        "(95% interval)",
-        columns=(
-            Column(name="model"),
-            *(Column(name=domain, kind="number", digits=3) for domain in domains),
-            Column(name="accuracy", kind="share"),
-        ),
-        rows=tuple(rows),
+    choices = first["multiple_choice"]["n"]
+    loss: tuple[Kind, int] = ("number", 3)
+    columns: Columns = {"model": "text", **dict.fromkeys(domains, loss), "accuracy": "share"}
+    return Table.of(
+        "measured",
+        f"Loss in nats a token, and accuracy on {choices} choices (95% interval)",
+        columns,
+        rows,
     )
 
 
@@ -260,13 +252,13 @@ def nano_samples(name: str) -> Path:
     `nano_paths`.
     """
     target = cache_directory() / f"nano-{asset_hash()}" / name
-    _fill(target, SAMPLES[name], lambda place: _write_samples(place, name))
+
+    def write(directory: Path) -> None:
+        samples = json.loads(gzip.decompress(SAMPLES_FILE.read_bytes()))
+        write_files(directory, samples[name])
+
+    _fill(target, SAMPLES[name], write)
     return target
-
-
-def _write_samples(directory: Path, name: str) -> None:
-    samples = json.loads(gzip.decompress(SAMPLES_FILE.read_bytes()))
-    write_files(directory, samples[name])
 
 
 def _fill(target: Path, part: str, write: Callable[[Path], None]) -> None:

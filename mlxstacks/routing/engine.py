@@ -25,7 +25,7 @@ import mlx.nn as nn
 
 from mlxstacks import base_model, memory
 from mlxstacks.data.text_settings import Rendering, ThinkingMode
-from mlxstacks.errors import InputError, StoreError, TargetError
+from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
@@ -45,10 +45,8 @@ from mlxstacks.routing.resident import Lease, Resident
 from mlxstacks.routing.router import (
     PromptRouter,
     Route,
-    base_route,
     load_prompt_router,
     pinned,
-    ungated_route,
 )
 from mlxstacks.routing.settings import NO_GAP_LOG, AnswerSettings
 from mlxstacks.training.modes import prepare_base
@@ -194,10 +192,10 @@ class RoutedModel:
             self.check_domains(pins)
             return pinned(pins)
         if mode == "base":
-            return base_route()
+            return Route("base")
         self._need_stacks()
         if mode == "ungated":
-            return ungated_route()
+            return Route("ungated")
         scores, feature = self.router.score_with_feature(text)
         route = self.router.decide(scores, hard=self.hard, routable=self.domains)
         if route.gap and self.gap_log is not None:
@@ -236,8 +234,6 @@ class RoutedModel:
             yield _NoStacks()
         else:
             with self.resident.lease(self.weights(route)) as lease:
-                if lease.missing:
-                    raise StoreError("\n".join(lease.missing.values()))
                 yield lease
 
     def prompt(self, messages: Sequence[dict[str, Any]], thinking: ThinkingMode = "auto") -> Prompt:

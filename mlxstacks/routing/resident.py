@@ -3,7 +3,6 @@
     resident = Resident(model, store, budget_bytes=2_000_000_000)
     with resident.lease({"code": 0.9, "math": 0.4}) as lease:
         ...                                     # the model answers with these
-        lease.missing                           # domains that could not be read, and why
 
 Everything goes by the name of the domain. What a lease needs and memory does not have is read, the
 difference only; what it has is taken from the packed sets that are there. Each set is packed once.
@@ -24,7 +23,7 @@ import ctypes
 import os
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
 
@@ -169,6 +168,15 @@ def pack_domains(
     return packed
 
 
+def let_go(parts: DomainParts) -> None:
+    """Copy parts out of the pack that they are views of, projection by projection: it may have been
+    dropped, and would stay in memory whole until the last of them is packed. A function, so that
+    no variable of its caller keeps one of them.
+    """
+    for path, stacks in parts.items():
+        parts[path] = [_own_copy(stack) for stack in stacks]
+
+
 def _own_copy(stack: FrozenStack) -> FrozenStack:
     # transposed, lora_b lies in memory as packs hold it on a CPU: the copy is one of blocks
     b = mx.contiguous(stack.lora_b.swapaxes(-1, -2)).swapaxes(-1, -2)
@@ -188,7 +196,7 @@ class Resident:
     a lease installed: activate it again afterwards.
 
     Raises: StoreError: the model lacks a stack's place, or has it in other dims. A file that cannot
-        be read is no error here: leases name it.
+        be read is no error here, but of the lease that needs it.
     """
 
     def __init__(
@@ -236,9 +244,10 @@ class Resident:
     def lease(self, weights: Mapping[str, float]) -> "Lease":
         """The right to answer with these domains, each multiplied by its weight; {}: the base.
 
-        A weight of 0 leaves its domain out. Domains that cannot be read are named in `missing`.
+        A weight of 0 leaves its domain out.
         Raises: InputError: a domain that is not served here, a weight that is negative or no finite
             number; or more than fits into the budget, in bytes. Nothing is changed then.
+            StoreError: domains that cannot be read; an answer without them would be another's.
         """
         started = time.perf_counter()
         if strange := [name for name in weights if name not in self.domains]:
@@ -269,64 +278,51 @@ class Resident:
         return lease
 
     def _packed(self, wanted: Key, lease: "Lease") -> PackedSet:
-        """The set of these domains without those that cannot be read; fills in what the lease says
-        of loading.
-        """
-        loaded = self._sets.domains
-        fresh: dict[str, DomainParts] = {}
+        """The set of these domains; fills in what the lease says of loading."""
+        loaded, fresh = self._sets.domains, dict[str, DomainParts]()
         lease.hits = tuple(name for name in wanted if name in loaded)
-        readable = tuple(n for n in wanted if n in loaded or self._readable(n, lease))
-        packed = self._sets.get(readable) if readable else PackedSet(())
-        if packed is None:
-            nbytes = sum(self._reader.nbytes(name, self._dtype) for name in readable)
-            paired = self._paired | {*readable}
-            reserved_bytes = self._reader.shared_bytes(paired)
-            taken = {n: self._sets.holding(n).parts(n) for n in readable if n in loaded}
-            self._sets.make_room(nbytes, reserved_bytes, f"the set {', '.join(readable)}")
-            self._paired = paired
-            if len(taken) < len(readable):
-                # More is read before anything is packed: parts of a pack that was dropped would
-                # keep it in memory whole until the last of them is packed.
-                for name in taken.keys() - self._sets.domains:
-                    for path, stacks in taken[name].items():
-                        taken[name][path] = [_own_copy(stack) for stack in stacks]
-            for name in readable:
-                if name not in loaded:
-                    self._read(name, fresh, lease)
-            readable = tuple(n for n in readable if n in taken or n in fresh)
-            # less may have been read than was asked for
-            packed = self._sets.get(readable) if readable else PackedSet(())
-            if packed is None:
-                packed = pack_domains(readable, {**taken, **fresh}, self._dtype)
-                self._stats.packed_built += 1
-                self._sets.add(packed)
-                if self._sets.budget_bytes is not None:
-                    release_memory()
-        elif readable:
-            self._stats.packed_hits += 1
-        lease.loaded = tuple(fresh)
+        new = tuple(name for name in wanted if name not in loaded)
         self._stats.hits += len(lease.hits)
-        self._stats.misses += len(wanted) - len(lease.hits)
-        self._stats.failures += len(lease.missing)
+        self._stats.misses += len(new)
+        self._for_each(new, self._attach)
+        packed = self._sets.get(wanted) if wanted else PackedSet(())
+        if packed is not None:
+            self._stats.packed_hits += bool(wanted)
+            return packed
+        nbytes = sum(self._reader.nbytes(name, self._dtype) for name in wanted)
+        paired = self._paired | {*wanted}
+        reserved_bytes = self._reader.shared_bytes(paired)
+        taken = {name: self._sets.holding(name).parts(name) for name in lease.hits}
+        self._sets.make_room(nbytes, reserved_bytes, f"the set {', '.join(wanted)}")
+        self._paired = paired
+        if new:  # more is read before anything is packed
+            for name in taken.keys() - self._sets.domains:
+                let_go(taken[name])
+
+        def read(name: str) -> None:
+            fresh[name], nbytes = self._reader.read(name)
+            lease.bytes_read += nbytes
+
+        self._for_each(new, read)
+        packed = pack_domains(wanted, {**taken, **fresh}, self._dtype)
+        self._stats.packed_built += 1
+        self._sets.add(packed)
+        if self._sets.budget_bytes is not None:
+            release_memory()
+        lease.loaded = new
         return packed
 
-    def _readable(self, domain: str, lease: "Lease") -> bool:
-        """Whether a domain's headers can be read; says why not in the lease."""
-        try:
-            self._attach(domain)
-        except StoreError as error:
-            lease.missing[domain] = str(error)
-            return False
-        return True
-
-    def _read(self, domain: str, fresh: dict[str, DomainParts], lease: "Lease") -> None:
-        """A domain's parts into `fresh`, or why it cannot be read into the lease."""
-        try:
-            fresh[domain], nbytes = self._reader.read(domain)
-        except StoreError as error:
-            lease.missing[domain] = str(error)
-        else:
-            lease.bytes_read += nbytes
+    def _for_each(self, domains: Key, action: Callable[[str], None]) -> None:
+        """Raises: StoreError saying of all domains that fail, why."""
+        errors = []
+        for name in domains:
+            try:
+                action(name)
+            except StoreError as error:
+                errors.append(str(error))
+        self._stats.failures += len(errors)
+        if errors:
+            raise StoreError("\n".join(errors))
 
     def _attach(self, domain: str) -> None:
         """Make places for a domain's stacks, from the headers alone.
@@ -375,14 +371,13 @@ class Resident:
 class Lease:
     """What one answer holds.
 
-    weights: of the domains it answers with. missing: domain -> why it answers without it. loaded:
-    domains that were read for it; hits: those that were in memory; unloaded: those that left it.
-    seconds: what making it took. bytes_read: of files.
+    weights: of the domains it answers with. loaded: domains that were read for it; hits: those
+    that were in memory; unloaded: those that left it. seconds: what making it took. bytes_read: of
+    files.
     """
 
     _owner: Resident
     weights: dict[str, float] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
     loaded: tuple[str, ...] = ()
     hits: tuple[str, ...] = ()
     unloaded: tuple[str, ...] = ()

@@ -10,6 +10,10 @@ hidden dims, n domains.
 
 Each domain is read by itself, in calls of its own: its logit has the same bits however many other
 domains there are. So a domain can be added without a trace in the others.
+
+A score is the raw sigmoid of a domain, a weight what the deltas of its stacks are multiplied by. A
+chat domain never falls below its floor; a domain is active where its weight is above the threshold
+(strictly), and only active domains have a weight in a route. Everything goes by the domain's name.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -69,8 +73,7 @@ def decide(
     Raises: ValueError for a score outside [0, 1].
     """
     # NaN is in no range
-    strange = {name: score for name, score in scores.items() if not 0 <= score <= 1}
-    if strange:
+    if strange := {name: score for name, score in scores.items() if not 0 <= score <= 1}:
         raise ValueError(f"scores must lie in [0, 1]; got {strange}")
     weights = {}
     for name, score in scores.items():
@@ -84,16 +87,6 @@ def decide(
 def pinned(names: Iterable[str]) -> Route:
     """These domains at weight 1, whatever the prompt."""
     return Route("pinned", weights=dict.fromkeys(names, 1.0))
-
-
-def ungated_route() -> Route:
-    """Every stack at weight 1."""
-    return Route("ungated")
-
-
-def base_route() -> Route:
-    """The base alone."""
-    return Route("base")
 
 
 # --- the network ----------------------------------------------------------------------------------
@@ -150,10 +143,12 @@ class MetaRouter(nn.Module):
         count = self.num_domains
         keys = [None] * count if key is None else list(mx.random.split(key, count))
         logits = [
-            self._logit(self.domain_norm(_attended(x, mask, query)), whole, own)
-            for query, own in zip(self.domain_queries, keys, strict=True)
+            self._logit(self.domain_norm(_attended(x, mask, query)), whole, query_key)
+            for query, query_key in zip(self.domain_queries, keys, strict=True)
         ]
-        return mx.concatenate(logits, axis=-1) / self._clamped_temperature()  # (B, n)
+        # Outside the clamp its parameter has no gradient.
+        temperature = mx.clip(mx.exp(self.temperature), LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE)
+        return mx.concatenate(logits, axis=-1) / temperature  # (B, n)
 
     def _logit(self, domain: mx.array, whole: mx.array, key: mx.array | None) -> mx.array:
         """(B, h), (B, h) -> (B, 1)."""
@@ -162,10 +157,6 @@ class MetaRouter(nn.Module):
         hidden = self.hidden_norm(_dropped(hidden, self.dropout, first))
         hidden = _dropped(nn.gelu(self.hidden_out(hidden)), self.dropout, second)
         return self.logit(hidden)
-
-    def _clamped_temperature(self) -> mx.array:
-        """Outside the clamp its parameter has no gradient."""
-        return mx.clip(mx.exp(self.temperature), LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE)
 
 
 def parameter_count(input_dims: int, num_domains: int, hidden_dims: int = 512) -> int:
@@ -217,10 +208,10 @@ class PromptRouter:
     def scores(self, texts: Sequence[str], batch_size: int = 16) -> list[dict[str, float]]:
         """Scores of each text by domain. Raises: InputError for an empty text."""
         prompts = [self.features.tokens(text) for text in texts]
-        found: list[dict[str, float]] = []
+        scores: list[dict[str, float]] = []
         for start in range(0, len(prompts), batch_size):
-            found += self._scored(prompts[start : start + batch_size])[0]
-        return found
+            scores += self._scored(prompts[start : start + batch_size])[0]
+        return scores
 
     def score(self, text: str) -> dict[str, float]:
         """Domain -> score of one text. Raises: InputError for an empty text."""
@@ -251,9 +242,9 @@ class PromptRouter:
                 f"the router was trained on hidden states of {self.header.input_dims} dims, this "
                 f"model has {features.shape[-1]}; it is of another base"
             )
-        found = mx.sigmoid(self.network(features, mask))  # (B, n)
-        rows: Any = found.tolist()
-        if not mx.isfinite(found).all():
+        scores = mx.sigmoid(self.network(features, mask))  # (B, n)
+        rows: Any = scores.tolist()
+        if not mx.isfinite(scores).all():
             raise StoreError(
                 "the router's scores are not numbers: its weights are finite, but sums of them "
                 "leave the range of float32; train it again with `mlxstacks route train`"
@@ -264,7 +255,7 @@ class PromptRouter:
 def load_prompt_router(
     store: Store, model: nn.Module, tokenizer: Any, router_path: str | Path | None = None
 ) -> PromptRouter:
-    """The store's router, or one beside it, ready for prompts.
+    """The store's router, or another one, ready for prompts.
 
     router_path: a router's file, or the directory that `route train` wrote.
     Raises:
@@ -282,18 +273,18 @@ def load_prompt_router(
     else:
         file = read_router(router_file_at(router_path))
     notes = check_router(file.header, store)
-    return PromptRouter(network_of(file), file.header, features_for(file.header, model, tokenizer),
-                        notes)  # fmt: skip
+    features = features_for(file.header, model, tokenizer)
+    return PromptRouter(network_of(file), file.header, features, notes)
 
 
 def router_file_at(path: str | Path) -> Path:
     """A router's file, named itself or by its directory. Raises: InputError: there is none."""
-    found = user_path(path)
-    if found.is_dir():
-        found = found / ROUTER_FILE
-    if not found.is_file():
-        raise InputError(f"{found}: no router there; `mlxstacks route train` writes {ROUTER_FILE}")
-    return found
+    file = user_path(path)
+    if file.is_dir():
+        file = file / ROUTER_FILE
+    if not file.is_file():
+        raise InputError(f"{file}: no router there; `mlxstacks route train` writes {ROUTER_FILE}")
+    return file
 
 
 def features_for(

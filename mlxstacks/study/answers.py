@@ -5,7 +5,7 @@ changed (answer_log.py). Each answer keeps the raw output and the rule that foun
 or the scores of the options.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -108,3 +108,19 @@ class AnswerFile:
             self._log.append(map(asdict, new))
             answers += new
         return answers[:count]
+
+
+def paired(
+    answers: Mapping[str, Sequence[Answer]], arm: str, control: str
+) -> list[tuple[Answer, Answer]]:
+    """(answer of the arm, answer of its control) to each item, in order.
+
+    Raises: ValueError for arms that answered different items: such pairs are no pairs.
+    """
+    of_arm, of_control = answers[arm], answers[control]
+    if [answer.item_id for answer in of_arm] != [answer.item_id for answer in of_control]:
+        raise ValueError(
+            f"{arm} and {control} answered different items ({len(of_arm):,} and "
+            f"{len(of_control):,} answers); only the same ones can be compared"
+        )
+    return list(zip(of_arm, of_control, strict=True))

@@ -17,18 +17,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import sync_directory, sync_tree, user_path
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
-from mlxstacks.study.artifacts import keep_parts
 from mlxstacks.study.document import Standing
 from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.plan import PLAN, keep_plan
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import RunDirectory
+from mlxstacks.study.run_directory import RunDirectory, keep_parts
 from mlxstacks.study.write import environment, write_result
 
 STEPS = "steps.json"
@@ -100,7 +99,7 @@ class Study(ABC):
 
 
 def run_study(study: Study, *, dry_run: bool = False) -> Result:
-    """Run a study to its target, or go on with what an earlier run of the same plan left.
+    """Run a study to its target, or resume what an earlier run of the same plan left.
 
     Raises:
         InputError: the work directory holds another plan, results without one, or a changed file of
@@ -145,18 +144,18 @@ def run_study(study: Study, *, dry_run: bool = False) -> Result:
 
 def _finished(planned: Result, concluded: Result, seconds: float) -> Result:
     """The planned head with what the conclusion says."""
-    said = {
+    concluded_fields = {
         name: getattr(concluded, name)
         for name in concluded.model_fields_set
         if name not in ("kind", "title", "notes", "provenance", "directory")
     }
     if planned.plan is not None:
-        said.setdefault("standing", Standing(status="confirmatory"))
+        concluded_fields.setdefault("standing", Standing(status="confirmatory"))
     return planned.model_copy(
         update={
             "environment": environment(seconds),
             "provenance": {**planned.provenance, **concluded.provenance},
-            **said,
+            **concluded_fields,
             "notes": (*planned.notes, *concluded.notes),
             "status": "done",
         }
@@ -168,10 +167,19 @@ def run_step(step: Step, work: Path, plan_sha256: str | None) -> None:
     if not step.outputs:
         step.run(work)
         return
-    record = _read_record(work / STEPS)
-    written = record.get(step.name)
-    if written is not None:
-        _check_outputs(work, step, written, plan_sha256)
+    try:
+        record = read_object((work / STEPS).read_bytes()) if (work / STEPS).exists() else {}
+    except ValueError as error:
+        raise InputError(f"{work / STEPS}: damaged ({error}); --no-resume begins again") from None
+    if (written := record.get(step.name)) is not None:
+        digests = {
+            name: file_sha256(work / name) for name in step.outputs if (work / name).is_file()
+        }
+        if written != {"plan_sha256": plan_sha256, "sha256": digests}:
+            raise InputError(
+                f"{work}: {', '.join(step.outputs)} of step {step.name!r} or {STEPS} was changed "
+                "after it was written; --no-resume begins again"
+            )
         return
     scratch = work / f".{step.name}"
     shutil.rmtree(scratch, ignore_errors=True)
@@ -185,19 +193,3 @@ def run_step(step: Step, work: Path, plan_sha256: str | None) -> None:
         sync_directory((work / name).parent)
     shutil.rmtree(scratch)
     write_json(work / STEPS, {**record, step.name: {"plan_sha256": plan_sha256, "sha256": digests}})
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    try:
-        return read_object(path.read_bytes()) if path.exists() else {}
-    except ValueError as error:
-        raise InputError(f"{path}: damaged ({error}); --no-resume begins again") from None
-
-
-def _check_outputs(work: Path, step: Step, written: Any, plan_sha256: str | None) -> None:
-    digests = {name: file_sha256(work / name) for name in step.outputs if (work / name).is_file()}
-    if written != {"plan_sha256": plan_sha256, "sha256": digests}:
-        raise InputError(
-            f"{work}: {', '.join(step.outputs)} of step {step.name!r} or {STEPS} was changed after "
-            "it was written; --no-resume begins again"
-        )

@@ -167,11 +167,30 @@ def _round(
         raise
     restore_best(model, state)
     keeper.save(model, number, state)
-    parts = _freeze(model, job, number)
+    name, best = stack_name(job.name, number), state.best
+    try:
+        parts = freeze_active(model, name, job.name, _DTYPES[job.stack.storage])
+    except ValueError as error:
+        raise InputError(
+            f"{error}\nThe trained stack is saved; --set stack.storage=bfloat16 goes on from there"
+        ) from error
     after = job.loss_of(model)
-    record = _record(job, number, state, after, time.monotonic() - start)
+    assert best is not None
+    before = state.validation[0]["validation_loss"]
+    kept, last = judge_round(before, after, best.step, job.min_loss_delta, job.keep_plateau_stack)
+    if last is None and number == job.rounds:
+        last = LAST_ROUND
+    # The loop calls what a forward pass adds `extra_loss`; here it is the balance of experts.
+    history = [
+        {key.replace("extra_loss", "balance_loss"): value for key, value in step.items()}
+        for step in state.history
+    ]
+    record = RoundRecord(
+        number, kept, before, best.loss, after, state.step, best.step, state.stopped, last,
+        time.monotonic() - start, history, list(state.validation),
+    )  # fmt: skip
     if not record.kept:
-        remove_frozen(model, stack_name(job.name, number))
+        remove_frozen(model, name)
     keeper.round_done(record, parts if record.kept else None)
     return record
 
@@ -197,38 +216,6 @@ def round_seed(job: DomainJob, number: int) -> int:
 def call_with_balance(model: nn.Module, tokens: mx.array) -> tuple[mx.array, Balance]:
     """Logits, and the balance of all projections."""
     return model(tokens), take_balance(model)
-
-
-def _freeze(model: nn.Module, job: DomainJob, number: int) -> Parts:
-    name = stack_name(job.name, number)
-    try:
-        return freeze_active(model, name, job.name, _DTYPES[job.stack.storage])
-    except ValueError as error:
-        raise InputError(
-            f"{error}\nThe trained stack is saved; --set stack.storage=bfloat16 goes on from there"
-        ) from error
-
-
-def _record(
-    job: DomainJob, number: int, state: TrainingState, after: float, seconds: float
-) -> RoundRecord:
-    assert state.best is not None
-    before = state.validation[0]["validation_loss"]
-    kept, last = judge_round(
-        before, after, state.best.step, job.min_loss_delta, job.keep_plateau_stack
-    )
-    if last is None and number == job.rounds:
-        last = LAST_ROUND
-    return RoundRecord(
-        number, kept, before, state.best.loss, after, state.step, state.best.step, state.stopped,
-        last, seconds, [_named(record) for record in state.history], list(state.validation),
-    )  # fmt: skip
-
-
-def _named(record: Record) -> Record:
-    """The loop calls what a forward pass adds `extra_loss`; here it is the balance of experts."""
-    names = {"extra_loss": "balance_loss"}
-    return {names.get(key, key): value for key, value in record.items()}
 
 
 def judge_round(

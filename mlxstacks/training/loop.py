@@ -126,7 +126,7 @@ def train(
 
     batches_at: the batches of step 0, 1, ...; several add up to the step of one large batch.
     on_step: called after each step, and its evaluation, with the step's `loss`, what the loss
-        reports beside it, `grad_norm`, `learning_rate`, `tokens` and `seconds`; it may save.
+        reports with it, `grad_norm`, `learning_rate`, `tokens` and `seconds`; it may save.
     With a `group` every process calls this with the same arguments and ends with the same weights.
     The model ends with its last weights; `restore_best` puts the best ones there.
 
@@ -202,13 +202,13 @@ def restore_best(model: nn.Module, state: TrainingState) -> None:
         model.update(tree_unflatten(list(state.best.weights.items())))
 
 
-_START_ANEW = "remove it, or give --no-resume, to start anew"
+_START_AGAIN = "remove it, or give --no-resume, to start anew"
 
 
 def save_state(path: Path, model: nn.Module, state: TrainingState, run_id: str) -> None:
     """Write the state atomically. `run_id` names the settings it belongs to.
 
-    Law: on the machine that wrote it (see loop.py), a run loaded from it goes on to the same bytes
+    Law: on the machine that wrote it (see above), a run resumed from it ends with the same bytes
     as one that never stopped; a state that the disk has changed is not loaded.
     """
     arrays = {f"model.{name}": value for name, value in trainable_weights(model).items()}
@@ -218,8 +218,9 @@ def save_state(path: Path, model: nn.Module, state: TrainingState, run_id: str) 
     metadata["stopped"] = json.dumps(state.stopped)
     if state.best is not None:
         arrays |= {f"best.{name}": value for name, value in state.best.weights.items()}
-        best = {"loss": _written(state.best.loss), "step": state.best.step}
-        metadata["best"] = json.dumps(best | {"without_gain": state.best.without_gain})
+        loss = state.best.loss if math.isfinite(state.best.loss) else None  # JSON has no infinity
+        best = {"loss": loss, "step": state.best.step, "without_gain": state.best.without_gain}
+        metadata["best"] = json.dumps(best)
     metadata["sha256"] = _digest(arrays, metadata)
     # mlx appends the suffix when it is missing, so the temporary name must end in it.
     temporary = path.with_name(f".{path.name}.tmp.safetensors")
@@ -243,16 +244,13 @@ def load_state(
         arrays, metadata = load_arrays(path)
         mx.eval(arrays)  # now, not when the file may have been replaced
     except (RuntimeError, ValueError) as error:  # cut off, or no safetensors any more
-        raise InputError(f"{path}: damaged ({error}); {_START_ANEW}") from None
+        raise InputError(f"{path}: damaged ({error}); {_START_AGAIN}") from None
     if metadata.get("run_id") != run_id:
-        raise InputError(f"{path}: saved by a run with other settings; {_START_ANEW}")
+        raise InputError(f"{path}: saved by a run with other settings; {_START_AGAIN}")
     # Before all else is used: a header that is still JSON may have lost a key.
-    digest = metadata.pop("sha256", None)
-    if digest is None:
-        raise InputError(f"{path}: written by an older version, or damaged; {_START_ANEW}")
-    if digest != _digest(arrays, metadata):
+    if metadata.pop("sha256", None) != _digest(arrays, metadata):
         raise InputError(
-            f"{path}: damaged (its bytes are not those that were saved); {_START_ANEW}"
+            f"{path}: damaged (its bytes are not those that were saved); {_START_AGAIN}"
         )
     weights = _part(arrays, "model")
     expected = {name: value.shape for name, value in trainable_weights(model).items()}
@@ -263,8 +261,8 @@ def load_state(
     state.optimizer.state = tree_unflatten(list(_part(arrays, "optimizer").items()))
     state.step = int(metadata["step"])
     state.history = json.loads(metadata["history"])
-    state.validation = json.loads(metadata.get("validation", "[]"))
-    state.stopped = json.loads(metadata.get("stopped", "null"))
+    state.validation = json.loads(metadata["validation"])
+    state.stopped = json.loads(metadata["stopped"])
     if "best" in metadata:
         best: dict[str, Any] = json.loads(metadata["best"])
         loss = math.inf if best["loss"] is None else best["loss"]
@@ -275,18 +273,13 @@ def load_state(
 
 def _digest(arrays: dict[str, mx.array], metadata: dict[str, str]) -> str:
     """SHA-256 of everything in the file; safetensors itself notices no changed byte of a tensor."""
-    found = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name, value in sorted(arrays.items()):
-        found.update(f"{name} {value.dtype} {value.shape}".encode())
-        found.update(memoryview(value.reshape(-1).view(mx.uint8)))
-    return found.hexdigest()
+        digest.update(f"{name} {value.dtype} {value.shape}".encode())
+        digest.update(memoryview(value.reshape(-1).view(mx.uint8)))
+    return digest.hexdigest()
 
 
 def _part(arrays: dict[str, mx.array], name: str) -> dict[str, mx.array]:
     start = f"{name}."
     return {k.removeprefix(start): v for k, v in arrays.items() if k.startswith(start)}
-
-
-def _written(loss: float) -> float | None:
-    """JSON has no infinity."""
-    return loss if math.isfinite(loss) else None

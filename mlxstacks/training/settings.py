@@ -2,7 +2,7 @@
 
 import math
 import re
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -202,12 +202,12 @@ class DomainSettings(Settings):
         return name
 
 
-def _as_domain(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
-
-
 Domain = Annotated[
-    DomainSettings, BeforeValidator(_as_domain, json_schema_input_type=DomainSettings | str)
+    DomainSettings,
+    BeforeValidator(
+        lambda value: {"name": value} if isinstance(value, str) else value,
+        json_schema_input_type=DomainSettings | str,
+    ),
 ]
 
 

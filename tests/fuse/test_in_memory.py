@@ -84,9 +84,10 @@ def test_two_adapters_and_asked_bits(model: Path, adapter: Path, tmp_path: Path)
     assert_as_from_disk(settings, model, tmp_path / "out")
 
 
-def test_plain_weights(tmp_path: Path) -> None:
-    model = write_llama(tmp_path / "plain", bits=None)
-    settings = settings_for(model, random_adapter(model, ["self_attn.q_proj"]))
+@pytest.mark.parametrize("bits", [None, 4])
+def test_plain_weights_and_tied_embeddings(bits: int | None, tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "llama", bits=bits, tied=True)
+    settings = settings_for(model, random_adapter(model, ["self_attn.q_proj", "embed_tokens"]))
     assert_as_from_disk(settings, model, tmp_path / "out")
 
 

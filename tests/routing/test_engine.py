@@ -85,7 +85,7 @@ def test_prompts_are_answered_as_by_a_fully_resident_model(
         engine_for(places, routed=True, hard=hard, budget=2 * budget) for hard in (False, True)
     ]
     seen, differ, three = set(), 0, Sampling(max_tokens=3)
-    for index, text in enumerate(prompts(len(campaign(400)))):
+    for index, text in enumerate(prompts(len(campaign(240)))):
         engine = engines[index % 2]
         route = engine.route(text, "routed")
         said, answer = ask(engine, text, route, sampling=three)

@@ -166,13 +166,6 @@ def test_patience_ends_a_round_and_the_best_weights_are_frozen(model: nn.Module)
     assert keeper.weights[1] == until_two.weights[1]
 
 
-def test_an_improvement_resets_patience(model: nn.Module) -> None:
-    losses = [2.0, 1.9, 1.95, 1.95, 1.95, 1.85, 1.9]
-    (record,) = boost_domain(model, job_of(loss_of=scripted([*losses, 1.85])), Memory())
-    assert (record.steps, record.best_step, record.ended) == (12, 10, None)
-    assert [entry["validation_loss"] for entry in record.validation] == losses
-
-
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_plateau_rule_holds_from_round_1_on(model: nn.Module, keep: bool) -> None:
     losses = [2.0, 1.9995, 1.9995]

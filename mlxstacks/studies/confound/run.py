@@ -40,13 +40,18 @@ from mlxstacks.studies.confound.plan import (
     protocol_of,
     right_arms_of,
 )
-from mlxstacks.studies.confound.report import OUTCOMES, blocks, find, plan_table
+from mlxstacks.studies.confound.report import OUTCOMES, blocks, plan_table
 from mlxstacks.studies.confound.settings import ConfoundSettings
-from mlxstacks.studies.confound.verdict import Criterion, answer_notes, fuse_notes
+from mlxstacks.studies.confound.verdict import (
+    Criterion,
+    answer_notes,
+    find,
+    fuse_notes,
+    verdict,
+)
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.study import document
 from mlxstacks.study.answers import Answer, AnswerFile, Progress
-from mlxstacks.study.artifacts import RECIPE, write_recipe
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import file_sha256, read_sealed, write_rows, write_sealed
 from mlxstacks.study.items import Item, read_items, stratified_sample
@@ -54,7 +59,13 @@ from mlxstacks.study.plan import PLAN, Evidence, fix_plan, keep_plan, read_plan,
 from mlxstacks.study.power import items_for_two_proportions
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import discard, recorded_fingerprint, work_path
+from mlxstacks.study.run_directory import (
+    RECIPE,
+    discard,
+    recorded_fingerprint,
+    work_path,
+    write_recipe,
+)
 
 ABOUT = {
     "kind": "confound",
@@ -295,8 +306,7 @@ class _Confound(Study):
             *fuse_notes(fuses),
         ]  # fmt: skip
         return Result(
-            **ABOUT, status="done", outcome=OUTCOMES[findings.judgements[0].outcome],
-            verdict=findings.verdict,
+            **ABOUT, status="done", outcome=OUTCOMES[findings.outcome], verdict=verdict(findings),
             standing=document.Standing(status=reached.status, reasons=reached.reasons),
             plan=self.plan.as_json(), plan_sha256=self.plan.sha256,
             power=tuple(self.plan.power_lines()), notes=tuple(notes),

@@ -24,8 +24,7 @@ from mlxstacks.studies.identity.plan import (
 )
 from mlxstacks.studies.identity.settings import GATE_PROMPTS, IdentitySettings
 from mlxstacks.studies.identity.suite import Suite
-from mlxstacks.study.answers import Answer
-from mlxstacks.study.judge import paired
+from mlxstacks.study.answers import Answer, paired
 from mlxstacks.study.plan import Standing
 
 Answers = Mapping[str, Sequence[Answer]]

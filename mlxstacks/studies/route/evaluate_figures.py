@@ -209,14 +209,14 @@ def verdict(data: Mapping[str, Any]) -> str:
     return " ".join(_sentences(data))
 
 
-def sign(estimate: Estimate) -> int:
+def sign(estimate: Mapping[str, float | None]) -> int:
     """1 or -1 where the interval lies above or below 0, else 0: not distinguishable from it."""
     low, high = estimate["low"], estimate["high"]
     return 0 if low is None or high is None else int(low > 0) - int(high < 0)
 
 
 def compared_words(
-    differences: Mapping[str, Estimate], better: str, worse: str, unclear: str
+    differences: Mapping[str, Mapping[str, float | None]], better: str, worse: str, unclear: str
 ) -> str:
     """How one mode stands to another over domains: `better a, b; worse c; unclear d`."""
     by_sign: dict[int, list[str]] = {-1: [], 1: [], 0: []}

@@ -114,7 +114,7 @@ def _survival(model: Path, adapter: Path, policy: PolicyName, seed: int) -> dict
     with ThreadPoolExecutor(workers) as pool:
 
         def all_rows(module: Module, decisions: dict[int, Decision]) -> dict[int, Sums]:
-            return measure_module(ModuleWork(module, decisions), pool, workers, seed)
+            return measure_module(ModuleWork(module, decisions), pool, workers, settings)
 
         for module in modules:
             choice = decide(module, settings, all_rows)

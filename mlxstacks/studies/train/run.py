@@ -1,13 +1,14 @@
 """`mlxstacks train`: one LoRA on the trainer core, as an adapter that mlx-lm loads.
 
-The run lives in `.NAME.work` beside its target until it is done; stopped at any moment, even
-killed, the same command goes on from the last saved state and ends with the same bytes.
+The run lives in `.NAME.work` next to its target until it is done; stopped at any moment, even
+killed, the same command resumes from the last saved state and ends with the same bytes.
 """
 
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -33,18 +34,25 @@ from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.studies.train.setup import (
     GuardedRun,
-    TrainSetup,
     compiles,
     guarded,
     set_up,
     steps_of,
 )
-from mlxstacks.study.artifacts import RECIPE, write_recipe
-from mlxstacks.study.document import Block, Column, Environment, Plot, Series, Table
+from mlxstacks.study.document import Block, Columns, Environment, Plot, Series, Table
 from mlxstacks.study.provenance import MOST_BYTES
 from mlxstacks.study.render.words import listed, number
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import LOG, STATE, RunDirectory, plain, run_id, work_path
+from mlxstacks.study.run_directory import (
+    LOG,
+    RECIPE,
+    STATE,
+    RunDirectory,
+    plain,
+    run_id,
+    work_path,
+    write_recipe,
+)
 from mlxstacks.study.write import environment, write_result
 from mlxstacks.training.checkpointing import checkpoint_layers
 from mlxstacks.training.loop import (
@@ -126,17 +134,14 @@ def versions() -> dict[str, str]:
     return {name: version(name) for name in ("mlxstacks", "mlx", "mlx-lm", "numpy")}
 
 
-def planned(
-    settings: TrainSettings, setup: TrainSetup, target: Path, guard: dict[str, Any] | None = None
-) -> TrainReport:
-    """What a run with this setup would do. guard: its word (`guard_json`), where it was asked."""
-    plan = setup.plan
-    each = settings.grad_accumulation_steps
+def planned(settings: TrainSettings, guarded_run: GuardedRun, target: Path) -> TrainReport:
+    """What a run would do. settings: as they were asked for, without a change of the guard's."""
+    setup, plan = guarded_run.setup, guarded_run.setup.plan
     trained_bytes = 4 * setup.parameters
     details = {
         "base_fingerprint": setup.base_fingerprint,
         "base_in_float32": setup.float32_base,
-        "projections": setup.projections(),
+        "projections": dict(sorted(Counter(t.name for t in setup.targets).items())),
         "modules": len(setup.targets),
         "layers": sorted({target.layer for target in setup.targets}),
         "trained_parameters": setup.parameters,
@@ -151,9 +156,9 @@ def planned(
         "widths_tokens": list(plan.widths),
         "padding_percent": round(100 * plan.padding_share(), 1),
         "batches_per_epoch": plan.batches_per_epoch,
-        "iters": setup.optimizer.steps * each,
+        "iters": setup.optimizer.steps * settings.grad_accumulation_steps,
         "steps": setup.optimizer.steps,
-        "guard": guard,
+        "guard": guarded_run.as_json(),
         "writes": [str(target)],
     }
     shown = settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
@@ -166,9 +171,23 @@ def result_of(report: TrainReport) -> Result:
     chat = command_line(
         "mlxstacks chat", model=report.settings["model"], adapter_path=report.save_path
     )
-    plots = [] if (plot := _loss_plot(report)) is None else [plot]
-    validation = [_validation_table(report)] if report.validation else []
-    blocks: tuple[Block, ...] = (*plots, _plan_table(report), *validation)
+    about = Environment()
+    if not is_planned:  # the peak is MLX's, which is what a training needs
+        about = environment(report.figures["seconds"])
+        about = about.model_copy(update={"peak_bytes": report.figures["peak_bytes"]})
+    blocks: list[Block] = [] if (plot := _loss_plot(report)) is None else [plot]
+    blocks.append(_plan_table(report))
+    if report.validation:
+        columns: Columns = {"step": "count", "validation loss": ("number", 4), "": "text"}
+        rows = [
+            (
+                r["step"],
+                plain(r["validation_loss"]),
+                "best" if r["step"] == report.best_step else "",
+            )
+            for r in report.validation
+        ]
+        blocks.append(Table.of("validation", "Validation", columns, rows))
     return Result(
         kind="train",
         title="Training",
@@ -177,19 +196,13 @@ def result_of(report: TrainReport) -> Result:
         outcome=_outcome(report),
         verdict=_verdict(report),
         settings=report.settings,
-        environment=Environment() if is_planned else _environment(report.figures),
+        environment=about,
         data=plain(report.as_json()),
-        blocks=blocks,
+        blocks=tuple(blocks),
         notes=tuple(report.notes),
         directory=report.save_path,
         next_steps={} if is_planned else {"Try it": chat},
     )
-
-
-def _environment(figures: Mapping[str, Any]) -> Environment:
-    """peak_bytes: of MLX, which is what a training needs."""
-    about = environment(figures["seconds"])
-    return about.model_copy(update={"peak_bytes": figures["peak_bytes"]})
 
 
 def _outcome(report: TrainReport) -> str:
@@ -252,23 +265,7 @@ def _plan_table(report: TrainReport) -> Table:
         "batches": f"{plan['iters']:,} in {plan['steps']:,} optimizer steps",
         "guard": "not asked" if plan["guard"] is None else plan["guard"]["verdict"],
     }
-    columns = (Column(name="what"), Column(name="value"))
-    return Table(id="plan", title="The run", columns=columns, rows=tuple(rows.items()))
-
-
-def _validation_table(report: TrainReport) -> Table:
-    rows = tuple(
-        (
-            record["step"], plain(record["validation_loss"]),
-            "best" if record["step"] == report.best_step else "",
-        )
-        for record in report.validation
-    )  # fmt: skip
-    columns = (
-        Column(name="step", kind="count"), Column(name="validation loss", kind="number", digits=4),
-        Column(name=""),
-    )  # fmt: skip
-    return Table(id="validation", title="Validation", columns=columns, rows=rows)
+    return Table.of_facts("plan", "The run", rows)
 
 
 ADAPTER = "adapter"
@@ -310,12 +307,12 @@ def _train(
     check_target(target, force=settings.force, inputs=inputs)
     processes = size_and_rank(current_group())[0]
     guarded_run = guarded(settings, set_up(settings), processes, plan_only=dry_run)
-    plan = planned(settings, guarded_run.setup, target, guarded_run.as_json())
+    plan = planned(settings, guarded_run, target)
     if dry_run:
         return plan, result_of(plan)
     with ExitStack() as stack:
         stack.callback(base_model.install_gated_delta())
-        return _TrainRun(guarded_run, plan, target, progress, stack).run()
+        return _TrainRun(guarded_run, plan, progress, stack).run()
 
 
 class _TrainRun:
@@ -323,12 +320,12 @@ class _TrainRun:
         self,
         guarded_run: GuardedRun,
         plan: TrainReport,
-        target: Path,
         progress: Progress | None,
         stack: ExitStack,
     ) -> None:
         settings, setup = guarded_run.settings, guarded_run.setup
-        self.settings, self.setup, self.target, self.plan = settings, setup, target, plan
+        self.settings, self.setup, self.plan = settings, setup, plan
+        self.target = Path(plan.save_path)
         self.model, self.guard = setup.model, guarded_run.watch()
         self.group = current_group()
         self.is_main = size_and_rank(self.group)[1] == 0
@@ -360,7 +357,24 @@ class _TrainRun:
             state = self._train(self._state())
             if self.settings.keep == "best":
                 restore_best(self.model, state)
-            report = self._report(state)
+            best = state.best
+            report = replace(
+                self.plan,
+                status="stopped" if state.stopped else "trained",
+                reason=state.stopped,
+                kept="best" if self.settings.keep == "best" and best else "last",
+                step=state.step,
+                best_step=best.step if best else None,
+                validation=state.validation,
+                history=state.history,
+                figures={
+                    "seconds": round(time.monotonic() - self.started, 3),
+                    "resumed_from_step": self.resumed_from,
+                    "processes": size_and_rank(self.group)[0],
+                    "resources": self.guard.report() if self.guard else None,
+                    "peak_bytes": memory.counters().peak_bytes,
+                },
+            )
             result = result_of(report)
             if self.work is not None:
                 result = self._write_target(self.work, result)
@@ -378,7 +392,7 @@ class _TrainRun:
 
         Raises: InputError where the processes of a group do not have the same.
         """
-        path, optimizer = self._work_path() / STATE, self.setup.optimizer
+        path, optimizer = work_path(self.target) / STATE, self.setup.optimizer
         resumed = path.exists()
         state = new_state(optimizer)
         if resumed:
@@ -416,8 +430,8 @@ class _TrainRun:
         except NonFiniteError as error:
             self._save(state)
             raise NonFiniteError(
-                f"{error}. The state before it is saved in {self._work_path()}, its adapter, the "
-                f"best so far, in {self._work_path() / ADAPTER}"
+                f"{error}. The state before it is saved in {work_path(self.target)}, its adapter, "
+                f"the best so far, in {work_path(self.target) / ADAPTER}"
             ) from error
 
     def _batches_at(self, step: int) -> list[Batch]:
@@ -458,9 +472,6 @@ class _TrainRun:
         self._log("validation", state.step, **record, best_validation_loss=best)
 
     # --- files ------------------------------------------------------------------------------------
-
-    def _work_path(self) -> Path:
-        return self.work.path if self.work else work_path(self.target)
 
     def _log(self, event: str, step: int, /, **record: Any) -> None:
         if self.work is not None:
@@ -508,27 +519,6 @@ class _TrainRun:
             # No larger one is read again by who checks.
             small = [path for path in files if path.stat().st_size <= MOST_BYTES]
             return write_result(result, directory, self.target, sources=small)
-
-    def _report(self, state: TrainingState) -> TrainReport:
-        """The plan with what came of it."""
-        best = state.best
-        return replace(
-            self.plan,
-            status="stopped" if state.stopped else "trained",
-            reason=state.stopped,
-            kept="best" if self.settings.keep == "best" and best else "last",
-            step=state.step,
-            best_step=best.step if best else None,
-            validation=state.validation,
-            history=state.history,
-            figures={
-                "seconds": round(time.monotonic() - self.started, 3),
-                "resumed_from_step": self.resumed_from,
-                "processes": size_and_rank(self.group)[0],
-                "resources": self.guard.report() if self.guard else None,
-                "peak_bytes": memory.counters().peak_bytes,
-            },
-        )
 
 
 def other_versions(log: Path) -> list[str]:

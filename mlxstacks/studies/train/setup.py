@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -69,19 +68,19 @@ class TrainSetup:
         """Trained numbers."""
         return trained_parameters(self.targets, self.lora.rank)
 
-    def projections(self) -> dict[str, int]:
-        """Name inside a layer -> in how many layers it has LoRA."""
-        return dict(sorted(Counter(target.name for target in self.targets).items()))
-
     def identity(self, settings: TrainSettings) -> dict[str, Any]:
         """All that the trained weights depend on."""
         about_files = {"save_path", "force", "resume", "model", "data"}
         about_limits = {"guard", "resource_limit", "working_set_bytes"}
         about_time = {"save_every", "steps_per_report"}
         held_out = self.data["validation_sources"] or self.data["sources"]
+        rules = {}
+        if isinstance(settings.data, TrainDataSettings):  # how rows are made of files, not which
+            where = {"sources": {"__all__": {"path", "dataset"}}}
+            rules = {"data": settings.data.model_dump(mode="json", exclude=where)}
         return {
             **settings.model_dump(mode="json", exclude=about_files | about_limits | about_time),
-            **_rules_of(settings.data),
+            **rules,
             "iters": self.optimizer.steps * settings.grad_accumulation_steps,
             "base_fingerprint": self.base_fingerprint,
             "base_in_float32": self.float32_base,
@@ -128,8 +127,16 @@ def set_up(settings: TrainSettings) -> TrainSetup:
 
 def choose_targets(model: nn.Module, settings: TrainSettings) -> list[Target]:
     """The projections to train. Raises: InputError for layers or names that the model lacks."""
+    layers = parse_layers(settings.layers)
+    last, total = settings.num_layers, len(model.layers)
+    if last is not None and last > total:
+        raise InputError(f"num_layers {last}: the model has {total} layers")
+    if last == 0:
+        raise InputError("num_layers is 0: nothing would be trained; -1 means all layers")
+    if last is not None and last > 0:
+        layers = tuple(range(total - last, total))
     try:
-        return find_targets(model, _target_settings(model, settings))
+        return find_targets(model, TargetSettings(layers=layers, projections=settings.keys or None))
     except ValueError as error:
         raise InputError(str(error)) from error
 
@@ -140,18 +147,6 @@ def trained_parameters(targets: Sequence[Target], rank: int) -> int:
         (t.dims.base_experts or 1) * rank * (t.dims.input_dims + t.dims.output_dims)
         for t in targets
     )
-
-
-def _target_settings(model: nn.Module, settings: TrainSettings) -> TargetSettings:
-    layers = parse_layers(settings.layers)
-    last, total = settings.num_layers, len(model.layers)
-    if last is not None and last > total:
-        raise InputError(f"num_layers {last}: the model has {total} layers")
-    if last == 0:
-        raise InputError("num_layers is 0: nothing would be trained; -1 means all layers")
-    if last is not None and last > 0:
-        layers = tuple(range(total - last, total))
-    return TargetSettings(layers=layers, projections=settings.keys or None)
 
 
 def read_data(
@@ -199,14 +194,6 @@ def read_data(
     return train, replace(held, rows=held.rows[:most], ids=held.ids[:most]), data.report
 
 
-def _rules_of(data: str | TrainDataSettings | None) -> dict[str, Any]:
-    """How rows are made of files, where the settings say so; not where the files are."""
-    if not isinstance(data, TrainDataSettings):
-        return {}
-    rules = {"sources": {"__all__": {"path", "dataset"}}}
-    return {"data": data.model_dump(mode="json", exclude=rules)}
-
-
 def _files_sha256(sources: Sequence[Mapping[str, Any]]) -> str:
     """The hash of one file; of several, of their hashes."""
     hashes = [sha256 for source in sources for _, sha256 in sorted(source["sha256"].items())]
@@ -252,14 +239,16 @@ def verdict(
     """What the guard says of a run with these rows, for each of its processes.
 
     in_float32: the base computes so, whatever its config says. validates: the best weights so far
-    are kept beside the present ones. layers: those that train, where
-    the settings only tell how many.
+    are kept next to the present ones. layers: those that train, where the settings
+    only tell how many.
     """
-    asked = asked_of(
-        settings, str(resolve_model(settings.model or "")), longest_row_tokens,
-        validates=validates, layers=layers, processes=processes, in_float32=in_float32,
+    model = str(resolve_model(settings.model or ""))
+    return guard(
+        asked_of(
+            settings, model, longest_row_tokens, validates=validates, layers=layers,
+            processes=processes, in_float32=in_float32,
+        )
     )  # fmt: skip
-    return guard(asked)
 
 
 def asked_of(

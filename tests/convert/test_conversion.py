@@ -1,6 +1,6 @@
 """A dense model and its mixture of equal experts are one function.
 
-Run: pytest tests/convert/test_upcycle.py
+Run: pytest tests/convert/test_conversion.py
 """
 
 import json
@@ -34,9 +34,10 @@ def run(model: Path, out: Path, **options: Any) -> Path:
     return out
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("experts", "top_k"), [(2, 1), (4, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("bits", "tied", "experts", "top_k"),
+    [(None, False, 2, 1), (4, True, 4, 2), (4, False, 3, 3), (None, True, 3, 3)],
+)
 def test_the_function_is_unchanged(
     bits: int | None, tied: bool, experts: int, top_k: int, tmp_path: Path
 ) -> None:
