@@ -157,7 +157,7 @@ def check_unchanged(directory: Path, recorded: str) -> None:
     if fingerprint(open_checkpoint(directory), recorded) != recorded:
         raise CheckpointError(
             f"{directory}: changed during the run, which began with fingerprint {recorded[:12]}; "
-            "put that model back, or start anew with this one"
+            "put that model back, or start again with this one"
         )
 
 

@@ -134,7 +134,7 @@ class VersionedRecord:
 
     def as_json(self) -> dict[str, Any]:
         """JSON values. Raises: ValueError for a field of another type than its own."""
-        return record_as_json(_adapter(type(self)), self)
+        return record_as_json(self._adapter(), self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
@@ -148,12 +148,12 @@ class VersionedRecord:
                 f"format_version is {str(version)[:20]}, this version reads {cls.FORMAT_VERSION}; "
                 f"use the mlxstacks that wrote the {cls.KIND}"
             )
-        record: Self = record_from(_adapter(cls), value)
+        record: Self = record_from(cls._adapter(), value)
         if problems := list(record.problems()):
             raise ValueError("; ".join(problems[:8]))
         return record
 
-
-@functools.cache
-def _adapter(record_type: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(record_type)
+    @classmethod
+    @functools.cache
+    def _adapter(cls) -> TypeAdapter[Any]:
+        return TypeAdapter(cls)

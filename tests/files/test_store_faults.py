@@ -110,7 +110,7 @@ def test_a_read_only_store_is_read_and_not_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["replace", "fsync", "unlink", "open"])
-@pytest.mark.parametrize("moment", range(1, 8, 2))
+@pytest.mark.parametrize("moment", [1, 3, 6])
 def test_an_error_of_the_system_leaves_a_whole_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, moment: int
 ) -> None:
