@@ -157,7 +157,7 @@ def check_unchanged(directory: Path, recorded: str) -> None:
     if fingerprint(open_checkpoint(directory), recorded) != recorded:
         raise CheckpointError(
             f"{directory}: changed during the run, which began with fingerprint {recorded[:12]}; "
-            "put that model back, or start anew with this one"
+            "put that model back, or start again with this one"
         )
 
 
@@ -245,8 +245,8 @@ def _absent_shard(checkpoint: Checkpoint) -> str | None:
         fits = fits and len(file.encode()) <= MAX_NAME_BYTES
         if not fits or {"", ".", ".."} & set(file.split("/")):
             raise CheckpointError(
-                f"{index_path}: tensor {name[:100]!a} is mapped to {ascii(file)[:200]}; only a file "
-                f"in the same directory or below it is allowed; {AGAIN}"
+                f"{index_path}: tensor {name[:100]!a} is mapped to {ascii(file)[:200]}; only a "
+                f"file in the same directory or below it is allowed; {AGAIN}"
             )
         if absent or name in checkpoint.tensors or file in loaded or SIDE_PART.search(name):
             continue

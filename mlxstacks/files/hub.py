@@ -44,7 +44,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 def resolve_model(path_or_hub_id: str | Path, sidecars: bool = False) -> Path:
     """The directory of a model: a local directory, else the hub cache, else a download.
 
-    sidecars: with the weights that mlx-lm does not read, for who writes the model anew. What is in
+    sidecars: with the weights that mlx-lm does not read, for who writes the model again. What is in
     the cache gets those of its own revision, where the hub answers.
 
     Raises:

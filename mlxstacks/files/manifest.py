@@ -10,18 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field
 
 from mlxstacks.files.strict_json import (
     STRICT,
     JsonObject,
+    VersionedRecord,
     json_sha256,
     read_object,
-    record_as_json,
-    versioned_record,
 )
 
-FORMAT_VERSION: Literal[1] = 1
 FOLDERS = ("stacks", "splits", "shared", "routers")
 
 MatrixMode = Literal["ungated", "prefix", "isolated"]
@@ -110,13 +108,13 @@ class DomainRecord:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(VersionedRecord):
     """All of a store. domains: in the order of training. matrix: mode -> domain trained last ->
     domain measured -> loss. shared: files that several stacks read (latent projections). router:
     the meta-router, None without one; it goes by the names of domains.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    KIND: ClassVar[str] = "store"
 
     base_model: Annotated[str, Field(max_length=4096)]
     base_fingerprint: Fingerprint
@@ -124,7 +122,7 @@ class Manifest:
     matrix: Matrix = field(default_factory=dict)
     shared: tuple[FileRecord, ...] = ()
     code_version: Annotated[str, Field(max_length=100)] = ""
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1] = 1
     router: FileRecord | None = None
 
     @property
@@ -166,23 +164,13 @@ class Manifest:
             yield from (stack.file for stack in domain.stacks)
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values. Raises: ValueError for a field of another type than its own.
-
-        A store without a router has no such key: its bytes are those of versions that knew none.
+        """As of any record; without a router there is no such key: the bytes are those of versions
+        that knew none.
         """
-        value = record_as_json(_ADAPTER, self)
+        value = super().as_json()
         if value["router"] is None:
             del value["router"]
         return value
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Manifest":
-        """The inverse of `as_json`.
-
-        Raises: ValueError listing every field that is wrong, names given twice, paths that leave
-            the store, and records that contradict each other.
-        """
-        return versioned_record(_ADAPTER, value, "store", FORMAT_VERSION)
 
     def problems(self) -> Iterator[str]:
         """Names given twice, and records that contradict each other."""
@@ -234,9 +222,6 @@ class Manifest:
     def checksum(self) -> str:
         """SHA-256 (hex) of all that the manifest says."""
         return json_sha256(self.as_json())
-
-
-_ADAPTER = TypeAdapter(Manifest)
 
 
 def parse_manifest(data: bytes) -> Manifest:

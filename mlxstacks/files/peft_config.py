@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 from mlxstacks.errors import AdapterError
@@ -59,7 +58,11 @@ class PatternTable:
         first = min(matching)
         if first == len(self.numbers):
             return self.numbers.get(name, default)
-        return next(islice(self.numbers.values(), first, None))
+        return self._in_order[first]
+
+    @cached_property
+    def _in_order(self) -> tuple[float, ...]:
+        return tuple(self.numbers.values())
 
     @cached_property
     def _matcher(self) -> Any:

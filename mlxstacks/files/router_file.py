@@ -15,16 +15,17 @@ network goes by the domain's name.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
 
 import mlx.core as mx
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import Field
 
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import StoreError
 from mlxstacks.files.manifest import DomainName, Fingerprint, Manifest, Sha256
 from mlxstacks.files.stack_file import (
     Dim,
+    FileHeader,
     Text,
     check_hash,
     load_tensors,
@@ -32,13 +33,9 @@ from mlxstacks.files.stack_file import (
     write_headed,
 )
 from mlxstacks.files.strict_json import (
-    STRICT,
     JsonObject,
-    record_as_json,
-    versioned_record,
 )
 
-FORMAT_VERSION: Literal[1] = 1
 METADATA_KEY = "mlxstacks-router"
 REPAIR = "restore this file from a copy, or train a router again with `mlxstacks route train`"
 
@@ -46,7 +43,7 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 @dataclass(frozen=True)
-class RouterHeader:
+class RouterHeader(FileHeader):
     """What a router is for.
 
     domains: in the order of its logits. stacks: domain -> SHA-256 of the files of its stacks, in
@@ -55,7 +52,7 @@ class RouterHeader:
     chat_floor, None for none. training: settings, metrics, hashes of data, split; JSON.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    KIND: ClassVar[str] = "router"
 
     domains: Annotated[tuple[DomainName, ...], Field(min_length=1, max_length=1024)]
     stacks: dict[DomainName, tuple[Sha256, ...]]
@@ -72,15 +69,7 @@ class RouterHeader:
     threshold: Share = 0.12
     training: JsonObject = field(default_factory=dict)
     code_version: Annotated[str, Field(max_length=100)] = ""
-    format_version: Literal[1] = FORMAT_VERSION
-
-    def as_json(self) -> dict[str, Any]:
-        return record_as_json(_ADAPTER, self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "RouterHeader":
-        """The inverse of `as_json`. Raises: ValueError listing every field that is wrong."""
-        return versioned_record(_ADAPTER, value, "router", FORMAT_VERSION)
+    format_version: Literal[1] = 1
 
     def problems(self) -> Iterator[str]:
         """What in it contradicts itself."""
@@ -96,9 +85,6 @@ class RouterHeader:
         """Tensor name -> (safetensors dtype, shape), in the order of the file."""
         shapes = router_shapes(self.input_dims, len(self.domains), self.hidden_dims)
         return {name: ("F32", shape) for name, shape in sorted(shapes.items())}
-
-
-_ADAPTER = TypeAdapter(RouterHeader)
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +134,7 @@ def read_router(path: str | Path, expected_sha256: str | None = None) -> RouterF
     """
     path = Path(path)
     check_hash(path, expected_sha256, REPAIR)
-    header, shard = read_headed(path, METADATA_KEY, "router", RouterHeader.from_json, REPAIR)
+    header, shard = read_headed(path, METADATA_KEY, RouterHeader, REPAIR)
     return RouterFile(header, load_tensors(shard, REPAIR, check_numbers=True))
 
 

@@ -1,4 +1,4 @@
-"""Carries what lies in a model's directory beside its shards over to another one.
+"""Carries what lies in a model's directory next to its shards over to another one.
 
 Nothing is lost but what could harm: code, pickles and archives, which may hold either, and an
 adapter that a loader would apply a second time. What stays behind is listed with the reason.
@@ -49,7 +49,7 @@ _ADAPTER = {"adapter_config.json", "adapters.safetensors", "adapter_model.safete
 
 @dataclass(frozen=True, slots=True)
 class SideFile:
-    """A file or folder beside the shards; `name` is relative to the model's directory.
+    """A file or folder next to the shards; `name` is relative to the model's directory.
 
     how: "cloned", "linked" or "copied", in a plan "shared" or "copied"; None where it stays behind,
     for which `reason` is given. link: where a link leads that leaves the directory; what lies there

@@ -126,7 +126,7 @@ def adapter_of(stack: StackFile, directory: Path, base_model: str | None = None)
         raise InputError(
             f"stack {header.name} has {experts} experts a projection and a router that chooses "
             "among them for each token: there is no one delta that an adapter could hold. Only "
-            "stacks trained with num_experts=1 can be exported; serve this one beside the base"
+            "stacks trained with num_experts=1 can be exported; serve this one next to the base"
         )
     if any(p.latent_dim is not None for p in header.projections.values()):
         raise InputError(

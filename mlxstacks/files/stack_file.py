@@ -17,14 +17,14 @@ A plan is tensor name -> (safetensors dtype, shape), in the order of the file. M
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import mlx.core as mx
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field
 
 from mlxstacks.base_model import load_arrays
 from mlxstacks.errors import CheckpointError, StoreError
@@ -32,27 +32,23 @@ from mlxstacks.files.manifest import DomainName, Fingerprint, Round, Sha256, Sta
 from mlxstacks.files.shards import AGAIN, ShardHeader, ShardWriter, open_regular, read_header
 from mlxstacks.files.strict_json import (
     STRICT,
+    VersionedRecord,
     compact,
     read_object,
-    record_as_json,
-    versioned_record,
 )
 
 Plan = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
-class HasTensors(Protocol):
-    """A header that names the tensors of its file."""
+class FileHeader(VersionedRecord):
+    """A header that names every tensor of its file."""
 
-    def as_json(self) -> dict[str, Any]: ...
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Self: ...
-
-    def tensors(self) -> Plan: ...
+    def tensors(self) -> Plan:
+        """Tensor name -> (safetensors dtype, shape), in the order of the file."""
+        raise NotImplementedError
 
 
-Header = TypeVar("Header", bound=HasTensors)
+Header = TypeVar("Header", bound=FileHeader)
 
 _MLX = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}
 _INFINITY = {mx.float16: 0x7C00, mx.bfloat16: 0x7F80, mx.float32: 0x7F80_0000}
@@ -75,19 +71,17 @@ def write_tensors(
 
 
 def read_headed(
-    path: Path, key: str, kind: str, parse: Callable[[dict[str, Any]], Header], repair: str
+    path: Path, key: str, header_type: type[Header], repair: str
 ) -> tuple[Header, ShardHeader]:
     """The JSON header under a metadata key, which names every tensor of the file, and the file's
-    own header; reads no tensor.
-
-    kind: what the file should be, for messages. Raises: StoreError naming the file.
+    own header; reads no tensor. Raises: StoreError naming the file.
     """
     shard = open_shard(path, repair)
     text = shard.metadata.get(key)
     if text is None:
-        raise StoreError(f"{path}: no {kind}: its metadata has no key {key}; {repair}")
+        raise StoreError(f"{path}: no {header_type.KIND}: its metadata has no key {key}; {repair}")
     try:
-        header = parse(read_object(text.encode()))
+        header = header_type.from_json(read_object(text.encode()))
     except ValueError as error:
         raise StoreError(f"{path}: header: {error}; {repair}") from None
     if problems := differences(header.tensors(), plan_in(shard)):
@@ -96,7 +90,7 @@ def read_headed(
 
 
 def write_headed(
-    path: Path, tensors: Mapping[str, mx.array], header: HasTensors, key: str, what: str
+    path: Path, tensors: Mapping[str, mx.array], header: FileHeader, key: str, what: str
 ) -> str:
     """Write a new file that `read_headed` reads; returns its SHA-256 (hex).
 
@@ -215,8 +209,6 @@ def _in_a_store(error: Exception, repair: str) -> str:
     return f"{str(error).removesuffix(AGAIN).rstrip(' ;:')}; {repair}"
 
 
-FORMAT_VERSION: Literal[1] = 1
-
 Form = Literal["linear", "shared", "per_expert"]
 StorageDtype = Literal["float16", "bfloat16"]
 _SAFETENSORS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
@@ -267,13 +259,13 @@ class ProjectionShape:
 
 
 @dataclass(frozen=True)
-class StackHeader:
+class StackHeader(FileHeader):
     """What a stack is. data_sha256: source -> hash of the data it was trained on.
 
     shared_sha256: hash of the file that holds its latent projections, None without them.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    KIND: ClassVar[str] = "stack"
 
     name: StackName
     domain: DomainName
@@ -288,15 +280,7 @@ class StackHeader:
     data_sha256: dict[str, Sha256] = field(default_factory=dict)
     code_version: Annotated[str, Field(max_length=100)] = ""
     shared_sha256: Sha256 | None = None
-    format_version: Literal[1] = FORMAT_VERSION
-
-    def as_json(self) -> dict[str, Any]:
-        return record_as_json(_ADAPTER, self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Self:
-        """The inverse of `as_json`. Raises: ValueError listing every field that is wrong."""
-        return versioned_record(_ADAPTER, value, "stack", FORMAT_VERSION)
+    format_version: Literal[1] = 1
 
     def problems(self) -> Iterator[str]:
         """No projections, and what contradicts itself in one."""
@@ -314,9 +298,6 @@ class StackHeader:
             for leaf, shape in projection.tensor_shapes().items()
         }
         return dict(sorted(named.items()))
-
-
-_ADAPTER = TypeAdapter(StackHeader)
 
 
 METADATA_KEY = "mlxstacks"
@@ -372,9 +353,7 @@ def read_stack_index(path: str | Path) -> StackIndex:
 
     Raises: StoreError naming the file and what is wrong.
     """
-    return StackIndex(
-        *read_headed(Path(path), METADATA_KEY, "stack", StackHeader.from_json, REPAIR)
-    )
+    return StackIndex(*read_headed(Path(path), METADATA_KEY, StackHeader, REPAIR))
 
 
 def read_stack(

@@ -78,7 +78,7 @@ from mlxstacks.files.store_files import (
 )
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
 
-# What a file takes beside its numbers: header, manifest, log.
+# What a file takes besides its numbers: header, manifest, log.
 _MARGIN_BYTES = 1 << 20
 
 
@@ -420,7 +420,7 @@ def _strings(value: Any) -> list[str]:
 def find_base(store: Store, model: str | None, notes: list[str] | None = None) -> Checkpoint:
     """The base of a store, its fingerprint compared.
 
-    model: a directory or hub id that somebody gave; nothing else is tried then. None: beside the
+    model: a directory or hub id that somebody gave; nothing else is tried then. None: next to the
         store, where it was when the store was made (seen from the store, then on this machine),
         where the manifest's name leads from here, the hub by its id.
     notes: gets a line on where it was, if nobody gave it, and one on a weak bond.

@@ -68,16 +68,15 @@ def remove_domain(settings: StacksRemoveSettings, dry_run: bool = False) -> Stor
     Raises: InputError when later domains were trained on top of it, without `force`.
     """
 
-    def edit(manifest: Manifest, domain: DomainRecord) -> tuple[Manifest, list[str]]:
-        later = dependents(manifest, domain)
-        notes = [_loss_of_ground(domain, later)] if later else []
-        if later and not settings.force:
+    def edit(manifest: Manifest, domain: DomainRecord) -> Manifest:
+        notes = _loss_of_ground(manifest, domain)
+        if notes and not settings.force:
             raise InputError(
                 f"{domain.name}: {notes[0]} --force removes it all the same, leaves their stacks "
                 "as they are and drops from the matrix what was measured with it; `stacks disable` "
                 "can be undone"
             )
-        return without_domain(manifest, domain.name), notes
+        return without_domain(manifest, domain.name)
 
     return _change_domain(settings.store_path, settings.domain, "remove", edit, dry_run)
 
@@ -85,10 +84,8 @@ def remove_domain(settings: StacksRemoveSettings, dry_run: bool = False) -> Stor
 def disable_domain(settings: StacksSwitchSettings, dry_run: bool = False) -> StoreChanged:
     """Serve a domain's stacks no longer; `enable_domain` is the inverse."""
 
-    def edit(manifest: Manifest, domain: DomainRecord) -> tuple[Manifest, list[str]]:
-        later = dependents(manifest, domain)
-        notes = [_loss_of_ground(domain, later)] if later else []
-        return manifest.with_domain(replace(domain, enabled=False)), notes
+    def edit(manifest: Manifest, domain: DomainRecord) -> Manifest:
+        return manifest.with_domain(replace(domain, enabled=False))
 
     return _change_domain(settings.store_path, settings.domain, "disable", edit, dry_run)
 
@@ -96,8 +93,8 @@ def disable_domain(settings: StacksSwitchSettings, dry_run: bool = False) -> Sto
 def enable_domain(settings: StacksSwitchSettings, dry_run: bool = False) -> StoreChanged:
     """Serve a domain's stacks again, in their old place."""
 
-    def edit(manifest: Manifest, domain: DomainRecord) -> tuple[Manifest, list[str]]:
-        return manifest.with_domain(replace(domain, enabled=True)), []
+    def edit(manifest: Manifest, domain: DomainRecord) -> Manifest:
+        return manifest.with_domain(replace(domain, enabled=True))
 
     return _change_domain(settings.store_path, settings.domain, "enable", edit, dry_run)
 
@@ -184,7 +181,7 @@ def _change_domain(
     store_path: str | None,
     name: str | None,
     action: str,
-    edit: Callable[[Manifest, DomainRecord], tuple[Manifest, list[str]]],
+    edit: Callable[[Manifest, DomainRecord], Manifest],
     dry_run: bool,
 ) -> StoreChanged:
     """Apply an edit to a domain; nothing is written where it changes nothing."""
@@ -194,7 +191,7 @@ def _change_domain(
         raise InputError(f"no domain given (there are: {known})")
     domain = store.domain_named(name)
     before = store.manifest
-    after, notes = edit(before, domain)
+    after = edit(before, domain)
     status: Status = "planned" if dry_run else "done"
     if after == before:
         status = "nothing to do"
@@ -203,9 +200,11 @@ def _change_domain(
             # the manifest can be another one since it was read without the lock
             if change.manifest != before:
                 domain = store.domain_named(name)
-                after, notes = edit(change.manifest, domain)
+                before = change.manifest
+                after = edit(before, domain)
             change.manifest = after
-    notes = [*notes, *router_notes(Store(store.path, after))]
+    notes = [] if action == "enable" else _loss_of_ground(before, domain)
+    notes += router_notes(Store(store.path, after))
     return StoreChanged(
         status=status,
         action=action,
@@ -217,13 +216,15 @@ def _change_domain(
     )
 
 
-def _loss_of_ground(domain: DomainRecord, later: list[DomainRecord]) -> str:
+def _loss_of_ground(manifest: Manifest, domain: DomainRecord) -> list[str]:
     """What it means that a domain under others goes."""
-    names = ", ".join(d.name for d in later)
-    return (
-        f"{names} {'was' if len(later) == 1 else 'were'} trained on top of it, with its stacks on; "
-        "without them their losses are no longer the measured ones."
+    names = [d.name for d in dependents(manifest, domain)]
+    was = "was" if len(names) == 1 else "were"
+    note = (
+        f"{', '.join(names)} {was} trained on top of it, with its stacks on; without them their "
+        "losses are no longer the measured ones."
     )
+    return [note] if names else []
 
 
 def company_notes(manifest: Manifest) -> list[str]:

@@ -311,7 +311,7 @@ def _grid(
         return fitting[0]
     default = quantization.get("bits"), quantization.get("group_size")
     # The default of a model in another mode says nothing of the affine modules in it, and one
-    # beside entries under other names than the stored ones may be meant for other modules.
+    # next to entries under other names than the stored ones may be meant for other modules.
     affine = quantization.get("mode", "affine") == "affine"
     plausible = affine and _is_one_of(default, fitting)
     names_unknown_modules = any(

@@ -5,10 +5,11 @@ no text for a number, no unknown key, no NaN. Duplicate keys, deep nesting and h
 refused before.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 
@@ -17,18 +18,11 @@ STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 JsonObject = dict[str, JsonValue]
 
 
-class HasProblems(Protocol):
-    """A record that says what in it contradicts itself."""
-
-    def problems(self) -> Iterable[str]: ...
-
-
 MAX_JSON_BYTES = 64_000_000
 MAX_DEPTH = 40
 _MAX_LISTED = 8
 
 Record = TypeVar("Record")
-Versioned = TypeVar("Versioned", bound=HasProblems)
 
 
 def compact(value: Any) -> bytes:
@@ -112,25 +106,6 @@ def record_from(adapter: TypeAdapter[Record], value: Any) -> Record:
     raise ValueError("; ".join(ascii(line)[1:-1] for line in lines))
 
 
-def versioned_record(
-    adapter: TypeAdapter[Versioned], value: dict[str, Any], kind: str, version: int
-) -> Versioned:
-    """As `record_from`, of a format with versions. kind: what was written, for the message.
-
-    Raises: ValueError for another version, every field that is wrong, and the record's `problems`.
-    """
-    written = value.get("format_version")
-    if isinstance(written, int) and written != version:
-        raise ValueError(
-            f"format_version is {str(written)[:20]}, this version reads {version}; "
-            f"use the mlxstacks that wrote the {kind}"
-        )
-    record = record_from(adapter, value)
-    if problems := list(record.problems()):
-        raise ValueError("; ".join(problems[:8]))
-    return record
-
-
 def record_as_json(adapter: TypeAdapter[Record], record: Record) -> dict[str, Any]:
     """A record as JSON values. Law: `record_from` of it is the record again.
 
@@ -141,3 +116,44 @@ def record_as_json(adapter: TypeAdapter[Record], record: Record) -> dict[str, An
     except ValueError as error:  # pydantic's PydanticSerializationError is one
         raise ValueError(f"{type(record).__name__}: {error}") from None
     return value
+
+
+class VersionedRecord:
+    """Base of the frozen dataclasses that head our file formats; `format_version` is a field.
+
+    KIND: what such a file is, for messages.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    KIND: ClassVar[str]
+    FORMAT_VERSION: ClassVar[int] = 1
+
+    def problems(self) -> Iterable[str]:
+        """What in it contradicts itself."""
+        return ()
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON values. Raises: ValueError for a field of another type than its own."""
+        return record_as_json(self._adapter(), self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        """The inverse of `as_json`.
+
+        Raises: ValueError for another version, or listing every field that is wrong, or `problems`.
+        """
+        version = value.get("format_version")
+        if isinstance(version, int) and version != cls.FORMAT_VERSION:
+            raise ValueError(
+                f"format_version is {str(version)[:20]}, this version reads {cls.FORMAT_VERSION}; "
+                f"use the mlxstacks that wrote the {cls.KIND}"
+            )
+        record: Self = record_from(cls._adapter(), value)
+        if problems := list(record.problems()):
+            raise ValueError("; ".join(problems[:8]))
+        return record
+
+    @classmethod
+    @functools.cache
+    def _adapter(cls) -> TypeAdapter[Any]:
+        return TypeAdapter(cls)

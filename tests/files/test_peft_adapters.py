@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from mlxstacks.errors import AdapterError, TargetError
+from mlxstacks.errors import AdapterError
 from mlxstacks.files import peft_config
 from mlxstacks.files.adapter_commands import convert_adapter
 from mlxstacks.files.adapters import load_any_adapter, read_adapter
@@ -278,14 +278,6 @@ def test_unknown_expert_modules_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="switch_mlp"):
         write_peft(adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_existing_target_needs_force(tmp_path: Path) -> None:
-    adapter = read_adapter(FIXTURES / "exported" / "mlx")
-    write_peft(adapter, tmp_path / "out")
-    with pytest.raises(TargetError):
-        write_peft(adapter, tmp_path / "out")
-    write_peft(adapter, tmp_path / "out", force=True)
 
 
 def test_zero_copy_of_a_peft_adapter_keeps_all_but_the_numbers(tmp_path: Path) -> None:

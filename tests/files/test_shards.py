@@ -162,6 +162,7 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_refused(
 ) -> None:
     """The header that is read is the one that the library has checked."""
     path = put(tmp_path / "x", file_bytes(ONE, b"abcd"))
+    replacements = 2
 
     def replaced(*arguments: Any) -> Any:
         nonlocal replacements
@@ -172,7 +173,6 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_refused(
 
     library = safetensors.safe_open
     monkeypatch.setattr(safetensors, "safe_open", replaced)
-    replacements = 2
     assert [*read_header(path).tensors] == ["a"]
     replacements = 3
     with pytest.raises(CheckpointError, match="changed each time it was opened"):

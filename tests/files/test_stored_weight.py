@@ -183,7 +183,7 @@ def test_grids_of_mlx_lms_recipes(recipe: str, group_size: int, tmp_path: Path) 
     assert_reads_as_mlx_lm(quantized(llama_config(), tmp_path, default, recipe))
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", [2, 4, 6])
 def test_grids_of_experts_and_of_the_models_own_predicate(bits: int, tmp_path: Path) -> None:
     """Router gates of this family stay at 8 bits, each with an entry in the config."""
     config = qwen_moe_config(moe_intermediate_size=128)
