@@ -18,8 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxstacks.arms.arm import Arm, training_rows
-from mlxstacks.arms.persona import Persona, is_adapter
+from mlxstacks.arms.arm import Arm, Persona, is_adapter, training_rows
 from mlxstacks.arms.set_g import mine
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapter_commands import convert_adapter
@@ -384,7 +383,7 @@ class _Identity(Study):
             "suite": [prompt.as_json() for prompt in self.suite],
             "mined": {"counts": split["table"]["all"], "train": len(split["train"])},
             "fuses": {
-                file.stem: read_sealed(file, "--no-resume starts anew")[0]
+                file.stem: read_sealed(file, "--no-resume starts again")[0]
                 for file in sorted((work / FUSE).glob("*.json"))
             },
             **analyse(
