@@ -203,8 +203,12 @@ class _Identity(Study):
             "The persona was given as a model: it is the same under all policies, there is no "
             "persona beside the base, no second identity fuse and no zero-delta fuse of the base."
         )
-        notes = (trained,) if self.has_adapter else (trained, given)
-        return head.model_copy(update={"plan": self.plan.as_json(), "power": power, "notes": notes})
+        return head.model_copy(
+            update={
+                "plan": self.plan.as_json(), "power": power,
+                "notes": (trained,) if self.has_adapter else (trained, given),
+            }
+        )  # fmt: skip
 
     def _hashes(self) -> dict[str, str]:
         plan = work_path(self.work_target) / PLAN
