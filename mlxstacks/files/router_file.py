@@ -27,16 +27,16 @@ from mlxstacks.files.stack_file import (
     Dim,
     Text,
     check_hash,
-    differences,
-    hash_file,
     load_tensors,
-    non_finite,
-    plan_in,
-    plan_of,
-    read_metadata,
-    write_tensors,
+    read_headed,
+    write_headed,
 )
-from mlxstacks.files.strict_json import STRICT, JsonObject, compact, record_as_json, record_from
+from mlxstacks.files.strict_json import (
+    STRICT,
+    JsonObject,
+    record_as_json,
+    versioned_record,
+)
 
 FORMAT_VERSION: Literal[1] = 1
 METADATA_KEY = "mlxstacks-router"
@@ -80,16 +80,17 @@ class RouterHeader:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "RouterHeader":
         """The inverse of `as_json`. Raises: ValueError listing every field that is wrong."""
-        version = value.get("format_version")
-        if isinstance(version, int) and version != FORMAT_VERSION:
-            raise ValueError(
-                f"format_version is {str(version)[:20]}, this version reads {FORMAT_VERSION}; "
-                "use the mlxstacks that wrote the router"
-            )
-        header = record_from(_ADAPTER, value)
-        if problems := list(_contradictions(header)):
-            raise ValueError("; ".join(problems[:8]))
-        return header
+        return versioned_record(_ADAPTER, value, "router", FORMAT_VERSION)
+
+    def problems(self) -> Iterator[str]:
+        """What in it contradicts itself."""
+        names = [name.casefold() for name in self.domains]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        yield from (f"domains: {name} is named twice" for name in twice)
+        for name in sorted({*self.domains} ^ {*self.stacks}):
+            yield f"stacks and domains differ in {name}; both name every domain"
+        if self.chat_domain is not None and self.chat_domain not in self.domains:
+            yield f"chat_domain {self.chat_domain} is none of the domains"
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Tensor name -> (safetensors dtype, shape), in the order of the file."""
@@ -98,16 +99,6 @@ class RouterHeader:
 
 
 _ADAPTER = TypeAdapter(RouterHeader)
-
-
-def _contradictions(header: RouterHeader) -> Iterator[str]:
-    names = [name.casefold() for name in header.domains]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    yield from (f"domains: {name} is named twice" for name in twice)
-    for name in sorted({*header.domains} ^ {*header.stacks}):
-        yield f"stacks and domains differ in {name}; both name every domain"
-    if header.chat_domain is not None and header.chat_domain not in header.domains:
-        yield f"chat_domain {header.chat_domain} is none of the domains"
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,14 +137,7 @@ def write_router(path: str | Path, tensors: Mapping[str, mx.array], header: Rout
         unexpected, not float32, of another shape, or not finite. TargetError: the file exists, the
         disk is full or read-only. Nothing is left then.
     """
-    path = Path(path)
-    RouterHeader.from_json(header.as_json())
-    wanted = header.tensors()
-    problems = differences(wanted, plan_of(tensors)) or non_finite(tensors)
-    if problems:
-        raise ValueError("\n  ".join(["the router cannot be written:", *problems[:20]]))
-    write_tensors(path, wanted, tensors, {METADATA_KEY: compact(header.as_json()).decode()})
-    return hash_file(path, REPAIR)
+    return write_headed(Path(path), tensors, header, METADATA_KEY, "the router")
 
 
 def read_router(path: str | Path, expected_sha256: str | None = None) -> RouterFile:
@@ -164,13 +148,7 @@ def read_router(path: str | Path, expected_sha256: str | None = None) -> RouterF
     """
     path = Path(path)
     check_hash(path, expected_sha256, REPAIR)
-    value, shard = read_metadata(path, METADATA_KEY, "router", REPAIR)
-    try:
-        header = RouterHeader.from_json(value)
-    except ValueError as error:
-        raise StoreError(f"{path}: header: {error}; {REPAIR}") from None
-    if problems := differences(header.tensors(), plan_in(shard)):
-        raise StoreError(f"{path}: {'; '.join(problems[:8])}; {REPAIR}")
+    header, shard = read_headed(path, METADATA_KEY, "router", RouterHeader.from_json, REPAIR)
     return RouterFile(header, load_tensors(shard, REPAIR, check_numbers=True))
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import target_errors
-from mlxstacks.files.manifest import DomainRecord, Manifest, Matrix, MatrixMode
+from mlxstacks.files.manifest import DomainRecord, Manifest, Matrix
 from mlxstacks.files.router_file import check_router
 from mlxstacks.files.settings import (
     StacksDiffSettings,
@@ -161,7 +161,12 @@ def without_domain(manifest: Manifest, name: str) -> Manifest:
             row: {
                 column: loss
                 for column, loss in columns.items()
-                if column != name and _still_true(mode, row, column, later)
+                if column != name
+                and (
+                    row not in later
+                    if mode == "ungated"
+                    else mode == "isolated" or column not in later
+                )
             }
             for row, columns in rows.items()
             if row != name
@@ -173,12 +178,6 @@ def without_domain(manifest: Manifest, name: str) -> Manifest:
     needed = {stack.shared_sha256 for d in domains for stack in d.stacks}
     shared = tuple(record for record in manifest.shared if record.sha256 in needed)
     return replace(manifest, domains=domains, matrix=matrix, shared=shared)
-
-
-def _still_true(mode: MatrixMode, row: str, column: str, later: set[str]) -> bool:
-    if mode == "ungated":
-        return row not in later
-    return mode == "isolated" or column not in later
 
 
 def _change_domain(
@@ -300,80 +299,73 @@ def diff_stores(settings: StacksDiffSettings) -> StoreDiff:
         store_path=str(first.path),
         other_path=str(second.path),
         equal_stacks=tuple(s.name for s in a.stacks if theirs.get(s.name) == s.file.sha256),
-        differences=(
-            *_base(a, b), *_domains(a, b), *_stacks(a, b), *_matrix(a, b), *_router(a, b)
-        ),
-    )  # fmt: skip
+        differences=tuple(_differences(a, b)),
+    )
 
 
-def _base(a: Manifest, b: Manifest) -> Iterator[Difference]:
+_DOMAIN_FIELDS = (
+    "enabled", "origin", "losses", "final_loss", "settings", "data", "protected", "trained_on",
+)  # fmt: skip
+_STACK_FIELDS = ("domain", "round", "parameters", "loss_before", "loss_after")
+
+
+def _differences(a: Manifest, b: Manifest) -> Iterator[Difference]:
     for field in ("base_model", "base_fingerprint", "code_version", "format_version"):
-        yield from _unequal("base", "", field, getattr(a, field), getattr(b, field))
+        yield from _unequal("base", "", {field: getattr(a, field)}, {field: getattr(b, field)})
+    yield from _by_name("domain", *({d.name: _domain_facts(d) for d in m.domains} for m in (a, b)))
+    names = [[domain.name for domain in m.domains] for m in (a, b)]
+    order = [[name for name in side if name in names[0] and name in names[1]] for side in names]
+    yield from _unequal("order", "", {"domains": order[0]}, {"domains": order[1]})
+    stacks = (
+        {
+            s.name: {"sha256": s.file.sha256} | {name: getattr(s, name) for name in _STACK_FIELDS}
+            for s in m.stacks
+        }
+        for m in (a, b)
+    )
+    yield from _by_name("stack", *stacks)
+    first, second = _entries(a), _entries(b)
+    for mode in dict.fromkeys([*first, *second]):
+        yield from _unequal("matrix", mode, first.get(mode, {}), second.get(mode, {}))
+    yield from _unequal("router", "", *({"sha256": m.router and m.router.sha256} for m in (a, b)))
 
 
-def _domains(a: Manifest, b: Manifest) -> Iterator[Difference]:
-    first = {domain.name: domain for domain in a.domains}
-    second = {domain.name: domain for domain in b.domains}
+def _domain_facts(domain: DomainRecord) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    for field in _DOMAIN_FIELDS:
+        value = getattr(domain, field)
+        if isinstance(value, dict):
+            facts |= {f"{field}.{key}": part for key, part in value.items()}
+        else:
+            facts[field] = value
+    return facts | {"split": domain.split and domain.split.sha256}
+
+
+def _by_name(
+    what: str, first: dict[str, dict[str, Any]], second: dict[str, dict[str, Any]]
+) -> Iterator[Difference]:
     for name in dict.fromkeys([*first, *second]):
         if name in first and name in second:
-            yield from _domain(first[name], second[name])
+            yield from _unequal(what, name, first[name], second[name])
         else:
-            yield Difference("domain", name, "present", name in first, name in second)
-    both = [[name for name in side if name in first and name in second] for side in (first, second)]
-    yield from _unequal("order", "", "domains", both[0], both[1])
+            yield Difference(what, name, "present", name in first, name in second)
 
 
-def _domain(a: DomainRecord, b: DomainRecord) -> Iterator[Difference]:
-    for field in ("enabled", "origin", "losses", "final_loss", "settings", "data", "protected",
-                  "trained_on"):  # fmt: skip
-        mine, other = getattr(a, field), getattr(b, field)
-        if isinstance(mine, dict) and isinstance(other, dict):
-            for key in dict.fromkeys([*mine, *other]):
-                yield from _unequal(
-                    "domain", a.name, f"{field}.{key}", mine.get(key), other.get(key)
-                )
-        else:
-            yield from _unequal("domain", a.name, field, mine, other)
-    splits = [None if d.split is None else d.split.sha256 for d in (a, b)]
-    yield from _unequal("domain", a.name, "split", *splits)
-
-
-def _stacks(a: Manifest, b: Manifest) -> Iterator[Difference]:
-    first = {stack.name: stack for stack in a.stacks}
-    second = {stack.name: stack for stack in b.stacks}
-    for name in dict.fromkeys([*first, *second]):
-        mine, other = first.get(name), second.get(name)
-        if mine is None or other is None:
-            yield Difference("stack", name, "present", mine is not None, other is not None)
-            continue
-        yield from _unequal("stack", name, "sha256", mine.file.sha256, other.file.sha256)
-        for field in ("domain", "round", "parameters", "loss_before", "loss_after"):
-            yield from _unequal("stack", name, field, getattr(mine, field), getattr(other, field))
-
-
-def _router(a: Manifest, b: Manifest) -> Iterator[Difference]:
-    hashes = [None if m.router is None else m.router.sha256 for m in (a, b)]
-    yield from _unequal("router", "", "sha256", *hashes)
-
-
-def _matrix(a: Manifest, b: Manifest) -> Iterator[Difference]:
-    first, second = _entries(a), _entries(b)
-    for key in dict.fromkeys([*first, *second]):
-        mode, row, column = key
-        yield from _unequal(
-            "matrix", mode, f"{column} after {row}", first.get(key), second.get(key)
-        )
-
-
-def _entries(manifest: Manifest) -> dict[tuple[str, str, str], float]:
+def _entries(manifest: Manifest) -> dict[str, dict[str, float]]:
     return {
-        (mode, row, column): loss
+        mode: {
+            f"{column} after {row}": loss
+            for row, columns in rows.items()
+            for column, loss in columns.items()
+        }
         for mode, rows in manifest.matrix.items()
-        for row, columns in rows.items()
-        for column, loss in columns.items()
     }
 
 
-def _unequal(what: str, name: str, field: str, first: Any, second: Any) -> Iterator[Difference]:
-    if first != second:
-        yield Difference(what, name, field, first, second)
+def _unequal(
+    what: str, name: str, first: dict[str, Any], second: dict[str, Any]
+) -> Iterator[Difference]:
+    for field in dict.fromkeys([*first, *second]):
+        values = first.get(field), second.get(field)
+        if values[0] != values[1]:
+            yield Difference(what, name, field, *values)

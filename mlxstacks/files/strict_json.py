@@ -7,7 +7,8 @@ refused before.
 
 import hashlib
 import json
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterable
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 
@@ -15,11 +16,19 @@ from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 JsonObject = dict[str, JsonValue]
 
+
+class HasProblems(Protocol):
+    """A record that says what in it contradicts itself."""
+
+    def problems(self) -> Iterable[str]: ...
+
+
 MAX_JSON_BYTES = 64_000_000
 MAX_DEPTH = 40
 _MAX_LISTED = 8
 
 Record = TypeVar("Record")
+Versioned = TypeVar("Versioned", bound=HasProblems)
 
 
 def compact(value: Any) -> bytes:
@@ -77,13 +86,18 @@ def read_object(data: bytes, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]
     if len(data) > most_bytes:
         raise ValueError(f"{len(data)} bytes, allowed: {most_bytes}")
     value = parse_object(data.decode("utf-8"))
+    if is_deeper(value, MAX_DEPTH):
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+    return value
+
+
+def is_deeper(value: dict[str, Any], levels: int) -> bool:
+    """Whether parsed JSON is nested more than so many levels deep."""
     level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(levels):
         parts = (part.values() if isinstance(part, dict) else part for part in level)
         level = [child for part in parts for child in part if isinstance(child, dict | list)]
-        if not level:
-            return value
-    raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+    return bool(level)
 
 
 def record_from(adapter: TypeAdapter[Record], value: Any) -> Record:
@@ -96,6 +110,25 @@ def record_from(adapter: TypeAdapter[Record], value: Any) -> Record:
     if len(details) > _MAX_LISTED:
         lines.append(f"and {len(details) - _MAX_LISTED} more")
     raise ValueError("; ".join(ascii(line)[1:-1] for line in lines))
+
+
+def versioned_record(
+    adapter: TypeAdapter[Versioned], value: dict[str, Any], kind: str, version: int
+) -> Versioned:
+    """As `record_from`, of a format with versions. kind: what was written, for the message.
+
+    Raises: ValueError for another version, every field that is wrong, and the record's `problems`.
+    """
+    written = value.get("format_version")
+    if isinstance(written, int) and written != version:
+        raise ValueError(
+            f"format_version is {str(written)[:20]}, this version reads {version}; "
+            f"use the mlxstacks that wrote the {kind}"
+        )
+    record = record_from(adapter, value)
+    if problems := list(record.problems()):
+        raise ValueError("; ".join(problems[:8]))
+    return record
 
 
 def record_as_json(adapter: TypeAdapter[Record], record: Record) -> dict[str, Any]:

@@ -168,6 +168,15 @@ def pack_domains(
     return packed
 
 
+def let_go(parts: DomainParts) -> None:
+    """Copy parts out of the pack that they are views of, projection by projection: it may have been
+    dropped, and would stay in memory whole until the last of them is packed. A function, so that
+    no variable of its caller keeps one of them.
+    """
+    for path, stacks in parts.items():
+        parts[path] = [_own_copy(stack) for stack in stacks]
+
+
 def _own_copy(stack: FrozenStack) -> FrozenStack:
     # transposed, lora_b lies in memory as packs hold it on a CPU: the copy is one of blocks
     b = mx.contiguous(stack.lora_b.swapaxes(-1, -2)).swapaxes(-1, -2)
@@ -286,12 +295,9 @@ class Resident:
         taken = {name: self._sets.holding(name).parts(name) for name in lease.hits}
         self._sets.make_room(nbytes, reserved_bytes, f"the set {', '.join(wanted)}")
         self._paired = paired
-        if new:
-            # More is read before anything is packed: parts of a pack that was dropped would
-            # keep it in memory whole until the last of them is packed.
+        if new:  # more is read before anything is packed
             for name in taken.keys() - self._sets.domains:
-                for path, stacks in taken[name].items():
-                    taken[name][path] = [_own_copy(stack) for stack in stacks]
+                let_go(taken[name])
 
         def read(name: str) -> None:
             fresh[name], nbytes = self._reader.read(name)

@@ -11,7 +11,19 @@ from pydantic import BeforeValidator, Field, model_validator
 from mlxstacks.data.settings import DomainDataSettings, Template
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.files.settings import PeftLayout
-from mlxstacks.settings import Settings
+from mlxstacks.settings import Force, Settings
+
+BaseNumbers = Annotated[
+    Literal["auto", "stored", "float32"],
+    Field(
+        description="Numbers the base computes with; float32: its stored values, some 20 times "
+        "faster on a CPU; auto: that, on a CPU with the memory for it."
+    ),
+]
+AnswerTemplate = Annotated[
+    Template | None,
+    Field(description="chat or alpaca. Default: what the store's domains were trained with."),
+]
 
 
 class RouteSettings(Settings):
@@ -108,9 +120,7 @@ class OutcomeSettings(RouteSettings):
     )
     label_share: float = Field(0.2, ge=0, le=1, description="Share of the label in a target.")
     max_tokens: int = Field(256, ge=2, description="Longer pairs are cut.")
-    template: Template | None = Field(
-        None, description="chat or alpaca. Default: what the store's domains were trained with."
-    )
+    template: AnswerTemplate = None
     thinking: Thinking = "auto"
     allow_special: AllowSpecial = False
     random_control: bool = Field(
@@ -118,9 +128,7 @@ class OutcomeSettings(RouteSettings):
         description="Try, beside each domain, a random stack of equal norm; reported, never a "
         "target.",
     )
-    base: Literal["auto", "stored", "float32"] = Field(
-        "auto", description="Numbers the base computes with; as in `mlxstacks stack`."
-    )
+    base: BaseNumbers = "auto"
     batch_tokens: int | None = Field(
         None,
         ge=1,
@@ -200,15 +208,11 @@ class RouterTrainSettings(RouteSettings):
     chat_floor: float | None = Field(
         None, ge=0, le=1, description="That floor. Default: as in the targets, else 0.2."
     )
-    base: Literal["auto", "stored", "float32"] = Field(
-        "auto",
-        description="Numbers the base computes with; float32: its stored values, some 20 times "
-        "faster on a CPU; auto: that, on a CPU with the memory for it.",
-    )
+    base: BaseNumbers = "auto"
     seed: int = Field(
         42, ge=0, lt=2**64, description="Of first weights, dropout, order of examples, and split."
     )
-    force: bool = Field(False, description="Replace an existing save path.")
+    force: Force = False
 
 
 # --- gaps -----------------------------------------------------------------------------------------
@@ -318,14 +322,10 @@ class AnswerSettings(Settings):
     thinking: Thinking = "auto"
     allow_special: AllowSpecial = False
     gap_log: str = Field(
-        "./mlxstacks-out/gaps.jsonl",
+        f"./{DEFAULT_GAP_LOG}",
         description="Where routed prompts that no domain fits are noted; none: nowhere.",
     )
-    base: Literal["auto", "stored", "float32"] = Field(
-        "auto",
-        description="Numbers the base computes with. float32: its stored values, some 20 times "
-        "faster on a CPU; auto: that, on a CPU with the memory for it.",
-    )
+    base: BaseNumbers = "auto"
     seed: int = Field(0, ge=0, lt=2**64, description="Seed of what is drawn with a temperature.")
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from pydantic import BaseModel, ValidationError
 
-from mlxstacks.cli.options import given, parameters
+from mlxstacks.cli.group import given, parameters
 from mlxstacks.data.text_settings import AllowSpecial, Rendering, Thinking
 from mlxstacks.recipe.table import COMMANDS, load
 from mlxstacks.routing.generation import encode_prompt

@@ -472,7 +472,7 @@ def test_killed_at_any_moment_the_target_is_whole(
     ) as worker:
         assert worker.stdin is not None
         assert worker.stdout is not None
-        for number in campaign(500):
+        for number in campaign(250):
             if chance.random() < 0.2 and target.exists():
                 shutil.rmtree(target)
             worker.stdin.write(f"{number * 1_000_000}\n")

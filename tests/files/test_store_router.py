@@ -4,8 +4,6 @@ pytest tests/files/test_store_router.py
 """
 
 import json
-import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -151,34 +149,14 @@ def test_a_router_of_retrained_stacks_is_refused_but_no_damage(store: Store) -> 
     assert "routed inference will not start" in " ".join(checked.notes)
 
 
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-3])
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def link(path: Path) -> None:
-    path.rename(path.parent.parent / "elsewhere")
-    path.symlink_to(path.parent.parent / "elsewhere")
-
-
-@pytest.mark.parametrize(
-    ("damage", "kind"),
-    [(truncate, "size"), (flip, "bytes"), (os.unlink, "missing"), (link, "missing")],
-)
-def test_a_bad_router_file_is_named_and_the_rest_works(
-    store: Store, damage: Callable[[Path], Any], kind: str
-) -> None:
+def test_a_bad_router_file_is_named_and_the_rest_works(store: Store) -> None:
     set_router(store)
     assert verify(store).problems == ()
     assert verify(store).files == 5
     path = router_path(store)
-    damage(path)
-    assert [(p.file, p.kind) for p in verify(store).problems] == [(f"routers/{path.name}", kind)]
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert [(p.file, p.kind) for p in verify(store).problems] == [(f"routers/{path.name}", "bytes")]
     with pytest.raises(StoreError, match="mlxstacks route train"):
         store.read_router()
     listing = list_store(StacksListSettings(store_path=str(store.path)))
@@ -207,7 +185,7 @@ def test_a_router_outside_its_folder_is_refused(store: Store) -> None:
     record = store.manifest.router
     assert record is not None
     for file, message in (
-        (record.file.replace("routers/", "stacks/"), "the router's file lies in routers/"),
+        (record.file.replace("routers/", "stacks/"), "must lie in routers/"),
         (f"../{record.file}", "router.file: String should match"),
         ("routers/router-aaaaaaaaaaaa.safetensors", "must end in the first 12 digits"),
     ):

@@ -240,7 +240,7 @@ def test_random_damage_never_passes(tmp_path: Path, campaign: Callable[[int], ra
     whole = make_store(tmp_path / "whole", ["chat"], rounds=1)
     files = [path for path in whole.path.rglob("*") if path.suffix in (".safetensors", ".json")]
     chance = random.Random(2)
-    for _ in campaign(500):
+    for _ in campaign(300):
         path = chance.choice(files)
         data = path.read_bytes()
         spoiled = bytearray(data)

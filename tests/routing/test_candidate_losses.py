@@ -96,13 +96,13 @@ def every(count: int) -> list[Candidate]:
     return [candidate(pair, weights) for pair in range(count) for weights in MIXES]
 
 
-@pytest.mark.parametrize("batch_tokens", [1, 64, 150, 10_000])
-def test_batched_losses_are_those_of_one_by_one(model: nn.Module, batch_tokens: int) -> None:
-    rows, wanted = rows_of(7), every(7)
-    found = losses_on(model, rows, LossCache(), batch_tokens)(wanted)
+def test_batched_losses_are_those_of_one_by_one(model: nn.Module) -> None:
+    rows, wanted = rows_of(5), every(5)
     expected = [one_by_one(model, rows[one.pair], dict(one.weights)) for one in wanted]
-    np.testing.assert_allclose(found, expected, atol=2e-5)
-    by_mix = np.array(found).reshape(7, len(MIXES))
+    for batch_tokens in (1, 64, 10_000):
+        found = losses_on(model, rows, LossCache(), batch_tokens)(wanted)
+        np.testing.assert_allclose(found, expected, atol=2e-5)
+    by_mix = np.array(expected).reshape(5, len(MIXES))
     assert (np.abs(np.diff(by_mix, axis=1)) > 1e-3).all(), "the stacks do nothing here"
 
 

@@ -41,7 +41,6 @@ from mlxstacks.studies.benchmarks.plan import (
 from mlxstacks.studies.benchmarks.report import blocks, find, outcome, plan_blocks
 from mlxstacks.studies.benchmarks.settings import EvalSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem
-from mlxstacks.study.artifacts import RECIPE, keep_parts, write_recipe
 from mlxstacks.study.document import RESULT, Standing
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import read_sealed, write_sealed
@@ -49,7 +48,13 @@ from mlxstacks.study.plan import PLAN, plan_from
 from mlxstacks.study.provenance import Provenance, of_bytes
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import recorded_fingerprint, work_path
+from mlxstacks.study.run_directory import (
+    RECIPE,
+    keep_parts,
+    recorded_fingerprint,
+    work_path,
+    write_recipe,
+)
 
 ABOUT = {
     "kind": "eval",

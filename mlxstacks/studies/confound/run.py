@@ -51,7 +51,6 @@ from mlxstacks.studies.confound.verdict import (
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.study import document
 from mlxstacks.study.answers import Answer, AnswerFile, Progress
-from mlxstacks.study.artifacts import RECIPE, write_recipe
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import file_sha256, read_sealed, write_rows, write_sealed
 from mlxstacks.study.items import Item, read_items, stratified_sample
@@ -59,7 +58,13 @@ from mlxstacks.study.plan import PLAN, Evidence, fix_plan, keep_plan, read_plan,
 from mlxstacks.study.power import items_for_two_proportions
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import discard, recorded_fingerprint, work_path
+from mlxstacks.study.run_directory import (
+    RECIPE,
+    discard,
+    recorded_fingerprint,
+    work_path,
+    write_recipe,
+)
 
 ABOUT = {
     "kind": "confound",

@@ -65,14 +65,19 @@ from mlxstacks.studies.identity.suite import (
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.study import document
 from mlxstacks.study.answers import Answer, AnswerFile, Progress
-from mlxstacks.study.artifacts import RECIPE, write_recipe
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import read_sealed, write_rows, write_sealed
 from mlxstacks.study.items import Item, read_items, stratified_sample
 from mlxstacks.study.plan import PLAN, Evidence, Standing, standing
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import discard, recorded_fingerprint, work_path
+from mlxstacks.study.run_directory import (
+    RECIPE,
+    discard,
+    recorded_fingerprint,
+    work_path,
+    write_recipe,
+)
 
 ABOUT = {
     "kind": "identity",

@@ -463,7 +463,7 @@ def test_a_limit_asks_a_part_of_the_plan_and_is_exploratory(
     assert "Exploratory, not what was planned" in part.verdict
     assert "EXPLORATORY: every arm: a subset, 9 of 30 items" in str(part)
     assert "9 of 60 items, by token (EXPLORATORY)" in str(part)
-    (source,) = find_sources([str(tmp_path / "part")]).found
+    (source,), _ = find_sources([str(tmp_path / "part")])
     assert source.result.standing.status == "exploratory"
 
 
