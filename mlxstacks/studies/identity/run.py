@@ -18,8 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxstacks.arms.arm import Arm, training_rows
-from mlxstacks.arms.persona import Persona, is_adapter
+from mlxstacks.arms.arm import Arm, Persona, is_adapter, training_rows
 from mlxstacks.arms.set_g import mine
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapter_commands import convert_adapter
@@ -209,8 +208,12 @@ class _Identity(Study):
             "The persona was given as a model: it is the same under all policies, there is no "
             "persona beside the base, no second identity fuse and no zero-delta fuse of the base."
         )
-        notes = (trained,) if self.has_adapter else (trained, given)
-        return head.model_copy(update={"plan": self.plan.as_json(), "power": power, "notes": notes})
+        return head.model_copy(
+            update={
+                "plan": self.plan.as_json(), "power": power,
+                "notes": (trained,) if self.has_adapter else (trained, given),
+            }
+        )  # fmt: skip
 
     def _hashes(self) -> dict[str, str]:
         plan = work_path(self.work_target) / PLAN
@@ -389,7 +392,7 @@ class _Identity(Study):
             "suite": [prompt.as_json() for prompt in self.suite],
             "mined": {"counts": split["table"]["all"], "train": len(split["train"])},
             "fuses": {
-                file.stem: read_sealed(file, "--no-resume starts anew")[0]
+                file.stem: read_sealed(file, "--no-resume starts again")[0]
                 for file in sorted((work / FUSE).glob("*.json"))
             },
             **analyse(
