@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mlxstacks.studies.stack.analysis_settings import StacksAnalyseSettings
+    from mlxstacks.files.store_settings import StacksAnalyseSettings
     from mlxstacks.study.result import Result
 
 

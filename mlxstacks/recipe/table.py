@@ -246,7 +246,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "stacks analyse": Command(
         help="Look at what a store's stacks do: routing, directions, spectra, losses, plots.",
-        settings="mlxstacks.studies.stack.analysis_settings:StacksAnalyseSettings",
+        settings="mlxstacks.files.store_settings:StacksAnalyseSettings",
         function="mlxstacks.cli.stacks_analysis:run",
         render="mlxstacks.study.render.console:print_result",
         arguments={"store_path": "STORE"},

@@ -15,7 +15,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -102,9 +102,6 @@ class RoundRecord:
     seconds: float = 0.0
     history: list[Record] = field(default_factory=list)
     validation: list[Record] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Keeper(Protocol):

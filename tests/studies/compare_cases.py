@@ -1,14 +1,14 @@
 """Comparisons of a few seconds on the tiny hybrid model, their cells in this process.
 
-A process of its own for each cell costs seconds of imports; test_compare_command.py has real ones.
+A process of its own for each cell costs seconds of imports; test_command.py has real ones.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mlxstacks.studies.compare.run import run_one
 from mlxstacks.studies.compare.settings import CompareSettings
-from mlxstacks.studies.compare.worker import work
 from mlxstacks.study.run_directory import plain
 
 RUN: dict[str, Any] = {
@@ -51,7 +51,7 @@ class Cells:
     def __call__(
         self, module: str, specification: Any, log: Path, on_message: Callable[[Any], None]
     ) -> int:
-        assert module == "mlxstacks.studies.compare.worker"
+        assert module == "mlxstacks.studies.compare.run"
         stack = specification["stack"]
         self.started.append(Path(stack["save_path"]).name)
 
@@ -61,7 +61,7 @@ class Cells:
                 raise _Died
 
         try:
-            on_message(plain(work(specification, send)))
+            on_message(plain(run_one(specification, send)))
         except _Died:
             return ABORTED
         return 0

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from mlxstacks.settings import Settings
 from mlxstacks.training.stack_settings import StackRunSettings
 
-# What a question can be decided by; see compare_measures.py.
+# What a question can be decided by; see analysis.py.
 Primary = Literal["task_loss", "ungated", "ungated_earlier", "isolated"]
 Budget = Literal["parameters", "steps", "rows"]
 BUDGETS: tuple[Budget, ...] = get_args(Budget)
@@ -112,48 +112,36 @@ class CompareSettings(Settings):
             )
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds is {list(self.seeds)}; give at least one, each once")
-        said = [name for name in _OF_THE_COMPARISON if name in _changed(self.run)]
-        if said:
-            raise ValueError(
-                "; ".join(
-                    f"run.{name} is set by the comparison: give {_ours(name)}" for name in said
-                )
-            )
+        changed = self.run.model_dump(exclude_defaults=True)
+        problems = [
+            f"run.{name} is set by the comparison: give {'seeds' if name == 'seed' else name}"
+            for name in _OF_THE_COMPARISON
+            if name in changed
+        ]
         if self.primary in ("ungated", "ungated_earlier", "isolated"):
             mode = "isolated" if self.primary == "isolated" else "ungated"
             if mode not in self.run.modes:
-                raise ValueError(f"primary {self.primary} needs {mode} among run.modes")
-        problems = [problem for arm in self.arms for problem in self._problems(arm)]
+                problems.append(f"primary {self.primary} needs {mode} among run.modes")
+        for arm in self.arms:
+            if shared := [key for key in arm.change if key in _OF_ALL_ARMS]:
+                problems.append(f"arm {arm.name} changes {', '.join(shared)}, which all arms share")
+                continue
+            try:
+                self.settings_of(arm)
+            except ValidationError as error:
+                problems += [
+                    f"arm {arm.name}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}"
+                    for detail in error.errors()
+                ]
         if problems:
             raise ValueError("; ".join(problems))
         return self
-
-    def _problems(self, arm: ArmSettings) -> list[str]:
-        shared = [key for key in arm.change if key in _OF_ALL_ARMS]
-        if shared:
-            return [f"arm {arm.name} changes {', '.join(shared)}, which all arms share"]
-        try:
-            self.settings_of(arm)
-        except ValidationError as error:
-            return [
-                f"arm {arm.name}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}"
-                for detail in error.errors()
-            ]
-        return []
 
     def settings_of(self, arm: ArmSettings, **given: Any) -> StackRunSettings:
         """The run of an arm. given: what a cell sets, as seed and save_path."""
         # What is at its default counts as not said: some checks ask whether it was.
         values = self.run.model_dump(exclude_defaults=True)
         return StackRunSettings.model_validate(overlaid(values, arm.change) | given)
-
-
-def _changed(run: StackRunSettings) -> set[str]:
-    return set(run.model_dump(exclude_defaults=True))
-
-
-def _ours(name: str) -> str:
-    return "seeds" if name == "seed" else name
 
 
 def overlaid(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:

@@ -314,24 +314,20 @@ def spectra_json(
     domains: of each stack.
     """
     return {
-        name: {"domain": domains[name], **_stack_spectra(by_path)}
+        name: {
+            "domain": domains[name],
+            "norm": sum(s.energy for s in by_path.values()) ** 0.5,
+            **_ranks(list(by_path.values())),
+            "by_projection": {
+                projection: {
+                    "layers": len(paths),
+                    "values": mean_spectrum(by_path[path] for path in paths),
+                    **_ranks([by_path[path] for path in paths]),
+                }
+                for projection, paths in by_name(by_path).items()
+            },
+        }
         for name, by_path in spectra.items()
-    }
-
-
-def _stack_spectra(by_path: Mapping[str, Spectrum]) -> dict[str, Any]:
-    every = list(by_path.values())
-    return {
-        "norm": sum(s.energy for s in every) ** 0.5,
-        **_ranks(every),
-        "by_projection": {
-            name: {
-                "layers": len(paths),
-                "values": mean_spectrum(by_path[path] for path in paths),
-                **_ranks([by_path[path] for path in paths]),
-            }
-            for name, paths in by_name(by_path).items()
-        },
     }
 
 

@@ -13,7 +13,7 @@ import pytest
 from mlxstacks.errors import InputError
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.studies.compare import run as compare
-from mlxstacks.studies.compare.cells import CellRecord
+from mlxstacks.studies.compare.analysis import CellRecord
 from mlxstacks.studies.compare.run import run
 from mlxstacks.studies.stack.run import run as run_stack
 from mlxstacks.study.result import Result
@@ -190,7 +190,6 @@ def test_unequal_budgets_are_refused(
 
 def test_a_plan_counts_parameters_by_hand(places: tuple[Path, Path], tmp_path: Path) -> None:
     """E experts of rank R: E R (K + N), and 2 E K of router and noise where there is a choice."""
-    from mlxstacks.studies.stack.run import open_store
     from mlxstacks.studies.stack.setup import set_up
 
     one = {"name": "one", "change": {"stack": {"num_experts": 1, "rank": 5}}}
@@ -201,7 +200,7 @@ def test_a_plan_counts_parameters_by_hand(places: tuple[Path, Path], tmp_path: P
     stack = settings.settings_of(
         settings.arms[0], model=str(places[0]), data=str(places[1]), save_path=str(tmp_path / "s")
     )
-    dims = list(set_up(stack, open_store(tmp_path / "s")).dims.values())
+    dims = [target.dims for target in set_up(stack, None).targets]
     inputs, outputs = sum(d.input_dims for d in dims), sum(d.output_dims for d in dims)
     domains = 2
     one_round, two_rounds = (report.data["budgets"][name] for name in ("one", "two"))

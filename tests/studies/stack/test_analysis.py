@@ -17,11 +17,11 @@ from mlxstacks.cli import run as command_line
 from mlxstacks.errors import InputError, StoreError, TargetError
 from mlxstacks.files.mark import entries
 from mlxstacks.files.store import Store
+from mlxstacks.files.store_settings import StacksAnalyseSettings
 from mlxstacks.layers.freezing import stack_from_tensors
 from mlxstacks.layers.stack_files import parts_of
 from mlxstacks.studies.stack.analysis import curves_of, run
 from mlxstacks.studies.stack.analysis_report import _loss_plots, left_out
-from mlxstacks.studies.stack.analysis_settings import StacksAnalyseSettings
 from mlxstacks.study.document import Plot, Text
 from mlxstacks.study.result import Result
 from tests.studies.stack_analysis_cases import write_store

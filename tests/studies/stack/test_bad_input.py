@@ -20,17 +20,12 @@ from mlxstacks.errors import (
 from mlxstacks.files.store import Store
 from mlxstacks.studies.stack import run as stack_run
 from tests.files.raw import change_between_samples
-from tests.studies.stack_cases import domain_rows, hashes, settings_for, write_places
+from tests.studies.stack_cases import domain_rows, hashes, settings_for
 from tests.studies.train_cases import write_rows
 from tests.tiny_models import write_llama
 
 Places = tuple[Path, Path]
 ONE: dict[str, Any] = {"domains": ("alpha",), "iters": 2, "rounds": 1, "keys": ("q_proj",)}
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
-    return write_places(tmp_path_factory.mktemp("stack"))
 
 
 @pytest.fixture(scope="module")

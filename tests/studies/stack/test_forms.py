@@ -36,11 +36,6 @@ Places = tuple[Path, Path]
 SHORT: dict[str, Any] = {"domains": ("alpha", "beta"), "iters": 6, "rounds": 1}
 
 
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
-    return write_places(tmp_path_factory.mktemp("stack"))
-
-
 def test_latent_stacks_share_their_projections(places: Places, tmp_path: Path) -> None:
     """One shared file for all; the next domain, also of a later run, packs with the first."""
     stack = {"rank": 2, "num_experts": 3, "latent_dim": 16}

@@ -35,16 +35,10 @@ from tests.studies.stack_cases import (
     settings_for,
     train_store,
     write_domains,
-    write_places,
 )
 from tests.studies.train_cases import write_rows
 
 Places = tuple[Path, Path]
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
-    return write_places(tmp_path_factory.mktemp("stack"))
 
 
 class Watch:

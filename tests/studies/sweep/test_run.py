@@ -15,7 +15,7 @@ from mlxstacks.files.mark import MARK, new_mark
 from mlxstacks.files.outputs import write_json
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.studies.sweep import cell_worker, rank_sweep
+from mlxstacks.studies.sweep import rank_sweep, worker
 from mlxstacks.studies.sweep.cells import CellResult, cells_of, read_results
 from mlxstacks.studies.sweep.rank_sweep import run
 from mlxstacks.studies.train.run import run as train
@@ -305,9 +305,9 @@ def test_a_cell_without_memory_is_a_result(words: str, monkeypatch: pytest.Monke
     def no_memory(*_: Any) -> None:
         raise RuntimeError(words)
 
-    monkeypatch.setattr(cell_worker, "_train", no_memory)
+    monkeypatch.setattr(worker, "_train", no_memory)
     specification = {"train": {"save_path": "/nowhere/out"}, "policies": []}
-    found = cell_worker.work(specification, lambda message: None)
+    found = worker.work(specification, lambda message: None)
     assert found == {"status": "failed", "reason": words}
 
 
