@@ -105,7 +105,7 @@ class RoundRecord:
 
 
 class Keeper(Protocol):
-    """Where the inner loop keeps what it needs to go on after it was stopped."""
+    """Where the inner loop keeps what it needs to resume."""
 
     def rounds(self) -> list[RoundRecord]:
         """Rounds done before; the stacks of those that were kept are in the model again."""
@@ -133,7 +133,7 @@ def boost_domain(
 ) -> list[RoundRecord]:
     """Train the stacks of one domain; afterwards the kept ones are frozen in the model.
 
-    done: what `keeper.rounds()` gave, where the caller has asked already.
+    done: what `keeper.rounds()` gave, where the caller has called it already.
     Raises:
         NonFiniteError: NaN or Inf in a step. The state before it is saved, its best weights in it.
         InputError: a trained stack does not fit the storage dtype; its state is saved.
@@ -165,12 +165,33 @@ def _round(
         raise
     restore_best(model, state)
     keeper.save(model, number, state)
-    parts = _freeze(model, job, number)
+    name = stack_name(job.name, number)
+    try:
+        parts = freeze_active(model, name, job.name, _DTYPES[job.stack.storage])
+    except ValueError as error:
+        raise InputError(
+            f"{error}\nThe trained stack is saved; --set stack.storage=bfloat16 resumes from there"
+        ) from error
     after = job.loss_of(model)
-    record = _record(job, number, state, after, time.monotonic() - start)
-    if not record.kept:
-        remove_frozen(model, stack_name(job.name, number))
-    keeper.round_done(record, parts if record.kept else None)
+    assert state.best is not None
+    before = state.validation[0]["validation_loss"]
+    kept, last = judge_round(
+        before, after, state.best.step, job.min_loss_delta, job.keep_plateau_stack
+    )
+    if last is None and number == job.rounds:
+        last = LAST_ROUND
+    # The loop calls what a forward pass adds `extra_loss`; here it is the balance of experts.
+    history = [
+        {"balance_loss" if key == "extra_loss" else key: value for key, value in step.items()}
+        for step in state.history
+    ]
+    record = RoundRecord(
+        number, kept, before, state.best.loss, after, state.step, state.best.step, state.stopped,
+        last, time.monotonic() - start, history, list(state.validation),
+    )  # fmt: skip
+    if not kept:
+        remove_frozen(model, name)
+    keeper.round_done(record, parts if kept else None)
     return record
 
 
@@ -195,38 +216,6 @@ def round_seed(job: DomainJob, number: int) -> int:
 def call_with_balance(model: nn.Module, tokens: mx.array) -> tuple[mx.array, Balance]:
     """Logits, and the balance of all projections."""
     return model(tokens), take_balance(model)
-
-
-def _freeze(model: nn.Module, job: DomainJob, number: int) -> Parts:
-    name = stack_name(job.name, number)
-    try:
-        return freeze_active(model, name, job.name, _DTYPES[job.stack.storage])
-    except ValueError as error:
-        raise InputError(
-            f"{error}\nThe trained stack is saved; --set stack.storage=bfloat16 goes on from there"
-        ) from error
-
-
-def _record(
-    job: DomainJob, number: int, state: TrainingState, after: float, seconds: float
-) -> RoundRecord:
-    assert state.best is not None
-    before = state.validation[0]["validation_loss"]
-    kept, last = judge_round(
-        before, after, state.best.step, job.min_loss_delta, job.keep_plateau_stack
-    )
-    if last is None and number == job.rounds:
-        last = LAST_ROUND
-    return RoundRecord(
-        number, kept, before, state.best.loss, after, state.step, state.best.step, state.stopped,
-        last, seconds, [_named(record) for record in state.history], list(state.validation),
-    )  # fmt: skip
-
-
-def _named(record: Record) -> Record:
-    """The loop calls what a forward pass adds `extra_loss`; here it is the balance of experts."""
-    names = {"extra_loss": "balance_loss"}
-    return {names.get(key, key): value for key, value in record.items()}
 
 
 def judge_round(

@@ -14,7 +14,7 @@ from mlxstacks.study.run_directory import plain
 RUN: dict[str, Any] = {
     "domains": ["alpha", "beta"], "validation_rows": 6, "rounds": 1, "iters": 4, "batch_size": 2,
     "learning_rate": 1e-2, "max_seq_length": 64, "steps_per_eval": 2, "steps_per_report": 1,
-    "save_every": 1, "keys": ["q_proj", "linear_attn.out_proj", "switch_mlp.down_proj"],
+    "save_every": 1, "keys": ["q_proj"],
     "stack": {"rank": 2, "num_experts": 2, "experts_per_token": 1}, "null_space": None,
     "min_loss_delta": 0.0, "keep_plateau_stack": True, "patience": 100, "spike_threshold": 10.0,
 }  # fmt: skip

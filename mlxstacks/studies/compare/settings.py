@@ -1,13 +1,12 @@
 """Settings of `mlxstacks stack compare`, its plan. Imports neither mlx nor numpy."""
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from mlxstacks.settings import Settings
-from mlxstacks.training.stack_settings import StackRunSettings
+from mlxstacks.training.stack_settings import StackRunSettings, names_a_file
 
 # What a question can be decided by; see analysis.py.
 Primary = Literal["task_loss", "ungated", "ungated_earlier", "isolated"]
@@ -17,27 +16,16 @@ BUDGETS: tuple[Budget, ...] = get_args(Budget)
 # differences would not be of the arms.
 _OF_THE_COMPARISON = ("model", "data", "save_path", "seed", "resume", "force")
 _OF_ALL_ARMS = (*_OF_THE_COMPARISON, "domains", "validation_rows", "modes")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 
 
 class ArmSettings(Settings):
     """One arm: a name, and what it changes in the settings of every run."""
 
-    name: str
+    name: Annotated[str, names_a_file("an arm's", 40)]
     change: dict[str, Any] = Field(
         default_factory=dict,
         description="settings of `stack` with other values; nested ones may be given in part",
     )
-
-    @field_validator("name")
-    @classmethod
-    def _names_a_file(cls, name: str) -> str:
-        if not _NAME.fullmatch(name):
-            raise ValueError(
-                "an arm's name becomes part of file names: letters, digits, _ . and -, the first "
-                "one a letter or a digit, 40 at most"
-            )
-        return name
 
 
 class CompareSettings(Settings):

@@ -79,10 +79,6 @@ class Spectrum:
         """energy / largest value squared: between 1 and the rank."""
         return self.energy / float(self.values[0]) ** 2 if self.energy > 0 else None
 
-    def energy_share(self, k: int) -> float | None:
-        """Share of the energy in the k leading directions."""
-        return float(np.sum(self.values[:k] ** 2)) / self.energy if self.energy > 0 else None
-
 
 def blocks_of(stack: FrozenStack) -> list[Block]:
     """The experts of a stack, each with the shared latent projections multiplied in."""

@@ -144,7 +144,7 @@ def test_a_crash_is_a_result_and_leaves_the_question_undecided(
     places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "run_child", Cells(fatal_seed=7))
-    report = run(compare_settings(places, tmp_path / "out", seeds=(7,)))
+    report = run(compare_settings(places, tmp_path / "out", seeds=(7,), run={"iters": 2}))
     assert {cell.status for cell in cells_of(report)} == {"crashed"}
     assert "undecided (1 of 1 seeds have no pair of results)" in report.verdict
     assert sum("crashed: killed by SIGABRT" in note for note in report.notes) == 2
