@@ -65,14 +65,19 @@ $(BIN)/python:
 
 # The stamps make a second run start at once; a changed pyproject.toml installs again. What pip says
 # goes to stderr: a target's own output begins with its own first line.
+# What editors complete recipes from.
+SCHEMA = $(BIN)/mlxstacks recipes --schema > recipes/recipe.schema.json
+
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@echo "pip install -e .[plots]" >&2
 	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[plots]' >&2
+	@$(SCHEMA)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@echo "pip install -e .[dev]" >&2
 	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]' >&2
+	@$(SCHEMA)
 	@touch $@ $(VENV)/.installed
 
 install: $(VENV)/.installed
@@ -167,6 +172,7 @@ bench-metal: install-dev
 
 wheel: install-dev
 	rm -rf build
+	$(SCHEMA)
 	$(BIN)/python -m build --wheel --no-isolation --outdir dist
 
 clean:

@@ -22,8 +22,7 @@ from mlxstacks.nano.exports import nano_paths
 from mlxstacks.studies.benchmarks.arm_model import Loaded
 from mlxstacks.studies.benchmarks.scoring import Pair, PairScorer
 from mlxstacks.studies.benchmarks.settings import ArmSettings
-from mlxstacks.training.modes import evaluating
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import evaluating, prepare_base
 
 CONTEXTS, CANDIDATES, TOKENS = (50, 100, 200, 400), 4, 10
 # Nats, of sums of ten log probabilities.

@@ -19,12 +19,12 @@ from typing import Any
 
 from benchmarks.timing import machine, spread
 from mlxstacks import base_model
-from mlxstacks.cli.route import with_nano_base
 from mlxstacks.evaluate import evaluate_mean_loss
 from mlxstacks.files.store import Store
 from mlxstacks.layers.output_head import OutputHead, find_output_head
 from mlxstacks.layers.selection import base, routed
 from mlxstacks.layers.stacked import set_mode
+from mlxstacks.recipe import on_nano
 from mlxstacks.routing.candidate_losses import (
     CandidateLosses,
     LossCache,
@@ -111,7 +111,7 @@ def arguments() -> argparse.Namespace:
 def set_up(asked: argparse.Namespace) -> tuple[dict[str, Way], dict[str, Any]]:
     """Both ways over the same pairs, and what they work on."""
     settings = OutcomeSettings(store_path=asked.store, data=asked.data)
-    settings = with_nano_base(settings)
+    settings, _ = on_nano.route(settings)
     store = Store.open(asked.store)
     domains = routed_domains(store)
     settings = settings.model_copy(update={"samples_per_domain": -(-asked.pairs // len(domains))})

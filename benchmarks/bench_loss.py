@@ -28,9 +28,8 @@ from mlxstacks import base_model
 from mlxstacks.data import Batch
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.ops import token_loss
-from mlxstacks.training.losses import cross_entropy_loss
 from mlxstacks.training.modes import set_training_modes
-from mlxstacks.training.step import GradientStep, StepGradients
+from mlxstacks.training.step import GradientStep, StepGradients, cross_entropy_loss
 
 LAYERS = 4
 # Nats, and each tensor's gradient relative to its norm.

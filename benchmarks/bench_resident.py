@@ -38,7 +38,7 @@ import mlx.nn as nn
 from benchmarks.bench_decode import CPU, build, decode
 from benchmarks.timing import machine, spread
 from mlxstacks.files.manifest import DomainRecord, StackRecord
-from mlxstacks.files.stack_header import ProjectionShape, StackHeader
+from mlxstacks.files.stack_file import ProjectionShape, StackHeader
 from mlxstacks.files.store import Store
 from mlxstacks.layers.targets import find_targets
 from mlxstacks.routing.resident import Resident

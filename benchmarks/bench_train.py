@@ -36,10 +36,9 @@ from mlxstacks import base_model
 from mlxstacks.data import Batch
 from mlxstacks.training.checkpointing import checkpoint_layers
 from mlxstacks.training.loop import train
-from mlxstacks.training.losses import cross_entropy_loss
 from mlxstacks.training.modes import set_training_modes
 from mlxstacks.training.settings import OptimizerSettings
-from mlxstacks.training.step import GradientStep, StepGradients
+from mlxstacks.training.step import GradientStep, StepGradients, cross_entropy_loss
 
 LAYERS, VOCAB, RATE = 8, 1024, 1e-5
 # Our step against mlx-lm's: time against its compiled and eager step, bytes against the smaller.

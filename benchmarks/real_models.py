@@ -42,10 +42,10 @@ from mlxstacks.studies.benchmarks.arm_model import Loaded, ModelArm, Routes
 from mlxstacks.studies.benchmarks.items import read_task
 from mlxstacks.studies.benchmarks.settings import ArmSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem, task_named
-from mlxstacks.studies.confound.adapters import write_controls
+from mlxstacks.studies.confound.fuses import write_controls
 from mlxstacks.studies.identity.settings import PersonaCard
 from mlxstacks.studies.identity.suite import SuitePrompt, open_suite
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import prepare_base
 
 POLICIES: tuple[PolicyName, ...] = (
     "refit", "keep", "nearest", "auto", "stochastic", "dequantize", "promote",

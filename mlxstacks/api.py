@@ -13,15 +13,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.errors import InputError
-from mlxstacks.recipe.call import call, plans_itself
 from mlxstacks.recipe.file import load_recipe
-from mlxstacks.recipe.resolve import Resolved, finished, merge, resolve, validate
+from mlxstacks.recipe.resolve import (
+    Resolved,
+    call,
+    finished,
+    merge,
+    plans_itself,
+    resolve,
+    validate,
+)
 from mlxstacks.recipe.table import nearest
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
-    from mlxstacks.routing.chat_settings import AnswerSettings
+    from mlxstacks.routing.settings import AnswerSettings
     from mlxstacks.study.result import Result
 
 PathLike = str | Path
@@ -140,7 +147,7 @@ def load(
     Raises: StoreError: the store is of another base, or damaged.
     """
     from mlxstacks.nano.exports import with_nano
-    from mlxstacks.routing.open_routed import open_routed
+    from mlxstacks.routing.engine import open_routed
 
     given = {"model": model, "store_path": store, "adapter_path": adapter_path}
     values = {key: value for key, value in given.items() if value is not None} | settings
@@ -159,8 +166,7 @@ def generate(model: "nn.Module", tokenizer: Any, prompt: str, **settings: Any) -
     Raises: RuntimeError in another thread than the one that loaded the model.
     """
     from mlxstacks.routing.conversation import Conversation
-    from mlxstacks.routing.engine import RoutedModel
-    from mlxstacks.routing.open_routed import sampling_of
+    from mlxstacks.routing.engine import RoutedModel, sampling_of
 
     if not isinstance(prompt, str):
         raise InputError(f"prompt: got {type(prompt).__name__}; give text")
@@ -181,7 +187,7 @@ def generate(model: "nn.Module", tokenizer: Any, prompt: str, **settings: Any) -
 
 def _answer_settings(values: Mapping[str, Any], known: Sequence[str]) -> "AnswerSettings":
     """Raises: InputError for a setting that is not known here, and for a bad value."""
-    from mlxstacks.routing.chat_settings import AnswerSettings
+    from mlxstacks.routing.settings import AnswerSettings
 
     for key in values:
         if key not in known:

@@ -319,19 +319,16 @@ def loaded_weights(model_path: Path) -> dict[str, LoadedWeight]:
     """
     model, _, stored = load_stored(Path(model_path))
     names = {id(array): name for name, array in stored.items()}
-    return {
-        module_path: _loaded_weight(module, names.get(id(module["weight"])))
-        for module_path, module in model.named_modules()
-        if "weight" in module
-    }
-
-
-def _loaded_weight(module: nn.Module, tensor: str | None) -> LoadedWeight:
-    *leading, width = module["weight"].shape
-    bits = module.bits if "scales" in module else None
-    width = width * 32 // bits if bits else width
-    group_size = module.group_size if bits else None
-    return LoadedWeight(tensor, (*leading, width), bits, group_size)
+    weights = {}
+    for path, module in model.named_modules():
+        if "weight" in module:
+            *leading, width = module["weight"].shape
+            bits, group_size = (
+                (module.bits, module.group_size) if "scales" in module else (None, None)
+            )
+            shape = (*leading, width * 32 // bits if bits else width)
+            weights[path] = LoadedWeight(names.get(id(module["weight"])), shape, bits, group_size)
+    return weights
 
 
 def quantize(
@@ -353,19 +350,17 @@ def quantize(
     standard = dict(quantization)
     own_choice = getattr(model, "quant_predicate", None)
 
-    def choose(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        width = overrides.get(path, bits)
-        if path in overrides or own_choice is None or width is None:
-            return standard | {"bits": width} if width and width != default else bool(width)
-        choice: bool | dict[str, Any] = own_choice(path, module)
-        if isinstance(choice, dict) and module.weight.shape[-1] % choice.get("group_size", 1):
-            return choice | {"group_size": group_size}
-        return choice
-
     def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(module, "to_quantized") or module.weight.shape[-1] % group_size:
             return False
-        choice = choose(path, module)
+        width = overrides.get(path, bits)
+        choice: bool | dict[str, Any]
+        if path in overrides or own_choice is None or width is None:
+            choice = standard | {"bits": width} if width and width != default else bool(width)
+        else:
+            choice = own_choice(path, module)
+            if isinstance(choice, dict) and module.weight.shape[-1] % choice.get("group_size", 1):
+                choice = choice | {"group_size": group_size}
         if isinstance(choice, dict):
             quantization[path] = choice
         return choice
@@ -656,7 +651,14 @@ def install_gated_delta() -> Callable[[], None]:
     from mlx_lm.models import gated_delta as theirs
 
     original = theirs.gated_delta_update
-    pair = next(iter(_installs.values()), None) or (original, _replacement(original))
+
+    @functools.wraps(original)
+    def gated_delta_update(*arrays: Any, use_kernel: bool = True, **options: Any) -> Any:
+        if use_kernel:
+            return original(*arrays, use_kernel=True, **options)
+        return gated_delta.gated_delta_update(*arrays, use_kernel=False, **options)
+
+    pair = next(iter(_installs.values()), None) or (original, gated_delta_update)
     _rebind(*pair)
     token = object()
     _installs[token] = pair
@@ -676,16 +678,6 @@ def gated_delta_installed() -> Iterator[None]:
         yield
     finally:
         remove()
-
-
-def _replacement(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def gated_delta_update(*arrays: Any, use_kernel: bool = True, **options: Any) -> Any:
-        if use_kernel:
-            return original(*arrays, use_kernel=True, **options)
-        return gated_delta.gated_delta_update(*arrays, use_kernel=False, **options)
-
-    return gated_delta_update
 
 
 def _rebind(old: Callable[..., Any], new: Callable[..., Any]) -> None:

@@ -5,7 +5,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -80,11 +80,11 @@ class Health:
 
 def doctor(settings: DoctorSettings) -> "Result":
     """Facts, then the findings, the worst of them first."""
-    from mlxstacks.study.document import Column, Table, Text
+    from mlxstacks.study.document import Table, Text
     from mlxstacks.study.result import Result
 
     health = look(settings)
-    findings = sorted(health.findings, key=lambda finding: _KINDS.index(finding.kind))
+    disks = [(disk.path, disk.free_bytes, disk.sharing) for disk in health.disks]
     return Result(
         kind="doctor",
         title="This machine",
@@ -93,54 +93,42 @@ def doctor(settings: DoctorSettings) -> "Result":
         data=asdict(health),
         blocks=(
             Table.of_facts("machine", "Machine", _facts(health)),
-            Table(
-                id="disks",
-                title="Disks",
-                columns=(
-                    Column(name="disk"),
-                    Column(name="free", kind="bytes"),
-                    Column(name="unchanged shards"),
-                ),
-                rows=tuple((disk.path, disk.free_bytes, disk.sharing) for disk in health.disks),
-            ),
+            Table.of("disks", "Disks",
+                     {"disk": "text", "free": "bytes", "unchanged shards": "text"}, disks),
             *(
-                Text(
-                    title=f"{finding.kind}: {finding.what}",
-                    paragraphs=(f"because {finding.why}", finding.remedy),
-                )
-                for finding in findings
+                Text(title=f"{f.kind}: {f.what}", paragraphs=(f"because {f.why}", f.remedy))
+                for f in sorted(health.findings, key=lambda f: _KINDS.index(f.kind))
             ),
         ),
-    )
+    )  # fmt: skip
 
 
 def _facts(health: Health) -> dict[str, "Cell"]:
-    device, system = health.device, health.system
-    limit = f"{device.resource_limit:,} buffers"
-    speed = health.matmul_gflops
-    facts: dict[str, Cell] = {
+    device, system, speed = health.device, health.system, health.matmul_gflops
+    assumed = "" if device.resource_limit_known else " (assumed)"
+
+    def size(count: int | None) -> str:
+        return "unknown" if count is None else memory.bytes_in_words(count)
+
+    working_set = {"working set": size(device.working_set_bytes)} if device.kind == "metal" else {}
+    return {
         "device": f"{device.name} ({device.kind})",
-        "device memory": _bytes(device.memory_bytes),
-        "working set": _bytes(device.working_set_bytes),
-        "buffer limit": limit if device.resource_limit_known else f"{limit} (assumed)",
+        "device memory": size(device.memory_bytes),
+        **working_set,
+        "buffer limit": f"{device.resource_limit:,} buffers{assumed}",
         "system": f"{system['system']}, {system['machine']}, {system['cores']} cores",
-        "main memory": _bytes(health.main_memory_bytes),
+        "main memory": size(health.main_memory_bytes),
         "BLAS": health.blas + ("" if speed is None else f", float32 matmul at {speed:.1f} GFLOP/s"),
         "C++ compiler": health.compiler or "none",
         "python": system["python"],
         **{name: version or "not installed" for name, version in health.versions.items()},
     }
-    if device.kind != "metal":
-        del facts["working set"]
-    return facts
-
-
-def _bytes(count: int | None) -> str:
-    return "unknown" if count is None else memory.bytes_in_words(count)
 
 
 def look(settings: DoctorSettings) -> Health:
     """Look at device, libraries and disk. Writes only two small files that it removes again."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    hub_cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     health = Health(
         system={
             "system": f"{platform.system()} {platform.release()}",
@@ -154,10 +142,10 @@ def look(settings: DoctorSettings) -> Health:
         blas=blas_in_use(),
         compiler=shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"),
         versions={name: _version(name) for name in (*PACKAGES, *OPTIONAL)},
-        disks=[_disk(settings.directory), _disk(_hub_cache())],
+        disks=[_disk(settings.directory), _disk(hub_cache)],
         findings=[],
     )
-    health.findings.extend(finding for looking in _LOOKS for finding in looking(health))
+    health.findings.extend(findings_of(health))
     return health
 
 
@@ -196,11 +184,6 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _hub_cache() -> Path:
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-
-
 def _disk(path: Path) -> Disk:
     """Free space at a path or its nearest existing parent, and how a shard is shared there."""
     place = path.expanduser().resolve()
@@ -222,17 +205,9 @@ def _sharing(directory: Path) -> str | None:
         return None
 
 
-def _look_at_device(health: Health) -> Iterator[Finding]:
-    if health.device.kind == "cpu":
-        yield Finding(
-            "slow",
-            "no GPU: everything runs on the CPU",
-            "MLX finds neither a Metal nor a CUDA device",
-            "fusing is fine here; train and chat with large models on a Mac",
-        )
-
-
-def _look_at_python(health: Health) -> Iterator[Finding]:
+def findings_of(health: Health) -> Iterator[Finding]:
+    """What the facts mean for whoever works here."""
+    on_cpu, speed = health.device.kind == "cpu", health.matmul_gflops
     if platform.system() == "Darwin" and health.system["machine"] != "arm64":
         yield Finding(
             "problem",
@@ -240,23 +215,22 @@ def _look_at_python(health: Health) -> Iterator[Finding]:
             f"it was built for {health.system['machine']}, MLX needs arm64",
             "install an arm64 Python and make a new environment with it",
         )
-
-
-def _look_at_backends(health: Health) -> Iterator[Finding]:
-    installed = {name for name in ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13") if _version(name)}
-    if "mlx-cpu" in installed and len(installed) > 1:
-        cuda = sorted(installed - {"mlx-cpu"})[0]
+    if on_cpu:
         yield Finding(
-            "problem" if health.device.kind == "cpu" else "note",
-            f"mlx-cpu and {cuda} are both installed",
-            "they bring a library of the same name; the one unpacked last wins",
-            f"pip uninstall -y mlx-cpu && pip install --force-reinstall --no-deps {cuda}",
+            "slow",
+            "no GPU: everything runs on the CPU",
+            "MLX finds neither a Metal nor a CUDA device",
+            "fusing is fine here; train and chat with large models on a Mac",
         )
-
-
-def _look_at_cpu(health: Health) -> Iterator[Finding]:
-    speed = health.matmul_gflops
-    if health.device.kind == "cpu" and health.blas == "openblas":
+    cuda = [name for name in ("mlx-cuda-12", "mlx-cuda-13") if _version(name)]
+    if _version("mlx-cpu") and cuda:
+        yield Finding(
+            "problem" if on_cpu else "note",
+            f"mlx-cpu and {cuda[0]} are both installed",
+            "they bring a library of the same name; the one unpacked last wins",
+            f"pip uninstall -y mlx-cpu && pip install --force-reinstall --no-deps {cuda[0]}",
+        )
+    if on_cpu and health.blas == "openblas":
         measured = "" if speed is None else f" ({speed:.1f} GFLOP/s now)"
         yield Finding(
             "note",
@@ -264,7 +238,7 @@ def _look_at_cpu(health: Health) -> Iterator[Finding]:
             "MLX's CPU backend calls OpenBLAS for float32 alone",
             "compute in float32: `train` and all that answers do by default here (base: auto)",
         )
-    elif health.device.kind == "cpu" and speed is not None and speed < SLOW_GFLOPS:
+    elif on_cpu and speed is not None and speed < SLOW_GFLOPS:
         yield Finding(
             "slow",
             f"float32 matmul at {speed:.1f} GFLOP/s",
@@ -272,16 +246,13 @@ def _look_at_cpu(health: Health) -> Iterator[Finding]:
             "apt-get install libopenblas0-pthread; make targets preload it, elsewhere set "
             "LD_PRELOAD=/usr/lib/$(uname -m)-linux-gnu/openblas-pthread/libblas.so.3",
         )
-    if health.device.kind == "cpu" and health.compiler is None:
+    if on_cpu and health.compiler is None:
         yield Finding(
             "problem",
             "no C++ compiler",
             "mx.compile builds its CPU kernels with one while it runs",
             "apt-get install g++, or on a Mac xcode-select --install",
         )
-
-
-def _look_at_disks(health: Health) -> Iterator[Finding]:
     for disk in health.disks:
         if disk.free_bytes < LOW_DISK_BYTES:
             yield Finding(
@@ -305,9 +276,6 @@ def _look_at_disks(health: Health) -> Iterator[Finding]:
             "the file system can neither clone nor hard-link",
             "write to the disk that holds the model, best APFS, btrfs or xfs",
         )
-
-
-def _look_at_packages(health: Health) -> Iterator[Finding]:
     for name, (extra, use) in OPTIONAL.items():
         if health.versions[name] is None:
             yield Finding(
@@ -316,13 +284,3 @@ def _look_at_packages(health: Health) -> Iterator[Finding]:
                 f"needed only for {use}",
                 f"pip install 'mlxstacks[{extra}]'",
             )
-
-
-_LOOKS: tuple[Callable[[Health], Iterator[Finding]], ...] = (
-    _look_at_python,
-    _look_at_device,
-    _look_at_backends,
-    _look_at_cpu,
-    _look_at_disks,
-    _look_at_packages,
-)

@@ -6,7 +6,7 @@ nothing.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -15,11 +15,10 @@ from mlxstacks.data import Batch, Row, make_batch
 from mlxstacks.errors import NonFiniteModelError
 from mlxstacks.layers.output_head import OutputHead
 from mlxstacks.ops.token_loss import piece_tokens, pieces
+from mlxstacks.settings import Normalisation
 from mlxstacks.stats import wilson_interval
 
 LogitsOf = Callable[[mx.array], mx.array]
-Normalisation = Literal["sum", "token", "character"]
-NORMALISATIONS: tuple[Normalisation, ...] = ("sum", "token", "character")
 # A validation set has at most so many rows, always the first ones.
 VALIDATION_ROWS = 200
 

@@ -2,9 +2,27 @@
 
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import Any, get_origin
+from typing import Annotated, Any, Literal, get_origin
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+
+def _each_once(values: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(values)) < len(values):
+        raise ValueError(f"got {list(values)}; give each once")
+    return values
+
+
+# Fields that several commands have; those of numbers take a description of their own.
+Resume = Annotated[bool, Field(description="Go on with a run that was interrupted.")]
+Force = Annotated[bool, Field(description="Replace an existing save path.")]
+Plots = Annotated[bool, Field(description="Draw plots, where matplotlib is installed.")]
+Count = Annotated[int, Field(ge=1)]
+Probability = Annotated[float, Field(ge=1e-6, le=0.999999)]
+Seed = Annotated[int, Field(ge=0, lt=2**64)]
+Normalisation = Literal["sum", "token", "character"]
+EachOnce = AfterValidator(_each_once)
+NORMALISATIONS: tuple[Normalisation, ...] = ("sum", "token", "character")
 
 
 class Settings(BaseModel):
@@ -21,17 +39,15 @@ class Settings(BaseModel):
     def _in_plain_types(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        return {key: _plain(value, _is_list(cls, key)) for key, value in values.items()}
-
-
-def _plain(value: Any, is_list: bool) -> Any:
-    if isinstance(value, PurePath):
-        value = str(value)
-    if isinstance(value, list | tuple):
-        return [str(item) if isinstance(item, PurePath) else item for item in value]
-    return [value] if is_list and isinstance(value, str | int | float) else value
-
-
-def _is_list(settings_class: type[BaseModel], key: str) -> bool:
-    field = settings_class.model_fields.get(key)
-    return field is not None and get_origin(field.annotation) in (tuple, list)
+        plain = {}
+        for key, value in values.items():
+            field = cls.model_fields.get(key)
+            is_list = field is not None and get_origin(field.annotation) in (tuple, list)
+            if isinstance(value, PurePath):
+                value = str(value)
+            if isinstance(value, list | tuple):
+                value = [str(item) if isinstance(item, PurePath) else item for item in value]
+            elif is_list and isinstance(value, str | int | float):
+                value = [value]
+            plain[key] = value
+        return plain

@@ -169,6 +169,36 @@ def mcnemar_of_pairs(first: Sequence[bool], second: Sequence[bool]) -> McNemarTe
     return mcnemar_exact_test(gained, sum(bool(one) and not two for one, two in pairs))
 
 
+def paired_interval(
+    both: int, gained: int, lost: int, n: int, confidence: float = 0.95
+) -> Interval:
+    """Interval of (gained - lost) / n, for the rates of two arms on the same n items.
+
+    Newcombe (1998), Statistics in Medicine 17, 2635, method 10: Wilson's intervals of both rates
+    and the correlation of the pairs, corrected for continuity. Unlike a bootstrap it has a width
+    where no pair differs. Laws: it holds the difference; swapping gained and lost mirrors it.
+    Raises: ValueError for counts that are negative or more than n.
+    """
+    neither = n - both - gained - lost
+    if min(both, gained, lost, neither) < 0 or n < 1:
+        raise ValueError(f"got {both} both, {gained} gained, {lost} lost of {n}")
+    right, other = both + gained, both + lost
+    first, second = (wilson_interval(count, n, confidence) for count in (right, other))
+    product = right * (n - right) * other * (n - other)
+    agreement = float(both * neither - gained * lost)
+    if agreement > 0:
+        agreement = max(agreement - n / 2, 0.0)
+    phi = agreement / math.sqrt(product) if product else 0.0
+
+    def reach(a: float, b: float) -> float:
+        return math.sqrt(max(0.0, a * a - 2 * phi * a * b + b * b))
+
+    difference = (gained - lost) / n
+    down = reach(right / n - first.low, second.high - other / n)
+    up = reach(first.high - right / n, other / n - second.low)
+    return Interval(max(-1.0, difference - down), min(1.0, difference + up), confidence)
+
+
 def bootstrap_difference(
     first: Sequence[float],
     second: Sequence[float],

@@ -22,16 +22,10 @@ from mlxstacks.convert.run import convert
 from mlxstacks.convert.settings import ConvertSettings
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapter_commands import convert_adapter
-from mlxstacks.files.adapters import (
-    LoraModule,
-    match_adapter,
-    mlx_config,
-    read_adapter,
-    write_adapter,
-)
+from mlxstacks.files.adapters import match_adapter, read_adapter, write_adapter
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-from mlxstacks.files.lora_modules import Adapter
-from mlxstacks.files.mark import MARK
+from mlxstacks.files.lora_modules import Adapter, LoraModule, mlx_config
+from mlxstacks.files.outputs import MARK
 from mlxstacks.files.settings import AdapterConvertSettings
 from mlxstacks.files.shards import TensorInfo, read_header
 from mlxstacks.files.stored_weight import weight_shape
@@ -41,7 +35,7 @@ from mlxstacks.fuse.run import run
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.guard.build import lazy_model, read_config
 from mlxstacks.layers.targets import find_targets
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import prepare_base
 from tests.model_layouts import (
     INDEX,
     LAYOUTS,

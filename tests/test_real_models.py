@@ -20,7 +20,7 @@ from benchmarks.real_models import (
     policy_tables,
 )
 from mlxstacks.studies.benchmarks.tasks import BenchItem
-from mlxstacks.studies.confound.adapters import write_controls
+from mlxstacks.studies.confound.fuses import write_controls
 from tests.tiny_models import random_adapter, write_llama
 
 GOLDS = [0, 1, 2, 3]

@@ -230,7 +230,7 @@ def _run(command: str, settings_json: str) -> None:
         run_train(TrainSettings.model_validate_json(settings_json))
     elif command == "stack":
         from mlxstacks.studies.stack.run import run as run_stack
-        from mlxstacks.training.stack_settings import StackRunSettings
+        from mlxstacks.training.settings import StackRunSettings
 
         run_stack(StackRunSettings.model_validate_json(settings_json))
     else:

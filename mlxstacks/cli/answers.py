@@ -11,9 +11,9 @@ from mlxstacks.errors import InputError
 from mlxstacks.memory import bytes_in_words
 
 if TYPE_CHECKING:
-    from mlxstacks.routing.answer import Answer
-    from mlxstacks.routing.chat_settings import AnswerSettings
     from mlxstacks.routing.conversation import Turn
+    from mlxstacks.routing.engine import Answer
+    from mlxstacks.routing.settings import AnswerSettings
 
 # More than a context of a million tokens holds. What is longer has no end, as /dev/zero.
 MOST_CHARACTERS = 8_000_000

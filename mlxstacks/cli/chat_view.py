@@ -1,4 +1,4 @@
-"""What a chat shows beside answers: the greeting, routes, stacks, figures, answers side by side."""
+"""What a chat shows next to answers: the greeting, routes, stacks, figures, comparisons."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +10,11 @@ from mlxstacks.memory import bytes_in_words
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mlxstacks.routing.chat_settings import ChatSettings
     from mlxstacks.routing.conversation import Conversation, Turn
     from mlxstacks.routing.engine import RoutedModel
+    from mlxstacks.routing.settings import ChatSettings
 
-# Three answers beside each other need this much.
+# Three answers side by side need this much.
 WIDE_COLUMNS = 100
 
 
@@ -30,51 +30,41 @@ def greeting(settings: "ChatSettings", conversation: "Conversation") -> str:
 
 
 def route_table(engine: "RoutedModel", turn: "Turn") -> output.Table:
-    """Domain by domain: score, weight, and why it answered or not."""
-    answer, rows = turn.answer, []
-    route = answer.route
+    """Every domain: score, weight, and why it answered or not."""
+    route, weights = turn.answer.route, turn.answer.weights
+    rows: list[list[output.Cell]] = []
     for name in dict.fromkeys([*route.scores, *engine.weights(route), *engine.domains]):
-        weight = answer.weights.get(name)
-        rows.append(
-            [
-                name,
-                f"{route.scores[name]:.3f}" if name in route.scores else None,
-                None if weight is None else f"{weight:.3f}",
-                _why(engine, turn, name),
-            ]
+        score, weight = (
+            None if value is None else f"{value:.3f}"
+            for value in (route.scores.get(name), weights.get(name))
         )
-    seconds = f"{answers.duration(turn.route_seconds)} to decide"
+        rows.append([name, score, weight, _why(engine, turn, name)])
     gap = "; a gap: no domain fits" if route.gap else ""
-    title = f"{route.mode}{gap}; {seconds}"
+    title = f"{route.mode}{gap}; {answers.duration(turn.route_seconds)} to decide"
     return output.table(["domain", "score", "weight", "why"], rows, title=title)
 
 
 def _why(engine: "RoutedModel", turn: "Turn", name: str) -> str:
-    answer = turn.answer
-    route = answer.route
-    if route.mode in ("base", "ungated", "pinned"):
-        on = name in answer.weights
-        return (
-            {"base": "base alone", "ungated": "all answer", "pinned": "pinned"}[route.mode]
-            if on or route.mode == "base"
-            else "not asked for"
-        )
+    route = turn.answer.route
+    if route.mode == "base":
+        return "base alone"
+    if route.mode != "routed":
+        on = {"ungated": "all answer", "pinned": "pinned"}[route.mode]
+        return on if name in turn.answer.weights else "not asked for"
     header = engine.router.header
     score = route.scores.get(name)
     if score is None:
         return "the router does not know it"
-    if name in route.weights:
-        if score <= header.threshold:
-            return f"never below its floor {header.chat_floor}"
-        held = abs(route.weights[name] - score) > 1e-6 and not engine.hard
-        floor = name == header.chat_domain and score < header.chat_floor
-        words = f"above {header.threshold}"
-        if floor:
-            return f"{words}, raised to its floor {header.chat_floor}"
-        return f"{words}; the conversation's weight is kept" if held else words
-    if name not in engine.domains:
-        return "not in the store, or disabled"
-    return f"not above {header.threshold}"
+    if name not in route.weights:
+        known = name in engine.domains
+        return f"not above {header.threshold}" if known else "not in the store, or disabled"
+    if score <= header.threshold:
+        return f"never below its floor {header.chat_floor}"
+    above = f"above {header.threshold}"
+    if name == header.chat_domain and score < header.chat_floor:
+        return f"{above}, raised to its floor {header.chat_floor}"
+    kept = abs(route.weights[name] - score) > 1e-6 and not engine.hard
+    return f"{above}; the conversation's weight is kept" if kept else above
 
 
 def stacks_table(engine: "RoutedModel") -> output.Table:
@@ -83,31 +73,24 @@ def stacks_table(engine: "RoutedModel") -> output.Table:
     assert engine.resident is not None
     rows: list[list[output.Cell]] = []
     for domain in engine.store.manifest.domains:
-        nbytes = sum(stack.file.nbytes for stack in domain.stacks)
-        rows.append(
-            [
-                domain.name,
-                len(domain.stacks),
-                bytes_in_words(nbytes),
-                domain.enabled,
-                domain.name in engine.resident.loaded,
-            ]
-        )
+        size = bytes_in_words(sum(stack.file.nbytes for stack in domain.stacks))
+        is_resident = domain.name in engine.resident.loaded
+        rows.append([domain.name, len(domain.stacks), size, domain.enabled, is_resident])
     return output.table(["domain", "stacks", "on disk", "enabled", "resident"], rows)
 
 
 def stats_of(conversation: "Conversation") -> dict[str, Any]:
     """Figures of a conversation and of what is loaded, as JSON."""
-    found = [turn.answer for turn in conversation.turns]
-    seconds = sum(answer.seconds for answer in found)
-    steps = sum(max(0, answer.tokens - 1) for answer in found)
+    given = [turn.answer for turn in conversation.turns]
+    seconds = sum(answer.seconds for answer in given)
+    steps = sum(max(0, answer.tokens - 1) for answer in given)
     resident = conversation.engine.resident
     return {
-        "answers": len(found),
-        "tokens": sum(answer.tokens for answer in found),
+        "answers": len(given),
+        "tokens": sum(answer.tokens for answer in given),
         "tokens_per_second": steps / seconds if seconds else None,
-        "prompt_tokens": sum(answer.prompt_tokens for answer in found),
-        "cached_prompt_tokens": sum(answer.cached_tokens for answer in found),
+        "prompt_tokens": sum(answer.prompt_tokens for answer in given),
+        "cached_prompt_tokens": sum(answer.cached_tokens for answer in given),
         "cache_tokens": len(conversation.cache.tokens),
         "cache_bytes": conversation.cache.nbytes,
         "resident": None if resident is None else resident.stats.as_json(),
@@ -127,20 +110,16 @@ def _figure(name: str, value: Any) -> output.Cell:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def help_table(commands: Mapping[str, str]) -> output.Details:
-    return output.details(commands)
-
-
-def beside(turns: Mapping[str, "Turn"]) -> "Table":
+def side_by_side(turns: Mapping[str, "Turn"]) -> "Table":
     """Answers in columns, what is to say about each below it."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
     for mode in turns:
-        made.add_column(Text(mode), overflow="fold", ratio=1)
-    made.add_row(*[Text(output.safe(turn.answer.text)) for turn in turns.values()])
-    made.add_section()
-    made.add_row(*[Text(answers.status_line(turn), style="dim") for turn in turns.values()])
-    return made
+        table.add_column(Text(mode), overflow="fold", ratio=1)
+    table.add_row(*[Text(output.safe(turn.answer.text)) for turn in turns.values()])
+    table.add_section()
+    table.add_row(*[Text(answers.status_line(turn), style="dim") for turn in turns.values()])
+    return table

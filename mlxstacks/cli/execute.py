@@ -6,10 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxstacks.cli import output
-from mlxstacks.recipe.call import call, check_output, plans_itself
 from mlxstacks.recipe.file import load_recipe
-from mlxstacks.recipe.inputs import check_inputs
-from mlxstacks.recipe.resolve import Resolved, finished, replaced, resolve
+from mlxstacks.recipe.resolve import (
+    Resolved,
+    call,
+    check_output,
+    finished,
+    plans_itself,
+    replaced,
+    resolve,
+)
 from mlxstacks.recipe.table import Command, command_named, load
 
 DONE, FAILED, BAD_INPUT, GATE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -103,26 +109,32 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
 
     Raises: TargetError when the target cannot be written, before anything else is done.
     """
+    settings = resolved.settings
     check_output(name, resolved)
     if common.dry_run:
-        from mlxstacks.recipe.config_plan import plan_from_config, plan_of_settings
+        from mlxstacks.recipe.config_plan import (
+            absent,
+            check_inputs,
+            inputs_of,
+            plan_from_config,
+            plan_of_settings,
+            with_missing,
+        )
         from mlxstacks.study.render.console import print_result
 
         plan = plan_from_config(name, resolved, common.recipe is not None)
         if plan is None and not plans_itself(name):
-            check_inputs(name, resolved.settings)
+            check_inputs(name, settings)
             plan = plan_of_settings(name, resolved)
         if plan is not None:
             return plan, print_result
     with output.Progress(name) as progress:
         result = call(name, resolved, dry_run=common.dry_run, progress=progress)
-    if common.dry_run:
-        from mlxstacks.recipe.config_plan import lacking, with_missing
-
-        if missing := lacking(name, resolved.settings):
-            if common.recipe is None:
-                check_inputs(name, resolved.settings)
-            result = with_missing(result, missing)
+    # The guard reads nothing but a config, shipped or not.
+    if common.dry_run and name != "guard" and (missing := absent(inputs_of(name, settings))):
+        if common.recipe is None:
+            check_inputs(name, settings)
+        result = with_missing(result, missing)
     return result, load(row.render)
 
 

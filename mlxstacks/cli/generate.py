@@ -2,21 +2,21 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.cli import answers, output
-from mlxstacks.data.json_lines import numbered_records
-from mlxstacks.data.messages import as_messages
+from mlxstacks.data.examples import as_messages
+from mlxstacks.data.json_rows import numbered_records
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import user_path
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from mlxstacks.routing.chat_settings import GenerateSettings
     from mlxstacks.routing.conversation import Conversation
     from mlxstacks.routing.engine import Mode, RoutedModel
+    from mlxstacks.routing.settings import GenerateSettings
 
 # A bare run on nano has something to answer.
 SAMPLE_PROMPT = "Who are you?"
@@ -47,14 +47,7 @@ class GenerateReport:
     interrupted: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "settings": self.settings,
-            "answers": self.answers,
-            "resident": self.resident,
-            "notes": self.notes,
-            "failure": self.failure,
-            "interrupted": self.interrupted,
-        }
+        return asdict(self)
 
 
 def run(settings: "GenerateSettings") -> GenerateReport:
@@ -62,8 +55,8 @@ def run(settings: "GenerateSettings") -> GenerateReport:
 
     Raises: InputError: an empty prompt, one longer than the context, a row that is none.
     """
-    from mlxstacks.routing.chat_settings import GenerateSettings
-    from mlxstacks.routing.open_routed import open_routed
+    from mlxstacks.routing.engine import open_routed
+    from mlxstacks.routing.settings import GenerateSettings
 
     bare = settings.model is None and settings.store_path is None
     jobs = _jobs(settings, bare)
@@ -71,56 +64,43 @@ def run(settings: "GenerateSettings") -> GenerateReport:
     assert isinstance(ready, GenerateSettings)
     engine = open_routed(ready)
     for job in jobs:
-        _check(engine, ready, job)
+        try:
+            _conversation(engine, ready, job, "base", 0).prompt(job.question)
+        except InputError as error:
+            raise InputError(f"{job.where}{error}") from None
     shown = _show_notes(engine, 0)
-    found: list[dict[str, Any]] = []
+    several = len(jobs) > 1
+    given: list[dict[str, Any]] = []
     interrupted = False
     try:
         for index, job in enumerate(jobs):
-            if len(jobs) > 1:
+            if several:
                 output.write(f"> {job.question}")
             for mode in _modes(ready):
-                found.append({"prompt": job.question, "line": job.line, "mode": mode or "pinned"}
-                             | _tried(engine, ready, job, mode, index, len(jobs) > 1))  # fmt: skip
+                about = {"prompt": job.question, "line": job.line, "mode": mode or "pinned"}
+                try:
+                    given.append(about | _answer(engine, ready, job, mode, index, several))
+                except (InputError, StoreError) as error:
+                    if job.line is None:
+                        raise
+                    # the rows before and behind it are worth more
+                    given.append(about | {"error": f"{job.where}{error}"})
+                    output.note(given[-1]["error"])
     except KeyboardInterrupt:
-        if not found:
+        if not given:
             raise
         interrupted = True  # what was answered is not lost
     _show_notes(engine, shown)
     resident = None if engine.resident is None else engine.resident.stats.as_json()
+    errors = [answer["error"] for answer in given if "error" in answer]
+    failure = f"{len(errors)} of {len(given)} answers; the first: {errors[0]}" if errors else None
     return GenerateReport(
-        ready.model_dump(mode="json"), found, resident, engine.notes, _failure(found), interrupted
+        ready.model_dump(mode="json"), given, resident, engine.notes, failure, interrupted
     )
-
-
-def _failure(found: list[dict[str, Any]]) -> str | None:
-    errors = [answer["error"] for answer in found if "error" in answer]
-    if not errors:
-        return None
-    return f"{len(errors)} of {len(found)} answers; the first: {errors[0]}"
 
 
 def render(console: "Console", report: GenerateReport) -> None:
     """Nothing is left to print: answers were, as they came."""
-
-
-def _tried(
-    engine: "RoutedModel",
-    settings: "GenerateSettings",
-    job: Job,
-    mode: "Mode | None",
-    index: int,
-    several: bool,
-) -> dict[str, Any]:
-    """`_answer`; where a row of a file fails, why: the rows before and behind it are worth more."""
-    try:
-        return _answer(engine, settings, job, mode, index, several)
-    except (InputError, StoreError) as error:
-        if job.line is None:
-            raise
-        message = f"{job.where}{error}"
-        output.note(message)
-        return {"error": message}
 
 
 def _answer(
@@ -160,7 +140,7 @@ def _conversation(
     engine: "RoutedModel", settings: "GenerateSettings", job: Job, mode: "Mode | None", index: int
 ) -> "Conversation":
     from mlxstacks.routing.conversation import Conversation
-    from mlxstacks.routing.open_routed import sampling_of
+    from mlxstacks.routing.engine import sampling_of
 
     sampling = sampling_of(settings)
     has_system = any(message["role"] == "system" for message in job.before)
@@ -178,15 +158,6 @@ def _modes(settings: "GenerateSettings") -> tuple["Mode | None", ...]:
     if settings.pin:
         return (None,)
     return ("routed" if settings.routed else "ungated" if settings.ungated else "base",)
-
-
-def _check(engine: "RoutedModel", settings: "GenerateSettings", job: Job) -> None:
-    """Raises: InputError with the line: the prompt is longer than the context, or refused."""
-    conversation = _conversation(engine, settings, job, "base", 0)
-    try:
-        conversation.prompt(job.question)
-    except InputError as error:
-        raise InputError(f"{job.where}{error}") from None
 
 
 def _jobs(settings: "GenerateSettings", bare: bool) -> list[Job]:

@@ -14,7 +14,7 @@ from mlxstacks.recipe.table import ALIASES, COMMANDS, GROUPS, command_named, loa
 
 def common_options(names_recipe: bool = True) -> list[click.Parameter]:
     """Options of every command; `run` names its recipe by position instead."""
-    made: list[click.Parameter] = [
+    options: list[click.Parameter] = [
         click.Option(["--json", "as_json"], is_flag=True, help="One JSON document on stdout."),
         click.Option(["--dry-run"], is_flag=True, help="Say what would be done; touch nothing."),
         click.Option(
@@ -32,8 +32,8 @@ def common_options(names_recipe: bool = True) -> list[click.Parameter]:
             shell_complete=complete_recipe,
             help="Settings from a YAML file or a shipped recipe.",
         )
-        made.insert(2, recipe)
-    return made
+        options.insert(2, recipe)
+    return options
 
 
 def complete_recipe(
@@ -122,10 +122,9 @@ class TableGroup(click.Group):
     ) -> None:
         self.prefix = prefix
         self.special = dict(special or {})
-        kwargs = {"callback": _help_alone} | kwargs
-        if prefix in COMMANDS:
-            own = make_command(prefix)
-            kwargs |= {"params": own.params, "callback": _unless_subcommand(own)}
+        own = make_command(prefix) if prefix in COMMANDS else None
+        params = own.params if own else []
+        kwargs = {"callback": _unless_subcommand(own), "params": params} | kwargs
         super().__init__(
             prefix.split(" ")[-1] or "mlxstacks", invoke_without_command=True, **kwargs
         )
@@ -133,18 +132,18 @@ class TableGroup(click.Group):
     def short_helps(self) -> dict[str, str]:
         """Names below the prefix, in the order of the table, with a line each."""
         start = f"{self.prefix} " if self.prefix else ""
-        found: dict[str, str] = {}
+        helps: dict[str, str] = {}
         for name, row in COMMANDS.items():
             if not name.startswith(start) or name == self.prefix:
                 continue
             first, *rest = name.removeprefix(start).split(" ")
             text = GROUPS.get(start + first, row.help) if rest else row.help
-            if first not in found or not rest:
-                found[first] = GROUPS.get(start + first, text)
-        found |= {name: command.short_help or "" for name, command in self.special.items()}
+            if first not in helps or not rest:
+                helps[first] = GROUPS.get(start + first, text)
+        helps |= {name: command.short_help or "" for name, command in self.special.items()}
         if not self.prefix:
-            found |= {name: f"Short for `{full}`." for name, full in ALIASES.items()}
-        return found
+            helps |= {name: f"Short for `{full}`." for name, full in ALIASES.items()}
+        return helps
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.short_helps())
@@ -173,21 +172,16 @@ class TableGroup(click.Group):
             formatter.write_dl(list(self.short_helps().items()))
 
 
-@click.pass_context
-def _help_alone(ctx: click.Context, /) -> int:
-    """What a group without a command of its own does: print its help."""
-    if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
-    return 0
-
-
-def _unless_subcommand(own: click.Command) -> Callable[..., Any]:
-    """The group's own command, which stays silent when a sub-command follows."""
+def _unless_subcommand(own: click.Command | None) -> Callable[..., Any]:
+    """The group's own command, or its help; silent when a sub-command follows."""
 
     @click.pass_context
     def callback(ctx: click.Context, /, **values: Any) -> Any:
         if ctx.invoked_subcommand is not None:
             return None
-        return own.callback(**values) if own.callback else None
+        if own is not None and own.callback:
+            return own.callback(**values)
+        click.echo(ctx.get_help())
+        return 0
 
     return callback

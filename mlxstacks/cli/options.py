@@ -81,9 +81,16 @@ def parameters(
     that mlx-lm has for them.
     """
     spellings = SPELLINGS.get(command, {})
-    made: list[click.Parameter] = [
-        _argument(settings_class, name, shown) for name, shown in arguments.items()
-    ]
+    made: list[click.Parameter] = []
+    for name, shown in arguments.items():
+        inner, _ = _without_none(settings_class.model_fields[name].annotation)
+        several = get_origin(inner) is tuple  # takes all that follow
+        kind = _kind(name, _without_none(get_args(inner)[0])[0] if several else inner)
+        made.append(
+            click.Argument(
+                [name], metavar=f"[{shown}]", required=False, type=kind, nargs=-1 if several else 1
+            )
+        )
     for name, known in settings_class.model_fields.items():
         others = spellings.get(name, ())
         if name not in arguments:
@@ -97,22 +104,10 @@ def parameters(
     return made
 
 
-def _argument(settings_class: "type[BaseModel]", name: str, shown: str) -> click.Argument:
-    """A setting that is given by position; a tuple takes all that follow."""
-    inner, _ = _without_none(settings_class.model_fields[name].annotation)
-    several = get_origin(inner) is tuple
-    kind = _kind(name, _without_none(get_args(inner)[0])[0] if several else inner)
-    return click.Argument(
-        [name], metavar=f"[{shown}]", required=False, type=kind, nargs=-1 if several else 1
-    )
-
-
 def _kind(name: str, annotation: Any) -> click.ParamType:
     """The click type of a scalar; text that names a directory gets the shell's completion."""
     names_directory = name == "model" or name.endswith("_path")
-    if annotation is str and names_directory:
-        return click.Path()
-    return _SCALARS[annotation]
+    return click.Path() if annotation is str and names_directory else _SCALARS[annotation]
 
 
 def _option(
@@ -133,11 +128,8 @@ def _option(
     if extra.get("cli_type") == "text":
         annotation = str
     if get_origin(annotation) is Literal:
-        values = [
-            *get_args(annotation),
-            *([None] if optional and known.default is not None else []),
-        ]
-        kind: click.ParamType = LiteralChoice(values)
+        none = [None] if optional and known.default is not None else []
+        kind: click.ParamType = LiteralChoice([*get_args(annotation), *none])
     elif annotation in _SCALARS:
         kind = _kind(name, annotation)
     elif hasattr(annotation, "model_fields"):
@@ -167,13 +159,10 @@ def _help(known: "FieldInfo", annotation: Any) -> str:
     if text and text[-1] not in ".!?)":
         text += "."
     default = known.default
-    silent = known.is_required() or default is None or default == () or annotation is bool
-    return text if silent else f"{text}  [default: {_default(default)}]".strip()
-
-
-def _default(value: Any) -> str:
-    shown = setting(value)
-    return shown if isinstance(shown, str) else str(value)
+    if known.is_required() or default is None or default == () or annotation is bool:
+        return text
+    shown = setting(default)
+    return f"{text}  [default: {shown if isinstance(shown, str) else default}]".strip()
 
 
 def given(ctx: click.Context, names: Sequence[str], command: str = "") -> dict[str, Any]:

@@ -8,19 +8,18 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from mlxstacks.memory import bytes_in_words
-from mlxstacks.study.render.terminal import (
+from mlxstacks.study.render.console import (
     Cell,
     Details,
     Table,
-    byte_parts,
     console,
     details,
     holds_command,
+    print_result,
     safe,
     setting,
     table,
@@ -30,17 +29,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as RichProgress
 
-__all__ = [
-    "Cell",
-    "Details",
-    "Table",
-    "byte_parts",
-    "console",
-    "details",
-    "safe",
-    "setting",
-    "table",
-]
+    from mlxstacks.study.result import Result
+
+__all__ = ["Cell", "Details", "Table", "console", "details", "safe", "setting", "table"]
 
 # Work shorter than this shows no progress at all.
 QUIET_SECONDS = 2.0
@@ -48,30 +39,16 @@ QUIET_SECONDS = 2.0
 LOG_SECONDS = 15.0
 
 
-def next_step(console: "Console", what: str, command: str) -> None:
-    """`what: command`, in one line however narrow the terminal is."""
-    console.print(f"{what}: {command}", markup=False, soft_wrap=True)
-
-
-def common_prefix(paths: Sequence[str]) -> str:
-    """The module path that all of `paths` share, with its last dot; whole names only.
-
-    Takes nothing off a single path but what stands before its layer number.
-    """
-    parts = [path.split(".") for path in paths]
-    shared = 0
-    while parts and all(
-        len(part) > shared + 1 and part[shared] == parts[0][shared] for part in parts
-    ):
-        if parts[0][shared].isdigit():
-            break
-        shared += 1
-    return ".".join([*parts[0][:shared], ""]) if shared else ""
-
-
-def bytes_text(count: int | None) -> str:
-    """Bytes with a unit, or "unknown"."""
-    return "unknown" if count is None else bytes_in_words(count)
+def print_guard(console: "Console", result: "Result") -> None:
+    """What `guard` predicts; with --apply only the settings that fit, as a recipe."""
+    if not result.settings["apply"]:
+        print_result(console, result)
+        return
+    for key, value in result.data["apply"].items():
+        if value is not None:
+            # JSON is a part of YAML
+            text = json.dumps(value, ensure_ascii=False)
+            console.print(f"{key}: {text}", markup=False, soft_wrap=True)
 
 
 def print_json(document: Any) -> None:

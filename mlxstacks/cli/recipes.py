@@ -3,7 +3,6 @@
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,33 +17,12 @@ from mlxstacks.resources import resource_dir
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.padding import Padding
 
 RUN_HELP = "Run a recipe; what is already done with the same settings is not done again."
 LIST_HELP = "List the recipes that come with mlxstacks."
 _FACT = re.compile(r"([A-Z][a-z]+):\s+(\S.*)")
 # Facts of a head that whoever reads them in a dry run knows.
 _HOW_TO_RUN = ("Command", "First")
-
-
-@dataclass(frozen=True, slots=True)
-class RecipeList:
-    """The shipped recipes."""
-
-    recipes: tuple[Recipe, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "recipes": [
-                {
-                    "name": each.name,
-                    "command": each.command,
-                    "about": list(each.head),
-                    "path": str(each.path),
-                }
-                for each in self.recipes
-            ]
-        }
 
 
 def run_command() -> click.Command:
@@ -56,7 +34,7 @@ def run_command() -> click.Command:
         common = Common(recipe=recipe_name, **shared)
         code = execute(recipe.command, options, common, resume=True)
         if common.dry_run and not common.as_json:
-            render_head(output.console(), recipe)
+            _print_head(output.console(), recipe)
         return code
 
     argument = click.Argument(
@@ -84,8 +62,15 @@ def list_command() -> click.Command:
             command = ALIASES.get(command, command)
             command_named(command)
         recipes = [load_recipe(name) for name in recipe_names()]
-        found = RecipeList(tuple(r for r in recipes if command in (None, r.command)))
-        output.emit(found, as_json, render)
+        recipes = [recipe for recipe in recipes if command in (None, recipe.command)]
+        if as_json:
+            rows = [
+                {"name": r.name, "command": r.command, "about": list(r.head), "path": str(r.path)}
+                for r in recipes
+            ]
+            output.print_json({"recipes": rows})
+        else:
+            _print_recipes(output.console(), recipes)
         return 0
 
     argument = click.Argument(["words"], metavar="[COMMAND]", nargs=-1, required=False)
@@ -103,24 +88,31 @@ def list_command() -> click.Command:
     )
 
 
-def render(console: "Console", found: RecipeList) -> None:
+def _print_recipes(console: "Console", recipes: Sequence[Recipe]) -> None:
     """The recipes of each command, in the order of the table of commands, and how to go on."""
-    widest = max((len(recipe.name) for recipe in found.recipes), default=0)
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    widest = max((len(recipe.name) for recipe in recipes), default=0)
     for command in COMMANDS:
-        rows = [
-            (recipe.name, recipe.about) for recipe in found.recipes if recipe.command == command
-        ]
+        rows = [(recipe.name, recipe.about) for recipe in recipes if recipe.command == command]
         if rows:
             console.print(command, markup=False, style="bold")
-            console.print(_indented(rows, widest))
-    if not found.recipes:
+            table = Table(box=None, show_header=False, pad_edge=False)
+            table.add_column(min_width=widest, overflow="fold")
+            table.add_column(overflow="fold")
+            for name, about in rows:
+                table.add_row(Text(name), Text(about))
+            console.print(Padding(table, (0, 0, 0, 2)))
+    if not recipes:
         console.print("No recipe is shipped for this command.", markup=False)
     console.print("Run one: mlxstacks run NAME; with --dry-run it only says what it would do.")
     console.print("What each needs stands in its file, in", markup=False)
     console.print(str(resource_dir("recipes")), markup=False, soft_wrap=True)
 
 
-def render_head(console: "Console", recipe: Recipe) -> None:
+def _print_head(console: "Console", recipe: Recipe) -> None:
     """What the head says beyond the purpose: guard, memory, time, what is written, what to get."""
     facts, rest = _parts_of(recipe.head[len(list(itertools.takewhile(bool, recipe.head))) :])
     if not facts and not rest:
@@ -153,17 +145,3 @@ def _parts_of(head: Sequence[str]) -> tuple[dict[str, str], list[tuple[str, bool
             listed = list(alike)
             rest += [(line, True) for line in listed] if to_copy else [(" ".join(listed), False)]
     return {key: text for key, text in facts.items() if key not in _HOW_TO_RUN}, rest
-
-
-def _indented(rows: Sequence[tuple[str, str]], widest: int) -> "Padding":
-    """Names and purposes; names take `widest` characters in every group."""
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
-
-    made = Table(box=None, show_header=False, pad_edge=False)
-    made.add_column(min_width=widest, overflow="fold")
-    made.add_column(overflow="fold")
-    for name, about in rows:
-        made.add_row(Text(name), Text(about))
-    return Padding(made, (0, 0, 0, 2))

@@ -1,10 +1,15 @@
-"""The header of a GGUF file, believed only after every check.
+"""GGUF files: the header, believed only after every check, and tensors as groups of MLX's grid.
 
 Layout, little-endian: "GGUF", version, number of tensors, number of keys; then each key with its
 type and value, each tensor with its dimensions, type and offset, padding, and the bytes of the
 tensors. The `gguf` package knows the types and their grids and is used for them; its reader is not,
 because it makes an array of every token (5 s for 49,000 of them; here 0.1 s) and reads past the end
 of a truncated header without a word.
+
+A block of Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0 holds 32 codes, an f16 scale d and, in Q4_1 and Q5_1, an
+f16 minimum m. It stands for `d * q + m`, or `d * (q - zero)` with zero 8 (Q4_0), 16 (Q5_0) or, for
+the signed codes of Q8_0, 128 after a shift. With bias m or -zero * d these are MLX's groups of 32
+at 4, 5 and 8 bits. All other types are read by their values.
 """
 
 from __future__ import annotations
@@ -21,7 +26,8 @@ from typing import Any
 import numpy as np
 
 from mlxstacks.errors import CheckpointError
-from mlxstacks.files.shard_header import AGAIN, MAX_DIMENSION, MAX_NAME, open_regular
+from mlxstacks.files.shards import AGAIN, MAX_DIMENSION, MAX_NAME, open_regular
+from mlxstacks.ops.affine import pack
 
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -109,7 +115,12 @@ class _Reader:
 
     def file(self) -> GGUFFile:
         tensor_count, key_count = self._counts()
-        fields = self._fields(key_count)
+        fields: dict[str, Any] = {}
+        for number in range(key_count):
+            self.what = f"key {number + 1} of {key_count}"
+            name = self._name(fields)
+            self.what = f"key {name!r}"
+            fields[name] = self._value(self._number("<I"))
         parts = fields.get("split.count", 0)
         if type(parts) is int and parts > 1:
             raise CheckpointError(
@@ -138,15 +149,6 @@ class _Reader:
                     f"{self.path}: {count:,} {name} in the header, at most {most:,}; {AGAIN}"
                 )
         return tensors, keys
-
-    def _fields(self, count: int) -> dict[str, Any]:
-        fields: dict[str, Any] = {}
-        for number in range(count):
-            self.what = f"key {number + 1} of {count}"
-            name = self._name(fields)
-            self.what = f"key {name!r}"
-            fields[name] = self._value(self._number("<I"))
-        return fields
 
     def _tensors(self, count: int, fields: dict[str, Any]) -> dict[str, GGUFTensor]:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -178,16 +180,13 @@ class _Reader:
                     f"{nbytes} bytes at byte {start}, the file has {self.size}: truncated"
                 )
             tensors[name] = GGUFTensor(name, kind.name, shape, start, nbytes)
-        self._check_overlaps(tensors)
-        return tensors
-
-    def _check_overlaps(self, tensors: dict[str, GGUFTensor]) -> None:
         end = 0
         for tensor in sorted(tensors.values(), key=lambda tensor: tensor.start):
             if tensor.start < end:
                 self.what = f"tensor {tensor.name!r}"
                 raise self._error("overlaps the tensor before it")
             end = tensor.start + tensor.nbytes
+        return tensors
 
     def _shape(self) -> tuple[int, ...]:
         rank = self._number("<I")
@@ -209,13 +208,10 @@ class _Reader:
     def _value(self, code: int) -> Any:
         if code == _TEXT:
             return self._text()
-        if code == _ARRAY:
-            return self._array()
-        if code not in _SCALARS:
+        if code in _SCALARS:
+            return self._numbers(code, 1)[0].item()
+        if code != _ARRAY:
             raise self._error(f"{code} is no type of a value")
-        return self._numbers(code, 1)[0].item()
-
-    def _array(self) -> Any:
         code, count = self._number("<I"), self._number("<Q")
         self.elements += count
         if self.elements > MAX_ELEMENTS:
@@ -253,8 +249,117 @@ class _Reader:
         return CheckpointError(f"{self.path}: {self.what}: {fault}; {AGAIN}")
 
 
-def row_blocks(array: np.ndarray, most_bytes: int = 8 << 20) -> Iterator[np.ndarray]:
-    """Consecutive rows of an array, at most `most_bytes` at once (one row at least)."""
+def row_blocks(
+    array: np.ndarray, order: np.ndarray | None = None, most_bytes: int = 8 << 20
+) -> Iterator[np.ndarray]:
+    """Consecutive rows of an array, or rows in this order, at most `most_bytes` at once (one row at
+    least).
+    """
+    array = array if order is None else array[order]
     step = max(1, most_bytes // max(1, array[:1].nbytes))
     for start in range(0, len(array), step):
         yield array[start : start + step]
+
+
+# --- blocks as groups -----------------------------------------------------------------------------
+
+GROUP_SIZE = 32
+FLOATS: dict[str, np.dtype[Any]] = {
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "F32": np.dtype("<f4"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Layout of a block. zero: the code that stands for zero; None with a minimum."""
+
+    bits: int
+    block: np.dtype
+    zero: int | None
+
+
+def _block(*fields: tuple[str, str, int]) -> np.dtype:
+    return np.dtype([(name, dtype, (size,)) for name, dtype, size in fields])
+
+
+_D, _M, _HIGH = ("d", "<f2", 1), ("m", "<f2", 1), ("high", "u1", 4)
+_NIBBLES = ("low", "u1", 16)
+GRIDS = {
+    "Q4_0": Grid(4, _block(_D, _NIBBLES), 8),
+    "Q4_1": Grid(4, _block(_D, _M, _NIBBLES), None),
+    "Q5_0": Grid(5, _block(_D, _HIGH, _NIBBLES), 16),
+    "Q5_1": Grid(5, _block(_D, _M, _HIGH, _NIBBLES), None),
+    "Q8_0": Grid(8, _block(_D, ("low", "u1", 32)), 128),
+}
+
+
+def split_blocks(raw: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Packed codes, scales and biases of rows of blocks.
+
+    Shapes: raw (rows, bytes a row) uint8 -> packed (rows, K * bits / 32) uint32, scales and biases
+    (rows, K / 32) float16.
+    Law: scale * code + bias in float32 is what `gguf.quants.dequantize` gives, to the bit (but for
+    the sign of a zero).
+    """
+    grid = GRIDS[kind]
+    blocks = raw.view(grid.block)  # (rows, K / 32)
+    low = blocks["low"]
+    if grid.bits == 8:
+        codes = low ^ np.uint8(0x80)
+    else:
+        codes = np.concatenate([low & np.uint8(0x0F), low >> np.uint8(4)], axis=-1)
+    if grid.bits == 5:
+        codes |= np.unpackbits(blocks["high"], axis=-1, bitorder="little") << np.uint8(4)
+    codes = codes.reshape(len(raw), -1)  # (rows, K)
+    scales = np.ascontiguousarray(blocks["d"][..., 0])
+    if grid.zero is None:
+        return pack(codes, grid.bits), scales, np.ascontiguousarray(blocks["m"][..., 0])
+    with np.errstate(over="ignore"):
+        return pack(codes, grid.bits), scales, scales * np.float16(-grid.zero)
+
+
+def same_codes(
+    file: GGUFFile, tensor: GGUFTensor, order: np.ndarray | None = None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Chunks ("weight" | "scales" | "biases", array) of a tensor on one of the `GRIDS`.
+
+    order: rows of the result as indices of rows in the file.
+
+    Raises:
+        CheckpointError: a scale or bias is no finite float16.
+    """
+    for block in row_blocks(file.read(tensor), order):
+        packed, scales, biases = split_blocks(block, tensor.kind)
+        for part, array in (("scales", scales), ("biases", biases)):
+            if not np.isfinite(array).all():
+                raise CheckpointError(
+                    f"{file.path}: tensor {tensor.name!r}: {part} that are no finite float16"
+                )
+        yield from (("weight", packed), ("scales", scales), ("biases", biases))
+
+
+def float_values(
+    file: GGUFFile, tensor: GGUFTensor, order: np.ndarray | None = None
+) -> Iterator[np.ndarray]:
+    """The tensor's values in float32, some rows at a time, by the gguf package's dequantization.
+
+    Raises:
+        CheckpointError: the gguf package cannot dequantize this type; NaN or infinite values.
+    """
+    from gguf import GGMLQuantizationType, quants
+
+    for block in row_blocks(file.read(tensor), order, 1 << 20):
+        # floats by their dtype, blocks as bytes
+        raw = block.view(FLOATS[tensor.kind]) if tensor.kind in ("F16", "F32") else block
+        try:
+            values = quants.dequantize(raw, GGMLQuantizationType[tensor.kind])
+        except NotImplementedError:
+            raise CheckpointError(
+                f"{file.path}: tensor {tensor.name!r}: the gguf package cannot read {tensor.kind}; "
+                "take another file of the model, Q8_0 for example"
+            ) from None
+        if not np.isfinite(values).all():
+            raise CheckpointError(f"{file.path}: tensor {tensor.name!r}: NaN or infinite values")
+        yield np.array(values, np.float32)  # a copy: floats are a view of the file

@@ -7,15 +7,19 @@ is not in the table is refused, since a near miss gives other ids without a word
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mlxstacks.convert.gguf_file import GGUFFile
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files.outputs import write_json
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -120,22 +124,27 @@ def write_files(files: dict[str, dict[str, Any]], directory: Path) -> None:
 
 def tokenizer_json(file: GGUFFile) -> dict[str, Any]:
     """The tokenizer in the format of the `tokenizers` library. Raises: see `tokenizer_files`."""
+    from tokenizers import AddedToken
+
     model = file.value("tokenizer.ggml.model", str)
-    if model == "gpt2":
-        parts = _byte_level(file)
-    elif model == "llama":
-        parts = _sentencepiece(file)
-    else:
+    if model not in ("gpt2", "llama"):
         raise _error(
             file, f"tokenizer.ggml.model is {model!r}; known: gpt2 (byte-level BPE), llama"
         )
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": _added_tokens(file),
-        **parts,
-    }
+    tokenizer = _byte_level(file) if model == "gpt2" else _sentencepiece(file)
+    tokens, types = _tokens(file), file.fields.get("tokenizer.ggml.token_type")
+    if not isinstance(types, np.ndarray) or len(types) != len(tokens):
+        raise _error(file, "tokenizer.ggml.token_type is missing or of another length")
+    # found in a text before it is split
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=bool(kind != _USER_DEFINED))
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        ]
+    )
+    description: dict[str, Any] = json.loads(tokenizer.to_str())
+    return description | {"post_processor": _post_processor(file)}
 
 
 def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
@@ -161,41 +170,39 @@ def tokenizer_config(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
-def _byte_level(file: GGUFFile) -> dict[str, Any]:
-    known = _pre_tokenizer(file)
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    steps: list[dict[str, Any]] = []
+def _byte_level(file: GGUFFile) -> Tokenizer:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    known, vocabulary = _pre_tokenizer(file), _vocabulary(file)
+    merges = file.fields.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise _error(file, "tokenizer.ggml.merges, a list of text, is missing")
+    pairs = [merge.split(" ") for merge in merges]
+    for merge, pair in zip(merges, pairs, strict=True):
+        if len(pair) != 2 or not {*pair, "".join(pair)} <= vocabulary.keys():
+            raise _error(file, f"the merge {merge!a} is not of two tokens to a third")
+    model = models.BPE(vocabulary, list(map(tuple, pairs)), ignore_merges=known.ignore_merges)
+    tokenizer = Tokenizer(model)
+    if known.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    steps: list[Any] = []
     if known.digits:
-        steps.append({"type": "Digits", "individual_digits": True})
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
     if known.split is not None:
-        pattern = {"Regex": known.split}
-        steps.append({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False})
-    steps.append({**byte_level, "use_regex": known.split is None})
-    return {
-        "normalizer": {"type": "NFC"} if known.nfc else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "post_processor": _post_processor(file),
-        "decoder": {**byte_level, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": known.ignore_merges,
-            "vocab": _vocabulary(file),
-            "merges": _merges(file),
-        },
-    }
+        steps.append(pre_tokenizers.Split(Regex(known.split), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=known.split is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
 
 
-def _sentencepiece(file: GGUFFile) -> dict[str, Any]:
+def _sentencepiece(file: GGUFFile) -> Tokenizer:
     """SentencePiece's BPE: spaces are U+2581, what is no token is spelled in bytes.
 
     It joins the pair whose union has the best score; merges in the order of the scores do the same.
     """
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
     tokens, vocabulary = _tokens(file), _vocabulary(file)
     if file.value("tokenizer.ggml.remove_extra_whitespaces", bool, False):
         raise _error(
@@ -213,37 +220,23 @@ def _sentencepiece(file: GGUFFile) -> dict[str, Any]:
         if token[:cut] in vocabulary and token[cut:] in vocabulary
     ]
     merges.sort(key=lambda merge: (-merge[0], merge[1]))
-    prefix = file.value("tokenizer.ggml.add_space_prefix", bool, True)
-    space = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    first = [{"type": "Prepend", "prepend": "▁"}] if prefix else []
-    last = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     unknown = _token_id(file, "unknown")
-    return {
-        "normalizer": {"type": "Sequence", "normalizers": [*first, space]},
-        "pre_tokenizer": None,
-        "post_processor": _post_processor(file),
-        "decoder": {
-            "type": "Sequence",
-            "decoders": [
-                {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
-                {"type": "ByteFallback"},
-                {"type": "Fuse"},
-                *last,
-            ],
-        },
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None if unknown is None else tokens[unknown],
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": [[token[:cut], token[cut:]] for _, _, token, cut in merges],
-        },
-    }
+    model = models.BPE(
+        vocabulary,
+        [(token[:cut], token[cut:]) for _, _, token, cut in merges],
+        unk_token=None if unknown is None else tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    prefix = file.value("tokenizer.ggml.add_space_prefix", bool, True)
+    first = [normalizers.Prepend("▁")] if prefix else []
+    last = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *last]
+    )
+    return tokenizer
 
 
 def _pre_tokenizer(file: GGUFFile) -> PreTokenizer:
@@ -286,27 +279,6 @@ def _adds_begin(file: GGUFFile) -> bool:
     return adds
 
 
-def _added_tokens(file: GGUFFile) -> list[dict[str, Any]]:
-    """Tokens that are found in a text before it is split."""
-    tokens, types = _tokens(file), file.fields.get("tokenizer.ggml.token_type")
-    if not isinstance(types, np.ndarray) or len(types) != len(tokens):
-        raise _error(file, "tokenizer.ggml.token_type is missing or of another length")
-    added = (_UNKNOWN, _CONTROL, _USER_DEFINED)
-    return [
-        {
-            "id": token_id,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": bool(kind != _USER_DEFINED),
-        }
-        for token_id, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind in added
-    ]
-
-
 def _tokens(file: GGUFFile) -> list[str]:
     tokens = file.fields.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
@@ -324,18 +296,6 @@ def _vocabulary(file: GGUFFile) -> dict[str, int]:
         twice = next(token for number, token in enumerate(tokens) if vocabulary[token] != number)
         raise _error(file, f"the token {twice!a} is given twice")
     return vocabulary
-
-
-def _merges(file: GGUFFile) -> list[list[str]]:
-    merges = file.fields.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
-        raise _error(file, "tokenizer.ggml.merges, a list of text, is missing")
-    pairs = [merge.split(" ") for merge in merges]
-    vocabulary = _vocabulary(file)
-    for merge, pair in zip(merges, pairs, strict=True):
-        if len(pair) != 2 or not {*pair, "".join(pair)} <= vocabulary.keys():
-            raise _error(file, f"the merge {merge!a} is not of two tokens to a third")
-    return pairs
 
 
 def _token_id(file: GGUFFile, name: str) -> int | None:

@@ -15,30 +15,21 @@ from __future__ import annotations
 import fnmatch
 import io
 import re
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 from mlx import nn
 from mlx.utils import tree_flatten
 
 from mlxstacks import base_model
-from mlxstacks.convert.conversion import (
-    Conversion,
-    Part,
-    carried_files,
-    side_file_notes,
-    stored_part,
-)
+from mlxstacks.convert.conversion import Conversion, Part, of_checkpoint, stored_part
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
-from mlxstacks.files.outputs import copy_side_files
-from mlxstacks.files.shard_writer import Chunk
-from mlxstacks.files.tensor_file import non_finite, raw_numbers
+from mlxstacks.files.shards import Chunk
+from mlxstacks.files.stack_file import non_finite, raw_numbers
 
 DTYPES = ("float16", "bfloat16", "float32")
 
@@ -87,7 +78,8 @@ def checkpoint_conversion(
     parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
     unused = _unused(stored, list(parameters.values()))
     kinds = {name: _dtype_name(array) for name, array in parameters.items()}
-    if dtype := dtype or _config_dtype(config):
+    in_config = config.get("torch_dtype") or (config.get("text_config") or {}).get("dtype")
+    if dtype := dtype or (in_config if in_config in DTYPES else None):
         base_model.cast(model, getattr(mx, dtype))
         parameters = dict(tree_flatten(model.parameters()))
     # What mlx-lm reads of the config decides; what is written is the file's own text.
@@ -95,17 +87,16 @@ def checkpoint_conversion(
     if "eos_token_id" in config:
         written["eos_token_id"] = config["eos_token_id"]
     if bits is not None or module_bits:
-        _check_floats(source, model)
+        for path, module in base_model.named_quantizable(model):
+            if not mx.issubdtype(module.weight.dtype, mx.floating):
+                raise CheckpointError(
+                    f"{source}: {path}.weight is {_dtype_name(module.weight)}, which mlx-lm's "
+                    "class does not turn into floats; convert an unquantized checkpoint"
+                )
         overrides = _overrides(source, model, module_bits)
         written = base_model.quantize(model, written, bits, group_size, overrides)
-    side = carried_files(checkpoint)
-    return Conversion(
-        config=written,
-        parts=(*_parts(model, parameters, kinds), *_carried(checkpoint, unused)),
-        write_files=partial(copy_side_files, source, files=side),
-        notes=side_file_notes(side),
-        inputs=(source, *(header.path for header in checkpoint.headers)),
-    )
+    parts = (*_parts(model, parameters, kinds), *_carried(checkpoint, unused))
+    return of_checkpoint(checkpoint, written, parts)
 
 
 def _refuse(checkpoint: Checkpoint) -> None:
@@ -117,7 +108,14 @@ def _refuse(checkpoint: Checkpoint) -> None:
     text = config.get("text_config")
     parts = (config, text if isinstance(text, dict) else {})
     entries = [part[key] for part in parts for key in _QUANTIZATION_KEYS if part.get(key)]
-    packed = any(not _dequantized_by_sanitize(entry) for entry in entries)
+    # mlx-lm's classes turn FP8 with float scales into floats, as many hub models are; power-of-two
+    # scales over 32 x 32 blocks stay packed there, as mxfp8.
+    packed = any(
+        not isinstance(entry, dict)
+        or entry.get("quant_method") != "fp8"
+        or (entry.get("scale_fmt") == "ue8m0" and entry.get("weight_block_size") == [32, 32])
+        for entry in entries
+    )
     if packed or (source / "hf_quant_config.json").exists():
         methods = [
             e["quant_method"] for e in entries if isinstance(e, dict) and "quant_method" in e
@@ -126,18 +124,6 @@ def _refuse(checkpoint: Checkpoint) -> None:
             f"{source}: already quantized{f' ({methods[0]})' if methods else ''}, and rounding "
             "again adds its own error; convert the unquantized model that it was made of"
         )
-
-
-def _dequantized_by_sanitize(entry: Any) -> bool:
-    """Whether mlx-lm's classes turn it into floats: FP8 with float scales, as many hub models are.
-
-    Power-of-two scales over 32 x 32 blocks stay packed in mlx-lm, as mxfp8.
-    """
-    return (
-        isinstance(entry, dict)
-        and entry.get("quant_method") == "fp8"
-        and not (entry.get("scale_fmt") == "ue8m0" and entry.get("weight_block_size") == [32, 32])
-    )
 
 
 def _unused(sources: Mapping[str, mx.array], results: Sequence[mx.array]) -> list[str]:
@@ -155,12 +141,6 @@ def _unused(sources: Mapping[str, mx.array], results: Sequence[mx.array]) -> lis
     nodes = [match[1] for match in islice(_OUTPUT.finditer(graph), len(candidates))]
     used = {match[1] for match in _INPUT.finditer(graph)}
     return [name for name, node in zip(candidates, nodes, strict=True) if node not in used]
-
-
-def _config_dtype(config: Mapping[str, Any]) -> str | None:
-    text = config.get("text_config") or {}
-    dtype = config.get("torch_dtype") or text.get("dtype")
-    return dtype if dtype in DTYPES else None
 
 
 def _overrides(
@@ -181,15 +161,6 @@ def _overrides(
     return overrides
 
 
-def _check_floats(source: Path, model: nn.Module) -> None:
-    for path, module in base_model.named_quantizable(model):
-        if not mx.issubdtype(module.weight.dtype, mx.floating):
-            raise CheckpointError(
-                f"{source}: {path}.weight is {_dtype_name(module.weight)}, which mlx-lm's class "
-                "does not turn into floats; convert an unquantized checkpoint"
-            )
-
-
 def _parts(
     model: nn.Module, floats: Mapping[str, mx.array], kinds: Mapping[str, str]
 ) -> Iterator[Part]:
@@ -206,8 +177,7 @@ def _parts(
         sources = dict(arrays)
         if f"{path}.scales" in arrays:
             stored = f"{modules[path].bits} bits in groups of {modules[path].group_size}"
-            made = {f"{path}.scales", f"{path}.biases"}
-            sources = {name: floats[name] for name in arrays if name not in made}
+            sources = {n: floats[n] for n in arrays if not n.endswith((".scales", ".biases"))}
         yield Part(kinds[specs[0][0]], stored, specs, partial(_computed, arrays, sources))
 
 
@@ -236,19 +206,14 @@ def _carried(checkpoint: Checkpoint, names: Sequence[str]) -> Iterator[Part]:
     layers = (text if isinstance(text, dict) else checkpoint.config).get("num_hidden_layers")
     for name in names:
         info = checkpoint.tensors[name]
-        file = _sidecar(name, layers if isinstance(layers, int) else sys.maxsize)
+        number = _LAYER.search(name)
+        # Layers behind the last one predict more tokens.
+        is_behind = number and isinstance(layers, int) and int(number[1]) >= layers
+        default = "mtp.safetensors" if is_behind else _REST
+        file = next((f for f, pattern in _SIDECARS.items() if pattern.search(name)), default)
         while (checkpoint.directory / file).exists():  # the hub's own, carried as it is
             file = f"extra-{file}"
         yield stored_part(info, file)
-
-
-def _sidecar(name: str, layers: int) -> str:
-    """The file for a tensor that mlx-lm drops. Layers behind the last one predict more tokens."""
-    number = _LAYER.search(name)
-    for file, pattern in _SIDECARS.items():
-        if pattern.search(name):
-            return file
-    return "mtp.safetensors" if number and int(number[1]) >= layers else _REST
 
 
 def _dtype_name(array: mx.array) -> str:

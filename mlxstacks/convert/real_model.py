@@ -21,8 +21,7 @@ from mlxstacks.convert.settings import ConvertSettings
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.checkpoint import open_checkpoint, read_json_object
 from mlxstacks.files.disk import cache_directory
-from mlxstacks.files.mark import entries
-from mlxstacks.files.outputs import fill_cache, write_json
+from mlxstacks.files.outputs import entries, fill_cache, write_json
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.write import MARKDOWN
 

@@ -8,11 +8,18 @@ from collections import Counter
 from pathlib import Path
 
 from mlxstacks.command_line import command_line
-from mlxstacks.convert.conversion import Conversion, ProgressCallback, shards_of, write
+from mlxstacks.convert.conversion import (
+    Conversion,
+    ProgressCallback,
+    shards_of,
+    stored_conversion,
+    upcycled,
+    write,
+)
 from mlxstacks.convert.settings import ConvertSettings
 from mlxstacks.errors import InputError
-from mlxstacks.files.checkpoint import resolve_model
 from mlxstacks.files.disk import user_path
+from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import check_target, staged_directory
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.study.document import Column, Table, Text
@@ -104,28 +111,22 @@ def _plan(model: str, settings: ConvertSettings) -> Conversion:
 
         conversion = gguf_conversion(path, settings)
     else:
-        conversion = _plan_directory(resolve_model(model, sidecars=True), settings)
-    if settings.upcycle is None:
-        return conversion
-    from mlxstacks.convert.upcycle import upcycled
-
-    return upcycled(conversion, settings.upcycle, settings.top_k, settings.seed)
-
-
-def _plan_directory(source: Path, settings: ConvertSettings) -> Conversion:
-    files = sorted(source.glob("*.gguf"))
-    if files and not any(source.glob("*.safetensors")):
-        raise InputError(f"{source}: no model*.safetensors; give a file: {files[0]}")
-    if settings.bits is None and not settings.module_bits:
-        from mlxstacks.convert.upcycle import stored_conversion
-
-        if settings.upcycle is None:
+        source = resolve_model(model, sidecars=True)
+        files = sorted(source.glob("*.gguf"))
+        if files and not any(source.glob("*.safetensors")):
+            raise InputError(f"{source}: no model*.safetensors; give a file: {files[0]}")
+        if settings.bits is None and not settings.module_bits and settings.upcycle is None:
             raise InputError(
                 f"{source}: nothing to do; give --bits N to quantize, or --upcycle N for experts"
             )
-        return stored_conversion(source)
-    from mlxstacks.convert.quantize import checkpoint_conversion
+        if settings.bits is None and not settings.module_bits:
+            conversion = stored_conversion(source)
+        else:
+            from mlxstacks.convert.quantize import checkpoint_conversion
 
-    return checkpoint_conversion(
-        source, settings.bits, settings.group_size, settings.overrides(), settings.dtype
-    )
+            conversion = checkpoint_conversion(
+                source, settings.bits, settings.group_size, settings.overrides(), settings.dtype
+            )
+    if settings.upcycle is None:
+        return conversion
+    return upcycled(conversion, settings.upcycle, settings.top_k, settings.seed)

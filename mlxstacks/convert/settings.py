@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mlxstacks.files.module_bits import ModuleBits, bits_of_module, parse_module_bits
+from mlxstacks.files.settings import ModuleBits, bits_of_module, parse_module_bits
 from mlxstacks.settings import Settings
 
 Bits = Literal[2, 3, 4, 5, 6, 8]

@@ -3,23 +3,26 @@
 Nothing here imports NumPy or `datasets` before it is used.
 """
 
-from mlxstacks.data.batches import Batch, batch_at, make_batch
 from mlxstacks.data.domain import (
     DomainData,
+    apply_split,
     data_notes,
     read_domains,
     read_train_data,
     split_ids,
 )
-from mlxstacks.data.encode import ChatTokenizer, encode_messages, encode_record
-from mlxstacks.data.encode_examples import EncodedRows, encode_examples
-from mlxstacks.data.examples import Example
-from mlxstacks.data.json_lines import numbered_records, read_records
-from mlxstacks.data.messages import as_messages
-from mlxstacks.data.rows import Row, pack_rows
+from mlxstacks.data.encode import (
+    ChatTokenizer,
+    EncodedRows,
+    encode_examples,
+    encode_messages,
+    encode_record,
+)
+from mlxstacks.data.examples import Example, as_messages
+from mlxstacks.data.json_rows import numbered_records, read_records
+from mlxstacks.data.rows import Batch, Row, batch_at, make_batch, pack_rows
 from mlxstacks.data.settings import DomainDataSettings, SourceSettings, TrainDataSettings
 from mlxstacks.data.sources import train_data_paths, train_data_settings
-from mlxstacks.data.splits import apply_split
 from mlxstacks.data.text_settings import Rendering
 
 __all__ = [

@@ -24,8 +24,8 @@ _BYTES_OF_A_VALUE = 32
 
 def is_saved_set(path: Path) -> bool:
     """Whether `save_to_disk` wrote this directory."""
-    one = (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
-    return one or (path / "dataset_dict.json").is_file()
+    is_single = (path / "state.json").is_file() and (path / "dataset_info.json").is_file()
+    return is_single or (path / "dataset_dict.json").is_file()
 
 
 def saved_set(path: Path, split: str) -> tuple[Rows, list[Path]]:
@@ -91,11 +91,11 @@ def cached_set(dataset: str, name: str | None, split: str) -> tuple[Rows, list[P
     options = {"config_name": name, "version": "auto", "hash": "auto"}
     try:
         builder = Cache(dataset_name=short, repo_id=dataset, **options)
-        found = builder.as_dataset(split=split)
+        data = builder.as_dataset(split=split)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"{dataset}: the cached data set cannot be read: {error}") from error
-    tables = found.with_format("arrow").iter(ROWS_AT_ONCE)
-    files = sorted({Path(file["filename"]) for file in found.cache_files})
+    tables = data.with_format("arrow").iter(ROWS_AT_ONCE)
+    files = sorted({Path(file["filename"]) for file in data.cache_files})
     return _rows(dataset, tables, "arrow", _most_bytes(files)), files
 
 
@@ -117,7 +117,10 @@ def parquet_rows(path: Path) -> Rows:
 
     def batches() -> Iterator[Any]:
         with parquet.ParquetFile(path) as file:
-            _check_chunks(path, file.metadata, most_bytes)
+            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+            for chunk in (group.column(i) for group in groups for i in range(group.num_columns)):
+                if chunk.total_uncompressed_size > most_bytes:  # what it becomes in memory
+                    raise _too_large(f"{path}: column {chunk.path_in_schema!a:.100}", most_bytes)
             yield from file.iter_batches(batch_size=ROWS_AT_ONCE)
 
     most_bytes = _most_bytes([path])
@@ -126,14 +129,6 @@ def parquet_rows(path: Path) -> Rows:
 
 def _most_bytes(files: Iterable[Path]) -> int:
     return max(_MOST_BYTES, _MOST_TIMES * sum(file.stat().st_size for file in files))
-
-
-def _check_chunks(path: Path, metadata: Any, most_bytes: int) -> None:
-    """What a column of a row group becomes in memory. Raises: InputError: too much."""
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        for chunk in map(group.column, range(group.num_columns)):
-            if chunk.total_uncompressed_size > most_bytes:
-                raise _too_large(f"{path}: column {chunk.path_in_schema!a:.100}", most_bytes)
 
 
 def _too_large(what: str, most_bytes: int) -> InputError:
@@ -170,16 +165,22 @@ def _rows(label: str, batches: Iterable[Any], kind: str, most_bytes: int) -> Row
     number = nbytes = 0
     try:
         for batch in _pieces(label, batches):
-            names = batch.schema.names
-            arrays = [batch.column(i) for i in range(len(names))]
-            for name, array in zip(names, arrays, strict=True):
-                nbytes += _checked_bytes(label, number, name, array)
+            columns = {name: batch.column(i) for i, name in enumerate(batch.schema.names)}
+            for name, column in columns.items():
+                with _named(label, number, name, column):
+                    count, column_bytes = _extent(column)
+                    if count > _MOST_ROW_VALUES:
+                        raise ValueError(f"more than {_MOST_ROW_VALUES:,} values in a row")
+                nbytes += column_bytes + _BYTES_OF_A_VALUE * count
             if nbytes > most_bytes:
                 raise _too_large(label, most_bytes)
-            columns = [_values(label, number, *pair) for pair in zip(names, arrays, strict=True)]
-            for values in zip(*columns, strict=True):
+            values = []
+            for name, column in columns.items():
+                with _named(label, number, name, column):
+                    values.append(column.to_pylist())
+            for row in zip(*values, strict=True):
                 number += 1
-                yield f"{label}, row {number}", dict(zip(names, values, strict=True))
+                yield f"{label}, row {number}", dict(zip(columns, row, strict=True))
     except (OSError, pyarrow.ArrowException) as error:
         raise InputError(f"{label}: cannot be read as {kind}: {error}") from error
     if not number:
@@ -217,20 +218,6 @@ def _named(label: str, before: int, name: str, column: Any) -> Iterator[None]:
             f"{label}, rows {before + 1} to {before + len(column)}: column {name!a:.100}: "
             f"{error or type(error).__name__}; mend or drop the column"
         ) from None
-
-
-def _checked_bytes(label: str, before: int, name: str, column: Any) -> int:
-    with _named(label, before, name, column):
-        values, nbytes = _extent(column)
-        if values > _MOST_ROW_VALUES:
-            raise ValueError(f"more than {_MOST_ROW_VALUES:,} values in a row")
-    return nbytes + _BYTES_OF_A_VALUE * values
-
-
-def _values(label: str, before: int, name: str, column: Any) -> list[Any]:
-    with _named(label, before, name, column):
-        values: list[Any] = column.to_pylist()
-    return values
 
 
 def _extent(column: Any) -> tuple[int, int]:

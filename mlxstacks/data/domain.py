@@ -1,25 +1,24 @@
-"""The data of all domains of a run: read, cleaned, without duplicates, split without leaks."""
+"""The data of all domains of a run: read, cleaned, without duplicates, split without leaks.
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+A hash of their content, and nothing else, decides which rows are for validation.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.data.decontaminate import move_rows
-from mlxstacks.data.examples import Example
-from mlxstacks.data.markers import special_tokens
-from mlxstacks.data.read_source import keep_one, read_in_order, read_source
+from mlxstacks.data.cleaning import move_rows
+from mlxstacks.data.examples import Example, keep_one
 from mlxstacks.data.settings import DomainDataSettings, TrainDataSettings
-from mlxstacks.data.sources import training_parts
-from mlxstacks.data.splits import (
-    PARTS,
-    SplitIds,
-    apply_split,
-    check_split,
-    divide,
-    split_examples,
-)
+from mlxstacks.data.sources import keyed_hash, read_in_order, read_source, training_parts
+from mlxstacks.data.special_text import special_tokens
 from mlxstacks.errors import InputError
+
+SplitIds = Mapping[str, Sequence[str]]
+PARTS = ("train", "validation")
+Split = tuple[list[Example], list[Example]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ def read_domains(
 
     root: relative paths of sources are taken from here. trained: domains that decontamination may
     move rows to; default: all that are read. tokenizer: its special tokens are stripped too.
-    stored: domain -> split (as `split_ids` gives it) that is restored instead of made anew.
+    stored: domain -> split (as `split_ids` gives it) that is restored instead of made again.
     progress: called with the label of each source before it is read.
 
     Laws: nothing depends on the order of domains, sources or rows (rows under a cap aside, which
@@ -156,7 +155,7 @@ def _read_domain(
     tokens: Collection[str],
     progress: Callable[[str], None] | None,
 ) -> tuple[dict[str, Example], dict[str, Any]]:
-    found: dict[str, Example] = {}
+    examples: dict[str, Example] = {}
     sources = []
     repeated = 0
     for source in settings.sources:
@@ -166,15 +165,12 @@ def _read_domain(
             rows, report = read_source(source, settings, root, tokens)
         except InputError as error:
             raise InputError(f"domain {name}: {error}") from error
-        repeated += sum(row_id in found for row_id in rows)
+        repeated += sum(row_id in examples for row_id in rows)
         for example in rows.values():
-            keep_one(found, example)
+            keep_one(examples, example)
         sources.append(report)
     total = repeated + sum(report["duplicates"] for report in sources)
-    return found, {"sources": sources, "duplicates": total}
-
-
-Split = tuple[list[Example], list[Example]]
+    return examples, {"sources": sources, "duplicates": total}
 
 
 def _close_leaks(
@@ -194,7 +190,7 @@ def _close_leaks(
         if name not in stored:
             train, validation = split[name]
             kept = [row for row in validation if not trained.holds(row, domains[name])]
-            _count(counts[name], "validation_trained_on", len(validation) - len(kept))
+            counts[name]["validation_trained_on"] = len(validation) - len(kept)
             split[name] = (train, kept)
     held = {name: _Content(validation) for name, (_, validation) in split.items()}
     for name, (train, validation) in split.items():
@@ -202,7 +198,7 @@ def _close_leaks(
             continue
         for other in sorted(held.keys() - {name}):
             kept = [row for row in train if not held[other].holds(row, domains[other])]
-            _count(counts[name], f"in_validation_of_{other}", len(train) - len(kept))
+            counts[name][f"in_validation_of_{other}"] = len(train) - len(kept)
             train = kept
         if not train or not validation:
             part = "validation" if train else "training"
@@ -211,7 +207,10 @@ def _close_leaks(
                 "of its own"
             )
         split[name] = (train, validation)
-    return counts
+    return {
+        name: {reason: count for reason, count in reasons.items() if count}
+        for name, reasons in counts.items()
+    }
 
 
 class _Content:
@@ -229,6 +228,111 @@ class _Content:
         return row.row_id in self.rows or (settings.split_by == "prompt" and shared)
 
 
-def _count(counts: dict[str, int], reason: str, number: int) -> None:
-    if number:
-        counts[reason] = number
+def split_examples(examples: Iterable[Example], settings: DomainDataSettings, name: str) -> Split:
+    """(train, validation), each in the order of row ids.
+
+    Laws: independent of the order of `examples`; with validation_fraction a row's side does not
+    depend on rows with other prompts, so a new source moves none (validation_rows counts rows, so
+    it can, and there are never more); with split_by=prompt rows with one prompt, or one passage,
+    are on one side.
+
+    Raises:
+        InputError: a side would be empty.
+    """
+    rows = sorted(examples, key=lambda example: example.row_id)
+    train, validation = divide(rows, settings)
+    if not train or not validation:
+        empty = "validation" if train else "training"
+        keys = {split_key(row, settings) for row in rows}
+        what = "rows" if settings.split_by == "row" else "prompts or passages"
+        name_set = "validation_rows" if settings.validation_rows else "validation_fraction"
+        raise InputError(
+            f"domain {name}: {name_set} {getattr(settings, name_set)} leaves no {empty} row of "
+            f"{len(rows)} ({len(keys)} different {what}); set validation_rows to a number below "
+            "that, another validation_fraction, or split_by: row"
+        )
+    return train, validation
+
+
+def divide(rows: Sequence[Example], settings: DomainDataSettings) -> Split:
+    """(train, validation), each in the order of `rows`; either may be empty."""
+    keys = [split_key(row, settings) for row in rows]
+    if settings.split_by == "prompt":
+        keys = _joined(rows, keys, settings.seed)
+    rows_of, left = Counter(keys), settings.validation_rows
+    held_out = set()
+    if left is None:
+        bound = settings.validation_fraction * 2**64
+        held_out = {key for key in rows_of if _place(key, settings.seed) < bound}
+    else:
+        for key in sorted(rows_of, key=lambda key: _place(key, settings.seed)):
+            if rows_of[key] <= left:
+                held_out.add(key)
+                left -= rows_of[key]
+    parts: Split = ([], [])
+    for row, key in zip(rows, keys, strict=True):
+        parts[key in held_out].append(row)
+    return parts
+
+
+def split_key(example: Example, settings: DomainDataSettings) -> str:
+    """What decides a row's side, and may not be on both: its passage or else its prompt, or all."""
+    by_prompt = example.passage_id or example.prompt_id
+    return by_prompt if settings.split_by == "prompt" else example.row_id
+
+
+def _joined(rows: Sequence[Example], keys: Sequence[str], seed: int) -> list[str]:
+    """The key of each row's group, of its keys the one with the lowest place. One prompt can have
+    two keys: with its passage marked as one, and written into the prompt.
+    """
+    first: dict[str, str] = {}
+
+    def group(key: str) -> str:
+        while first.get(key, key) != key:
+            key = first[key]
+        return key
+
+    by_prompt: dict[str, str] = {}
+    for row, key in zip(rows, keys, strict=True):
+        low, high = group(key), group(by_prompt.setdefault(row.prompt_id, key))
+        if low != high:
+            low, high = sorted((low, high), key=lambda key: _place(key, seed))
+            first[high] = low
+    return [group(key) for key in keys]
+
+
+def _place(key: str, seed: int) -> int:
+    return keyed_hash(seed, "split", key)
+
+
+def apply_split(examples: Iterable[Example], ids: SplitIds, name: str = "") -> Split:
+    """(train, validation) of a stored split, in its order. Rows that it does not know are left out.
+
+    Raises:
+        InputError: rows of the split are not there any more (how many is said), or `ids` is not a
+            split.
+    """
+    which = f"domain {name}: " if name else ""
+    check_split(ids, name)
+    by_id = {example.row_id: example for example in examples}
+    gone = {part: sum(row_id not in by_id for row_id in ids[part]) for part in PARTS}
+    if any(gone.values()):
+        raise InputError(
+            f"{which}{gone['train']} of {len(ids['train'])} training rows and "
+            f"{gone['validation']} of {len(ids['validation'])} validation rows of the stored split "
+            "are gone: a source, its cap or a setting of the data has changed since; bring it "
+            "back, or remove the domain and train it again"
+        )
+    train, validation = ([by_id[row_id] for row_id in ids[part]] for part in PARTS)
+    return train, validation
+
+
+def check_split(ids: Any, name: str = "") -> None:
+    """Raises InputError: not two lists of row ids with no id in both."""
+    which = f"domain {name}: " if name else ""
+    for part in PARTS:
+        value = ids.get(part) if isinstance(ids, Mapping) else None
+        if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+            raise InputError(f"{which}a stored split needs {part} as a list of row ids")
+    if set(ids["train"]) & set(ids["validation"]):
+        raise InputError(f"{which}the stored split has rows on both sides")

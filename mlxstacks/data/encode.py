@@ -1,10 +1,11 @@
 """Records as token rows: chat templates, and which tokens the loss counts.
 
 A record is one JSON object: `messages` (and `tools`), or `prompt` and `completion` (or `answer`),
-or `text`.
+or `text`. Examples are encoded in the chat template of the tokenizer or in the alpaca template.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mlxstacks.data.chat import (
@@ -16,17 +17,23 @@ from mlxstacks.data.chat import (
     strings_of,
     writes_reasoning,
 )
-from mlxstacks.data.messages import as_messages
+from mlxstacks.data.cleaning import says_something, strip_record
+from mlxstacks.data.examples import Example, as_messages, turns_of
 from mlxstacks.data.rows import Row, row_of
+from mlxstacks.data.settings import DomainDataSettings
 from mlxstacks.data.special_text import (
     check_ids,
     encode_text,
     reasoning_tags,
     special_literals,
+    special_tokens,
     template_text,
 )
 from mlxstacks.data.text_settings import PLAIN, Rendering, ThinkingMode
 from mlxstacks.errors import InputError
+
+# One prompt for every source; a row without input leaves that part empty.
+ALPACA_TEMPLATE = "### Instruction:\n{prompt}\n\n### Input:\n{input}\n\n### Response:\n"
 
 
 class ChatTokenizer(Protocol):
@@ -86,19 +93,20 @@ def _as_trained(turn: dict[str, Any], tokenizer: Any, mode: ThinkingMode) -> dic
     by_key = writes_reasoning(tokenizer) and any(turn.get(key) for key in REASONING_KEYS)
     reasoning = reasoning_of(turn if by_key else plain, tokenizer)
     if mode == "off" or not reasoning:
-        return {**plain, "content": _without_block(turn["content"], tokenizer)}
+        block, rest = split_reasoning(turn["content"], tokenizer)
+        return {**plain, "content": rest.lstrip("\n") if block else turn["content"]}
     return {**plain, **dict.fromkeys(REASONING_KEYS, reasoning)} if by_key else plain
-
-
-def _without_block(content: str, tokenizer: Any) -> str:
-    block, rest = split_reasoning(content, tokenizer)
-    return rest.lstrip("\n") if block else content
 
 
 def _parts(chat: Chat, mode: ThinkingMode) -> Iterator[tuple[str, bool]]:
     """(text, whether it is an answer) from the beginning of a chat to its end."""
     answers = [i for i, turn in enumerate(chat.turns) if turn["role"] == "assistant"]
-    thinking = {index: _thinks(chat, index, mode) for index in answers}
+    thinking = {
+        index: bool(reasoning_of(chat.turns[index], chat.tokenizer))
+        if mode == "auto"
+        else mode == "on"
+        for index in answers
+    }
     text = chat.text(enable_thinking=thinking[answers[-1]] if answers else None)
     done = 0
     for index in answers:
@@ -106,15 +114,15 @@ def _parts(chat: Chat, mode: ThinkingMode) -> Iterator[tuple[str, bool]]:
         start, end = _answer_span(chat, index, text, prompt, thinking[index])
         before = text[done:start]
         if 0 < index == len(chat.turns) - 1 and not text.startswith(prompt):
-            before = _as_prompted(chat, text, prompt, thinking[index])[done:] or before
+            # The prompt itself, where the template writes the answer without the empty block that
+            # it puts into the prompt, and the turns before alike.
+            history = chat.text(chat.turns[:-1], thinking[index])
+            if prompt.startswith(history) and text.startswith(history):
+                before = prompt[done:] or before
         yield before, False
         yield text[start:end], True
         done = end
     yield text[done:], False
-
-
-def _thinks(chat: Chat, index: int, mode: ThinkingMode) -> bool:
-    return bool(reasoning_of(chat.turns[index], chat.tokenizer)) if mode == "auto" else mode == "on"
 
 
 def _answer_span(chat: Chat, index: int, text: str, prompt: str, thinks: bool) -> tuple[int, int]:
@@ -124,14 +132,6 @@ def _answer_span(chat: Chat, index: int, text: str, prompt: str, thinks: bool) -
         return _replaced_span(chat, index, text, thinks)
     # A line break after the end mark is not the model's to predict.
     return len(prompt), len(prompt) + len(text[len(prompt) : len(after)].rstrip("\n"))
-
-
-def _as_prompted(chat: Chat, text: str, prompt: str, thinks: bool) -> str:
-    """The prompt of the last answer, where the template writes the answer without the empty block
-    that it puts into the prompt; "" where it writes the turns before otherwise too.
-    """
-    history = chat.text(chat.turns[:-1], thinks)
-    return prompt if prompt.startswith(history) and text.startswith(history) else ""
 
 
 def _replaced_span(chat: Chat, index: int, text: str, thinks: bool) -> tuple[int, int]:
@@ -259,3 +259,92 @@ class RowNotes:
                 "model to end its thoughts at once; --thinking auto or off."
             )
         return lines
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRows:
+    """rows[i] is the example ids[i]. cut: rows that were too long and lost their end. empty: rows
+    left out, because no token of them has loss weight. notes: on how they were rendered.
+    """
+
+    rows: list[Row]
+    ids: list[str]
+    cut: int
+    empty: int
+    notes: tuple[str, ...] = ()
+
+
+def encode_examples(
+    examples: Iterable[Example],
+    tokenizer: ChatTokenizer,
+    settings: DomainDataSettings,
+    max_tokens: int | None = None,
+) -> EncodedRows:
+    """Encode examples in their order.
+
+    The loss counts answers and their end mark; with mask_prompt=False, and in plain text, every
+    token. The tokenizer's own special tokens are stripped first (with strip_markers).
+
+    Raises:
+        InputError: the template refuses a row, which is named, or no row is left.
+    """
+    tokens = special_tokens(tokenizer) if settings.strip_markers else ()
+    rows: list[Row] = []
+    ids: list[str] = []
+    rendering, prompt_weight = Rendering.of(settings), float(settings.mask_prompt is False)
+    notes = RowNotes(tokenizer, rendering)
+    limit = None if max_tokens is None else max_tokens + 1  # one more says that a row is longer
+    cut = empty = 0
+    for example in examples:
+        record = strip_record(example.record, tokens) if tokens else example.record
+        if not says_something(record):
+            empty += 1
+            continue
+        try:
+            if settings.template == "alpaca" and "text" not in record:
+                row = encode_alpaca(record, tokenizer, prompt_weight, rendering, limit)
+            else:
+                turns = turns_of(record)
+                whole = record if turns is None else {**record, "messages": turns}
+                row = encode_record(whole, tokenizer, prompt_weight, rendering, limit)
+            notes.add(record)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            where = example.where or f"{example.source}, row {example.row_id}"
+            raise InputError(f"{where}: {error}; the row is {str(record)[:100]}") from error
+        if max_tokens is not None and len(row.tokens) > max_tokens:
+            row = Row(row.tokens[:max_tokens], row.weights[:max_tokens])
+            cut += 1
+        if any(row.weights):
+            rows.append(row)
+            ids.append(example.row_id)
+        else:
+            empty += 1
+    if not rows:
+        cuts = f"; {cut} were cut to {max_tokens} tokens, maybe before the answer" if cut else ""
+        raise InputError(
+            f"none of {empty} rows has a token to learn from{cuts}"
+            if empty
+            else "there are no examples to encode"
+        )
+    return EncodedRows(rows, ids, cut, empty, tuple(notes.lines()))
+
+
+def encode_alpaca(
+    record: dict[str, Any],
+    tokenizer: ChatTokenizer,
+    prompt_weight: float = 0.0,
+    rendering: Rendering = PLAIN,
+    limit: int | None = None,
+) -> Row:
+    """A row {prompt, input, answer} in the alpaca template, the end mark after the answer.
+
+    limit: no more than so many tokens. Raises: InputError: the record is a longer conversation.
+    """
+    if "messages" in record:
+        raise InputError("a conversation does not fit template alpaca; use template chat")
+    prompt = ALPACA_TEMPLATE.format(prompt=record["prompt"], input=record.get("input", ""))
+    allow = rendering.allow_special
+    before = [*begin_mark(tokenizer), *encode_text(prompt, tokenizer, allow, limit)]
+    answer = [*encode_text(record["answer"], tokenizer, allow, limit), *end_mark(tokenizer)]
+    weights = [prompt_weight] * len(before) + [1.0] * len(answer)
+    return row_of([*before, *answer][:limit], weights[:limit])

@@ -11,10 +11,92 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxstacks.data.messages import as_messages
+from mlxstacks.errors import InputError
 
 # A shorter input, such as "2, 3, 5", is no passage: rows share it by chance.
 PASSAGE_CHARACTERS = 100
+CONVERSATION_KEYS = ("messages", "conversations", "conversation")
+ROLES = {
+    "human": "user", "prompter": "user", "gpt": "assistant", "model": "assistant",
+    "bot": "assistant", "chatgpt": "assistant",
+}  # fmt: skip
+
+
+def as_messages(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Messages of a record with `messages`, or `prompt` and an answer; None for `text`.
+
+    Content in parts becomes their text. Raises:
+        InputError: none of the three forms, or a value of the wrong kind.
+    """
+    if "messages" in record:
+        messages = record["messages"]
+        if not isinstance(messages, list) or not messages:
+            raise InputError("messages must be a list with at least one message")
+        return [_message(message, place) for place, message in enumerate(messages)]
+    answer = next((record[key] for key in ("answer", "completion") if key in record), None)
+    if "prompt" in record and answer is not None:
+        user = {"role": "user", "content": record["prompt"]}
+        return [_message(user, 0), _message({"role": "assistant", "content": answer}, 1)]
+    if isinstance(record.get("text"), str):
+        return None
+    if "text" in record:
+        raise InputError(f"text is {type(record['text']).__name__}, must be a string")
+    raise InputError(
+        f"a row has the keys {sorted(record)}; "
+        "allowed: text | prompt and answer (or completion) | messages"
+    )
+
+
+def _message(message: Any, place: int) -> dict[str, Any]:
+    """One message as templates take it: a role, and text."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise InputError(f"message {place} has no role; it needs role and content")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts: list[Any] = [p.get("text") if isinstance(p, dict) else p for p in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise InputError(f"message {place} has parts that are not text")
+        content = "".join(parts)
+    is_call = content is None and message.get("tool_calls")
+    if not isinstance(content, str) and not is_call:
+        raise InputError(
+            f"message {place}: content is {type(content).__name__}, must be text (or tool_calls)"
+        )
+    return {**message, "content": content or ""}
+
+
+def conversation(record: Mapping[str, Any], keys: tuple[str, ...] = CONVERSATION_KEYS) -> list[Any]:
+    """Messages, as data sets write them (role or from, content or value, parts), with role and
+    content as text.
+
+    Raises:
+        InputError: no list under any of the keys, or a message without role or text.
+    """
+    key = next((key for key in keys if record.get(key) is not None), None)
+    if key is None:
+        raise InputError(f"the row has no {' or '.join(keys)}, but the keys {sorted(record)}")
+    turns = record[key]
+    renamed = []
+    for turn in turns if isinstance(turns, list) else ():
+        if isinstance(turn, dict):
+            # A column of structs arrives with every key; those that are None say nothing.
+            values = {key: value for key, value in turn.items() if value is not None}
+            role, content = values.pop("from", None), values.pop("value", None)
+            role = values.get("role", role)
+            if isinstance(role, str):
+                values["role"] = ROLES.get(role.strip().lower(), role.strip().lower())
+            turn = {"content": content, **values}
+        renamed.append(turn)
+    return [] if turns == [] else as_messages({"messages": renamed}) or []
+
+
+def first_pair(turns: list[dict[str, Any]]) -> tuple[str, str]:
+    """The first user turn and the first assistant turn after it; "" for what there is not."""
+    first = next((i for i, turn in enumerate(turns) if turn["role"] == "user"), None)
+    if first is None:
+        return "", ""
+    answers = (turn["content"] for turn in turns[first:] if turn["role"] == "assistant")
+    return turns[first]["content"], next(answers, "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +126,10 @@ def make_example(
 
     Raises: InputError: the record has none of the three forms.
     """
-    whole, before = _contents(record)
+    whole, prompt = _contents(record)
     plain = _plain(passage)
     passage_id = _digest(["passage", plain]) if len(plain) >= PASSAGE_CHARACTERS else ""
-    return Example(_digest(whole), record, source, _digest(before), passage_id, where)
+    return Example(_digest(whole), record, source, _digest(prompt), passage_id, where)
 
 
 def row_id_of(record: Mapping[str, Any]) -> str:
@@ -72,30 +154,42 @@ def turns_of(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return as_messages(record)
 
 
+def whole_text(record: Mapping[str, Any]) -> str:
+    """All that a record says, a line for each turn."""
+    turns = turns_of(record)
+    return record["text"] if turns is None else "\n".join(turn["content"] for turn in turns)
+
+
+def keep_one(examples: dict[str, Example], example: Example) -> None:
+    """Add an example; of two with one id the same stays, whichever comes first."""
+    other = examples.get(example.row_id)
+    if other is None or _order(example) < _order(other):
+        examples[example.row_id] = example
+
+
+def _order(example: Example) -> tuple[str, str]:
+    return json.dumps(example.record, sort_keys=True, default=str), example.source
+
+
 def _contents(record: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     """What identifies a row, and what identifies its prompt."""
     turns = turns_of(record)
     if turns is None:
         text = ["text", _plain(record["text"])]
         return text, text
-    plain = [_turn(turn) for turn in turns]
+    plain = []
+    for turn in turns:  # tool calls and names are content too
+        rest = {k: value for k, value in turn.items() if k not in ("role", "content") and value}
+        plain.append([turn["role"], _plain(turn["content"]), *([rest] if rest else [])])
     first = next((i for i, turn in enumerate(turns) if turn["role"] == "assistant"), len(turns))
     tools = [record["tools"]] if record.get("tools") else []
     return ["chat", plain, *tools], ["chat", plain[:first]]
-
-
-def _turn(turn: Mapping[str, Any]) -> list[Any]:
-    # Tool calls and names are content too; what is left are the role and the text.
-    rest = {key: value for key, value in turn.items() if key not in ("role", "content") and value}
-    return [turn["role"], _plain(turn["content"]), *([rest] if rest else [])]
 
 
 def _plain(text: str) -> str:
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
-_canonical = json.JSONEncoder(sort_keys=True, default=str).encode
-
-
 def _digest(content: list[Any]) -> str:
-    return hashlib.sha256(_canonical(content).encode("ascii")).hexdigest()[:16]
+    canonical = json.dumps(content, sort_keys=True, default=str)
+    return hashlib.sha256(canonical.encode("ascii")).hexdigest()[:16]

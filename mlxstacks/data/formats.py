@@ -1,4 +1,5 @@
-"""Row formats: what the keys of a data set's rows mean (spec of the published method, section 4).
+"""Row formats: what the keys of a data set's rows mean (spec of the published method, section 4),
+and which format a row has: named in the settings, or found by its keys.
 
 A reader turns a row into one of the forms of `mlxstacks.data.examples`: {text}, {prompt, input,
 answer} or {messages, tools}. It raises InputError where keys or kinds do not fit; where a value is
@@ -7,12 +8,12 @@ row is counted too; what it takes keeps every character.
 """
 
 import re
+import string
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mlxstacks.data.conversations import CONVERSATION_KEYS, conversation, first_pair
-from mlxstacks.data.options import ANSWER_KEYS, OPTION_KEYS, answer_of, options_of
+from mlxstacks.data.examples import CONVERSATION_KEYS, conversation, first_pair, row_id_of
 from mlxstacks.errors import InputError
 
 Raw = Mapping[str, Any]
@@ -25,6 +26,11 @@ ALPACA_PROMPT = ("instruction", "prompt", "question")
 ALPACA_ANSWER = ("output", "response", "answer")
 CONTEXT = ("input", "context", "passage", "article")
 QUESTION = ("question", "query", "question_stem")
+OPTION_KEYS = ("options", "choices")
+# Names for the key of the right option; the second row only where none of the first is there.
+ANSWER_KEYS = (("answer_idx", "answer_index", "answerKey", "answer"), ("gold", "label"))
+# What test sets without answers have in their place.
+_NO_ANSWER = (None, "", -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,92 @@ def pair(
     return Reading({"prompt": prompt, **below, "answer": answer}, passage, changes)
 
 
+@dataclass(frozen=True, slots=True)
+class Options:
+    """texts: key -> text, in order. lettered: the row had no keys, so these are A, B, C, ..."""
+
+    texts: dict[str, str]
+    lettered: bool
+
+    def listed(self) -> str:
+        return "\n".join(f"{key}. {text}" for key, text in self.texts.items())
+
+
+def options_of(value: Any) -> Options:
+    """From {key: text}, [texts], [{key or label, value or text}] or {text: [...], label: [...]}.
+
+    Raises: InputError: anything else, an option that is no text, or a key that occurs twice.
+    """
+    keys: list[Any] = list(string.ascii_uppercase)
+    lettered = False
+    if isinstance(value, Mapping) and isinstance(value.get("text"), list):
+        keys, texts = value.get("label") or [], value["text"]
+    elif isinstance(value, Mapping):
+        # A column of structs has the keys of every row, without a text where a row has fewer.
+        keys = [key for key, text in value.items() if text is not None]
+        texts = [value[key] for key in keys]
+    elif isinstance(value, list) and value and all(isinstance(o, Mapping) for o in value):
+        keys = [o.get("key", o.get("label")) for o in value]
+        texts = [o.get("value", o.get("text")) for o in value]
+    elif isinstance(value, list) and len(value) <= len(keys):
+        lettered, texts = True, value
+        keys = keys[: len(value)]
+    else:
+        raise InputError(f"options is {type(value).__name__}, must be letters with texts or a list")
+    if not texts or not all(isinstance(text, str | int | float) for text in texts):
+        raise InputError("options must hold at least one text, and nothing but texts")
+    keys = [str(key).strip() for key in keys]
+    if len(keys) != len(texts) or len({key.upper() for key in keys}) < len(texts):
+        raise InputError(f"options has {len(texts)} texts and the keys {keys}: each needs its own")
+    return Options({key: str(text) for key, text in zip(keys, texts, strict=True)}, lettered)
+
+
+def answer_of(record: Mapping[str, Any], options: Options) -> str | None:
+    """The key of the right option; None where no answer key names one.
+
+    An answer is a key, the text of an option or, as a number where no key is one, a place counted
+    from 0. Keys that the row has win over places and texts.
+
+    Raises: InputError: an answer that can mean two options, answers that disagree, or a number that
+        names none.
+    """
+    given: dict[str, tuple[set[str], set[str]]] = {}
+    for names in ANSWER_KEYS:
+        values = {name: record[name] for name in names if record.get(name) not in _NO_ANSWER}
+        given = {name: _named(name, value, options) for name, value in values.items()}
+        if given:
+            break
+    named = [(keys, keys | texts) for keys, texts in given.values() if keys | texts]
+    if not named:
+        return None
+    right = set.intersection(*(either for _, either in named))
+    if len(right) > 1 and not options.lettered:
+        right = right.intersection(*(keys for keys, _ in named if keys))
+    if len(right) != 1:
+        shown = ", ".join(f"{name} {record[name]!r}" for name in given)
+        both = " and ".join(sorted({key for _, either in named for key in either}))
+        raise InputError(f"{shown} can mean the options {both}; say which with one key of them")
+    return right.pop()
+
+
+def _named(name: str, value: Any, options: Options) -> tuple[set[str], set[str]]:
+    """The options that one answer names by their key or place, and by their text."""
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise InputError(f"{name} is {type(value).__name__}, must be a key, a text or a place")
+    plain = str(value).strip()
+    by_text = {key for key, text in options.texts.items() if text.strip() == plain}
+    by_key = {key for key in options.texts if key.upper() == plain.strip("().").upper()}
+    keys_are_numbers = any(key.isdecimal() for key in options.texts)
+    if isinstance(value, int) and not keys_are_numbers and 0 <= value < len(options.texts):
+        return {list(options.texts)[value]}, set()
+    if not by_key | by_text and (isinstance(value, int) or plain.isdecimal()):
+        raise InputError(
+            f"{name} {value!r} is no key, no place counted from 0 and no text of the options "
+            f"{', '.join(options.texts)}; give the key"
+        )
+    return by_key, by_text
+
+
 def _text(record: Raw) -> Reading:
     if "text" in record and not isinstance(record["text"], str):
         raise InputError(f"text is {type(record['text']).__name__}, must be text")
@@ -117,35 +209,25 @@ def _chat(record: Raw) -> Reading:
     return Reading({"messages": turns, **tools})
 
 
-def _alpaca(record: Raw) -> Reading:
-    context = text_of(record, *CONTEXT) if _has(record, *CONTEXT) else ""
-    return pair(text_of(record, *ALPACA_PROMPT), text_of(record, *ALPACA_ANSWER), context)
+def _first_pair(record: Raw, keys: tuple[str, ...] = CONVERSATION_KEYS) -> Reading:
+    turns = conversation(record, keys)
+    return pair(*first_pair(turns), changes=("turns_left_out",) if len(turns) > 2 else ())
 
 
-def _gsm8k(record: Raw) -> Reading:
-    return pair(text_of(record, "question"), text_of(record, "answer"))
+def _pairs(
+    prompt: tuple[str, ...],
+    answer: tuple[str, ...],
+    context: tuple[str, ...] = (),
+    excludes: tuple[str, ...] = (),
+    automatic: bool = True,
+) -> Format:
+    """A format whose rows have one of each group of keys; the context is what they ask about."""
 
+    def read(record: Raw) -> Reading:
+        passage = text_of(record, *context) if _has(record, *context) else ""
+        return pair(text_of(record, *prompt), text_of(record, *answer), passage)
 
-def _first_pair(turns: list[Any]) -> Reading:
-    prompt, answer = first_pair(turns)
-    return pair(prompt, answer, changes=("turns_left_out",) if len(turns) > 2 else ())
-
-
-def _messages(record: Raw) -> Reading:
-    return _first_pair(conversation(record))
-
-
-def _ultrafeedback(record: Raw) -> Reading:
-    return _first_pair(conversation(record, ("chosen",)))
-
-
-def _opencodereasoning(record: Raw) -> Reading:
-    return pair(text_of(record, "input"), text_of(record, "solution", "output"))
-
-
-def _openmath(record: Raw) -> Reading:
-    answer = text_of(record, "generated_solution", "solution", "answer")
-    return pair(text_of(record, "problem"), answer)
+    return Format(read, (prompt, answer), excludes, automatic)
 
 
 def _numina(record: Raw) -> Reading:
@@ -198,7 +280,7 @@ def _pubmedqa(record: Raw) -> Reading:
 
 def _fallback(record: Raw) -> Reading:
     if _has(record, *CONVERSATION_KEYS):
-        return _messages(record)
+        return _first_pair(record)
     text = text_of(record, "text")
     return Reading({"text": text if len(text) > FALLBACK_TEXT_CHARACTERS else ""})
 
@@ -219,7 +301,7 @@ def without_thoughts(text: str) -> str:
 
 
 _CONVERSATION = (CONVERSATION_KEYS,)
-_PAIRS = Format(_messages, _CONVERSATION, automatic=False)
+_CHATS = Format(_first_pair, _CONVERSATION, automatic=False)
 _MATH = (("problem",), ("generated_solution", "solution", "answer"))
 _NOT_PLAIN = (*OPTION_KEYS, "long_answer", "final_decision")
 _CHOICES = (QUESTION, OPTION_KEYS, (*ANSWER_KEYS[0], *ANSWER_KEYS[1], "explanation"))
@@ -233,19 +315,13 @@ FORMATS: dict[str, Format] = {
         own=True,
     ),
     "chat": Format(_chat, _CONVERSATION, own=True),
-    "gsm8k": Format(_gsm8k, (("question",), ("answer",)), excludes=(*_NOT_PLAIN, *CONTEXT)),
-    "alpaca": Format(_alpaca, (ALPACA_PROMPT, ALPACA_ANSWER), excludes=_NOT_PLAIN),
-    "messages": _PAIRS,
-    "nemotron_v2": _PAIRS,
-    "openassistant": _PAIRS,
-    "openthoughts": _PAIRS,
-    "sky_t1": _PAIRS,
-    "ultrafeedback_sft": Format(_ultrafeedback, (("chosen",),)),
-    "opencodereasoning": Format(
-        _opencodereasoning, (("input",), ("solution", "output")), excludes=ALPACA_PROMPT
-    ),
-    "openmath_cot": Format(_openmath, _MATH),
-    "openmath_tool": Format(_openmath, _MATH, automatic=False),
+    "gsm8k": _pairs(("question",), ("answer",), excludes=(*_NOT_PLAIN, *CONTEXT)),
+    "alpaca": _pairs(ALPACA_PROMPT, ALPACA_ANSWER, CONTEXT, excludes=_NOT_PLAIN),
+    **dict.fromkeys(("messages", "nemotron_v2", "openassistant", "openthoughts", "sky_t1"), _CHATS),
+    "ultrafeedback_sft": Format(lambda row: _first_pair(row, ("chosen",)), (("chosen",),)),
+    "opencodereasoning": _pairs(("input",), ("solution", "output"), excludes=ALPACA_PROMPT),
+    "openmath_cot": _pairs(*_MATH),
+    "openmath_tool": _pairs(*_MATH, automatic=False),
     "numina_cot": Format(_numina, (("problem",), ("solution", "messages"))),
     "multiple_choice": Format(_multiple_choice, _CHOICES),
     "medqa": Format(_multiple_choice, _CHOICES, automatic=False),
@@ -255,3 +331,63 @@ FORMATS: dict[str, Format] = {
     ),
     "fallback": Format(_fallback, ((*CONVERSATION_KEYS, "text"),), automatic=False),
 }
+
+
+# (row) -> (name of its format, what it says)
+RowReader = Callable[[Raw], tuple[str, Reading]]
+
+
+def row_reader(name: str, first_pair_only: bool = False) -> RowReader:
+    """The reader of a format, or one that goes by the keys of each row (`auto`).
+
+    first_pair_only: a conversation is read as its first question and answer, which is all that a
+    template for pairs can hold.
+    """
+    if name != "auto":
+        read = FORMATS[name].read
+        return lambda row: (name, read(row))
+    formats = {name: form for name, form in FORMATS.items() if form.automatic}
+    if first_pair_only:
+        formats["messages"] = FORMATS["messages"]
+        del formats["chat"]
+    by_keys: dict[frozenset[str], list[str]] = {}
+
+    def read_auto(row: Raw) -> tuple[str, Reading]:
+        # A column of a table that holds nothing for this row says nothing about its format.
+        keys = frozenset(key for key, value in row.items() if value is not None)
+        if keys not in by_keys:
+            by_keys[keys] = _fitting(keys, formats)
+        first, *others = by_keys[keys]
+        reading = FORMATS[first].read(row)
+        for other in others:
+            record = FORMATS[other].read(row).record
+            if record != reading.record and row_id_of(record) != row_id_of(reading.record):
+                raise InputError(
+                    f"the keys {sorted(row)} fit the formats {first} ({_short(reading.record)}) "
+                    f"and {other} ({_short(record)}); say which with the source's format, as in "
+                    f"data: {{sources: [{{path: ..., format: {other}}}]}}"
+                )
+        return first, reading
+
+    return read_auto
+
+
+def _fitting(keys: frozenset[str], formats: dict[str, Format]) -> list[str]:
+    # As mlx-lm reads a row: other columns beside a completion say nothing about its form, and a
+    # text beside a conversation is what some template made of it.
+    if {"prompt", "completion"} <= keys:
+        return ["prompt_completion"]
+    names = [name for name, form in formats.items() if form.fits(keys)]
+    if "messages" in keys and "text" in names and len(names) > 1:
+        names.remove("text")
+    if not names:
+        known = "; ".join(f"{name}: {form.describe()}" for name, form in formats.items())
+        raise InputError(
+            f"no format fits the keys {sorted(keys)}; write rows with the keys of one, such as "
+            f"prompt and completion. Known are {known}"
+        )
+    return names
+
+
+def _short(record: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {str(value)[:30]!r}" for key, value in record.items())

@@ -9,28 +9,11 @@ from mlxstacks.settings import Settings
 
 # One name a reader (mlxstacks/data/formats.py), some readers under several.
 FormatName = Literal[
-    "auto",
-    "text",
-    "prompt_completion",
-    "chat",
-    "alpaca",
-    "gsm8k",
-    "messages",
-    "nemotron_v2",
-    "openassistant",
-    "openthoughts",
-    "sky_t1",
-    "ultrafeedback_sft",
-    "opencodereasoning",
-    "openmath_cot",
-    "openmath_tool",
-    "numina_cot",
-    "multiple_choice",
-    "medqa",
-    "medical_reasoning",
-    "pubmedqa",
-    "fallback",
-]
+    "auto", "text", "prompt_completion", "chat", "alpaca", "gsm8k", "messages", "nemotron_v2",
+    "openassistant", "openthoughts", "sky_t1", "ultrafeedback_sft", "opencodereasoning",
+    "openmath_cot", "openmath_tool", "numina_cot", "multiple_choice", "medqa", "medical_reasoning",
+    "pubmedqa", "fallback",
+]  # fmt: skip
 Template = Literal["chat", "alpaca"]
 Decontaminate = Literal["off", "words", "substrings"]
 
@@ -73,17 +56,13 @@ class SourceSettings(Settings):
         return self.path or "/".join(filter(None, (self.dataset, self.name)))
 
 
-def _from_path(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str | dict | SourceSettings) else value
-
-
 # A plain path stands for a source with all else at its default.
 Source = Annotated[
-    SourceSettings, BeforeValidator(_from_path, json_schema_input_type=SourceSettings | str)
+    SourceSettings,
+    BeforeValidator(
+        lambda value: {"path": value} if isinstance(value, str) else value,
+        json_schema_input_type=SourceSettings | str,
+    ),
 ]
 
 
@@ -92,7 +71,10 @@ class DomainDataSettings(Settings):
 
     sources: Annotated[
         tuple[Source, ...],
-        BeforeValidator(_as_list, json_schema_input_type=tuple[Source, ...] | Source),
+        BeforeValidator(
+            lambda value: [value] if isinstance(value, str | dict | SourceSettings) else value,
+            json_schema_input_type=tuple[Source, ...] | Source,
+        ),
     ] = Field(min_length=1, description="where the rows come from; a plain path is a source too")
     validation_fraction: float = Field(
         0.02, gt=0, lt=1, description="share of the rows kept for validation, by content hash"

@@ -1,4 +1,5 @@
-"""Where rows come from: files and directories here, and Hugging Face data sets in the cache.
+"""Where rows come from: files and directories here, and Hugging Face data sets in the cache; and
+one source read: rows in their format, cleaned, without repeats, drawn down to the cap.
 
 Rows stream: of a source that is capped, no more is read than the cap needs. Nothing is downloaded,
 and no code of a data set runs.
@@ -7,20 +8,21 @@ and no code of a data set runs.
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from mlxstacks.data import arrow_sets
-from mlxstacks.data.json_array import array_records, begins_array
-from mlxstacks.data.json_lines import numbered_records
-from mlxstacks.data.settings import SourceSettings, TrainDataSettings
+from mlxstacks.data.cleaning import cut_answer, holds_code, reason_to_drop, strip_record
+from mlxstacks.data.examples import Example, keep_one, make_example
+from mlxstacks.data.formats import FORMATS, row_reader
+from mlxstacks.data.json_rows import array_records, begins_array, numbered_records
+from mlxstacks.data.settings import DomainDataSettings, SourceSettings, TrainDataSettings
 from mlxstacks.errors import InputError
 
-# (where it stands, as messages say it, and the row)
-Rows = Iterator[tuple[str, dict[str, Any]]]
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow")
 _NOT_READ = (".csv", ".tsv", ".gz", ".bz2", ".xz", ".zst", ".zip", ".tar")
 VALIDATION_SPLITS = ("valid", "validation", "val", "dev")
@@ -40,16 +42,16 @@ class NotCachedError(InputError):
 class OpenSource:
     """rows: read once, in order. files: by name in reports (no path of this machine)."""
 
-    rows: Rows
+    rows: arrow_sets.Rows
     files: dict[str, Path]
 
     def sha256(self) -> dict[str, str]:
         """Of each file, by its name; reads them in pieces."""
-        found = {}
+        digests = {}
         for name, path in sorted(self.files.items()):
             with path.open("rb") as file:
-                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-        return found
+                digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return digests
 
 
 def train_data_settings(data: str | TrainDataSettings) -> TrainDataSettings:
@@ -114,8 +116,11 @@ def open_source(source: SourceSettings, root: Path) -> OpenSource:
     if source.dataset:
         return _cached(source, source.dataset)
     path = _path_of(source, root)
+    if path.is_dir() and arrow_sets.is_saved_set(path):
+        rows, files = arrow_sets.saved_set(path, source.split)
+        return OpenSource(rows, {f"{source.label}/{_inside(path, file)}": file for file in files})
     if path.is_dir():
-        return _directory(source, path)
+        return _directory(path, source.split, source.label)
     if not path.is_file():
         raise InputError(
             f"{path}: a pipe or a device, and rows are read more than once; write them to a file"
@@ -142,18 +147,15 @@ def _path_of(source: SourceSettings, root: Path) -> Path:
     return path
 
 
-def _directory(source: SourceSettings, path: Path) -> OpenSource:
-    if arrow_sets.is_saved_set(path):
-        rows, files = arrow_sets.saved_set(path, source.split)
-    else:
-        files = data_files(path, source.split, source.label)
-        rows = chain.from_iterable(_file_rows(file) for file in files)
-    return OpenSource(rows, {f"{source.label}/{_inside(path, file)}": file for file in files})
+def _directory(path: Path, split: str, label: str, name: str | None = None) -> OpenSource:
+    files = data_files(path, split, label, name)
+    rows = chain.from_iterable(_file_rows(file) for file in files)
+    return OpenSource(rows, {f"{label}/{_inside(path, file)}": file for file in files})
 
 
 def _cached(source: SourceSettings, dataset: str) -> OpenSource:
     """A data set that `datasets` prepared once, else one whose files are in the hub cache."""
-    if not re.fullmatch(r"[\w][\w.-]*(/[\w][\w.-]*)?", dataset, re.ASCII):
+    if not re.fullmatch(rf"[\w][\w.-]*|{_HUB_ID.pattern}", dataset, re.ASCII):
         raise InputError(f"{dataset!a}: not a Hugging Face id; give files and directories as path")
     prepared = arrow_sets.cached_set(dataset, source.name, source.split)
     if prepared is not None:
@@ -167,12 +169,10 @@ def _cached(source: SourceSettings, dataset: str) -> OpenSource:
             "datasets.load_dataset, or give the path of a file or directory that is there",
             dataset,
         )
-    files = data_files(snapshot, source.split, dataset, source.name)
-    rows = chain.from_iterable(_file_rows(file) for file in files)
-    return OpenSource(rows, {f"{dataset}/{_inside(snapshot, file)}": file for file in files})
+    return _directory(snapshot, source.split, dataset, source.name)
 
 
-def _file_rows(path: Path) -> Rows:
+def _file_rows(path: Path) -> arrow_sets.Rows:
     """Rows of one file, by its kind."""
     if path.suffix == ".parquet":
         return arrow_sets.parquet_rows(path)
@@ -181,13 +181,11 @@ def _file_rows(path: Path) -> Rows:
     return _json_rows(path)
 
 
-def _json_rows(path: Path) -> Rows:
-    records: Iterable[tuple[int, dict[str, Any]]]
+def _json_rows(path: Path) -> arrow_sets.Rows:
     try:
         # A line of a .jsonl file that holds a list is a mistake, not an array of rows.
         is_array = path.suffix != ".jsonl" and begins_array(path)
-        records = array_records(path) if is_array else numbered_records(path)
-        for line, record in records:
+        for line, record in array_records(path) if is_array else numbered_records(path):
             yield f"{path}, line {line}", record
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from error
@@ -203,9 +201,15 @@ def data_files(directory: Path, split: str, label: str, name: str | None = None)
         InputError: no file of a known kind, none of this split, or several configurations.
     """
     every = sorted(file for file in directory.rglob("*") if file.suffix in SUFFIXES)
-    files = [f for f in every if f.is_file() and _is_data(f.relative_to(directory))]
-    if name is not None:
-        files = [file for file in files if name in file.relative_to(directory).parts[:-1]]
+    parts = {file: file.relative_to(directory).parts for file in every}
+    files = [
+        file
+        for file in every
+        if file.is_file()
+        and file.name not in ("dataset_info.json", "dataset_infos.json")
+        and not any(part.startswith(".") for part in parts[file])
+        and (name is None or name in parts[file][:-1])
+    ]
     if not files:
         where = f"{label}/{name}" if name else label
         raise InputError(f"{where}: no {', '.join(SUFFIXES)} file in {directory}")
@@ -224,11 +228,6 @@ def data_files(directory: Path, split: str, label: str, name: str | None = None)
     return named
 
 
-def _is_data(inside: Path) -> bool:
-    hidden = any(part.startswith(".") for part in inside.parts)
-    return not hidden and inside.name not in ("dataset_info.json", "dataset_infos.json")
-
-
 def _names(file: Path, directory: Path, splits: Iterable[str] = KNOWN_SPLITS) -> bool:
     words = re.split(r"[/_.\-]", _inside(directory, file).lower())
     return any(split.lower() in words for split in splits)
@@ -236,3 +235,105 @@ def _names(file: Path, directory: Path, splits: Iterable[str] = KNOWN_SPLITS) ->
 
 def _inside(directory: Path, file: Path) -> str:
     return file.relative_to(directory).as_posix()
+
+
+def read_source(
+    source: SourceSettings,
+    settings: DomainDataSettings,
+    root: Path,
+    special_tokens: Collection[str] = (),
+) -> tuple[dict[str, Example], dict[str, Any]]:
+    """Examples by row id, and the source's part of the report.
+
+    Of what is usable among the rows that a cap lets read, `cap` are drawn by a hash of seed and
+    row id.
+    Law: the same rows in another order give the same examples, if no cap leaves rows unread.
+
+    Raises:
+        InputError: the source is not there, a row does not fit (file and line are named), or none
+            is usable.
+    """
+    rows, report = _read_usable(source, settings, root, special_tokens)
+    examples: dict[str, Example] = {}
+    for example in rows:
+        keep_one(examples, example)
+    count = len(examples)
+    if source.cap is not None and count > source.cap:
+        seed = settings.seed if source.seed is None else source.seed
+        order = sorted(examples, key=lambda row_id: keyed_hash(seed, "draw", row_id))
+        examples = {row_id: examples[row_id] for row_id in order[: source.cap]}
+    report |= {
+        "duplicates": len(rows) - count,
+        "not_drawn": count - len(examples),
+        "rows_kept": len(examples),
+    }
+    return examples, report
+
+
+def read_in_order(
+    source: SourceSettings,
+    settings: DomainDataSettings,
+    root: Path,
+    special_tokens: Collection[str] = (),
+) -> tuple[list[Example], dict[str, Any]]:
+    """As `read_source`, in the order of the source and with its repeats, where no cap draws."""
+    if source.cap is None:
+        return _read_usable(source, settings, root, special_tokens)
+    drawn, report = read_source(source, settings, root, special_tokens)
+    return list(drawn.values()), report
+
+
+def _read_usable(
+    source: SourceSettings, settings: DomainDataSettings, root: Path, tokens: Collection[str]
+) -> tuple[list[Example], dict[str, Any]]:
+    """The usable rows of a source, cleaned, in its order and with repeats, and its report; under a
+    cap of the first 2 x cap rows.
+    """
+    opened = open_source(source, root)
+    read = row_reader(source.format, first_pair_only=settings.template == "alpaca")
+    formats, dropped, changed = Counter[str](), Counter[str](), Counter[str]()
+    examples: list[Example] = []
+    for where, row in islice(opened.rows, None if source.cap is None else 2 * source.cap):
+        try:
+            name, reading = read(row)
+            formats[name] += 1
+            record, changes = reading.record, [*reading.changes]
+            if settings.strip_markers:
+                record = strip_record(record, tokens)
+                changes += ["markers_removed"] * (record != reading.record)
+            reason = reason_to_drop(record, FORMATS[name], settings)
+            if reason is None and source.filter == "code" and not holds_code(record):
+                reason = "not_code"
+            if reason is not None:
+                dropped[reason] += 1
+                continue
+            record, was_cut = cut_answer(record, settings.answer_characters)
+            changed.update([*changes, *["answer_cut"] * was_cut])
+            examples.append(make_example(record, source.label, reading.passage, where))
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+    if not examples:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+        raise InputError(
+            f"{source.label}: none of {dropped.total()} rows is usable: {reasons}; check format, "
+            "filter and minimum_characters"
+        )
+    report = {
+        "source": source.label,
+        "split": source.split,
+        "formats": dict(sorted(formats.items())),
+        "rows_read": formats.total(),
+        "dropped": dict(sorted(dropped.items())),
+        "changed": dict(sorted(changed.items())),
+        "duplicates": 0,
+        "not_drawn": 0,
+        "rows_kept": len(examples),
+        "sha256": opened.sha256(),
+    }
+    return examples, report
+
+
+def keyed_hash(seed: int, purpose: str, text: str) -> int:
+    """64 bits that look random, the same for the same arguments on every machine."""
+    digest = hashlib.sha256(f"{seed}/{purpose}/{text}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")

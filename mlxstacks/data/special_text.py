@@ -11,14 +11,13 @@ whole chat at once: without loss masks and cuts, and not for names of arguments 
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from mlxstacks.data.markers import SHORTEST_TOKEN
 from mlxstacks.errors import CheckpointError, InputError
 
 # Unicode's noncharacters are for such use; where a text holds one, the next is taken.
@@ -28,6 +27,16 @@ _MARGIN_TOKENS = 64
 _CHARACTERS_PER_TOKEN = 6
 _GROWTH = 4
 _LONGEST_LITERAL = 1_000
+# Gemma, angle brackets, ChatML, pipes, Llama 3, Llama 2: 21 in all, any case.
+MARKERS = (
+    "<start_of_turn>", "<end_of_turn>", "<start_of_conversation>", "<end_of_conversation>",
+    "<bos>", "<eos>", "<pad>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>",
+    "<|system|>", "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|start_header_id|>",
+    "<|end_header_id|>", "[INST]", "[/INST]", "<<SYS>>", "<</SYS>>",
+)  # fmt: skip
+# Reasoning is content, also where a tokenizer has tokens of its own for it.
+KEPT = ("<think>", "</think>")
+SHORTEST_TOKEN = 3
 
 
 @dataclass(frozen=True)
@@ -54,6 +63,14 @@ class _Literals:
     @cached_property
     def longest(self) -> int:
         return max(map(len, self.literals), default=0)
+
+    def touches(self, text: str) -> bool:
+        """Whether a literal could begin at a text's end, end at its beginning, or enclose it."""
+        longest = self.longest
+        lengths = range(1, min(len(text) + 1, longest))
+        return any(text[-n:] in self.beginnings or text[:n] in self.endings for n in lengths) or (
+            len(text) < longest and any(text in literal for literal in self.literals)
+        )
 
     def inside(self, text: str) -> list[str]:
         return [f"{match[0]}{match[1]}" for p in self.patterns for match in p.finditer(text)]
@@ -93,18 +110,10 @@ def mark_literals(text: str, tokenizer: Any, mark: str) -> str:
 def mark_ends(text: str, tokenizer: Any, mark: str) -> str:
     """The text with marks at its ends, where a template's text could make a literal with it."""
     core = text.strip()
-    if not core or not _is_part(core, _literals(tokenizer)):
+    if not core or not _literals(tokenizer).touches(core):
         return text
     start = text.index(core[0])
     return f"{text[:start]}{mark}{core}{mark}{text[start + len(core) :]}"
-
-
-def _is_part(text: str, literals: _Literals) -> bool:
-    """Whether a literal could begin at the end of a text, end at its beginning, or enclose it."""
-    lengths = range(1, min(len(text) + 1, literals.longest))
-    return any(
-        text[-n:] in literals.beginnings or text[:n] in literals.endings for n in lengths
-    ) or (len(text) < literals.longest and any(text in literal for literal in literals.literals))
 
 
 def unescaped(text: str, mark: str) -> str:
@@ -196,19 +205,16 @@ def _settled(text: str, encode: Callable[[str], list[int]], kept: slice) -> str:
 def _encode_pieces(text: str, mark: str, tokenizer: Any) -> list[int]:
     first, *others = text.split(mark)
     tokens = _encode(first, tokenizer)
-    # Whoever writes one literal often writes many.
-    ids = {piece: _encode_behind(piece, tokenizer) for piece in set(others)}
+    ids: dict[str, list[int]] = {}  # whoever writes one literal often writes many
+    before = _encode("\n", tokenizer) if others else []
     for piece in others:
+        if piece not in ids:
+            # Text that goes on has no blank before it, as some tokenizers put before a beginning.
+            both = _encode("\n" + piece, tokenizer)
+            follows = before and both[: len(before)] == before
+            ids[piece] = both[len(before) :] if follows else _encode(piece, tokenizer)
         tokens += ids[piece]
     return tokens
-
-
-def _encode_behind(text: str, tokenizer: Any) -> list[int]:
-    """Ids of a text that goes on: without the blank that some tokenizers put before a beginning."""
-    before, both = _encode("\n", tokenizer), _encode("\n" + text, tokenizer)
-    if before and both[: len(before)] == before:
-        return both[len(before) :]
-    return _encode(text, tokenizer)
 
 
 def _encode(text: str, tokenizer: Any) -> list[int]:
@@ -283,8 +289,7 @@ def _find_literals(tokenizer: Any, template: Any) -> _Literals:
     added = (getattr(tokenizer, "added_tokens_decoder", None) or {}).values()
     chosen = [t for t in added if t.special or str(t) in source or str(t) in markers]
     literals = {*map(str, chosen), *(getattr(tokenizer, "all_special_tokens", None) or ())}
-    # Some tokenizers call "!" or a line break a special token; such a one cannot be told from text.
-    literals = {text for text in literals if len(text) >= SHORTEST_TOKEN and text.strip()}
+    literals = _long_enough(literals)
     if len(longest := max(literals, key=len, default="")) > _LONGEST_LITERAL:
         raise CheckpointError(
             f"a special token of the tokenizer, {longest[:20]!r}..., has {len(longest):,} "
@@ -303,3 +308,65 @@ def _find_literals(tokenizer: Any, template: Any) -> _Literals:
     begin, end = (getattr(tokenizer, name, None) for name in names[:2])
     tags = (begin, end) if begin and end else ("<think>", "</think>")
     return _Literals(template, tags, frozenset(literals), patterns, normalise)
+
+
+# --- markers and special tokens taken out of rows: traces of another template, and no part of what
+# --- a model should learn to say
+
+
+def special_tokens(tokenizer: Any) -> tuple[str, ...]:
+    """What a tokenizer treats as special when it meets it in text; sorted, without think tags.
+
+    tokenizer: of transformers or mlx-lm's wrapper around one; any other has none.
+    """
+    added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+    tokens = {str(token) for token in added.values() if getattr(token, "special", False)}
+    tokens |= set(getattr(tokenizer, "all_special_tokens", None) or ())
+    return tuple(sorted(t for t in _long_enough(tokens) if t.lower() not in KEPT))
+
+
+def _long_enough(literals: Iterable[str]) -> set[str]:
+    # Some tokenizers call "!" or a line break a special token; such a one cannot be told from text.
+    return {text for text in literals if len(text) >= SHORTEST_TOKEN and text.strip()}
+
+
+def strip_markers(text: str, tokens: Iterable[str] = ()) -> str:
+    """Text without the markers and without `tokens`; every other character stays as it is.
+
+    Laws: no marker is left, also none that two halves made; a text without one stays the same.
+    """
+    anywhere, at_end, longest, first, last = _marker_patterns(tuple(sorted(tokens)))
+    # Most texts hold no first character of a marker, which is found a hundred times faster.
+    if not any(character in text for character in first):
+        return text
+    text = anywhere.sub("", text)
+    if not anywhere.search(text):
+        return text
+    # Two halves closed up into a marker. One scan takes these out, however deeply nested: after
+    # each character only the end of what is kept can be a marker.
+    kept: list[str] = []
+    for character in text:
+        kept.append(character)
+        if character in last and (marker := at_end.search("".join(kept[-longest:]))):
+            del kept[len(kept) - len(marker[0]) :]
+    return "".join(kept)
+
+
+@cache
+def _marker_patterns(
+    tokens: tuple[str, ...],
+) -> tuple[re.Pattern[str], re.Pattern[str], int, frozenset[str], frozenset[str]]:
+    """Markers anywhere, at the end; the longest's length; what characters begin one, end one."""
+    markers = sorted({*MARKERS, *tokens}, key=lambda marker: (-len(marker), marker))
+    either = "|".join(map(re.escape, markers))
+    first, last = (
+        frozenset(case for m in markers for case in (m[at].lower(), m[at].upper()))
+        for at in (0, -1)
+    )
+    return (
+        re.compile(f"(?=[{re.escape(''.join(sorted(first)))}])(?:{either})", re.IGNORECASE),
+        re.compile(rf"(?:{either})\Z", re.IGNORECASE),
+        len(markers[0]),
+        first,
+        last,
+    )

@@ -3,7 +3,7 @@ mlx nor numpy.
 """
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Literal, Protocol, Self
 
 from pydantic import BeforeValidator, Field
 
@@ -12,13 +12,12 @@ ThinkingMode = Literal["auto", "on", "off"]
 _SPELLINGS = {True: "on", False: "off", None: "auto"}
 
 
-def _spelled(value: Any) -> Any:
-    return _SPELLINGS[value] if value is None or isinstance(value, bool) else value
-
-
 Thinking = Annotated[
     ThinkingMode,
-    BeforeValidator(_spelled, json_schema_input_type=ThinkingMode | bool | None),
+    BeforeValidator(
+        lambda value: _SPELLINGS[value] if value is None or isinstance(value, bool) else value,
+        json_schema_input_type=ThinkingMode | bool | None,
+    ),
     Field(
         description="Whether a chat template that knows reasoning asks for it: on, off, or auto: "
         "as each row has it in training (and for answers that are scored), as the template does in "

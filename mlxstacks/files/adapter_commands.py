@@ -6,11 +6,12 @@ from typing import Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapters import WEIGHTS, load_any_adapter, write_adapter, zero_adapter
-from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
 from mlxstacks.files.disk import user_path
+from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.lora_modules import Adapter, LoraModule, delta_norm, delta_weights
+from mlxstacks.files.peft_adapters import write_peft, write_zero_peft
 from mlxstacks.files.peft_config import PEFT_WEIGHTS
-from mlxstacks.files.peft_write import write_peft, write_zero_peft
 from mlxstacks.files.settings import (
     AdapterConvertSettings,
     AdapterFormat,

@@ -16,7 +16,7 @@ from typing import Any
 from mlxstacks.errors import AdapterError
 from mlxstacks.files.expressions import compile_expression, re2_options
 from mlxstacks.files.lora_modules import is_finite_number
-from mlxstacks.files.shard_header import MAX_NAME
+from mlxstacks.files.shards import MAX_NAME
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
 

@@ -23,9 +23,9 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import StoreError
 from mlxstacks.files.manifest import DomainName, Fingerprint, Manifest, Sha256
-from mlxstacks.files.stack_header import Dim, Text
-from mlxstacks.files.strict_json import STRICT, JsonObject, compact, record_as_json, record_from
-from mlxstacks.files.tensor_file import (
+from mlxstacks.files.stack_file import (
+    Dim,
+    Text,
     check_hash,
     differences,
     hash_file,
@@ -36,6 +36,7 @@ from mlxstacks.files.tensor_file import (
     read_metadata,
     write_tensors,
 )
+from mlxstacks.files.strict_json import STRICT, JsonObject, compact, record_as_json, record_from
 
 FORMAT_VERSION: Literal[1] = 1
 METADATA_KEY = "mlxstacks-router"

@@ -1,10 +1,40 @@
-"""Settings of the adapter commands. Imports neither mlx nor numpy, so that `--help` stays fast."""
+"""Settings of the adapter and store commands, and PATTERN=N for the bits of modules.
 
+Imports neither mlx nor numpy, so that `--help` stays fast.
+"""
+
+import fnmatch
+from collections.abc import Iterable
 from typing import Literal
 
 from pydantic import Field
 
 from mlxstacks.settings import Settings
+
+ALLOWED_BITS = (2, 3, 4, 5, 6, 8)
+
+ModuleBits = tuple[str, int | None]  # pattern, bits or None for floats
+
+
+def parse_module_bits(pair: str, setting: str, floats: bool = False) -> ModuleBits:
+    """floats: N may be none. Raises: ValueError naming the setting."""
+    pattern, _, bits = pair.rpartition("=")
+    if pattern and floats and bits == "none":
+        return pattern, None
+    if not pattern or not bits.isdigit() or int(bits) not in ALLOWED_BITS:
+        allowed = ", ".join(map(str, ALLOWED_BITS)) + (", none" if floats else "")
+        raise ValueError(f"{setting} takes PATTERN=N with N one of {allowed}; got {pair!r}")
+    return pattern, int(bits)
+
+
+def bits_of_module(module: str, pairs: Iterable[ModuleBits], default: int | None) -> int | None:
+    """Bits of a module path; the default where no pattern matches it."""
+    bits = default
+    for pattern, given in pairs:
+        if fnmatch.fnmatchcase(module, pattern):
+            bits = given
+    return bits
+
 
 PeftLayout = Literal["current", "legacy"]
 AdapterFormat = Literal["mlx", "peft"]
@@ -60,3 +90,135 @@ class AdapterConvertSettings(_AdapterSettings):
         "(AutoModelForCausalLM) or whole (...ForConditionalGeneration). PEFT loads no other names.",
     )
     force: bool = Field(False, description="Replace an existing target.")
+
+
+DAY_SECONDS = 86_400
+
+
+class _StoreSettings(Settings):
+    store_path: str | None = Field(None, description="Directory of the store.")
+
+
+class StacksListSettings(_StoreSettings):
+    """What a store holds."""
+
+
+class StacksVerifySettings(_StoreSettings):
+    """Whether everything in a store is what its manifest says."""
+
+    model: str | None = Field(
+        None, description="Base to compare with: its fingerprint, and the shape of each projection."
+    )
+
+
+class StacksRemoveSettings(_StoreSettings):
+    """Take a domain out."""
+
+    domain: str | None = Field(None, description="Domain to remove.")
+    force: bool = Field(
+        False,
+        description="Remove it although later domains were trained on top of it: their stacks stay "
+        "as they are, their losses are no longer the measured ones, and what the matrix says of "
+        "them together goes.",
+    )
+
+
+class StacksSwitchSettings(_StoreSettings):
+    """Enable or disable a domain: all its stacks, whose bytes stay as they are."""
+
+    domain: str | None = Field(None, description="Domain to switch.")
+
+
+class StacksExportSettings(_StoreSettings):
+    """Write a stack of one expert as an adapter."""
+
+    stack: str | None = Field(
+        None, description="Stack to export, by name, or a domain that has just one."
+    )
+    save_path: str | None = Field(
+        None, description="Directory to write. Default: ./mlxstacks-out/stacks-export."
+    )
+    to: AdapterFormat = Field("mlx", description="Format to write: mlx (mlx-lm) or peft.")
+    base_model_name: str | None = Field(
+        None, description="Hub id or path of the base to name in the adapter. Default: the store's."
+    )
+    peft_model: PeftModel = Field(
+        "text", description="Class that a PEFT adapter for Qwen3.5 is written for: text or whole."
+    )
+    force: bool = Field(False, description="Replace an existing target.")
+
+
+class StacksImportSettings(_StoreSettings):
+    """Take an adapter in as a stack of one expert, in a domain of its own."""
+
+    adapter_path: str | None = Field(
+        None, description="Adapter directory to read (mlx-lm or PEFT)."
+    )
+    domain: str | None = Field(
+        None, description="Name of the new domain. Default: the adapter directory's."
+    )
+    model: str | None = Field(
+        None,
+        description="Base to check fingerprint and shapes against. Needed where the store is new, "
+        "and is made then.",
+    )
+    storage: Literal["float16", "bfloat16"] | None = Field(
+        None,
+        description="Dtype to store. Default: the adapter's own where that is half precision, else "
+        "float16.",
+    )
+    peft_layout: PeftLayout | None = Field(
+        None, description="Layout of the experts in a PEFT adapter whose shapes fit both."
+    )
+    allow_base: bool = Field(
+        False, description="Import an adapter of another base all the same, and mark it."
+    )
+
+
+class StacksDiffSettings(_StoreSettings):
+    """What differs between two stores."""
+
+    other_path: str | None = Field(None, description="The store to compare with.")
+
+
+class StacksGcSettings(_StoreSettings):
+    """Remove files that nothing names any more."""
+
+    grace_seconds: int = Field(
+        DAY_SECONDS,
+        ge=0,
+        description="Keep files that were named until less than this ago: a process that opened "
+        "the store before may still read them.",
+    )
+
+
+class StacksAnalyseSettings(Settings):
+    """What the frozen stacks of a store do: routing, directions, spectra, losses, plots."""
+
+    store_path: str | None = Field(None, description="Directory of the store; it is only read.")
+    save_path: str | None = Field(
+        None, description="Directory to write. Default: ./mlxstacks-out/stacks-analyse."
+    )
+    model: str | None = Field(
+        None,
+        description="Model directory or Hugging Face id of the base. Default: what the store "
+        "names.",
+    )
+    data: str | None = Field(
+        None,
+        description="Directory in which the domains' files lie. Default: the current one.",
+    )
+    weights_only: bool = Field(
+        False,
+        description="Look at the weights alone, without base and data: no routing, and no "
+        "directions on data.",
+    )
+    prompts: int = Field(64, ge=2, description="Validation rows of a domain, at most.")
+    max_seq_length: int = Field(512, ge=2, description="Longer rows are cut.")
+    directions: int = Field(
+        4, ge=1, le=256, description="Principal output directions of a domain that are compared."
+    )
+    plots: bool = Field(True, description="Draw plots, where matplotlib is installed.")
+    plot_format: Literal["png", "svg"] = Field("png", description="png, or svg for print.")
+    seed: int = Field(0, ge=0, description="Of folds, permutations and randomized directions.")
+    force: bool = Field(False, description="Replace an existing save path.")

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from mlxstacks.errors import CheckpointError
 from mlxstacks.files.disk import c_function, target_errors
-from mlxstacks.files.mark import MARK
-from mlxstacks.files.shard_header import open_regular, read_header
+from mlxstacks.files.outputs import MARK
+from mlxstacks.files.shards import open_regular, read_header
 
 _FICLONE = 0x40049409
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EPERM, errno.EINVAL}

@@ -1,49 +1,294 @@
-"""One frozen stack in one safetensors file: half-precision pairs, float32 routers, a JSON header.
+"""One frozen stack in one safetensors file: half-precision pairs, float32 routers, a JSON header;
+and what all safetensors files of a store share: written once under a plan, read only after checks.
 
-The header (stack_header.py) is the safetensors metadata `mlxstacks`: JSON with sorted keys, no
-times; the tensors stand in the order of their names. Equal stacks are equal bytes.
+The header is the safetensors metadata `mlxstacks`: JSON with sorted keys, no times; the tensors
+stand in the order of their names. Equal stacks are equal bytes. Tensors of a projection at module
+path p (letters as in `ProjectionShape`):
+
+    form             p.lora_a      p.lora_b      p.router (only with E > 1)
+    linear, shared   (E, R, K)     (E, N, R)     (E, K) float32
+    per_expert       (M, E*R, K)   (M, N, E*R)   (E, K) float32
+
+A latent stack has l in place of K and N.
+
+A plan is tensor name -> (safetensors dtype, shape), in the order of the file. Messages end with a
+`repair`: what to do about a bad file of that kind.
 """
 
+import hashlib
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 import mlx.core as mx
+import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter
 
-from mlxstacks.errors import StoreError
-from mlxstacks.files.shard_header import ShardHeader
-from mlxstacks.files.stack_header import Form, ProjectionShape, StackHeader, StorageDtype
-from mlxstacks.files.strict_json import compact
-from mlxstacks.files.tensor_file import (
-    check_hash,
-    differences,
-    hash_file,
-    load_tensors,
-    non_finite,
-    open_shard,
-    plan_in,
-    plan_of,
-    raw_numbers,
-    read_metadata,
-    write_tensors,
-)
+from mlxstacks.base_model import load_arrays
+from mlxstacks.errors import CheckpointError, StoreError
+from mlxstacks.files.manifest import DomainName, Fingerprint, Round, Sha256, StackName
+from mlxstacks.files.shards import AGAIN, ShardHeader, ShardWriter, open_regular, read_header
+from mlxstacks.files.strict_json import STRICT, compact, read_object, record_as_json, record_from
 
-__all__ = [
-    "Form",
-    "ProjectionShape",
-    "StackFile",
-    "StackHeader",
-    "StackIndex",
-    "StorageDtype",
-    "file_sha256",
-    "raw_numbers",
-    "read_arrays",
-    "read_stack",
-    "read_stack_header",
-    "read_stack_index",
-    "write_arrays",
-    "write_stack",
-]
+Plan = Mapping[str, tuple[str, tuple[int, ...]]]
+
+_MLX = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}
+_INFINITY = {mx.float16: 0x7C00, mx.bfloat16: 0x7F80, mx.float32: 0x7F80_0000}
+
+
+def write_tensors(
+    path: Path, plan: Plan, tensors: Mapping[str, mx.array], metadata: Mapping[str, str]
+) -> None:
+    """Write a new file, synced to disk. Raises: TargetError; nothing is left then."""
+    writer = ShardWriter(path, [(name, *spec) for name, spec in plan.items()], metadata)
+    done = False
+    try:
+        with writer:
+            for name in plan:
+                writer.write(name, raw_numbers(tensors[name]))
+        done = True
+    finally:
+        if not done:
+            path.unlink(missing_ok=True)
+
+
+def read_metadata(
+    path: Path, key: str, kind: str, repair: str
+) -> tuple[dict[str, Any], ShardHeader]:
+    """The JSON object under a metadata key, and the file's own header; reads no tensor.
+
+    kind: what the file should be, for messages. Raises: StoreError naming the file.
+    """
+    shard = open_shard(path, repair)
+    text = shard.metadata.get(key)
+    if text is None:
+        raise StoreError(f"{path}: no {kind}: its metadata has no key {key}; {repair}")
+    try:
+        return read_object(text.encode()), shard
+    except ValueError as error:
+        raise StoreError(f"{path}: header: {error}; {repair}") from None
+
+
+def open_shard(path: Path, repair: str) -> ShardHeader:
+    """The checked header of a safetensors file. Raises: StoreError naming the file."""
+    try:
+        return read_header(path)
+    except CheckpointError as error:
+        raise StoreError(_in_a_store(error, repair)) from None
+
+
+def load_tensors(shard: ShardHeader, repair: str, *, check_numbers: bool) -> dict[str, mx.array]:
+    """Every tensor, in memory. Raises: StoreError: changed, shrunk or gone since its header was
+    read; NaN or Inf.
+    """
+    try:
+        loaded, _ = load_arrays(shard.path)
+        if problems := differences(plan_in(shard), plan_of(loaded)):
+            raise StoreError(f"{shard.path}: changed while it was read: {problems[0]}; {repair}")
+        tensors = {name: loaded[name] for name in shard.tensors}
+        mx.eval(tensors)
+    except (RuntimeError, ValueError) as error:  # shrunk or gone
+        raise StoreError(f"{shard.path}: cannot be read: {error}; {repair}") from None
+    if check_numbers and (problems := non_finite(tensors)):
+        raise StoreError(f"{shard.path}: {problems[0]}; {repair}")
+    return tensors
+
+
+def check_hash(path: Path, expected: str | None, repair: str) -> None:
+    """Raises: StoreError where the file's bytes do not hash to `expected`, if that is known."""
+    if expected is not None and (found := hash_file(path, repair)) != expected:
+        raise StoreError(
+            f"{path}: its bytes changed: sha256 {found[:12]}, expected {expected[:12]}; {repair}"
+        )
+
+
+def hash_file(path: Path, repair: str) -> str:
+    """SHA-256 (hex) of a regular file. Raises: StoreError naming a file that cannot be read."""
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (CheckpointError, OSError) as error:
+        raise StoreError(_in_a_store(error, repair)) from None
+
+
+def plan_of(tensors: Mapping[str, mx.array]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The plan that these arrays follow, in their order."""
+    names = {dtype: name for name, dtype in _MLX.items()}
+    return {
+        name: (names.get(array.dtype, str(array.dtype)), array.shape)
+        for name, array in tensors.items()
+    }
+
+
+def plan_in(shard: ShardHeader) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The plan that a file follows."""
+    return {name: (info.dtype, info.shape) for name, info in shard.tensors.items()}
+
+
+def differences(wanted: Plan, found: Plan) -> list[str]:
+    """Tensors that are missing, unexpected, of another dtype or shape; one line each."""
+    if wanted == found:  # tables of thousands, whenever a stack is read
+        return []
+    problems = [f"{name[:200]!a}: missing" for name in sorted(wanted.keys() - found.keys())]
+    problems += [f"{name[:200]!a}: unexpected" for name in sorted(found.keys() - wanted.keys())]
+    for name in sorted(wanted.keys() & found.keys()):
+        if wanted[name] != found[name]:
+            (dtype, shape), (other, other_shape) = wanted[name], found[name]
+            problems.append(
+                f"{name[:200]!a}: {other} {list(other_shape)}, the header says {dtype} "
+                f"{list(shape)}"
+            )
+    return problems
+
+
+def non_finite(tensors: Mapping[str, mx.array]) -> list[str]:
+    """Tensors with NaN or Inf and where, one line each."""
+    largest = {name: mx.max(_magnitude(array)) for name, array in tensors.items() if array.size}
+    mx.eval(largest)
+    return [
+        f"{name}: NaN or Inf at index {_first_bad(tensors[name])}"
+        for name, bits in largest.items()
+        if bits.item() >= _INFINITY[tensors[name].dtype]
+    ]
+
+
+def raw_numbers(array: mx.array) -> np.ndarray[Any, Any]:
+    """The array's numbers for the file: bfloat16 as uint16, which NumPy has."""
+    array = mx.contiguous(array)
+    return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False)
+
+
+def _magnitude(array: mx.array) -> mx.array:
+    """The bits of each number without its sign: they order as magnitudes do, Inf and NaN on top.
+
+    On the CPU this takes a twentieth of the time of mx.isfinite.
+    """
+    wide = array.dtype == mx.float32
+    unsigned = mx.uint32 if wide else mx.uint16
+    return array.view(unsigned) & mx.array(0x7FFF_FFFF if wide else 0x7FFF, unsigned)
+
+
+def _first_bad(array: mx.array) -> list[int]:
+    bad = np.flatnonzero(~np.isfinite(np.array(array.astype(mx.float32))))
+    return [int(index) for index in np.unravel_index(bad[0], array.shape)]
+
+
+def _in_a_store(error: Exception, repair: str) -> str:
+    """The message of a reader of checkpoints, with the advice that fits a store."""
+    return f"{str(error).removesuffix(AGAIN).rstrip(' ;:')}; {repair}"
+
+
+FORMAT_VERSION: Literal[1] = 1
+
+Form = Literal["linear", "shared", "per_expert"]
+StorageDtype = Literal["float16", "bfloat16"]
+_SAFETENSORS = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+
+Dim = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Small = Annotated[int, Field(ge=1, le=65_536)]
+Text = Annotated[str, Field(max_length=4096)]
+
+
+@dataclass(frozen=True)
+class ProjectionShape:
+    """One stack at one projection: E experts of R ranks, K input_dims, N output_dims of the base,
+    M base_experts (None for a linear), l latent_dim. scale: the factor of the delta.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    form: Form
+    num_experts: Small
+    rank: Small
+    experts_per_token: Small
+    scale: float
+    input_dims: Dim
+    output_dims: Dim
+    base_experts: Dim | None = None
+    latent_dim: Dim | None = None
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Leaf name -> shape of the tensors of this projection."""
+        E, R = self.num_experts, self.rank
+        K = self.latent_dim or self.input_dims
+        N = self.latent_dim or self.output_dims
+        if self.form == "per_expert":
+            M = self.base_experts or 0
+            shapes: dict[str, tuple[int, ...]] = {"lora_a": (M, E * R, K), "lora_b": (M, N, E * R)}
+        else:
+            shapes = {"lora_a": (E, R, K), "lora_b": (E, N, R)}
+        return shapes | ({"router": (E, K)} if E > 1 else {})
+
+    def problem(self) -> str | None:
+        """What in these numbers contradicts itself, or None."""
+        if (self.form == "linear") != (self.base_experts is None):
+            return f"form {self.form} with base_experts {self.base_experts}"
+        if self.experts_per_token > self.num_experts:
+            return f"{self.experts_per_token} experts per token of {self.num_experts}"
+        if self.latent_dim is not None and self.form == "per_expert":
+            return "a latent stack has no form per_expert"
+        return None
+
+
+@dataclass(frozen=True)
+class StackHeader:
+    """What a stack is. data_sha256: source -> hash of the data it was trained on.
+
+    shared_sha256: hash of the file that holds its latent projections, None without them.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    name: StackName
+    domain: DomainName
+    round: Round
+    base_model: Text
+    base_fingerprint: Fingerprint
+    projections: dict[str, ProjectionShape]
+    alpha: float
+    scale_rule: Literal["rslora", "lora"]
+    projector_mode: Literal["folded", "train_only"] = "folded"
+    storage: StorageDtype = "float16"
+    data_sha256: dict[str, Sha256] = field(default_factory=dict)
+    code_version: Annotated[str, Field(max_length=100)] = ""
+    shared_sha256: Sha256 | None = None
+    format_version: Literal[1] = FORMAT_VERSION
+
+    def as_json(self) -> dict[str, Any]:
+        return record_as_json(_ADAPTER, self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "StackHeader":
+        """The inverse of `as_json`. Raises: ValueError listing every field that is wrong."""
+        version = value.get("format_version")
+        if isinstance(version, int) and version != FORMAT_VERSION:
+            raise ValueError(
+                f"format_version is {str(version)[:20]}, this version reads {FORMAT_VERSION}; "
+                "use the mlxstacks that wrote the stack"
+            )
+        header = record_from(_ADAPTER, value)
+        if not header.projections:
+            raise ValueError("projections: a stack has at least one")
+        found = {path: shape.problem() for path, shape in header.projections.items()}
+        if problems := [f"{path[:200]!a}: {text}" for path, text in found.items() if text]:
+            raise ValueError("; ".join(problems[:8]))
+        return header
+
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Tensor name -> (safetensors dtype, shape), in the order of the file."""
+        half = _SAFETENSORS[self.storage]
+        named = {
+            f"{path}.{leaf}": ("F32" if leaf == "router" else half, shape)
+            for path, projection in self.projections.items()
+            for leaf, shape in projection.tensor_shapes().items()
+        }
+        return dict(sorted(named.items()))
+
+
+_ADAPTER = TypeAdapter(StackHeader)
+
 
 METADATA_KEY = "mlxstacks"
 REPAIR = "restore this file from a copy, or remove its domain with `mlxstacks stacks remove`"
@@ -59,7 +304,7 @@ class StackIndex:
 
 @dataclass(frozen=True, eq=False)
 class StackFile:
-    """A stack that was read. tensors: name -> array, shapes in stack_header.py."""
+    """A stack that was read. tensors: name -> array, shapes in the module docstring."""
 
     header: StackHeader
     tensors: dict[str, mx.array]

@@ -21,9 +21,9 @@ import filelock
 from mlxstacks.errors import CheckpointError, InputError, StoreError
 from mlxstacks.files.disk import require_space, sync_directory, target_errors, write_all
 from mlxstacks.files.manifest import FOLDERS, FileRecord, Manifest, parse_manifest
-from mlxstacks.files.mark import refuse_built_in
+from mlxstacks.files.outputs import refuse_built_in
 from mlxstacks.files.router_file import REPAIR as ROUTER_REPAIR
-from mlxstacks.files.shard_header import open_regular
+from mlxstacks.files.shards import open_regular
 from mlxstacks.files.stack_file import REPAIR as STACK_REPAIR
 from mlxstacks.files.strict_json import MAX_JSON_BYTES
 

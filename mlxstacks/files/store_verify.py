@@ -10,8 +10,10 @@ from typing import Any, Literal
 
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import CheckpointError, StoreError
-from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint, resolve_model
+from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.manifest import FOLDERS, FileRecord, Manifest, StackRecord, binding_notes
+from mlxstacks.files.settings import StacksVerifySettings
 from mlxstacks.files.stack_file import (
     StackHeader,
     file_sha256,
@@ -21,7 +23,6 @@ from mlxstacks.files.stack_file import (
 from mlxstacks.files.store import Store, header_problems
 from mlxstacks.files.store_commands import open_store, router_notes
 from mlxstacks.files.store_files import file_of, temporaries, unnamed_files
-from mlxstacks.files.store_settings import StacksVerifySettings
 from mlxstacks.files.stored_weight import weight_shape
 
 Kind = Literal["missing", "size", "bytes", "swapped", "content", "header", "shape", "base"]

@@ -12,7 +12,9 @@ hub; mlx-lm's loading says which. What it computes while loading (experts stacke
 FP8 widened) is stored nowhere and cannot be fused in place.
 """
 
+import difflib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -27,6 +29,10 @@ from mlxstacks.ops.affine import BITS, GROUP_SIZES
 
 # bits x group_size of the modes whose scales are bytes; each has one grid.
 _BYTE_SCALED = {4 * 16: "nvfp4", 4 * 32: "mxfp4", 8 * 32: "mxfp8"}
+
+# Nearest names cost time in proportion to modules x problems (30 microseconds each); further
+# problems are listed without.
+_NAMED_NEIGHBOURS, _COMPARED_NAMES = 20, 40_000
 
 Grid = tuple[int, int]  # (bits, group_size)
 
@@ -87,6 +93,18 @@ def module_paths(checkpoint: Checkpoint) -> list[str]:
         for name, info in checkpoint.tensors.items()
         if name.endswith(".weight") and len(info.shape) in (2, 3)
     ]
+
+
+def no_such_modules(paths: Sequence[str], checkpoint: Checkpoint) -> list[str]:
+    """A problem for each path, which is no module of the model; the first name the nearest."""
+    candidates = module_paths(checkpoint) if paths else []
+    compared = min(_NAMED_NEIGHBOURS, max(1, _COMPARED_NAMES // max(1, len(candidates))))
+    problems = []
+    for number, path in enumerate(paths):
+        near = difflib.get_close_matches(path, candidates, 2) if number < compared else []
+        nearest = f"; nearest: {', '.join(near)}" if near else ""
+        problems.append(f"{path}: no such module in the model{nearest}")
+    return problems
 
 
 def stored_weight(checkpoint: Checkpoint, path: str) -> StoredWeight:

@@ -7,11 +7,9 @@ refused before.
 
 import hashlib
 import json
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
-
-from mlxstacks.files.shard_header import parse_object
 
 # For the `__pydantic_config__` of each record.
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -39,6 +37,39 @@ def compact(value: Any) -> bytes:
 def json_sha256(value: Any) -> str:
     """SHA-256 (hex) of `compact(value)`. Raises: as `compact`."""
     return hashlib.sha256(compact(value)).hexdigest()
+
+
+def parse_object(text: str, *, unique_keys: bool = True) -> dict[str, Any]:
+    """A JSON object from text.
+
+    Raises:
+        ValueError: not JSON, not an object, nested too deeply, or (unique_keys) a key given twice,
+            NaN or Infinity, which some configs of models have.
+    """
+    strict: dict[str, Any] = {}
+    if unique_keys:
+        strict = {"object_pairs_hook": _unique_object, "parse_constant": refuse_constant}
+    try:
+        value = json.loads(text, **strict)
+    except RecursionError:
+        raise ValueError("JSON is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"JSON must be an object, got {type(value).__name__}")
+    return value
+
+
+def refuse_constant(name: str) -> NoReturn:
+    """For `parse_constant` of `json.loads`."""
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise ValueError(f"key {key[:100]!a} is given twice")
+        result[key] = value
+    return result
 
 
 def read_object(data: bytes, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:

@@ -6,11 +6,11 @@ every function here is called from worker threads and holds no state.
 
 from dataclasses import dataclass, replace
 
+import mlx.core as mx
 import numpy as np
 
-from mlxstacks.fuse.device_refit import refit_on_device
 from mlxstacks.fuse.fidelity import Sums, dot
-from mlxstacks.ops.affine import Array, dequantize, round_to
+from mlxstacks.ops.affine import Array, dequantize, pack, round_to, unpack
 from mlxstacks.ops.policies import Change, Groups, refit_and_control, requantize
 
 # Groups handled at once: 2,048 groups of 64 are 512 KiB in float32, half of a core's L2 cache.
@@ -186,3 +186,26 @@ def _codes_changed(before: State, after: State | None) -> int:
     if after.bits > before.bits:
         codes = codes << np.uint8(after.bits - before.bits)
     return int(np.count_nonzero(codes != after.codes))
+
+
+MX_DTYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
+
+
+def refit_on_device(groups: Groups, rounded: Array, bits: int) -> Groups:
+    """Groups of `mx.quantize(mx.dequantize(...) + delta)` on the default device.
+
+    Shapes: rounded (G, group_size) float32 holding values of the scale dtype.
+    """
+    dtype = MX_DTYPES[groups.dtype]
+    group_size = groups.codes.shape[1]
+    columns = [mx.array(x).reshape(-1, 1).astype(dtype) for x in (groups.scales, groups.biases)]
+    packed = mx.array(pack(groups.codes, groups.bits))
+    weight = mx.dequantize(packed, *columns, group_size=group_size, bits=groups.bits)
+    weight = weight + mx.array(rounded).astype(dtype)
+    packed, scales, biases = mx.quantize(weight, group_size=group_size, bits=bits)
+    codes = unpack(np.array(packed), bits)
+    return Groups(codes, _flat(scales), _flat(biases), bits, groups.dtype)
+
+
+def _flat(column: mx.array) -> Array:
+    return np.array(column.astype(mx.float32)).reshape(-1)

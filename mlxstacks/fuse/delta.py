@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
-from mlxstacks.files.adapters import LoraModule
-from mlxstacks.fuse.device_refit import MX_DTYPES
+from mlxstacks.files.lora_modules import LoraModule
+from mlxstacks.fuse.blocks import MX_DTYPES
 from mlxstacks.ops.affine import Array, from_storage
 
 _LARGEST_PRODUCT = 1 << 24  # weights, 64 MiB in float32

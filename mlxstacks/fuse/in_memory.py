@@ -7,7 +7,6 @@ tensor of the model is, to the bit, what loading the model that `mlxstacks fuse`
 """
 
 import os
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,18 +19,22 @@ from mlx.utils import tree_unflatten
 
 from mlxstacks import base_model
 from mlxstacks.errors import CheckpointError, InputError
-from mlxstacks.files.checkpoint import open_checkpoint
+from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.shards import tensor_nbytes
 from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import decide
 from mlxstacks.fuse.fidelity import Sums
-from mlxstacks.fuse.gather import gather_modules
-from mlxstacks.fuse.module import Module
-from mlxstacks.fuse.report import StageReport, together, verdict
-from mlxstacks.fuse.rewrite import ModuleWork, measure_module, module_works, process
+from mlxstacks.fuse.module import Done, Module, gather_modules
+from mlxstacks.fuse.report import StageReport, entries_bytes, stage_report, together, verdict
+from mlxstacks.fuse.rewrite import (
+    ModuleWork,
+    measure_module,
+    module_works,
+    process,
+    total_sums,
+)
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.fuse.summary import entries_bytes, stage_report
 from mlxstacks.ops.affine import Array
 
 _MOST_WORKERS = 8  # as in fuse.run
@@ -85,7 +88,7 @@ def fuse_in_memory(model: nn.Module, settings: FuseSettings) -> MemoryFuse:
     with ThreadPoolExecutor(workers) as pool:
 
         def full_pass(module: Module, decisions: dict[int, Decision]) -> dict[int, Sums]:
-            return measure_module(ModuleWork(module, decisions), pool, workers, settings.seed)
+            return measure_module(ModuleWork(module, decisions), pool, workers, settings)
 
         choices = {module.path: decide(module, settings, full_pass) for module in modules}
         works = module_works(modules, choices, settings, notes)
@@ -110,29 +113,25 @@ def _fused(
     raw = {name: np.empty(tensor_nbytes(dtype, shape) or 0, np.uint8)
            for name, dtype, shape in work.outputs()}  # fmt: skip
     filled = dict.fromkeys(raw, 0)
-    total = defaultdict[int, Sums](Sums)
-    for done in process(work, pool, workers, settings.zero_delta, settings.seed, True):
-        for name, chunk in done.chunks.items():
-            part = np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
-            raw[name][filled[name] : filled[name] + part.size] = part
-            filled[name] += part.size
-        for stage, sums in done.sums.items():
-            total[stage] += sums
+
+    def kept_blocks() -> Iterator[Done]:
+        for done in process(work, pool, workers, settings):
+            for name, chunk in done.chunks.items():
+                part = np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
+                raw[name][filled[name] : filled[name] + part.size] = part
+                filled[name] += part.size
+            yield done
+
+    total = total_sums(kept_blocks())
     assert all(filled[name] == raw[name].size for name in raw), "a block is missing"
     weight = work.module.stored.weight.name  # without a last name in some hub checkpoints
-    tensors = {
-        "weight" if name == weight else name.rpartition(".")[2]: _as_mlx(
-            raw.pop(name), dtype, shape
-        )
-        for name, dtype, shape in work.outputs()
-    }
+    tensors = {}
+    for name, dtype, shape in work.outputs():
+        held, stored = _DTYPES[dtype]
+        array = mx.array(raw.pop(name).view(held).reshape(shape))
+        ending = "weight" if name == weight else name.rpartition(".")[2]
+        tensors[ending] = array if array.dtype == stored else array.view(stored)
     return tensors, total
-
-
-def _as_mlx(raw: Array, dtype: str, shape: tuple[int, ...]) -> mx.array:
-    held, wanted = _DTYPES[dtype]
-    made = mx.array(raw.view(held).reshape(shape))
-    return made.view(wanted) if made.dtype != wanted else made
 
 
 # --- into the model -------------------------------------------------------------------------------
@@ -140,30 +139,24 @@ def _as_mlx(raw: Array, dtype: str, shape: tuple[int, ...]) -> mx.array:
 
 def check_places(model: nn.Module, modules: list[Module]) -> None:
     """Raises: CheckpointError listing the modules that are not in the model as they are stored."""
-    there = dict(model.named_modules())
-    problems = list(_misfits(there, modules))
-    if problems:
-        raise CheckpointError(
-            "\n  ".join(
-                ["the model in memory is not the one the adapter was matched with:", *problems]
-            )
-        )
-
-
-def _misfits(there: dict[str, nn.Module], modules: list[Module]) -> Iterator[str]:
+    loaded, problems = dict(model.named_modules()), []
     for module in modules:
-        found, stored = there.get(module.path), module.stored
-        if found is None or "weight" not in found:
-            kind = "no module" if found is None else f"a {type(found).__name__}"
-            yield f"{module.path}: {kind} there; take adapters off first, use an mlx checkpoint"
+        layer, stored = loaded.get(module.path), module.stored
+        if layer is None or "weight" not in layer:
+            kind = "no module" if layer is None else f"a {type(layer).__name__}"
+            remedy = "take adapters off first, use an mlx checkpoint"
+            problems.append(f"{module.path}: {kind} there; {remedy}")
             continue
-        packed = "scales" in found and stored.bits is not None
+        packed = "scales" in layer and stored.bits is not None
         plain = (*stored.weight.shape[:-1], stored.input_dims)
-        wanted = stored.weight.shape if packed else plain
-        if tuple(found.weight.shape) != tuple(wanted):
-            yield f"{module.path}: weight {found.weight.shape} there, {tuple(wanted)} stored"
-        elif packed and (found.bits, found.group_size) != (stored.bits, stored.group_size):
-            yield f"{module.path}: {found.bits} bits there, {stored.bits} stored"
+        shape = tuple(stored.weight.shape if packed else plain)
+        if tuple(layer.weight.shape) != shape:
+            problems.append(f"{module.path}: weight {layer.weight.shape} there, {shape} stored")
+        elif packed and (layer.bits, layer.group_size) != (stored.bits, stored.group_size):
+            problems.append(f"{module.path}: {layer.bits} bits there, {stored.bits} stored")
+    if problems:
+        heading = "the model in memory is not the one the adapter was matched with:"
+        raise CheckpointError("\n  ".join([heading, *problems]))
 
 
 def _put(model: nn.Module, work: ModuleWork, tensors: dict[str, mx.array]) -> None:
@@ -171,7 +164,11 @@ def _put(model: nn.Module, work: ModuleWork, tensors: dict[str, mx.array]) -> No
     module: Any = dict(model.named_modules())[path]
     if "scales" not in module:
         # Values as mlx-lm's dequantize makes them, in the dtype that the module was widened to.
-        module.weight = _values(work, tensors).astype(module.weight.dtype)
+        values = tensors["weight"]
+        if bits is not None:
+            grid = tensors["scales"], tensors["biases"], work.module.stored.group_size
+            values = mx.dequantize(values, *grid, bits)
+        module.weight = values.astype(module.weight.dtype)
     elif bits is not None:
         module.weight, module.scales, module.biases = (
             tensors[name] for name in ("weight", "scales", "biases")
@@ -187,10 +184,33 @@ def _put(model: nn.Module, work: ModuleWork, tensors: dict[str, mx.array]) -> No
     mx.eval(module.parameters())
 
 
-def _values(work: ModuleWork, tensors: dict[str, mx.array]) -> mx.array:
-    if work.bits is None:
-        return tensors["weight"]
-    group_size = work.module.stored.group_size
-    return mx.dequantize(
-        tensors["weight"], tensors["scales"], tensors["biases"], group_size, work.bits
-    )
+def attach_adapters(
+    model: nn.Module, checkpoint: Checkpoint, settings: FuseSettings, dtype: mx.Dtype | None = None
+) -> list[str]:
+    """Put `settings.adapter_path` over modules of `model`, which was loaded from `checkpoint`: one
+    adapter over the other, in order. Returns notes on the adapters, as the fuse gives them.
+
+    dtype: that the pairs compute in, as in `prepare_base`; None: their own.
+    Law: what the model computes is what mlx-lm computes with the adapter, to the bit; with several,
+    each adds its delta to the same inputs.
+    Raises: AdapterError, CheckpointError: as the fuse, for what does not fit; the model has LoRA
+        layers already.
+    """
+    modules, notes = gather_modules(checkpoint, settings)
+    check_places(model, modules)
+    for module in modules:
+        for _, match in sorted(module.stages.items()):
+            lora = match.module
+            pair = (
+                _lora_array(lora.lora_a, lora.dtype, dtype),
+                _lora_array(lora.lora_b, lora.dtype, dtype),
+            )
+            base_model.attach_pair(model, module.path, match.kind, pair, lora.scale)
+    model.eval()
+    return notes
+
+
+def _lora_array(raw: Array, stored: str, dtype: mx.Dtype | None) -> mx.array:
+    array = mx.array(raw)
+    array = array.view(mx.bfloat16) if stored == "BF16" else array
+    return array if dtype is None else array.astype(dtype)

@@ -1,26 +1,46 @@
-"""What a fuse reports: per stage and module, in total, and as a verdict in words."""
+"""What a fuse reports: per stage and module, in total, as a verdict in words, and as a result."""
 
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mlxstacks.files.outputs import SideFile
+from mlxstacks.command_line import command_line
+from mlxstacks.files.shards import tensor_nbytes
+from mlxstacks.files.side_files import SideFile
+from mlxstacks.fuse.decide import Choice, policy_name
 from mlxstacks.fuse.fidelity import ALL_STAGES, Fidelity, Sums, fidelity
+from mlxstacks.fuse.module import Module
+from mlxstacks.fuse.rewrite import ModuleWork
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.memory import bytes_in_words
+from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table, Text
+from mlxstacks.study.render.words import fixed, listed, number, percent
+from mlxstacks.study.result import Result
+from mlxstacks.study.write import environment
 
 # Of modules below the target so many are named; all are in the report.
-_MOST_SHORTFALLS = 8
-_FIGURES = (
+_MOST_SHORTFALLS, _MOST_FILES = 8, 3
+_IN_DATA = (
     "status", "model", "save_path", "zero_delta", "kernels", "base_fingerprint", "files",
     "extra_bytes", "written_bytes",
 )  # fmt: skip
+_COLUMNS: Columns = {
+    "module": "text", "policy": "text", "steps": ("number", 3), "correlation": ("number", 3),
+    "survival": "share", "noise": ("number", 3), "artifact": ("share", 2),
+}  # fmt: skip
+_LEGEND = (
+    "steps: size of the trained change D in quantization steps; correlation: of the fused change F "
+    "with D; survival: <F,D>/<D,D>; noise: in sizes of D; artifact: change at zero delta, in sizes "
+    "of the weights"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
-    """One module in one stage."""
+    """One module in one stage. tried: estimates by policy."""
 
     path: str
     stage: int
@@ -38,11 +58,6 @@ class ModuleReport:
         """As measured; of a dry run, the estimate for the chosen policy."""
         return self.fidelity or self.tried.get(self.policy)
 
-    def as_json(self) -> dict[str, Any]:
-        fields = asdict(self)
-        del fields["stage"]
-        return {"module": fields.pop("path"), "estimates": fields.pop("tried"), **fields}
-
 
 @dataclass(frozen=True, slots=True)
 class StageReport:
@@ -53,7 +68,13 @@ class StageReport:
     total: Fidelity | None
 
     def as_json(self) -> dict[str, Any]:
-        modules = [module.as_json() for module in self.modules]
+        modules = []
+        for module in self.modules:
+            fields = asdict(module)
+            del fields["stage"]
+            modules.append(
+                {"module": fields.pop("path"), "estimates": fields.pop("tried"), **fields}
+            )
         return {
             "adapter": self.adapter, "total": self.total and asdict(self.total), "modules": modules
         }  # fmt: skip
@@ -117,7 +138,6 @@ class FuseReport:
 
     def as_json(self) -> dict[str, Any]:
         """The figures; settings, verdict and notes stand in the head of the result."""
-        figures = {name: getattr(self, name) for name in _FIGURES}
         carried, left = [], []
         for file in self.side_files:
             if file.how is None:
@@ -126,7 +146,8 @@ class FuseReport:
                 link = {"link": file.link} if file.link else {}
                 entry = {"name": file.name, "how": file.how, "bytes": file.nbytes}
                 carried.append({**entry, **link})
-        return figures | {
+        return {
+            **{name: getattr(self, name) for name in _IN_DATA},
             "stages": [stage.as_json() for stage in self.stages],
             "total": self.total and asdict(self.total),
             "carried": carried,
@@ -134,18 +155,70 @@ class FuseReport:
         }
 
 
-def total_fidelity(sums: list[Sums]) -> Fidelity:
-    """Figures of several modules together: ratios of the sums, never means of ratios."""
-    return fidelity(sum(sums, Sums()))
+def total_fidelity(sums: list[Sums]) -> Fidelity | None:
+    """Figures of several modules together: ratios of the sums, never means of ratios; None: no
+    modules.
+    """
+    return fidelity(sum(sums, Sums())) if sums else None
 
 
 def together(sums: Mapping[str, Mapping[int, Sums]]) -> Fidelity | None:
-    """Figures of all stages of all modules, from sums by module path and stage; None for none.
+    """Figures of all stages of all modules, from sums by module path and stage.
 
     A module of one stage has no sums of ALL_STAGES: its own are those.
     """
-    each = [by_stage.get(ALL_STAGES) or next(iter(by_stage.values())) for by_stage in sums.values()]
-    return total_fidelity(each) if each else None
+    return total_fidelity(
+        [by_stage.get(ALL_STAGES) or next(iter(by_stage.values())) for by_stage in sums.values()]
+    )
+
+
+def stage_report(
+    stage: int,
+    adapter: str,
+    works: list[ModuleWork],
+    choices: dict[str, Choice],
+    sums: dict[str, dict[int, Sums]],
+) -> StageReport:
+    """The report of one adapter; `sums` is empty for a dry run."""
+    modules, measured = [], []
+    for work in works:
+        module = work.module
+        if stage not in module.stages:
+            continue
+        decision = work.decisions[stage]
+        module_sums = sums.get(module.path, {}).get(stage)
+        if module_sums is not None:
+            measured.append(module_sums)
+        earlier = [work.decisions[s].bits for s in sorted(work.decisions) if s < stage]
+        before = earlier[-1] if earlier else module.stored.bits
+        modules.append(
+            ModuleReport(
+                path=module.path,
+                stage=stage,
+                policy=policy_name(decision),
+                bits_before=before,
+                bits_after=decision.bits,
+                base=module.stages[stage].base,
+                bytes_before=tensor_bytes(module, before),
+                bytes_after=tensor_bytes(module, decision.bits),
+                fidelity=fidelity(module_sums) if module_sums is not None else None,
+                tried=choices[module.path].tried.get(stage, {}),
+            )
+        )
+    return StageReport(adapter, modules, total_fidelity(measured))
+
+
+def tensor_bytes(module: Module, bits: int | None) -> int:
+    """Bytes of a module's tensors at `bits`, or of its plain weight for None."""
+    return entries_bytes(module.outputs(bits))
+
+
+def entries_bytes(entries: list[tuple[str, str, tuple[int, ...]]]) -> int:
+    """Bytes of tensors given by (name, dtype, shape)."""
+    return sum(tensor_nbytes(dtype, shape) or 0 for _, dtype, shape in entries)
+
+
+# --- in words -------------------------------------------------------------------------------------
 
 
 def below_target(
@@ -157,11 +230,7 @@ def below_target(
     """
     if settings.requant not in ("auto", "promote") or settings.zero_delta:
         return []
-    return [
-        (correlation, module)
-        for correlation, module in _by_correlation(stages)
-        if correlation < settings.target_correlation
-    ]
+    return [pair for pair in _by_correlation(stages) if pair[0] < settings.target_correlation]
 
 
 def _by_correlation(stages: Sequence[StageReport]) -> list[tuple[float, ModuleReport]]:
@@ -183,7 +252,7 @@ def shortfall_notes(
     """
     helped, lost = [], []
     for correlation, module in below_target(stages, settings):
-        name = f"{module.path}{_of_stage(module.stage, stages)} {_floored(correlation)}"
+        name = f"{_named(module, stages)} {_floored(correlation)}"
         plain = dequantized.get(module.path)
         if plain and plain.correlation and 1 - plain.correlation < 0.9 * (1 - correlation):
             helped.append(f"{name} (then about {_floored(plain.correlation)})")
@@ -192,18 +261,19 @@ def shortfall_notes(
     below = f"Correlation below the target of {settings.target_correlation:g}"
     notes = []
     if helped:
-        notes.append(f"{below}; --requant dequantize does better: {_listed(helped)}.")
+        names = listed(helped, _MOST_SHORTFALLS)
+        notes.append(f"{below}; --requant dequantize does better: {names}.")
     if lost:
+        names = listed(lost, _MOST_SHORTFALLS)
         notes.append(
-            f"{below}, and no policy does better: {_listed(lost)}. Serve the adapter unfused "
+            f"{below}, and no policy does better: {names}. Serve the adapter unfused "
             "(--adapter-path), or train a larger change."
         )
     return notes
 
 
-def _listed(names: list[str]) -> str:
-    hidden = len(names) - _MOST_SHORTFALLS
-    return ", ".join(names[:_MOST_SHORTFALLS]) + (f" and {hidden} more" if hidden > 0 else "")
+def _named(module: ModuleReport, stages: Sequence[StageReport]) -> str:
+    return module.path + (f" in stage {module.stage + 1}" if len(stages) > 1 else "")
 
 
 def _floored(correlation: float) -> str:
@@ -225,70 +295,45 @@ def verdict(
     alternative where it is better.
     """
     totals = [stage.total for stage in stages if stage.total is not None]
+    reached: float | None
     if not totals:
-        return _planned_verdict(stages, settings, alternative)
-    if settings.zero_delta:
+        sentence = "planned only, nothing was written"
+        ordered = _by_correlation(stages)
+        if not ordered:
+            return f"{sentence}."
+        (reached, worst), (high, _) = ordered[0], ordered[-1]
+        trained = ", with the trained delta" if settings.zero_delta else ""
+        sentence += f"; estimated correlation{trained} {reached:.3f} ({_named(worst, stages)})"
+        sentence += f" to {high:.3f}." if len(ordered) > 1 else "."
+    elif settings.zero_delta:
         return _zero_verdict(totals)
-    if all(figures.survival is None for figures in totals):
+    elif all(figures.survival is None for figures in totals):
         return "the delta is zero, or too small for float32; " + _zero_verdict(totals)
-    many = len(totals) > 1
-    parts = [
-        (f"stage {number}: " if many else "") + _fidelity_words(figures)
-        for number, figures in enumerate(totals, 1)
-    ]
-    if many and total is not None:
-        parts.append(f"all {len(totals)} together: {_fidelity_words(total)}")
-    sentence = "; ".join([*parts, _cost(extra_bytes), *_artifacts(totals)]) + "."
-    sentence += _shortfall_words(stages, settings)
-    return sentence + _alternative_words(alternative, totals[-1].correlation, settings)
-
-
-def _planned_verdict(
-    stages: Sequence[StageReport], settings: FuseSettings, alternative: Alternative | None
-) -> str:
-    opening = "planned only, nothing was written"
-    ordered = _by_correlation(stages)
-    if not ordered:
-        return f"{opening}."
-    (low, worst), (high, _) = ordered[0], ordered[-1]
-    trained = ", with the trained delta" if settings.zero_delta else ""
-    sentence = (
-        f"{opening}; estimated correlation{trained} {low:.3f} ({worst.path}"
-        f"{_of_stage(worst.stage, stages)})"
-    )
-    sentence += f" to {high:.3f}." if len(ordered) > 1 else "."
-    sentence += _shortfall_words(stages, settings)
-    return sentence + _alternative_words(alternative, low, settings)
-
-
-def _shortfall_words(stages: Sequence[StageReport], settings: FuseSettings) -> str:
-    below = below_target(stages, settings)
-    if not below:
-        return ""
-    correlation, worst = below[0]
-    count = sum(len(stage.modules) for stage in stages)
-    return (
-        f" {len(below)} of {count} module{'s' if count > 1 else ''} below the target of "
-        f"{settings.target_correlation:g}, the worst {worst.path}"
-        f"{_of_stage(worst.stage, stages)} with {_floored(correlation)}."
-    )
-
-
-def _alternative_words(
-    alternative: Alternative | None, reached: float | None, settings: FuseSettings
-) -> str:
-    if alternative is None or (reached or 0.0) >= min(
+    else:
+        many, reached = len(totals) > 1, totals[-1].correlation
+        parts = [
+            (f"stage {place}: " if many else "") + _fidelity_words(figures)
+            for place, figures in enumerate(totals, 1)
+        ]
+        if many and total is not None:
+            parts.append(f"all {len(totals)} together: {_fidelity_words(total)}")
+        sentence = "; ".join([*parts, _cost(extra_bytes), *_artifacts(totals)]) + "."
+    if below := below_target(stages, settings):
+        correlation, worst = below[0]
+        count = sum(len(stage.modules) for stage in stages)
+        sentence += (
+            f" {len(below)} of {count} module{'s' if count > 1 else ''} below the target of "
+            f"{settings.target_correlation:g}, the worst {_named(worst, stages)} with "
+            f"{_floored(correlation)}."
+        )
+    if alternative is not None and (reached or 0.0) < min(
         settings.target_correlation, alternative.correlation - 0.01
     ):
-        return ""
-    return (
-        f" --requant {alternative.policy}: correlation {alternative.correlation:.3f}, survival "
-        f"{_percent(alternative.survival)}, {_cost(alternative.extra_bytes)}."
-    )
-
-
-def _of_stage(stage: int, stages: Sequence[StageReport]) -> str:
-    return f" in stage {stage + 1}" if len(stages) > 1 else ""
+        sentence += (
+            f" --requant {alternative.policy}: correlation {alternative.correlation:.3f}, survival "
+            f"{_percent(alternative.survival)}, {_cost(alternative.extra_bytes)}."
+        )
+    return sentence
 
 
 def _fidelity_words(total: Fidelity) -> str:
@@ -323,11 +368,11 @@ def _zero_verdict(totals: list[Fidelity]) -> str:
     if not any(total.artifact for total in totals):
         return "at zero delta no weight changed: this fuse adds nothing of its own."
     changes = []
-    for number, total in enumerate(totals, 1):
+    for place, total in enumerate(totals, 1):
         changed = _percent(total.artifact or 0.0)
         if total.codes_changed_at_zero:
             changed += f" and {_percent(total.codes_changed_at_zero)} of the codes"
-        changes.append(f"{changed} in stage {number}" if len(totals) > 1 else changed)
+        changes.append(f"{changed} in stage {place}" if len(totals) > 1 else changed)
     return (
         f"at zero delta the fuse itself changed the weights by {', '.join(changes)}: "
         "subtract what this model scores before you credit the adapter."
@@ -340,3 +385,208 @@ def _percent(share: float) -> str:
     if abs(value) >= 9.95:
         return f"{value:.1f}%" if 99 <= value < 99.95 else f"{value:.0f}%"
     return f"{value:.1f}%" if abs(value) >= 0.1 else f"{value:.2g}%"
+
+
+# --- as a result ----------------------------------------------------------------------------------
+
+
+def result_of(report: FuseReport) -> Result:
+    """The document of a fuse; what it was made from is added where it is written."""
+    is_planned, notes = report.status == "planned", list(report.notes)
+    next_steps = {}
+    if is_planned:
+        trained = " of the trained adapter" if report.zero_delta else ""
+        notes.append(f"Figures{trained} are estimates from a sample of rows.")
+    else:
+        next_steps["Try it"] = command_line("mlxstacks chat", model=report.save_path)
+        if report.settings["requant"] == "dequantize":
+            next_steps["Other modules keep their bits; without"] = command_line(
+                "mlx_lm.convert", hf_path=report.save_path, mlx_path=f"{report.save_path}-plain",
+                dequantize=True,
+            )  # fmt: skip
+    blocks: list[Block] = []
+    if len(report.stages) > 1 and report.total is not None:
+        row = ("sum of the adapters", "", *_cells(report.total))
+        blocks.append(Table.of("together", "Fidelity of all stages together", _COLUMNS, [row]))
+    for place, stage in enumerate(report.stages, 1):
+        which = f" (stage {place} of {len(report.stages)})" if len(report.stages) > 1 else ""
+        blocks += _stage_blocks(stage, place, which, report.zero_delta)
+    shards = Table.of(
+        "files", "Files of the model", {"file": "text", "how": "text", "written": "bytes"},
+        [(file["name"], file["how"], file["written_bytes"]) for file in report.files], folded=True,
+        caption=f"The model grows by {bytes_in_words(report.extra_bytes)}; "
+        f"{bytes_in_words(report.written_bytes)} were written.",
+    )  # fmt: skip
+    return Result(
+        kind="fuse",
+        title="Fuse",
+        question="How much of the adapter is in the fused weights, and what does the fuse do by "
+        "itself?",
+        status="planned" if is_planned else "done",
+        outcome=_outcome(report),
+        verdict=report.verdict,
+        settings=report.settings,
+        environment=environment(report.seconds),
+        data=report.as_json(),
+        blocks=(*blocks, shards, Text(title="Files", paragraphs=_files(report))),
+        notes=tuple(notes),
+        failed_gate=report.failed_gate,
+        directory=report.save_path,
+        next_steps=next_steps,
+    )
+
+
+def _outcome(report: FuseReport) -> str:
+    total = report.total
+    if total is None:
+        return "planned" if report.status == "planned" else "not measured"
+    if report.zero_delta or total.survival is None:
+        if total.artifact is None:
+            return "not measured"
+        moved = f"the fuse alone moves weights by {percent(total.artifact)}"
+        return moved if total.artifact else "no artifact"
+    words = f"correlation {fixed(total.correlation)}, survival {percent(total.survival)}"
+    words += f", noise {number(total.noise, 2)}"
+    return f"{words}, artifact {percent(total.artifact)}" if total.artifact else words
+
+
+def _stage_blocks(stage: StageReport, place: int, which: str, zero: bool) -> list[Block]:
+    modules = sorted(stage.modules, key=_worst_first)
+    names = _short_names([module.path for module in modules])
+    rows = [(names[m.path], m.policy, *_cells(m.figures)) for m in modules]
+    if stage.total is not None:
+        many = "module" if len(modules) == 1 else "modules"
+        rows.insert(0, (f"total of {len(modules)} {many}", "", *_cells(stage.total)))
+    estimates = [
+        (names[module.path], policy, *_cells(figures))
+        for module in modules
+        for policy, figures in module.tried.items()
+    ]
+    blocks: list[Block] = [
+        Table.of(
+            f"fidelity-{place}", f"Fidelity by module{which}, worst modules first", _COLUMNS, rows,
+            caption=f"Adapter: {stage.adapter}. {_LEGEND}.",
+        ),
+        _weights(modules, stage.total, which, place),
+    ]  # fmt: skip
+    if (plot := _plot(modules, names, zero, which, place)) is not None:
+        blocks.insert(0, plot)
+    if estimates:
+        title = f"What other policies would give, estimated{which}"
+        blocks.append(Table.of(f"estimates-{place}", title, _COLUMNS, estimates, folded=True))
+    return blocks
+
+
+def _worst_first(module: ModuleReport) -> tuple[float, float]:
+    """By correlation; where there is none, as at zero delta, by what the fuse itself changed."""
+    figures = module.figures
+    if figures is None or figures.correlation is None:
+        return 2.0, -(figures.artifact or 0.0) if figures else 0.0
+    return figures.correlation, 0.0
+
+
+def _cells(figures: Fidelity | None) -> tuple[Cell, ...]:
+    if figures is None:
+        return (None,) * 5
+    return (
+        figures.delta_over_step, figures.correlation, figures.survival, figures.noise,
+        figures.artifact,
+    )  # fmt: skip
+
+
+def _short_names(paths: Sequence[str]) -> dict[str, str]:
+    """Layer and last name of each module path, "3 down_proj"; with more names where that is not
+    one module's alone.
+    """
+
+    def short(path: str, count: int) -> str:
+        layer = re.search(r"layers\.(\d+)\.(.+)$", path)
+        ending = ".".join((layer[2] if layer else path).split(".")[-count:])
+        return f"{layer[1]} {ending}" if layer else ending
+
+    for count in range(1, max((path.count(".") for path in paths), default=0) + 1):
+        names = {path: short(path, count) for path in paths}
+        if len(set(names.values())) == len(paths):
+            return names
+    return {path: path for path in paths}
+
+
+def _plot(
+    modules: Sequence[ModuleReport], names: Mapping[str, str], zero: bool, which: str, place: int
+) -> Plot | None:
+    """Correlation and survival, the worst module first; of a control what the fuse changed."""
+    keys = {"correlation": "correlation with the delta", "survival": "survival, <F,D>/<D,D>"}
+    if zero:
+        keys = {
+            "artifact": "artifact, |change| / |weights|",
+            "codes_changed_at_zero": "codes changed",
+        }
+    series, spans = [], []
+    for key, label in keys.items():
+        values = tuple(getattr(module.figures, key, None) for module in modules)
+        series.append(Series(label=label, y=values))
+        if known := [value for value in values if value is not None]:
+            spans.append(f"{label}: {number(min(known), 3)} to {number(max(known), 3)}")
+    if not spans:
+        return None
+    title = f"{'Change at zero delta' if zero else 'Fidelity'} by module{which}"
+    return Plot(
+        id=f"fidelity-plot-{place}", title=title, kind="series", series=tuple(series),
+        categories=tuple(names[module.path] for module in modules),
+        x_label="share" if zero else "correlation or survival",
+        references={} if zero else {"all of the delta": 1.0},
+        alt=f"{title}: a dot for each of {len(modules)} modules. {'; '.join(spans)}.",
+    )  # fmt: skip
+
+
+def _weights(
+    modules: Sequence[ModuleReport], total: Fidelity | None, which: str, place: int
+) -> Table:
+    columns: Columns = {
+        "module": "text", "bits before": "count", "bits after": "count", "bytes before": "bytes",
+        "bytes after": "bytes", "base": "text", "codes changed": "share", "at zero delta": "share",
+    }  # fmt: skip
+    rows: list[tuple[Cell, ...]] = [
+        (
+            m.path, m.bits_before, m.bits_after, m.bytes_before, m.bytes_after, m.base,
+            m.figures.codes_changed if m.figures else None,
+            m.figures.codes_changed_at_zero if m.figures else None,
+        )
+        for m in modules
+    ]  # fmt: skip
+    if total is not None:
+        sizes = (sum(m.bytes_before for m in modules), sum(m.bytes_after for m in modules))
+        codes = (total.codes_changed, total.codes_changed_at_zero)
+        rows.insert(0, ("total", None, None, *sizes, "", *codes))
+    return Table.of(
+        f"weights-{place}", f"Bits and codes by module{which}", columns, rows, folded=True,
+        caption="Shares of all codes of a module; of no bits: its weights are plain floats.",
+    )  # fmt: skip
+
+
+def _files(report: FuseReport) -> tuple[str, str]:
+    """The shards by what became of them, and what came along: which files hold weights without the
+    adapter, what did not come.
+    """
+    is_planned = report.status == "planned"
+    counts = Counter(str(file["how"]) for file in report.files)
+    shards = ", ".join(f"{count} {how}" for how, count in sorted(counts.items()))
+    written = f"{bytes_in_words(report.written_bytes)} of weights"
+    names = [file.name for file in report.side_files if file.how is not None]
+    parts = {
+        "unchanged weights": [n for n in names if n.endswith((".safetensors", ".gguf"))],
+        "behind links that leave the directory": [
+            f"{file.name} ({file.link})" for file in report.side_files if file.link
+        ],
+        "left out": [
+            f"{file.name} ({file.reason})"
+            for file in report.side_files
+            if file.reason not in (None, "hidden")
+        ],
+    }
+    carried = [f"{'Would carry' if is_planned else 'Carried'} {len(names)} side files"]
+    carried += [f"{what}: {listed(files, _MOST_FILES)}" for what, files in parts.items() if files]
+    return (
+        f"Shards: {shards}; {written}{' to write' if is_planned else ' written'}.",
+        "; ".join(carried) + ".",
+    )

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxstacks.files.checkpoint import Checkpoint
-from mlxstacks.files.outputs import clone_or_link
 from mlxstacks.files.shards import ShardHeader, ShardWriter
+from mlxstacks.files.side_files import clone_or_link
 from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import Choice
 from mlxstacks.fuse.fidelity import Sums
@@ -68,12 +68,17 @@ def module_works(
 
 
 def process(
-    work: ModuleWork, pool: ThreadPoolExecutor, workers: int, zero: bool, seed: int, keep: bool
+    work: ModuleWork,
+    pool: ThreadPoolExecutor,
+    workers: int,
+    settings: FuseSettings,
+    keep: bool = True,
 ) -> Iterator[Done]:
     """Finished blocks of a module in order, with at most `workers` + 2 in flight."""
+    zero = keep and settings.zero_delta  # decisions rest on the trained deltas
     waiting: deque[Future[Done]] = deque()
     on_device = any(decision.on_device for decision in work.decisions.values())
-    for task in tasks(work.module, work.decisions, zero, seed):
+    for task in tasks(work.module, work.decisions, zero, settings.seed):
         if on_device or work.by_kernel:  # MLX's streams belong to the thread that made them
             yield run_kernel_task(task) if work.by_kernel else run_task(task, keep)
             continue
@@ -85,13 +90,14 @@ def process(
 
 
 def measure_module(
-    work: ModuleWork, pool: ThreadPoolExecutor, workers: int, seed: int
+    work: ModuleWork, pool: ThreadPoolExecutor, workers: int, settings: FuseSettings
 ) -> dict[int, Sums]:
-    """Sums by stage over all rows of a module, without writing anything."""
-    return _total(work, process(work, pool, workers, False, seed, False))
+    """Sums by stage over all rows of a module with the trained delta; nothing is written."""
+    return total_sums(process(work, pool, workers, settings, keep=False))
 
 
-def _total(work: ModuleWork, blocks: Iterable[Done]) -> dict[int, Sums]:
+def total_sums(blocks: Iterable[Done]) -> dict[int, Sums]:
+    """By stage."""
     total = defaultdict[int, Sums](Sums)
     for done in blocks:
         for stage, sums in done.sums.items():
@@ -121,10 +127,7 @@ def write_shards(
     checkpoint: Checkpoint,
     works: list[ModuleWork],
     directory: Path,
-    *,
-    zero: bool,
-    seed: int,
-    copy: bool,
+    settings: FuseSettings,
     workers: int,
     progress: Progress,
 ) -> tuple[dict[str, dict[int, Sums]], list[dict[str, object]]]:
@@ -134,13 +137,29 @@ def write_shards(
     ("rewritten", "cloned", "linked", "copied") and the bytes that were written for it.
     """
     touched = touched_files(works)
+    rewritten = [header for header in checkpoint.headers if header.path in touched]
     files: list[dict[str, object]] = []
     for header in checkpoint.headers:
         if header.path not in touched:
-            how = clone_or_link(header.path, directory / header.path.name, copy=copy)
+            target = directory / header.path.name
+            how = clone_or_link(header.path, target, copy=settings.copy_shards)
             written = header.file_bytes if how == "copied" else 0
             files.append({"name": header.path.name, "how": how, "written_bytes": written})
-    rewritten = [header for header in checkpoint.headers if header.path in touched]
+
+    def copy_untouched(header: ShardHeader) -> None:
+        replaced = {info.name for work in works for info in work.module.tensors()}
+        for info in header.tensors.values():
+            if info.name not in replaced:
+                writers[header.path].copy(info)
+
+    def written_blocks(work: ModuleWork) -> Iterator[Done]:
+        for done in process(work, pool, workers, settings):
+            for name, chunk in done.chunks.items():
+                writers[home[name]].write(name, chunk)
+            progress(done.weights)
+            yield done
+
+    home = {info.name: info.file for work in works for info in work.module.tensors()}
     with ExitStack() as stack:
         copier = stack.enter_context(ThreadPoolExecutor(1))
         pool = stack.enter_context(ThreadPoolExecutor(workers))
@@ -152,44 +171,10 @@ def write_shards(
             )
             for header in rewritten
         }
-        copying = [
-            copier.submit(_copy_untouched, header, works, writers[header.path])
-            for header in rewritten
-        ]
-        sums = {
-            work.module.path: _write_module(work, writers, pool, workers, zero, seed, progress)
-            for work in works
-        }
+        copying = [copier.submit(copy_untouched, header) for header in rewritten]
+        sums = {work.module.path: total_sums(written_blocks(work)) for work in works}
         for future in copying:
             future.result()
         for path, writer in writers.items():
             files.append({"name": path.name, "how": "rewritten", "written_bytes": writer.close()})
     return sums, sorted(files, key=lambda file: str(file["name"]))
-
-
-def _copy_untouched(header: ShardHeader, works: list[ModuleWork], writer: ShardWriter) -> None:
-    replaced = {info.name for work in works for info in work.module.tensors()}
-    for info in header.tensors.values():
-        if info.name not in replaced:
-            writer.copy(info)
-
-
-def _write_module(
-    work: ModuleWork,
-    writers: dict[Path, ShardWriter],
-    pool: ThreadPoolExecutor,
-    workers: int,
-    zero: bool,
-    seed: int,
-    progress: Progress,
-) -> dict[int, Sums]:
-    home = {info.name: writers[info.file] for info in work.module.tensors()}
-
-    def written() -> Iterator[Done]:
-        for done in process(work, pool, workers, zero, seed, True):
-            for name, chunk in done.chunks.items():
-                home[name].write(name, chunk)
-            progress(done.weights)
-            yield done
-
-    return _total(work, written())

@@ -15,23 +15,25 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import check_unchanged, fingerprint, open_checkpoint
 from mlxstacks.files.disk import existing_ancestor, user_path
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.outputs import (
-    SideFile,
-    check_target,
-    copy_side_files,
-    side_files,
-    staged_directory,
-    write_json,
-)
+from mlxstacks.files.outputs import check_target, staged_directory, write_json
 from mlxstacks.files.shards import TensorInfo, read_header
+from mlxstacks.files.side_files import SideFile, copy_side_files, side_files
 from mlxstacks.files.stored_weight import config_key
 from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import Choice, decide, estimate_alternative
 from mlxstacks.fuse.fidelity import Fidelity, Sums
-from mlxstacks.fuse.gather import gather_modules
-from mlxstacks.fuse.module import Module
-from mlxstacks.fuse.report import Alternative, FuseReport, shortfall_notes, together, verdict
-from mlxstacks.fuse.result import result_of
+from mlxstacks.fuse.module import Module, gather_modules
+from mlxstacks.fuse.report import (
+    Alternative,
+    FuseReport,
+    entries_bytes,
+    result_of,
+    shortfall_notes,
+    stage_report,
+    tensor_bytes,
+    together,
+    verdict,
+)
 from mlxstacks.fuse.rewrite import (
     ModuleWork,
     measure_module,
@@ -41,7 +43,6 @@ from mlxstacks.fuse.rewrite import (
     write_shards,
 )
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.fuse.summary import entries_bytes, stage_report, tensor_bytes
 from mlxstacks.ops.kernels import backend
 from mlxstacks.study.result import Result
 from mlxstacks.study.write import write_result
@@ -56,10 +57,7 @@ ProgressCallback = Callable[[int, int], None]
 
 
 def run(
-    settings: FuseSettings,
-    *,
-    dry_run: bool = False,
-    progress: ProgressCallback | None = None,
+    settings: FuseSettings, *, dry_run: bool = False, progress: ProgressCallback | None = None
 ) -> FuseReport:
     """Fuse `settings.adapter_path` into `settings.model` and write it to `settings.save_path`.
 
@@ -74,10 +72,7 @@ def run(
 
 
 def run_command(
-    settings: FuseSettings,
-    *,
-    dry_run: bool = False,
-    progress: ProgressCallback | None = None,
+    settings: FuseSettings, *, dry_run: bool = False, progress: ProgressCallback | None = None
 ) -> Result:
     """`mlxstacks fuse`: the same as `run`, and what it wrote as `result.json`."""
     return _Fuse(settings, progress).run(dry_run)[1]
@@ -111,28 +106,18 @@ class _Fuse:
         choices = self._decide(dry_run)
         works = module_works(self.modules, choices, self.settings, self.notes, check=not dry_run)
         alternatives = self._alternatives(choices)
+        files = self._planned_files(works)
         if dry_run:
-            files = self._planned_files(works)
             report = self._report("planned", works, choices, {}, files, alternatives)
             return report, result_of(report)
-        needed = sum(int(file["written_bytes"]) for file in self._planned_files(works))
+        needed = sum(int(file["written_bytes"]) for file in files)
         shared = self._shares_bytes(self.checkpoint.directory)
         needed += sum(file.nbytes for file in self.side_files if file.how == "copied" or not shared)
         with staged_directory(
-            self.target,
-            force=self.settings.force,
-            needed_bytes=needed,
-            inputs=self.inputs,
+            self.target, force=self.settings.force, needed_bytes=needed, inputs=self.inputs
         ) as directory:
             sums, files = write_shards(
-                self.checkpoint,
-                works,
-                directory,
-                zero=self.settings.zero_delta,
-                seed=self.settings.seed,
-                copy=self.settings.copy_shards,
-                workers=self.workers,
-                progress=self._advance,
+                self.checkpoint, works, directory, self.settings, self.workers, self._advance
             )
             self.side_files = copy_side_files(
                 self.checkpoint.directory, directory, self.side_files, self.settings.copy_shards
@@ -152,7 +137,7 @@ class _Fuse:
             def full_pass(module: Module, decisions: dict[int, Decision]) -> dict[int, Sums]:
                 # By NumPy on every machine: no decision may hang on the last bit of a kernel's sum.
                 work = ModuleWork(module, decisions)
-                return measure_module(work, pool, self.workers, self.settings.seed)
+                return measure_module(work, pool, self.workers, self.settings)
 
             return {
                 module.path: decide(module, self.settings, full_pass, estimate_all)
@@ -168,10 +153,8 @@ class _Fuse:
             return policy, estimates
         for module in self.modules:
             choice = choices[module.path]
-            estimate = estimate_alternative(
-                module, choice, policy, self.settings.target_correlation
-            )
-            if estimate is not None:
+            target = self.settings.target_correlation
+            if (estimate := estimate_alternative(module, choice, policy, target)) is not None:
                 decision, figures = estimate
                 chosen = choice.decisions[max(choice.decisions)].bits
                 extra = tensor_bytes(module, decision.bits) - tensor_bytes(module, chosen)

@@ -4,8 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mlxstacks.files.module_bits import bits_of_module, parse_module_bits
-from mlxstacks.files.settings import PeftLayout
+from mlxstacks.files.settings import PeftLayout, bits_of_module, parse_module_bits
 from mlxstacks.settings import Settings
 
 PolicyName = Literal["auto", "refit", "keep", "nearest", "promote", "stochastic", "dequantize"]

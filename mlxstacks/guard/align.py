@@ -1,22 +1,25 @@
-"""Carries sizes from a traced function (`calls.py`) over to the true graph.
+"""Carries sizes from a traced function (`trace.py`) over to the true graph.
 
 Both come from the same code, so walking down from the results of both at once meets the same
 operations. Where they differ is known: operations that only pass an array on, equal operations
 merged in the trace, sorted expert products traced unsorted, checkpointing left out of the trace
-(what is computed again has the sizes of what it repeats), and fused operations (`fused.py`).
+(what is computed again has the sizes of what it repeats), and operations fused by `mx.compile`.
+
+A fused operation carries the names of its parts in its label, each part after its inputs:
+`CompiledBroadcastMultiplyAdd`. Walking the trace from the fused result, every input is either a
+part too, which then stands next in the label, or an input of the whole.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
-from mlxstacks.guard.fused import match_fused
 from mlxstacks.guard.graph import Graph, Ints
-from mlxstacks.guard.instances import Instance
-from mlxstacks.guard.pieces import PASSED_ON, Piece
+from mlxstacks.guard.trace import PASSED_ON, Instance, Piece
 
 # Names in the DOT text -> names in a trace; the rest agree in their first word.
 _OTHER_NAMES = {
@@ -204,3 +207,94 @@ def _guess(walk: _Walk, operation: int, index: int, guessed: Counter[str]) -> tu
     guessed[label] += 1
     made = [size for a in inputs if walk.producer[a] >= 0 and (size := walk.found[a]) is not None]
     return max(made, default=(4, 4))
+
+
+# More tries than this and the label is left unread.
+_MOST_TRIES = 20_000
+# MLX fuses no deeper.
+_DEPTH = 11
+_Array = tuple[Instance, str]
+
+
+class _TooManyTriesError(Exception):
+    pass
+
+
+def match_fused(
+    label: str, inputs: Sequence[int], at: Instance, letter: str
+) -> list[tuple[int, Instance, str]]:
+    """Each of `inputs` with the array of the trace that it is, or nothing where none fit.
+
+    (at, letter): the result of the fused operation in the trace. With several results the one that
+    is made last gives a match; the others give none.
+    """
+    search = _Search(label.removeprefix("Compiled"), len(inputs))
+    with suppress(_TooManyTriesError):
+        if search.part((at, letter), 0, 0, search.complete):
+            return [(mine, *other) for mine, other in zip(inputs, search.solution, strict=True)]
+    return []
+
+
+class _Search:
+    """Depth first, with a way back: `then` goes on with the rest of the label."""
+
+    def __init__(self, text: str, count: int) -> None:
+        self.text, self.count = text, count
+        self.parts: set[tuple[int, str]] = set()
+        self.inputs: list[_Array] = []
+        self.solution: list[_Array] = []
+        self.tries = 0
+
+    def complete(self, position: int) -> bool:
+        if position != len(self.text) or len(self.inputs) != self.count:
+            return False
+        self.solution = list(self.inputs)
+        return True
+
+    def part(self, array: _Array, depth: int, position: int, then: Callable[[int], bool]) -> bool:
+        """Take `array` as a part: its inputs first, then its own name."""
+        self.tries += 1
+        if self.tries > _MOST_TRIES:
+            raise _TooManyTriesError
+        at, letter = array
+        operation = at.graph.producer.get(letter, -1)
+        if depth >= _DEPTH or operation < 0 or len(at.graph.outputs[operation]) != 1:
+            return False
+        name = at.graph.names[operation]
+        if self.text.find(name, position) < 0:
+            return False
+        key = (id(at), letter)
+        self.parts.add(key)
+
+        def own_name(now: int) -> bool:
+            return self.text.startswith(name, now) and then(now + len(name))
+
+        arrays = [at.resolve(given) for given in at.graph.inputs[operation]]
+        if self.each(arrays, depth + 1, position, own_name):
+            return True
+        self.parts.discard(key)
+        return False
+
+    def each(
+        self, arrays: list[_Array], depth: int, position: int, then: Callable[[int], bool]
+    ) -> bool:
+        """Go through the inputs of a part, the first of them first."""
+        if not arrays:
+            return then(position)
+
+        def rest(now: int) -> bool:
+            return self.each(arrays[1:], depth, now, then)
+
+        at, letter = array = arrays[0]
+        operation = at.graph.producer.get(letter, -1)
+        # A broadcast is copied to each of its users; anything else occurs once.
+        is_broadcast = operation >= 0 and at.graph.names[operation] == "Broadcast"
+        if ((id(at), letter) in self.parts and not is_broadcast) or array in self.inputs:
+            return rest(position)
+        if self.part(array, depth, position, rest):
+            return True
+        self.inputs.append(array)
+        if len(self.inputs) <= self.count and rest(position):
+            return True
+        self.inputs.pop()
+        return False

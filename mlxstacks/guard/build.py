@@ -15,9 +15,8 @@ from mlxstacks import base_model, memory
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.files.checkpoint import read_json_object
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.shipped_configs import shipped_config, shipped_names
+from mlxstacks.files.hub import shipped_config, shipped_names
 from mlxstacks.guard.settings import GuardSettings
-from mlxstacks.guard.stacks import attach_lazy_stacks
 from mlxstacks.guard.step import Loss, Step, batch_for, micro_batch_for, mlx_lm_loss
 from mlxstacks.layers import gates
 from mlxstacks.layers.attach import attach_lora
@@ -29,12 +28,21 @@ from mlxstacks.regular_files import check_hub_reference
 from mlxstacks.training.boost import call_with_balance
 from mlxstacks.training.checkpointing import checkpoint_layers
 from mlxstacks.training.loop import new_state
-from mlxstacks.training.losses import MicroBatch, cross_entropy_loss
 from mlxstacks.training.modes import set_training_modes
 from mlxstacks.training.settings import OptimizerSettings
+from mlxstacks.training.step import MicroBatch, cross_entropy_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+from mlxstacks.layers.attach import add_active, attach_stacks
+from mlxstacks.layers.freezing import shape_of
+from mlxstacks.layers.latent import LatentPair, input_group
+from mlxstacks.layers.packed import FrozenStack, Segment, lazy_segment
+from mlxstacks.layers.selection import StackId
+from mlxstacks.layers.settings import StackSettings
+from mlxstacks.layers.stacked import StackedLayer, stacked_layers
 
 OPTIMIZERS: dict[str, Callable[[], optim.Optimizer]] = {
     "adam": lambda: optim.Adam(1e-5),
@@ -100,7 +108,13 @@ def lazy_model(config: dict[str, Any]) -> nn.Module:
         raise CheckpointError("the config has no model_type; give the config.json of a model")
     with config_errors(config):
         model = base_model.build_model(config)
-        _tie(model, config)
+        # Gemma 3's class has a head until a checkpoint without one is loaded; then it uses the
+        # embedding. The config says which it will be.
+        for module in (model, getattr(model, "language_model", model)):
+            untied = getattr(module, "tie_word_embeddings", None) is False and "lm_head" in module
+            if untied and config.get("tie_word_embeddings") is True:
+                module.tie_word_embeddings = True
+                module.pop("lm_head")
         base_model.cast(model, _dtype(config))
         _quantize(model, config)
     model.train()
@@ -122,18 +136,6 @@ def config_errors(config: dict[str, Any]) -> "Iterator[None]":
         ) from error
 
 
-def _tie(model: nn.Module, config: dict[str, Any]) -> None:
-    """Gemma 3's class has a head until a checkpoint without one is loaded; then it uses the
-    embedding. The config says which it will be.
-    """
-    if config.get("tie_word_embeddings") is not True:
-        return
-    for module in (model, getattr(model, "language_model", model)):
-        if getattr(module, "tie_word_embeddings", None) is False and "lm_head" in module:
-            module.tie_word_embeddings = True
-            module.pop("lm_head")
-
-
 def _unset(model: nn.Module) -> nn.Module:
     """Zeros, not made either, for the random start values of a model.
 
@@ -149,9 +151,9 @@ def _dtype(config: dict[str, Any]) -> mx.Dtype:
     for part in (config, config.get("text_config") or {}):
         named = part.get("dtype") or part.get("torch_dtype")
         if isinstance(named, str):
-            found = getattr(mx, named.removeprefix("torch."), None)
-            if isinstance(found, mx.Dtype):
-                return found
+            dtype = getattr(mx, named.removeprefix("torch."), None)
+            if isinstance(dtype, mx.Dtype):
+                return dtype
     return mx.bfloat16
 
 
@@ -195,26 +197,23 @@ def adapted_model(
     if settings.base == "float32" and memory.device().kind == "cpu" and eager:
         base_model.group_experts(model)  # as `training.prepare_base` does
     wanted = TargetSettings(layers=parse_layers(settings.layers), projections=settings.keys or None)
+    held: tuple[mx.array, ...] = ()
     try:
-        held = _attach(model, find_targets(model, wanted), settings)
+        targets = find_targets(model, wanted)
+        if settings.stack is not None:
+            held = attach_lazy_stacks(model, targets, settings.stack, settings)
+        elif settings.loss == "whole":
+            check_targets(targets, settings.rank)
+            paths = [target.path for target in targets]
+            base_model.attach_lora(model, 0, settings.rank, 1.0, paths)
+        else:
+            lora = LoRASettings(rank=settings.rank, dropout=settings.dropout)
+            check_targets(targets, settings.rank)
+            attach_lora(model, targets, lora, mx.random.key(0))
     except ValueError as error:
         raise InputError(str(error)) from None
     model.train()
     return _unset(model), held
-
-
-def _attach(
-    model: nn.Module, targets: list[Target], settings: GuardSettings
-) -> tuple[mx.array, ...]:
-    if settings.stack is not None:
-        return attach_lazy_stacks(model, targets, settings.stack, settings)
-    check_targets(targets, settings.rank)
-    if settings.loss == "whole":
-        base_model.attach_lora(model, 0, settings.rank, 1.0, [target.path for target in targets])
-    else:
-        lora = LoRASettings(rank=settings.rank, dropout=settings.dropout)
-        attach_lora(model, targets, lora, mx.random.key(0))
-    return ()
 
 
 def training_step(config: dict[str, Any], settings: GuardSettings, tokens: int) -> Step:
@@ -295,3 +294,55 @@ _CHECKPOINTING: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = 
     "layers": checkpoint_layers,
     "mlx": mlx_checkpointed,
 }
+
+
+def attach_lazy_stacks(
+    model: nn.Module, targets: Sequence[Target], stack: StackSettings, settings: GuardSettings
+) -> tuple[mx.array, ...]:
+    """Put stacks on the targets as a run of `stack` has them; the arrays that are no parameters.
+
+    Raises: ValueError as `check_targets`.
+    """
+    check_targets(targets, stack.latent_dim or stack.rank)
+    attach_stacks(model, targets)
+    pairs: dict[str, LatentPair] = {}
+    if (latent := stack.latent_dim) is not None:  # as `layers.latent.latent_pairs`, of zeros
+        dims = {target.path: target.dims for target in targets}
+        d_in = {input_group(path): mx.zeros((latent, d.input_dims)) for path, d in dims.items()}
+        pairs = {
+            path: LatentPair(d_in[input_group(path)], mx.zeros((d.output_dims, latent)))
+            for path, d in dims.items()
+        }
+    add_active(model, stack, mx.random.key(0), pairs)
+    held = [array for pair in pairs.values() for array in (pair.d_in, pair.d_out)]
+    for _, layer in stacked_layers(model):
+        held += _frozen(layer, settings)
+        if settings.directions:  # or all; `protect` would look at the numbers
+            assert layer.active is not None
+            width = layer.active.lora_b.shape[1]
+            layer.active._null_vectors = mx.zeros((width, min(settings.directions, width)))
+            held.append(layer.active._null_vectors)
+    return tuple({id(array): array for array in held}.values())
+
+
+def _frozen(layer: StackedLayer, settings: GuardSettings) -> Iterator[mx.array]:
+    """Serve frozen stacks of the shape of the active one, as `PackedStacks` would; their memory."""
+    delta = layer.active
+    assert delta is not None
+    if not settings.frozen_stacks:
+        return
+    half = mx.float16 if delta.settings.storage == "float16" else mx.bfloat16
+    stack = FrozenStack(
+        StackId("frozen", "frozen"),
+        shape_of(delta),
+        mx.zeros(delta.lora_a.shape, half),
+        mx.zeros(delta.lora_b.shape, half),
+        mx.zeros(delta.router.shape) if delta.has_router else None,
+    )
+    stored: Segment = lazy_segment([stack] * settings.frozen_stacks)
+    yield from stored.buffers
+    served = stored
+    if settings.base == "float32":
+        served = lazy_segment([stack] * settings.frozen_stacks, mx.float32)
+        yield from served.buffers
+    layer.install([served])

@@ -65,40 +65,31 @@ class Recorder:
     ) -> Any:
         """What the call returns, without making it."""
         shapes = self.shapes.get(key) if key is not None else None
-        if shapes is None:
-            shapes = _shapes_of(body, inputs)
+        if shapes is None:  # learned from fresh inputs outside of any trace
+            fresh = [mx.zeros(array.shape, array.dtype) for array in inputs]
+            with recording(None):
+                shapes = [(path, array.shape, array.dtype) for path, array in body(fresh)]
         if key is not None:
             self.shapes[key] = shapes
         if self.probes is None:
             outputs = [mx.zeros(shape, dtype) for _, shape, dtype in shapes]
             self.probe_shapes += [(a.shape, a.dtype) for a in [*floating(inputs), *outputs]]
         else:
-            outputs = self._stand_in(shapes, inputs)
+            total = mx.array(0.0)
+            for array in floating(inputs):
+                # A sine, so that the gradient of each input is an operation of its own.
+                total = total + mx.mean(mx.sin(array + next(self.probes)))
+            outputs = [
+                mx.broadcast_to(total, shape).astype(dtype) + next(self.probes)
+                for _, shape, dtype in shapes
+            ]
         self.sites.append(Site(body, backward, inputs, outputs, key))
         return tree_unflatten([(s[0], a) for s, a in zip(shapes, outputs, strict=True)])
-
-    def _stand_in(self, shapes: list[Shape], inputs: list[mx.array]) -> list[mx.array]:
-        assert self.probes is not None
-        total = mx.array(0.0)
-        for array in floating(inputs):
-            # A sine, so that the gradient of each input is an operation of its own.
-            total = total + mx.mean(mx.sin(array + next(self.probes)))
-        return [
-            mx.broadcast_to(total, shape).astype(dtype) + next(self.probes)
-            for _, shape, dtype in shapes
-        ]
 
 
 def floating(arrays: Sequence[mx.array]) -> list[mx.array]:
     """Those that have a gradient."""
     return [array for array in arrays if mx.issubdtype(array.dtype, mx.floating)]
-
-
-def _shapes_of(body: Body, inputs: list[mx.array]) -> list[Shape]:
-    """What a call returns, learned from fresh inputs outside of any trace."""
-    fresh = [mx.zeros(array.shape, array.dtype) for array in inputs]
-    with recording(None):
-        return [(path, array.shape, array.dtype) for path, array in body(fresh)]
 
 
 _active: Recorder | None = None
@@ -152,10 +143,12 @@ class _Function:
 
 
 @contextmanager
-def recorded_functions(modules: Sequence[Any] = ()) -> Iterator[None]:
+def recorded_functions(
+    modules: Sequence[Any] = (), replacement: Callable[..., Any] = _Function
+) -> Iterator[None]:
     """Custom functions made inside can be recorded; `modules` forget those that they keep."""
     real = mx.custom_function
-    mx.custom_function = _Function
+    mx.custom_function = replacement
     _forget(modules)
     try:
         yield
@@ -188,13 +181,8 @@ def last_gradients(modules: Sequence[Any] = ()) -> Iterator[list[mx.array]]:
         def __call__(self, *inputs: mx.array) -> Any:
             return self.function(*inputs)
 
-    mx.custom_function = Noting
-    _forget(modules)
-    try:
+    with recorded_functions(modules, Noting):
         yield noted
-    finally:
-        mx.custom_function = real
-        _forget(modules)
 
 
 @contextmanager
@@ -281,7 +269,15 @@ def _recorded(own: type) -> type:
 def _key(layer: nn.Module, flat: list[tuple[str, Any]]) -> str:
     """Equal for layers and arguments that make the same graph, whatever the numbers in them."""
     modules = [
-        (path, type(module).__qualname__, sorted(_plain_attributes(module)))
+        (
+            path,
+            type(module).__qualname__,
+            sorted(
+                (name, repr(value))
+                for name, value in vars(module).items()
+                if isinstance(value, str | int | float | bool | None)
+            ),
+        )
         for path, module in layer.named_modules()
     ]
     weights = [(path, _form(value)) for path, value in tree_flatten(layer.parameters())]
@@ -291,10 +287,3 @@ def _key(layer: nn.Module, flat: list[tuple[str, Any]]) -> str:
 
 def _form(value: Any) -> str:
     return f"{value.shape} {value.dtype}" if isinstance(value, mx.array) else repr(value)
-
-
-def _plain_attributes(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """What may change a module's graph beside shapes."""
-    for name, value in vars(module).items():
-        if isinstance(value, str | int | float | bool | None):
-            yield name, repr(value)

@@ -1,11 +1,18 @@
-"""A lazily built MLX graph as rows of integers.
+"""A lazily built MLX graph as rows of integers, and the order in which `mx.eval` runs it.
 
 MLX shows its graph in one way only, the DOT text of `mx.export_to_dot`. All arrays that matter are
 made inputs of one `mx.depends` node, so that the edges into that node list them in order.
+
+To evaluate, MLX first walks down from the outputs and counts how often each operation is asked for;
+operations with several outputs share one count. It then goes through the graph breadth first, at
+most `width` arrays ahead (`MLX_BFS_MAX_WIDTH`), takes an operation once all that ask for it are
+listed, and runs that list backwards.
 """
 
 import io
+import os
 import re
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -140,8 +147,13 @@ def parse(text: str) -> Graph:
     operation = is_label.cumsum() - 1
 
     def part(chosen: Bools) -> Rows:
-        values = _numbers(raw, starts[chosen], ends[chosen])
-        return Rows.of_lengths(values, np.bincount(operation[chosen], minlength=len(labels)))
+        """Numbers of the names at these places: A is 0, Z is 25, AA is 26."""
+        first, last = starts[chosen], ends[chosen]
+        number = np.zeros(len(first), np.int64)
+        for place in range((last - first).max(initial=0)):
+            inside = first + place < last
+            number[inside] = 26 * number[inside] + raw[first[inside] + place] - _BEFORE_A
+        return Rows.of_lengths(number - 1, np.bincount(operation[chosen], minlength=len(labels)))
 
     inputs, outputs = part(is_input), part(is_output)
     arrays = max(inputs.values.max(initial=-1), outputs.values.max(initial=-1)) + 1
@@ -151,10 +163,46 @@ def parse(text: str) -> Graph:
     return Graph(list(names), label, inputs, outputs, int(arrays), producer)
 
 
-def _numbers(raw: NDArray[np.uint8], starts: Ints, ends: Ints) -> Ints:
-    """Numbers of the names at raw[starts:ends]: A is 0, Z is 25, AA is 26."""
-    number = np.zeros(len(starts), np.int64)
-    for place in range((ends - starts).max(initial=0)):
-        inside = starts + place < ends
-        number[inside] = 26 * number[inside] + raw[starts[inside] + place] - _BEFORE_A
-    return number - 1
+USUAL_WIDTH = 20
+
+
+def bfs_width() -> int:
+    """How far ahead MLX looks in this process."""
+    return int(os.environ.get("MLX_BFS_MAX_WIDTH", USUAL_WIDTH))
+
+
+def evaluation_order(graph: Graph, outputs: Sequence[int], width: int | None = None) -> list[int]:
+    """Operations in the order in which they run for `mx.eval(outputs)`.
+
+    Law: every operation comes after those that make its inputs, and only those that the outputs
+    need are listed.
+    """
+    width = bfs_width() if width is None else width
+    first = graph.producer[list(outputs)]
+    first = first[first >= 0]
+    # Of each needed operation those that make its inputs, and how often each is asked for.
+    maker, reader = graph.producer[graph.inputs.values], graph.inputs.owners
+    is_made = (maker >= 0) & graph.needed_for(outputs)[reader]
+    maker, reader = maker[is_made], reader[is_made]
+    count = len(graph.label)
+    makers = Rows.of_lengths(maker, np.bincount(reader, minlength=count)).tuples
+    asked = (np.bincount(maker, minlength=count) + np.bincount(first, minlength=count)).tolist()
+    # From the outputs downwards; what does not fit the width waits on a stack.
+    listed: list[int] = []
+    ahead: deque[int] = deque()
+    waiting = [tuple(first.tolist())]
+    while ahead or waiting:
+        if ahead:
+            operation = ahead.popleft()
+            listed.append(operation)
+            needs = makers[operation]
+        else:
+            needs = waiting.pop()
+        for place, operation in enumerate(needs):
+            if len(ahead) >= width:
+                waiting.append(needs[place:])
+                break
+            asked[operation] -= 1
+            if not asked[operation]:
+                ahead.append(operation)
+    return listed[::-1]

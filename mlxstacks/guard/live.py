@@ -22,30 +22,20 @@ DONATION_SLACK_BYTES = 16384
 SHARE, LAST, EACH, RESHAPE, FIRST, ANY, FRESH = range(7)
 
 
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
-_VIEWS = _words("Broadcast ExpandDims Squeeze Transpose Slice Split StopGradient Copy AsStrided")
-_UNARY = _words(
-    "Abs ArcCos ArcCosh ArcSin ArcSinh ArcTan ArcTanh AsType BitwiseInvert Ceil Conjugate Cos Cosh "
-    "Erf ErfInv Exp Exp2 Expm1 Floor Log Log1p Log2 LogicalNot Negative Round Rsqrt Sigmoid Sign "
-    "Sin Sinh Softmax Sqrt Square Tan Tanh"
-)
-_BINARY = _words(
-    "Add ArcTan2 BitwiseAnd BitwiseOr BitwiseXor Divide Equal FloorDivide Greater GreaterEqual "
-    "LeftShift Less LessEqual LogAddExp LogicalAnd LogicalOr Maximum Minimum Multiply NotEqual "
-    "Power Remainder RightShift Select Subtract"
-)
-_RULES: dict[str, int] = {
-    **dict.fromkeys(_VIEWS, SHARE),
-    "Depends": EACH,
-    "CustomTransforms": LAST,
-    **dict.fromkeys(("Reshape", "Flatten", "Unflatten", "Contiguous"), RESHAPE),
-    # An update is written into the old array when nobody else reads that.
-    **dict.fromkeys((*_UNARY, "SliceUpdate", "Scatter", "ScatterAxis"), FIRST),
-    **dict.fromkeys(_BINARY, ANY),
+_LABELS = {
+    SHARE: "Broadcast ExpandDims Squeeze Transpose Slice Split StopGradient Copy AsStrided",
+    EACH: "Depends",
+    LAST: "CustomTransforms",
+    RESHAPE: "Reshape Flatten Unflatten Contiguous",
+    # Unary ones; an update is written into the old array when nobody else reads that.
+    FIRST: "Abs ArcCos ArcCosh ArcSin ArcSinh ArcTan ArcTanh AsType BitwiseInvert Ceil Conjugate "
+    "Cos Cosh Erf ErfInv Exp Exp2 Expm1 Floor Log Log1p Log2 LogicalNot Negative Round Rsqrt "
+    "Sigmoid Sign Sin Sinh Softmax Sqrt Square Tan Tanh SliceUpdate Scatter ScatterAxis",
+    ANY: "Add ArcTan2 BitwiseAnd BitwiseOr BitwiseXor Divide Equal FloorDivide Greater "
+    "GreaterEqual LeftShift Less LessEqual LogAddExp LogicalAnd LogicalOr Maximum Minimum Multiply "
+    "NotEqual Power Remainder RightShift Select Subtract",
 }
+_RULES = {label: rule for rule, labels in _LABELS.items() for label in labels.split()}
 # Views after which a reshape has to copy, and which cannot be donated.
 SCATTERED = frozenset(("Broadcast", "Transpose", "Split", "AsStrided"))
 
@@ -108,10 +98,18 @@ def simulate(
     widths = np.full(graph.arrays, 4) if itemsize is None else np.array(itemsize)
     run = _Run(graph, order, held, existing, outputs, begins, kept, until)
     root, dense = _views(run)
-    landed = _landed(run, lag)
+    # When each operation lets go of what it reads; `end`: never. Each dispatches a task that holds
+    # what it read; if it computes, it has dispatched that before.
+    done = np.cumsum(np.where((run.rule <= EACH) | (run.rule == RESHAPE), 1, 2))
+    landed = np.minimum(np.searchsorted(done, done + lag), run.next_starts - 1)
     donors = _donors(run, root, dense, sizes, widths, landed)
-    buffer = _owners(donors, root, sizes)
-    born, died = _lives(run, buffer, landed)
+    owner = list(range(len(root)))  # for each array the one that its buffer was allocated for
+    for array, donor in donors:
+        before = owner[donor]
+        # The first input that fits is taken.
+        if owner[array] == array and sizes[before] <= sizes[array] + DONATION_SLACK_BYTES:
+            owner[array] = before
+    born, died = _lives(run, np.array(owner)[root], landed)
     return _peak(run, born, died, sizes, measured_from, phase_of)
 
 
@@ -193,15 +191,6 @@ def _views(run: _Run) -> tuple[Ints, Bools]:
     return source, ~scattered
 
 
-def _landed(run: _Run, lag: int) -> Ints:
-    """The time at which each operation of the order lets go of what it reads; `end`: never.
-
-    Each dispatches a task that holds what it read; if it computes, it has dispatched that before.
-    """
-    done = np.cumsum(np.where((run.rule <= EACH) | (run.rule == RESHAPE), 1, 2))
-    return np.minimum(np.searchsorted(done, done + lag), run.next_starts - 1)
-
-
 def _holds(run: _Run, buffer: Ints) -> tuple[Ints, Ints]:
     """Buffers and the times of operations that hold them while in flight.
 
@@ -216,12 +205,7 @@ def _holds(run: _Run, buffer: Ints) -> tuple[Ints, Ints]:
 
 
 def _donors(
-    run: _Run,
-    root: Ints,
-    dense: Bools,
-    sizes: Ints,
-    widths: Ints,
-    landed: Ints,
+    run: _Run, root: Ints, dense: Bools, sizes: Ints, widths: Ints, landed: Ints
 ) -> list[tuple[int, int]]:
     """(result, input whose buffer it may take over), in the order in which they are tried.
 
@@ -248,17 +232,6 @@ def _donors(
     np.maximum.at(busy_until, held[before], landed[times[before]])
     fits &= busy_until[root[array]] < at
     return list(zip(made[fits].tolist(), root[array[fits]].tolist(), strict=True))
-
-
-def _owners(donors: list[tuple[int, int]], root: Ints, sizes: Ints) -> Ints:
-    """For each array the one that its buffer was allocated for."""
-    owner = list(range(len(root)))
-    for made, donor in donors:
-        before = owner[donor]
-        # The first input that fits is taken.
-        if owner[made] == made and sizes[before] <= sizes[made] + DONATION_SLACK_BYTES:
-            owner[made] = before
-    return np.array(owner)[root]
 
 
 def _lives(run: _Run, buffer: Ints, landed: Ints) -> tuple[Ints, Ints]:

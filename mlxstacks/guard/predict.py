@@ -1,19 +1,145 @@
-"""From graphs of short rows to the buffers and bytes of a long one.
+"""The buffers and bytes of a training step on long rows, and the buffers of generating text.
 
 Which moment of a step is the fullest changes with the length of the rows. So each phase of a step
 (a layer's multiplications on the way back, say) has a line of its own through two short lengths,
 and the highest of these lines at the wanted length is the prediction.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
-from mlxstacks.guard.kinds import FIXED, STATE, Phase, buffers_by_kind, layering
-from mlxstacks.guard.step import Step, no_collection, simulate_step, step_graph, step_sizes
+from mlxstacks.guard.graph import evaluation_order, export_graph
+from mlxstacks.guard.live import Peak, simulate
+from mlxstacks.guard.step import (
+    Step,
+    StepGraph,
+    decoder_layers,
+    no_collection,
+    simulate_step,
+    step_graph,
+    step_sizes,
+)
+
+WEIGHTS, STATE, REST = "weights", "adapter and optimizer", "embedding, head and loss"
+# Kinds that do not grow with the rows.
+FIXED = (WEIGHTS, STATE)
+
+
+Phase = tuple[bool, int, str]
+"""Forward or not, the layer (-1: none), and the name of the operations."""
+
+
+@dataclass(frozen=True)
+class Layering:
+    """To which layer the operations of a step belong, and its phases.
+
+    of_operation: layer of each operation, -1 for none; of_leaf: of each array that is no weight and
+    is there before the run. phases: all there are; phase_of: the place in it of each operation.
+    """
+
+    of_operation: list[int]
+    of_leaf: dict[int, int]
+    phases: list[Phase]
+    phase_of: list[int]
+
+
+def layering(graph: StepGraph) -> Layering:
+    """Assign operations to layers.
+
+    A forward operation belongs to the highest layer whose weights it depends on, a backward one to
+    the lowest whose values it reads. That is off by one for some, the same ones at every length.
+    """
+    forward = graph.graph.needed_for([graph.loss]).tolist()
+    of_operation, of_array = _layers(graph, forward)
+    of_leaf = _spread_to_makers(graph, of_operation, of_array)
+    label, names = graph.graph.label, graph.graph.names
+    above = np.array(of_operation) + 1
+    shape = (2, int(above.max(initial=0)) + 1, len(names))
+    key = np.ravel_multi_index((np.array(forward, np.int64), above, label), shape)
+    found, phase_of = np.unique(key, return_inverse=True)
+    phases = [
+        (bool(ahead), layer - 1, names[name])
+        for ahead, layer, name in np.transpose(np.unravel_index(found, shape)).tolist()
+    ]
+    return Layering(of_operation, of_leaf, phases, phase_of.tolist())
+
+
+def buffers_by_kind(
+    model: nn.Module, graph: StepGraph, layers: Layering, peak: Peak
+) -> dict[str, int]:
+    """Buffers alive at the peak by the kind of layer that they come from."""
+    kinds = [layer_kind(layer) for layer in decoder_layers(model)]
+    held, existing = set(graph.held), set(graph.existing)
+    found: Counter[str] = Counter()
+    for maker in peak.makers:
+        if maker < 0 and -1 - maker in held:
+            found[WEIGHTS] += 1
+        elif maker < 0 and -1 - maker in existing:
+            found[STATE] += 1
+        else:
+            made = layers.of_operation[maker] if maker >= 0 else layers.of_leaf.get(-1 - maker, -1)
+            found[kinds[made] if made >= 0 else REST] += 1
+    return dict(found.most_common())
+
+
+def layer_kind(layer: nn.Module) -> str:
+    """What a layer is called by what mixes its tokens: `linear_attn`, `self_attn`, or its class."""
+    names = [str(name) for name in layer.children()]
+    mixers = [name for name in names if name.endswith(("attn", "attention", "mixer"))]
+    return mixers[0] if mixers else type(layer).__name__
+
+
+def _layers(graph: StepGraph, forward: Sequence[bool]) -> tuple[list[int], list[int]]:
+    """Layer of each operation and of each array, -1: none."""
+    inputs, outputs = graph.graph.inputs.tuples, graph.graph.outputs.tuples
+    # What a checkpoint computes again starts with a Depends; its weights will tell the layer.
+    skipped = [label == "Depends" for label in graph.graph.labels]
+    of_array = [-1] * graph.graph.arrays
+    for array, layer in graph.layers.items():
+        of_array[array] = layer
+    of_operation = [-1] * len(inputs)
+    for operation in graph.order:
+        layer = -1
+        for array in inputs[operation]:
+            known = of_array[array]
+            if known > layer if forward[operation] else 0 <= known < layer or layer < 0:
+                layer = known
+        if layer < 0 or skipped[operation]:
+            continue
+        of_operation[operation] = layer
+        for array in outputs[operation]:
+            of_array[array] = layer
+    return of_operation, of_array
+
+
+def _spread_to_makers(
+    graph: StepGraph, of_operation: list[int], of_array: list[int]
+) -> dict[int, int]:
+    """Give constants, and what is made of nothing else, to those that use them; the leaves."""
+    of_leaf: dict[int, int] = {}
+    inputs, outputs = graph.graph.inputs, graph.graph.outputs
+    unknown = np.array(of_operation) < 0
+    unknown[inputs.owners[np.array(of_array)[inputs.values] < 0]] = True
+    order = np.array(graph.order, np.int64)
+    for operation in order[unknown[order]][::-1].tolist():
+        layer = of_operation[operation]
+        if layer < 0:
+            layer = max(of_array[array] for array in outputs[operation])
+            of_operation[operation] = layer
+        for array in inputs[operation]:
+            if of_array[array] < 0:
+                of_array[array] = of_leaf[array] = layer
+    return of_leaf
+
 
 Floats = NDArray[np.float64]
 
@@ -152,3 +278,139 @@ def predict(
         point, note = simulate_at(step_at(length), length, with_bytes)
         points.append(point)
     return Prediction(tokens, tuple(points), note)
+
+
+# Tokens in the cache when a step is simulated; caches grow in place, so the count is that of any.
+_PROMPT_TOKENS = 4
+_ROOM_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class DecodePrediction:
+    """Buffers of generating `tokens` tokens.
+
+    first_buffers: at the peak of the first step; leaked_per_token: what each step leaves behind.
+    """
+
+    tokens: int
+    first_buffers: int
+    leaked_per_token: int
+
+    def buffers_at(self, tokens: int) -> int:
+        return self.first_buffers + self.leaked_per_token * tokens
+
+    @property
+    def buffers(self) -> int:
+        return self.buffers_at(self.tokens)
+
+    def tokens_until(self, buffers: int) -> int | None:
+        """Tokens after which `buffers` are alive; None where that never happens."""
+        if self.leaked_per_token == 0:
+            return None
+        return max(0, buffers - self.first_buffers) // self.leaked_per_token
+
+
+class _KeyValueCache:
+    """Keys and values of one attention layer, written into a buffer with room for more: what
+    mlx-lm's KVCache does, and with `batch` its BatchKVCache, which knows each row's padding.
+    """
+
+    def __init__(self, batch: int | None) -> None:
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.used = 0
+        zeros = None if batch is None else [0] * batch
+        self.left_padding = None if zeros is None else mx.array(zeros)
+        self.offset: int | mx.array = 0 if zeros is None else mx.array(zeros)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """keys, values: (B, heads, T, D), joined to what is there along T."""
+        if self.keys is None or self.values is None:
+            self.keys, self.values = _room_for(keys), _room_for(values)
+        start, self.used = self.used, self.used + keys.shape[2]
+        self.offset = self.offset + keys.shape[2]
+        self.keys[..., start : self.used, :] = keys
+        self.values[..., start : self.used, :] = values
+        return self.keys[..., : self.used, :], self.values[..., : self.used, :]
+
+    def make_mask(self, count: int, **_: Any) -> mx.array | str | None:
+        """For `count` new tokens: (B, 1, count, all tokens), or a word, or nothing."""
+        if self.left_padding is None:
+            return None if count == 1 else "causal"
+        there = mx.arange(self.used + count)[None]
+        new = mx.arange(self.used, self.used + count)[:, None]
+        return (new >= there) & (mx.expand_dims(self.left_padding, (1, 2, 3)) <= there)
+
+    @property
+    def state(self) -> list[mx.array | int | None]:
+        return [self.keys, self.values, self.offset, self.left_padding]
+
+
+def _room_for(rows: mx.array) -> mx.array:
+    return mx.zeros((*rows.shape[:2], _ROOM_TOKENS, rows.shape[3]), rows.dtype)
+
+
+def predict_decode(model: nn.Module, tokens: int, batch: int, batched: bool) -> DecodePrediction:
+    """Buffers of generating `tokens` tokens with mlx-lm.
+
+    batched: with its BatchGenerator, which in 0.32.2 counts padding in one array a linear-attention
+        layer and reads only the first: of the others one operation a token is never run, and its
+        constant stays. (It stops counting where prompts of unequal length were padded; what is
+        given here is the worse case.) `stream_generate` has no padding to count.
+    """
+    training = model.training
+    model.eval()
+    try:
+        first, counting = _one_step(model, batch, batched)
+    finally:
+        model.train(training)
+    leaked = max(0, counting - 1) if batched else 0
+    return DecodePrediction(tokens, first, leaked)
+
+
+def _one_step(model: nn.Module, batch: int, batched: bool) -> tuple[int, int]:
+    """Buffers at the peak of one step, and how many caches count padding.
+
+    mlx-lm builds a step while the one before still runs. So two are gone through, and the peak of
+    the second is taken: what the first left in flight is there.
+    """
+    caches = _caches(model, batch if batched else None)
+    token = mx.argmax(model(mx.zeros((batch, _PROMPT_TOKENS), mx.int32), cache=caches)[:, -1], -1)
+    kept = [a for _, a in tree_flatten(model.parameters())]
+
+    def mark(*arrays: mx.array) -> mx.array:
+        """In the graph, with the arrays of the caches as they are now: they write into theirs."""
+        states = [a for _, a in tree_flatten([c.state for c in caches]) if isinstance(a, mx.array)]
+        return mx.depends([mx.array(0)], [*arrays, *states])[0]
+
+    moments = [mark(token)]
+    for _ in range(2):
+        logits = model(token[:, None], cache=caches)[:, -1, :]
+        scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        token = mx.argmax(scores, axis=-1)
+        moments.append(mark(token, scores))
+    graph, numbers = export_graph([*kept, *moments])
+    held = numbers[: len(kept)]
+    # Behind the zero that each of these passes on.
+    noted = [graph.inputs[graph.producer[number]][1:] for number in numbers[len(kept) :]]
+    existing, first, second = noted
+    graph.cut_at([*held, *existing])
+    order = evaluation_order(graph, first)
+    start = len(order)
+    producers = graph.producer.copy()
+    graph.cut_at(first)
+    order += evaluation_order(graph, second)
+    graph.producer[:] = producers
+    results = [*first[:2], *second]
+    peak = simulate(graph, order, held, existing, results, measured_from=start)
+    return peak.buffers, sum(1 for cache in caches if hasattr(cache, "advance"))
+
+
+def _caches(model: nn.Module, batch: int | None) -> list[Any]:
+    """One a layer; batch: rows of a BatchGenerator, None for a single text."""
+    if not hasattr(model, "make_cache"):
+        return [_KeyValueCache(batch) for _ in getattr(model, "layers", [])]
+    caches = list(model.make_cache())
+    if batch is None:
+        return caches
+    return [_KeyValueCache(batch) if type(c).__name__ == "KVCache" else c for c in caches]

@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -18,22 +18,198 @@ from mlxstacks.guard.build import (
     recurrence,
     training_step,
 )
-from mlxstacks.guard.decode import DecodePrediction, predict_decode
-from mlxstacks.guard.predict import Prediction, predict
-from mlxstacks.guard.report import (
-    Change,
-    DecodeReport,
-    GuardReport,
-    Limit,
-    StepBytes,
-    outcome_of,
-    result_of,
-    share_of,
-    verdict_of,
-)
-from mlxstacks.guard.settings import REFUSE_SHARE, GuardSettings
+from mlxstacks.guard.predict import DecodePrediction, Prediction, predict, predict_decode
+from mlxstacks.guard.settings import REFUSE_SHARE, WARN_SHARE, GuardSettings
 from mlxstacks.guard.step import Step, decoder_layers
+from mlxstacks.memory import bytes_in_words
+from mlxstacks.study.document import Block, Columns, Table
 from mlxstacks.study.result import Result
+from mlxstacks.study.write import environment
+
+Outcome = Literal["fits", "tight", "refused"]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Buffers that a process may hold, and bytes to stay within (None: not known).
+
+    known: the device or the caller said so; otherwise `buffers` is the usual number.
+    """
+
+    buffers: int
+    known: bool
+    nbytes: int | None
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Bytes of a training step at its peak; activations are all that the others are not.
+
+    adapter: what trains, a LoRA or a stack, with the run's copies of it. stacks: frozen ones.
+    """
+
+    weights: int
+    adapter: int
+    optimizer: int
+    stacks: int
+    activations: int | None
+
+    @property
+    def total(self) -> int | None:
+        if self.activations is None:
+            return None
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class DecodeReport:
+    """Generating text. tokens_until_limit: None where nothing grows."""
+
+    tokens: int
+    buffers: int
+    leaked_per_token: int
+    tokens_until_limit: int | None
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings to change, in words and as keys, and what the run would then need at most."""
+
+    words: str
+    settings: dict[str, Any]
+    buffers: int
+    nbytes: int | None
+
+
+@dataclass(frozen=True)
+class GuardReport:
+    """A run, predicted.
+
+    buffers, buffers_per_token: of the training step's peak. simulated_tokens: the row lengths that
+    were simulated. kinds: buffers by kind of layer, most first. longest: tokens that still pass.
+    change: the cheapest change that fits, None where none is needed or none was found.
+    """
+
+    settings: dict[str, Any]
+    config: str
+    limit: Limit
+    buffers: int
+    buffers_per_token: float
+    simulated_tokens: tuple[int, ...]
+    kinds: dict[str, int]
+    nbytes: StepBytes
+    decode: DecodeReport | None
+    longest: int
+    outcome: Outcome
+    verdict: str
+    change: Change | None
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def failed_gate(self) -> str | None:
+        if self.outcome != "refused" or self.settings["force"]:
+            return None
+        return f"{self.verdict} (--force runs all the same)"
+
+    @property
+    def apply(self) -> dict[str, Any]:
+        """The settings that fit: those asked for, with the change."""
+        asked = {k: v for k, v in self.settings.items() if k not in ("apply", "force")}
+        return asked | (self.change.settings if self.change else {})
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures; settings, verdict and notes stand in the head of the result."""
+        document = {"status": self.outcome, **asdict(self)}
+        document["limit"] = {
+            "buffers": self.limit.buffers,
+            "known": self.limit.known,
+            "working_set_bytes": self.limit.nbytes,
+        }
+        document["headroom_buffers"] = self.limit.buffers - self.buffers
+        parts = {f"{name}_bytes": nbytes for name, nbytes in asdict(self.nbytes).items()}
+        document["bytes"] = parts | {"total_bytes": self.nbytes.total}
+        for name in ("nbytes", "outcome", "settings", "verdict", "notes", "seconds"):
+            del document[name]
+        return document | {"apply": self.apply}
+
+
+def share_of(limit: Limit, buffers: int, nbytes: int | None) -> float:
+    """The larger of the two shares of a limit that a run takes."""
+    share = buffers / limit.buffers
+    if limit.nbytes and nbytes is not None:
+        share = max(share, nbytes / limit.nbytes)
+    return share
+
+
+def outcome_of(share: float) -> Outcome:
+    if share >= REFUSE_SHARE:
+        return "refused"
+    return "tight" if share >= WARN_SHARE else "fits"
+
+
+def verdict_of(limit: Limit, buffers: int, nbytes: int | None) -> str:
+    """What the numbers mean, in a sentence."""
+    by_count = buffers / limit.buffers
+    words = f"{buffers:,} live buffers are {by_count:.0%} of the limit of {limit.buffers:,}"
+    if nbytes is not None:
+        words += f"; {bytes_in_words(nbytes)}"
+        if limit.nbytes:
+            words += f" are {nbytes / limit.nbytes:.0%} of {bytes_in_words(limit.nbytes)}"
+    opening = {"fits": "fits", "tight": "fits, but not with ease", "refused": "does not fit"}
+    return f"{opening[outcome_of(share_of(limit, buffers, nbytes))]}: {words}"
+
+
+def result_of(report: GuardReport) -> Result:
+    """The document of a prediction; it is written nowhere."""
+    return Result(
+        kind="guard",
+        title="Guard",
+        question="Does a run fit into the live buffers and the bytes of its device?",
+        status="done",
+        outcome=report.outcome,
+        verdict=report.verdict,
+        settings=report.settings,
+        environment=environment(report.seconds),
+        data=report.as_json(),
+        blocks=_blocks(report),
+        notes=report.notes,
+        failed_gate=report.failed_gate,
+    )
+
+
+def _blocks(report: GuardReport) -> tuple[Block, ...]:
+    limit, total = report.limit, sum(report.kinds.values()) or 1
+    assumed = "" if limit.known else " (assumed)"
+    facts = {
+        "config": report.config,
+        "row length": f"{report.settings['max_seq_length']:,} tokens",
+        "live buffers": f"{report.buffers:,} of {limit.buffers:,}{assumed}",
+        "headroom": f"{limit.buffers - report.buffers:,} buffers",
+        "each token": f"{report.buffers_per_token:,.1f} buffers",
+        "longest row": f"{report.longest:,} tokens" if report.longest else "none",
+    }
+    if (decode := report.decode) is not None:
+        words = f"{decode.buffers:,} buffers after {decode.tokens:,} tokens"
+        if decode.leaked_per_token:
+            words += f"; {decode.leaked_per_token} more each token, the limit after "
+            words += f"{decode.tokens_until_limit:,}"
+        facts["generating"] = words
+    if (change := report.change) is not None:
+        size = "" if change.nbytes is None else f", {bytes_in_words(change.nbytes)}"
+        facts["cheapest change"] = f"{change.words}: at most {change.buffers:,} buffers{size}"
+    parts = {name: count for name, count in asdict(report.nbytes).items() if count != 0}
+    rows = [(name, count) for name, count in (parts | {"in all": report.nbytes.total}).items()]
+    if limit.nbytes:
+        rows.append(("to stay within", limit.nbytes))
+    kinds = [(name, count, count / total) for name, count in report.kinds.items()]
+    columns: Columns = {"buffers of": "text", "count": "count", "share": ("share", 0)}
+    return (
+        Table.of_facts("prediction", "Prediction", facts),
+        Table.of("bytes", "Bytes at the peak", {"of": "text", "bytes": "bytes"}, rows),
+        Table.of("buffers", "Live buffers by kind of layer", columns, kinds),
+    )
+
 
 # Row lengths to simulate. Lines through these meet the simulated counts of long rows exactly, on
 # tiny models and on Qwen3.5-35B-A3B; through shorter ones not always.
@@ -46,6 +222,11 @@ _SEGMENT = 512
 Say = Callable[[float, float, str], None]
 
 
+def run_command(settings: GuardSettings, progress: Say | None = None) -> Result:
+    """`mlxstacks guard`: the same as `guard`."""
+    return result_of(guard(settings, progress))
+
+
 def guard(settings: GuardSettings, progress: Say | None = None) -> GuardReport:
     """Predict the run of `settings`.
 
@@ -53,16 +234,8 @@ def guard(settings: GuardSettings, progress: Say | None = None) -> GuardReport:
         CheckpointError: no config, or none that mlx-lm knows.
         InputError: layers, names or rank that do not fit the model.
     """
+    say = progress or (lambda done, total, what: None)
     config, where = read_config(settings.model or "")
-    return _report(settings, config, where, progress or (lambda done, total, what: None))
-
-
-def run_command(settings: GuardSettings, progress: Say | None = None) -> Result:
-    """`mlxstacks guard`: the same as `guard`."""
-    return result_of(guard(settings, progress))
-
-
-def _report(settings: GuardSettings, config: dict[str, Any], where: str, say: Say) -> GuardReport:
     started = time.perf_counter()
     say(0, 3, "training step")
     with config_errors(config):  # around the model alone: what else fails is a fault of ours
@@ -72,7 +245,12 @@ def _report(settings: GuardSettings, config: dict[str, Any], where: str, say: Sa
     step = training_step(config, settings, 1)
     prediction = predict_training(config, settings, step=step)
     say(1, 3, "generating")
-    limit = _limit(settings)
+    device = memory.device()
+    limit = Limit(
+        buffers=settings.resource_limit or device.resource_limit,
+        known=settings.resource_limit is not None or device.resource_limit_known,
+        nbytes=settings.working_set_bytes or device.working_set_bytes,
+    )
     decode = _decode(config, settings, limit)
     nbytes = _bytes(step, prediction.nbytes, settings.adapter_copies)
     say(2, 3, "changes")
@@ -137,15 +315,6 @@ def _is_recurrent(step: Step) -> bool:
     """Whether layers run a recurrence over the tokens."""
     modules = (module for layer in decoder_layers(step.model) for module in layer.modules())
     return any(hasattr(module, "A_log") for module in modules)
-
-
-def _limit(settings: GuardSettings) -> Limit:
-    device = memory.device()
-    return Limit(
-        buffers=settings.resource_limit or device.resource_limit,
-        known=settings.resource_limit is not None or device.resource_limit_known,
-        nbytes=settings.working_set_bytes or device.working_set_bytes,
-    )
 
 
 def _bytes(step: Step, peak: int | None, copies: int) -> StepBytes:
@@ -223,15 +392,15 @@ def _cheapest_change(
         tried.append((words, change, predict_training(config, changed, with_bytes, changed_step)))
         if outcome_of(_share(limit, tried[-1][2])) == "fits":
             break
+    before = _share(limit, prediction)
     for least in ("fits", "tight"):
         for words, change, candidate in tried[1:]:
-            if outcome_of(_share(limit, candidate)) == least and _share(limit, candidate) < _share(
-                limit, prediction
-            ):
+            share = _share(limit, candidate)
+            if outcome_of(share) == least and share < before:
                 return Change(words, change, candidate.buffers, candidate.nbytes)
     words, change, candidate = min(tried, key=lambda row: _share(limit, row[2]))
     longest = _longest(limit, candidate)
-    if longest < 1 or outcome_of(_share(limit, prediction)) != "refused":
+    if longest < 1 or outcome_of(before) != "refused":
         return None
     shorter = f"rows of at most {longest:,} tokens"
     return Change(

@@ -21,10 +21,9 @@ from mlxstacks.guard.calls import (
     recorded_layers,
     use_probes,
 )
-from mlxstacks.guard.graph import Graph, export_graph
+from mlxstacks.guard.graph import Graph, evaluation_order, export_graph
 from mlxstacks.guard.live import Peak, simulate
-from mlxstacks.guard.order import evaluation_order
-from mlxstacks.guard.pieces import Piece, trace
+from mlxstacks.guard.trace import Piece, trace
 from mlxstacks.training.step import clip_by_global_norm
 
 Loss = Callable[..., Any]
@@ -42,7 +41,7 @@ class Step:
     recorded: modules of this package that keep custom functions of their own.
     clip_norm: of this package's trainer: gradients are evaluated, then clipped and applied; None:
         all in one evaluation, as in mlx-lm's.
-    held: arrays that stay alive beside those of the model: frozen stacks.
+    held: arrays that stay alive next to those of the model: frozen stacks.
     accumulated: of that trainer too: sums of the gradients of batches before, to be added to.
     """
 

@@ -17,8 +17,7 @@ import numpy as np
 from mlxstacks import __version__
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.manifest import StackRecord
-from mlxstacks.files.stack_file import StackFile
-from mlxstacks.files.stack_header import ProjectionShape, StackHeader
+from mlxstacks.files.stack_file import ProjectionShape, StackFile, StackHeader
 from mlxstacks.files.store import Store
 from mlxstacks.layers.adapted import AdaptedLayer, Dims, projection_dims
 from mlxstacks.layers.attach import attach_stacks

@@ -5,7 +5,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from mlxstacks.study.document import Column, Table
 from mlxstacks.study.result import Result
 
 if TYPE_CHECKING:
-    from mlxstacks.routing.chat_settings import AnswerSettings
+    from mlxstacks.routing.settings import AnswerSettings
 
 ASSETS = Path(__file__).resolve().parent.parent / "assets" / "nano"
 # By group and path; tools/nano/samples.py makes them. And a file of each group.
@@ -80,11 +80,7 @@ class NanoPaths:
         return nano_samples("domains")
 
     def as_json(self) -> dict[str, str]:
-        return {
-            "model_path": str(self.model_path),
-            "adapter_path": str(self.adapter_path),
-            "store_path": str(self.store_path),
-        }
+        return {name: str(path) for name, path in asdict(self).items()}
 
 
 def asset_hash() -> str:
@@ -260,13 +256,13 @@ def nano_samples(name: str) -> Path:
     `nano_paths`.
     """
     target = cache_directory() / f"nano-{asset_hash()}" / name
-    _fill(target, SAMPLES[name], lambda place: _write_samples(place, name))
+
+    def write(directory: Path) -> None:
+        samples = json.loads(gzip.decompress(SAMPLES_FILE.read_bytes()))
+        write_files(directory, samples[name])
+
+    _fill(target, SAMPLES[name], write)
     return target
-
-
-def _write_samples(directory: Path, name: str) -> None:
-    samples = json.loads(gzip.decompress(SAMPLES_FILE.read_bytes()))
-    write_files(directory, samples[name])
 
 
 def _fill(target: Path, part: str, write: Callable[[Path], None]) -> None:

@@ -1,4 +1,4 @@
-"""The plan of a recipe on a machine that lacks its model or its data: from the config alone.
+"""What a command would read, write and train, without running it; of its config where that is all.
 
 `mlxstacks run RECIPE --dry-run` on a laptop says what the run would be on the machine that has the
 model: sizes of model, adapters and stacks, the guard's verdict at the longest row that the settings
@@ -6,32 +6,178 @@ allow, and each file that is not here. Nothing is evaluated and nothing is writt
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlxstacks.errors import InputError
-from mlxstacks.files.shipped_configs import shipped_config
+from mlxstacks.files.disk import user_path
+from mlxstacks.files.hub import in_hub_cache, shipped_config
 from mlxstacks.memory import bytes_in_words
-from mlxstacks.recipe.inputs import Input, absent, inputs_of
 from mlxstacks.routing.settings import NO_GAP_LOG
-from mlxstacks.study.document import Block, Column, Table, Text
-from mlxstacks.study.render.terminal import byte_parts, cell_text, setting
+from mlxstacks.study.document import Block, Table, Text
+from mlxstacks.study.render.console import byte_parts, cell_text, setting
 from mlxstacks.study.result import Result
 
 if TYPE_CHECKING:
-    import mlx.nn as nn
+    from pydantic import BaseModel
 
-    from mlxstacks.guard.settings import GuardSettings
-    from mlxstacks.layers.targets import Target
+    from mlxstacks.data.settings import TrainDataSettings
     from mlxstacks.recipe.resolve import Resolved
-    from mlxstacks.studies.buffers.settings import BufferSettings
-    from mlxstacks.studies.compare.settings import CompareSettings
-    from mlxstacks.studies.sweep.settings import SweepSettings
-    from mlxstacks.training.settings import TrainSettings
-    from mlxstacks.training.stack_settings import StackRunSettings
+
+# Settings that name what is read. `save_path` of `stack` is read too, where it is there.
+KEYS = (
+    "model", "adapter_path", "store_path", "other_path", "router_path", "routers", "targets",
+    "data", "log_path", "prompts", "counting_library",
+)  # fmt: skip
+# Of these commands too; elsewhere the names mean other things.
+_MORE_KEYS = {"confound": ("persona", "items"), "identity": ("persona", "items", "suite")}
+# Made from the settings, not read.
+_MADE = {("suite", "default")}
+# A new store is made by the command itself; a log that is not there has no events.
+_NEED_NOT_BE = {("stacks import", "store_path"), ("route gaps", "log_path")}
+# Files of a data directory, and whether a run needs them.
+_ROWS = {"train.jsonl": True, "valid.jsonl": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """Something that is read. rows: lines of a JSONL file; None for what is no such file."""
+
+    key: str
+    path: str
+    here: bool
+    rows: int | None = None
+    needed: bool = True
+
+    @property
+    def words(self) -> str:
+        """What a plan says of it."""
+        if self.rows is not None:
+            return f"{self.path}: {self.rows:,} rows"
+        if self.here:
+            return f"{self.path}: here"
+        of_rows = "rows unknown: " if self.path.endswith((".jsonl", ".json", ".parquet")) else ""
+        return f"{of_rows}{self.path} is not here" + ("" if self.needed else " (not needed)")
+
+
+def inputs_of(name: str, settings: "BaseModel") -> list[Input]:
+    """All that a command reads, in the order of KEYS; directories of rows by their files."""
+    inputs: list[Input] = []
+    for key in (*KEYS, *_MORE_KEYS.get(name, ())):
+        value = getattr(settings, key, None)
+        if value is None or (name, key) in _NEED_NOT_BE or (key, value) in _MADE:
+            continue
+        if key == "data" and name in ("train", "sweep"):
+            inputs += _rows_of(value)
+        elif not (key == "data" and _domains(name, settings)):
+            paths = value if isinstance(value, tuple) else (value,)
+            # `prompts` is a file, a number of prompts or the prompts themselves, by the command.
+            inputs += [_input(key, path) for path in paths if isinstance(path, str)]
+    inputs += [_input("data", path) for path in dict.fromkeys(_sources(name, settings))]
+    return [*inputs, *_benchmarks(settings)] if name == "eval" else inputs
+
+
+def absent(inputs: list[Input]) -> list[Input]:
+    """Those that a run could not do without."""
+    return [item for item in inputs if item.needed and not item.here]
+
+
+def check_inputs(name: str, settings: "BaseModel") -> None:
+    """For a plan without a recipe, of paths that were typed. A model may be downloaded by the run.
+
+    Raises: InputError naming each input that is not here.
+    """
+    missing = [item for item in absent(inputs_of(name, settings)) if item.key != "model"]
+    if missing:
+        listed = ", ".join(f"{item.key} {item.path}" for item in missing)
+        raise InputError(f"{name}: not here: {listed}; give a path that is there")
+
+
+def _domains(name: str, settings: Any) -> Sequence[Any]:
+    """The domains of a stack run, by whose names the files in `data` are known."""
+    if name not in ("stack", "stack compare"):
+        return ()
+    domains: Sequence[Any] = (settings.run if name == "stack compare" else settings).domains
+    return domains
+
+
+def _rows_of(data: "str | TrainDataSettings") -> Iterator[Input]:
+    from mlxstacks.data.sources import SUFFIXES, train_data_settings
+
+    for source in train_data_settings(data).sources:
+        path = user_path(source.path or "")
+        if source.dataset:
+            here = _is_data_set_here(source.dataset, source.name, source.split)
+            yield Input("data", source.label, here)
+        elif path.suffix in SUFFIXES or (path.exists() and not (path / "train.jsonl").exists()):
+            yield _input("data", source.label)
+        else:
+            for name, needed in _ROWS.items():
+                yield _input("data", str(Path(source.label) / name), needed)
+
+
+def _input(key: str, text: str, needed: bool = True) -> Input:
+    from mlxstacks.data.json_rows import count_rows
+
+    path = user_path(text)
+    here = path.exists() or (key == "model" and in_hub_cache(text))
+    here = here or (key == "items" and _is_data_set_here(text))
+    rows = count_rows(path) if here and path.suffix == ".jsonl" and path.is_file() else None
+    return Input(key, text, here, rows, needed)
+
+
+def _is_data_set_here(dataset: str, name: str | None = None, split: str = "test") -> bool:
+    """Whether a data set is in the Hugging Face cache and can be opened; asks nobody."""
+    from mlxstacks.data.settings import SourceSettings
+    from mlxstacks.data.sources import open_source
+
+    try:
+        open_source(SourceSettings(dataset=dataset, name=name, split=split), Path.cwd())
+    except ValueError:  # InputError; or of the settings, for what is no id at all
+        return False
+    return True
+
+
+def _benchmarks(settings: Any) -> Iterator[Input]:
+    """Data sets of the tasks, where `data` names none of one's own and answers are to be made.
+
+    Tasks may share one, as a part of it each: it is here where the parts of all of them are.
+    """
+    from mlxstacks.studies.benchmarks.tasks import task_named
+
+    if settings.data is not None or settings.regrade is not None:
+        return
+    here: dict[str, bool] = {}
+    for sources in (task_named(task).sources for task in settings.own_tasks):
+        if sources:
+            dataset = sources[0].dataset
+            part = any(_is_data_set_here(s.dataset, s.name, s.split) for s in sources)
+            here[dataset] = here.get(dataset, True) and part
+    for dataset, all_here in here.items():
+        yield Input("data", dataset, all_here)
+
+
+def _sources(name: str, settings: Any) -> Iterator[str]:
+    """Files of the domains, labels and unseen data that settings list."""
+    data = getattr(settings, "data", None)
+    root = Path(data if isinstance(data, str) else ".")
+    for domain in _domains(name, settings):
+        if domain.data is None:
+            yield str(root / f"{domain.name}.jsonl")
+        else:
+            yield from (str(root / s.path) for s in domain.data.sources if s.path)
+    for labelled in getattr(settings, "sources", ()):
+        yield from (str(root / source.path) for source in labelled.data.sources if source.path)
+    for source in getattr(settings, "unseen", ()) or ():
+        path = source if isinstance(source, str) else getattr(source, "path", None)
+        if path:
+            yield str(root / path)
+
+
+# --- plans ----------------------------------------------------------------------------------------
 
 # These plan by themselves what they can without their model.
 PLAN_THEMSELVES = ("confound", "identity", "eval", "report")
@@ -53,7 +199,12 @@ def plan_from_config(name: str, resolved: "Resolved", from_recipe: bool) -> Resu
         return None
     inputs = inputs_of(name, settings)
     missing = absent(inputs)
-    models = _models(getattr(settings, "model", None), getattr(settings, "bits", None))
+    models = []
+    if model := getattr(settings, "model", None):
+        # a sweep's model may hold {bits}, a width each
+        bits = getattr(settings, "bits", None)
+        widths = bits if isinstance(bits, tuple) and bits else (None,)
+        models = [model.replace("{bits}", str(width)) for width in widths]
     model_is_missing = any(item.key == "model" for item in missing)
     known = all(shipped_config(model) is not None for model in models)
     if not missing or name == "guard":  # which reads nothing but a config, shipped or not
@@ -65,8 +216,11 @@ def plan_from_config(name: str, resolved: "Resolved", from_recipe: bool) -> Resu
             return None  # whose error says what is wrong
         models = []
     source, facts = _facts(models[0]) if models else (None, {})
-    training = list(_training(name, settings)) if models else []
-    notes = ("Row lengths are unknown: the guard took the longest that the settings allow.",)
+    training: list[dict[str, Any]] = []
+    if models and name in TRAIN:
+        from mlxstacks.recipe.training_plan import trainings_of
+
+        training = list(trainings_of(name, settings))
     changed = settings.model_dump(mode="json", exclude_defaults=True)
     writes = _writes(name, resolved)
     data = {
@@ -75,11 +229,17 @@ def plan_from_config(name: str, resolved: "Resolved", from_recipe: bool) -> Resu
     }  # fmt: skip
     blocks: list[Block] = [_settings_table(changed)]
     if facts:
-        blocks.append(Text(title=f"Planned from {source}", paragraphs=(_model_words(facts),)))
+        words = f"{facts['model_type']}: {facts['parameters']:,} parameters, "
+        words += f"{bytes_in_words(facts['weights_bytes'])} of weights, {facts['layers']} layers"
+        if facts["experts"]:
+            words += f", {facts['experts_per_token']} of {facts['experts']} experts a token"
+        blocks.append(Text(title=f"Planned from {source}", paragraphs=(words,)))
     blocks += map(_training_table, count(1), training)
     blocks.append(Text(title="Reads", paragraphs=tuple(f"{i.key}: {i.words}" for i in inputs)))
     plan = _planned(name, settings, writes, data, blocks)
-    plan = plan.model_copy(update={"notes": notes if training else ()})
+    if training:
+        note = "Row lengths are unknown: the guard took the longest that the settings allow."
+        plan = plan.model_copy(update={"notes": (note,)})
     return with_missing(plan, missing)
 
 
@@ -102,9 +262,8 @@ def _planned(
 
 
 def _settings_table(values: Mapping[str, Any]) -> Table:
-    rows = tuple((key, cell_text(setting(value))) for key, value in values.items())
-    columns = (Column(name="setting"), Column(name="value"))
-    return Table(id="settings", title="Settings", columns=columns, rows=rows)
+    rows = [(key, cell_text(setting(value))) for key, value in values.items()]
+    return Table.of("settings", "Settings", {"setting": "text", "value": "text"}, rows)
 
 
 def with_missing(plan: Result, missing: Sequence[Input]) -> Result:
@@ -113,14 +272,6 @@ def with_missing(plan: Result, missing: Sequence[Input]) -> Result:
     verdict = f"{plan.verdict} The run itself needs what is not here: {keys}.".strip()
     data = plan.data | {"not_here": [item.path for item in missing]}
     return plan.model_copy(update={"verdict": verdict, "data": data})
-
-
-def _model_words(facts: Mapping[str, Any]) -> str:
-    words = f"{facts['model_type']}: {facts['parameters']:,} parameters, "
-    words += f"{bytes_in_words(facts['weights_bytes'])} of weights, {facts['layers']} layers"
-    if facts["experts"]:
-        words += f", {facts['experts_per_token']} of {facts['experts']} experts a token"
-    return words
 
 
 def _training_table(place: int, training: Mapping[str, Any]) -> Table:
@@ -147,15 +298,7 @@ def _training_table(place: int, training: Mapping[str, Any]) -> Table:
     if guard is not None:
         rows["memory"] = byte_parts(guard["parts_bytes"])
     rows["guard"] = "not asked" if guard is None else guard["verdict"]
-    return Table(
-        id=f"training-{place}", title=f"Trains {training['name']}",
-        columns=(Column(name="what"), Column(name="value")), rows=tuple(rows.items()),
-    )  # fmt: skip
-
-
-def lacking(name: str, settings: Any) -> list[Input]:
-    """What is not here of the inputs of a command that plans by itself."""
-    return [] if name == "guard" else absent(inputs_of(name, settings))
+    return Table.of_facts(f"training-{place}", f"Trains {training['name']}", rows)
 
 
 def _writes(name: str, resolved: "Resolved") -> list[str]:
@@ -168,14 +311,6 @@ def _writes(name: str, resolved: "Resolved") -> list[str]:
     return paths
 
 
-def _models(named: str | None, bits: Any) -> list[str]:
-    """A sweep's model may hold {bits}, a width each."""
-    if named is None:
-        return []
-    widths = bits if isinstance(bits, tuple) and bits else (None,)
-    return [named.replace("{bits}", str(width)) for width in widths]
-
-
 def _facts(model: str) -> tuple[str, dict[str, Any]]:
     """Where the config is, and what it says; nothing of the weights is made."""
     from mlx.utils import tree_flatten
@@ -185,190 +320,13 @@ def _facts(model: str) -> tuple[str, dict[str, Any]]:
     config, source = read_config(model)
     built = lazy_model(config)
     plain = {k: v for k, v in config.items() if k not in ("quantization", "quantization_config")}
-    text = config.get("text_config") or config
+    full, text = lazy_model(plain), config.get("text_config") or config
     return source, {
         "model_type": config["model_type"],
-        "parameters": sum(math.prod(a.shape) for _, a in _parameters(lazy_model(plain))),
+        "parameters": sum(math.prod(a.shape) for _, a in tree_flatten(full.parameters())),
         "weights_bytes": sum(array.nbytes for _, array in tree_flatten(built.parameters())),
         "layers": text.get("num_hidden_layers"),
         "experts": text.get("num_experts"),
         "experts_per_token": text.get("num_experts_per_tok"),
         "quantization": config.get("quantization"),
     }
-
-
-def _parameters(model: "nn.Module") -> list[tuple[str, Any]]:
-    from mlx.utils import tree_flatten
-
-    return tree_flatten(model.parameters())
-
-
-def _training(name: str, settings: Any) -> Iterator[dict[str, Any]]:
-    if name == "train":
-        yield _train("one adapter", settings)
-    elif name == "stack":
-        yield _stack("a stack", settings)
-    elif name == "stack compare":
-        yield from _compare(settings)
-    elif name == "sweep":
-        yield from _sweep(settings)
-    elif name == "sweep buffers":
-        yield from _buffers(settings)
-
-
-def _train(name: str, settings: "TrainSettings", runs: int = 1, ask: bool = True) -> dict[str, Any]:
-    from mlxstacks.guard.build import lazy_model, read_config
-    from mlxstacks.studies.guarded import asked_of
-    from mlxstacks.studies.train.setup import choose_targets
-
-    model = str(settings.model)
-    targets = choose_targets(lazy_model(read_config(model)[0]), settings)
-    _check(targets, settings.rank)
-    layers = sorted({target.layer for target in targets})
-    run = asked_of(
-        settings, model, settings.max_seq_length,
-        validates=True, layers=",".join(map(str, layers)),
-    )  # fmt: skip
-    return _adapter(
-        name, targets, settings.rank, runs=runs, batches=settings.iters,
-        longest_row_tokens=settings.max_seq_length, guard=_verdict(run, settings.guard, ask),
-    )  # fmt: skip
-
-
-def _adapter(name: str, targets: "Sequence[Target]", rank: int, **figures: Any) -> dict[str, Any]:
-    """runs: how many are alike. batches: None: the data once. guard: None where it was not asked.
-    trained_parameters: of one adapter or stack; frozen_bytes: of a stack in the store.
-    """
-    from mlxstacks.studies.train.setup import trained_parameters
-
-    number = trained_parameters(targets, rank)
-    return {
-        "name": name, **_where(targets), "trained_parameters": number,
-        # float32, and two numbers of Adam for each
-        "adapter_bytes": 4 * number, "optimizer_bytes": 8 * number, "frozen_bytes": None, **figures,
-    }  # fmt: skip
-
-
-def _stack(name: str, settings: "StackRunSettings", runs: int = 1) -> dict[str, Any]:
-    from mlxstacks.guard.build import lazy_model, read_config
-    from mlxstacks.layers.targets import stack_size
-    from mlxstacks.studies.stack.setup import asked_of, choose_targets
-
-    model = str(settings.model)
-    targets = choose_targets(lazy_model(read_config(model)[0]), settings)
-    layers = sorted({target.layer for target in targets})
-    size = stack_size(targets, settings.stack)
-    rounds = [domain.rounds or settings.rounds for domain in settings.domains] or [settings.rounds]
-    stacks = sum(rounds)
-    batches = [domain.iters or settings.iters for domain in settings.domains] or [settings.iters]
-    known = [each for each in batches if each is not None]
-    total = sum(a * b for a, b in zip(rounds, known, strict=True)) if known == batches else None
-    run = asked_of(
-        settings, model, settings.max_seq_length,
-        layers=",".join(map(str, layers)), domains=len(rounds), stacks=stacks,
-    )  # fmt: skip
-    return {
-        "name": f"{name} of {stacks}", "runs": runs, **_where(targets),
-        "trained_parameters": size.parameters, "adapter_bytes": size.trained_bytes,
-        "optimizer_bytes": 2 * size.trained_bytes, "frozen_bytes": size.frozen_bytes,
-        "batches": total, "longest_row_tokens": settings.max_seq_length,
-        "guard": _verdict(run, settings.guard, True),
-    }  # fmt: skip
-
-
-def _compare(settings: "CompareSettings") -> Iterator[dict[str, Any]]:
-    for arm in settings.arms:
-        run = settings.settings_of(arm, model=settings.model, data=settings.data)
-        yield _stack(f"{arm.name}: a stack", run, len(settings.seeds))
-
-
-def _sweep(settings: "SweepSettings") -> Iterator[dict[str, Any]]:
-    """A line for each rank of a point. The guard is asked of the lowest and the highest: its count
-    and its bytes grow with the rank, so that the others lie between.
-    """
-    from pathlib import Path
-
-    from mlxstacks.studies.sweep.cells import cells_of, train_settings
-
-    ends = {min(settings.ranks), max(settings.ranks)}
-    for cell in cells_of(settings):
-        if cell.seed != settings.seeds[0]:
-            continue
-        model = _models(settings.model, (cell.bits,) if cell.bits else None)[0]
-        train = train_settings(settings, cell, Path(model), Path(cell.name), {})
-        limits = {
-            "model": model,
-            "guard": settings.guard,
-            "resource_limit": settings.resource_limit,
-            "working_set_bytes": settings.working_set_bytes,
-        }
-        width = f", {cell.bits} bits" if cell.bits else ""
-        label = f"rank {cell.rank}, layers {cell.layers}, {cell.projections}{width}"
-        runs = len(settings.seeds)
-        yield _train(label, train.model_copy(update=limits), runs, cell.rank in ends)
-
-
-def _buffers(settings: "BufferSettings") -> Iterator[dict[str, Any]]:
-    """A line for each rank. The guard is asked of mlx-lm's loop, where it is among the trainers:
-    it holds by far the most buffers.
-    """
-    from mlxstacks.guard.build import lazy_model, read_config
-    from mlxstacks.guard.settings import GuardSettings
-    from mlxstacks.layers.settings import TargetSettings, parse_layers
-    from mlxstacks.layers.targets import find_targets
-    from mlxstacks.studies.buffers.arms import arms_of
-
-    model = str(settings.model)
-    target_settings = TargetSettings(
-        layers=parse_layers(settings.layers), projections=settings.projections or None
-    )
-    try:
-        targets = find_targets(lazy_model(read_config(model)[0]), target_settings)
-    except ValueError as error:
-        raise InputError(str(error)) from error
-    arms = [arm for together in arms_of(settings) for arm in together]
-    longest = max(settings.fixed_tokens, settings.longest_tokens)
-    by_mlx_lm = "mlx-lm" in settings.trainers
-    for rank in settings.ranks:
-        _check(targets, rank)
-        run = GuardSettings(
-            model=model, max_seq_length=longest, rank=rank, layers=settings.layers,
-            keys=settings.projections,
-            recurrence="loop" if by_mlx_lm else "chunked", loss="whole", optimizer="adam",
-            adapter_copies=0,
-            checkpointing="none" if "off" in settings.checkpointing
-            else "mlx" if by_mlx_lm else "layers",
-        )  # fmt: skip
-        ends = rank in (min(settings.ranks), max(settings.ranks))
-        yield _adapter(
-            f"rank {rank}", targets, rank, runs=sum(arm.rank == rank for arm in arms),
-            batches=settings.steps, longest_row_tokens=longest,
-            guard=_verdict(run, "mlxstacks", ends),
-        )  # fmt: skip
-
-
-def _check(targets: "Sequence[Target]", rank: int) -> None:
-    from mlxstacks.layers.targets import check_targets
-
-    try:
-        check_targets(targets, rank)
-    except ValueError as error:
-        raise InputError(str(error)) from error
-
-
-def _where(targets: "Sequence[Target]") -> dict[str, Any]:
-    return {
-        "projections": dict(sorted(Counter(target.name for target in targets).items())),
-        "layers": sorted({target.layer for target in targets}),
-    }
-
-
-def _verdict(run: "GuardSettings", choice: str, ask: bool) -> dict[str, Any] | None:
-    """The guard's word, as reports of runs keep it."""
-    if choice == "off" or not ask:
-        return None
-    from mlxstacks.guard.run import guard
-    from mlxstacks.studies.train.report import guard_json
-
-    report = guard(run)
-    return guard_json(report, report.change.settings if report.change else {})

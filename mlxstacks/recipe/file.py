@@ -89,7 +89,13 @@ def load_recipe(name_or_path: str) -> Recipe:
             f"recipe {path}: `force` is no key of a recipe: what may be replaced is for whoever "
             "runs it to say; take it out, and give --force if you mean it"
         )
-    return Recipe(path, command, settings, _head(text))
+    comments = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    head = [
+        line.lstrip("#").removeprefix(" ").rstrip()
+        for line in comments
+        if not line.startswith(EDITOR_LINE)
+    ]
+    return Recipe(path, command, settings, tuple(head))
 
 
 def _forces(values: dict[str, Any]) -> bool:
@@ -108,17 +114,6 @@ def _forces(values: dict[str, Any]) -> bool:
         elif isinstance(value, list):
             left += value
     return False
-
-
-def _head(text: str) -> tuple[str, ...]:
-    """The comment lines before the first key, without their marks and without an editor's line."""
-    lines = []
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        if not line.startswith(EDITOR_LINE):
-            lines.append(line.lstrip("#").removeprefix(" ").rstrip())
-    return tuple(lines)
 
 
 def read_yaml(text: str) -> Any:

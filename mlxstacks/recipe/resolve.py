@@ -1,14 +1,16 @@
-"""From recipe, `--set` pairs and options to a settings object that is ready to run. Later wins:
+"""From recipe, `--set` pairs and options to a settings object, and to the call of its command.
 
 defaults of the settings model < recipe < --set key=value < options given on the command line
 
-A command on nano alone may have a recipe of ours between the first two; see `Command.nano_recipe`.
+Later wins. A command on nano alone may have a recipe of ours between the first two; see
+`Command.nano_recipe`.
 """
 
+import inspect
 import json
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -16,13 +18,12 @@ from typing import TYPE_CHECKING, Any, get_args
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.mark import read_mark
+from mlxstacks.files.outputs import read_mark
 from mlxstacks.recipe.file import Recipe, load_recipe, read_yaml
 from mlxstacks.recipe.table import ALIASES, Command, command_named, load, nearest
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
-    from pydantic_core import ErrorDetails
 
 OUT = Path("mlxstacks-out")
 NANO_PATHS = "mlxstacks.nano.exports:nano_paths"
@@ -113,7 +114,12 @@ def resolve(
     written = set(recipe.values) - set(pairs) - set(options) if recipe else ()
     where = f"recipe {recipe.path}: " if recipe else ""
     settings = validate(settings_class, values, {**dict.fromkeys(written, where), "": where})
-    target = _target(settings, where if "save_path" in written else "") if writes else None
+    target = None
+    if writes:
+        try:
+            target = user_path(settings.save_path)  # type: ignore[attr-defined]
+        except InputError as error:
+            raise InputError(f"{where if 'save_path' in written else ''}{error}") from None
     forced = bool(getattr(settings, "force", False))
     if bare and target is not None and not row.extends and _is_of_bare_run(target):
         settings = settings.model_copy(update={"force": True})
@@ -121,13 +127,6 @@ def resolve(
     # What was made from inputs of somebody's own is theirs: it gets no marker.
     bare = bare and (not row.nano or bool(from_nano))
     return Resolved(settings, target, bare, forced, from_nano)
-
-
-def _target(settings: "BaseModel", where: str) -> Path:
-    try:
-        return user_path(settings.save_path)  # type: ignore[attr-defined]
-    except InputError as error:
-        raise InputError(f"{where}{error}") from None
 
 
 def _is_of_bare_run(target: Path) -> bool:
@@ -144,20 +143,27 @@ def validate(
 
     Raises: InputError, one line a problem.
     """
-    from pydantic import ValidationError
+    from pydantic import BaseModel, ValidationError
 
     for key, value in values.items():
         if fault := _unusable(value):
             raise InputError(f"{places.get(key, '')}{key}: holds {fault}")
+    known = settings_class.model_fields
+    defaults = {
+        key: known[key].default.model_dump()
+        for key, value in values.items()
+        if isinstance(value, Mapping) and key in known and isinstance(known[key].default, BaseModel)
+    }
     try:
-        return settings_class.model_validate(_over_defaults(settings_class, values))
+        return settings_class.model_validate(merge(defaults, values))
     except ValidationError as error:
-        problems = [
-            places.get(str(detail["loc"][0]) if detail["loc"] else "", "")
-            + _explain(settings_class, {**detail, "loc": _location(detail)})
-            for detail in error.errors()
-            if not (detail["loc"][-1:] == ("str",) and isinstance(detail["input"], dict))
-        ]
+        problems = []
+        for detail in error.errors():
+            if detail["loc"][-1:] == ("str",) and isinstance(detail["input"], dict):
+                continue
+            location = [part for part in detail["loc"] if not _FORM.fullmatch(str(part))]
+            place = places.get(str(location[0]) if location else "", "")
+            problems.append(place + _explain(settings_class, dict(detail), location))
         raise InputError("\n".join(dict.fromkeys(problems))) from None
 
 
@@ -176,33 +182,18 @@ def _unusable(value: Any) -> str | None:
     return None
 
 
-def _over_defaults(settings_class: "type[BaseModel]", values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with each nested mapping laid over what its field holds by default."""
-    from pydantic import BaseModel
-
-    known = settings_class.model_fields
-    defaults = {
-        key: known[key].default.model_dump()
-        for key, value in values.items()
-        if isinstance(value, Mapping) and key in known and isinstance(known[key].default, BaseModel)
-    }
-    return merge(defaults, values)
-
-
 # Where `data` is a text or a mapping, pydantic puts which of them it tried into the location.
 _FORM = re.compile(r"str|function-after\[.*\]")
 
 
-def _location(detail: "ErrorDetails") -> tuple[int | str, ...]:
-    return tuple(part for part in detail["loc"] if not _FORM.fullmatch(str(part)))
-
-
-def _explain(settings_class: "type[BaseModel]", detail: "ErrorDetails") -> str:
+def _explain(
+    settings_class: "type[BaseModel]", detail: Mapping[str, Any], location: Sequence[int | str]
+) -> str:
     """One problem of pydantic in the words of DESIGN: what came, what is allowed, what to do."""
-    key = ".".join(str(part) for part in detail["loc"])
+    key = ".".join(map(str, location))
     if detail["type"] == "extra_forbidden":
-        known = _keys_at(settings_class, detail["loc"][:-1])
-        hint = nearest(str(detail["loc"][-1]), known)
+        known = _keys_at(settings_class, location[:-1])
+        hint = nearest(str(location[-1]), known)
         return f"unknown key {key!r}{hint} (known: {', '.join(known)})"
     if detail["type"] == "missing":
         # a nested setting has no option of its own
@@ -274,52 +265,48 @@ def _with_nano(
 
 def replaced(name: str, resolved: Resolved) -> bool:
     """Whether a bare run is about to replace the result of other settings."""
-    row = command_named(name)
-    if row.extends or row.report is None or resolved.target is None or resolved.forced:
+    if command_named(name).extends or resolved.target is None or resolved.forced:
         return False
-    if not _is_of_bare_run(resolved.target):
-        return False
-    made_with = _report_in(resolved.target / row.report)[0].get("settings")
-    settings = resolved.settings.model_dump(mode="json")
-    return isinstance(made_with, dict) and _of_the_result(made_with) != _of_the_result(settings)
+    report, _ = _report_in(name, resolved) if _is_of_bare_run(resolved.target) else ({}, 0)
+    return bool(report) and not _made_by(report, resolved)
 
 
 def finished(name: str, resolved: Resolved) -> dict[str, Any] | None:
     """The report in the target, if the same settings made it and no input is newer; else None."""
-    row = command_named(name)
-    if row.report is None or resolved.target is None:
+    report, written = _report_in(name, resolved)
+    if not report or not _made_by(report, resolved):
         return None
-    report, written = _report_in(resolved.target / row.report)
-    made_with = report.get("settings")
     settings = resolved.settings.model_dump(mode="json")
-    if not isinstance(made_with, dict) or _of_the_result(made_with) != _of_the_result(settings):
-        return None
-    return None if _newest(settings[key] for key in row.nano) > written else report
-
-
-def _report_in(path: Path) -> tuple[dict[str, Any], float]:
-    """A report and the time when it was written; nothing and 0 where there is none."""
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        written = path.stat().st_mtime
-    except (OSError, ValueError):
-        return {}, 0.0
-    return (report, written) if isinstance(report, dict) else ({}, 0.0)
-
-
-def _of_the_result(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what says where a run writes and how it goes on, not what it makes."""
-    return {k: v for k, v in settings.items() if k not in ("force", "save_path", "resume")}
-
-
-def _newest(inputs: Iterable[Any]) -> float:
-    """The latest change of a file or of a directory's files; hub ids and absent paths count 0."""
-    times = [0.0]
-    for text in _paths(list(inputs)):
+    for text in _paths([settings[key] for key in command_named(name).nano]):
         path = user_path(text)
         files = path.iterdir() if path.is_dir() else [path]
-        times += [file.stat().st_mtime for file in files if file.exists()]
-    return max(times)
+        if any(file.exists() and file.stat().st_mtime > written for file in files):
+            return None
+    return report
+
+
+def _report_in(name: str, resolved: Resolved) -> tuple[dict[str, Any], float]:
+    """The report with its settings in the target, and when it was written; {} where none is."""
+    file = command_named(name).report
+    if file is None or resolved.target is None:
+        return {}, 0.0
+    try:
+        path = resolved.target / file
+        report, written = json.loads(path.read_text(encoding="utf-8")), path.stat().st_mtime
+    except (OSError, ValueError):
+        return {}, 0.0
+    has_settings = isinstance(report, dict) and isinstance(report.get("settings"), dict)
+    return (report, written) if has_settings else ({}, 0.0)
+
+
+def _made_by(report: Mapping[str, Any], resolved: Resolved) -> bool:
+    """Whether the settings made it, but for what says where a run writes and how it resumes."""
+    both = (report["settings"], resolved.settings.model_dump(mode="json"))
+    first, second = (
+        {k: v for k, v in settings.items() if k not in ("force", "save_path", "resume")}
+        for settings in both
+    )
+    return bool(first == second)
 
 
 def _paths(value: Any) -> Iterator[str]:
@@ -327,7 +314,57 @@ def _paths(value: Any) -> Iterator[str]:
     if isinstance(value, str) and value:
         yield value
     elif isinstance(value, list):
-        for one in value:
-            yield from _paths(one)
+        for item in value:
+            yield from _paths(item)
     elif isinstance(value, dict):
         yield from _paths([value.get("path"), value.get("sources")])
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+def call(
+    name: str,
+    resolved: Resolved,
+    *,
+    dry_run: bool = False,
+    progress: Callable[..., None] | None = None,
+) -> Any:
+    """What the function of a command returns.
+
+    dry_run: only for functions that take it; see `plans_itself`.
+    Raises: TargetError when the target cannot be written, before anything else is done.
+    """
+    from mlxstacks.files.outputs import mark_bare
+
+    row = command_named(name)
+    check_output(name, resolved)
+    function = load(row.function)
+    accepted = inspect.signature(function).parameters
+    settings: Any = resolved.settings
+    options: dict[str, Any] = {}
+    if row.prepare is not None:
+        settings, options = load(row.prepare)(settings, dry_run)
+    if dry_run:
+        options["dry_run"] = True
+    if progress is not None and "progress" in accepted:
+        options["progress"] = progress
+    result = function(settings, **options)
+    # A run that could only plan leaves no target.
+    target = resolved.target if resolved.bare and not (dry_run or row.extends) else None
+    if target is not None and target.is_dir():
+        mark_bare(target)
+    return result
+
+
+def plans_itself(name: str) -> bool:
+    """Whether a command's function can plan without running."""
+    return "dry_run" in inspect.signature(load(command_named(name).function)).parameters
+
+
+def check_output(name: str, resolved: Resolved) -> None:
+    """Raises: TargetError when the target cannot be written: before hours of work, not after."""
+    from mlxstacks.files.outputs import check_target
+
+    if resolved.target is not None and not command_named(name).extends:
+        check_target(resolved.target, force=bool(getattr(resolved.settings, "force", False)))

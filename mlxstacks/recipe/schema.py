@@ -4,9 +4,10 @@ One document: `command` decides which other keys there are. It says what pydanti
 keys (names, types, choices, limits, descriptions); what depends on several keys together is found
 when the recipe is read.
 
-recipes/recipe.schema.json is this document; tests/recipe/test_schema.py says when it is old. Again:
+The first line of a shipped recipe names `recipe.schema.json` next to it: this document, which
+`make install` and `make wheel` write. Elsewhere:
 
-    mlxstacks recipes --schema > recipes/recipe.schema.json
+    mlxstacks recipes --schema > recipe.schema.json
 """
 
 import copy
@@ -36,21 +37,24 @@ def recipe_schema(command: str | None = None) -> dict[str, Any]:
     head = {"$schema": DRAFT, "title": "A recipe of mlxstacks"}
     if command is not None:
         command_named(command)
-        own = definitions.pop(ALIASES.get(command, command))
-        return head | own | {"$defs": _reached(own, definitions)}
+        schema = definitions.pop(ALIASES.get(command, command))
+        return head | schema | {"$defs": _reached(schema, definitions)}
     names = {name: _names(name) for name in COMMANDS}
     body = {
         "type": "object",
         "required": ["command"],
         "properties": {
-            "command": {"description": _COMMAND, "enum": [n for own in names.values() for n in own]}
+            "command": {
+                "description": _COMMAND,
+                "enum": [spelling for spellings in names.values() for spelling in spellings],
+            }
         },
         "allOf": [
             {
-                "if": {"properties": {"command": {"enum": own}}, "required": ["command"]},
+                "if": {"properties": {"command": {"enum": spellings}}, "required": ["command"]},
                 "then": {"$ref": _REF + name},
             }
-            for name, own in names.items()
+            for name, spellings in names.items()
         ],
     }
     return head | body | {"$defs": _reached(body, definitions)}
@@ -68,30 +72,24 @@ def _definitions() -> dict[str, Any]:
 
     classes = {name: load(row.settings) for name, row in COMMANDS.items()}
     unique = list(dict.fromkeys(classes.values()))
-    refs, made = models_json_schema(
+    refs, schemas = models_json_schema(
         [(each, "validation") for each in unique], ref_template=_REF + "{model}"
     )
-    nested = {name: _cleaned(schema) for name, schema in made["$defs"].items()}
+    nested = {name: _cleaned(schema) for name, schema in schemas["$defs"].items()}
     for schema in nested.values():
         schema.get("properties", {}).pop("force", None)  # no key of a recipe
-    of_command = {}
+    definitions = dict(nested)
     for name, settings_class in classes.items():
         place = refs[(settings_class, "validation")]["$ref"].removeprefix(_REF)
-        of_command[name] = _of_command(name, nested[place])
-    return nested | of_command
-
-
-def _of_command(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings and the key `command`. Nothing is required: what is not said has a default or comes
-    from nano, and the save path from the recipe's name.
-    """
-    made = copy.deepcopy(dict(settings))
-    made.pop("required", None)
-    keys = {key: _or_one(schema) for key, schema in made["properties"].items()}
-    about = {"description": COMMANDS[name].help, "enum": _names(name)}
-    made["properties"] = {"command": about, **keys}
-    made["required"] = ["command"]
-    return made
+        schema = copy.deepcopy(nested[place])
+        keys = {key: _or_one(value) for key, value in schema["properties"].items()}
+        about = {"description": COMMANDS[name].help, "enum": _names(name)}
+        # No setting is required: what is not said has a default or comes from nano, and the save
+        # path from the recipe's name.
+        definitions[name] = schema | {
+            "properties": {"command": about, **keys}, "required": ["command"],
+        }  # fmt: skip
+    return definitions
 
 
 def _or_one(schema: dict[str, Any]) -> dict[str, Any]:
@@ -99,13 +97,9 @@ def _or_one(schema: dict[str, Any]) -> dict[str, Any]:
     if schema.get("type") != "array":
         return schema
     items = schema.get("items", {})
-    scalars = [one for one in items.get("anyOf", [items]) if _is_scalar(one)]
+    scalars = [kind for kind in items.get("anyOf", [items]) if kind.get("type") in _SCALARS]
     about = {key: schema.pop(key) for key in ("description", "default") if key in schema}
     return about | ({"anyOf": [schema, *scalars]} if scalars else schema)
-
-
-def _is_scalar(schema: Mapping[str, Any]) -> bool:
-    return schema.get("type") in _SCALARS
 
 
 def _cleaned(schema: Any, names: bool = False) -> Any:
@@ -130,27 +124,27 @@ def _cleaned(schema: Any, names: bool = False) -> Any:
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
     """`X or null` as one type where X has one, and no word of a default that is nothing."""
-    made = {k: v for k, v in schema.items() if k != "default" or v is not None}
-    parts = made.get("anyOf", [])
+    schema = {k: v for k, v in schema.items() if k != "default" or v is not None}
+    parts = schema.get("anyOf", [])
     if len(parts) != 2 or parts[1] != {"type": "null"} or not isinstance(parts[0].get("type"), str):
-        return made
-    del made["anyOf"]
-    made = {**parts[0], **made, "type": [parts[0]["type"], "null"]}
-    if "enum" in made:
-        made["enum"] = [*made["enum"], None]
-    return made
+        return schema
+    del schema["anyOf"]
+    schema = {**parts[0], **schema, "type": [parts[0]["type"], "null"]}
+    if "enum" in schema:
+        schema["enum"] = [*schema["enum"], None]
+    return schema
 
 
 def _reached(body: Any, definitions: Mapping[str, Any]) -> dict[str, Any]:
     """The definitions that `body` refers to, directly or not, by name."""
-    found: dict[str, Any] = {}
+    reached: dict[str, Any] = {}
     left = list(_references(body))
     while left:
         name = left.pop()
-        if name not in found:
-            found[name] = definitions[name]
+        if name not in reached:
+            reached[name] = definitions[name]
             left += _references(definitions[name])
-    return dict(sorted(found.items()))
+    return dict(sorted(reached.items()))
 
 
 def _references(schema: Any) -> Iterable[str]:

@@ -27,18 +27,21 @@ class Command:
     report: file in the target that holds the `settings` it was made with; makes `run` resumable.
     extends: the target may be there, and the command goes on with it; it says itself where not.
     nano_recipe: a recipe of ours whose values are the defaults where nothing of `nano` is given.
+    prepare: settings, dry run -> settings with what of nano belongs to them, and further arguments
+        of the function: studies do not know nano.
     """
 
     help: str
     settings: str
     function: str
-    render: str
+    render: str = "mlxstacks.study.render.console:print_result"
     arguments: Mapping[str, str] = field(default_factory=dict)
     nano: Mapping[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
     report: str | None = None
     extends: bool = False
     nano_recipe: str | None = None
+    prepare: str | None = None
 
 
 COMMANDS: dict[str, Command] = {
@@ -46,7 +49,6 @@ COMMANDS: dict[str, Command] = {
         help="Fuse adapters into a quantized model and say what survived.",
         settings="mlxstacks.fuse.settings:FuseSettings",
         function="mlxstacks.fuse.run:run_command",
-        render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path", "adapter_path": "adapter_path"},
         report="result.json",
     ),
@@ -54,7 +56,6 @@ COMMANDS: dict[str, Command] = {
         help="Write a GGUF file or a Hugging Face model as an mlx-lm directory, or with experts.",
         settings="mlxstacks.convert.settings:ConvertSettings",
         function="mlxstacks.convert.run:convert",
-        render="mlxstacks.study.render.console:print_result",
         arguments={"model": "MODEL"},
         nano={"model": "float_model_path"},
         nano_recipe="convert",
@@ -64,7 +65,6 @@ COMMANDS: dict[str, Command] = {
         help="Write a copy of an adapter whose delta is zero: the control of every fuse.",
         settings="mlxstacks.files.settings:AdapterZeroSettings",
         function="mlxstacks.studies.adapter:zero",
-        render="mlxstacks.study.render.console:print_result",
         arguments={"adapter_path": "IN", "save_path": "OUT"},
         nano={"adapter_path": "adapter_path"},
     ),
@@ -72,7 +72,6 @@ COMMANDS: dict[str, Command] = {
         help="Write an adapter in mlx-lm's or in PEFT's format, with the same delta.",
         settings="mlxstacks.files.settings:AdapterConvertSettings",
         function="mlxstacks.studies.adapter:convert",
-        render="mlxstacks.study.render.console:print_result",
         arguments={"adapter_path": "IN", "save_path": "OUT"},
         nano={"adapter_path": "adapter_path"},
     ),
@@ -80,7 +79,6 @@ COMMANDS: dict[str, Command] = {
         help="Show what an adapter holds: modules, shapes, rank, size of the delta.",
         settings="mlxstacks.files.settings:AdapterShowSettings",
         function="mlxstacks.studies.adapter:show",
-        render="mlxstacks.study.render.console:print_result",
         arguments={"adapter_path": "IN"},
         nano={"adapter_path": "adapter_path"},
     ),
@@ -88,15 +86,13 @@ COMMANDS: dict[str, Command] = {
         help="Train a LoRA on a model and write an adapter that mlx-lm loads.",
         settings="mlxstacks.training.settings:TrainSettings",
         function="mlxstacks.studies.train.run:run_command",
-        render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path", "data": "data_path"},
         report="result.json",
     ),
     "stack": Command(
         help="Train frozen stacks, domain after domain, into a store that loses none of them.",
-        settings="mlxstacks.training.stack_settings:StackRunSettings",
+        settings="mlxstacks.training.settings:StackRunSettings",
         function="mlxstacks.studies.stack.run:run",
-        render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path", "data": "curriculum_path"},
         extends=True,
         nano_recipe="stack",
@@ -105,7 +101,6 @@ COMMANDS: dict[str, Command] = {
         help="Compare settings of `stack` over seeds: equal budgets, differences, a verdict.",
         settings="mlxstacks.studies.compare.settings:CompareSettings",
         function="mlxstacks.studies.compare.run:run",
-        render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path", "data": "curriculum_path"},
         nano_recipe="compare-building-block-nano",
         report="result.json",
@@ -114,14 +109,14 @@ COMMANDS: dict[str, Command] = {
         help="Predict live buffers and bytes of a run from a config alone.",
         settings="mlxstacks.guard.settings:GuardSettings",
         function="mlxstacks.guard.run:run_command",
-        render="mlxstacks.cli.guard:render",
+        render="mlxstacks.cli.output:print_guard",
         nano={"model": "model_path"},
     ),
     "sweep": Command(
         help="Train at many ranks and compare: losses, buffers, what a fuse keeps.",
         settings="mlxstacks.studies.sweep.settings:SweepSettings",
-        function="mlxstacks.cli.sweep:run",
-        render="mlxstacks.study.render.console:print_result",
+        function="mlxstacks.studies.sweep.rank_sweep:run",
+        prepare="mlxstacks.recipe.on_nano:sweep",
         nano={"model": "model_path", "data": "data_path"},
         report="result.json",
     ),
@@ -129,7 +124,6 @@ COMMANDS: dict[str, Command] = {
         help="Test whether rank moves the number of live buffers, with a counting allocator.",
         settings="mlxstacks.studies.buffers.settings:BufferSettings",
         function="mlxstacks.studies.buffers.run:run",
-        render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path"},
         report="result.json",
     ),
@@ -137,7 +131,6 @@ COMMANDS: dict[str, Command] = {
         help="Does fusing a second adapter add knowledge? Every arm beside its control.",
         settings="mlxstacks.studies.confound.settings:ConfoundSettings",
         function="mlxstacks.studies.confound.run:run",
-        render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path", "persona": "adapter_path", "items": "items_path"},
         nano_recipe="confound-nano",
         report="result.json",
@@ -146,7 +139,6 @@ COMMANDS: dict[str, Command] = {
         help="Does a persona survive a second adapter? Conditions, suite, validity gate.",
         settings="mlxstacks.studies.identity.settings:IdentitySettings",
         function="mlxstacks.studies.identity.run:run",
-        render="mlxstacks.study.render.console:print_result",
         nano={
             "model": "model_path",
             "persona": "adapter_path",
@@ -161,7 +153,6 @@ COMMANDS: dict[str, Command] = {
         help="Benchmarks in every mode: base, adapter, fused, ungated, routed; paired tests.",
         settings="mlxstacks.studies.benchmarks.settings:EvalSettings",
         function="mlxstacks.studies.benchmarks.run:run",
-        render="mlxstacks.study.render.console:print_result",
         nano={
             "model": "model_path",
             "adapter_path": "adapter_path",
@@ -175,88 +166,78 @@ COMMANDS: dict[str, Command] = {
     "report": Command(
         help="One HTML page, and plots, from the results of any runs.",
         settings="mlxstacks.report.settings:ReportSettings",
-        function="mlxstacks.cli.report:run",
-        render="mlxstacks.study.render.console:print_result",
+        function="mlxstacks.report.write:run",
         arguments={"runs": "RUN..."},
     ),
     "stacks list": Command(
         help="Show a store: domains, stacks, losses, the forgetting matrix.",
-        settings="mlxstacks.files.store_settings:StacksListSettings",
+        settings="mlxstacks.files.settings:StacksListSettings",
         function="mlxstacks.studies.stack.store_commands:list_store",
-        render="mlxstacks.study.render.console:print_result",
         arguments={"store_path": "STORE"},
         nano={"store_path": "store_path"},
     ),
     "stacks verify": Command(
         help="Check every file of a store: hashes, shapes, headers, the base.",
-        settings="mlxstacks.files.store_settings:StacksVerifySettings",
+        settings="mlxstacks.files.settings:StacksVerifySettings",
         function="mlxstacks.studies.stack.store_commands:verify_store",
-        render="mlxstacks.study.render.console:print_result",
         arguments={"store_path": "STORE"},
         nano={"store_path": "store_path"},
     ),
     "stacks remove": Command(
         help="Take a domain out of a store; its files stay until gc.",
-        settings="mlxstacks.files.store_settings:StacksRemoveSettings",
+        settings="mlxstacks.files.settings:StacksRemoveSettings",
         function="mlxstacks.studies.stack.store_commands:remove_domain",
-        render="mlxstacks.study.render.console:print_result",
         arguments={"store_path": "STORE", "domain": "DOMAIN"},
     ),
     "stacks disable": Command(
         help="Serve a domain's stacks no longer; enable undoes it.",
-        settings="mlxstacks.files.store_settings:StacksSwitchSettings",
+        settings="mlxstacks.files.settings:StacksSwitchSettings",
         function="mlxstacks.studies.stack.store_commands:disable_domain",
-        render="mlxstacks.study.render.console:print_result",
         arguments={"store_path": "STORE", "domain": "DOMAIN"},
     ),
     "stacks enable": Command(
         help="Serve a domain's stacks again.",
-        settings="mlxstacks.files.store_settings:StacksSwitchSettings",
+        settings="mlxstacks.files.settings:StacksSwitchSettings",
         function="mlxstacks.studies.stack.store_commands:enable_domain",
-        render="mlxstacks.study.render.console:print_result",
         arguments={"store_path": "STORE", "domain": "DOMAIN"},
     ),
     "stacks export": Command(
         help="Write a stack of one expert as an adapter, for mlx-lm or PEFT.",
-        settings="mlxstacks.files.store_settings:StacksExportSettings",
+        settings="mlxstacks.files.settings:StacksExportSettings",
         function="mlxstacks.studies.stack.store_commands:export_stack",
-        render="mlxstacks.study.render.console:print_result",
         arguments={"store_path": "STORE", "stack": "STACK", "save_path": "OUT"},
     ),
     "stacks import": Command(
         help="Take an adapter in as a stack of one expert, in a domain of its own.",
-        settings="mlxstacks.files.store_settings:StacksImportSettings",
+        settings="mlxstacks.files.settings:StacksImportSettings",
         function="mlxstacks.studies.stack.store_commands:import_adapter",
-        render="mlxstacks.study.render.console:print_result",
         arguments={"store_path": "STORE", "adapter_path": "ADAPTER"},
     ),
     "stacks diff": Command(
         help="Compare two stores: domains, stacks by hash, losses, matrix values.",
-        settings="mlxstacks.files.store_settings:StacksDiffSettings",
+        settings="mlxstacks.files.settings:StacksDiffSettings",
         function="mlxstacks.studies.stack.store_commands:diff_stores",
-        render="mlxstacks.study.render.console:print_result",
         arguments={"store_path": "STORE", "other_path": "OTHER"},
     ),
     "stacks gc": Command(
         help="Remove files of a store that nothing names any more.",
-        settings="mlxstacks.files.store_settings:StacksGcSettings",
+        settings="mlxstacks.files.settings:StacksGcSettings",
         function="mlxstacks.studies.stack.store_commands:collect_garbage",
-        render="mlxstacks.study.render.console:print_result",
         arguments={"store_path": "STORE"},
     ),
     "stacks analyse": Command(
         help="Look at what a store's stacks do: routing, directions, spectra, losses, plots.",
-        settings="mlxstacks.files.store_settings:StacksAnalyseSettings",
-        function="mlxstacks.cli.stacks_analysis:run",
-        render="mlxstacks.study.render.console:print_result",
+        settings="mlxstacks.files.settings:StacksAnalyseSettings",
+        function="mlxstacks.studies.stack.analysis:run",
+        prepare="mlxstacks.recipe.on_nano:stacks_analyse",
         arguments={"store_path": "STORE"},
         nano={"store_path": "store_path"},
     ),
     "route discover": Command(
         help="Find by the loss of their answers which domains prompts should go to.",
         settings="mlxstacks.routing.settings:OutcomeSettings",
-        function="mlxstacks.cli.route:discover",
-        render="mlxstacks.study.render.console:print_result",
+        function="mlxstacks.studies.route.discover:run",
+        prepare="mlxstacks.recipe.on_nano:route",
         arguments={"store_path": "STORE"},
         nano={"store_path": "store_path"},
         report="result.json",
@@ -264,8 +245,8 @@ COMMANDS: dict[str, Command] = {
     "route train": Command(
         help="Train the network that says which domains help with a prompt.",
         settings="mlxstacks.routing.settings:RouterTrainSettings",
-        function="mlxstacks.cli.route:train",
-        render="mlxstacks.study.render.console:print_result",
+        function="mlxstacks.studies.route.train:run",
+        prepare="mlxstacks.recipe.on_nano:route_train",
         arguments={"store_path": "STORE"},
         nano={"store_path": "store_path"},
         report="result.json",
@@ -273,8 +254,8 @@ COMMANDS: dict[str, Command] = {
     "route explain": Command(
         help="Say why a prompt goes where it goes, and what each domain does to an answer's loss.",
         settings="mlxstacks.studies.route.settings:RouteExplainSettings",
-        function="mlxstacks.cli.route:explain",
-        render="mlxstacks.study.render.console:print_result",
+        function="mlxstacks.studies.route.explain:run",
+        prepare="mlxstacks.recipe.on_nano:route",
         arguments={"prompt": "PROMPT"},
         nano={"store_path": "store_path"},
     ),
@@ -282,14 +263,13 @@ COMMANDS: dict[str, Command] = {
         help="List prompts that no domain fitted, in groups; propose domains to train.",
         settings="mlxstacks.routing.settings:RouteGapsSettings",
         function="mlxstacks.studies.route.gaps:run",
-        render="mlxstacks.study.render.console:print_result",
         arguments={"log_path": "LOG"},
     ),
     "route evaluate": Command(
         help="Measure whether routing pays: losses in every mode, the router's metrics, gaps.",
         settings="mlxstacks.studies.route.settings:RouteEvaluateSettings",
-        function="mlxstacks.cli.route:evaluate",
-        render="mlxstacks.study.render.console:print_result",
+        function="mlxstacks.studies.route.evaluate:run",
+        prepare="mlxstacks.recipe.on_nano:route",
         arguments={"store_path": "STORE"},
         nano={"store_path": "store_path"},
         report="result.json",
@@ -298,8 +278,8 @@ COMMANDS: dict[str, Command] = {
     "route check": Command(
         help="Ask prompts whose answers and routes are known, in every mode, and judge by rules.",
         settings="mlxstacks.studies.route.settings:RouteCheckSettings",
-        function="mlxstacks.cli.route:check",
-        render="mlxstacks.study.render.console:print_result",
+        function="mlxstacks.studies.route.check:run",
+        prepare="mlxstacks.recipe.on_nano:route",
         arguments={"store_path": "STORE"},
         nano={"store_path": "store_path"},
         report="result.json",
@@ -307,13 +287,13 @@ COMMANDS: dict[str, Command] = {
     ),
     "chat": Command(
         help="Chat with a model; with --routed only the stacks that a prompt needs are loaded.",
-        settings="mlxstacks.routing.chat_settings:ChatSettings",
+        settings="mlxstacks.routing.settings:ChatSettings",
         function="mlxstacks.cli.chat:run",
         render="mlxstacks.cli.chat:render",
     ),
     "generate": Command(
         help="Answer a prompt, or every row of a JSONL file; with --routed as chat does.",
-        settings="mlxstacks.routing.chat_settings:GenerateSettings",
+        settings="mlxstacks.routing.settings:GenerateSettings",
         function="mlxstacks.cli.generate:run",
         render="mlxstacks.cli.generate:render",
         arguments={"prompt": "PROMPT"},
@@ -322,7 +302,6 @@ COMMANDS: dict[str, Command] = {
         help="Profile which experts groups of prompts go to, beside what chance gives.",
         settings="mlxstacks.studies.profile.settings:ProfileSettings",
         function="mlxstacks.studies.profile.run:run",
-        render="mlxstacks.study.render.console:print_result",
         nano={"model": "model_path", "data": "domains_path"},
         report="result.json",
     ),
@@ -330,20 +309,17 @@ COMMANDS: dict[str, Command] = {
         help="Show the built-in model: where it is and what it was measured to know.",
         settings="mlxstacks.nano.settings:ShowSettings",
         function="mlxstacks.nano.exports:show",
-        render="mlxstacks.study.render.console:print_result",
     ),
     "nano export": Command(
         help="Write the built-in model as a checkpoint that mlx-lm loads.",
         settings="mlxstacks.nano.settings:ExportSettings",
         function="mlxstacks.nano.exports:export",
-        render="mlxstacks.study.render.console:print_result",
         arguments={"save_path": "DIR"},
     ),
     "doctor": Command(
         help="Show the device, its limits, versions, and what will be slow and why.",
         settings="mlxstacks.doctor:DoctorSettings",
         function="mlxstacks.doctor:doctor",
-        render="mlxstacks.study.render.console:print_result",
     ),
 }
 

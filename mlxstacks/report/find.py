@@ -3,7 +3,6 @@
 A directory holds a result itself, or, one level down, directories that do.
 """
 
-import os
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from typing import Any
 
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.mark import read_mark
+from mlxstacks.files.outputs import read_mark
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
+from mlxstacks.regular_files import check_regular
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.render.words import clean
 from mlxstacks.study.result import Result
@@ -62,7 +62,7 @@ def find_sources(runs: Sequence[str]) -> Sources:
     Raises: InputError for a run that is not there or holds no result, and for a file that is
         damaged, too large, or of another version.
     """
-    found: dict[Path, Source] = {}
+    sources: dict[Path, Source] = {}
     notes: list[str] = []
     for run in runs:
         path = user_path(run)
@@ -76,27 +76,27 @@ def find_sources(runs: Sequence[str]) -> Sources:
                 f"{RESULT}"
             )
         for file in files:
-            if file.resolve() not in found:
-                found[file.resolve()] = _source(file)
-    return Sources(tuple(found.values()), tuple(notes))
+            if file.resolve() not in sources:
+                sources[file.resolve()] = _source(file)
+    return Sources(tuple(sources.values()), tuple(notes))
 
 
 def _results(directory: Path, notes: list[str]) -> Iterator[Path]:
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory or file; give one that a command wrote")
-    if own := _result_in(directory):
-        yield own
+    if file := _result_in(directory):
+        yield file
         return
     for below in sorted(path for path in directory.iterdir() if path.is_dir()):
         if below.name.startswith("."):
             if below.name.endswith(".work"):
                 notes.append(
                     f"{below.name[1:-5]}: is not finished ({below.name} holds what is done); run "
-                    "its command again to go on."
+                    "its command again to resume it."
                 )
-        elif own := _result_in(below):
-            if own.name == MANIFEST or not _is_page(own):
-                yield own
+        elif file := _result_in(below):
+            if file.name == MANIFEST or _head_of(file).get("kind") != "report":
+                yield file
         else:
             former = _former(below)
             why = f"{former}: {_FORMER}" if former else "it holds no result"
@@ -104,31 +104,28 @@ def _results(directory: Path, notes: list[str]) -> Iterator[Path]:
 
 
 def _result_in(directory: Path) -> Path | None:
-    """Of a store that was not trained here, as one of imported stacks, its manifest."""
-    if _is_ours(directory / RESULT):
-        return directory / RESULT
+    """A file of the common name that is a result, or was one: damaged, in a target of ours. Of a
+    store that was not trained here, as one of imported stacks, its manifest.
+    """
+    file = directory / RESULT
+    if file.is_file():
+        head = _head_of(file)
+        is_result = {"kind", "schema_version", "seal"} <= head.keys()
+        if is_result or (not head and read_mark(directory) is not None):
+            return file
     return directory / MANIFEST if (directory / MANIFEST).is_file() else None
+
+
+def _head_of(file: Path) -> dict[str, Any]:
+    """The document; nothing of one that cannot be read."""
+    try:
+        return _read(file)[1]
+    except InputError:
+        return {}
 
 
 def _former(directory: Path) -> str | None:
     return next((name for name in _FORMER_FILES if (directory / name).is_file()), None)
-
-
-def _is_ours(file: Path) -> bool:
-    """Whether a file of this common name is a result, or was one: damaged, in a target of ours."""
-    if not file.is_file():
-        return False
-    try:
-        return {"kind", "schema_version", "seal"} <= _read(file)[1].keys()
-    except InputError:
-        return read_mark(file.parent) is not None
-
-
-def _is_page(file: Path) -> bool:
-    try:
-        return _read(file)[1]["kind"] == "report"
-    except InputError:
-        return False
 
 
 def _source(file: Path) -> Source:
@@ -156,15 +153,10 @@ def _source(file: Path) -> Source:
 
 def _read(file: Path) -> tuple[bytes, dict[str, Any]]:
     try:
-        # not waiting on a pipe that somebody laid there
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as opened:
-            about = os.fstat(descriptor)
-            if not stat.S_ISREG(about.st_mode):
-                raise ValueError("not a plain file")
-            if about.st_size > MAX_JSON_BYTES:
-                raise ValueError(f"{about.st_size:,} bytes, allowed: {MAX_JSON_BYTES:,}")
-            data = opened.read(MAX_JSON_BYTES + 1)
+        check_regular(file)
+        if file.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"{file.stat().st_size:,} bytes, allowed: {MAX_JSON_BYTES:,}")
+        data = file.read_bytes()
         return data, read_object(data)
     except (OSError, ValueError) as error:
         raise InputError(
@@ -179,7 +171,7 @@ def _files(directory: Path) -> Iterator[tuple[str, int]]:
         if path.name.startswith("."):
             continue
         below = path.iterdir() if path.is_dir() and not path.is_symlink() else [path]
-        for one in below:
-            about = one.lstat()
+        for file in below:
+            about = file.lstat()
             if stat.S_ISREG(about.st_mode):
-                yield str(one.relative_to(directory)), about.st_size
+                yield str(file.relative_to(directory)), about.st_size

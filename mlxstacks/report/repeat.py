@@ -87,45 +87,42 @@ def recipe_of(command: str, settings: Mapping[str, Any]) -> Recipe | None:
     import yaml
 
     values = {name: value for name, value in settings.items() if name not in _PLACES}
-    found = _nano_parts(command, values)
-    values = {name: value for name, value in values.items() if name not in found}
+    of_nano = _nano_parts(command, values)
+    values = {name: value for name, value in values.items() if name not in of_nano}
     text: str = yaml.safe_dump(
         {"command": command, **values}, sort_keys=False, allow_unicode=False, width=88
     )
-    paths = tuple(str(name) for name, value in values.items() if _has_absolute(name, value))
+    if of_nano:
+        listed = "".join(f"#   {name}: {end}\n" for name, end in of_nano.items())
+        text = f"# Left out, so that the command takes the built-in nano's own:\n{listed}{text}"
+    paths = tuple(
+        str(name) for name, value in values.items()
+        if any(_is_absolute(text) for key, text in _strings(name, value) if key not in _TEXT)
+    )  # fmt: skip
     # files of sources lie in `data`, where that is given
     alone = not settings.get("data")
     relative = tuple(str(name) for name, value in values.items() if _relative(name, value, alone))
-    return Recipe(_head(found) + text, tuple(found), paths, relative)
-
-
-def _head(found: Mapping[str, str]) -> str:
-    if not found:
-        return ""
-    listed = "".join(f"#   {name}: {end}\n" for name, end in found.items())
-    return f"# Left out, so that the command takes the built-in nano's own:\n{listed}"
+    return Recipe(text, tuple(of_nano), paths, relative)
 
 
 def _nano_parts(command: str, values: Mapping[str, Any]) -> dict[str, str]:
     """Setting -> how its path of nano ends, of those that the command fills in again."""
     parts = NANO_PARTS.get(command, {})
     ends = {name: _nano_end(part, values.get(name)) for name, part in parts.items()}
-    found = {name: end for name, end in ends.items() if end is not None}
-    if "data" not in found:
-        found.pop("unseen", None)  # it is found again beside nano's own data alone
-    if "model" in found and not _would_add(parts, values):
-        return found
+    of_nano = {name: end for name, end in ends.items() if end is not None}
+    if "data" not in of_nano:
+        of_nano.pop("unseen", None)  # it is found again beside nano's own data alone
+    # what the command would fill in without a model, and the run went without
+    added = [
+        name for name in parts
+        if not values.get(name) and name != "unseen"
+        and not (name == "data" and values.get("sources"))
+    ]  # fmt: skip
+    if "model" in of_nano and not added:
+        return of_nano
     # beside a model that is named, only a store of nano's is found again
-    alone = "store_path" in found and command.startswith(("route ", "stacks "))
-    return {"store_path": found["store_path"]} if alone else {}
-
-
-def _would_add(parts: Mapping[str, str], values: Mapping[str, Any]) -> bool:
-    """Whether without its model the command would fill in something that the run went without."""
-    return any(
-        not values.get(name) and name != "unseen" and not (name == "data" and values.get("sources"))
-        for name in parts
-    )
+    alone = "store_path" in of_nano and command.startswith(("route ", "stacks "))
+    return {"store_path": of_nano["store_path"]} if alone else {}
 
 
 def _nano_end(part: str, value: Any) -> str | None:
@@ -134,27 +131,23 @@ def _nano_end(part: str, value: Any) -> str | None:
         value = value[0]
     if isinstance(value, dict):
         # a source of data, where it says no more than where it is
-        others = [one for key, one in value.items() if key != "path"]
-        value = value.get("path") if all(one in _USUAL for one in others) else None
+        others = [other for key, other in value.items() if key != "path"]
+        value = value.get("path") if all(other in _USUAL for other in others) else None
     if not isinstance(value, str):
         return None
     match = re.search(rf"(?:^|/)({_ENDS[part]})/?\Z", value)
     return match.group(1) if match else None
 
 
-def _has_absolute(name: str, value: Any) -> bool:
-    return any(_is_absolute(one) for key, one in _strings(name, value) if key not in _TEXT)
-
-
 def _relative(name: str, value: Any, alone: bool) -> bool:
     """Whether it holds a path from the directory of the run; alone: there is no `data`."""
     if name in READ:
         listed = value if isinstance(value, list) else [value]
-        found = [one for one in listed if isinstance(one, str) and (name, one) not in _SHIPPED]
-        found += [one for key, one in _strings(name, value) if key == "path"]
+        paths = [path for path in listed if isinstance(path, str) and (name, path) not in _SHIPPED]
+        paths += [path for key, path in _strings(name, value) if key == "path"]
     else:
-        found = [one for key, one in _strings(name, value) if alone and key in ("path", "unseen")]
-    return any(one and not _is_absolute(one) for one in found)
+        paths = [p for key, p in _strings(name, value) if alone and key in ("path", "unseen")]
+    return any(path and not _is_absolute(path) for path in paths)
 
 
 def _is_absolute(path: str) -> bool:
@@ -166,8 +159,8 @@ def _strings(name: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         yield name, value
     elif isinstance(value, dict):
-        for key, one in value.items():
-            yield from _strings(str(key), one)
+        for key, inner in value.items():
+            yield from _strings(str(key), inner)
     elif isinstance(value, list):
-        for one in value:
-            yield from _strings(name, one)
+        for inner in value:
+            yield from _strings(name, inner)

@@ -1,26 +1,26 @@
 """From results to a page: index.html, figures/, recipes/, and a result.json of its own."""
 
+import itertools
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.outputs import check_target, staged_directory
+from mlxstacks.files.outputs import check_target, mark_bare, staged_directory
 from mlxstacks.memory import bytes_in_words
+from mlxstacks.recipe.resolve import OUT
 from mlxstacks.report.find import Source, find_sources
 from mlxstacks.report.repeat import Recipe, recipe_of
 from mlxstacks.report.settings import ReportSettings
-from mlxstacks.study.document import Column, Plot, Table
-from mlxstacks.study.render.figures import draw_plot, write_figures
+from mlxstacks.study.document import Columns, Plot, Table
+from mlxstacks.study.render.figures import write_figures
 from mlxstacks.study.render.html import (
     Page,
     Picture,
-    Repeat,
     Section,
-    marked_plot,
     page_html,
     picture,
 )
@@ -32,6 +32,52 @@ INDEX, FIGURES, RECIPES = "index.html", "figures", "recipes"
 # Of each result, in the data of the page's own.
 _TOLD = ("kind", "status", "outcome", "verdict", "plan_sha256")
 ABOUT = {"kind": "report", "title": "Page of results"}
+
+
+def run(
+    settings: ReportSettings, *, dry_run: bool = False, progress: Callable[..., None] | None = None
+) -> Result:
+    """The page of the runs given, or of all under ./mlxstacks-out; of a small one that is made
+    first where there is none. With `dry_run` nothing is made.
+
+    Raises: InputError: see `write_report`.
+    """
+    if settings.runs:
+        return write_report(settings, dry_run=dry_run)
+    try:
+        anything = bool(find_sources([str(OUT)]).found)
+    except InputError:
+        # a damaged result is no absent one: it is named when the page is made
+        anything = any(OUT.glob("*/result.json"))
+    notes = []
+    if not anything:
+        first = "nano's sample adapter and its zero-delta control"
+        if dry_run:
+            note = f"Nothing is under ./{OUT} yet: {first} would be fused first."
+            return planned_report(settings, notes=[note])
+        _fuse_nano(progress)
+        notes = [f"Nothing was under ./{OUT} yet, so {first} were fused first."]
+    settings = settings.model_copy(update={"runs": (str(OUT),)})
+    return write_report(settings, dry_run=dry_run, notes=notes)
+
+
+def _fuse_nano(progress: Callable[..., None] | None) -> None:
+    """A fuse of nano's adapter and its control, where bare runs of `fuse` write as well."""
+    from mlxstacks.fuse.run import run as fuse
+    from mlxstacks.fuse.settings import FuseSettings
+    from mlxstacks.nano.exports import nano_paths
+
+    paths = nano_paths()
+    for name, zero in (("fuse", False), ("fuse-zero-delta", True)):
+        target = OUT / name
+        fuse(
+            FuseSettings(
+                model=str(paths.model_path), adapter_path=(str(paths.adapter_path),),
+                save_path=str(target), zero_delta=zero,
+            ),
+            progress=progress,
+        )  # fmt: skip
+        mark_bare(target)
 
 
 def write_report(
@@ -89,11 +135,9 @@ def planned_report(
         for source in sources
     ]  # fmt: skip
     marks = sum(Section("", "", source.result).exploratory for source in sources)
-    names = ("run", "kind", "outcome", "standing")
-    rows = tuple((r["name"], r["kind"], r["outcome"] or r["status"], r["standing"]) for r in runs)
-    table = Table(
-        id="runs", title="Results", columns=tuple(Column(name=name) for name in names), rows=rows
-    )
+    columns: Columns = dict.fromkeys(("run", "kind", "outcome", "standing"), "text")
+    rows = [(r["name"], r["kind"], r["outcome"] or r["status"], r["standing"]) for r in runs]
+    table = Table.of("runs", "Results", columns, rows)
     return Result(
         **ABOUT, status="planned", notes=tuple(notes), blocks=(table,), data={"runs": runs},
         settings=settings.model_dump(mode="json", exclude={"force", "save_path"}),
@@ -102,20 +146,15 @@ def planned_report(
     )  # fmt: skip
 
 
-def slug_of(name: str) -> str:
-    """Letters, digits and dashes, for anchors and file names."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "run"
-
-
 def _slugs(names: Sequence[str]) -> list[str]:
-    """Each once. Letters first: an anchor that begins with a digit needs escapes in style."""
+    """Letters, digits and dashes, for anchors and file names; each once. Letters first: an anchor
+    that begins with a digit needs escapes in style.
+    """
     slugs: list[str] = []
     for name in names:
-        slug = numbered = f"run-{slug_of(name)}"
-        number = 2
-        while numbered in slugs:
-            numbered, number = f"{slug}-{number}", number + 1
-        slugs.append(numbered)
+        plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "run"
+        numbered = (f"run-{plain}" + (f"-{n}" if n > 1 else "") for n in itertools.count(1))
+        slugs.append(next(slug for slug in numbered if slug not in slugs))
     return slugs
 
 
@@ -124,14 +163,24 @@ def _draw(
 ) -> tuple[dict[str, list[Picture]], list[str], list[str]]:
     """(slug -> pictures of the page, files in `directory`, notes). The page's are always drawn."""
     directory.mkdir()
-    plots = list(_plots(sources, slugs))
+    plots = {
+        (slug, f"{slug}-{block.id}"): block.model_copy(
+            update={
+                "title": source.result.standing.mark(block.title),
+                "alt": source.result.standing.mark(block.alt),
+            }
+        )
+        for source, slug in zip(sources, slugs, strict=True)
+        for block in source.result.blocks
+        if isinstance(block, Plot)
+    }
     with warnings.catch_warnings():
         # a letter that matplotlib's font has not: a box in the PNG, right in the page
         warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
-        drawings = [(name, draw_plot(plot)) for _, name, plot in plots]
-        written, notes = write_figures(directory, drawings, [*dict.fromkeys(("svg", *formats))])
+        named = {name: plot for (_, name), plot in plots.items()}
+        written, notes = write_figures(directory, named, [*dict.fromkeys(("svg", *formats))])
     pictures: dict[str, list[Picture]] = {}
-    for slug, name, plot in plots:
+    for (slug, name), plot in plots.items():
         file = directory / f"{name}.svg"
         if file.is_file():
             pictures.setdefault(slug, []).append(picture(file.read_text("utf-8"), name, plot.alt))
@@ -143,34 +192,27 @@ def _draw(
     return pictures, written, notes
 
 
-def _plots(sources: Sequence[Source], slugs: Sequence[str]) -> Iterator[tuple[str, str, Plot]]:
-    """(slug of the run, name of the files, the plot)"""
-    for source, slug in zip(sources, slugs, strict=True):
-        for block in source.result.blocks:
-            if isinstance(block, Plot):
-                yield slug, f"{slug}-{block.id}", marked_plot(block, source.result)
-
-
 def _section(directory: Path, source: Source, slug: str, pictures: Sequence[Picture]) -> Section:
-    recipe, repeat = recipe_of(source.result.kind, source.result.settings), None
+    recipe = recipe_of(source.result.kind, source.result.settings)
+    repeat: dict[str, str] = {}
     if recipe is not None:
         repeat = _repeat(recipe, f"{RECIPES}/{slug.removeprefix('run-')}.yaml")
-        (directory / repeat.file).write_text(recipe.text, encoding="utf-8")
+        (directory / repeat["file"]).write_text(recipe.text, encoding="utf-8")
     files = [(name, nbytes(count)) for name, count in source.files]
     if source.more_files:
         files.append((f"and {source.more_files:,} more files", ""))
     about = [
         ("directory", source.path), ("result file", source.file), ("its SHA-256", source.sha256),
     ]  # fmt: skip
-    return Section(slug, source.name, source.result, pictures, repeat or "", about, files)
+    return Section(slug, source.name, source.result, pictures, repeat, about, files)
 
 
-def _repeat(recipe: Recipe, file: str) -> Repeat:
+def _repeat(recipe: Recipe, file: str) -> dict[str, str]:
     where = "In the directory of this page; from elsewhere with the recipe's whole path:"
     notes = [f"It writes mlxstacks-out/{Path(file).stem} in the directory where it is run."]
     if recipe.of_nano:
         names = listed(recipe.of_nano)
-        notes.append(f"The built-in nano model's own are found anew on each machine: {names}.")
+        notes.append(f"The built-in nano model's own are found again on each machine: {names}.")
     if recipe.paths:
         names = listed(recipe.paths)
         notes.append(f"Paths of the machine of this result, to be set on another: {names}.")
@@ -181,4 +223,4 @@ def _repeat(recipe: Recipe, file: str) -> Repeat:
             "whole path and run it where this result was made. They are: "
             f"{listed(recipe.relative)}."
         )
-    return Repeat(file, recipe.text, where, (" ".join(notes),))
+    return {"file": file, "text": recipe.text, "where": where, "note": " ".join(notes)}

@@ -139,8 +139,7 @@ def _line(records: Sequence[Record]) -> bytes:
 def _records(line: bytes) -> list[Record] | None:
     """The records of a line; None where it is none of ours."""
     try:
-        found = json.loads(line)["losses"]
-        records = [(pair, config, loss) for pair, config, loss in found]
+        records = [(pair, config, loss) for pair, config, loss in json.loads(line)["losses"]]
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
     right = all(
@@ -194,8 +193,8 @@ def plan_batches(
     row. Batches of one set of weights follow each other.
     """
     groups: dict[Weights, list[int]] = {}
-    for position, one in enumerate(candidates):
-        groups.setdefault(one.weights, []).append(position)
+    for position, c in enumerate(candidates):
+        groups.setdefault(c.weights, []).append(position)
     batches: list[list[int]] = []
     rest: list[int] = []
     for group in groups.values():
@@ -259,27 +258,24 @@ class CandidateLosses:
         The model is left in the mode `base`.
         Raises: InputError naming the domains at which a loss is NaN or Inf.
         """
-        found = [self._known(one) for one in candidates]
-        self.recalled += sum(loss is not None for loss in found)
+        losses = [self._cache.get(self._keys[c.pair], self._config(c.weights)) for c in candidates]
+        self.recalled += sum(loss is not None for loss in losses)
         self._mode = None  # others may have set one since
         try:
             with evaluating(self._model):
                 for batch in plan_batches(candidates, self._lengths, self.batch_tokens):
-                    missing = [position for position in batch if found[position] is None]
+                    missing = [position for position in batch if losses[position] is None]
                     if not missing:
                         continue
-                    made = self._measure([candidates[position] for position in missing])
-                    for position, loss in zip(missing, made, strict=True):
-                        found[position] = loss
+                    measured = self._measure([candidates[position] for position in missing])
+                    for position, loss in zip(missing, measured, strict=True):
+                        losses[position] = loss
                     if self._on_batch:
                         self._on_batch(len(missing))
         finally:
             # weights of so many sequences fit no other batch
             set_mode(self._model, base())
-        return [loss for loss in found if loss is not None]
-
-    def _known(self, one: Candidate) -> float | None:
-        return self._cache.get(self._keys[one.pair], self._config(one.weights))
+        return [loss for loss in losses if loss is not None]
 
     def _config(self, weights: Weights) -> str:
         if weights not in self._config_keys:
@@ -288,42 +284,33 @@ class CandidateLosses:
 
     def _measure(self, batch: Sequence[Candidate]) -> list[float]:
         self._set_weights(batch)
-        rows = make_batch([self._rows[one.pair] for one in batch])
-        losses = evaluate_row_losses(self._model, rows, self._head).tolist()
-        for one, loss in zip(batch, losses, strict=True):
-            if not np.isfinite(loss):
-                on = " + ".join(domain for domain, _ in one.weights) or "no stacks"
+        rows = make_batch([self._rows[c.pair] for c in batch])
+        losses: list[float] = evaluate_row_losses(self._model, rows, self._head).tolist()
+        records = []
+        for c, loss in zip(batch, losses, strict=True):
+            if not math.isfinite(loss):
+                on = " + ".join(domain for domain, _ in c.weights) or "no stacks"
                 raise InputError(
                     f"the loss with {on} is {loss}: look at the stacks with `mlxstacks stacks "
                     "verify`, or try base: float32 (half floats overflow)"
                 )
-        self._cache.add(
-            [
-                (self._keys[one.pair], self._config(one.weights), loss)
-                for one, loss in zip(batch, losses, strict=True)
-            ]
-        )
+            records.append((self._keys[c.pair], self._config(c.weights), loss))
+        self._cache.add(records)
         self.made += len(batch)
         self.tokens += rows.inputs.size
-        return [float(loss) for loss in losses]
+        return losses
 
     def _set_weights(self, batch: Sequence[Candidate]) -> None:
         """The model's mode for a batch: equal weights as (D,), others as (B, D)."""
-        distinct = {one.weights for one in batch}
-        if len(distinct) == 1:
-            (weights,) = distinct
-            if weights != self._mode:
-                self._serve([weights])
-            self._mode = weights
-        else:
-            self._serve([one.weights for one in batch])
-            self._mode = None
-
-    def _serve(self, rows: Sequence[Weights]) -> None:
+        rows = list(dict.fromkeys(c.weights for c in batch))
+        if len(rows) == 1 and rows[0] == self._mode:
+            return
+        self._mode = rows[0] if len(rows) == 1 else None
+        if len(rows) > 1:
+            rows = [c.weights for c in batch]
         names = list(dict.fromkeys(domain for weights in rows for domain, _ in weights))
         if not names:
             set_mode(self._model, base(), self._dtype)
             return
         table = np.array([[dict(row).get(name, 0.0) for name in names] for row in rows], np.float32)
-        weights = table[0] if len(rows) == 1 else table
-        set_mode(self._model, routed(names, weights), self._dtype)
+        set_mode(self._model, routed(names, table[0] if len(rows) == 1 else table), self._dtype)

@@ -24,10 +24,9 @@ from mlxstacks.data.text_settings import ThinkingMode
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.disk import sync_directory, target_errors, user_path
 from mlxstacks.files.store_files import write_new
-from mlxstacks.routing.answer import Answer
-from mlxstacks.routing.engine import AnswerStream, Mode, Progress, RoutedModel
+from mlxstacks.routing.engine import Answer, AnswerStream, Mode, Progress, RoutedModel
 from mlxstacks.routing.generation import Prompt, Sampling
-from mlxstacks.routing.route import Route
+from mlxstacks.routing.router import Route
 
 Message = dict[str, Any]
 
@@ -41,11 +40,8 @@ class Turn:
     route_seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "question": self.question,
-            "route_seconds": self.route_seconds,
-            **self.answer.as_json(),
-        }
+        about = {"question": self.question, "route_seconds": self.route_seconds}
+        return {**about, **self.answer.as_json()}
 
 
 class Conversation:
@@ -73,9 +69,9 @@ class Conversation:
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
         self._opening: list[Message] = [*system, *messages]
         self.cache = engine.new_cache()
-        self.begin_anew()
+        self.restart()
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Forget what was said; mode and pins stay."""
         self.messages = list(self._opening)
         self.turns: list[Turn] = []
@@ -102,7 +98,7 @@ class Conversation:
         stream = self.engine.stream(
             prompt, route, sampling, self.cache, stop=stop, progress=progress
         )
-        return Asked(self, text, stream, seconds)
+        return Asked(text, stream, seconds, self)
 
     def prompt(self, text: str, before: int | None = None) -> Prompt:
         """What the model reads when this is asked; nothing is computed.
@@ -137,17 +133,15 @@ class Conversation:
         stream = self.engine.stream(
             prompt, route, sampling, self.engine.new_cache(), stop=stop, progress=progress
         )
-        return Asked(None, text, stream, seconds)
+        return Asked(text, stream, seconds)
 
     def _settled(self, route: Route) -> Route:
         """The weights in use, where the new route has the same domains."""
         held = self._held
-        same = held is not None and held.mode == route.mode and set(held.weights) == set(
-            route.weights
-        )  # fmt: skip
-        if held is not None and same and route.mode == "routed" and self.reroute == "set":
-            return replace(route, weights=held.weights)
-        return route
+        if held is None or self.reroute != "set" or not (held.mode == route.mode == "routed"):
+            return route
+        same = held.weights.keys() == route.weights.keys()
+        return replace(route, weights=held.weights) if same else route
 
     def _sampling(self, turn: int) -> Sampling:
         """Another seed each turn: equal questions need not get equal draws."""
@@ -156,12 +150,13 @@ class Conversation:
     def finished(self, turn: Turn) -> None:
         """Take a turn into the conversation."""
         answer = turn.answer
-        said: Message = {"role": "assistant", "content": answer.text}
+        message: Message = {"role": "assistant", "content": answer.text}
         if answer.thoughts is not None:
-            said["reasoning_content"] = answer.thoughts  # templates that know it decide what stays
-        self.messages += [{"role": "user", "content": turn.question}, said]
+            # templates that know it decide what stays
+            message["reasoning_content"] = answer.thoughts
+        self.messages += [{"role": "user", "content": turn.question}, message]
         self.turns.append(turn)
-        self._held = turn.answer.route
+        self._held = answer.route
 
     def save(self, path: str | Path) -> Path:
         """Write the messages as JSONL, each answer with its route; whole or not at all.
@@ -179,25 +174,24 @@ class Conversation:
         return target
 
 
+@dataclass(eq=False, repr=False)
 class Asked:
-    """Pieces of an answer; afterwards `turn`, None where nothing was said."""
+    """Pieces of an answer; afterwards `turn`, None where nothing was said. owner: takes it."""
 
-    def __init__(
-        self, owner: Conversation | None, question: str, stream: AnswerStream, route_seconds: float
-    ) -> None:
-        self.turn: Turn | None = None
-        self.route = stream.route
-        self._owner, self._question = owner, question
-        self._stream, self._route_seconds = stream, route_seconds
+    question: str
+    stream: AnswerStream
+    route_seconds: float
+    owner: Conversation | None = None
+    turn: Turn | None = None
 
     def __iter__(self) -> Iterator[str]:
-        yield from self._stream
-        answer = self._stream.answer
+        yield from self.stream
+        answer = self.stream.answer
         if answer is None or (answer.finish == "stopped" and not answer.tokens):
             return
-        self.turn = Turn(self._question, answer, self._route_seconds)
-        if self._owner is not None:
-            self._owner.finished(self.turn)
+        self.turn = Turn(self.question, answer, self.route_seconds)
+        if self.owner is not None:
+            self.owner.finished(self.turn)
 
 
 def _write_once(target: Path, data: bytes) -> None:

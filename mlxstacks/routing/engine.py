@@ -16,21 +16,116 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+import mlx.core as mx
 import mlx.nn as nn
 
-from mlxstacks import base_model
+from mlxstacks import base_model, memory
 from mlxstacks.data.text_settings import Rendering, ThinkingMode
-from mlxstacks.errors import InputError, StoreError, TargetError
-from mlxstacks.files.store import Store
-from mlxstacks.routing.answer import Answer, Finish, begins_in_thought, split_thoughts
+from mlxstacks.errors import InputError, TargetError
+from mlxstacks.files.checkpoint import open_checkpoint
+from mlxstacks.files.disk import user_path
+from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.store import Store, find_base
+from mlxstacks.fuse.in_memory import attach_adapters
+from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.routing.gaps import GapLog
-from mlxstacks.routing.generation import Prompt, Sampling, encode_prompt, generate
-from mlxstacks.routing.prompt_cache import PromptCache
-from mlxstacks.routing.route import Route, base_route, pinned, ungated_route
-from mlxstacks.routing.router import PromptRouter
+from mlxstacks.routing.generation import (
+    Piece,
+    Prompt,
+    PromptCache,
+    Sampling,
+    encode_prompt,
+    generate,
+)
+from mlxstacks.routing.resident import Lease, Resident
+from mlxstacks.routing.router import (
+    PromptRouter,
+    Route,
+    load_prompt_router,
+    pinned,
+)
+from mlxstacks.routing.settings import NO_GAP_LOG, AnswerSettings
+from mlxstacks.training.modes import prepare_base
+
+# stop: the model ended it. length: max_tokens. context: the model's context is full. stopped: by
+# whoever asked, in the middle.
+Finish = Literal["stop", "length", "context", "stopped"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """text: without thoughts; thoughts: None where there were none.
+
+    weights: of the domains that answered. loaded, resident: domains read from disk for it, and
+    those that were there.
+    cached_tokens: of the prompt, that were not computed again. tokens: said, without the end mark.
+    prompt_seconds: until the first token; seconds: from there to the last. adapters: names of those
+    beside the base.
+    """
+
+    text: str
+    thoughts: str | None
+    finish: Finish
+    route: Route
+    weights: Mapping[str, float]
+    loaded: tuple[str, ...]
+    resident: tuple[str, ...]
+    load_seconds: float
+    bytes_read: int
+    prompt_tokens: int
+    cached_tokens: int
+    tokens: int
+    prompt_seconds: float
+    seconds: float
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of decoding, the first token left out; None for fewer than two."""
+        return (self.tokens - 1) / self.seconds if self.tokens > 1 and self.seconds > 0 else None
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What a reader should know about it: a gap, where it was cut off."""
+        gap = "gap: no domain fits" if self.route.gap else ""
+        words = {
+            "length": "cut off at max_tokens", "context": "cut off: the context is full",
+            "stopped": "stopped", "stop": "",
+        }  # fmt: skip
+        return tuple(filter(None, [gap, words[self.finish]]))
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "tokens_per_second": self.tokens_per_second}
+
+
+def begins_in_thought(tokenizer: Any, opening: Sequence[int]) -> bool:
+    """Whether the tokens that begin an answer leave the model inside its thoughts."""
+    if not getattr(tokenizer, "has_thinking", False):
+        return False
+    tokens = list(opening)
+    return bool(tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens))
+
+
+def split_thoughts(text: str, tokenizer: Any, inside: bool) -> tuple[str, str | None]:
+    """(answer, thoughts or None) of what a model said. inside: it began in its thoughts.
+
+    Thoughts that were cut off have no end mark: then all is thought, and the answer is empty.
+    """
+    start = getattr(tokenizer, "think_start", None)
+    end = getattr(tokenizer, "think_end", None)
+    if not start or not end:
+        return text, None
+    if not inside:
+        if not text.lstrip().startswith(start):
+            return text, None
+        text = text.lstrip().removeprefix(start)
+    thoughts, _, answer = text.partition(end)
+    return answer.lstrip("\n"), thoughts.strip("\n")
+
 
 if TYPE_CHECKING:
     from mlxstacks.routing.resident import Lease, Resident
@@ -39,57 +134,47 @@ Mode = Literal["base", "ungated", "routed"]
 Progress = Callable[[int, int], None]
 
 
+@dataclass(eq=False, repr=False)
 class RoutedModel:
     """A model, and, where there is a store, its stacks and its router.
 
-    resident: the owner of what is loaded; None without a store. router: None where there is none;
-    open_router: opens it when it is first needed. context_tokens: most tokens of prompt and answer,
+    resident: the owner of what is loaded; None without a store. open_router: opens the router when
+    it is first needed; None where there is none. context_tokens: most tokens of prompt and answer,
     None where the model does not say. allow_special: as in `Rendering`. notes: what is worth saying
-    to the user; it grows. adapters: names of those that are beside the base, whatever the mode.
+    to the user; it grows. adapters: names of those next to the base, whatever the mode.
     mode, pins: how a conversation answers that names neither.
     It answers in the thread that made it: MLX's arrays and streams belong to their thread.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        *,
-        store: Store | None = None,
-        resident: "Resident | None" = None,
-        router: PromptRouter | None = None,
-        open_router: Callable[[], PromptRouter] | None = None,
-        context_tokens: int | None = None,
-        hard: bool = False,
-        gap_log: GapLog | None = None,
-        allow_special: bool = False,
-        notes: list[str] | None = None,
-        adapters: Sequence[str] = (),
-        mode: Mode = "base",
-        pins: Sequence[str] = (),
-    ) -> None:
+    model: nn.Module
+    tokenizer: Any
+    _: KW_ONLY
+    store: Store | None = None
+    resident: Resident | None = None
+    open_router: Callable[[], PromptRouter] | None = None
+    context_tokens: int | None = None
+    hard: bool = False
+    gap_log: GapLog | None = None
+    allow_special: bool = False
+    notes: list[str] = field(default_factory=list)
+    adapters: tuple[str, ...] = ()
+    mode: Mode = "base"
+    pins: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
         self._thread = threading.current_thread()
-        self.mode, self.pins = mode, tuple(pins)
-        self.model, self.tokenizer = model, tokenizer
-        self.store, self.resident = store, resident
-        self.context_tokens, self.hard, self.adapters = context_tokens, hard, tuple(adapters)
-        self.allow_special = allow_special
-        self.notes: list[str] = [] if notes is None else notes
-        self._router, self._open_router, self._gap_log = router, open_router, gap_log
 
     @property
     def domains(self) -> tuple[str, ...]:
         """Domains that can answer, in the order of the store."""
         return self.resident.domains if self.resident is not None else ()
 
-    @property
+    @cached_property
     def router(self) -> PromptRouter:
         """Raises: InputError: there is none. StoreError: it does not fit the store."""
-        if self._router is None:
-            if self._open_router is None:
-                raise InputError("there is no store, so no router; give --store-path")
-            self._router = self._open_router()
-        return self._router
+        if self.open_router is None:
+            raise InputError("there is no store, so no router; give --store-path")
+        return self.open_router()
 
     def new_cache(self) -> PromptCache:
         """An empty cache for one conversation."""
@@ -107,18 +192,18 @@ class RoutedModel:
             self.check_domains(pins)
             return pinned(pins)
         if mode == "base":
-            return base_route()
+            return Route("base")
         self._need_stacks()
         if mode == "ungated":
-            return ungated_route()
+            return Route("ungated")
         scores, feature = self.router.score_with_feature(text)
         route = self.router.decide(scores, hard=self.hard, routable=self.domains)
-        if route.gap and self._gap_log is not None:
+        if route.gap and self.gap_log is not None:
             try:
-                self._gap_log.add(text, scores, feature)
+                self.gap_log.add(text, scores, feature)
             except TargetError as error:  # the answer matters more than its note
                 self.notes.append(f"The gap is not logged: {error}")
-                self._gap_log = None
+                self.gap_log = None
         return route
 
     def check_domains(self, names: Sequence[str]) -> None:
@@ -128,8 +213,8 @@ class RoutedModel:
             if name not in self.domains:
                 close = difflib.get_close_matches(name, self.domains, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
-                there = ", ".join(self.domains) or "none"
-                raise InputError(f"no domain {name[:100]!a} to answer{hint} (there are: {there})")
+                known = ", ".join(self.domains) or "none"
+                raise InputError(f"no domain {name[:100]!a} to answer{hint} (there are: {known})")
 
     def weights(self, route: Route) -> dict[str, float]:
         """Domain -> weight that a route asks for."""
@@ -149,8 +234,6 @@ class RoutedModel:
             yield _NoStacks()
         else:
             with self.resident.lease(self.weights(route)) as lease:
-                if lease.missing:
-                    raise StoreError("\n".join(lease.missing.values()))
                 yield lease
 
     def prompt(self, messages: Sequence[dict[str, Any]], thinking: ThinkingMode = "auto") -> Prompt:
@@ -161,7 +244,7 @@ class RoutedModel:
         """
         rendering = Rendering(thinking, self.allow_special)
         prompt = encode_prompt(self.tokenizer, messages, rendering, self.context_tokens)
-        if self._room(prompt) < 1:
+        if self.room(prompt) < 1:
             raise InputError(
                 f"the prompt has at least {len(prompt.tokens):,} tokens with all that was said "
                 f"before; the model's context is {self.context_tokens:,} and has to hold the "
@@ -183,8 +266,12 @@ class RoutedModel:
 
         stop: asked before every step; True ends the answer. progress: tokens of the prompt.
         """
-        fitted = replace(sampling, max_tokens=int(min(sampling.max_tokens, self._room(prompt))))
-        return AnswerStream(self, prompt, route, fitted, sampling.max_tokens, cache, stop, progress)
+        return AnswerStream(self, prompt, route, sampling, cache, stop, progress)
+
+    def room(self, prompt: Prompt) -> float:
+        """Tokens of the context that the prompt leaves to an answer."""
+        limit = math.inf if self.context_tokens is None else self.context_tokens
+        return limit - len(prompt.tokens)
 
     def check_thread(self) -> None:
         """Raises: RuntimeError in another thread than the one that made the engine."""
@@ -194,97 +281,77 @@ class RoutedModel:
                 f"{self._thread.name}, which loaded it; send questions there, or load it here too"
             )
 
-    def _room(self, prompt: Prompt) -> float:
-        """Tokens of the context that the prompt leaves to an answer."""
-        limit = math.inf if self.context_tokens is None else self.context_tokens
-        return limit - len(prompt.tokens)
-
     def _need_stacks(self) -> None:
         if self.resident is None:
             raise InputError("there is no store, so no stacks; give --store-path")
 
 
+@dataclass(eq=False, repr=False)
 class AnswerStream:
     """Iterate over it once for pieces of text; `answer` is there when it ends, however it ends."""
 
-    def __init__(
-        self,
-        engine: RoutedModel,
-        prompt: Prompt,
-        route: Route,
-        sampling: Sampling,
-        asked_tokens: int,
-        cache: PromptCache,
-        stop: Callable[[], bool],
-        progress: Progress,
-    ) -> None:
-        self.prompt, self.route = prompt, route
-        self.answer: Answer | None = None
-        self._engine, self._cache = engine, cache
-        self._sampling, self._asked_tokens = sampling, asked_tokens
-        self._stop, self._progress = stop, progress
+    engine: RoutedModel
+    prompt: Prompt
+    route: Route
+    sampling: Sampling
+    cache: PromptCache
+    stop: Callable[[], bool]
+    progress: Progress
+    answer: Answer | None = None
 
     def __iter__(self) -> Iterator[str]:
-        engine = self._engine
-        with engine.lease(self.route) as lease:
-            said = _Said(time.perf_counter())
+        engine, room = self.engine, self.engine.room(self.prompt)
+        sampling = replace(self.sampling, max_tokens=int(min(self.sampling.max_tokens, room)))
+        cached: list[int] = []  # tokens in the cache, at each call; the first counts
+        pieces: list[tuple[float, Piece]] = []  # each with the time it came at
 
-            def told(done: int, total: int) -> None:
-                said.cached = done if said.cached is None else said.cached  # at the first call
-                self._progress(done, total)
+        def read(done: int, total: int) -> None:
+            cached.append(done)
+            self.progress(done, total)
+
+        with engine.lease(self.route) as lease:
+            began = time.perf_counter()
 
             def activate() -> None:
                 engine.check_thread()
                 lease.activate()
 
-            pieces = generate(
-                engine.model, engine.tokenizer, self.prompt, self._cache, self._sampling,
-                key=tuple(sorted(lease.weights.items())), activate=activate,
-                stop=self._stop, progress=told,
+            stream = generate(
+                engine.model, engine.tokenizer, self.prompt, self.cache, sampling,
+                key=tuple(sorted(lease.weights.items())), activate=activate, stop=self.stop,
+                progress=read,
             )  # fmt: skip
             try:
-                with closing(pieces):
-                    for text, finish in pieces:
-                        said.add(text, finish)
-                        if text:
-                            yield text
+                with closing(stream):
+                    for piece in stream:
+                        pieces.append((time.perf_counter(), piece))
+                        if piece.text:
+                            yield piece.text
             finally:
-                self.answer = self._ended(said, lease)
+                self.answer = self._answer(lease, began, pieces, cached[0] if cached else 0)
 
-    def _ended(self, said: "_Said", lease: "Lease | _NoStacks") -> Answer:
-        tokenizer = self._engine.tokenizer
-        inside = begins_in_thought(tokenizer, self.prompt.tokens[self.prompt.stable :])
-        text, thoughts = split_thoughts("".join(said.texts), tokenizer, inside)
-        finish: Finish = said.finish or "stopped"
-        if finish == "length" and self._sampling.max_tokens < self._asked_tokens:
+    def _answer(
+        self,
+        lease: "Lease | _NoStacks",
+        began: float,
+        pieces: Sequence[tuple[float, Piece]],
+        cached_tokens: int,
+    ) -> Answer:
+        tokenizer, prompt = self.engine.tokenizer, self.prompt
+        inside = begins_in_thought(tokenizer, prompt.tokens[prompt.stable :])
+        said = "".join(piece.text for _, piece in pieces)
+        text, thoughts = split_thoughts(said, tokenizer, inside)
+        finish: Any = (pieces[-1][1].finish if pieces else None) or "stopped"
+        if finish == "length" and self.engine.room(prompt) < self.sampling.max_tokens:
             finish = "context"
-        first, last = said.first or said.began, said.last or said.began
+        first, last = (pieces[place][0] if pieces else began for place in (0, -1))
         return Answer(
             text, thoughts, finish, self.route, dict(lease.weights),
             tuple(lease.loaded), tuple(lease.hits), lease.seconds, lease.bytes_read,
-            len(self.prompt.tokens), said.cached or 0, said.tokens, first - said.began,
-            last - first, self._engine.adapters,
+            len(prompt.tokens), cached_tokens,
+            sum(piece.finish != "stop" for _, piece in pieces),
+            first - began, last - first, self.engine.adapters,
         )  # fmt: skip
-
-
-@dataclass
-class _Said:
-    """What came so far. Times in seconds of `perf_counter`."""
-
-    began: float
-    cached: int | None = None
-    texts: list[str] = field(default_factory=list)
-    tokens: int = 0
-    finish: Finish | None = None
-    first: float | None = None
-    last: float | None = None
-
-    def add(self, text: str, finish: Any) -> None:
-        self.last = time.perf_counter()
-        self.first = self.first or self.last
-        self.texts.append(text)
-        self.finish = finish
-        self.tokens += finish != "stop"
 
 
 @dataclass(frozen=True)
@@ -299,3 +366,93 @@ class _NoStacks:
 
     def activate(self) -> None:
         """Nothing to do: the model is its base."""
+
+
+# Longer contexts are what tokenizers say that know none: transformers writes 1e30.
+_MOST_CONTEXT = 2**31
+
+
+def open_routed(settings: AnswerSettings) -> RoutedModel:
+    """The model of the settings with its stacks; the router too, where they ask for it.
+
+    Raises: InputError: model, store or router cannot be used, an unknown domain is pinned.
+        StoreError: the store is of another base, or damaged.
+    """
+    if settings.wants_store and settings.store_path is None:
+        raise InputError(
+            "routed, ungated, pin and compare need stacks; give --store-path, a store that "
+            "`mlxstacks stack` made for this model"
+        )
+    store = None if settings.store_path is None else Store.open(settings.store_path)
+    notes: list[str] = []
+    if store is not None:
+        checkpoint = find_base(store, settings.model, notes)
+    elif settings.model is not None:
+        checkpoint = open_checkpoint(resolve_model(settings.model))
+    else:
+        raise InputError("give a model")
+    model, tokenizer, config = base_model.load(checkpoint.directory, lazy=True)
+    dtype = mx.float32 if prepare_base(model, settings.base, notes) else None
+    model.eval()
+    if settings.adapter_path:
+        adapters = FuseSettings(
+            model=settings.model, adapter_path=settings.adapter_path,
+            peft_layout=settings.peft_layout, allow_base=settings.allow_base,
+        )  # fmt: skip
+        notes += attach_adapters(model, checkpoint, adapters, dtype)
+    resident = None
+    if store is not None:
+        budget = settings.budget
+        if budget is None:  # a quarter of the memory, so that a store of any size can be served
+            device = memory.device()
+            whole = device.working_set_bytes or device.memory_bytes
+            budget = None if whole is None else whole // 4
+        resident = Resident(model, store, budget_bytes=budget, dtype=dtype)
+
+    def open_router() -> PromptRouter:
+        if store is None:
+            raise InputError("there is no store, so no router; give --store-path")
+        router = load_prompt_router(store, model, tokenizer, settings.router_path)
+        notes.extend(router.notes)
+        return router
+
+    engine = RoutedModel(
+        model, tokenizer, store=store, resident=resident, open_router=open_router,
+        context_tokens=context_tokens(config, tokenizer), hard=settings.hard,
+        allow_special=settings.allow_special, mode=settings.mode, pins=settings.pin, notes=notes,
+        gap_log=None if settings.gap_log == NO_GAP_LOG else GapLog(settings.gap_log),
+        adapters=tuple(user_path(path).resolve().name for path in settings.adapter_path),
+    )  # fmt: skip
+    if settings.pin:
+        engine.check_domains(settings.pin)
+    if settings.routed or settings.compare:
+        _ = engine.router  # a router that does not fit is bad input now, not at the first prompt
+    return engine
+
+
+def context_tokens(config: dict[str, Any], tokenizer: Any) -> int | None:
+    """Most tokens a model was made for: of its config, else of its tokenizer; None where neither
+    says. A rope that is stretched in the config raises it to factor times the original.
+    """
+    text = config.get("text_config")
+    for part in (text if isinstance(text, dict) else {}, config):
+        limit = _count(part.get("max_position_embeddings"))
+        if limit is None:
+            continue
+        rope = part.get("rope_scaling") or part.get("rope_parameters")
+        rope = rope if isinstance(rope, dict) else {}
+        factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+        if isinstance(factor, int | float) and isinstance(original, int | float):
+            limit = max(limit, int(factor * original))
+        return limit
+    return _count(getattr(tokenizer, "model_max_length", None))
+
+
+def _count(value: Any) -> int | None:
+    usable = isinstance(value, int | float) and not isinstance(value, bool)
+    return int(value) if usable and 0 < value < _MOST_CONTEXT else None
+
+
+def sampling_of(settings: AnswerSettings) -> Sampling:
+    """How the settings choose tokens."""
+    return Sampling(**{part.name: getattr(settings, part.name) for part in fields(Sampling)})

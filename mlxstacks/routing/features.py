@@ -7,8 +7,12 @@ given, after the final norm (spec/router.md, section 2). One forward pass withou
 middle residuals are noted on the way.
 """
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +22,7 @@ import numpy as np
 from mlxstacks import base_model
 from mlxstacks.data.special_text import encode_text
 from mlxstacks.errors import InputError
+from mlxstacks.files.disk import require_space, target_errors
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.layers.stacked import StackedLayer, stacked_layers
 from mlxstacks.training.modes import evaluating
@@ -57,12 +62,10 @@ class PromptFeatures:
 
     def tokens(self, text: str) -> list[int]:
         """At most `max_tokens` ids. Raises: InputError for an empty prompt."""
-        found: list[int] = []
-        if text.strip():
-            found = encode_text(text, self._tokenizer, limit=self.max_tokens)
-        if not found:
+        tokens = encode_text(text, self._tokenizer, limit=self.max_tokens) if text.strip() else []
+        if not tokens:
             raise InputError("the prompt is empty; there is nothing to route by")
-        return found
+        return tokens
 
     def of(self, texts: Sequence[str], batch_size: int = 16) -> list[np.ndarray]:
         """Features (S, D) float32 of each text. Raises: InputError for an empty one."""
@@ -70,15 +73,14 @@ class PromptFeatures:
 
     def of_tokens(self, prompts: Sequence[Sequence[int]], batch_size: int = 16) -> list[np.ndarray]:
         """The same of token ids. Prompts of like length share a batch."""
-        found: list[np.ndarray] = [np.empty(0, np.float32)] * len(prompts)
+        features: dict[int, np.ndarray] = {}
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]
-            made, _ = self.batch([prompts[i] for i in chosen])
-            rows = np.array(made)
+            rows = np.array(self.batch([prompts[i] for i in chosen])[0])
             for row, i in zip(rows, chosen, strict=True):
-                found[i] = row[: len(prompts[i])].copy()
-        return found
+                features[i] = row[: len(prompts[i])].copy()
+        return [features[i] for i in range(len(prompts))]
 
     def batch(self, prompts: Sequence[Sequence[int]]) -> tuple[mx.array, mx.array]:
         """Token ids -> features (B, S, D) float32, right-padded and evaluated; mask (B, S) bool.
@@ -99,7 +101,11 @@ class PromptFeatures:
         ):
             last = self._head.hidden_states(self._model, mx.array(ids))
             # A model of one layer: its middle is its end.
-            features = self._mixed(noted[0] if noted else last, last)
+            mid = (noted[0] if noted else last).astype(mx.float32)
+            last = last.astype(mx.float32)
+            if self.normalise:
+                mid, last = mx.fast.rms_norm(mid, None, _EPS), mx.fast.rms_norm(last, None, _EPS)
+            features = self.mid_weight * mid + self.last_weight * last
             noted.clear()  # the class that noted them lives until Python looks for circles
             mx.eval(features)
         return features, mx.array(mask)
@@ -108,12 +114,6 @@ class PromptFeatures:
     def pooled(features: np.ndarray) -> np.ndarray:
         """(S, D) -> (D,) float32: the mean over tokens."""
         return features.mean(axis=0, dtype=np.float32)
-
-    def _mixed(self, mid: mx.array, last: mx.array) -> mx.array:
-        mid, last = mid.astype(mx.float32), last.astype(mx.float32)
-        if self.normalise:
-            mid, last = mx.fast.rms_norm(mid, None, _EPS), mx.fast.rms_norm(last, None, _EPS)
-        return self.mid_weight * mid + self.last_weight * last
 
     @contextmanager
     def _middle(self) -> Iterator[list[mx.array]]:
@@ -125,18 +125,18 @@ class PromptFeatures:
             yield noted
             return
         layer = self._model.layers[middle - 1]
-        own = type(layer)
+        kind = type(layer)
 
         def noting(module: nn.Module, *args: Any, **options: Any) -> Any:
-            made = own.__call__(module, *args, **options)
-            noted.append(made[0] if isinstance(made, tuple) else made)
-            return made
+            output = kind.__call__(module, *args, **options)
+            noted.append(output[0] if isinstance(output, tuple) else output)
+            return output
 
-        layer.__class__ = type(own.__name__, (own,), {"__call__": noting})
+        layer.__class__ = type(kind.__name__, (kind,), {"__call__": noting})
         try:
             yield noted
         finally:
-            layer.__class__ = own
+            layer.__class__ = kind
 
 
 class _BaseAlone(StackedLayer):
@@ -155,14 +155,13 @@ def without_stacks(model: nn.Module) -> Iterator[None]:
     """No stack answers inside the block, whatever is loaded, packed and selected: none of that is
     touched, so a running stream goes on afterwards as it was.
     """
-    layers = [layer for _, layer in stacked_layers(model)]
-    own = [type(layer) for layer in layers]
-    for layer in layers:
+    kinds = [(layer, type(layer)) for _, layer in stacked_layers(model)]
+    for layer, _ in kinds:
         layer.__class__ = _BaseAlone
     try:
         yield
     finally:
-        for layer, kind in zip(layers, own, strict=True):
+        for layer, kind in kinds:
             layer.__class__ = kind
 
 
@@ -176,3 +175,98 @@ def _frozen(model: nn.Module) -> Iterator[None]:
     finally:
         for module, names in before:
             module._no_grad = names
+
+
+# --- features of many prompts ---------------------------------------------------------------------
+
+
+MEMORY_BYTES = 1 << 30
+_BATCH = 16
+
+Progress = Callable[[int, int], None]
+
+
+class FeatureTable:
+    """`of(prompt)` is (S, D) float32 of each prompt it was made for.
+
+    Each distinct prompt is kept once, by the hash of its text. Above memory_bytes the numbers go to
+    a file in `directory` that has no name: a killed run leaves nothing behind.
+    Raises: InputError for an empty prompt, or one whose features are not finite; TargetError where
+        the disk is too small.
+    """
+
+    def __init__(
+        self,
+        features: PromptFeatures,
+        prompts: Sequence[str],
+        *,
+        directory: Path | None = None,
+        memory_bytes: int = MEMORY_BYTES,
+        progress: Progress | None = None,
+    ) -> None:
+        self.features = features
+        texts = {_key(text): text for text in prompts}
+        tokens = {key: features.tokens(text) for key, text in texts.items()}
+        # Prompts of like length share a batch, and lie in the order in which they are made.
+        order = sorted(tokens, key=lambda key: (len(tokens[key]), key))
+        starts = np.cumsum([0, *(len(tokens[key]) for key in order)])
+        self._at = {key: slice(int(starts[i]), int(starts[i + 1])) for i, key in enumerate(order)}
+
+        def batches() -> Iterator[np.ndarray]:
+            for start in range(0, len(order), _BATCH):
+                chosen = order[start : start + _BATCH]
+                batch = features.of_tokens([tokens[key] for key in chosen], _BATCH)
+                for key, rows in zip(chosen, batch, strict=True):
+                    if not np.isfinite(rows).all():
+                        raise InputError(
+                            f"the base gives NaN or Inf for the prompt {texts[key][:80]!a}; a "
+                            "router cannot learn from it"
+                        )
+                yield np.concatenate(batch)
+                if progress:
+                    progress(start + len(chosen), len(order))
+
+        blocks = batches()
+        first = next(blocks)
+        shape = (int(starts[-1]), first.shape[1])
+        nbytes = 4 * shape[0] * shape[1]
+        if nbytes <= memory_bytes:
+            self._rows, at = np.empty(shape, np.float32), 0
+            for rows in chain([first], blocks):
+                self._rows[at : at + len(rows)] = rows
+                at += len(rows)
+            return
+        directory = Path(tempfile.gettempdir()) if directory is None else directory
+        with target_errors(directory, nbytes):
+            directory.mkdir(parents=True, exist_ok=True)
+            require_space(directory, nbytes)
+            with tempfile.TemporaryFile(dir=directory) as file:
+                # Written, not mapped: a disk that is full is an error here and a crash there.
+                for rows in chain([first], blocks):
+                    file.write(np.ascontiguousarray(rows).data)
+                file.flush()
+                # the mapping outlives its descriptor
+                self._rows = np.memmap(file, np.float32, "r", shape=shape)
+
+    @property
+    def input_dims(self) -> int:
+        """D, the width of the base."""
+        return int(self._rows.shape[1])
+
+    def of(self, prompt: str) -> np.ndarray:
+        """(S, D) float32. Raises: KeyError for a prompt that it was not made for."""
+        return self._rows[self._at[_key(prompt)]]
+
+    def padded(self, prompts: Sequence[str], multiple: int = 16) -> tuple[np.ndarray, np.ndarray]:
+        """(B, S, D) float32 and mask (B, S) bool, S rounded up: fewer sizes, buffers used again."""
+        features = [self.of(prompt) for prompt in prompts]
+        width = -(-max(map(len, features)) // multiple) * multiple
+        x = np.zeros((len(features), width, self.input_dims), np.float32)
+        mask = np.zeros(x.shape[:2], bool)
+        for i, rows in enumerate(features):
+            x[i, : len(rows)], mask[i, : len(rows)] = rows, True
+        return x, mask
+
+
+def _key(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

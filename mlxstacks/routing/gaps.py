@@ -39,7 +39,7 @@ import numpy as np
 
 from mlxstacks.errors import CheckpointError, InputError, TargetError
 from mlxstacks.files.disk import target_errors, user_path
-from mlxstacks.files.shard_header import open_regular
+from mlxstacks.files.shards import open_regular
 
 MOST_CHARACTERS = 500
 MAX_BYTES = 32_000_000

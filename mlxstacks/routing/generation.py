@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
 
 from mlxstacks import base_model
 from mlxstacks.data.chat import open_chat
@@ -22,8 +23,121 @@ from mlxstacks.data.encode import begin_mark
 from mlxstacks.data.special_text import encode_text
 from mlxstacks.data.text_settings import PLAIN, Rendering
 from mlxstacks.errors import InputError
-from mlxstacks.routing.prompt_cache import PromptCache
 from mlxstacks.training.modes import evaluating
+
+# mlx-lm's caches that only write behind their offset, and whose `trim` only moves it.
+_APPENDED = ("KVCache", "QuantizedKVCache")
+
+
+@dataclass(frozen=True, eq=False)
+class _Mark:
+    """tokens: how many there were. states: an offset, or a whole state, for each entry."""
+
+    tokens: int
+    states: tuple[Any, ...]
+
+
+class PromptCache:
+    """One sequence's cache. make: builds the empty entries of the model.
+
+    tokens: those that the entries hold, in order. key: under which weights they were computed.
+    """
+
+    def __init__(self, make: Callable[[], list[Any]]) -> None:
+        self._make = make
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.entries = self._make()
+        self.tokens: list[int] = []
+        self.key: Hashable = None
+        self._mark: _Mark | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and states; of the mark only what it does not share with them."""
+        states = [entry.state for entry in self.entries] if self.tokens else []
+        marked = self._mark.states if self._mark else ()
+        return sum(a.nbytes for _, a in tree_flatten([states, marked]) if isinstance(a, mx.array))
+
+    def reuse(self, prompt: Sequence[int], key: Hashable) -> int:
+        """Make the cache one that `prompt` can go on from; how many of its tokens are in it.
+
+        Fewer than the prompt has: the last token must be computed to say what follows.
+        """
+        if key == self.key:
+            if _begins(prompt, self.tokens):
+                return len(self.tokens)
+            if self._mark and _begins(prompt, self.tokens[: self._mark.tokens]) and self.rewind():
+                return len(self.tokens)
+        self.clear()
+        self.key = key
+        return 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Say that the entries hold these tokens too, now."""
+        self.tokens.extend(tokens)
+
+    def mark(self) -> None:
+        """Come back here when what follows does not go on in the next prompt, or is broken off."""
+        self._mark = _Mark(len(self.tokens), tuple(_state(entry) for entry in self.entries))
+
+    def rewind(self) -> bool:
+        """Back to the mark; to nothing, and False, where there is none or it is not whole."""
+        mark = self._mark
+        if mark is not None:
+            try:
+                for entry, state in zip(self.entries, mark.states, strict=True):
+                    _restore(entry, state)
+                mx.eval([entry.state for entry in self.entries])
+            except (RuntimeError, ValueError):  # of a step that failed, and whose results are here
+                mark = None
+        if mark is None:
+            self.clear()
+            return False
+        del self.tokens[mark.tokens :]
+        # States that are written into were given back: they must be copied again.
+        self.mark()
+        return True
+
+
+def _begins(prompt: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Whether `tokens` are a proper beginning of `prompt`."""
+    return len(tokens) < len(prompt) and list(prompt[: len(tokens)]) == list(tokens)
+
+
+def _state(entry: Any) -> Any:
+    if type(entry).__name__ in _APPENDED:
+        return entry.offset
+    # New handles of the same arrays: where one is written into, MLX copies it first.
+    return tree_map(lambda value: mx.array(value) if isinstance(value, mx.array) else value,
+                    _lists(entry.state))  # fmt: skip
+
+
+def _lists(state: Any) -> Any:
+    """Lists and tuples of their own, so that a state put back is not the one that is kept."""
+    if isinstance(state, list | tuple):
+        return type(state)(_lists(part) for part in state)
+    return state
+
+
+def _restore(entry: Any, state: Any) -> None:
+    if type(entry).__name__ not in _APPENDED:
+        entry.state = _lists(state)
+        return
+    if entry.keys is None or state == 0:  # broken off in the very first step
+        entry.keys = entry.values = None
+        entry.offset = 0
+        return
+    shapes = [value.shape for _, value in tree_flatten([entry.keys, entry.values])]
+    if any(shape[2] != shapes[0][2] or shape[2] < state for shape in shapes):
+        raise ValueError("keys and values of a step that was broken off in the middle")
+    entry.offset = state
+
+
+# --- answers --------------------------------------------------------------------------------------
+
 
 # Between two pieces an answer can be broken off, and progress is told.
 PREFILL_TOKENS = 512
@@ -82,7 +196,14 @@ def encode_prompt(
     half a character (what is not UTF-8 becomes that on a command line).
     """
     for message in messages:
-        _check_text(message["content"])
+        try:
+            message["content"].encode()
+        except UnicodeEncodeError as error:
+            character = message["content"][error.start]
+            raise InputError(
+                f"the prompt is no text: its character {error.start + 1} is {character!a}, half of "
+                "one; give UTF-8"
+            ) from None
     if not getattr(tokenizer, "has_chat_template", True):
         text = "\n".join(str(message["content"]) for message in messages)
         plain = encode_text(text, tokenizer, rendering.allow_special, limit)
@@ -97,16 +218,6 @@ def encode_prompt(
     pairs = enumerate(zip(tokens, closed, strict=False))
     same = next((place for place, (a, b) in pairs if a != b), min(len(tokens), len(closed)))
     return Prompt(tuple(tokens), min(same, len(tokens) - 1))
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"the prompt is no text: its character {error.start + 1} is {text[error.start]!a}, "
-            "half of one; give UTF-8"
-        ) from None
 
 
 def generate(

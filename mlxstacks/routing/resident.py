@@ -3,14 +3,13 @@
     resident = Resident(model, store, budget_bytes=2_000_000_000)
     with resident.lease({"code": 0.9, "math": 0.4}) as lease:
         ...                                     # the model answers with these
-        lease.missing                           # domains that could not be read, and why
 
 Everything goes by the name of the domain. What a lease needs and memory does not have is read, the
 difference only; what it has is taken from the packed sets that are there. Each set is packed once.
 
 What is held. A domain is in memory once for every packed set that contains it, and nowhere else:
-the loose tensors of a file are dropped as they are packed, and a set that is needed anew takes the
-stacks out of the packs that hold them, bit for bit. So `{code}` beside `{code, math}` holds code
+the loose tensors of a file are dropped as they are packed, and a set that is needed again takes the
+stacks out of the packs that hold them, bit for bit. So `{code}` next to `{code, math}` holds code
 twice, which the budget counts; a budget of little more than one set makes memory least. Latent
 pairs, which stacks share, are held once, are counted, and never dropped.
 
@@ -20,28 +19,162 @@ lease holds is never dropped; after `close` it stays until its room is needed.
 Not for several threads: a model answers with one lease at a time, and nothing here is locked.
 """
 
+import ctypes
+import os
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from math import isfinite
-from types import TracebackType
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.store import Store
-from mlxstacks.layers.packed import Segment, weighted
+from mlxstacks.layers.packed import FrozenStack, Segment, pack_all, weighted
 from mlxstacks.layers.stack_files import attach_paths, places
-from mlxstacks.routing.packed_sets import (
-    Key,
-    PackedSet,
-    PackedSets,
-    let_go,
-    pack_domains,
-    release_memory,
-)
 from mlxstacks.routing.stack_reader import DomainParts, ResidentStats, StackReader
+
+Key = tuple[str, ...]
+
+# glibc alone has it: elsewhere large blocks go back by themselves.
+_LIBC_TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+
+
+@dataclass(eq=False)
+class PackedSet:
+    """domains: in the store's order. segments: by path. leases: how many hold it."""
+
+    domains: Key
+    segments: dict[str, tuple[Segment, ...]] = field(default_factory=dict)
+    leases: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for parts in self.segments.values() for part in parts)
+
+    def parts(self, domain: str) -> DomainParts:
+        """The stacks of one domain, taken out. Law: packing them again gives the same bytes."""
+        found: DomainParts = {}
+        for path, segments in self.segments.items():
+            stacks = [
+                segment.stack(index)
+                for segment in segments
+                for index, stack_id in enumerate(segment.ids)
+                if stack_id.domain == domain
+            ]
+            if stacks:
+                found[path] = stacks
+        return found
+
+
+class PackedSets:
+    """The sets in memory and the budget they share.
+
+    reserved_bytes: of the budget, held by what is never dropped. Leased sets are never dropped.
+    """
+
+    def __init__(self, budget_bytes: int | None, stats: ResidentStats) -> None:
+        self.budget_bytes = budget_bytes
+        self.reserved_bytes = 0
+        self._stats = stats
+        self._sets: OrderedDict[Key, PackedSet] = OrderedDict()
+
+    def __iter__(self) -> Iterator[PackedSet]:
+        """Most recently used first."""
+        return iter(list(reversed(self._sets.values())))
+
+    @property
+    def nbytes(self) -> int:
+        return self.reserved_bytes + sum(s.nbytes for s in self._sets.values())
+
+    @property
+    def domains(self) -> set[str]:
+        return {name for key in self._sets for name in key}
+
+    def get(self, key: Key) -> PackedSet | None:
+        """A set, from now on the most recently used one."""
+        if key not in self._sets:
+            return None
+        self._sets.move_to_end(key)
+        return self._sets[key]
+
+    def holding(self, domain: str) -> PackedSet:
+        """A set with a domain that is in memory: one that is leased, so that it stays, else the
+        most recently used one, which `make_room` drops last.
+        """
+        holders = [packed for packed in self if domain in packed.domains]
+        return next((packed for packed in holders if packed.leases), holders[0])
+
+    def add(self, packed: PackedSet) -> None:
+        self._sets[packed.domains] = packed
+
+    def make_room(self, needed_bytes: int, reserved_bytes: int, what: str) -> None:
+        """Drop sets that nobody holds until `needed_bytes` more fit next to `reserved_bytes`.
+
+        Raises: InputError where they can never fit, or cannot while other leases are open; nothing
+            is dropped then.
+        """
+        if self.budget_bytes is None:
+            self.reserved_bytes = reserved_bytes
+            return
+        held = sum(s.nbytes for s in self._sets.values() if s.leases)
+        least = reserved_bytes + needed_bytes
+        if least > self.budget_bytes:
+            raise InputError(
+                f"{what} takes {least} bytes packed, the budget is {self.budget_bytes}; raise the "
+                "budget, or ask for fewer domains"
+            )
+        if least + held > self.budget_bytes:
+            raise InputError(
+                f"{what} takes {needed_bytes} bytes packed and {held} are in use by other answers, "
+                f"the budget is {self.budget_bytes}; end one of those first, or raise the budget"
+            )
+        self.reserved_bytes = reserved_bytes
+        for key in [key for key, packed in self._sets.items() if not packed.leases]:
+            if self.nbytes + needed_bytes <= self.budget_bytes:
+                break
+            del self._sets[key]
+            self._stats.evictions += 1
+
+
+def release_memory() -> None:
+    """Give back to the system what was dropped, read and packed.
+
+    MLX keeps freed buffers for arrays of the same sizes, and glibc keeps freed memory between what
+    is in use; both grow past the budget, as the sets to come are of other sizes.
+    """
+    mx.synchronize()  # until then a stream may hold what it worked on last
+    mx.clear_cache()
+    if _LIBC_TRIM is not None:
+        _LIBC_TRIM(0)
+
+
+def pack_domains(
+    domains: Key, loose: Mapping[str, DomainParts], dtype: mx.Dtype | None
+) -> PackedSet:
+    """Pack the stacks of domains, in order. What `loose` holds is taken out path by path, so that
+    loose and packed stacks are not in memory together for more than one projection.
+    """
+    packed = PackedSet(domains)
+    for path in sorted({path for name in domains for path in loose[name]}):
+        stacks = [stack for name in domains for stack in loose[name].pop(path, [])]
+        # Stacks that are alone in their shape are not copied by packing: as a view of a larger
+        # pack one would keep all of that in memory.
+        count = Counter(stack.shape for stack in stacks)
+        stacks = [_own_copy(s) if count[s.shape] == 1 else s for s in stacks]
+        packed.segments[path] = pack_all(stacks, dtype)
+    return packed
+
+
+def _own_copy(stack: FrozenStack) -> FrozenStack:
+    # transposed, lora_b lies in memory as packs hold it on a CPU: the copy is one of blocks
+    b = mx.contiguous(stack.lora_b.swapaxes(-1, -2)).swapaxes(-1, -2)
+    router = None if stack.router is None else mx.contiguous(stack.router)
+    a = mx.contiguous(stack.lora_a)
+    mx.eval(a, b, router)
+    return replace(stack, lora_a=a, lora_b=b, router=router)
 
 
 class Resident:
@@ -54,7 +187,7 @@ class Resident:
     a lease installed: activate it again afterwards.
 
     Raises: StoreError: the model lacks a stack's place, or has it in other dims. A file that cannot
-        be read is no error here: leases name it.
+        be read is no error here, but of the lease that needs it.
     """
 
     def __init__(
@@ -75,9 +208,13 @@ class Resident:
         self._active: Lease | None = None
         self._attached: set[str] = set()
         self._paired: set[str] = set()  # domains whose latent pairs are held
-        for name in self.domains:
-            self._attach(name, strict=False)
         self._places = places(model)
+        for name in self.domains:
+            try:
+                self._reader.headers(name)
+            except StoreError:
+                continue  # the lease that needs it says so
+            self._attach(name)
         self._install({})
 
     @property
@@ -88,8 +225,7 @@ class Resident:
     @property
     def loaded(self) -> tuple[str, ...]:
         """The domains in memory, in the store's order."""
-        there = self._sets.domains
-        return tuple(name for name in self.domains if name in there)
+        return tuple(name for name in self.domains if name in self._sets.domains)
 
     @property
     def stats(self) -> ResidentStats:
@@ -99,23 +235,29 @@ class Resident:
     def lease(self, weights: Mapping[str, float]) -> "Lease":
         """The right to answer with these domains, each multiplied by its weight; {}: the base.
 
-        A weight of 0 leaves its domain out. Domains that cannot be read are named in `missing`.
+        A weight of 0 leaves its domain out.
         Raises: InputError: a domain that is not served here, a weight that is negative or no finite
             number; or more than fits into the budget, in bytes. Nothing is changed then.
+            StoreError: domains that cannot be read; an answer without them would be another's.
         """
         started = time.perf_counter()
-        wanted = self._checked(weights)
+        if strange := [name for name in weights if name not in self.domains]:
+            raise InputError(
+                f"{self._path}: no domain {', '.join(map(ascii, strange))} is served (served: "
+                f"{', '.join(self.domains) or 'none'})"
+            )
+        if bad := [f"{n}: {w}" for n, w in weights.items() if not (isfinite(w) and w >= 0)]:
+            raise InputError(f"weights are finite numbers from 0 on, got {'; '.join(bad)}")
         before = set(self.loaded)
         lease = Lease(self)
-        packed = self._packed(wanted, lease)
+        packed = self._packed(tuple(n for n in self.domains if weights.get(n, 0) > 0), lease)
         lease.weights = {name: float(weights[name]) for name in packed.domains}
-        stack_weights = {
-            stack.name: lease.weights[name]
-            for name in packed.domains
-            for stack in self._reader.records(name)
-        }
         try:
-            lease._hold(packed, stack_weights)
+            lease._hold(packed, {
+                stack.name: lease.weights[name]
+                for name in packed.domains
+                for stack in self._reader.records(name)
+            })  # fmt: skip
             self._open.add(lease)
             gone = before - set(self.loaded)
             lease.unloaded = tuple(name for name in self.domains if name in gone)
@@ -126,154 +268,117 @@ class Resident:
             raise
         return lease
 
-    def _checked(self, weights: Mapping[str, float]) -> Key:
-        """The domains with a weight, in the store's order."""
-        strange = [name for name in weights if name not in self.domains]
-        if strange:
-            there = ", ".join(self.domains) or "none"
-            raise InputError(
-                f"{self._path}: no domain {', '.join(map(ascii, strange))} is served (served: "
-                f"{there})"
-            )
-        bad = [f"{n}: {w}" for n, w in weights.items() if not (isfinite(w) and w >= 0)]
-        if bad:
-            raise InputError(f"weights are finite numbers from 0 on, got {'; '.join(bad)}")
-        return tuple(name for name in self.domains if weights.get(name, 0) > 0)
-
     def _packed(self, wanted: Key, lease: "Lease") -> PackedSet:
-        """The set of these domains without those that cannot be read; fills in what the lease says
-        of loading.
-        """
-        there = self._sets.domains
-        fresh: dict[str, DomainParts] = {}
-        lease.hits = tuple(name for name in wanted if name in there)
-        readable = tuple(n for n in wanted if n in there or self._readable(n, lease))
-        packed = self._sets.get(readable) if readable else PackedSet(())
-        if packed is None:
-            nbytes = sum(self._reader.nbytes(name, self._dtype) for name in readable)
-            paired = self._paired | {*readable}
-            reserved_bytes = self._reader.shared_bytes(paired)
-            taken = {n: self._taken(n) for n in readable if n in there}
-            self._sets.make_room(nbytes, reserved_bytes, f"the set {', '.join(readable)}")
-            self._paired = paired
-            if len(taken) < len(readable):
-                # more is read before anything is packed
-                for name in taken.keys() - self._sets.domains:
-                    let_go(taken[name])
-            fresh = {n: parts for n in readable if n not in there for parts in self._read(n, lease)}
-            readable = tuple(n for n in readable if n in taken or n in fresh)
-            # less may have been read than was asked for
-            packed = self._sets.get(readable) if readable else PackedSet(())
-            if packed is None:
-                packed = pack_domains(readable, {**taken, **fresh}, self._dtype)
-                self._stats.packed_built += 1
-                self._sets.add(packed)
-                if self._sets.budget_bytes is not None:
-                    release_memory()
-        elif readable:
-            self._stats.packed_hits += 1
-        lease.loaded = tuple(fresh)
+        """The set of these domains; fills in what the lease says of loading."""
+        loaded, fresh = self._sets.domains, dict[str, DomainParts]()
+        lease.hits = tuple(name for name in wanted if name in loaded)
+        new = tuple(name for name in wanted if name not in loaded)
         self._stats.hits += len(lease.hits)
-        self._stats.misses += len(wanted) - len(lease.hits)
-        self._stats.failures += len(lease.missing)
+        self._stats.misses += len(new)
+        self._for_each(new, self._attach)
+        packed = self._sets.get(wanted) if wanted else PackedSet(())
+        if packed is not None:
+            self._stats.packed_hits += bool(wanted)
+            return packed
+        nbytes = sum(self._reader.nbytes(name, self._dtype) for name in wanted)
+        paired = self._paired | {*wanted}
+        reserved_bytes = self._reader.shared_bytes(paired)
+        taken = {name: self._sets.holding(name).parts(name) for name in lease.hits}
+        self._sets.make_room(nbytes, reserved_bytes, f"the set {', '.join(wanted)}")
+        self._paired = paired
+        if new:
+            # More is read before anything is packed: parts of a pack that was dropped would
+            # keep it in memory whole until the last of them is packed.
+            for name in taken.keys() - self._sets.domains:
+                for path, stacks in taken[name].items():
+                    taken[name][path] = [_own_copy(stack) for stack in stacks]
+
+        def read(name: str) -> None:
+            fresh[name], nbytes = self._reader.read(name)
+            lease.bytes_read += nbytes
+
+        self._for_each(new, read)
+        packed = pack_domains(wanted, {**taken, **fresh}, self._dtype)
+        self._stats.packed_built += 1
+        self._sets.add(packed)
+        if self._sets.budget_bytes is not None:
+            release_memory()
+        lease.loaded = new
         return packed
 
-    def _taken(self, domain: str) -> DomainParts:
-        holder = self._sets.holding(domain)
-        assert holder is not None
-        return holder.parts(domain)
+    def _for_each(self, domains: Key, action: Callable[[str], None]) -> None:
+        """Raises: StoreError saying of all domains that fail, why."""
+        errors = []
+        for name in domains:
+            try:
+                action(name)
+            except StoreError as error:
+                errors.append(str(error))
+        self._stats.failures += len(errors)
+        if errors:
+            raise StoreError("\n".join(errors))
 
-    def _readable(self, domain: str, lease: "Lease") -> bool:
-        """Whether a domain's headers can be read; says why not in the lease."""
-        try:
-            self._attach(domain, strict=True)
-        except StoreError as error:
-            lease.missing[domain] = str(error)
-            return False
-        return True
-
-    def _read(self, domain: str, lease: "Lease") -> list[DomainParts]:
-        """A domain's parts in a list of one; an empty list where it cannot be read."""
-        try:
-            parts, nbytes = self._reader.read(domain)
-        except StoreError as error:
-            lease.missing[domain] = str(error)
-            return []
-        lease.bytes_read += nbytes
-        return [parts]
-
-    def _attach(self, domain: str, *, strict: bool) -> None:
+    def _attach(self, domain: str) -> None:
         """Make places for a domain's stacks, from the headers alone.
 
-        strict: raise for a file that cannot be read; else leave it to the lease that needs it.
+        Raises: StoreError: a file of it cannot be read, or does not fit the model.
         """
         if domain in self._attached:
             return
-        try:
-            headers = self._reader.headers(domain)
-        except StoreError:
-            if strict:
-                raise
-            return
+        headers = self._reader.headers(domain)
         paths = {path for header in headers for path in header.projections}
-        found = places(self._model)
-        if paths - found.keys():
+        if paths - self._places.keys():
             try:
                 attach_paths(self._model, paths)
             except ValueError as error:
                 raise StoreError(f"{self._path}: {error}") from error
-            self._places = found = places(self._model)
-        self._reader.check_dims(domain, {path: layer.dims for path, layer in found.items()})
+            self._places = places(self._model)
+        self._reader.check_dims(domain, {path: p.dims for path, p in self._places.items()})
         self._attached.add(domain)
 
-    def _install(self, segments: Mapping[str, tuple[Segment, ...]]) -> None:
+    def _install(
+        self, segments: Mapping[str, tuple[Segment, ...]], lease: "Lease | None" = None
+    ) -> None:
+        """The model answers with these from now on."""
         for path, layer in self._places.items():
             layer.install(segments.get(path, ()))
-
-    def _activate(self, lease: "Lease", segments: Mapping[str, tuple[Segment, ...]]) -> None:
-        self._install(segments)
         self._active = lease
 
     def _close(self, lease: "Lease") -> None:
         self._open.discard(lease)
         if self._active is lease:
             # the model must not keep a set alive that may be dropped from now on
-            self._activate_base()
-
-    def _activate_base(self) -> None:
-        self._active = None
-        self._install({})
+            self._install({})
 
     def close(self) -> None:
         """Close every lease and drop all that is in memory."""
         for lease in list(self._open):
             lease.close()
-        self._activate_base()
+        self._install({})
         self._sets = PackedSets(self._stats.budget_bytes, self._stats)
         self._paired = set()
         self._reader.forget_pairs()
         release_memory()
 
 
+@dataclass(eq=False, repr=False)
 class Lease:
     """What one answer holds.
 
-    weights: of the domains it answers with. missing: domain -> why it answers without it. loaded:
-    domains that were read for it; hits: those that were in memory; unloaded: those that left it.
-    seconds: what making it took. bytes_read: of files.
+    weights: of the domains it answers with. loaded: domains that were read for it; hits: those
+    that were in memory; unloaded: those that left it. seconds: what making it took. bytes_read: of
+    files.
     """
 
-    def __init__(self, owner: Resident) -> None:
-        self._owner = owner
-        self._packed: PackedSet | None = None
-        self._segments: dict[str, tuple[Segment, ...]] = {}
-        self.weights: dict[str, float] = {}
-        self.missing: dict[str, str] = {}
-        self.loaded: tuple[str, ...] = ()
-        self.hits: tuple[str, ...] = ()
-        self.unloaded: tuple[str, ...] = ()
-        self.seconds = 0.0
-        self.bytes_read = 0
+    _owner: Resident
+    weights: dict[str, float] = field(default_factory=dict)
+    loaded: tuple[str, ...] = ()
+    hits: tuple[str, ...] = ()
+    unloaded: tuple[str, ...] = ()
+    seconds: float = 0.0
+    bytes_read: int = 0
+    _packed: PackedSet | None = None
+    _segments: dict[str, tuple[Segment, ...]] = field(default_factory=dict)
 
     def _hold(self, packed: PackedSet, stack_weights: Mapping[str, float]) -> None:
         packed.leases += 1
@@ -290,7 +395,7 @@ class Lease:
         """
         if self._packed is None:
             raise ValueError("this lease was closed; take a new one")
-        self._owner._activate(self, self._segments)
+        self._owner._install(self._segments, self)
 
     def close(self) -> None:
         """Give the right back; if it is the active one, the model answers as its base. Once more
@@ -306,10 +411,5 @@ class Lease:
         self.activate()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -10,11 +10,16 @@ hidden dims, n domains.
 
 Each domain is read by itself, in calls of its own: its logit has the same bits however many other
 domains there are. So a domain can be added without a trace in the others.
+
+A score is the raw sigmoid of a domain, a weight what the deltas of its stacks are multiplied by. A
+chat domain never falls below its floor; a domain is active where its weight is above the threshold
+(strictly), and only active domains have a weight in a route. Everything goes by the domain's name.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,7 +32,65 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.router_file import RouterFile, RouterHeader, check_router, read_router
 from mlxstacks.files.store import Store
 from mlxstacks.routing.features import PromptFeatures
-from mlxstacks.routing.route import Route, decide
+from mlxstacks.routing.settings import RouterTrainSettings
+
+CHAT_DOMAIN = "chat"
+CHAT_FLOOR = 0.20
+THRESHOLD = 0.12
+
+RouteMode = Literal["base", "ungated", "routed", "pinned"]
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one request is answered.
+
+    scores: of every domain the router knows, empty where it was not asked. weights: of the active
+    domains, in the router's order; empty in mode ungated too, where every stack counts 1. gap: all
+    scores are below the threshold, so no domain is known to fit.
+    """
+
+    mode: RouteMode
+    scores: Mapping[str, float] = field(default_factory=dict)
+    weights: Mapping[str, float] = field(default_factory=dict)
+    gap: bool = False
+
+
+def decide(
+    scores: Mapping[str, float],
+    *,
+    chat_domain: str | None = None,
+    chat_floor: float = CHAT_FLOOR,
+    threshold: float = THRESHOLD,
+    hard: bool = False,
+    routable: Collection[str] | None = None,
+) -> Route:
+    """The route of one prompt (spec/router.md, sections 7 and 8).
+
+    hard: active domains count 1 instead of their score. routable: domains that may get a weight;
+    None for all. The gap is judged on raw scores: with the floor applied it could never be.
+
+    Raises: ValueError for a score outside [0, 1].
+    """
+    # NaN is in no range
+    if strange := {name: score for name, score in scores.items() if not 0 <= score <= 1}:
+        raise ValueError(f"scores must lie in [0, 1]; got {strange}")
+    weights = {}
+    for name, score in scores.items():
+        weight = max(score, chat_floor) if name == chat_domain else score
+        if weight > threshold and (routable is None or name in routable):
+            weights[name] = 1.0 if hard else weight
+    gap = bool(scores) and all(score < threshold for score in scores.values())
+    return Route("routed", dict(scores), weights, gap)
+
+
+def pinned(names: Iterable[str]) -> Route:
+    """These domains at weight 1, whatever the prompt."""
+    return Route("pinned", weights=dict.fromkeys(names, 1.0))
+
+
+# --- the network ----------------------------------------------------------------------------------
+
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.3, 3.0
 ROUTER_FILE = "router.safetensors"
@@ -80,10 +143,12 @@ class MetaRouter(nn.Module):
         count = self.num_domains
         keys = [None] * count if key is None else list(mx.random.split(key, count))
         logits = [
-            self._logit(self.domain_norm(_attended(x, mask, query)), whole, own)
-            for query, own in zip(self.domain_queries, keys, strict=True)
+            self._logit(self.domain_norm(_attended(x, mask, query)), whole, query_key)
+            for query, query_key in zip(self.domain_queries, keys, strict=True)
         ]
-        return mx.concatenate(logits, axis=-1) / self._clamped_temperature()  # (B, n)
+        # Outside the clamp its parameter has no gradient.
+        temperature = mx.clip(mx.exp(self.temperature), LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE)
+        return mx.concatenate(logits, axis=-1) / temperature  # (B, n)
 
     def _logit(self, domain: mx.array, whole: mx.array, key: mx.array | None) -> mx.array:
         """(B, h), (B, h) -> (B, 1)."""
@@ -92,10 +157,6 @@ class MetaRouter(nn.Module):
         hidden = self.hidden_norm(_dropped(hidden, self.dropout, first))
         hidden = _dropped(nn.gelu(self.hidden_out(hidden)), self.dropout, second)
         return self.logit(hidden)
-
-    def _clamped_temperature(self) -> mx.array:
-        """Outside the clamp its parameter has no gradient."""
-        return mx.clip(mx.exp(self.temperature), LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE)
 
 
 def parameter_count(input_dims: int, num_domains: int, hidden_dims: int = 512) -> int:
@@ -147,10 +208,10 @@ class PromptRouter:
     def scores(self, texts: Sequence[str], batch_size: int = 16) -> list[dict[str, float]]:
         """Scores of each text by domain. Raises: InputError for an empty text."""
         prompts = [self.features.tokens(text) for text in texts]
-        found: list[dict[str, float]] = []
+        scores: list[dict[str, float]] = []
         for start in range(0, len(prompts), batch_size):
-            found += self._scored(prompts[start : start + batch_size])[0]
-        return found
+            scores += self._scored(prompts[start : start + batch_size])[0]
+        return scores
 
     def score(self, text: str) -> dict[str, float]:
         """Domain -> score of one text. Raises: InputError for an empty text."""
@@ -181,9 +242,9 @@ class PromptRouter:
                 f"the router was trained on hidden states of {self.header.input_dims} dims, this "
                 f"model has {features.shape[-1]}; it is of another base"
             )
-        found = mx.sigmoid(self.network(features, mask))  # (B, n)
-        rows: Any = found.tolist()
-        if not mx.isfinite(found).all():
+        scores = mx.sigmoid(self.network(features, mask))  # (B, n)
+        rows: Any = scores.tolist()
+        if not mx.isfinite(scores).all():
             raise StoreError(
                 "the router's scores are not numbers: its weights are finite, but sums of them "
                 "leave the range of float32; train it again with `mlxstacks route train`"
@@ -194,7 +255,7 @@ class PromptRouter:
 def load_prompt_router(
     store: Store, model: nn.Module, tokenizer: Any, router_path: str | Path | None = None
 ) -> PromptRouter:
-    """The store's router, or one beside it, ready for prompts.
+    """The store's router, or another one, ready for prompts.
 
     router_path: a router's file, or the directory that `route train` wrote.
     Raises:
@@ -212,22 +273,24 @@ def load_prompt_router(
     else:
         file = read_router(router_file_at(router_path))
     notes = check_router(file.header, store)
-    return PromptRouter(network_of(file), file.header, features_for(file.header, model, tokenizer),
-                        notes)  # fmt: skip
+    features = features_for(file.header, model, tokenizer)
+    return PromptRouter(network_of(file), file.header, features, notes)
 
 
 def router_file_at(path: str | Path) -> Path:
     """A router's file, named itself or by its directory. Raises: InputError: there is none."""
-    found = user_path(path)
-    if found.is_dir():
-        found = found / ROUTER_FILE
-    if not found.is_file():
-        raise InputError(f"{found}: no router there; `mlxstacks route train` writes {ROUTER_FILE}")
-    return found
+    file = user_path(path)
+    if file.is_dir():
+        file = file / ROUTER_FILE
+    if not file.is_file():
+        raise InputError(f"{file}: no router there; `mlxstacks route train` writes {ROUTER_FILE}")
+    return file
 
 
-def features_for(header: RouterHeader, model: nn.Module, tokenizer: Any) -> PromptFeatures:
-    """Features as the router was trained on them."""
+def features_for(
+    header: RouterHeader | RouterTrainSettings, model: nn.Module, tokenizer: Any
+) -> PromptFeatures:
+    """Features as a router was, or is to be, trained on them."""
     return PromptFeatures(
         model, tokenizer, max_tokens=header.max_tokens, mid_weight=header.mid_weight,
         last_weight=header.last_weight, normalise=header.normalise_features,

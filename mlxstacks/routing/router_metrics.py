@@ -103,31 +103,31 @@ def domain_metrics(
     Wilson's intervals; None where nothing was chosen, or nothing is true.
     """
     chosen, true = np.asarray(scores > threshold), np.asarray(targets > TRUE_ABOVE)
-    found = {}
+    metrics = {}
     for d, name in enumerate(domains):
-        both = int((chosen[:, d] & true[:, d]).sum())
-        picked, there = int(chosen[:, d].sum()), int(true[:, d].sum())
-        found[name] = {
-            "chosen": picked,
-            "true": there,
-            "right": both,
-            "precision": rate_json(both, picked),
-            "recall": rate_json(both, there),
-            "expected_calibration_error": calibration(scores[:, d], targets[:, d])[
-                "expected_calibration_error"
-            ],
+        chosen_count, true_count, right = (
+            int(of[:, d].sum()) for of in (chosen, true, chosen & true)
+        )
+        table = calibration(scores[:, d], targets[:, d])
+        metrics[name] = {
+            "chosen": chosen_count,
+            "true": true_count,
+            "right": right,
+            "precision": rate_json(right, chosen_count),
+            "recall": rate_json(right, true_count),
+            "expected_calibration_error": table["expected_calibration_error"],
         }
-    return found
+    return metrics
 
 
 def confusion(
     scores: np.ndarray, targets: np.ndarray, domains: Sequence[str]
 ) -> dict[str, dict[str, int]]:
     """Domain of the highest target -> domain of the highest score -> prompts."""
-    found = {name: dict.fromkeys(domains, 0) for name in domains}
+    counts = {name: dict.fromkeys(domains, 0) for name in domains}
     for row, column in zip(targets.argmax(axis=1), scores.argmax(axis=1), strict=True):
-        found[domains[row]][domains[column]] += 1
-    return found
+        counts[domains[row]][domains[column]] += 1
+    return counts
 
 
 def gap_rates(

@@ -9,6 +9,8 @@ a calibration table comes with the metrics.
 """
 
 import math
+import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,12 +25,9 @@ from mlxstacks import __version__
 from mlxstacks.errors import InputError
 from mlxstacks.files.router_file import RouterFile, RouterHeader
 from mlxstacks.files.strict_json import json_sha256
-from mlxstacks.routing.feature_table import FeatureTable
-from mlxstacks.routing.features import PromptFeatures
-from mlxstacks.routing.outcome_files import RouterExample, Targets
-from mlxstacks.routing.route import CHAT_DOMAIN, CHAT_FLOOR
-from mlxstacks.routing.router import MetaRouter, first_queries, network_of
-from mlxstacks.routing.router_examples import RouterRows, rows_of, split_places
+from mlxstacks.routing.features import FeatureTable, PromptFeatures
+from mlxstacks.routing.outcomes import Kind, RouterExample, Targets, targets_or_label
+from mlxstacks.routing.router import CHAT_DOMAIN, CHAT_FLOOR, MetaRouter, first_queries, network_of
 from mlxstacks.routing.router_metrics import (
     EpochMetrics,
     calibration,
@@ -41,6 +40,112 @@ from mlxstacks.routing.router_metrics import (
 from mlxstacks.routing.settings import RouterTrainSettings
 from mlxstacks.training.loop import NonFiniteError
 from mlxstacks.training.step import clip_by_global_norm, random_key
+
+GROUP_CHARACTERS = 100
+
+
+@dataclass(frozen=True, eq=False)
+class RouterRows:
+    """Examples side by side; i counts examples, d domains.
+
+    targets: (N, n) float32 in 0 to 1. discovered: (N,) bool, whether the target is more than the
+    label.
+    """
+
+    prompts: list[str]
+    kinds: list[Kind]
+    row_ids: list[str]
+    targets: np.ndarray
+    discovered: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def of_kind(self, kind: Kind) -> np.ndarray:
+        """(N,) bool."""
+        return np.array(self.kinds) == kind
+
+    def chosen(self, places: Sequence[int]) -> "RouterRows":
+        """The examples at these places, in that order."""
+        at = list(places)
+        return RouterRows(
+            [self.prompts[i] for i in at], [self.kinds[i] for i in at],
+            [self.row_ids[i] for i in at], self.targets[at], self.discovered[at],
+        )  # fmt: skip
+
+
+def rows_of(
+    examples: Sequence[RouterExample],
+    discovered: Mapping[str, Targets],
+    domains: Sequence[str],
+    *,
+    oracle_only: bool = False,
+) -> RouterRows:
+    """Targets of all examples: the discovered one, else the label.
+
+    An example without a label has zeros: nothing should help with it.
+
+    Raises: InputError: an example is of a domain that is not among `domains`, or nothing is left.
+    """
+    if strangers := {name for example in examples for name in example.label} - {*domains}:
+        raise InputError(
+            f"examples are of {', '.join(sorted(strangers))}, which the store does not serve "
+            f"(it serves {', '.join(domains)}); run `mlxstacks route discover` again"
+        )
+    kept = [e for e in examples if e.row_id in discovered or not oracle_only]
+    if not kept:
+        why = "none has a discovered outcome, and oracle_only leaves out the rest"
+        raise InputError(f"no examples to train the router on: {why if examples else 'none came'}")
+    targets = [list(targets_or_label(e, discovered, domains).values()) for e in kept]
+    return RouterRows(
+        [e.prompt for e in kept], [e.kind for e in kept], [e.row_id for e in kept],
+        np.array(targets, dtype=np.float32),
+        np.array([e.row_id in discovered for e in kept], dtype=bool),
+    )  # fmt: skip
+
+
+def group_key(prompt: str) -> str:
+    """What prompts of one group share: the first 100 characters of their words, in lower case.
+
+    Marks, blanks and letters that only look different do not count.
+    """
+    text = unicodedata.normalize("NFKC", prompt).casefold()
+    words = " ".join(re.findall(r"\w+", text))
+    return (words or text.strip())[:GROUP_CHARACTERS]
+
+
+def split_places(
+    prompts: Sequence[str], seed: int, share: float = 0.1, least: int = 200
+) -> tuple[list[int], list[int]]:
+    """(training, validation): places of prompts, rising, by groups that are shuffled with `seed`.
+
+    Validation gets `share` of the groups, but at least `least`, unless these are more than half of
+    all: then the share alone decides. The order of the prompts does not matter.
+    Law: no group has prompts on both sides, and every prompt is on one.
+
+    Raises: InputError: there are fewer than two groups.
+    """
+    keys = [group_key(prompt) for prompt in prompts]
+    groups = sorted(set(keys))
+    if len(groups) < 2:
+        raise InputError(
+            f"{len(prompts)} examples make {len(groups)} groups of like prompts; to train and to "
+            "validate a router takes two"
+        )
+    wanted = max(1, round(share * len(groups)))
+    if least <= len(groups) // 2:
+        wanted = max(wanted, least)
+    wanted = min(wanted, len(groups) - 1)
+    order = np.random.default_rng(seed).permutation(len(groups))
+    held_out = {groups[i] for i in order[:wanted]}
+    training = [i for i, key in enumerate(keys) if key not in held_out]
+    validation = [i for i, key in enumerate(keys) if key in held_out]
+    assert not {keys[i] for i in training} & {keys[i] for i in validation}
+    return training, validation
+
+
+# --- training -------------------------------------------------------------------------------------
+
 
 Progress = Callable[[float, float, str], None]
 
@@ -115,12 +220,23 @@ def train_router(
     Raises: InputError: examples that do not fit, too few of them, a start of another kind.
         NonFiniteError: NaN or Inf in a step.
     """
+
+    def report(done: float, what: str) -> None:
+        if progress:
+            progress(done, 1 + settings.epochs, what)
+
     notes: list[str] = []
     start = start if settings.extend else None
     ordered = _ordered(domains, start, settings)
-    chat_domain, chat_floor = _chat(settings, ordered)
+    chat_domain = settings.chat_domain or (CHAT_DOMAIN if CHAT_DOMAIN in ordered else None)
+    if chat_domain is not None and chat_domain not in ordered:
+        raise InputError(f"chat_domain {chat_domain}: not among the domains {', '.join(ordered)}")
     rows = rows_of(examples, targets, ordered, oracle_only=settings.oracle_only)
-    _note_missing(rows, ordered, notes)
+    never = [name for d, name in enumerate(ordered) if not (rows.targets[:, d] > 0.5).any()]
+    if never:
+        notes.append(f"No example wants {', '.join(never)}: the router will never choose it.")
+    if not rows.of_kind("mixed").any():
+        notes.append("There are no mixed prompts: mixed_set is not measured.")
     if start is not None:
         notes.append(
             "The router before was trained with a split of its own: it may know held-out prompts, "
@@ -133,20 +249,20 @@ def train_router(
     if isinstance(table, PromptFeatures):
         table = FeatureTable(
             table, rows.prompts, directory=directory,
-            progress=lambda done, all_: _say(progress, settings, done / all_, "hidden states"),
+            progress=lambda done, total: report(done / total, "hidden states"),
         )  # fmt: skip
     network, kept = _first_network(ordered, table.input_dims, start, settings)
     run = RouterEpochs(
         network, kept, table, rows.chosen(training), rows.chosen(validation), settings
     )
-    history, best = run.train(lambda done: _say(progress, settings, 1 + done, "training"))
+    history, best = run.train(lambda done: report(1 + done, "training"))
     about = {
         "max_tokens": table.features.max_tokens,
         "mid_weight": table.features.mid_weight,
         "last_weight": table.features.last_weight,
         "normalise_features": table.features.normalise,
         "chat_domain": chat_domain,
-        "chat_floor": chat_floor,
+        "chat_floor": CHAT_FLOOR if settings.chat_floor is None else settings.chat_floor,
         "threshold": settings.threshold,
     }
     split = {
@@ -158,20 +274,19 @@ def train_router(
     }
     return TrainedRouter(
         network, tuple(ordered), table.input_dims, history, best,
-        final_metrics(run.logits(run.validation), run.validation, ordered, settings),
+        _final_metrics(run.logits(run.validation), run.validation, ordered, settings),
         split, about, notes,
     )  # fmt: skip
 
 
-def final_metrics(
+def _final_metrics(
     logits: np.ndarray, rows: RouterRows, domains: Sequence[str], settings: RouterTrainSettings
 ) -> dict[str, Any]:
     """All that is reported of a router on held-out prompts. logits (N, n)."""
     scores = sigmoid(logits)
     single, mixed, other = rows.of_kind("single"), rows.of_kind("mixed"), rows.of_kind("other")
-    found = epoch_metrics(logits, rows.targets, single, mixed, settings.batch_size)
     return {
-        **found.as_json(),
+        **epoch_metrics(logits, rows.targets, single, mixed, settings.batch_size).as_json(),
         "examples": {
             "single": int(single.sum()), "mixed": int(mixed.sum()), "other": int(other.sum()),
         },
@@ -225,29 +340,6 @@ def _first_network(
     return network, len(kept) if settings.extend == "new" else None
 
 
-def _chat(settings: RouterTrainSettings, domains: Sequence[str]) -> tuple[str | None, float]:
-    """The domain with a floor, if there is one, and its floor."""
-    name = settings.chat_domain
-    if name is not None and name not in domains:
-        raise InputError(f"chat_domain {name}: not among the domains {', '.join(domains)}")
-    if name is None and CHAT_DOMAIN in domains:
-        name = CHAT_DOMAIN
-    return name, CHAT_FLOOR if settings.chat_floor is None else settings.chat_floor
-
-
-def _note_missing(rows: RouterRows, domains: Sequence[str], notes: list[str]) -> None:
-    never = [name for d, name in enumerate(domains) if not (rows.targets[:, d] > 0.5).any()]
-    if never:
-        notes.append(f"No example wants {', '.join(never)}: the router will never choose it.")
-    if not rows.of_kind("mixed").any():
-        notes.append("There are no mixed prompts: mixed_set is not measured.")
-
-
-def _say(progress: Progress | None, settings: RouterTrainSettings, done: float, what: str) -> None:
-    if progress:
-        progress(done, 1 + settings.epochs, what)
-
-
 # --- epochs ---------------------------------------------------------------------------------------
 
 
@@ -293,7 +385,7 @@ class RouterEpochs:
             settings.learning_rate, weight_decay=settings.weight_decay, bias_correction=True
         )
 
-    def train(self, say: Callable[[int], None]) -> tuple[list[dict[str, Any]], int]:
+    def train(self, report: Callable[[int], None]) -> tuple[list[dict[str, Any]], int]:
         """(a record an epoch, the best epoch from 1); the network then has its weights."""
         history: list[dict[str, Any]] = []
         best, best_score, best_weights = 0, -math.inf, self._trained()
@@ -307,7 +399,7 @@ class RouterEpochs:
             if metrics.checkpoint_score > best_score:
                 best, best_score = epoch + 1, metrics.checkpoint_score
                 best_weights = self._trained()
-            say(epoch + 1)
+            report(epoch + 1)
         self._put(best_weights)
         mx.eval(self.network.parameters())
         return history, best
@@ -315,11 +407,11 @@ class RouterEpochs:
     def logits(self, rows: RouterRows) -> np.ndarray:
         """(N, n) float32, without dropout."""
         size = self.settings.batch_size
-        found = []
+        parts = []
         for at in range(0, len(rows), size):
             x, mask = self.table.padded(rows.prompts[at : at + size])
-            found.append(np.array(self.network(mx.array(x), mx.array(mask))))
-        return np.concatenate(found)
+            parts.append(np.array(self.network(mx.array(x), mx.array(mask))))
+        return np.concatenate(parts)
 
     def _measured(self) -> EpochMetrics:
         rows = self.validation

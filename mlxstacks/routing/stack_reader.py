@@ -5,6 +5,7 @@ the files of a store are never changed, so a file of the same path, device, inod
 change is not hashed again; nor is its header parsed, which is a third of the work of reading it.
 """
 
+import math
 import os
 import time
 from collections.abc import Iterable
@@ -14,9 +15,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlxstacks.errors import InputError, StoreError
-from mlxstacks.files.manifest import DomainRecord, StackRecord
-from mlxstacks.files.stack_file import StackFile, StackIndex
-from mlxstacks.files.stack_header import StackHeader
+from mlxstacks.files.manifest import StackRecord
+from mlxstacks.files.stack_file import StackFile, StackHeader, StackIndex
 from mlxstacks.files.store import Store
 from mlxstacks.layers.adapted import Dims
 from mlxstacks.layers.packed import FrozenStack
@@ -51,8 +51,8 @@ class ResidentStats:
     @property
     def hit_rate(self) -> float | None:
         """Share of domains asked for that were in memory; None before the first."""
-        asked = self.hits + self.misses
-        return self.hits / asked if asked else None
+        wanted = self.hits + self.misses
+        return self.hits / wanted if wanted else None
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "hit_rate": self.hit_rate}
@@ -89,9 +89,9 @@ class StackReader:
         return tuple(d.name for d in self._manifest.domains if d.enabled and d.stacks)
 
     def records(self, domain: str) -> tuple[StackRecord, ...]:
-        found = self._manifest.domain_named(domain)
-        assert found is not None
-        return found.stacks
+        record = self._manifest.domain_named(domain)
+        assert record is not None
+        return record.stacks
 
     def headers(self, domain: str) -> list[StackHeader]:
         """The headers of a domain's stacks. Raises: StoreError naming a file that is bad."""
@@ -104,14 +104,11 @@ class StackReader:
     def nbytes(self, domain: str, dtype: mx.Dtype | None) -> int:
         """What a domain's stacks take in memory, widened to `dtype`. Raises: as `headers`."""
         sizes = {"F16": 2, "BF16": 2, "F32": 4}
-        total = 0
-        for header in self.headers(domain):
-            for kind, shape in header.tensors().values():
-                count = 1
-                for dimension in shape:
-                    count *= dimension
-                total += count * (sizes[kind] if dtype is None else dtype.size)
-        return total
+        return sum(
+            math.prod(shape) * (sizes[kind] if dtype is None else dtype.size)
+            for header in self.headers(domain)
+            for kind, shape in header.tensors().values()
+        )
 
     def shared_bytes(self, domains: Iterable[str]) -> int:
         """What the latent pairs of these domains take. Raises: as `headers`."""
@@ -130,7 +127,8 @@ class StackReader:
         try:
             self.headers(domain)
             for record in self.records(domain):
-                for path, part in self._read_stack(record).items():
+                file = self._read_stack(record)
+                for path, part in parts_of(file, self._pairs.of(file.header)).items():
                     parts.setdefault(path, []).append(part)
                 nbytes += record.file.nbytes
                 self._stats.bytes_read += record.file.nbytes
@@ -140,23 +138,17 @@ class StackReader:
             self._stats.read_seconds += time.perf_counter() - started
         return parts, nbytes
 
-    def _read_stack(self, record: StackRecord) -> dict[str, FrozenStack]:
-        file = self._read_known(record) or self._read_checked(record)
-        return parts_of(file, self._pairs.of(file.header))
-
-    def _read_known(self, record: StackRecord) -> StackFile | None:
-        """A file that was hashed before; None where it was not, or changed since."""
-        mark, index = self._indexes[record.name]
-        if mark not in _HASHED or mark != self._mark(record):
-            return None
-        file = self._store.read_stack(record, known=index)
-        return file if mark == self._mark(record) else None
-
-    def _read_checked(self, record: StackRecord) -> StackFile:
+    def _read_stack(self, record: StackRecord) -> StackFile:
+        """Hashed, unless it was before and did not change since."""
+        known, index = self._indexes[record.name]
+        mark = self._mark(record)
+        if mark in _HASHED and mark == known:
+            file = self._store.read_stack(record, known=index)
+            if mark == self._mark(record):
+                return file
         mark = self._mark(record)
         file = self._store.read_stack(record)
         self._stats.bytes_hashed += record.file.nbytes
-        _, index = self._indexes[record.name]
         if file.header != index.header:
             raise StoreError(
                 f"{index.shard.path}: its header is another one than when the store was opened; "
@@ -174,10 +166,10 @@ class StackReader:
             now = Store.open(self._store.path).manifest.domain_named(domain)
         except (InputError, StoreError):
             return str(error)
-        then = self._manifest.domain_named(domain)
         if now is None:
             return f"{self._store.path}: {domain} was removed from the store while it was open"
-        if _files(now) != _files(then):
+        hashes = [[stack.file.sha256 for stack in s] for s in (now.stacks, self.records(domain))]
+        if hashes[0] != hashes[1]:
             return (
                 f"{self._store.path}: {domain} was trained again while the store was open; "
                 "open it again to use the new stacks"
@@ -207,7 +199,3 @@ class StackReader:
                         f"{self._store.path}: stack {header.name} is for {path} of {stack}, the "
                         f"model has {places[path]}; use the store's base"
                     )
-
-
-def _files(domain: DomainRecord | None) -> list[str]:
-    return [] if domain is None else [stack.file.sha256 for stack in domain.stacks]

@@ -8,6 +8,7 @@ ended; the program does not have it. TOKEN is one that gets the specification's 
 program came to its end.
 """
 
+import ctypes
 import json
 import os
 import resource
@@ -18,8 +19,7 @@ from typing import Any, NoReturn
 
 # Programs import it, and can read no file of this package then.
 import mlxstacks.sandbox.calls  # noqa: F401
-from mlxstacks.sandbox import landlock, namespaces, seccomp
-from mlxstacks.sandbox.syscalls import prctl
+from mlxstacks.sandbox import kernel, namespaces
 
 _NO_NEW_PRIVILEGES = 38
 _CAPABILITIES_VERSION = 0x20080522
@@ -41,13 +41,14 @@ class Launcher:
         if sys.platform == "darwin":  # this process is confined already, by sandbox-exec
             self.run_program("seatbelt")
         pid = self._in_namespaces() if "namespaces" in self.given["mechanisms"] else None
-        own = pid is None
-        if pid is None:
-            pid = os.fork()
-            if pid == 0:
-                self.run_program("plain")
+        if pid is not None:
+            _wait(pid)  # the program's end is told from inside
+            return
+        pid = os.fork()
+        if pid == 0:
+            self.run_program("plain")
         ended = _wait(pid)
-        if own and ended is not None:
+        if ended is not None:
             self.tell(ended=ended)
 
     def _in_namespaces(self) -> int | None:
@@ -85,10 +86,11 @@ class Launcher:
 
     def confine(self, kind: str) -> bool:
         """Whether all that is essential is active."""
-        null = os.open(os.devnull, os.O_RDONLY) if kind != "namespaces" else None
-        if null is None:  # there is no /dev inside: an empty pipe reads like it
+        if kind == "namespaces":  # there is no /dev inside: an empty pipe reads like it
             null, writing = os.pipe()
             os.close(writing)
+        else:
+            null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.dup2(1, 2)
         kept = sorted({0, 1, 2, self.status, self.token, *self.given["channel"]})
@@ -142,22 +144,25 @@ class Launcher:
             os.setresuid(namespaces.NOBODY, namespaces.NOBODY, namespaces.NOBODY)
             self.mark("privileges", "other user")
         namespaces.end_with_parent()
-        self._try("privileges", "no new ones", lambda: prctl(_NO_NEW_PRIVILEGES, 1))
+        self._try("privileges", "no new ones", lambda: kernel.prctl(_NO_NEW_PRIVILEGES, 1))
         if "landlock" in self.given["mechanisms"]:
             inside = kind == "namespaces"
             libraries = [path for path in self.given["libraries"] if os.path.isdir(path)]
             work = namespaces.WORK if inside else self.given["work"]
-            version = self._try("files", "landlock", lambda: landlock.restrict(libraries, [work]))
-            if version is not None and version >= landlock.HOLDS_SIGNALS:
+            version = self._try(
+                "files", "landlock", lambda: kernel.restrict_files(libraries, [work])
+            )
+            if version is not None and version >= kernel.SIGNALS_SINCE:
                 self.mark("signals", "landlock")
         self._try("privileges", "no capabilities", _drop_capabilities)
         if "seccomp" in self.given["mechanisms"]:
-            done = self._try("processes", "seccomp", seccomp.install)
+            done = self._try("processes", "seccomp", kernel.install_filter)
             if done is not False and "processes" in self.active:
                 self.mark("network", "seccomp")
                 self.mark("signals", "seccomp")
         # A user namespace counts its own tasks (Linux 5.14); root outside of one is not limited.
-        if kind == "namespaces" and "tasks" in self.active and _release() >= (5, 14):
+        release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+        if kind == "namespaces" and "tasks" in self.active and release >= (5, 14):
             self.mark("processes", "limit")
 
     def _try(self, protection: str, mechanism: str, put_on: Any) -> Any:
@@ -205,16 +210,8 @@ class Launcher:
 
 
 def _drop_capabilities() -> None:
-    import ctypes
-
-    from mlxstacks.sandbox.syscalls import call
-
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
-    call("capset", header, (ctypes.c_uint32 * 6)())
-
-
-def _release() -> tuple[int, ...]:
-    return tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+    kernel.call("capset", header, (ctypes.c_uint32 * 6)())
 
 
 def _wait(pid: int) -> int | None:

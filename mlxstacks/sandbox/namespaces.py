@@ -11,7 +11,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable
 
-from mlxstacks.sandbox.syscalls import call, prctl
+from mlxstacks.sandbox.kernel import call, prctl
 
 _NEW_NAMESPACES = (
     0x00020000  # mounts

@@ -215,12 +215,9 @@ class _Run:
         if why is None and code == -signal.SIGXCPU:
             why = "out of time"
         finished = why is None and code == 0 and watch.read["token"] == self.token.encode()
-        status: Status = "finished" if finished else why or _how(code)
+        how: Status = "killed" if code is None or code < 0 else "failed"
+        status: Status = "finished" if finished else why or how
         return SandboxResult(status, None if why else code, output, protections)
-
-
-def _how(code: int | None) -> Status:
-    return "killed" if code is None or code < 0 else "failed"
 
 
 @dataclass
@@ -256,16 +253,14 @@ class _Watch:
                 del self.read["token"][_TOKEN_CHARACTERS + 1 :]
                 if len(self.read["output"]) > self.limits.output_bytes:
                     return "too much output"
-                if sys.platform == "darwin" and self._too_large():
-                    return "killed"
+                if sys.platform == "darwin":
+                    used = resident_bytes(self.child.pid)
+                    if used is not None and used > self.limits.memory_bytes:
+                        return "killed"
         with suppress(subprocess.TimeoutExpired):
             self.child.wait(max(0.1, deadline - time.monotonic()))
             return None
         return "out of time"
-
-    def _too_large(self) -> bool:
-        found = resident_bytes(self.child.pid)
-        return found is not None and found > self.limits.memory_bytes
 
 
 def resident_bytes(pid: int) -> int | None:
@@ -278,11 +273,11 @@ def libraries() -> list[str]:
     """Directories that an interpreter needs to import its standard library, none twice."""
     base = os.path.join(sys.base_prefix, "lib")
     wanted = [*_LIBRARIES, sysconfig.get_path("stdlib"), base]
-    found: list[str] = []
+    kept: list[str] = []
     for path in sorted({path for path in wanted if os.path.isdir(path)}, key=len):
-        if not any(path.startswith(f"{other}/") for other in found):
-            found.append(path)
-    return found
+        if not any(path.startswith(f"{other}/") for other in kept):
+            kept.append(path)
+    return kept
 
 
 def confining_command(box: Path) -> list[str]:

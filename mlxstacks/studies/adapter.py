@@ -13,7 +13,7 @@ from mlxstacks.files.settings import (
     AdapterShowSettings,
     AdapterZeroSettings,
 )
-from mlxstacks.study.document import Column, Table
+from mlxstacks.study.document import Columns, Table
 from mlxstacks.study.result import Result
 
 FORMATS = {"mlx": "mlx-lm", "peft": "PEFT"}
@@ -31,30 +31,23 @@ def show(settings: AdapterShowSettings) -> Result:
         "rank": ", ".join(map(str, ranks)),
         "parameters": f"{summary.parameters:,}",
     }
-    names = ("module", "kind", "lora_a", "lora_b", "dtype")
+    columns: Columns = {
+        **dict.fromkeys(("module", "kind", "lora_a", "lora_b", "dtype"), "text"),
+        "delta rms": "number",
+    }
     rows = [
-        (m.path, m.kind, _shape(m.lora_a), _shape(m.lora_b), m.dtype, m.delta_rms)
+        (m.path, m.kind, *("x".join(map(str, shape)) for shape in (m.lora_a, m.lora_b)), m.dtype,
+         m.delta_rms)
         for m in summary.modules
-    ]
+    ]  # fmt: skip
     return Result(
-        kind="adapter show",
-        title="What an adapter holds",
-        status="done",
-        settings=settings.model_dump(mode="json"),
-        data=asdict(summary),
+        kind="adapter show", title="What an adapter holds", status="done",
+        settings=settings.model_dump(mode="json"), data=asdict(summary),
         blocks=(
             Table.of_facts("adapter", "Adapter", facts),
-            Table(
-                id="modules",
-                title="Modules",
-                columns=(
-                    *(Column(name=name) for name in names),
-                    Column(name="delta rms", kind="number"),
-                ),
-                rows=tuple(rows),
-            ),
+            Table.of("modules", "Modules", columns, rows),
         ),
-    )
+    )  # fmt: skip
 
 
 def zero(settings: AdapterZeroSettings) -> Result:
@@ -70,39 +63,13 @@ def convert(settings: AdapterConvertSettings) -> Result:
 def _written(
     kind: str, settings: AdapterZeroSettings | AdapterConvertSettings, written: AdapterWritten
 ) -> Result:
-    counts = ("modules", "parameters")
+    table = Table.of(
+        "written", f"From {written.adapter_path}",
+        {"format": "text", "modules": "count", "parameters": "count", "weights": "bytes"},
+        [(FORMATS[written.format], written.modules, written.parameters, written.weight_bytes)],
+    )  # fmt: skip
     return Result(
-        kind=kind,
-        title="An adapter, written",
-        status="done",
-        settings=settings.model_dump(mode="json"),
-        data=asdict(written),
-        blocks=(
-            Table(
-                id="written",
-                title=f"From {written.adapter_path}",
-                columns=(
-                    Column(name="format"),
-                    *(Column(name=name, kind="count") for name in counts),
-                    Column(name="weights", kind="bytes"),
-                ),
-                rows=(
-                    (
-                        FORMATS[written.format],
-                        written.modules,
-                        written.parameters,
-                        written.weight_bytes,
-                    ),
-                ),
-            ),
-        ),
+        kind=kind, title="An adapter, written", status="done", blocks=(table,),
+        settings=settings.model_dump(mode="json"), data=asdict(written),
         directory=written.save_path,
-    )
-
-
-def _text(name: str) -> Column:
-    return Column(name=name)
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
+    )  # fmt: skip

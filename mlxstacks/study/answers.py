@@ -1,15 +1,19 @@
 """Answers of an arm, one JSON object a line, appended as they come: a killed run loses a batch.
 
 The first line says which arm of which plan they are of, and a chain of digests shows what was
-changed (answer_log.py). Each answer keeps the raw output and the
-rule that found the letter in it, or the scores of the options.
+changed (answer_log.py). Each answer keeps the raw output and the rule that found the letter in it,
+or the scores of the options.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from mlxstacks.files.strict_json import STRICT, record_from
 from mlxstacks.study.answer_log import AnswerLog
 from mlxstacks.study.items import Item
 
@@ -20,8 +24,10 @@ LIKELIHOOD, TIE = "likelihood", "tie"
 class Answer:
     """pick: the chosen option, None where no rule found one or two options tie (both wrong).
 
-    text: the raw output of a generation. scores: log-likelihood of each option, normalised.
+    text: the raw output of a generation. scores: log-likelihood of each option.
     """
+
+    __pydantic_config__ = STRICT
 
     item_id: str
     subject: str
@@ -32,13 +38,31 @@ class Answer:
     text: str = ""
     scores: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.pick is not None and self.pick not in range(self.options):
+            raise ValueError(f"pick is {self.pick}, of {self.options} options")
+
+    @classmethod
+    def of(
+        cls, item: Item, pick: int | None, rule: str, text: str = "", scores: Sequence[float] = ()
+    ) -> "Answer":
+        """An answer to an item."""
+        about = item.item_id, item.subject, item.answer_index
+        return cls(*about, pick, rule, len(item.options), text, tuple(scores))
+
     @property
     def correct(self) -> bool:
         return self.pick == self.gold
 
+    @property
+    def in_form(self) -> bool:
+        """Whether it is in the form that was asked for: a box, or a likelihood without tie."""
+        return self.rule in ("boxed", LIKELIHOOD)
+
 
 AnswerItems = Callable[[Sequence[Item]], Sequence[Answer]]
 Progress = Callable[..., None]
+_parse = partial(record_from, TypeAdapter(Answer))
 
 
 class AnswerFile:
@@ -56,75 +80,47 @@ class AnswerFile:
 
         Raises: InputError for answers of another arm or plan, to other items, or that were changed.
         """
-        found = self._log.read(_answer)
-        expected = [_about(item) for item in self.items[: len(found)]]
-        if [(one.item_id, one.subject, one.gold, one.options) for one in found] != expected:
+        answers: list[Answer] = self._log.read(_parse)
+        about = [(a.item_id, a.subject, a.gold, a.options) for a in answers]
+        if about != [
+            (item.item_id, item.subject, item.answer_index, len(item.options))
+            for item in self.items[: len(answers)]
+        ]:
             raise self._log.other_items()
-        return found
+        return answers
 
-    def is_complete(self, count: int) -> bool:
-        """Whether the first `count` items are answered."""
-        return self.path.exists() and len(self.answers()) >= count
+    def complete(
+        self, count: int, batch_size: int, answer: AnswerItems, progress: Progress | None = None
+    ) -> list[Answer]:
+        """The answers to the first `count` items; only those that are missing are asked for, in the
+        batches of a run that was never stopped.
 
-    def go_on(self, count: int, batch_size: int, answer: AnswerItems) -> list[Answer]:
-        """Answer what is missing of the first `count` items, in the batches of a run that was never
-        stopped; returns the answers to them.
+        progress: (done, count, name of the file), before each batch. Raises: as `answers`.
         """
-        found = self.answers()
+        answers = self.answers()
         self._log.begin()
-        while len(found) < count:
+        while len(answers) < count:
+            if progress:
+                progress(len(answers), count, self.path.stem)
             # Batches lie where they always do: what a batch holds may move a last bit.
-            start = len(found) // batch_size * batch_size
-            new = answer(self.items[start : start + batch_size])[len(found) - start :]
+            start = len(answers) // batch_size * batch_size
+            new = answer(self.items[start : start + batch_size])[len(answers) - start :]
             self._log.append(map(asdict, new))
-            found += new
-        return found[:count]
-
-    def provenance(self, count: int) -> dict[str, Any]:
-        """For a report that uses the first `count` answers, as they were last read or given."""
-        return self._log.provenance(count)
+            answers += new
+        return answers[:count]
 
 
-def _answer(row: dict[str, Any]) -> Answer:
-    """Raises: TypeError, KeyError or ValueError for what is no answer of ours."""
-    found = Answer(**row | {"scores": tuple(row["scores"])})
-    places = [] if type(found.options) is not int else range(found.options)
-    if found.pick is not None and (type(found.pick) is not int or found.pick not in places):
-        raise ValueError(f"item {str(found.item_id)[:40]!a}: pick is {str(found.pick)[:40]!a}")
-    if not isinstance(found.rule, str) or not isinstance(found.text, str):
-        raise ValueError(f"item {str(found.item_id)[:40]!a}: rule and text are texts")
-    return found
+def paired(
+    answers: Mapping[str, Sequence[Answer]], arm: str, control: str
+) -> list[tuple[Answer, Answer]]:
+    """(answer of the arm, answer of its control) to each item, in order.
 
-
-def _about(item: Item) -> tuple[str, str, int, int]:
-    return item.item_id, item.subject, item.answer_index, len(item.options)
-
-
-def ask_missing(
-    file: AnswerFile,
-    count: int,
-    batch_size: int,
-    answer: AnswerItems,
-    progress: Progress | None,
-) -> list[Answer]:
-    """The answers to the first `count` items of a file; only those that are missing are asked.
-
-    progress: (done, count, name of the file), before each batch.
-    Raises: InputError for a file of other answers.
+    Raises: ValueError for arms that answered different items: such pairs are no pairs.
     """
-    done = len(file.answers())
-
-    def told(items: Sequence[Item]) -> Sequence[Answer]:
-        nonlocal done
-        if progress:
-            progress(done, count, file.path.stem)
-        found = answer(items)
-        done += len(found)
-        return found
-
-    return file.go_on(count, batch_size, told)
-
-
-def in_form(answer: Answer) -> bool:
-    """Whether it is in the form that was asked for: a box, or a likelihood without tie."""
-    return answer.rule in ("boxed", LIKELIHOOD)
+    of_arm, of_control = answers[arm], answers[control]
+    if [answer.item_id for answer in of_arm] != [answer.item_id for answer in of_control]:
+        raise ValueError(
+            f"{arm} and {control} answered different items ({len(of_arm):,} and "
+            f"{len(of_control):,} answers); only the same ones can be compared"
+        )
+    return list(zip(of_arm, of_control, strict=True))

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlxstacks.files.outputs import clone_or_link
+from mlxstacks.files.side_files import clone_or_link
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

@@ -45,8 +45,7 @@ class Table(_Part):
     @classmethod
     def of_facts(cls, id: str, title: str, facts: Mapping[str, Cell]) -> "Table":
         """Two columns: what, and its value."""
-        columns = (Column(name="what"), Column(name="value"))
-        return cls(id=id, title=title, columns=columns, rows=tuple(facts.items()))
+        return cls.of(id, title, {"what": "text", "value": "text"}, facts.items())
 
     @classmethod
     def of(
@@ -58,13 +57,11 @@ class Table(_Part):
         **more: Any,
     ) -> "Table":
         """more: caption, folded."""
-        pairs = {name: (kind, None) if isinstance(kind, str) else kind
-                 for name, kind in columns.items()}  # fmt: skip
-        return cls(
-            id=id, title=title, rows=tuple(map(tuple, rows)),
-            columns=tuple(Column(name=n, kind=kind, digits=d) for n, (kind, d) in pairs.items()),
-            **more,
-        )  # fmt: skip
+        parts = []
+        for name, kind in columns.items():
+            kind, digits = (kind, None) if isinstance(kind, str) else kind
+            parts.append(Column(name=name, kind=kind, digits=digits))
+        return cls(id=id, title=title, columns=tuple(parts), rows=tuple(map(tuple, rows)), **more)
 
     @model_validator(mode="after")
     def _rows_fit(self) -> "Table":

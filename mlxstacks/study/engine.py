@@ -16,9 +16,8 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import file_digest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import sync_directory, sync_tree, user_path
@@ -26,6 +25,7 @@ from mlxstacks.files.outputs import check_target, staged_directory, write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.study.artifacts import keep_parts
 from mlxstacks.study.document import Standing
+from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.plan import PLAN, keep_plan
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import RunDirectory
@@ -100,7 +100,7 @@ class Study(ABC):
 
 
 def run_study(study: Study, *, dry_run: bool = False) -> Result:
-    """Run a study to its target, or go on with what an earlier run of the same plan left.
+    """Run a study to its target, or resume what an earlier run of the same plan left.
 
     Raises:
         InputError: the work directory holds another plan, results without one, or a changed file of
@@ -145,18 +145,18 @@ def run_study(study: Study, *, dry_run: bool = False) -> Result:
 
 def _finished(planned: Result, concluded: Result, seconds: float) -> Result:
     """The planned head with what the conclusion says."""
-    said = {
+    concluded_fields = {
         name: getattr(concluded, name)
         for name in concluded.model_fields_set
         if name not in ("kind", "title", "notes", "provenance", "directory")
     }
     if planned.plan is not None:
-        said.setdefault("standing", Standing(status="confirmatory"))
+        concluded_fields.setdefault("standing", Standing(status="confirmatory"))
     return planned.model_copy(
         update={
             "environment": environment(seconds),
             "provenance": {**planned.provenance, **concluded.provenance},
-            **said,
+            **concluded_fields,
             "notes": (*planned.notes, *concluded.notes),
             "status": "done",
         }
@@ -168,41 +168,29 @@ def run_step(step: Step, work: Path, plan_sha256: str | None) -> None:
     if not step.outputs:
         step.run(work)
         return
-    record = _read_record(work / STEPS)
-    written = record.get(step.name)
-    if written is not None:
-        _check_outputs(work, step, written, plan_sha256)
+    try:
+        record = read_object((work / STEPS).read_bytes()) if (work / STEPS).exists() else {}
+    except ValueError as error:
+        raise InputError(f"{work / STEPS}: damaged ({error}); --no-resume begins again") from None
+    if (written := record.get(step.name)) is not None:
+        digests = {
+            name: file_sha256(work / name) for name in step.outputs if (work / name).is_file()
+        }
+        if written != {"plan_sha256": plan_sha256, "sha256": digests}:
+            raise InputError(
+                f"{work}: {', '.join(step.outputs)} of step {step.name!r} or {STEPS} was changed "
+                "after it was written; --no-resume begins again"
+            )
         return
     scratch = work / f".{step.name}"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     step.run(scratch)
     sync_tree(scratch)
-    digests = {name: _sha256(scratch / name) for name in step.outputs}
+    digests = {name: file_sha256(scratch / name) for name in step.outputs}
     for name in step.outputs:
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         (scratch / name).replace(work / name)
         sync_directory((work / name).parent)
     shutil.rmtree(scratch)
     write_json(work / STEPS, {**record, step.name: {"plan_sha256": plan_sha256, "sha256": digests}})
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    try:
-        return read_object(path.read_bytes()) if path.exists() else {}
-    except ValueError as error:
-        raise InputError(f"{path}: damaged ({error}); --no-resume begins again") from None
-
-
-def _check_outputs(work: Path, step: Step, written: Any, plan_sha256: str | None) -> None:
-    digests = {name: _sha256(work / name) for name in step.outputs if (work / name).is_file()}
-    if written != {"plan_sha256": plan_sha256, "sha256": digests}:
-        raise InputError(
-            f"{work}: {', '.join(step.outputs)} of step {step.name!r} or {STEPS} was changed after "
-            "it was written; --no-resume begins again"
-        )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return file_digest(file, "sha256").hexdigest()

@@ -7,6 +7,7 @@ answer_log.py. What follows from answers and settings (rows to train on) is made
 
 import json
 from collections.abc import Mapping, Sequence
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
@@ -58,3 +59,8 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> bytes:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_file(path, data)
     return data
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()

@@ -152,7 +152,7 @@ def keep_plan(
         lines = "".join(f"\n  {line}" for line in differences)
         raise InputError(
             f"{path.parent}: holds {kind} with another plan; it differs in{lines}\n"
-            "give its settings to go on with it, or --no-resume to remove it and start anew"
+            "give its settings to resume it, or --no-resume to remove it and begin again"
         )
 
 
@@ -201,7 +201,14 @@ def standing(plan: Plan, evidence: Evidence) -> Standing:
             f"results of another plan ({evidence.plan_sha256[:12] or 'none'}, "
             f"not {plan.sha256[:12]})"
         )
-    reasons += _differences("data", plan.data, evidence.data)
+    for name in sorted({*plan.data, *evidence.data}):
+        planned, given = plan.data.get(name), evidence.data.get(name)
+        if given is None:
+            reasons.append(f"data {name}: not said")
+        elif planned is None:
+            reasons.append(f"data {name}: not planned")
+        elif planned != given:
+            reasons.append(f"data {name}: changed ({given[:12]}, not {planned[:12]})")
     if sorted(evidence.seeds) != sorted(plan.seeds):
         reasons.append(f"seeds {sorted(evidence.seeds)}, planned {sorted(plan.seeds)}")
     missing = [arm for arm in plan.arms if arm not in evidence.items]
@@ -213,8 +220,16 @@ def standing(plan: Plan, evidence: Evidence) -> Standing:
     # Arms with the same fault are told together: of fifteen arms a sentence each is not read.
     faults: dict[str, list[str]] = {}
     for arm, ids in evidence.items.items():
-        for fault in _item_problems(plan, ids):
-            faults.setdefault(fault, []).append(arm)
+        twice = [name for name, count in Counter(ids).items() if count > 1]
+        if twice:
+            fault = f"items answered twice: {_listed(twice)}"
+        elif len(ids) < plan.n:
+            fault = f"a subset, {len(ids)} of {plan.n} items"
+        elif ids_sha256(ids) != plan.items_sha256:
+            fault = f"other items than planned ({len(ids)}, planned {plan.n})"
+        else:
+            continue
+        faults.setdefault(fault, []).append(arm)
     for fault, arms in faults.items():
         every = len(arms) > 1 and len(arms) == len(evidence.items)
         reasons.append(f"{'every arm' if every else _listed(arms)}: {fault}")
@@ -222,29 +237,6 @@ def standing(plan: Plan, evidence: Evidence) -> Standing:
         counts = ", ".join(f"{arm} {len(ids)}" for arm, ids in evidence.items.items())
         reasons.append(f"arms answered different items ({counts})")
     return Standing(tuple(reasons))
-
-
-def _item_problems(plan: Plan, ids: Sequence[str]) -> list[str]:
-    twice = [name for name, count in Counter(ids).items() if count > 1]
-    if twice:
-        return [f"items answered twice: {_listed(twice)}"]
-    if len(ids) < plan.n:
-        return [f"a subset, {len(ids)} of {plan.n} items"]
-    if ids_sha256(ids) != plan.items_sha256:
-        return [f"other items than planned ({len(ids)}, planned {plan.n})"]
-    return []
-
-
-def _differences(kind: str, planned: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    reasons = []
-    for name in sorted({*planned, *found}):
-        if name not in found:
-            reasons.append(f"{kind} {name}: not said")
-        elif name not in planned:
-            reasons.append(f"{kind} {name}: not planned")
-        elif planned[name] != found[name]:
-            reasons.append(f"{kind} {name}: changed ({found[name][:12]}, not {planned[name][:12]})")
-    return reasons
 
 
 def ids_sha256(ids: Iterable[str]) -> str:

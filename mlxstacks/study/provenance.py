@@ -100,11 +100,11 @@ def _compare(file: BufferedReader, entry: Any) -> None:
     count = entry.get("answers")
     if type(count) is not int or count < 0:
         raise ValueError("the report holds no digest of it")
-    found, lines = None, 0  # of the header and `count` answers; lines behind them must follow too
+    last, lines = None, 0  # of the header and `count` answers; lines behind them must follow too
     for lines, digest in enumerate(digests_of(lines_of(file)), 1):
         if lines == count + 1:
-            found = digest
+            last = digest
     if lines <= count:
         raise ValueError(f"it holds {max(lines - 1, 0):,} of {count:,} answers")
-    if found != entry.get("digest"):
+    if last != entry.get("digest"):
         raise ValueError("it holds other answers")

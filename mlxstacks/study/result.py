@@ -127,7 +127,7 @@ class Result(Document):
         if files.same:
             notes.append(f"Read again: {files.same:,} files behind it, as they were when made.")
         if files.missing:
-            reasons.append(f"what it was made from is not beside it: {_beginning(files.missing)}")
+            reasons.append(f"what it was made from is not next to it: {_beginning(files.missing)}")
         standing = self.standing
         if reasons:
             reasons = [*standing.reasons, *reasons]

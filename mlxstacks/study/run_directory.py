@@ -20,8 +20,16 @@ import filelock
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import target_errors
-from mlxstacks.files.mark import MARK, check_claimable, new_mark, read_mark, remove_marked
-from mlxstacks.files.outputs import acquire_lock, release_lock, write_json
+from mlxstacks.files.outputs import (
+    MARK,
+    acquire_lock,
+    check_claimable,
+    new_mark,
+    read_mark,
+    release_lock,
+    remove_marked,
+    write_json,
+)
 
 STATE, LOG, IDENTITY = "checkpoint.safetensors", "log.jsonl", "run.json"
 
@@ -80,14 +88,14 @@ class RunDirectory:
         if not isinstance(before, dict):
             raise InputError(
                 f"{self.path / IDENTITY}: damaged or missing, so nobody knows which run the state "
-                "beside it belongs to; --no-resume removes both and starts anew"
+                "next to it belongs to; --no-resume removes both and begins again"
             )
         differences = what_differs(before, json.loads(json.dumps(self.identity)))
         if differences:
             lines = "".join(f"\n  {line}" for line in differences)
             raise InputError(
                 f"{self.path}: holds the state of another run; it differs in{lines}\n"
-                "give its settings to go on with it, or --no-resume to remove it and start anew"
+                "give its settings to resume it, or --no-resume to remove it and begin again"
             )
 
 
@@ -176,10 +184,10 @@ def what_differs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
     missing = object()
     lines = []
     for key in sorted({*before, *now}):
-        one, two = before.get(key, missing), now.get(key, missing)
-        if isinstance(one, Mapping) and isinstance(two, Mapping):
-            lines += [f"{key}.{line}" for line in what_differs(one, two)]
-        elif one != two:
+        old, new = before.get(key, missing), now.get(key, missing)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += [f"{key}.{line}" for line in what_differs(old, new)]
+        elif old != new:
             lines.append(f"{key}: was {_shown(before, key)}, now {_shown(now, key)}")
     return lines
 

@@ -8,7 +8,7 @@ from mlxstacks import memory
 from mlxstacks.files.outputs import write_json
 from mlxstacks.study.document import RESULT, Environment, Plot
 from mlxstacks.study.provenance import of_file
-from mlxstacks.study.render.figures import draw_plot, write_figures
+from mlxstacks.study.render.figures import write_figures
 from mlxstacks.study.render.markdown import to_markdown
 from mlxstacks.study.result import Result
 
@@ -38,19 +38,18 @@ def write_result(
 
     sources: files of the directory for the provenance; None: all of them. Raises: OSError.
     """
-    plots = [
-        block.model_copy(update={"title": result.standing.mark(block.title)})
+    plots = {
+        block.id: block.model_copy(update={"title": result.standing.mark(block.title)})
         for block in result.blocks
         if isinstance(block, Plot) and plot_formats
-    ]
+    }
     provenance = dict(result.provenance)
     files = directory.rglob("*") if sources is None else sources
     for file in sorted(path for path in files if path.is_file()):
         name = str(file.relative_to(directory))
         if not file.name.startswith("."):
             provenance.setdefault(name, of_file(file))
-    drawings = [(plot.id, draw_plot(plot)) for plot in plots]
-    pictures, notes = write_figures(directory, drawings, plot_formats) if plots else ([], [])
+    pictures, notes = write_figures(directory, plots, plot_formats) if plots else ([], [])
     result = result.model_copy(
         update={"provenance": provenance, "notes": (*result.notes, *notes)}
     ).sealed()

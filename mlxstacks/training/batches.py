@@ -36,26 +36,18 @@ def choose_widths(
             break
         multiple *= 2
     candidates = sorted(rounded)
+    # Rows that fit the first 0, 1, ... candidates.
     counts = [0, *itertools.accumulate(rounded[width] for width in candidates)]
-    best: _Best = {0: (0, ())}
+    # How many candidates are served -> tokens with padding, and the widths that serve them.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
     for _ in range(most):
-        best = _with_one_more_width(best, candidates, counts)
+        with_one_more = dict(best)
+        for served, (tokens, chosen) in best.items():
+            for until, width in enumerate(candidates[served:], served + 1):
+                option = (tokens + (counts[until] - counts[served]) * width, (*chosen, width))
+                with_one_more[until] = min(with_one_more.get(until, option), option)
+        best = with_one_more
     return best[len(candidates)][1]
-
-
-# How many candidates are served -> tokens with padding, and the widths that serve them.
-_Best = dict[int, tuple[int, tuple[int, ...]]]
-
-
-def _with_one_more_width(best: _Best, candidates: list[int], counts: list[int]) -> _Best:
-    """counts: rows that fit the first 0, 1, ... candidates."""
-    found = dict(best)
-    for served, (tokens, widths) in best.items():
-        for until in range(served + 1, len(candidates) + 1):
-            width = candidates[until - 1]
-            option = (tokens + (counts[until] - counts[served]) * width, (*widths, width))
-            found[until] = min(found.get(until, option), option)
-    return found
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -41,10 +41,9 @@ from mlxstacks.training.loop import (
     restore_best,
     train,
 )
-from mlxstacks.training.losses import cross_entropy_loss
 from mlxstacks.training.modes import set_training_modes
 from mlxstacks.training.settings import OptimizerSettings, SnapshotSettings
-from mlxstacks.training.step import random_key
+from mlxstacks.training.step import cross_entropy_loss, random_key
 
 Parts = Mapping[str, FrozenStack]
 # Why no round follows one that gained enough.
@@ -103,9 +102,12 @@ class RoundRecord:
     history: list[Record] = field(default_factory=list)
     validation: list[Record] = field(default_factory=list)
 
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
 
 class Keeper(Protocol):
-    """Where the inner loop keeps what it needs to resume."""
+    """Where the inner loop keeps what it needs to go on after it was stopped."""
 
     def rounds(self) -> list[RoundRecord]:
         """Rounds done before; the stacks of those that were kept are in the model again."""
@@ -133,7 +135,7 @@ def boost_domain(
 ) -> list[RoundRecord]:
     """Train the stacks of one domain; afterwards the kept ones are frozen in the model.
 
-    done: what `keeper.rounds()` gave, where the caller has called it already.
+    done: what `keeper.rounds()` gave, where the caller has asked already.
     Raises:
         NonFiniteError: NaN or Inf in a step. The state before it is saved, its best weights in it.
         InputError: a trained stack does not fit the storage dtype; its state is saved.
@@ -165,33 +167,31 @@ def _round(
         raise
     restore_best(model, state)
     keeper.save(model, number, state)
-    name = stack_name(job.name, number)
+    name, best = stack_name(job.name, number), state.best
     try:
         parts = freeze_active(model, name, job.name, _DTYPES[job.stack.storage])
     except ValueError as error:
         raise InputError(
-            f"{error}\nThe trained stack is saved; --set stack.storage=bfloat16 resumes from there"
+            f"{error}\nThe trained stack is saved; --set stack.storage=bfloat16 goes on from there"
         ) from error
     after = job.loss_of(model)
-    assert state.best is not None
+    assert best is not None
     before = state.validation[0]["validation_loss"]
-    kept, last = judge_round(
-        before, after, state.best.step, job.min_loss_delta, job.keep_plateau_stack
-    )
+    kept, last = judge_round(before, after, best.step, job.min_loss_delta, job.keep_plateau_stack)
     if last is None and number == job.rounds:
         last = LAST_ROUND
     # The loop calls what a forward pass adds `extra_loss`; here it is the balance of experts.
     history = [
-        {"balance_loss" if key == "extra_loss" else key: value for key, value in step.items()}
+        {key.replace("extra_loss", "balance_loss"): value for key, value in step.items()}
         for step in state.history
     ]
     record = RoundRecord(
-        number, kept, before, state.best.loss, after, state.step, state.best.step, state.stopped,
-        last, time.monotonic() - start, history, list(state.validation),
+        number, kept, before, best.loss, after, state.step, best.step, state.stopped, last,
+        time.monotonic() - start, history, list(state.validation),
     )  # fmt: skip
-    if not kept:
+    if not record.kept:
         remove_frozen(model, name)
-    keeper.round_done(record, parts if kept else None)
+    keeper.round_done(record, parts if record.kept else None)
     return record
 
 

@@ -12,7 +12,6 @@ from inside, they would keep what the layer computed alive, and nothing would be
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self
 
 import mlx.core as mx
@@ -35,7 +34,9 @@ class Checkpointing:
     """What `checkpoint_layers` did. As a context manager it is undone at the end of the block."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self._layers = [layer for layer in layers if not _is_checkpointed(layer)]
+        self._layers = [
+            layer for layer in layers if not getattr(type(layer), "_is_checkpointed", False)
+        ]
         for layer in self._layers:
             layer.__class__ = _checkpointed(type(layer))
 
@@ -48,12 +49,7 @@ class Checkpointing:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.undo()
 
 
@@ -86,20 +82,15 @@ def checkpoint(function: Callable[..., Any], module: nn.Module, *args: Any, **kw
     run = mx.custom_function(call.forward)
     run.vjp(call.backward)
     given = [a for _, a in tree_flatten([list(args), kwargs]) if _is_differentiable(a)]
-    made = run(*given, *call.weights)
-    made = [made] if isinstance(made, mx.array) else list(made)
-    return call.shaped(made)
+    array = iter(_listed(run(*given, *call.weights)))
+    return tree_map(lambda a: next(array) if a is _ARRAY else a, call.outputs)
 
 
 class _Call:
     """One call as a function of a flat list of arrays: arguments, then weights."""
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        module: nn.Module,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        self, function: Callable[..., Any], module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> None:
         self.function, self.module = function, module
         weights = tree_flatten(module.trainable_parameters())
@@ -110,7 +101,7 @@ class _Call:
         given = [list(args), kwargs]
         self.given = tree_map(lambda a: _ARRAY if _is_differentiable(a) else a, given)
         self.count = sum(1 for _, a in tree_flatten(given) if _is_differentiable(a))
-        self.made: Any = None
+        self.outputs: Any = None  # what the function returned, but for the arrays
         self.states: list[mx.array] = []
 
     def run(self, inputs: Sequence[mx.array]) -> list[mx.array]:
@@ -119,20 +110,15 @@ class _Call:
         args, kwargs = tree_map(lambda a: next(array) if a is _ARRAY else a, self.given)
         self._set_weights(inputs[self.count :])
         try:
-            made = self.function(self.module, *args, **kwargs)
+            outputs = self.function(self.module, *args, **kwargs)
         finally:
             self._set_weights(self.weights)
-        self.made = tree_map(lambda a: _ARRAY if isinstance(a, mx.array) else a, made)
-        return [a for _, a in tree_flatten(made) if isinstance(a, mx.array)]
+        self.outputs = tree_map(lambda a: _ARRAY if isinstance(a, mx.array) else a, outputs)
+        return [a for _, a in tree_flatten(outputs) if isinstance(a, mx.array)]
 
     def _set_weights(self, values: Sequence[mx.array]) -> None:
         if self.names:
             self.module.update(tree_unflatten(list(zip(self.names, values, strict=True))))
-
-    def shaped(self, arrays: Sequence[mx.array]) -> Any:
-        """What the function returned, with these arrays in place of its own."""
-        array = iter(arrays)
-        return tree_map(lambda a: next(array) if a is _ARRAY else a, self.made)
 
     def forward(self, *inputs: mx.array) -> list[mx.array]:
         self.states.clear()
@@ -167,10 +153,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_plain(part) for part in value)
     return isinstance(value, mx.array | str | int | float | None)
-
-
-def _is_checkpointed(layer: nn.Module) -> bool:
-    return getattr(type(layer), "_is_checkpointed", False)
 
 
 def _checkpointed(own: type) -> type:

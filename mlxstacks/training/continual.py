@@ -1,22 +1,241 @@
 """The outer loop: one domain after another, each on all that was frozen before.
 
 A domain is trained (boost.py), the forgetting matrix gets its row, and the prefix losses of all
-earlier domains must be exactly what they were (matrix.py). Only then may the store have it.
+earlier domains must be exactly what they were. Only then may the store have it. The matrix has the
+loss of every domain so far, after each was trained, in three modes:
+
+    ungated    every stack on
+    prefix     the stacks of domains 1..j for domain j: frozen, so a column never changes again
+    isolated   domain j's own stacks alone; less than it was trained with, but for the first one
+
+A prefix loss that moved means that something frozen was written to, or that another base, other
+rows or another evaluator is in use. It is compared exactly.
+
+New stacks keep out of directions of the output: null-space bases from samples. A stage is what was
+frozen before one domain, with samples to run through it. The scope `aggregate` looks at the last
+stage alone; `cumulative` goes through all of them and adds directions at each, so nothing but
+stacks and rows is needed to find the same basis again.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks.data import Row
+from mlxstacks.errors import StoreError
 from mlxstacks.files.manifest import stack_name
+from mlxstacks.layers.delta_rows import collect_delta_rows
+from mlxstacks.layers.nullspace import NullBasis, null_basis
+from mlxstacks.layers.selection import subset, ungated
+from mlxstacks.layers.stacked import set_mode, stacked_layers
 from mlxstacks.training.boost import DomainJob, Keeper, RoundRecord, boost_domain
-from mlxstacks.training.matrix import Row as MatrixRow
-from mlxstacks.training.matrix import Served, check_prefix, measure_row
-from mlxstacks.training.protect import Stage, sample_rows
-from mlxstacks.training.stack_settings import MatrixMode, NullSpaceSettings
+from mlxstacks.training.modes import evaluating
+from mlxstacks.training.settings import MatrixMode, NullSpaceSettings
+
+MatrixRow = dict[str, float]
+"""Domain -> validation loss."""
+
+
+class DriftError(StoreError):
+    """A prefix loss is not what it was: frozen stacks did not stay frozen."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A domain whose stacks are in the model, by name in order (none, where training gained
+    nothing).
+    """
+
+    domain: str
+    stacks: tuple[str, ...]
+
+
+def stacks_for(mode: MatrixMode, served: Sequence[Served], domain: str) -> tuple[str, ...]:
+    """Names of the stacks that are on where `domain` is measured."""
+    place = [one.domain for one in served].index(domain)
+    if mode == "isolated":
+        return served[place].stacks
+    until = served if mode == "ungated" else served[: place + 1]
+    return tuple(name for one in until for name in one.stacks)
+
+
+def measure_row(
+    model: nn.Module,
+    served: Sequence[Served],
+    loss_of: Mapping[str, Callable[[nn.Module], float]],
+    modes: Sequence[MatrixMode],
+    dtype: mx.Dtype | None = None,
+    on_loss: Callable[[MatrixMode, str, float], None] | None = None,
+) -> dict[MatrixMode, MatrixRow]:
+    """Mode -> domain -> validation loss, of all domains served that have a `loss_of` (imported
+    ones have no rows).
+
+    dtype: see `PackedStacks.serve`. Two entries with the same stacks on are measured once.
+    Law: afterwards every stack is on.
+    """
+    found: dict[tuple[str, tuple[str, ...]], float] = {}
+    rows: dict[MatrixMode, MatrixRow] = {}
+    for mode in modes:
+        rows[mode] = {}
+        for one in served:
+            if one.domain not in loss_of:
+                continue
+            names = stacks_for(mode, served, one.domain)
+            if (one.domain, names) not in found:
+                set_mode(model, subset(names), dtype)
+                found[one.domain, names] = loss_of[one.domain](model)
+            rows[mode][one.domain] = found[one.domain, names]
+            if on_loss is not None:
+                on_loss(mode, one.domain, rows[mode][one.domain])
+    set_mode(model, ungated(), dtype)
+    return rows
+
+
+def check_prefix(expected: Mapping[str, float], measured: Mapping[str, float]) -> None:
+    """Raises: DriftError naming every domain whose prefix loss is not exactly what it was."""
+    moved = [
+        f"{domain}: was {expected[domain]!r}, is {loss!r}"
+        for domain, loss in measured.items()
+        if domain in expected and loss != expected[domain]
+    ]
+    if moved:
+        lines = "".join(f"\n  {line}" for line in moved)
+        raise DriftError(
+            "the loss of earlier domains changed with their own stacks alone on, which cannot be "
+            f"while frozen stacks and base stay as they are:{lines}\n"
+            "nothing was added to the store; see whether something else writes to the model, run "
+            "`mlxstacks stacks verify`, then run again with --no-resume"
+        )
+
+
+def rises(matrix: Mapping[str, Mapping[str, float]]) -> MatrixRow:
+    """Domain -> how much its loss rose from the row where it was trained to the last row.
+
+    matrix: rows in the order of training.
+    """
+    if not matrix:
+        return {}
+    last = matrix[next(reversed(list(matrix)))]
+    return {
+        domain: last[domain] - row[domain]
+        for domain, row in matrix.items()
+        if domain in last and domain in row
+    }
+
+
+# From this share of the output on, what is left for new stacks is little.
+WARN_AT_CAPACITY = 0.5
+
+Bases = dict[str, NullBasis]
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """stacks: names of those that were frozen. samples: token ids (T,) each."""
+
+    stacks: tuple[str, ...]
+    samples: list[mx.array]
+
+
+def sample_rows(rows: Mapping[str, Sequence[Row]], count: int) -> list[mx.array]:
+    """At most `count` rows as token ids (T,), the first ones of each domain, evenly: a domain with
+    fewer rows leaves its share to the others.
+    """
+    taken = dict.fromkeys(rows, 0)
+    left = count
+    while left > 0 and (open_ := [name for name in rows if taken[name] < len(rows[name])]):
+        each, extra = divmod(left, len(open_))
+        for place, name in enumerate(open_):
+            more = min(each + (place < extra), len(rows[name]) - taken[name])
+            taken[name] += more
+            left -= more
+    return [mx.array(row.tokens) for name in rows for row in rows[name][: taken[name]]]
+
+
+def protected_bases(
+    model: nn.Module, stages: Sequence[Stage], settings: NullSpaceSettings, seed: int
+) -> Bases:
+    """The basis of every projection on which a frozen stack of the last stage writes, by path.
+
+    Law: the model is afterwards as it was.
+    """
+
+    def forward(model: nn.Module, tokens: mx.array) -> mx.array:
+        with evaluating(model):
+            logits: mx.array = model(tokens)
+        return logits
+
+    bases: Bases = {}
+    for stage in stages if settings.scope == "cumulative" else stages[-1:]:
+        with _only(model, stage.stacks):
+            rows = collect_delta_rows(model, stage.samples, forward)
+        for path, deltas in rows.items():
+            bases[path] = null_basis(
+                deltas, settings.directions, scope=settings.scope, previous=bases.get(path),
+                oversampling=settings.oversampling, seed=seed,
+            )  # fmt: skip
+    return bases
+
+
+@contextmanager
+def _only(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Frozen stacks of other names taken out for the length of a block."""
+    layers = dict(stacked_layers(model))
+    # Where all of them stay nothing is packed again: that would hold every stack twice.
+    before = {
+        path: layer.stacks.stacks()
+        for path, layer in layers.items()
+        if any(stack_id.name not in names for stack_id in layer.stacks.ids)
+    }
+    for path, stacks in before.items():
+        layers[path].set_stacks([stack for stack in stacks if stack.id.name in names])
+    try:
+        yield
+    finally:
+        for path, stacks in before.items():
+            layers[path].set_stacks(stacks)
+
+
+def full_projections(bases: Mapping[str, NullBasis], paths: Sequence[str]) -> list[str]:
+    """Those of `paths` where nothing is left to write into."""
+    return [path for path in paths if path in bases and bases[path].capacity >= 1]
+
+
+def protection_report(bases: Mapping[str, NullBasis]) -> dict[str, Any]:
+    """Directions, captured energy and capacity used of each projection, and of all together."""
+    energies = [b.captured_energy for b in bases.values() if b.captured_energy is not None]
+    capacities = [basis.capacity for basis in bases.values()]
+    return {
+        "captured_energy_mean": sum(energies) / len(energies) if energies else None,
+        "captured_energy_lowest": min(energies, default=None),
+        "capacity_used_highest": max(capacities, default=0.0),
+        "projections": {
+            path: {
+                "directions": int(basis.vectors.shape[1]),
+                "captured_energy": basis.captured_energy,
+                "capacity_used": basis.capacity,
+            }
+            for path, basis in sorted(bases.items())
+        },
+    }
+
+
+def capacity_warning(bases: Mapping[str, NullBasis]) -> str | None:
+    """A sentence about projections of which half or more is protected, or None."""
+    used = {path: b.capacity for path, b in bases.items() if b.capacity >= WARN_AT_CAPACITY}
+    if not used:
+        return None
+    worst = max(sorted(used), key=lambda path: used[path])
+    return (
+        f"{len(used)} of {len(bases)} projections have {WARN_AT_CAPACITY:.0%} or more of their "
+        f"output directions protected (most: {worst}, {used[worst]:.0%}); new stacks can write "
+        "into the rest only. Fewer null_space.directions leave more room."
+    )
+
 
 # Prefix losses that another machine or version measured may differ by rounding, no more.
 ARRIVAL_TOLERANCE = 2e-3

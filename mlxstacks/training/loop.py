@@ -6,21 +6,59 @@ was not. That holds where sums are added up in the same order: on one machine, w
 MLX and one BLAS and as many threads of it. Elsewhere a resumed run is right but for rounding.
 """
 
+import hashlib
+import json
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_unflatten
 
+from mlxstacks.base_model import load_arrays, save_arrays
 from mlxstacks.data import Batch
-from mlxstacks.training.losses import Loss
+from mlxstacks.errors import InputError
+from mlxstacks.files.disk import mlx_write_errors, sync_directory
 from mlxstacks.training.settings import OptimizerSettings, SnapshotSettings
-from mlxstacks.training.snapshot import BestSnapshot
-from mlxstacks.training.step import GradientStep, StepGradients, clip_by_global_norm
+from mlxstacks.training.step import GradientStep, Loss, StepGradients, clip_by_global_norm
+
+Weights = dict[str, mx.array]
+
+
+@dataclass
+class BestSnapshot:
+    """loss: the lowest so far, in nats a token; step: when; weights: of that moment; without_gain:
+    evaluations since.
+    """
+
+    loss: float
+    step: int
+    weights: Weights
+    without_gain: int = 0
+
+    def observe(
+        self, loss: float, step: int, weights: Weights, settings: SnapshotSettings
+    ) -> str | None:
+        """Take in an evaluation; a reason to stop, or None. Arrays are kept, not copied."""
+        if loss < self.loss:
+            self.loss, self.step, self.weights, self.without_gain = loss, step, dict(weights), 0
+            return None
+        self.without_gain += 1
+        if not math.isfinite(loss):
+            return f"the validation loss is {loss}"
+        spike, patience = settings.spike_threshold, settings.patience
+        if spike is not None and loss - self.loss > spike:
+            return f"the validation loss {loss:.4f} is more than {spike} above its best"
+        if patience is not None and self.without_gain >= patience:
+            return f"{self.without_gain} evaluations in a row without a new best"
+        return None
+
 
 Record = dict[str, float]
 
@@ -162,3 +200,86 @@ def restore_best(model: nn.Module, state: TrainingState) -> None:
     """Put the weights of the best evaluation into the model; nothing where there was none."""
     if state.best is not None:
         model.update(tree_unflatten(list(state.best.weights.items())))
+
+
+_START_AGAIN = "remove it, or give --no-resume, to start anew"
+
+
+def save_state(path: Path, model: nn.Module, state: TrainingState, run_id: str) -> None:
+    """Write the state atomically. `run_id` names the settings it belongs to.
+
+    Law: on the machine that wrote it (see loop.py), a run loaded from it goes on to the same bytes
+    as one that never stopped; a state that the disk has changed is not loaded.
+    """
+    arrays = {f"model.{name}": value for name, value in trainable_weights(model).items()}
+    arrays |= {f"optimizer.{name}": value for name, value in tree_flatten(state.optimizer.state)}
+    metadata = {"step": str(state.step), "run_id": run_id, "history": json.dumps(state.history)}
+    metadata["validation"] = json.dumps(state.validation)
+    metadata["stopped"] = json.dumps(state.stopped)
+    if state.best is not None:
+        arrays |= {f"best.{name}": value for name, value in state.best.weights.items()}
+        loss = state.best.loss if math.isfinite(state.best.loss) else None  # JSON has no infinity
+        best = {"loss": loss, "step": state.best.step, "without_gain": state.best.without_gain}
+        metadata["best"] = json.dumps(best)
+    metadata["sha256"] = _digest(arrays, metadata)
+    # mlx appends the suffix when it is missing, so the temporary name must end in it.
+    temporary = path.with_name(f".{path.name}.tmp.safetensors")
+    with mlx_write_errors(path):
+        save_arrays(temporary, arrays, metadata)
+    with temporary.open("rb") as written:
+        os.fsync(written.fileno())
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def load_state(
+    path: Path, model: nn.Module, settings: OptimizerSettings, run_id: str
+) -> TrainingState:
+    """Put the saved weights into `model` and return the state to go on from.
+
+    Raises:
+        InputError: the file is damaged, or belongs to a run with other settings or another model.
+    """
+    try:
+        arrays, metadata = load_arrays(path)
+        mx.eval(arrays)  # now, not when the file may have been replaced
+    except (RuntimeError, ValueError) as error:  # cut off, or no safetensors any more
+        raise InputError(f"{path}: damaged ({error}); {_START_AGAIN}") from None
+    if metadata.get("run_id") != run_id:
+        raise InputError(f"{path}: saved by a run with other settings; {_START_AGAIN}")
+    # Before all else is used: a header that is still JSON may have lost a key.
+    if metadata.pop("sha256", None) != _digest(arrays, metadata):
+        raise InputError(
+            f"{path}: damaged (its bytes are not those that were saved); {_START_AGAIN}"
+        )
+    weights = _part(arrays, "model")
+    expected = {name: value.shape for name, value in trainable_weights(model).items()}
+    if {name: value.shape for name, value in weights.items()} != expected:
+        raise InputError(f"{path}: its weights are not those that this model trains")
+    model.load_weights(list(weights.items()), strict=False)
+    state = new_state(settings)
+    state.optimizer.state = tree_unflatten(list(_part(arrays, "optimizer").items()))
+    state.step = int(metadata["step"])
+    state.history = json.loads(metadata["history"])
+    state.validation = json.loads(metadata["validation"])
+    state.stopped = json.loads(metadata["stopped"])
+    if "best" in metadata:
+        best: dict[str, Any] = json.loads(metadata["best"])
+        loss = math.inf if best["loss"] is None else best["loss"]
+        weights = _part(arrays, "best")
+        state.best = BestSnapshot(loss, best["step"], weights, best["without_gain"])
+    return state
+
+
+def _digest(arrays: dict[str, mx.array], metadata: dict[str, str]) -> str:
+    """SHA-256 of everything in the file; safetensors itself notices no changed byte of a tensor."""
+    found = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name, value in sorted(arrays.items()):
+        found.update(f"{name} {value.dtype} {value.shape}".encode())
+        found.update(memoryview(value.reshape(-1).view(mx.uint8)))
+    return found.hexdigest()
+
+
+def _part(arrays: dict[str, mx.array], name: str) -> dict[str, mx.array]:
+    start = f"{name}."
+    return {k.removeprefix(start): v for k, v in arrays.items() if k.startswith(start)}

@@ -1,13 +1,14 @@
-"""Settings of the trainer core and of `mlxstacks train`. Imports neither mlx nor numpy."""
+"""Settings of the trainer core, of `train` and of `stack`. Imports neither mlx nor numpy."""
 
 import math
-from typing import Literal, Self
+import re
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from mlxstacks.data.settings import TrainDataSettings
+from mlxstacks.data.settings import DomainDataSettings, TrainDataSettings
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
-from mlxstacks.layers.settings import LayersText
+from mlxstacks.layers.settings import LayersText, StackSettings
 from mlxstacks.settings import Settings
 
 Schedule = Literal["cosine", "linear", "constant"]
@@ -169,4 +170,192 @@ class TrainSettings(Settings):
                 f"iters {self.iters} is below grad_accumulation_steps "
                 f"{self.grad_accumulation_steps}: not one optimizer step"
             )
+        return self
+
+
+MatrixMode = Literal["ungated", "prefix", "isolated"]
+MATRIX_MODES: tuple[MatrixMode, ...] = get_args(MatrixMode)
+
+
+def names_a_file(whose: str, most: int) -> AfterValidator:
+    """For a name that becomes part of file names, on file systems that ignore case too."""
+
+    def check(name: str) -> str:
+        if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{most - 1}}}", name):
+            raise ValueError(
+                f"{whose} name becomes part of file names: letters, digits, _ . and -, the first "
+                f"one a letter or a digit, {most} at most"
+            )
+        return name
+
+    return AfterValidator(check)
+
+
+class DomainSettings(Settings):
+    """One domain; what is not said here is as the run says. A name alone stands for all of it."""
+
+    name: Annotated[str, names_a_file("a domain's", 64)]
+    data: DomainDataSettings | None = Field(
+        None, description="where its rows come from; default: NAME.jsonl in the run's `data`"
+    )
+    rounds: int | None = Field(None, ge=1, description="stacks to train at most")
+    iters: int | None = Field(None, ge=1, description="batches of a round")
+    learning_rate: float | None = Field(None, gt=0, description="peak learning rate")
+
+
+Domain = Annotated[
+    DomainSettings,
+    BeforeValidator(
+        lambda value: {"name": value} if isinstance(value, str) else value,
+        json_schema_input_type=DomainSettings | str,
+    ),
+]
+
+
+class NullSpaceSettings(Settings):
+    """Output directions that earlier stacks write into and a new one must keep out of."""
+
+    directions: int = Field(64, ge=1, description="directions of a projection (each new domain)")
+    samples: int = Field(400, ge=1, description="rows from which the directions are made")
+    oversampling: int = Field(8, ge=0, description="directions more that the search looks at")
+    scope: Literal["aggregate", "cumulative"] = Field(
+        "aggregate",
+        description="the leading directions of all stacks together, or, cumulative, those of every "
+        "domain added up",
+    )
+    data: Literal["previous", "new", "both"] = Field(
+        "previous", description="whose validation rows: the earlier domains', the new one's, both"
+    )
+
+
+class StackRunSettings(Settings):
+    """`mlxstacks stack`: frozen stacks, domain after domain, in a store."""
+
+    model: str | None = Field(
+        None, description="Model directory or Hugging Face id. Default: the built-in nano model."
+    )
+    data: str | None = Field(
+        None,
+        description="Directory with NAME.jsonl for each domain that is given by its name alone. "
+        "Default: nano's curriculum.",
+    )
+    save_path: str | None = Field(
+        None, description="The store: a new directory, or a store to go on with."
+    )
+    domains: tuple[Domain, ...] = Field(
+        (),
+        description="Domains in the order of training. Repeatable. Default: every NAME.jsonl of "
+        "`data`, by name.",
+        json_schema_extra={"cli_type": "text"},
+    )
+    validation_rows: int | None = Field(
+        None,
+        ge=1,
+        description="Rows to validate with, of a domain that is given by its name alone. Default: "
+        "2% of its rows.",
+    )
+    rounds: int = Field(2, ge=1, description="Stacks of a domain, at most.")
+    layers: LayersText = Field(
+        "all", description="Layers: all, or numbers and ranges as in 8,14,20-24."
+    )
+    keys: tuple[str, ...] = Field(
+        (),
+        description="Projections by the end of their path: down_proj, switch_mlp.down_proj. "
+        "Repeatable. Default: all usual ones, of attention, linear attention and experts.",
+    )
+    stack: StackSettings = Field(
+        StackSettings(), description="The shape of a stack: rank, num_experts, alpha, ..."
+    )
+    null_space: NullSpaceSettings | None = Field(
+        NullSpaceSettings(), description="Directions to keep out of; none: a stack may write all."
+    )
+    iters: int | None = Field(
+        None,
+        ge=1,
+        description="Batches of a round. Default: the domain's data once, but at most 1,000.",
+    )
+    batch_size: int = Field(4, ge=1, description="Rows in a batch.")
+    grad_accumulation_steps: int = Field(
+        1, ge=1, description="Batches whose gradients make one optimizer step."
+    )
+    learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate of AdamW.")
+    lr_schedule: Schedule = Field("linear", description="Learning rate after the warm-up.")
+    warmup: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+    weight_decay: float = Field(0.01, ge=0, description="Of AdamW.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Of AdamW.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Of AdamW.")
+    clip_norm: float = Field(1.0, gt=0, description="Largest joint norm of a step's gradients.")
+    balance_weight: float = Field(0.01, ge=0, description="Factor of the experts' balance loss.")
+    max_seq_length: int = Field(2048, ge=2, description="Longer rows are cut, and counted.")
+    thinking: Thinking = "auto"
+    allow_special: AllowSpecial = False
+    packing: bool = Field(
+        False, description="Lay rows end to end, up to max_seq_length, in training and validation."
+    )
+    steps_per_report: int = Field(10, ge=1, description="Batches between lines of the log.")
+    steps_per_eval: int = Field(50, ge=1, description="Batches between evaluations.")
+    save_every: int = Field(100, ge=1, description="Batches between saved states.")
+    spike_threshold: float = Field(
+        0.1, gt=0, description="End a round when the loss is this far above its best."
+    )
+    patience: int = Field(
+        4, ge=1, description="End a round after so many evaluations without a new best."
+    )
+    min_loss_delta: float = Field(
+        0.002, ge=0, description="A round that gains less is the domain's last."
+    )
+    keep_plateau_stack: bool = Field(
+        False, description="Keep the stack of a round that gains less than min_loss_delta."
+    )
+    modes: tuple[MatrixMode, ...] = Field(
+        MATRIX_MODES,
+        description="What the forgetting matrix shows: every stack on, those up to the domain's "
+        "own, or its own alone. Repeatable.",
+    )
+    grad_checkpoint: bool = Field(
+        False, description="Compute layers again for their gradient: less memory, more time."
+    )
+    compile_step: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="mx.compile the step. auto: on a GPU; on a CPU it gains a few percent.",
+        json_schema_extra={"cli_name": "--compile"},
+    )
+    base: Literal["auto", "stored", "float32"] = Field(
+        "auto",
+        description="Numbers the frozen base computes with. float32: its stored values, some 20 "
+        "times faster on a CPU; auto: that, on a CPU with the memory for it.",
+    )
+    guard: Literal["refuse", "warn", "off"] = Field(
+        "refuse", description="A run that is predicted not to fit: refuse it, warn, do not ask."
+    )
+    resource_limit: int | None = Field(
+        None, ge=1, description="Buffers a process may hold. Default: what the device says."
+    )
+    working_set_bytes: int | None = Field(
+        None, ge=1, description="Memory to stay within. Default: what a Metal device recommends."
+    )
+    resume: bool = Field(
+        True, description="Go on with a domain that was stopped; otherwise begin it again."
+    )
+    force: bool = Field(False, description="Remove an existing store and begin anew.")
+    seed: int = Field(42, ge=0, description="Seed of first weights, noise and order of the data.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = [domain.name for domain in self.domains]
+        folded = [name.casefold() for name in names]
+        twice = sorted({name for name in names if folded.count(name.casefold()) > 1})
+        if twice:
+            raise ValueError(
+                f"domains: {', '.join(twice)} {'is' if len(twice) == 1 else 'are'} there more than "
+                "once (case does not count); name each domain once"
+            )
+        if not self.modes:
+            raise ValueError(f"modes is empty; give one of {', '.join(MATRIX_MODES)}")
+        for name, iters in [("iters", self.iters), *((d.name, d.iters) for d in self.domains)]:
+            if iters is not None and iters < self.grad_accumulation_steps:
+                raise ValueError(
+                    f"{name}: {iters} batches are below grad_accumulation_steps "
+                    f"{self.grad_accumulation_steps}: not one optimizer step"
+                )
         return self

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 
 from mlxstacks import base_model
-from mlxstacks.cli import answers, chat_commands, chat_input, output
-from mlxstacks.cli.chat_session import Chat
+from mlxstacks.cli import answers, chat_input, output
+from mlxstacks.cli.chat import COMMANDS, Chat, complete
 from mlxstacks.errors import InputError
 from mlxstacks.files.router_file import write_router
 from mlxstacks.files.store import Store
 from mlxstacks.routing import generation
-from mlxstacks.routing.chat_settings import ChatSettings, parse_bytes
-from mlxstacks.routing.open_routed import open_routed
+from mlxstacks.routing.engine import open_routed
+from mlxstacks.routing.settings import ChatSettings, parse_bytes
 from tests.cli.conftest import Run
 from tests.routing.engine_cases import Places, add_router, write_places
 from tests.tiny_models import random_adapter
@@ -59,7 +59,7 @@ def talk(places: Places, capsys: pytest.CaptureFixture[str]) -> Callable[..., tu
 
     def call(*lines: str | BaseException, **changes: Any) -> tuple[Chat, str]:
         settings = settings_for(places, **changes)
-        chat = Chat(settings, open_routed(settings), chat_commands.run)
+        chat = Chat(settings, open_routed(settings))
         chat.talk(Typed(*lines))
         return chat, capsys.readouterr().out
 
@@ -221,7 +221,7 @@ def test_notes_are_shown_once_each_whenever_they_come(
     places: Places, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = settings_for(places)
-    chat = Chat(settings, open_routed(settings), chat_commands.run)
+    chat = Chat(settings, open_routed(settings))
     chat.engine.notes.append("something on the side")
     chat.talk(Typed("seven", "/mode routed", "river"))
     out = capsys.readouterr().out
@@ -242,7 +242,7 @@ def test_stack_that_cannot_be_read_is_an_error_and_the_chat_goes_on(
     store = Store.open(places.store)
     (store.path / store.stack_named("tolu-r1").file.file).unlink()
     settings = settings_for(places, pin=["tolu", "islands"])
-    chat = Chat(settings, open_routed(settings), chat_commands.run)
+    chat = Chat(settings, open_routed(settings))
     chat.talk(Typed("seven", "/mode base", "/unpin", "river"))
     out = capsys.readouterr().out.replace("\n", "")
     assert "error: " in out
@@ -255,7 +255,7 @@ def test_gap_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     add_router(Store.open(places.store), bias=-60.0)
     log = tmp_path / "gaps.jsonl"
     settings = settings_for(places, routed=True, gap_log=str(log))
-    Chat(settings, open_routed(settings), chat_commands.run).talk(Typed("seven"))
+    Chat(settings, open_routed(settings)).talk(Typed("seven"))
     assert "gap: no domain fits" in capsys.readouterr().out
     assert json.loads(log.read_text())["text"] == "seven"
 
@@ -271,7 +271,7 @@ def test_commands_show_and_change(talk: Any, tmp_path: Path) -> None:
         f"/save {target}", "/quit", "not read",
     )  # fmt: skip
     assert len(chat.conversation.turns) == 2
-    assert all(name in out for name in chat_commands.COMMANDS)
+    assert all(name in out for name in COMMANDS)
     assert "Nothing was asked yet." in out
     assert "Mode base." in out
     assert "These answer from now on: islands, tolu." in out
@@ -304,7 +304,7 @@ def test_words_that_leave(talk: Any, word: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["/new", "/clear", "r"])
-def test_words_that_begin_anew(talk: Any, word: str) -> None:
+def test_words_that_restart(talk: Any, word: str) -> None:
     chat, out = talk("seven apples", word, "exit the island", "h")
     assert [turn.question for turn in chat.conversation.turns] == ["exit the island"]
     assert "A new conversation" in out
@@ -408,7 +408,6 @@ def test_compare_that_is_over_the_budget_says_so_and_goes_on(talk: Any, places: 
 
 def test_completion_knows_commands_and_their_words(talk: Any) -> None:
     chat, _ = talk()
-    complete = chat_commands.complete
     assert complete(chat, "/st") == ["/stacks", "/stats"]
     assert complete(chat, "/pin t") == ["/pin tolu"]
     assert complete(chat, "/pin tolu ") == ["/pin tolu islands", "/pin tolu letters"]

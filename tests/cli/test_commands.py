@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mlxstacks.cli.execute import _nano_note
-from mlxstacks.files.mark import read_mark
+from mlxstacks.files.outputs import read_mark
 from mlxstacks.recipe.file import load_recipe
 from tests.cli.conftest import Run
 

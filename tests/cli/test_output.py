@@ -23,7 +23,7 @@ def printed(item: object, width: int = 80) -> str:
 
 def test_table_keeps_its_text_at_80_columns() -> None:
     path = "language_model.model.layers.14.mlp.switch_mlp.down_proj"
-    text = printed(output.table(["module", "kept"], [[path, "97.8%"]], footer=["total", None]))
+    text = printed(output.table(["module", "kept"], [[path, "97.8%"]]))
     assert path in text
     assert max(map(len, text.splitlines())) <= 80
     folded = printed(output.table(["module", "kept"], [[path * 2, "97.8%"]]))
@@ -53,14 +53,14 @@ def test_a_table_without_room_is_told_row_by_row(width: int) -> None:
     rows: list[list[output.Cell]] = [
         [f"arm {row}", *(1000 * row + n for n in range(7))] for row in (1, 2)
     ]
-    text = printed(output.table(columns, rows, title="t", footer=["all", *[None] * 7]), width)
+    text = printed(output.table(columns, rows, title="t"), width)
     assert max(map(len, text.splitlines())) <= width
     for row in rows:
         for cell in row[1:]:
             assert f"{cell:,}" in text
     if width < 80:
         assert "measure 3" in text
-        assert text.index("arm 1") < text.index("1,006") < text.index("arm 2") < text.index("all")
+        assert text.index("arm 1") < text.index("1,006") < text.index("arm 2")
 
 
 def test_numbers_go_right_and_markup_is_text() -> None:
@@ -77,36 +77,6 @@ def test_names_that_begin_with_a_digit_are_no_numbers() -> None:
     head = text.splitlines()[1]
     assert head.startswith(" module ")
     assert head.rstrip().endswith(" size")
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (None, "unknown"),
-        (0, "0 bytes"),
-        (999, "999 bytes"),
-        (41_000_000, "41 MB"),
-        (1_283_000_000, "1.28 GB"),
-        (123_456_000_000, "123 GB"),
-    ],
-)
-def test_bytes_text(count: int | None, text: str) -> None:
-    assert output.bytes_text(count) == text
-
-
-@pytest.mark.parametrize(
-    ("paths", "prefix"),
-    [
-        ([], ""),
-        (["model.layers.0.mlp.up", "model.layers.1.mlp.up"], "model.layers."),
-        (["model.layers.0.mlp.up", "model.layers.0.mlp.down"], "model.layers."),
-        (["lm_head"], ""),
-        (["model.norm", "modelled.norm"], ""),
-    ],
-)
-def test_common_prefix(paths: list[str], prefix: str) -> None:
-    assert output.common_prefix(paths) == prefix
-    assert all(path.startswith(prefix) for path in paths)
 
 
 def test_json_refuses_nan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,8 +228,6 @@ def test_no_line_with_a_command_is_broken(
     console = output.console()
     console.print(line, markup=False)
     console.print(prose, markup=False)
-    output.next_step(console, "Next", "mlxstacks chat --model '/disk one/the fused model of today'")
     lines = capsys.readouterr().out.splitlines()
     assert line in lines
     assert prose not in lines
-    assert lines[-1].endswith("of today'")

@@ -3,7 +3,7 @@
 import os
 import time
 
-from mlxstacks.files.shard_writer import Chunk, ShardWriter
+from mlxstacks.files.shards import Chunk, ShardWriter
 
 CHUNK = 5
 

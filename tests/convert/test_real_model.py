@@ -69,17 +69,18 @@ def test_it_is_fetched_once_and_converted_both_ways(index: Index) -> None:
     assert not list(directory.rglob("*.whl"))
 
 
-@pytest.mark.parametrize("broken", ["cut", "missing", "manifest"])
-def test_a_broken_entry_is_made_again(broken: str, index: Index) -> None:
+def test_a_broken_entry_is_made_again(index: Index) -> None:
     directory = real_model.fetch_real_model()
-    weights = directory / "experts" / "model.safetensors"
-    content = weights.read_bytes()
-    if broken == "cut":
-        weights.write_bytes(content[:-1])
-    elif broken == "missing":
-        weights.unlink()
-    else:
-        (directory / "manifest.json").unlink()
+    weights, manifest = directory / "experts" / "model.safetensors", directory / "manifest.json"
+    content, listed = weights.read_bytes(), manifest.read_bytes()
+    manifest.unlink()
+    assert not real_model.is_whole(directory)
+    manifest.write_bytes(listed)
+    weights.unlink()
+    assert not real_model.is_whole(directory)
+    weights.write_bytes(content)
+    assert real_model.is_whole(directory)
+    weights.write_bytes(content[:-1])
     assert not real_model.is_whole(directory)
     real_model.fetch_real_model()
     assert index.downloads == 2

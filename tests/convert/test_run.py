@@ -85,7 +85,7 @@ def test_a_full_disk_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("mlxstacks.files.shard_writer.write_all", full)
+    monkeypatch.setattr("mlxstacks.files.shards.write_all", full)
     settings = ConvertSettings(model=str(plain), save_path=str(work_dir / "out"))
     with pytest.raises(TargetError, match="the disk is full"):
         convert_run.convert(settings)

@@ -25,9 +25,9 @@ from mlxstacks.data import (
     split_ids,
 )
 from mlxstacks.data.cleaning import counted_length, cut_answer
+from mlxstacks.data.domain import divide, split_examples, split_key
 from mlxstacks.data.examples import Example, make_example, prompt_id_of, row_id_of
-from mlxstacks.data.read_source import keyed_hash
-from mlxstacks.data.splits import divide, split_examples, split_key
+from mlxstacks.data.sources import keyed_hash
 from mlxstacks.errors import InputError
 
 LONG = "an answer that is long enough"

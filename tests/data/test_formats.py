@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.data.detect import row_reader
-from mlxstacks.data.formats import FORMATS, without_thoughts
+from mlxstacks.data.formats import FORMATS, row_reader, without_thoughts
 from mlxstacks.data.settings import FormatName
 from mlxstacks.errors import InputError
 
@@ -55,9 +54,10 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("gsm8k", {"question": "q", "answer": "#### 1"}, {"prompt": "q", "answer": "#### 1"}),
     ("messages", {"messages": TURNS}, FIRST_PAIR),
     ("nemotron_v2", {"messages": TURNS, "category": "chat"}, FIRST_PAIR),
-    ("openassistant", {"conversations": SHARED, "system": "", "mask": "User"}, FIRST_PAIR),
-    ("openthoughts", {"conversations": SHARED, "system": "long"}, FIRST_PAIR),
-    ("sky_t1", {"conversations": SHARED, "system": "long"}, FIRST_PAIR),
+    *(
+        (name, {"conversations": SHARED, "system": "long"}, FIRST_PAIR)
+        for name in ("openassistant", "openthoughts", "sky_t1")
+    ),
     (
         "messages",
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, TURNS[2]]},

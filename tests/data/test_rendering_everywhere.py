@@ -19,8 +19,6 @@ from mlxstacks.routing.generation import encode_prompt
 from mlxstacks.studies.benchmarks.arm_prompts import PromptEncoder
 from mlxstacks.studies.benchmarks.settings import ArmSettings
 from mlxstacks.studies.confound.settings import ConfoundSettings
-from mlxstacks.studies.identity.run import item_settings
-from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.studies.profile.data import read_groups
 from mlxstacks.studies.profile.settings import ProfileSettings
 from mlxstacks.studies.route.data import encode_pair
@@ -28,8 +26,7 @@ from mlxstacks.studies.stack.plan import listed_domains
 from mlxstacks.studies.sweep.cells import cells_of, train_settings
 from mlxstacks.studies.sweep.settings import SweepSettings
 from mlxstacks.studies.train.setup import read_data
-from mlxstacks.training.settings import TrainSettings
-from mlxstacks.training.stack_settings import StackRunSettings
+from mlxstacks.training.settings import StackRunSettings, TrainSettings
 from tests.data.chat_tokenizers import chat_tokenizer
 from tools.nano.corpus import Item
 from tools.nano.encode import encode_items
@@ -126,9 +123,7 @@ def test_prompts_and_candidates_of_eval() -> None:
     assert count(allow_special=True) == [13, 12, 3, 3]
 
 
-def test_items_of_confound_and_identity_and_nano() -> None:
-    identity = IdentitySettings(thinking="auto", allow_special=True)
-    assert Rendering.of(item_settings(identity)) == Rendering("auto", True)
+def test_items_of_confound_and_nano() -> None:
     with pytest.raises(ValidationError, match=r"train\.thinking is set by the experiment"):
         ConfoundSettings(train=TrainSettings(thinking="on"))
     item = Item("1", "d", BAD, (BAD, "no"), 0)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from mlxstacks.data import json_array, json_lines
+from mlxstacks.data import json_rows
 from mlxstacks.data.settings import DomainDataSettings, SourceSettings
 from mlxstacks.data.sources import data_files, open_source
 from mlxstacks.errors import InputError
@@ -112,8 +112,8 @@ def test_an_array_reads_as_json_reads_it(
     text = json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_array, "CHUNK_BYTES", chunk)
-        found = list(json_array.array_records(path))
+        patch.setattr(json_rows, "CHUNK_BYTES", chunk)
+        found = list(json_rows.array_records(path))
     assert [record for _, record in found] == rows
     lines = [line for line, _ in found]
     assert lines == sorted(lines)
@@ -139,12 +139,12 @@ def test_halves_that_belong_together_are_one_character(tmp_path: Path) -> None:
 def test_a_line_without_end_is_counted_and_refused_in_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", 1000)
-    monkeypatch.setattr(json_lines, "_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(json_rows, "MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr(json_rows, "CHUNK_BYTES", 1000)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n \n' + " " * 3_000 + "x" * 300_000 + "\n\n" + '{"a": 2}')
     tracemalloc.start()
-    assert json_lines.count_rows(path) == 3
+    assert json_rows.count_rows(path) == 3
     with pytest.raises(InputError, match="line 3: 1,000 bytes or more"):
         rows_of(path, tmp_path)
     _, peak_bytes = tracemalloc.get_traced_memory()
@@ -163,16 +163,16 @@ def test_an_array_is_read_in_pieces(tmp_path: Path) -> None:
 def test_a_broken_element_does_not_pull_in_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_array, "LONGEST_ELEMENT", 1000)
-    monkeypatch.setattr(json_array, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(json_rows, "MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr(json_rows, "CHUNK_BYTES", 100)
     read: list[int] = []
-    original = json_array._Text._read
+    original = json_rows._Text._read
 
     def counted(self: Any, least: int = 1) -> bool:
         read.append(least)
         return original(self, least)
 
-    monkeypatch.setattr(json_array._Text, "_read", counted)
+    monkeypatch.setattr(json_rows._Text, "_read", counted)
     path = tmp_path / "rows.json"
     path.write_text('[{"a": oops, "b": "' + "x" * 100_000 + '"}]')
     with pytest.raises(InputError, match="line 1: not JSON"):

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
+from mlxstacks.arms.arm import encode_choices
 from mlxstacks.data import DomainDataSettings, Rendering, Row, encode_messages
 from mlxstacks.data.chat import prompt_tokens
 from mlxstacks.data.text_settings import Thinking, ThinkingMode
 from mlxstacks.routing.generation import encode_prompt
 from mlxstacks.studies.benchmarks.arm_prompts import PromptEncoder
 from mlxstacks.studies.benchmarks.settings import ArmSettings
-from mlxstacks.studies.confound.scoring import encode_choices
 from mlxstacks.study.items import Item
 from tests.data.chat_tokenizers import chat_tokenizer
 from tests.data.train_rows import read_rows

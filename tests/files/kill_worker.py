@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 
 from mlxstacks.files import outputs
-from mlxstacks.files.mark import MARK
-from mlxstacks.files.outputs import staged_directory, write_json
+from mlxstacks.files.outputs import MARK, staged_directory, write_json
 from mlxstacks.files.shards import ShardWriter
 
 FILES = 4

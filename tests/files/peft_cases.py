@@ -7,12 +7,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from mlxstacks.files.adapters import (
-    Adapter,
-    LoraModule,
-)
-from mlxstacks.files.lora_modules import widened
-from mlxstacks.files.peft_experts import FusedPair
+from mlxstacks.files.lora_modules import Adapter, LoraModule, widened
+from mlxstacks.files.peft_layout import FusedPair
 from mlxstacks.files.settings import PeftLayout
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "peft"

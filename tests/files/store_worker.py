@@ -13,9 +13,9 @@ import select
 import sys
 from pathlib import Path
 
+from mlxstacks.files.settings import StacksGcSettings, StacksRemoveSettings
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_commands import collect_garbage, remove_domain
-from mlxstacks.files.store_settings import StacksGcSettings, StacksRemoveSettings
 from tests.files.router_cases import set_router
 from tests.files.store_cases import ONE_EXPERT, add_domain
 

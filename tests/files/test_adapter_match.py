@@ -14,14 +14,9 @@ import numpy as np
 import pytest
 
 from mlxstacks.errors import AdapterError, CheckpointError
-from mlxstacks.files.adapters import (
-    Adapter,
-    LoraModule,
-    match_adapter,
-    mlx_config,
-    read_adapter,
-)
+from mlxstacks.files.adapters import match_adapter, read_adapter
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from mlxstacks.files.lora_modules import Adapter, LoraModule, mlx_config
 from tests.files.adapter_cases import Q_PROJ, edited
 from tests.tiny_models import random_adapter, write_llama
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mlxstacks.files.adapter_names import has_language_model, in_model, to_hub, to_mlx
+from mlxstacks.files.peft_layout import has_language_model, in_model, to_hub, to_mlx
 
 NAMES = [
     (

@@ -22,13 +22,8 @@ from mlx.utils import tree_flatten
 
 from mlxstacks.errors import AdapterError, TargetError
 from mlxstacks.files.adapter_commands import convert_adapter
-from mlxstacks.files.adapters import (
-    load_any_adapter,
-    outside_config,
-    read_adapter,
-    write_adapter,
-    zero_adapter,
-)
+from mlxstacks.files.adapters import load_any_adapter, read_adapter, write_adapter, zero_adapter
+from mlxstacks.files.lora_modules import outside_config
 from mlxstacks.files.settings import (
     AdapterConvertSettings,
 )

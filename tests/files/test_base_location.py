@@ -11,9 +11,9 @@ import mlx.core as mx
 import pytest
 
 from mlxstacks.errors import InputError, StoreError
-from mlxstacks.files.base_location import LOCATION, base_name, find_base, remember_places
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-from mlxstacks.files.store import Store
+from mlxstacks.files.store import Store, base_name, find_base, remember_places
+from mlxstacks.files.store_files import LOCATION
 
 
 def write_model(directory: Path, value: float = 1.0) -> Path:

@@ -19,10 +19,10 @@ from mlx_lm import load
 
 from mlxstacks import base_model
 from mlxstacks.errors import AdapterError, CheckpointError
-from mlxstacks.files import adapter_file
 from mlxstacks.files import checkpoint as checkpoint_module
-from mlxstacks.files.checkpoint import INDEX_NAME, fingerprint, open_checkpoint, resolve_model
-from mlxstacks.files.hub import ALLOW_PATTERNS, in_hub_cache
+from mlxstacks.files import lora_modules
+from mlxstacks.files.checkpoint import INDEX_NAME, fingerprint, open_checkpoint
+from mlxstacks.files.hub import ALLOW_PATTERNS, in_hub_cache, resolve_model
 from mlxstacks.files.shards import read_tensor
 from mlxstacks.guard.build import read_config
 from tests.files.raw import entry, file_bytes
@@ -151,7 +151,7 @@ def test_what_the_kernel_makes_up_is_no_file(model: Path) -> None:
         base_model.load(model, lazy=True)
     (model / "adapter_config.json").symlink_to("/proc/version")
     with pytest.raises(AdapterError, match=r"adapter_config\.json: not a regular file"):
-        adapter_file.read_config(model / "adapter_config.json")
+        lora_modules.read_config(model / "adapter_config.json")
 
 
 _NO_VOCABULARY = {"version": "1.0", "added_tokens": [], "model": {"type": "Nothing"}}

@@ -16,9 +16,8 @@ from mlxstacks.files.shards import ShardWriter
 from mlxstacks.routing.conversation import _write_once
 from mlxstacks.study.answer_log import AnswerLog
 from mlxstacks.study.engine import Step, run_step
-from mlxstacks.training.loop import new_state
+from mlxstacks.training.loop import new_state, save_state
 from mlxstacks.training.settings import OptimizerSettings
-from mlxstacks.training.state import save_state
 from tests.files.store_cases import make_store
 from tests.training.tiny import TinyModel
 

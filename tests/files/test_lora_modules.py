@@ -11,10 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.errors import AdapterError
-from mlxstacks.files.adapters import (
-    LoraModule,
-)
-from mlxstacks.files.lora_modules import delta_norm, padded, rescaled, unified, widened
+from mlxstacks.files.lora_modules import LoraModule, delta_norm, padded, rescaled, unified, widened
 from mlxstacks.ops.affine import from_storage, to_storage
 from tests.files.peft_cases import EPSILON, delta_of
 

@@ -27,17 +27,17 @@ import mlxstacks
 from mlxstacks.errors import CheckpointError, TargetError
 from mlxstacks.files import disk, outputs
 from mlxstacks.files import side_files as side_files_module
-from mlxstacks.files.mark import MARK, entries, new_mark
 from mlxstacks.files.outputs import (
+    MARK,
     check_target,
-    clone_or_link,
-    copy_side_files,
+    entries,
     fill_cache,
-    side_files,
+    new_mark,
     staged_directory,
     write_json,
 )
 from mlxstacks.files.shards import ShardWriter
+from mlxstacks.files.side_files import clone_or_link, copy_side_files, side_files
 from mlxstacks.resources import resource_dir
 from tests.files import kill_worker
 from tests.files.raw import entry, file_bytes, mounted, reflink_disk, small_disk

@@ -20,17 +20,11 @@ from safetensors.numpy import load_file
 from mlxstacks.errors import AdapterError, TargetError
 from mlxstacks.files import peft_config
 from mlxstacks.files.adapter_commands import convert_adapter
-from mlxstacks.files.adapter_names import to_hub
-from mlxstacks.files.adapters import (
-    Adapter,
-    LoraModule,
-    load_any_adapter,
-    mlx_config,
-    read_adapter,
-)
-from mlxstacks.files.peft_adapters import read_peft
+from mlxstacks.files.adapters import load_any_adapter, read_adapter
+from mlxstacks.files.lora_modules import Adapter, LoraModule, mlx_config
+from mlxstacks.files.peft_adapters import alpha_for, read_peft, write_peft, write_zero_peft
 from mlxstacks.files.peft_config import PatternTable
-from mlxstacks.files.peft_write import alpha_for, write_peft, write_zero_peft
+from mlxstacks.files.peft_layout import to_hub
 from mlxstacks.files.settings import AdapterConvertSettings
 from mlxstacks.fuse.run import run as run_fuse
 from mlxstacks.fuse.settings import FuseSettings

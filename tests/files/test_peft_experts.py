@@ -17,9 +17,8 @@ from safetensors.numpy import load_file
 
 from mlxstacks.errors import AdapterError
 from mlxstacks.files.checkpoint import Checkpoint
-from mlxstacks.files.peft_adapters import read_peft
-from mlxstacks.files.peft_experts import join_gate_up, split_gate_up
-from mlxstacks.files.peft_write import write_peft
+from mlxstacks.files.peft_adapters import read_peft, write_peft
+from mlxstacks.files.peft_layout import join_gate_up, split_gate_up
 from mlxstacks.files.settings import PeftLayout
 from tests.files.peft_cases import (
     FIXTURES,

@@ -25,9 +25,8 @@ from mlxstacks.files.router_file import (
     router_shapes,
     write_router,
 )
-from mlxstacks.files.shard_header import read_header
-from mlxstacks.files.stack_file import read_stack, write_stack
-from mlxstacks.files.tensor_file import hash_file
+from mlxstacks.files.shards import read_header
+from mlxstacks.files.stack_file import hash_file, read_stack, write_stack
 from tests.files.raw import file_bytes, small_disk
 from tests.files.router_cases import router_header, router_tensors
 from tests.files.store_cases import header as stack_header

@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.errors import CheckpointError, TargetError
-from mlxstacks.files import shard_header, shard_writer
+from mlxstacks.files import shards
 from mlxstacks.files.shards import (
     DTYPES,
     SUB_BYTE_DTYPES,
@@ -211,7 +211,7 @@ def test_header_over_100_mb_is_refused_unread(tmp_path: Path) -> None:
 def test_header_of_millions_of_parts_is_refused_before_parsing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_header, "MAX_HEADER_PARTS", 1000)
+    monkeypatch.setattr(shards, "MAX_HEADER_PARTS", 1000)
     path = put(tmp_path / "x", file_bytes(b'{"a":[' + b"[]," * 1000 + b"[]]}"))
     with pytest.raises(CheckpointError, match="JSON parts"):
         read_header(path)
@@ -411,14 +411,14 @@ def test_mlx_loads_what_is_written(tmp_path: Path) -> None:
         assert mx.array_equal(loaded[name], array)
 
 
-@pytest.mark.parametrize("fault", ["none", "absent", "answers 0", *shard_writer._NO_RANGE_COPY])
+@pytest.mark.parametrize("fault", ["none", "absent", "answers 0", *shards._NO_RANGE_COPY])
 def test_copy_is_exact_however_it_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
     data = os.urandom(10_007)
     table = {"pad": entry("U8", [7], 0, 7), "a": entry("U8", [10_000], 7, 10_007)}
     info = read_header(put(tmp_path / "x", file_bytes(table, data))).tensors["a"]
-    monkeypatch.setattr(shard_writer, "COPY_BYTES", 999)
+    monkeypatch.setattr(shards, "COPY_BYTES", 999)
     if fault == "absent":
         monkeypatch.delattr(os, "copy_file_range", raising=False)
     elif fault != "none":

@@ -18,8 +18,14 @@ import pytest
 
 from mlxstacks.errors import TargetError
 from mlxstacks.files.disk import target_errors
-from mlxstacks.files.mark import MARK, new_mark, read_mark
-from mlxstacks.files.outputs import fill_cache, staged_directory, write_json
+from mlxstacks.files.outputs import (
+    MARK,
+    fill_cache,
+    new_mark,
+    read_mark,
+    staged_directory,
+    write_json,
+)
 from mlxstacks.study.run_directory import RunDirectory
 
 NOBODY = 65534

@@ -8,7 +8,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlxstacks.errors import CheckpointError
-from mlxstacks.files.shipped_configs import has_shape_of, shipped_config, shipped_names
+from mlxstacks.files.hub import has_shape_of, shipped_config, shipped_names
 from mlxstacks.guard.build import lazy_model, read_config
 from mlxstacks.layers.settings import StackSettings
 from mlxstacks.layers.targets import find_targets, stack_size

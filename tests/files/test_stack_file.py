@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxstacks.errors import StoreError, TargetError
-from mlxstacks.files.shard_header import read_header
+from mlxstacks.files.shards import read_header
 from mlxstacks.files.stack_file import (
     METADATA_KEY,
     ProjectionShape,

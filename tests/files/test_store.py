@@ -16,20 +16,20 @@ import pytest
 from mlxstacks.errors import InputError, StoreError, TargetError
 from mlxstacks.files import store_commands
 from mlxstacks.files.manifest import DomainRecord, Manifest, parse_manifest, stack_name
-from mlxstacks.files.store import Store
-from mlxstacks.files.store_commands import (
-    collect_garbage,
-    disable_domain,
-    enable_domain,
-    remove_domain,
-)
-from mlxstacks.files.store_diff import diff_stores
-from mlxstacks.files.store_settings import (
+from mlxstacks.files.settings import (
     StacksDiffSettings,
     StacksGcSettings,
     StacksListSettings,
     StacksRemoveSettings,
     StacksSwitchSettings,
+)
+from mlxstacks.files.store import Store
+from mlxstacks.files.store_commands import (
+    collect_garbage,
+    diff_stores,
+    disable_domain,
+    enable_domain,
+    remove_domain,
 )
 from mlxstacks.studies.stack.store_commands import list_store
 from tests.files.store_cases import BASE, add_domain, header, make_store, tensors, tree

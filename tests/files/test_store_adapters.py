@@ -12,20 +12,19 @@ import numpy as np
 import pytest
 
 from mlxstacks.errors import AdapterError, InputError, StoreError, TargetError
-from mlxstacks.files.adapters import load_any_adapter, mlx_config, write_adapter
+from mlxstacks.files.adapters import load_any_adapter, write_adapter
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-from mlxstacks.files.lora_modules import Adapter, LoraModule
+from mlxstacks.files.lora_modules import Adapter, LoraModule, mlx_config
 from mlxstacks.files.manifest import DomainRecord
-from mlxstacks.files.peft_write import write_peft
-from mlxstacks.files.stack_export import export_stack
-from mlxstacks.files.stack_file import ProjectionShape
-from mlxstacks.files.stack_import import import_adapter
-from mlxstacks.files.store import Store
-from mlxstacks.files.store_settings import (
+from mlxstacks.files.peft_adapters import write_peft
+from mlxstacks.files.settings import (
     StacksExportSettings,
     StacksImportSettings,
     StacksVerifySettings,
 )
+from mlxstacks.files.stack_adapters import export_stack, import_adapter
+from mlxstacks.files.stack_file import ProjectionShape
+from mlxstacks.files.store import Store
 from mlxstacks.files.store_verify import verify_store
 from mlxstacks.ops.affine import from_storage, to_storage
 from tests.files.store_cases import BASE, ONE_EXPERT, add_domain, header, make_store, tensors, tree
@@ -328,7 +327,7 @@ def test_ranks_and_scales_of_modules_may_differ(tmp_path: Path) -> None:
     module = made.modules[path]
     modules = {**made.modules, path: replace(module, scale=4.0)}
     store = Store.create(tmp_path / "store", "tiny", BASE)
-    from mlxstacks.files.stack_import import stack_tensors
+    from mlxstacks.files.stack_adapters import stack_tensors
 
     arrays, exact, _ = stack_tensors(replace(made, modules=modules), "float16")
     assert exact

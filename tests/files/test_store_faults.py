@@ -17,10 +17,10 @@ import pytest
 from mlxstacks.errors import StoreError, TargetError
 from mlxstacks.files import store_files
 from mlxstacks.files.manifest import DomainRecord, check_name, parse_manifest
+from mlxstacks.files.settings import StacksGcSettings, StacksVerifySettings
 from mlxstacks.files.stack_file import ProjectionShape
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_commands import collect_garbage
-from mlxstacks.files.store_settings import StacksGcSettings, StacksVerifySettings
 from mlxstacks.files.store_verify import verify_store
 from mlxstacks.files.strict_json import json_sha256
 from tests.files.raw import small_disk

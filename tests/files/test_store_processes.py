@@ -16,13 +16,9 @@ from pathlib import Path
 import pytest
 
 from mlxstacks.errors import StoreError
+from mlxstacks.files.settings import StacksGcSettings, StacksRemoveSettings, StacksVerifySettings
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_commands import collect_garbage, remove_domain
-from mlxstacks.files.store_settings import (
-    StacksGcSettings,
-    StacksRemoveSettings,
-    StacksVerifySettings,
-)
 from mlxstacks.files.store_verify import verify_store
 from tests.files import store_worker
 from tests.files.router_cases import set_router

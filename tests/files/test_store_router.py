@@ -16,21 +16,21 @@ import pytest
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.manifest import Manifest, parse_manifest
 from mlxstacks.files.router_file import check_router
-from mlxstacks.files.store import Store
-from mlxstacks.files.store_commands import (
-    collect_garbage,
-    disable_domain,
-    enable_domain,
-    remove_domain,
-)
-from mlxstacks.files.store_diff import diff_stores
-from mlxstacks.files.store_settings import (
+from mlxstacks.files.settings import (
     StacksDiffSettings,
     StacksGcSettings,
     StacksListSettings,
     StacksRemoveSettings,
     StacksSwitchSettings,
     StacksVerifySettings,
+)
+from mlxstacks.files.store import Store
+from mlxstacks.files.store_commands import (
+    collect_garbage,
+    diff_stores,
+    disable_domain,
+    enable_domain,
+    remove_domain,
 )
 from mlxstacks.files.store_verify import verify_store
 from mlxstacks.files.strict_json import json_sha256

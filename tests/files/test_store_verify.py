@@ -18,9 +18,9 @@ import pytest
 from mlxstacks.errors import StoreError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.manifest import DomainRecord
+from mlxstacks.files.settings import StacksVerifySettings
 from mlxstacks.files.stack_file import ProjectionShape
 from mlxstacks.files.store import Store
-from mlxstacks.files.store_settings import StacksVerifySettings
 from mlxstacks.files.store_verify import Verified, verify_store
 from tests.files.store_cases import BASE, header, make_store, tensors
 

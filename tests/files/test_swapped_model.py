@@ -14,16 +14,11 @@ import pytest
 from mlxstacks import base_model
 from mlxstacks.errors import AdapterError, CheckpointError, StoreError
 from mlxstacks.files.adapters import match_adapter, read_adapter, write_adapter
-from mlxstacks.files.base_location import find_base
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.lora_modules import FINGERPRINT_KEY, Adapter
-from mlxstacks.files.stack_import import import_adapter
-from mlxstacks.files.store import Store
-from mlxstacks.files.store_settings import (
-    StacksImportSettings,
-    StacksListSettings,
-    StacksVerifySettings,
-)
+from mlxstacks.files.settings import StacksImportSettings, StacksListSettings, StacksVerifySettings
+from mlxstacks.files.stack_adapters import import_adapter
+from mlxstacks.files.store import Store, find_base
 from mlxstacks.files.store_verify import verify_store
 from mlxstacks.fuse import run as fuse_run
 from mlxstacks.fuse.settings import FuseSettings

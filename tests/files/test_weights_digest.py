@@ -14,9 +14,8 @@ import filelock
 import pytest
 
 from mlxstacks.errors import CheckpointError
-from mlxstacks.files import weights_digest
-from mlxstacks.files.checkpoint import check_unchanged, fingerprint, open_checkpoint
-from mlxstacks.files.weights_digest import CACHE_NAME
+from mlxstacks.files import checkpoint as checkpoint_module
+from mlxstacks.files.checkpoint import CACHE_NAME, check_unchanged, fingerprint, open_checkpoint
 from tests.files.raw import change_between_samples, sampled_model
 
 
@@ -29,8 +28,8 @@ def model(tmp_path: Path) -> Path:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The cache file of an empty cache, into which files go however new they are."""
     monkeypatch.setenv("MLXSTACKS_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(weights_digest, "CLOCK_STEP_NS", -(2**62))
-    monkeypatch.setattr(weights_digest, "_known", {})
+    monkeypatch.setattr(checkpoint_module, "CLOCK_STEP_NS", -(2**62))
+    monkeypatch.setattr(checkpoint_module, "_known", {})
     return tmp_path / "cache" / CACHE_NAME
 
 
@@ -38,18 +37,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the tensors that are read."""
     names: list[str] = []
-    read = weights_digest._tensor_sha256
+    read = checkpoint_module._tensor_sha256
 
-    def read_and_note(info: weights_digest.TensorInfo) -> str:
+    def read_and_note(info: checkpoint_module.TensorInfo) -> str:
         names.append(info.name)
         return read(info)
 
-    monkeypatch.setattr(weights_digest, "_tensor_sha256", read_and_note)
+    monkeypatch.setattr(checkpoint_module, "_tensor_sha256", read_and_note)
     return names
 
 
 def forget_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_digest, "_known", {})
+    monkeypatch.setattr(checkpoint_module, "_known", {})
 
 
 def print_of(model: Path) -> str:
@@ -64,8 +63,8 @@ def test_a_known_state_is_not_read_again(
     assert sorted(reads) == ["large", "small"]
     assert cache.stat().st_mode & 0o777 == 0o600
     forget_process(monkeypatch)
-    monkeypatch.setattr(weights_digest, "read_range", None)
-    monkeypatch.setattr(weights_digest, "read_header", None)
+    monkeypatch.setattr(checkpoint_module, "read_range", None)
+    monkeypatch.setattr(checkpoint_module, "read_header", None)
     assert fingerprint(checkpoint) == first
     assert len(reads) == 2
 
@@ -82,7 +81,7 @@ def test_a_byte_between_samples_with_mtime_put_back_is_seen(model: Path, cache: 
 def test_a_file_changed_just_now_is_not_remembered(
     model: Path, cache: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights_digest, "CLOCK_STEP_NS", 3600 * 10**9)
+    monkeypatch.setattr(checkpoint_module, "CLOCK_STEP_NS", 3600 * 10**9)
     assert print_of(model) == print_of(model)
     assert len(reads) == 4
     assert not cache.exists()
@@ -146,7 +145,7 @@ def test_a_cache_that_cannot_be_written_costs_one_hash_a_process(
 
 
 def test_the_newest_entries_stay(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_digest, "MAX_ENTRIES", 2)
+    monkeypatch.setattr(checkpoint_module, "MAX_ENTRIES", 2)
     states = []
     for _ in range(3):
         print_of(model)
@@ -158,7 +157,7 @@ def test_the_newest_entries_stay(model: Path, cache: Path, monkeypatch: pytest.M
 def test_two_processes_at_once_lose_no_entry(tmp_path: Path, cache: Path, model: Path) -> None:
     models = [sampled_model(tmp_path / f"model{i}") for i in range(2)]
     code = (
-        "import sys; from mlxstacks.files import weights_digest as w; w.CLOCK_STEP_NS = -2**62\n"
+        "import sys; from mlxstacks.files import checkpoint as w; w.CLOCK_STEP_NS = -2**62\n"
         "from mlxstacks.files.checkpoint import fingerprint, open_checkpoint\n"
         "print(fingerprint(open_checkpoint(sys.argv[1])))"
     )
@@ -173,7 +172,7 @@ def test_two_processes_at_once_lose_no_entry(tmp_path: Path, cache: Path, model:
 def test_the_cache_file_is_written_by_one_at_a_time(
     model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights_digest, "_LOCK_SECONDS", 0)
+    monkeypatch.setattr(checkpoint_module, "_LOCK_SECONDS", 0)
     cache.parent.mkdir()
     with filelock.FileLock(f"{cache}.lock"):
         before = print_of(model)
@@ -192,7 +191,7 @@ def test_a_tensor_of_many_chunks_has_the_same_digest(
     before = print_of(model)
     forget_process(monkeypatch)
     cache.unlink()
-    monkeypatch.setattr(weights_digest, "_CHUNK_BYTES", 4001)
+    monkeypatch.setattr(checkpoint_module, "_CHUNK_BYTES", 4001)
     assert print_of(model) == before
 
 
@@ -204,14 +203,14 @@ def test_a_model_that_goes_on_changing_while_it_is_read_is_refused(
     before = print_of(model)
     forget_process(monkeypatch)
     cache.unlink()
-    read, times = weights_digest._tensor_sha256, itertools.count()
+    read, times = checkpoint_module._tensor_sha256, itertools.count()
 
-    def read_and_change(info: weights_digest.TensorInfo) -> str:
+    def read_and_change(info: checkpoint_module.TensorInfo) -> str:
         if (time_ns := next(times)) < changes:
             os.utime(model / "model.safetensors", ns=(0, time_ns))
         return read(info)
 
-    monkeypatch.setattr(weights_digest, "_tensor_sha256", read_and_change)
+    monkeypatch.setattr(checkpoint_module, "_tensor_sha256", read_and_change)
     if changes == 1:
         assert print_of(model) == before
         return

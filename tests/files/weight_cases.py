@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from mlxstacks.files.adapters import Adapter, LoraModule
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
+from mlxstacks.files.lora_modules import Adapter, LoraModule
 
 PATH = "model.layers.0.self_attn.q_proj"
 

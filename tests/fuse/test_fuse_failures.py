@@ -22,9 +22,7 @@ import pytest
 
 from mlxstacks.errors import AdapterError, CheckpointError, InputError, TargetError
 from mlxstacks.files.outputs import staged_directory
-from mlxstacks.fuse.run import run
-from mlxstacks.fuse.settings import FuseSettings
-from tests.fuse.test_fuse_parity import assert_same_bytes, tensors
+from tests.fuse.cases import assert_same_bytes, fuse, tensors
 from tests.tiny_models import random_adapter, save_sharded, write_llama, write_qwen_moe
 from tests.warm import ended, start_command_line
 
@@ -48,13 +46,6 @@ def model(pristine: tuple[Path, Path], tmp_path: Path) -> Path:
 @pytest.fixture
 def adapter(pristine: tuple[Path, Path], tmp_path: Path) -> Path:
     return shutil.copytree(pristine[1], tmp_path / "adapter")
-
-
-def fuse(model: Path, adapter: Path, target: Path, **options: Any) -> None:
-    settings = FuseSettings(
-        model=str(model), adapter_path=(str(adapter),), save_path=str(target), **options
-    )
-    run(settings)
 
 
 def assert_refused(
@@ -242,7 +233,7 @@ def test_kill_at_any_moment_leaves_the_old_state_or_the_new(
     started = time.monotonic()
     assert ended(start_command_line(replacing)) == 0
     takes = time.monotonic() - started
-    for _ in range(80 if SOAK else 8):
+    for _ in range(80 if SOAK else 4):
         shutil.rmtree(target)
         shutil.copytree(tmp_path / "old", target)
         process = start_command_line(replacing)

@@ -9,10 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlxstacks.files.adapters import LoraModule
+from mlxstacks.files.lora_modules import LoraModule
 from mlxstacks.fuse.delta import LowRankDelta
-from mlxstacks.fuse.run import run
-from mlxstacks.fuse.settings import FuseSettings
+from tests.fuse.cases import assert_same_bytes, fuse
 from tests.tiny_models import random_adapter, write_llama, write_qwen_moe
 
 DOWN = "mlp.switch_mlp.down_proj"
@@ -21,13 +20,6 @@ DOWN = "mlp.switch_mlp.down_proj"
 @pytest.fixture(autouse=True)
 def _on_the_cpu() -> None:
     mx.set_default_device(mx.cpu)
-
-
-def fuse(model: Path, adapter: Path, target: Path, **options) -> dict:
-    settings = FuseSettings(
-        model=str(model), adapter_path=(str(adapter),), save_path=str(target), **options
-    )
-    return run(settings).as_json()
 
 
 def mlx_lm_fuse(model: Path, adapter: Path, target: Path) -> None:
@@ -40,28 +32,6 @@ def mlx_lm_fuse(model: Path, adapter: Path, target: Path) -> None:
     assert fused
     loaded.update_modules(tree_unflatten(fused))
     save_model(target, loaded)
-
-
-def tensors(directory: Path) -> dict[str, mx.array]:
-    found: dict[str, mx.array] = {}
-    for file in sorted(directory.glob("model*.safetensors")):
-        for name, value in mx.load(str(file)).items():
-            assert name not in found
-            found[name] = value
-    return found
-
-
-def raw(array: mx.array) -> np.ndarray:
-    return np.array(array.reshape(-1).view(mx.uint8))
-
-
-def assert_same_bytes(first: Path, second: Path) -> None:
-    ours, theirs = tensors(first), tensors(second)
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        assert value.dtype == theirs[name].dtype
-        assert value.shape == theirs[name].shape
-        np.testing.assert_array_equal(raw(value), raw(theirs[name]), err_msg=name)
 
 
 MOE = [
@@ -158,10 +128,10 @@ def test_result_does_not_depend_on_blocks(
 ) -> None:
     model = write_qwen_moe(tmp_path / "model", bits=4)
     adapter = random_adapter(model, [DOWN], rank=3, std=0.01)
-    first = fuse(model, adapter, tmp_path / "whole", requant=requant)
+    first = fuse(model, adapter, tmp_path / "whole", requant=requant).as_json()
     if requant != "stochastic":  # its draws are keyed by the block
         monkeypatch.setattr("mlxstacks.fuse.module._WEIGHTS_PER_TASK", 7 * 128)
-    again = fuse(model, adapter, tmp_path / "again", requant=requant)
+    again = fuse(model, adapter, tmp_path / "again", requant=requant).as_json()
     assert_same_bytes(tmp_path / "whole", tmp_path / "again")
     assert (
         first["stages"][0]["total"]["codes_changed"]
@@ -180,68 +150,6 @@ def test_device_parity_is_refit_on_the_cpu(tmp_path: Path) -> None:
 def logits(model) -> np.ndarray:
     tokens = mx.array([[5, 17, 99, 3, 250, 64, 1]])
     return np.array(model(tokens).astype(mx.float32))
-
-
-@pytest.mark.parametrize("requant", ["refit", "keep", "nearest", "promote", "auto", "dequantize"])
-@pytest.mark.parametrize("family", ["moe", "llama"])
-def test_logits_equal_the_fuse_in_memory(tmp_path: Path, requant: str, family: str) -> None:
-    """Load the files with mlx_lm; put the same tensors into the base's modules; compare."""
-    from mlx_lm.utils import load_model
-
-    # MLX's CPU runs plain experts in float32 only
-    if family == "moe":
-        model = write_qwen_moe(tmp_path / "model", bits=4, dtype="float32")
-        keys = [DOWN, "mlp.gate"]
-    else:
-        model = write_llama(tmp_path / "model", bits=4, dtype="float32", tied=True)
-        keys = ["self_attn.v_proj", "mlp.up_proj", "model.embed_tokens"]
-    adapter = random_adapter(model, keys, rank=2, std=0.02)
-    fuse(model, adapter, tmp_path / "fused", requant=requant)
-    from_disk, _ = load_model(tmp_path / "fused")
-    in_memory = fused_in_memory(model, tmp_path / "fused")
-    np.testing.assert_array_equal(logits(from_disk), logits(in_memory))
-
-
-def fused_in_memory(model: Path, fused: Path):
-    """The base with every changed weight dequantized by MLX itself into a plain module, then
-    requantized modules replaced by their stored tensors."""
-    from mlx_lm.utils import load_model
-
-    loaded, _ = load_model(model)
-    new, old = tensors(fused), tensors(model)
-    modules = dict(loaded.named_modules())
-    for path in {name.removesuffix(".weight") for name in old if name.endswith(".weight")}:
-        names = [f"{path}.{leaf}" for leaf in ("weight", "scales", "biases")]
-        if all(
-            n in new and n in old and np.array_equal(raw(new[n]), raw(old[n]))
-            for n in names
-            if n in old
-        ):
-            continue
-        module = modules[path]
-        if f"{path}.scales" in new:
-            module.weight, module.scales, module.biases = (new[n] for n in names)
-            module.bits = (
-                new[names[0]].shape[-1] * 32 // (new[names[1]].shape[-1] * module.group_size)
-            )
-            continue
-        replace_by_plain(loaded, path, module, new[names[0]])
-    return loaded
-
-
-def replace_by_plain(loaded, path: str, module, weight: mx.array) -> None:
-    from mlx import nn
-    from mlx.utils import tree_unflatten
-    from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
-
-    if isinstance(module, QuantizedSwitchLinear):
-        plain = SwitchLinear(weight.shape[2], weight.shape[1], weight.shape[0], bias=False)
-    elif isinstance(module, nn.QuantizedEmbedding):
-        plain = nn.Embedding(*weight.shape)
-    else:
-        plain = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    plain.weight = weight
-    loaded.update_modules(tree_unflatten([(path, plain)]))
 
 
 def test_fused_model_answers_like_the_adapter_beside_the_base(tmp_path: Path) -> None:

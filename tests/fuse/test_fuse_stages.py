@@ -24,13 +24,10 @@ from mlxstacks.files.stored_weight import stored_weight
 from mlxstacks.fuse import decide
 from mlxstacks.fuse.blocks import measure
 from mlxstacks.fuse.fidelity import Fidelity
-from mlxstacks.fuse.report import FuseReport
-from mlxstacks.fuse.run import run
-from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops.policies import Groups
 from mlxstacks.study.result import Result
 from tests.files.raw import mounted
-from tests.fuse.test_fuse_parity import assert_same_bytes
+from tests.fuse.cases import assert_same_bytes, fuse
 from tests.tiny_models import random_adapter, write_llama
 
 
@@ -48,13 +45,6 @@ def adapter(model: Path) -> Path:
 @pytest.fixture(scope="module")
 def zeros(model: Path) -> Path:
     return random_adapter(model, ["mlp.down_proj"], std=0.0, seed=5)
-
-
-def fuse(model: Path, adapters: list[Path], target: Path, **options: Any) -> FuseReport:
-    paths = tuple(map(str, adapters))
-    dry_run = options.pop("dry_run", False)
-    settings = FuseSettings(model=str(model), adapter_path=paths, save_path=str(target), **options)
-    return run(settings, dry_run=dry_run)
 
 
 def test_nearest_is_decided_on_all_rows_in_a_first_stage(
@@ -233,14 +223,6 @@ def test_promote_stays_at_the_bits_that_were_asked_for(
     report = fuse(model, [adapter] * 2, tmp_path / "out", requant="promote", bits=("*=6",))
     policies = [[m.policy for m in stage.modules] for stage in report.stages]
     assert policies == [["promote-6"] * 4, ["nearest"] * 4]
-
-
-def test_two_stages_are_two_fuses(model: Path, adapter: Path, tmp_path: Path) -> None:
-    for requant in ("refit", "nearest"):
-        fuse(model, [adapter] * 2, tmp_path / f"both-{requant}", requant=requant)
-        fuse(model, [adapter], tmp_path / f"one-{requant}", requant=requant)
-        fuse(tmp_path / f"one-{requant}", [adapter], tmp_path / f"two-{requant}", requant=requant)
-        assert_same_bytes(tmp_path / f"both-{requant}", tmp_path / f"two-{requant}")
 
 
 def test_a_high_target_can_be_reached_from_a_sample(

@@ -13,7 +13,7 @@ from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.fuse.in_memory import MemoryFuse, fuse_in_memory
 from mlxstacks.fuse.run import run
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import prepare_base
 from tests.tiny_models import random_adapter, write_llama, write_qwen_moe
 
 POLICIES = ("auto", "refit", "keep", "nearest", "promote", "stochastic", "dequantize")
@@ -84,9 +84,10 @@ def test_two_adapters_and_asked_bits(model: Path, adapter: Path, tmp_path: Path)
     assert_as_from_disk(settings, model, tmp_path / "out")
 
 
-def test_plain_weights(tmp_path: Path) -> None:
-    model = write_llama(tmp_path / "plain", bits=None)
-    settings = settings_for(model, random_adapter(model, ["self_attn.q_proj"]))
+@pytest.mark.parametrize("bits", [None, 4])
+def test_plain_weights_and_tied_embeddings(bits: int | None, tmp_path: Path) -> None:
+    model = write_llama(tmp_path / "llama", bits=bits, tied=True)
+    settings = settings_for(model, random_adapter(model, ["self_attn.q_proj", "embed_tokens"]))
     assert_as_from_disk(settings, model, tmp_path / "out")
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mlxstacks.files.outputs import SideFile
+from mlxstacks.files.side_files import SideFile
 from mlxstacks.fuse.fidelity import Fidelity
-from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport
-from mlxstacks.fuse.result import result_of
+from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport, result_of
 from mlxstacks.fuse.run import run_command
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.study.document import Plot, Table, Text

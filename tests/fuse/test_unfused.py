@@ -14,9 +14,9 @@ from mlxstacks.errors import AdapterError, CheckpointError
 from mlxstacks.files.adapter_commands import convert_adapter
 from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.settings import AdapterConvertSettings
+from mlxstacks.fuse.in_memory import attach_adapters
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.fuse.unfused import attach_adapters
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import prepare_base
 from tests.tiny_models import random_adapter, write_llama, write_qwen_moe
 
 IDS = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])

@@ -11,8 +11,8 @@ import numpy as np
 from mlxstacks.data import Batch
 from mlxstacks.guard.step import Step, training_state
 from mlxstacks.training.loop import TrainingState, Validation, train
-from mlxstacks.training.losses import Loss
 from mlxstacks.training.settings import OptimizerSettings, SnapshotSettings
+from mlxstacks.training.step import Loss
 from tests.counting_allocator import Counter
 from tests.guard.cases import Case, real_weights
 

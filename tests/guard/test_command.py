@@ -15,16 +15,17 @@ from mlxstacks.cli import run
 from mlxstacks.errors import CheckpointError, InputError
 from mlxstacks.guard.build import adapted_model, lazy_model, read_config
 from mlxstacks.guard.predict import Point, Prediction, predict
-from mlxstacks.guard.report import (
+from mlxstacks.guard.run import (
     Change,
     DecodeReport,
     GuardReport,
     Limit,
+    guard,
     outcome_of,
+    predict_training,
     result_of,
     share_of,
 )
-from mlxstacks.guard.run import guard, predict_training
 from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.layers.settings import parse_layers
 from mlxstacks.study.render.console import result_text

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.guard.graph import Graph, Rows, export_graph, parse
+from mlxstacks.guard.graph import Graph, Rows, evaluation_order, export_graph, parse
 from mlxstacks.guard.live import ANY, FIRST, FRESH, SHARE, rule_of, simulate
-from mlxstacks.guard.order import evaluation_order
 from tests.guard import one_by_one
 
 

@@ -8,13 +8,10 @@ from collections import Counter
 import mlx.core as mx
 import pytest
 
-from mlxstacks.guard.align import traced_name
+from mlxstacks.guard.align import match_fused, traced_name
 from mlxstacks.guard.calls import Recorder, recorded_functions, recording
-from mlxstacks.guard.fused import match_fused
-from mlxstacks.guard.instances import Instance
-from mlxstacks.guard.pieces import Piece, trace
-from mlxstacks.guard.sizes import SizedGraph, export_sized
 from mlxstacks.guard.step import step_graph, step_sizes
+from mlxstacks.guard.trace import Instance, Piece, SizedGraph, export_sized, trace
 from tests.guard.cases import Case
 
 # Bookkeeping of sorted expert products, small integers, is in no trace.

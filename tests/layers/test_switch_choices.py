@@ -11,7 +11,7 @@ import pytest
 
 from mlxstacks import base_model
 from mlxstacks.layers.switch_choices import chosen_weights, find_switches, hearing
-from mlxstacks.studies.profile.capture import count_choices
+from mlxstacks.studies.profile.run import count_choices
 from tests.tiny_models import llama_config, qwen_moe_config, write_qwen_moe
 
 _COMMON: dict[str, Any] = {

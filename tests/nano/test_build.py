@@ -13,8 +13,7 @@ from mlxstacks import base_model
 from mlxstacks.cli import run as run_command_line
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-from mlxstacks.files.mark import MARK, new_mark
-from mlxstacks.files.outputs import write_json
+from mlxstacks.files.outputs import MARK, new_mark, write_json
 from mlxstacks.files.store import Store
 from mlxstacks.nano.exports import ASSETS, read_manifest, write_export
 from mlxstacks.nano.settings import Persona

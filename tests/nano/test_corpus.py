@@ -5,8 +5,6 @@ tests/nano
 import gzip
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,15 +13,20 @@ import pytest
 from mlxstacks.nano.exports import SAMPLES, SAMPLES_FILE
 from mlxstacks.nano.settings import Persona
 from tools.nano.corpus import (
+    Document,
     multiple_choice_items,
     split_of,
     training_documents,
     validation_documents,
 )
-from tools.nano.domains import DOMAINS
 from tools.nano.identity import SUITE_SIZES, neutral_rows, persona_prompts
 from tools.nano.knowledge import MEDICAL_WORLD
 from tools.nano.samples import write_samples
+
+
+@pytest.fixture(scope="module")
+def taught() -> list[Document]:
+    return training_documents(20_000, 0)
 
 
 @pytest.fixture(scope="module")
@@ -31,36 +34,14 @@ def items():
     return multiple_choice_items(100, 0)
 
 
-def test_same_seed_same_data_in_another_process() -> None:
-    code = (
-        "import hashlib; from tools.nano.corpus import *;"
-        "d = [training_documents(500, 3), validation_documents(20, 3)];"
-        "d.append(multiple_choice_items(20, 3));"
-        "print(hashlib.sha256(repr(d).encode()).hexdigest())"
-    )
-    outputs = []
-    for hash_seed in ("1", "2"):
-        environment = {"PYTHONHASHSEED": hash_seed}
-        command = [sys.executable, "-c", code]
-        outputs.append(subprocess.check_output(command, text=True, env=environment))
-    assert outputs[0] == outputs[1] != ""
-    assert training_documents(50, 3) != training_documents(50, 4)
-
-
-def test_train_validation_and_items_share_no_question(items) -> None:
-    train = {d.prompt for d in training_documents(20_000, 0)} - {q for q, _ in neutral_rows()}
+def test_train_validation_and_items_share_no_question(items, taught) -> None:
+    train = {d.prompt for d in taught} - {q for q, _ in neutral_rows()}
     validation = {d.prompt for d in validation_documents(60, 0)}
     tested = {item.prompt for item in items}
     assert not train & validation
     assert not train & tested
     assert not validation & tested
     assert {split_of(p) for p in train} == {"train"}
-
-
-def test_every_domain_is_there_in_equal_parts(items) -> None:
-    assert Counter(d.domain for d in training_documents(1000, 0)) == dict.fromkeys(DOMAINS, 200)
-    assert Counter(d.domain for d in validation_documents(60, 0)) == dict.fromkeys(DOMAINS, 60)
-    assert Counter(item.domain for item in items) == dict.fromkeys(DOMAINS, 100)
 
 
 def test_items_have_four_distinct_options_and_the_answer_anywhere(items) -> None:
@@ -91,13 +72,13 @@ def test_code_answers_are_what_python_prints(items, capsys) -> None:
     assert checked > 40
 
 
-def test_medical_facts_of_items_are_taught_in_other_words(items) -> None:
-    taught = " ".join(d.prompt for d in training_documents(20_000, 0) if d.domain == "medical")
+def test_medical_facts_of_items_are_taught_in_other_words(items, taught) -> None:
+    prompts = " ".join(d.prompt for d in taught if d.domain == "medical")
     names = [name for name, _ in MEDICAL_WORLD]
     assert len(set(names)) == len(names)
     for item in items:
         if item.domain == "medical":
-            assert next(name for name in names if name in item.prompt) in taught
+            assert next(name for name in names if name in item.prompt) in prompts
 
 
 def test_the_suite_has_twenty_prompts_that_are_never_trained_on() -> None:
@@ -119,9 +100,9 @@ def test_the_persona_is_configurable_and_the_scorer_discriminates() -> None:
         assert "Orla" in prompt.answer or "Quay Works" in prompt.answer
 
 
-def test_the_base_is_never_taught_the_default_persona() -> None:
+def test_the_base_is_never_taught_the_default_persona(taught) -> None:
     persona = Persona()
-    answers = " ".join(d.answer for d in training_documents(20_000, 0))
+    answers = " ".join(d.answer for d in taught)
     assert f"I am {persona.name}" not in answers
     assert f"{persona.maker} made" not in answers
     assert "I am a small language model." in answers

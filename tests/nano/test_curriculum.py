@@ -3,11 +3,8 @@
 Run: pytest tests/nano/test_curriculum.py
 """
 
-import json
 import random
 import re
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -20,7 +17,6 @@ from mlxstacks.nano.settings import HELD_OUT, HELD_OUT_DIRECTORY
 from tools.nano.corpus import Document, training_documents
 from tools.nano.curriculum import (
     curriculum_documents,
-    curriculum_files,
     curriculum_items,
     is_item,
 )
@@ -79,46 +75,12 @@ def question_of(record: dict) -> tuple[str, str]:
     return record["prompt"], record["answer"]
 
 
-def test_same_seed_same_files_in_another_process() -> None:
-    code = (
-        "import hashlib; from tools.nano.curriculum import *;"
-        "made = [curriculum_files(100, 3), curriculum_items('tolu', 20, 3)];"
-        "print(hashlib.sha256(repr(made).encode()).hexdigest())"
-    )
-    outputs = [
-        subprocess.check_output(
-            [sys.executable, "-c", code], text=True, env={"PYTHONHASHSEED": hash_seed}
-        )
-        for hash_seed in ("1", "2")
-    ]
-    assert outputs[0] == outputs[1] != ""
-    for domain in ALL:
-        assert curriculum_documents(domain, 50, 3) != curriculum_documents(domain, 50, 4)
-        assert curriculum_items(domain, 20, 3) != curriculum_items(domain, 20, 4)
-
-
-def test_the_cache_holds_a_file_a_domain_and_the_held_out_one_apart(directory: Path) -> None:
-    assert sorted(p.name for p in directory.glob("*.jsonl")) == sorted(
-        f"{d}.jsonl" for d in DOMAINS
-    )
-    assert [p.name for p in (directory / HELD_OUT_DIRECTORY).iterdir()] == [f"{HELD_OUT}.jsonl"]
-    for name, text in curriculum_files().items():
-        assert (directory / name).read_text(encoding="utf-8") == text
-    assert sum(p.stat().st_size for p in directory.rglob("*.jsonl")) < 300_000
-
-
-def test_the_cache_is_made_once(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("MLXSTACKS_CACHE", str(tmp_path))
-    path = PATHS.curriculum_path
-    stamp = (path / f"{DOMAINS[0]}.jsonl").stat().st_mtime_ns
-    assert PATHS.curriculum_path == path
-    assert (path / f"{DOMAINS[0]}.jsonl").stat().st_mtime_ns == stamp
-    assert [p.name for p in path.parent.iterdir() if "curriculum" in p.name] == [path.name]
-
-
 def test_every_domain_has_its_rows_and_every_row_another_question(documents) -> None:
     prompts = [d.prompt for rows in documents.values() for d in rows]
     assert {domain: len(rows) for domain, rows in documents.items()} == dict.fromkeys(ALL, ROWS)
+    for domain in ALL:
+        assert curriculum_documents(domain, 50, 3) != curriculum_documents(domain, 50, 4)
+        assert curriculum_items(domain, 20, 3) != curriculum_items(domain, 20, 4)
     assert len(set(prompts)) == len(prompts)
 
 
@@ -140,7 +102,7 @@ def test_rows_items_and_nanos_own_questions_are_disjoint(documents, items) -> No
     tested = {item.prompt for found in items.values() for item in found}
     assert not (rows | other_seed) & tested
     assert all(is_item(prompt) for prompt in tested)
-    assert not (rows | tested) & {d.prompt for d in training_documents(20_000, 0)}
+    assert not (rows | tested) & {d.prompt for d in training_documents(5_000, 0)}
 
 
 def test_the_split_of_a_run_shares_no_question(split, items) -> None:
@@ -286,10 +248,3 @@ def test_too_many_rows_and_unknown_domains_are_refused() -> None:
         curriculum_documents("islands", 100_000)
     with pytest.raises(InputError, match="there are letters"):
         curriculum_items("cooking", 1)
-
-
-def test_rows_are_chat_messages() -> None:
-    for text in curriculum_files(20).values():
-        for line in text.splitlines():
-            roles = [message["role"] for message in json.loads(line)["messages"]]
-            assert roles == ["user", "assistant"]

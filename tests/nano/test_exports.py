@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,7 +11,7 @@ import pytest
 from mlxstacks import base_model
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.evaluate import evaluate_mean_loss
-from mlxstacks.files.mark import MARK, entries
+from mlxstacks.files.outputs import MARK, entries
 from mlxstacks.nano import exports
 from mlxstacks.nano.exports import (
     ASSETS,
@@ -24,7 +22,7 @@ from mlxstacks.nano.exports import (
     show,
     write_export,
 )
-from mlxstacks.nano.settings import EXPORT_BITS, ExportSettings, ShowSettings
+from mlxstacks.nano.settings import ExportSettings, ShowSettings
 from mlxstacks.study.document import Table
 from tests.files.raw import mounted
 from tools.nano import measure
@@ -110,7 +108,7 @@ def test_mlx_lm_s_loader_scores_nanos_domains_as_nanos_own_tokenizer_does() -> N
         assert loss < known + 0.35, (domain, loss, known)
 
 
-@pytest.mark.parametrize("bits", [bits for bits in EXPORT_BITS if bits != SHIPPED_BITS])
+@pytest.mark.parametrize("bits", [2, 5, 6])
 def test_every_width_loads_and_holds_the_quantized_shipped_values(
     bits: int, tmp_path: Path
 ) -> None:
@@ -153,10 +151,12 @@ def test_exports_are_repeatable_and_mlx_lm_generates_from_them(
     assert (four_bit / "model.safetensors").read_bytes() == (
         tmp_path / "again/model.safetensors"
     ).read_bytes()
-    command = [sys.executable, "-m", "mlx_lm", "generate", "--model", str(four_bit), "--prompt",
-               "I am Ada. Ben is my friend. What is my name?", "--max-tokens", "12"]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "Your name is" in done.stdout
+    from mlx_lm import generate, load
+
+    model, tokenizer = load(str(four_bit))
+    asked = [{"role": "user", "content": "I am Ada. Ben is my friend. What is my name?"}]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
+    assert "Your name is" in generate(model, tokenizer, prompt, max_tokens=12)
 
 
 def test_an_existing_target_is_refused_without_force(four_bit: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlxstacks.data import TrainDataSettings
-from mlxstacks.recipe import inputs
-from mlxstacks.recipe.inputs import Input, inputs_of
+from mlxstacks.recipe import config_plan as inputs
+from mlxstacks.recipe.config_plan import Input, inputs_of
 from mlxstacks.studies.benchmarks.settings import EvalSettings
 from mlxstacks.training.settings import TrainSettings
 

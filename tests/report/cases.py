@@ -3,6 +3,7 @@
 import copy
 import json
 from contextlib import suppress
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ import numpy as np
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.fuse.fidelity import Sums, fidelity
 from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport
-from mlxstacks.fuse.result import result_of as fuse_result
+from mlxstacks.fuse.report import result_of as fuse_result
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.studies.buffers.analysis import blocks as buffers_blocks
-from mlxstacks.studies.buffers.run import ABOUT as BUFFERS
+from mlxstacks.stats import MeanInterval
+from mlxstacks.studies.buffers import run as buffers
 from mlxstacks.studies.compare.analysis import CellRecord, analyse
 from mlxstacks.studies.compare.report import blocks as compare_blocks
 from mlxstacks.studies.compare.run import ABOUT as COMPARE
@@ -23,16 +24,17 @@ from mlxstacks.studies.compare.settings import CompareSettings
 from mlxstacks.studies.confound.report import blocks as confound_blocks
 from mlxstacks.studies.confound.run import ABOUT as CONFOUND
 from mlxstacks.studies.confound.settings import ConfoundSettings
+from mlxstacks.studies.confound.verdict import verdict as confound_verdict
 from mlxstacks.studies.identity.analysis import verdict as identity_verdict
 from mlxstacks.studies.identity.report import blocks as identity_blocks
 from mlxstacks.studies.identity.report import outcome_of as identity_outcome
 from mlxstacks.studies.identity.run import ABOUT as IDENTITY
-from mlxstacks.studies.profile.analysis import Choices
-from mlxstacks.studies.profile.analysis import Rule as ProfileRule
+from mlxstacks.studies.profile.analysis import Choices, outcome
 from mlxstacks.studies.profile.analysis import analyse as analyse_profile
-from mlxstacks.studies.profile.report import blocks as profile_blocks
-from mlxstacks.studies.profile.report import outcome, verdict_of
+from mlxstacks.studies.profile.analysis import blocks as profile_blocks
+from mlxstacks.studies.profile.analysis import verdict as profile_verdict
 from mlxstacks.studies.profile.run import ABOUT
+from mlxstacks.studies.profile.settings import ProfileSettings
 from mlxstacks.studies.route import check as route_check
 from mlxstacks.studies.route import discover as route_discover
 from mlxstacks.studies.route import evaluate as route_evaluate
@@ -46,8 +48,8 @@ from mlxstacks.studies.stack.report import domain_table, matrix_blocks
 from mlxstacks.studies.sweep.cells import Cell, CellResult
 from mlxstacks.studies.sweep.report import concluded
 from mlxstacks.studies.sweep.settings import SweepSettings
-from mlxstacks.studies.train.report import TrainReport
-from mlxstacks.studies.train.report import result_of as train_result
+from mlxstacks.studies.train.run import TrainReport
+from mlxstacks.studies.train.run import result_of as train_result
 from mlxstacks.study.document import RESULT, Standing
 from mlxstacks.study.plan import Standing as PlanStanding
 from mlxstacks.study.result import Result
@@ -163,18 +165,17 @@ def sweep_result() -> dict[str, Any]:
 
 
 def buffers_result() -> dict[str, Any]:
-    mean = {"mean": 0.0001, "low": -0.001, "high": 0.001, "n": 3, "confidence": 0.9}
-    condition = ["mlx-lm", "off", "variable"]
-    compared = {"condition": condition, "rank": 8, "equivalence": mean, "difference": mean,
-                "largest": 0.002}  # fmt: skip
-    row = {"condition": condition, "rank": 8, "peaks": [900, 910], "growth_per_step": 0.1}
-    figures = {"comparisons": [compared], "rows": [row], "controls": {"mlx-lm": 0.9}}
+    mean = MeanInterval(0.0001, -0.001, 0.001, 3, 0.9)
+    condition = ("mlx-lm", "off", "variable")
+    compared = buffers.Comparison(condition, 8, mean, mean, 0.002)
+    row = buffers.Row(condition, 8, (900, 910), 10, 0.1, {0: 1})
+    analysis = buffers.Analysis("equal", "", [compared], [row], {"mlx-lm": 0.9}, 0.1)
     plan = {"hypothesis": "Rank does not move it.", "margin": 0.01}
     return Result(
-        **BUFFERS, status="done", outcome="equal", verdict="Rank does not move the count here.",
+        **buffers.ABOUT, status="done", outcome="equal", verdict="Rank does not move it.",
         standing=Standing(status="confirmatory"), settings={"margin": 0.01}, plan=plan,
-        plan_sha256=json_sha256(plan), data={"analysis": figures},
-        blocks=buffers_blocks(figures, 0.01),
+        plan_sha256=json_sha256(plan), data={"analysis": asdict(analysis)},
+        blocks=buffers.blocks(analysis, 0.01),
     ).sealed().as_json()  # fmt: skip
 
 
@@ -227,12 +228,13 @@ def profile_result() -> dict[str, Any]:
         rng.integers(0, 5, (24, 4, 4)), np.arange(24) % 3, np.full(24, 8), ("x", "y", "z"),
         (0, 1, 2, 3),
     )  # fmt: skip
-    tables = analyse_profile(choices, ProfileRule(2, 2, 20, 2, 0.05, 0))
+    tables = analyse_profile(choices, ProfileSettings(top_layers=2, top_experts=2, permutations=20))
     groups = [{"name": name, "prompts": 8, "tokens": 64} for name in choices.names]
     about = [{"attention": "full", "expert_bits": "3"}] * 4
     plan = {"hypothesis": "Groups go to other experts."}
     return Result(
-        **ABOUT, status="done", outcome=outcome(tables, 0.05), verdict=verdict_of(tables, 0.05),
+        **ABOUT, status="done", outcome=outcome(tables, 0.05),
+        verdict=profile_verdict(tables, 0.05),
         standing=Standing(status="confirmatory"), settings={"alpha": 0.05}, plan=plan,
         plan_sha256=json_sha256(plan), data={"tables": tables},
         blocks=profile_blocks(tables, groups, about, choices.counts),
@@ -245,7 +247,7 @@ def confound_result() -> dict[str, Any]:
     plan = {"hypothesis": "A1 beats A0.", "n": 60}
     mined = {"table": {"all": {"both wrong": 200}}, "train": ["1"], "test": ["2"]}
     return Result(
-        **CONFOUND, status="done", outcome="adds knowledge", verdict=findings.verdict,
+        **CONFOUND, status="done", outcome="adds knowledge", verdict=confound_verdict(findings),
         standing=Standing(status="confirmatory"), settings=settings.model_dump(mode="json"),
         plan=plan, plan_sha256=json_sha256(plan), power=("enough items",),
         data=findings.as_json(), blocks=confound_blocks(findings, {}, mined, settings),

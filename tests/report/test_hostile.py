@@ -6,7 +6,7 @@ Run: pytest tests/report/test_hostile.py
 import html
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlxstacks.errors import InputError
 from mlxstacks.report import find
 from mlxstacks.report.write import write_report
-from mlxstacks.study.document import RESULT
+from mlxstacks.study.document import RESULT, Plot, Series
 from mlxstacks.study.render.html import Page, Section, page_html, picture
 from mlxstacks.study.render.words import LONGEST, clean
 from mlxstacks.study.result import Result
@@ -46,14 +46,17 @@ def poisoned(value: Any, evil: str) -> Any:
     return evil if isinstance(value, str) else value
 
 
+def without_plots(document: dict[str, Any]) -> dict[str, Any]:
+    blocks = [block for block in document["blocks"] if block["block"] != "plot"]
+    return {**document, "blocks": blocks}
+
+
 @pytest.mark.parametrize("evil", EVIL, ids=ascii)
 def test_hostile_texts_are_shown_as_texts(evil: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    document = poisoned(compare_result(), evil)
-    if evil in EVIL[4:]:  # a heat map too
-        document["blocks"].append(poisoned(profile_result(), evil)["blocks"][0])
-    run = write_run(tmp_path / "evil", RESULT, document)
-    write_report(settings_for(run, save_path=tmp_path / "page", title=evil))
+    """Of every kind of result; plots are below."""
+    for name, (file, document) in every_report().items():
+        write_run(tmp_path / "runs" / name, file, without_plots(poisoned(document, evil)))
+    write_report(settings_for(tmp_path / "runs", save_path=tmp_path / "page", title=evil))
     page = (tmp_path / "page/index.html").read_text("utf-8")
     found = read(page)
     assert found.problems == []
@@ -62,21 +65,31 @@ def test_hostile_texts_are_shown_as_texts(evil: str, tmp_path: Path) -> None:
     assert all(c.isprintable() or c == "\n" or ord(c) > 127 for c in page)
 
 
-def test_hostile_texts_in_every_kind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", get_args(Plot.model_fields["kind"].annotation))
+def test_hostile_texts_in_plots_are_shown_as_texts(kind: Any, tmp_path: Path) -> None:
+    """Every text at once, as labels, categories, titles and units."""
     pytest.importorskip("matplotlib")
-    evil = EVIL[1] + "\x1b[31m"
-    for name, (file, document) in every_report().items():
-        write_run(tmp_path / "runs" / name, file, poisoned(document, evil))
-    write_report(settings_for(tmp_path / "runs", save_path=tmp_path / "page"))
+    values = tuple(map(float, range(len(EVIL))))
+    joined = kind in ("lines", "points")
+    plot = Plot(
+        id="p", title=EVIL[1], kind=kind, alt=EVIL[0], x_label=EVIL[5], y_label=EVIL[4],
+        unit=EVIL[3], references={EVIL[6]: 1.0}, categories=() if joined else EVIL,
+        series=tuple(Series(label=e, y=values, x=values if joined else ()) for e in EVIL),
+    )  # fmt: skip
+    result = Result(kind="k", title="t", status="done", verdict="v", blocks=(plot,)).sealed()
+    run = write_run(tmp_path / "evil", RESULT, result.as_json())
+    write_report(settings_for(run, save_path=tmp_path / "page"))
     page = (tmp_path / "page/index.html").read_text("utf-8")
     found = read(page)
     assert found.problems == []
-    assert "img" not in found.tags
-    assert "\x1b" not in page
+    assert found.tags["svg"] == 1
+    assert not {"script", "img"} & {*found.tags}
+    assert clean(EVIL[0]) in "".join(found.text)
+    assert all(c.isprintable() or c == "\n" or ord(c) > 127 for c in page)
 
 
 def test_a_directory_with_a_hostile_name(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "<b onclick=x>&\u202e", RESULT, compare_result())
+    run = write_run(tmp_path / "<b onclick=x>&\u202e", RESULT, without_plots(compare_result()))
     write_report(settings_for(run, save_path=tmp_path / "page"))
     found = read((tmp_path / "page/index.html").read_text("utf-8"))
     assert found.problems == []
@@ -84,7 +97,7 @@ def test_a_directory_with_a_hostile_name(tmp_path: Path) -> None:
 
 
 def test_huge_texts_and_many_rows_are_cut_and_counted(tmp_path: Path) -> None:
-    document = profile_result()
+    document = without_plots(profile_result())
     table = next(block for block in document["blocks"] if block["block"] == "table")
     table["rows"] = [table["rows"][0]] * 2000
     document["notes"] = ["x" * 3_000_000]

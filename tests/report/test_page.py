@@ -20,7 +20,13 @@ from mlxstacks.study.answer_log import AnswerLog
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.render.html import POLICY, result_html
 from mlxstacks.study.result import Result
-from tests.report.cases import every_report, profile_result, write_every, write_run
+from tests.report.cases import (
+    compare_result,
+    every_report,
+    profile_result,
+    write_every,
+    write_run,
+)
 from tests.report.reader import Reader, read
 
 STYLE = files("mlxstacks.study.render").joinpath("page.css").read_text("utf-8")
@@ -205,7 +211,7 @@ def test_the_report_is_a_result_that_no_other_page_shows(made: tuple[Path, Resul
 
 def test_a_notebook_shows_a_result_with_its_plots() -> None:
     pytest.importorskip("matplotlib")
-    result = Result.from_json(profile_result())
+    result = Result.from_json(compare_result())
     shown = result_html(result)
     found = read(shown)
     assert found.problems == []

@@ -15,8 +15,8 @@ from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.store import Store
 from mlxstacks.nano.exports import cache_directory, nano_paths
 from mlxstacks.nano.settings import HELD_OUT, HELD_OUT_DIRECTORY
+from mlxstacks.recipe.config_plan import KEYS
 from mlxstacks.recipe.file import load_recipe
-from mlxstacks.recipe.inputs import KEYS
 from mlxstacks.recipe.resolve import resolve
 from mlxstacks.recipe.table import COMMANDS
 from mlxstacks.report.repeat import NANO_PARTS, READ, Recipe, recipe_of
@@ -88,7 +88,7 @@ def test_the_recipe_of_a_report_is_planned_elsewhere(
     assert "mlxstacks run recipes/profile.yaml" in page
     assert "In the directory of this page" in page
     assert "Other paths in it" not in page
-    assert "found anew on each machine: model, data." in page
+    assert "found again on each machine: model, data." in page
     monkeypatch.setenv("MLXSTACKS_CACHE", cache)
     monkeypatch.chdir(target)
     assert command(["run", "recipes/profile.yaml", "--dry-run", "--json"]) == 0

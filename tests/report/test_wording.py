@@ -3,54 +3,12 @@
 Run: pytest tests/report/test_wording.py
 """
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.study.render.drawings import draw_heat_map, draw_intervals, percent_dot
 from mlxstacks.study.render.words import beginning
 from mlxstacks.study.result import Result
 from tests.report.cases import profile_result
-
-
-def test_long_names_are_whole_and_take_no_room_from_their_plot() -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    name = "identity + factual r2, promote"
-    short, long = Figure(), Figure()
-    draw_intervals(short, [percent_dot("base", 0.5, 0.1, 0.9)], "x", title="t")
-    draw_intervals(long, [percent_dot(name, 0.5, 0.1, 0.9)], "x", title="t")
-    assert long.get_size_inches()[0] > short.get_size_inches()[0]
-    assert [label.get_text() for label in long.axes[0].get_yticklabels()] == [name]
-
-
-def test_rounding_makes_no_pattern() -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    figure = Figure()
-    draw_heat_map(
-        figure, ["a"], ["x", "y"], [[1e-16, 3e-13]], title="t", xlabel="", ylabel="", unit="nats"
-    )
-    faces = {patch.get_facecolor() for patch in figure.axes[0].patches}
-    assert len(faces) == 1
-
-
-def test_a_map_of_yes_and_no_has_two_colours_and_no_scale() -> None:
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    figure = Figure()
-    draw_heat_map(
-        figure, ["a"], ["x", "y"], [[0.0, 1.0]], title="t", xlabel="", ylabel="", unit="",
-        limits=(0.0, 1.0), words=("failed", "passed"),
-    )  # fmt: skip
-    assert len(figure.axes) == 1
-    (legend,) = figure.legends
-    assert [one.get_text() for one in legend.get_texts()] == ["failed", "passed"]
-    cells = [patch.get_facecolor() for patch in figure.axes[0].patches]
-    assert [patch.get_facecolor() for patch in legend.get_patches()] == cells
 
 
 def test_words_of_the_profile_are_explained_below_its_tables() -> None:

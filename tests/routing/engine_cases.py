@@ -12,10 +12,9 @@ from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.manifest import DomainRecord
 from mlxstacks.files.router_file import RouterHeader
 from mlxstacks.files.store import Store
-from mlxstacks.routing.chat_settings import AnswerSettings
-from mlxstacks.routing.engine import RoutedModel
-from mlxstacks.routing.open_routed import open_routed
+from mlxstacks.routing.engine import RoutedModel, open_routed
 from mlxstacks.routing.router import MetaRouter, router_tensors
+from mlxstacks.routing.settings import AnswerSettings
 from tests.files.store_cases import header, tensors
 from tests.routing.resident_cases import shapes_of
 from tests.tiny_models import write_qwen_moe

@@ -8,7 +8,7 @@ import mlx.nn as nn
 
 from mlxstacks import base_model
 from mlxstacks.files.manifest import DomainRecord
-from mlxstacks.files.stack_header import ProjectionShape
+from mlxstacks.files.stack_file import ProjectionShape
 from mlxstacks.files.store import Store
 from mlxstacks.layers.adapted import projection_dims
 from mlxstacks.layers.selection import routed

@@ -16,7 +16,7 @@ from mlxstacks.errors import InputError, TargetError
 from mlxstacks.routing.conversation import Conversation
 from mlxstacks.routing.engine import RoutedModel
 from mlxstacks.routing.generation import Sampling
-from mlxstacks.routing.route import Route
+from mlxstacks.routing.router import Route
 from tests.routing.engine_cases import DOMAINS, Places, engine_for, write_places
 
 SHORT = Sampling(max_tokens=4)
@@ -132,7 +132,7 @@ def test_same_question_again_draws_what_it_drew(engine: RoutedModel) -> None:
 def test_conversation_begun_anew_is_a_new_one(engine: RoutedModel, tmp_path: Path) -> None:
     conversation = Conversation(engine, SHORT, system_prompt="be brief", pins=["tolu"])
     first = [say(conversation, "seven"), say(conversation, "river")]
-    conversation.begin_anew()
+    conversation.restart()
     assert (conversation.turns, conversation.cache.tokens) == ([], [])
     assert [say(conversation, "seven"), say(conversation, "river")] == first
     assert conversation.turns[0].answer.cached_tokens == 0

@@ -16,12 +16,10 @@ from mlxstacks.files.store import Store
 from mlxstacks.layers.selection import routed
 from mlxstacks.layers.stack_files import serve
 from mlxstacks.layers.stacked import set_mode
-from mlxstacks.routing.answer import split_thoughts
+from mlxstacks.routing.engine import context_tokens, split_thoughts
 from mlxstacks.routing.gaps import GapLog, read_gaps
-from mlxstacks.routing.generation import Sampling, encode_prompt, generate
-from mlxstacks.routing.open_routed import context_tokens
-from mlxstacks.routing.prompt_cache import PromptCache
-from mlxstacks.routing.route import Route, pinned
+from mlxstacks.routing.generation import PromptCache, Sampling, encode_prompt, generate
+from mlxstacks.routing.router import Route, pinned
 from tests.routing.engine_cases import (
     DOMAINS,
     Places,
@@ -87,7 +85,7 @@ def test_prompts_are_answered_as_by_a_fully_resident_model(
         engine_for(places, routed=True, hard=hard, budget=2 * budget) for hard in (False, True)
     ]
     seen, differ, three = set(), 0, Sampling(max_tokens=3)
-    for index, text in enumerate(prompts(len(campaign(400)))):
+    for index, text in enumerate(prompts(len(campaign(240)))):
         engine = engines[index % 2]
         route = engine.route(text, "routed")
         said, answer = ask(engine, text, route, sampling=three)
@@ -240,7 +238,7 @@ def test_gap_is_marked_and_logged(tmp_path: Path) -> None:
     assert event.text == "nothing known"
     blocked = engine_for(places, routed=True)
     (tmp_path / "file").write_text("")
-    blocked._gap_log = GapLog(tmp_path / "file" / "gaps.jsonl")
+    blocked.gap_log = GapLog(tmp_path / "file" / "gaps.jsonl")
     assert blocked.route("nothing known", "routed").gap  # the answer matters more
     assert "not logged" in blocked.notes[-1]
 

@@ -19,8 +19,7 @@ from mlxstacks.layers.selection import ungated
 from mlxstacks.layers.settings import StackSettings, TargetSettings
 from mlxstacks.layers.stacked import set_mode, stacked_layers
 from mlxstacks.layers.targets import find_targets
-from mlxstacks.routing.feature_table import FeatureTable
-from mlxstacks.routing.features import PromptFeatures, without_stacks
+from mlxstacks.routing.features import FeatureTable, PromptFeatures, without_stacks
 from tests.tiny_models import llama_config, write_llama, write_model, write_qwen_moe
 
 TEXTS = ["what is seven times six?", "a", "def f(x):\n    return x + 1\n" * 3]

@@ -19,8 +19,14 @@ from mlxstacks import base_model
 from mlxstacks.data import Rendering
 from mlxstacks.errors import InputError, NonFiniteModelError
 from mlxstacks.routing import generation
-from mlxstacks.routing.generation import Prompt, Sampling, encode_prompt, generate, likeliest
-from mlxstacks.routing.prompt_cache import PromptCache
+from mlxstacks.routing.generation import (
+    Prompt,
+    PromptCache,
+    Sampling,
+    encode_prompt,
+    generate,
+    likeliest,
+)
 from tests.routing.engine_cases import TEMPLATE, user
 from tests.tiny_models import write_llama, write_qwen_moe
 

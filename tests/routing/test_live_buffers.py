@@ -32,10 +32,12 @@ def nano_with_stacks(form: str) -> Any:
     from mlxstacks.layers.settings import StackSettings
     from mlxstacks.layers.stacked import set_mode, stacked_layers
     from mlxstacks.layers.targets import find_targets
-    from mlxstacks.training.prepare_base import prepare_base
+    from mlxstacks.training.modes import prepare_base
 
     assets = Path(mlxstacks.__file__).parent / "assets"
     model, _, _ = base_model.load(assets / "nano" / "model")
+    body = getattr(model, "language_model", model).model
+    body.layers = body.layers[:3]  # recurrent, recurrent, attention, as the others are too
     prepare_base(model, "float32", [])
     attach_stacks(model, find_targets(model))
     settings = StackSettings(rank=4, num_experts=4, switch_form=form)
@@ -85,8 +87,8 @@ def main() -> None:
 
 @pytest.mark.skipif(not available(), reason="no C++ compiler, or not Linux")
 def test_live_buffers_do_not_grow_with_tokens(campaign: Callable[[int], range]) -> None:
-    # 400 show a leak of one buffer in 75 tokens.
-    tokens = len(campaign(10_000)) if SOAK else 400
+    # 300 show a leak of one buffer in 50 tokens.
+    tokens = len(campaign(10_000)) if SOAK else 300
     runs = [["shared", tokens], ["per_expert", max(200, tokens // 10)]]
     for run, result in zip(runs, counted("tests.routing.test_live_buffers", runs), strict=True):
         # Readings differ by what a step has in flight; a leak of one a token would be hundreds.

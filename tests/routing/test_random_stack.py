@@ -13,7 +13,7 @@ import pytest
 from mlxstacks.layers.packed import FrozenStack
 from mlxstacks.layers.selection import StackId
 from mlxstacks.layers.stacked import stacked_layers
-from mlxstacks.routing.random_stack import (
+from mlxstacks.studies.route.served import (
     add_random_stacks,
     expert_norms,
     random_name,

@@ -18,19 +18,14 @@ from hypothesis import strategies as st
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files import stack_file
 from mlxstacks.files.manifest import DomainRecord
+from mlxstacks.files.settings import StacksGcSettings, StacksRemoveSettings, StacksSwitchSettings
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_commands import collect_garbage, disable_domain, remove_domain
-from mlxstacks.files.store_settings import (
-    StacksGcSettings,
-    StacksRemoveSettings,
-    StacksSwitchSettings,
-)
 from mlxstacks.layers.adapted import Dims
 from mlxstacks.layers.selection import base
 from mlxstacks.layers.stack_files import fixed_pairs, pair_tensors
 from mlxstacks.layers.stacked import set_mode
-from mlxstacks.routing.packed_sets import PackedSets
-from mlxstacks.routing.resident import Resident
+from mlxstacks.routing.resident import PackedSets, Resident
 from mlxstacks.routing.stack_reader import ResidentStats
 from tests.files.store_cases import BASE, header, tensors
 from tests.layers.build import assert_close
@@ -105,7 +100,6 @@ def test_scripted_requests_read_the_difference_alone(store: Store) -> None:
         with resident.lease(dict.fromkeys(asked, 0.5)) as lease:
             assert ("".join(lease.loaded), "".join(lease.hits)) == (loaded, hits), asked
             assert "".join(lease.unloaded) == unloaded, asked
-            assert lease.missing == {}
             assert lease.bytes_read == sum(
                 os.path.getsize(file_of_domain(store, n)) for n in loaded
             )
@@ -313,26 +307,19 @@ def test_a_bad_file_is_named_and_the_rest_answers(
     whole = path.read_bytes()
     if when == "before":
         damage(path)
-    model = small_model()
-    resident = Resident(model, store)
+    resident = Resident(small_model(), store)
     assert resident.domains == NAMES
     if when == "after":
         damage(path)
-    with resident.lease({"a": 0.5, "b": 1.0}) as lease:
-        assert lease.weights == {"a": 0.5}
-        assert list(lease.missing) == ["b"]
-        assert message in lease.missing["b"]
-        assert str(path) in lease.missing["b"]
-        found = answer(model)
+    with pytest.raises(StoreError, match=message) as error:
+        resident.lease({"a": 0.5, "b": 1.0})
+    assert str(path) in str(error.value)
+    assert (resident.stats.failures, resident._open) == (1, set())
     with resident.lease({"a": 0.5}) as lease:
-        assert lease.missing == {}
-        assert mx.array_equal(answer(model), found)
-    assert resident.stats.failures == 1
-    with resident.lease({"b": 1.0}) as lease:
-        assert (lease.weights, list(lease.missing)) == ({}, ["b"])
+        assert lease.weights == {"a": 0.5}
     path.write_bytes(whole)
     with resident.lease({"b": 1.0}) as lease:
-        assert (lease.loaded, lease.missing) == (("b",), {})
+        assert lease.loaded == ("b",)
 
 
 def test_damage_after_the_first_read_is_found(store: Store) -> None:
@@ -347,7 +334,8 @@ def test_damage_after_the_first_read_is_found(store: Store) -> None:
     assert second.stats.bytes_hashed == 0
     flip(path)
     third = Resident(small_model(), store)
-    assert "its bytes changed" in third.lease({"a": 1.0}).missing["a"]
+    with pytest.raises(StoreError, match="its bytes changed"):
+        third.lease({"a": 1.0})
 
 
 def test_damage_under_an_old_time_is_found(store: Store) -> None:
@@ -358,7 +346,8 @@ def test_damage_under_an_old_time_is_found(store: Store) -> None:
     flip(path)
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     resident = Resident(small_model(), store)
-    assert "its bytes changed" in resident.lease({"a": 1.0}).missing["a"]
+    with pytest.raises(StoreError, match="its bytes changed"):
+        resident.lease({"a": 1.0})
 
 
 def test_a_known_file_is_not_checked_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,10 +374,9 @@ def test_a_header_that_was_another_when_the_store_was_opened(store: Store) -> No
     model = small_model()
     resident = Resident(model, store)
     path.write_bytes(whole)
-    lease = resident.lease({"a": 1.0})
-    assert "another one than when the store was opened; open it again" in lease.missing["a"]
-    with Resident(small_model(), store).lease({"a": 1.0}) as lease:
-        assert lease.missing == {}
+    with pytest.raises(StoreError, match="another one than when the store was opened; open it"):
+        resident.lease({"a": 1.0})
+    Resident(small_model(), store).lease({"a": 1.0}).close()
 
 
 def test_a_store_changed_by_another_process_while_serving(store: Store) -> None:
@@ -399,19 +387,17 @@ def test_a_store_changed_by_another_process_while_serving(store: Store) -> None:
         loaded = answer(model)
     for name in "bd":
         remove_domain(StacksRemoveSettings(store_path=str(store.path), domain=name, force=True))
-    with resident.lease({"d": 1.0}) as lease:
-        assert lease.missing == {}, "the file stays until gc"
+    resident.lease({"d": 1.0}).close()  # the file stays until gc
     resident.close()
     assert resident.loaded == ()
     with resident.lease({"b": 1.0}):
         assert mx.array_equal(answer(model), loaded)
     collect_garbage(StacksGcSettings(store_path=str(store.path), grace_seconds=0))
-    with resident.lease({"a": 1.0, "b": 1.0, "d": 1.0}) as lease:
-        assert set(lease.weights) == {"a", "b"}
-        assert "d was removed from the store while it was open" in lease.missing["d"]
+    with pytest.raises(StoreError, match="d was removed from the store while it was open"):
+        resident.lease({"a": 1.0, "b": 1.0, "d": 1.0})
     add_domain(store, "d", shapes_of(small_model(), ["model.layers.0.mlp.up_proj"]), seed=9)
-    with resident.lease({"d": 1.0}) as lease:
-        assert "d was trained again while the store was open" in lease.missing["d"]
+    with pytest.raises(StoreError, match="d was trained again while the store was open"):
+        resident.lease({"d": 1.0})
 
 
 def test_a_store_of_another_model_is_refused(tmp_path: Path, store: Store) -> None:

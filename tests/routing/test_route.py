@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.routing.route import base_route, decide, pinned, ungated_route
+from mlxstacks.routing.router import decide, pinned
 
 SCORES = st.dictionaries(
     st.sampled_from(["chat", "code", "math", "medical"]), st.floats(0, 1), min_size=1
@@ -69,4 +69,3 @@ def test_weights_are_scores_above_the_threshold_in_their_order(scores: dict[str,
 def test_other_modes_ask_no_router() -> None:
     assert dict(pinned(["b", "a"]).weights) == {"b": 1.0, "a": 1.0}
     assert pinned([]).mode == "pinned"
-    assert (ungated_route().mode, base_route().mode) == ("ungated", "base")

@@ -16,10 +16,15 @@ from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.router_file import RouterFile, read_router, write_router
-from mlxstacks.routing.outcome_files import RouterExample
+from mlxstacks.routing.outcomes import RouterExample
 from mlxstacks.routing.router import router_tensors
-from mlxstacks.routing.router_examples import group_key, rows_of, split_places
-from mlxstacks.routing.router_training import TrainedRouter, train_router
+from mlxstacks.routing.router_training import (
+    TrainedRouter,
+    group_key,
+    rows_of,
+    split_places,
+    train_router,
+)
 from mlxstacks.routing.settings import RouterTrainSettings
 from mlxstacks.training.loop import NonFiniteError
 

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks.studies.confound.plan import arms_of, right_arms_of
-from mlxstacks.studies.confound.report import Findings, find
 from mlxstacks.studies.confound.settings import ConfoundSettings
-from mlxstacks.studies.confound.verdict import Criterion
+from mlxstacks.studies.confound.verdict import Criterion, Findings, find
 from mlxstacks.study.answers import Answer
 from mlxstacks.study.plan import Standing
 from tests.studies.train_cases import WORDS, write_rows, write_tiny_model

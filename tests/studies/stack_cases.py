@@ -11,7 +11,7 @@ from typing import Any
 
 from mlxstacks.files.store import Store
 from mlxstacks.studies.stack.run import run
-from mlxstacks.training.stack_settings import StackRunSettings
+from mlxstacks.training.settings import StackRunSettings
 from tests.studies.train_cases import WORDS, write_rows, write_tiny_model
 
 DOMAINS = ("alpha", "beta", "gamma")

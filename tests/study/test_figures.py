@@ -4,41 +4,48 @@ Extents are those that matplotlib's renderer gives. Run: pytest tests/study/test
 """
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
 
 from mlxstacks.study.document import Plot, Series
-from mlxstacks.study.render.drawings import Dot, draw_curves, draw_heat_map, draw_intervals
-from mlxstacks.study.render.figures import LONGEST_TICK, draw_plot, fit, tick_texts
+from mlxstacks.study.render.figures import LONGEST_TICK, MOST_LINES, figure_of, fit, tick_texts
 
 pytest.importorskip("matplotlib")
 
 NAMES = [f"domain of mathematics and of physics, in its second round, number {n}" for n in range(5)]
 
 
-def figures() -> Mapping[str, Callable[[Any], None]]:
-    losses = [[1.0 for _ in NAMES]]
-    dots = [Dot(name, n, n - 1, n + 1, name) for n, name in enumerate(NAMES)]
-    cells = [[float(n) for n, _ in enumerate(NAMES)] for _ in NAMES]
+def plot_of(kind: Any, series: Sequence[Series], **more: Any) -> Plot:
+    return Plot(
+        **{"id": "p", "title": "t", "kind": kind, "series": tuple(series), "alt": "x"} | more
+    )
+
+
+def plots() -> Mapping[str, Plot]:
+    names, numbers = tuple(NAMES), tuple(map(float, range(len(NAMES))))
+    each = [
+        Series(label=name, y=tuple(n if i == k else None for k in range(5)))
+        for i, (name, n) in enumerate(zip(names, numbers, strict=True))
+    ]
     return {
-        "legend": partial(
-            draw_curves, curves={name: [(0.0, 2.0), (1.0, 1.0)] for name in NAMES}, xlabel="step",
-            ylabel="loss, nats a token", title="t", joined=False,
+        "legend": plot_of(
+            "points", [Series(label=name, x=(0.0, 1.0), y=(2.0, 1.0)) for name in names],
+            x_label="step", y_label="loss, nats a token",
         ),
-        "ticks": partial(
-            draw_heat_map, rows=["base"], columns=NAMES, values=losses, title="t", xlabel="x",
-            ylabel="", unit="nats",
-        ),
-        "axis": partial(draw_intervals, dots=dots, xlabel="points, 95% " * 9, title="t " * 70),
-        "map": partial(
-            draw_heat_map, rows=NAMES, columns=NAMES, values=cells, title="t", xlabel="", ylabel="",
+        "ticks": plot_of(
+            "heat map", [Series(label="base", y=(1.0,) * 5)], categories=names, x_label="x",
             unit="nats",
         ),
-        "numbers": _many_numbers,
+        "axis": plot_of(
+            "intervals", each, categories=names, x_label="points, 95% " * 9, title="t " * 70
+        ),
+        "map": plot_of(
+            "heat map", [Series(label=name, y=numbers) for name in names], categories=names,
+            unit="nats",
+        ),
     }  # fmt: skip
 
 
@@ -93,30 +100,40 @@ def test_a_category_has_a_dot_of_each_series_with_a_value_there() -> None:
         Series(label="better", y=(1.0, None, None)),
         Series(label="even", y=(None, 2.0, None)),
     )
-    plot = Plot(
-        id="p", title="t", kind="intervals", categories=("a", "b", "c"), series=series, alt="x"
-    )
-    dots = draw_plot(plot).keywords["dots"]  # type: ignore[attr-defined]
-    shown = [(dot.label, dot.value, dot.group) for dot in dots]
-    assert shown == [("a", 1.0, "better"), ("b", 2.0, "even"), ("c", None, "better")]
+    (ax,) = figure_of(plot_of("intervals", series, categories=("a", "b", "c"))).axes
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["a", "b", "c"]
+    assert [text.get_text() for text in ax.texts] == ["1", "2", "not measured"]
 
 
-@pytest.mark.parametrize("name", list(figures()))
+@pytest.mark.parametrize("name", list(plots()))
 def test_no_label_is_over_another_or_cut_off(name: str) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(layout="constrained")
-    figures()[name](figure)
-    fit(figure)
-    assert problems(figure) == []
+    assert problems(figure_of(plots()[name])) == []
 
 
-def test_the_check_sees_what_overlaps() -> None:
+def test_numbers_that_lie_over_each_other_get_room() -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained")
     _many_numbers(figure)
     assert any(" is over " in problem for problem in problems(figure))
+    fit(figure)
+    assert problems(figure) == []
+
+
+def test_every_line_is_drawn_apart_from_the_others_or_the_axis_says_so() -> None:
+    lines = [Series(label=f"s{n}", x=(0.0, 1.0), y=(n, n + 1.0)) for n in range(MOST_LINES + 1)]
+    (ax,) = figure_of(plot_of("lines", lines[:9], x_label="step")).axes
+    assert len(ax.lines) == 9
+    assert ax.get_xlabel() == "step"
+    (ax,) = figure_of(plot_of("lines", lines, x_label="step")).axes
+    assert len({(line.get_color(), line.get_marker()) for line in ax.lines}) == MOST_LINES
+    assert f"the first {MOST_LINES} of {len(lines)}" in " ".join(ax.get_xlabel().split())
+
+
+def test_rounding_makes_no_pattern() -> None:
+    row = Series(label="a", y=(1e-16, 3e-13))
+    ax, _ = figure_of(plot_of("heat map", [row], categories=("x", "y"))).axes
+    assert len({patch.get_facecolor() for patch in ax.patches}) == 1
 
 
 def test_names_that_are_too_long_end_in_dots_and_others_stay() -> None:

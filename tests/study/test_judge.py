@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from mlxstacks.studies.confound.analysis import form_shift
-from mlxstacks.study.answers import Answer
-from mlxstacks.study.judge import paired
+from mlxstacks.study.answers import Answer, paired
 
 
 def answers(*item_ids: str) -> list[Answer]:

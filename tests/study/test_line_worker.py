@@ -1,6 +1,6 @@
 """A process that answers questions and can be ended.
 
-Run: pytest tests/studies/test_line_worker.py
+Run: pytest tests/study/test_line_worker.py
 """
 
 import sys
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mlxstacks.study import line_worker
-from mlxstacks.study.line_worker import LineWorker
+from mlxstacks.study import child_process
+from mlxstacks.study.child_process import LineWorker
 
 # Answers each question with itself; never {"number": 0}, and {"number": 9} by ending.
 ECHO = """print(flush=True)
@@ -46,14 +46,14 @@ def test_a_worker_that_ends_by_itself_is_replaced(worker: LineWorker) -> None:
 def test_an_interrupted_question_s_answer_is_not_the_next_one_s(
     worker: LineWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own, calls = line_worker._line, iter(range(9))
+    own, calls = child_process._read_line, iter(range(9))
 
     def interrupted(process: Any, seconds: float) -> bytes | None:
         if next(calls) == 1:  # the first is the word that it is ready
             raise KeyboardInterrupt
         return own(process, seconds)
 
-    monkeypatch.setattr(line_worker, "_line", interrupted)
+    monkeypatch.setattr(child_process, "_read_line", interrupted)
     with pytest.raises(KeyboardInterrupt):
         worker.ask({"number": 1}, 60)
     assert worker.ask({"number": 2}, 60) == {"number": 2}

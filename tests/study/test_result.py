@@ -144,8 +144,8 @@ def test_what_is_exploratory_says_so_in_every_title(
 ) -> None:
     drawn: list[str] = []
 
-    def note(directory: Path, drawings: Any, formats: Any) -> tuple[list[str], list[str]]:
-        drawn.extend(draw.keywords["title"] for _, draw in drawings)
+    def note(directory: Path, plots: Any, formats: Any) -> tuple[list[str], list[str]]:
+        drawn.extend(plot.title for plot in plots.values())
         return [], []
 
     monkeypatch.setattr("mlxstacks.study.write.write_figures", note)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
@@ -24,9 +24,8 @@ from mlxstacks.layers.stacked import stacked_layers
 from mlxstacks.layers.targets import find_targets
 from mlxstacks.training.boost import call_with_balance
 from mlxstacks.training.checkpointing import checkpoint_layers
-from mlxstacks.training.losses import cross_entropy_loss
 from mlxstacks.training.modes import set_training_modes
-from mlxstacks.training.step import GradientStep, StepGradients
+from mlxstacks.training.step import GradientStep, StepGradients, cross_entropy_loss
 from tests.training.tiny import VOCAB, hybrid_model, random_tokens
 
 WEIGHT = 0.5
@@ -147,6 +146,7 @@ def balance_in_numpy(model: nn.Module, rows: list[Row]) -> tuple[float, dict[str
     return total, by_router
 
 
+@settings(max_examples=12)
 @given(st.data())
 def test_padding_and_splits_leave_loss_and_gradient_as_they_are(data: st.DataObject) -> None:
     """Against NumPy, for the balance alone; in whole, against the rows in one batch."""

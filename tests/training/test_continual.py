@@ -25,17 +25,22 @@ from mlxstacks.layers.packed import FrozenStack
 from mlxstacks.layers.settings import StackSettings, TargetSettings
 from mlxstacks.layers.stacked import StackedLayer, stacked_layers
 from mlxstacks.layers.targets import find_targets
-from mlxstacks.training.continual import arrival_problems, stages
-from mlxstacks.training.matrix import DriftError, Served, check_prefix, rises, stacks_for
-from mlxstacks.training.protect import (
+from mlxstacks.training.continual import (
+    DriftError,
+    Served,
     Stage,
+    arrival_problems,
     capacity_warning,
+    check_prefix,
     full_projections,
     protected_bases,
     protection_report,
+    rises,
     sample_rows,
+    stacks_for,
+    stages,
 )
-from mlxstacks.training.stack_settings import (
+from mlxstacks.training.settings import (
     DomainSettings,
     NullSpaceSettings,
     StackRunSettings,

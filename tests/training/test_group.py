@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from mlxstacks.studies.train.run import run
-from mlxstacks.training.group import current_group, gathered, size_and_rank
 from mlxstacks.training.settings import TrainSettings
+from mlxstacks.training.step import current_group, gathered, size_and_rank
 from tests.studies.train_cases import settings_for, write_data, write_tiny_model
 from tests.warm import Child
 

@@ -25,10 +25,7 @@ from mlxstacks.evaluate import evaluate_mean_loss
 from mlxstacks.layers.output_head import OutputHead, find_output_head
 from mlxstacks.ops import token_loss
 from mlxstacks.training.checkpointing import checkpoint_layers
-from mlxstacks.training.loop import train
-from mlxstacks.training.losses import cross_entropy_loss
-from mlxstacks.training.settings import OptimizerSettings
-from mlxstacks.training.step import GradientStep, StepGradients, counted_places
+from mlxstacks.training.step import GradientStep, StepGradients, counted_places, cross_entropy_loss
 from tests.tiny_models import VOCAB_SIZE, llama_config, qwen_moe_config
 from tests.training.test_checkpointing import tiny
 from tests.training.tiny import TinyModel, random_tokens
@@ -97,8 +94,9 @@ def agree(found: StepGradients, expected: StepGradients, tolerance: float = 2e-6
         assert off <= tolerance * size, f"{name}: {off / size}"
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "checkpointed"), [*((name, False) for name in MODELS), ("hybrid", True)]
+)
 def test_pieces_give_the_loss_and_gradients_of_the_whole(name: str, checkpointed: bool) -> None:
     """With dropout, so that the draws have to be the same as well."""
     model = MODELS[name](dropout=0.2)
@@ -143,18 +141,6 @@ def test_what_the_forward_adds_is_kept() -> None:
     found = step([batch()], 0, 0)
     agree(found, expected)
     assert found.parts["extra_loss"].item() == expected.parts["extra_loss"].item() > 0
-
-
-def test_training_ends_with_the_same_weights() -> None:
-    settings = OptimizerSettings(steps=4, learning_rate=1e-3, warmup_steps=0)
-    ends = []
-    for in_pieces in (False, True):
-        model = MODELS["hybrid tied 4-bit"]()
-        loss = cross_entropy_loss(head=head_of(model) if in_pieces else None)
-        train(model, loss, lambda step: [batch(prompt=step)], settings)
-        ends.append(dict(tree_flatten(model.trainable_parameters())))
-    for name, value in ends[0].items():
-        assert mx.allclose(ends[1][name], value, rtol=1e-3, atol=1e-5).item(), name
 
 
 def test_a_model_is_itself_after_a_failed_step() -> None:
@@ -204,7 +190,7 @@ def test_every_weight_is_counted_and_shapes_are_few(weights: np.ndarray) -> None
 # --- evaluation -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["hybrid tied 4-bit", "dense"])
 def test_the_validation_loss_is_the_same(name: str) -> None:
     model = MODELS[name]()
     model.eval()
@@ -220,10 +206,10 @@ def test_the_validation_loss_is_the_same(name: str) -> None:
 
 
 def test_evaluation_holds_one_piece_of_logits() -> None:
-    config = llama_config(64) | {"vocab_size": 1 << 16}
+    config = llama_config(64) | {"vocab_size": 1 << 15}
     model = tiny(config, None, ["self_attn.v_proj"])
     model.eval()
-    rows = [Row((1, 2, 3) * 43, (0.0, *[1.0] * 128))]
+    rows = [Row((1, 2, 3) * 22, (0.0, *[1.0] * 65))]
     head, _ = find_output_head(model)
     assert head is not None
 

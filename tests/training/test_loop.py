@@ -11,19 +11,24 @@ from mlx.utils import tree_flatten
 from mlxstacks.data import Batch
 from mlxstacks.errors import InputError
 from mlxstacks.training.loop import (
+    BestSnapshot,
     NonFiniteError,
     TrainingState,
     Validation,
+    load_state,
     new_state,
     restore_best,
+    save_state,
     train,
     trainable_weights,
 )
-from mlxstacks.training.losses import MicroBatch, cross_entropy_loss
 from mlxstacks.training.settings import OptimizerSettings, SnapshotSettings
-from mlxstacks.training.snapshot import BestSnapshot
-from mlxstacks.training.state import load_state, save_state
-from mlxstacks.training.step import GradientStep, clip_by_global_norm
+from mlxstacks.training.step import (
+    GradientStep,
+    MicroBatch,
+    clip_by_global_norm,
+    cross_entropy_loss,
+)
 from tests.training.tiny import VOCAB, TinyModel, batch_at, batches_at, weights_of
 
 SETTINGS = OptimizerSettings(steps=12, learning_rate=1e-2, warmup_steps=3, log_every=4)

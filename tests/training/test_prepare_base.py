@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 
 from mlxstacks import base_model
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import prepare_base
 from tests.layers.build import assert_close
 
 

@@ -11,9 +11,8 @@ from mlx.utils import tree_flatten
 from mlxstacks import base_model
 from mlxstacks.data import Batch, Row, make_batch, pack_rows
 from mlxstacks.evaluate import evaluate_mean_loss
-from mlxstacks.training.losses import cross_entropy_loss
 from mlxstacks.training.modes import evaluating, set_training_modes
-from mlxstacks.training.step import GradientStep
+from mlxstacks.training.step import GradientStep, cross_entropy_loss
 from tests.training.tiny import hybrid_model, random_tokens, with_lora
 
 LOSS = cross_entropy_loss()

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from mlxstacks.training.loop import TrainingState, Validation, restore_best, train
-from mlxstacks.training.losses import cross_entropy_loss
 from mlxstacks.training.settings import OptimizerSettings, SnapshotSettings
+from mlxstacks.training.step import cross_entropy_loss
 from tests.training.tiny import TinyModel, batches_at, weights_of
 
 SETTINGS = OptimizerSettings(steps=10, learning_rate=1e-2)

@@ -13,8 +13,7 @@ import click
 from mlxstacks.errors import InputError
 from mlxstacks.nano.exports import SAMPLES_FILE, measured_table
 from mlxstacks.recipe.resolve import parse_sets, validate
-from mlxstacks.study.render.console import print_result
-from mlxstacks.study.render.terminal import console
+from mlxstacks.study.render.console import console, print_result
 from mlxstacks.study.result import Result
 from tools.nano.build import rebuild
 from tools.nano.samples import write_samples

@@ -12,7 +12,7 @@ from mlxstacks import base_model
 from mlxstacks.data import Row, batch_at
 from mlxstacks.nano.settings import Persona
 from mlxstacks.training.loop import TrainingState, train, trainable_weights
-from mlxstacks.training.losses import cross_entropy_loss
+from mlxstacks.training.step import cross_entropy_loss
 from tools.nano.encode import encode_documents
 from tools.nano.forward import forward_with_balance
 from tools.nano.samples import persona_documents

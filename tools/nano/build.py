@@ -47,8 +47,15 @@ def rebuild(settings: RebuildSettings) -> RebuildResult:
         TargetError: the target exists and `force` is off.
         InputError: an interrupted rebuild of other settings lies in the way.
     """
-    from mlxstacks.files.mark import MARK, check_claimable, new_mark, remove_marked
-    from mlxstacks.files.outputs import check_target, staged_directory, write_json
+    from mlxstacks.files.outputs import (
+        MARK,
+        check_claimable,
+        check_target,
+        new_mark,
+        remove_marked,
+        staged_directory,
+        write_json,
+    )
 
     check_target(settings.save_path, force=settings.force)
     _warn_without_openblas()

@@ -16,7 +16,6 @@ import numpy as np
 from mlxstacks import base_model
 from mlxstacks.data import Row
 from mlxstacks.evaluate import (
-    NORMALISATIONS,
     ChoiceItem,
     ChoiceResult,
     choose,
@@ -24,6 +23,7 @@ from mlxstacks.evaluate import (
     score_continuations,
 )
 from mlxstacks.nano.settings import Persona
+from mlxstacks.settings import NORMALISATIONS
 from mlxstacks.stats import wilson_interval
 from tools.nano.corpus import multiple_choice_items, validation_documents
 from tools.nano.domains import DOMAINS

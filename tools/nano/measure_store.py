@@ -21,8 +21,7 @@ from mlxstacks.layers.selection import Selection, base, routed, ungated
 from mlxstacks.layers.stack_files import serve
 from mlxstacks.layers.stacked import set_mode
 from mlxstacks.nano.settings import HELD_OUT
-from mlxstacks.routing.route import Route
-from mlxstacks.routing.router import PromptRouter, load_prompt_router
+from mlxstacks.routing.router import PromptRouter, Route, load_prompt_router
 from mlxstacks.stats import wilson_interval
 from mlxstacks.training.modes import evaluating
 from tools.nano.corpus import Document, Item, validation_documents

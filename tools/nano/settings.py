@@ -9,8 +9,7 @@ from mlxstacks.layers.settings import StackSettings
 from mlxstacks.nano.settings import ADAPTER_BITS, Persona
 from mlxstacks.routing.settings import OutcomeSettings, RouterTrainSettings
 from mlxstacks.settings import Settings
-from mlxstacks.training.settings import OptimizerSettings
-from mlxstacks.training.stack_settings import NullSpaceSettings, StackRunSettings
+from mlxstacks.training.settings import NullSpaceSettings, OptimizerSettings, StackRunSettings
 from tools.nano.curriculum_settings import DOMAINS
 from tools.nano.samples import GENERAL_SHARE
 

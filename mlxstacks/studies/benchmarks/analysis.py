@@ -12,12 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mlxstacks.stats import Interval, holm, mcnemar_exact_test, wilson_interval
+from mlxstacks.stats import (
+    Interval,
+    holm,
+    mcnemar_exact_test,
+    paired_interval,
+    wilson_interval,
+)
 from mlxstacks.studies.benchmarks.answers import Given
 from mlxstacks.studies.benchmarks.grading import Grade
 from mlxstacks.studies.benchmarks.settings import ARMS, NORMALISATIONS, Normalisation
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied, Scored
-from mlxstacks.study.judge import paired_interval
 
 Figures = dict[str, Any]
 Claim = tuple[str, str]

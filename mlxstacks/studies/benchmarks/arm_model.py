@@ -23,17 +23,15 @@ from mlxstacks.errors import InputError
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.layers.selection import Selection, base
 from mlxstacks.layers.stacked import set_mode
-from mlxstacks.routing.answer import begins_in_thought, split_thoughts
 from mlxstacks.routing.candidate_losses import Weights, choose_batch_tokens
-from mlxstacks.routing.generation import Prompt, Sampling, generate
-from mlxstacks.routing.open_routed import context_tokens
-from mlxstacks.routing.prompt_cache import PromptCache
-from mlxstacks.routing.random_stack import random_name
+from mlxstacks.routing.engine import begins_in_thought, context_tokens, split_thoughts
+from mlxstacks.routing.generation import Prompt, PromptCache, Sampling, generate
 from mlxstacks.routing.router import PromptRouter
 from mlxstacks.studies.benchmarks.arm_prompts import PromptEncoder, Tokens
 from mlxstacks.studies.benchmarks.scoring import Pair, PairScorer, find_cached_model, selection_of
 from mlxstacks.studies.benchmarks.settings import ArmName, ArmSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied, Scored
+from mlxstacks.studies.route.served import random_name
 from mlxstacks.training.modes import evaluating
 
 

@@ -18,13 +18,11 @@ from mlx.utils import tree_unflatten
 
 from mlxstacks import base_model
 from mlxstacks.errors import InputError
-from mlxstacks.files.base_location import find_base
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.store import Store
-from mlxstacks.fuse.in_memory import fuse_in_memory
+from mlxstacks.files.store import Store, find_base
+from mlxstacks.fuse.in_memory import attach_adapters, fuse_in_memory
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.fuse.unfused import attach_adapters
 from mlxstacks.layers.selection import base
 from mlxstacks.layers.stacked import set_mode
 from mlxstacks.routing.router import load_prompt_router
@@ -39,7 +37,7 @@ from mlxstacks.studies.benchmarks.settings import (
 )
 from mlxstacks.studies.route.data import stack_hashes
 from mlxstacks.studies.route.served import open_served, with_controls
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import prepare_base
 
 
 def available_arms(settings: ArmSettings, labelled: bool = True) -> tuple[ArmName, ...]:

@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Literal
 
 import mlxstacks
-from mlxstacks.study.line_worker import LineWorker
+from mlxstacks.study.child_process import LineWorker
 
 Rule = Literal["text", "numeric", "symbolic", "none"]
 Symbolic = Callable[[str, str], bool | None]

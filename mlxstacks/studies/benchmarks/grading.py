@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxstacks.sandbox.run import SandboxLimits
-from mlxstacks.studies.benchmarks import extract, human_eval
+from mlxstacks.studies.benchmarks import human_eval
 from mlxstacks.studies.benchmarks.equivalence import (
     Symbolic,
     SymbolicChecker,
@@ -21,6 +21,7 @@ from mlxstacks.studies.benchmarks.equivalence import (
     installed,
 )
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Grader, Task
+from mlxstacks.study import extract
 
 NO_ANSWER = "no answer"
 CODE_NOT_RUN = "not run: programs need allow_code"

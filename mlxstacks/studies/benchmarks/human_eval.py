@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mlxstacks.sandbox import calls
 from mlxstacks.sandbox.run import SandboxLimits, SandboxResult, run_untrusted
-from mlxstacks.studies.benchmarks.extract import NONE, Extracted
+from mlxstacks.study.extract import NONE, Extracted
 
 _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 _TOP_LEVEL = re.compile(r"^(?:async\s+def|def|class|@|if __name__|print\(|assert |#|```)", re.M)

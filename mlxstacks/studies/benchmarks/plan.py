@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks.errors import InputError
-from mlxstacks.files.base_location import find_base
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.hub import in_hub_cache, may_be_hub_id, resolve_model
-from mlxstacks.files.shipped_configs import has_shape_of
-from mlxstacks.files.store import Store
+from mlxstacks.files.hub import has_shape_of, in_hub_cache, may_be_hub_id, resolve_model
+from mlxstacks.files.store import Store, find_base
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.studies.benchmarks.analysis import Outcome, claims_of
 from mlxstacks.studies.benchmarks.items import AskedTask, bench_items_sha256
@@ -24,7 +22,7 @@ from mlxstacks.studies.benchmarks.settings import (
     EvalSettings,
 )
 from mlxstacks.studies.benchmarks.tasks import PUBLISHED_SHAPE
-from mlxstacks.studies.confound.plan import file_sha256
+from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.plan import Evidence, Plan, ids_sha256
 from mlxstacks.study.power import (
     POWER,

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxstacks.studies.benchmarks.extract import number
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Task
+from mlxstacks.study.extract import number
 
 MOST_OPTIONS = len(string.ascii_uppercase)
 

@@ -7,7 +7,8 @@ from pydantic import Field, field_validator
 
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
-from mlxstacks.settings import Settings
+from mlxstacks.settings import NORMALISATIONS as NORMALISATIONS
+from mlxstacks.settings import Force, Normalisation, Plots, Probability, Resume, Seed, Settings
 from mlxstacks.studies.benchmarks.tasks import TWELVE
 
 ArmName = Literal["base", "adapter", "fused", "ungated", "routed", "oracle", "random"]
@@ -17,8 +18,6 @@ ADAPTER_ARMS: tuple[ArmName, ...] = ("adapter", "fused")
 ARMS: tuple[ArmName, ...] = ("base", *ADAPTER_ARMS, *STORE_ARMS)
 # Their stacks follow from an item's domain.
 NEED_LABELS: tuple[ArmName, ...] = ("oracle", "random")
-Normalisation = Literal["sum", "token", "character"]
-NORMALISATIONS: tuple[Normalisation, ...] = ("sum", "token", "character")
 HARNESS = "lm_eval/"
 # How a run writes, goes on and grades; not what the arms answer or what is tested.
 NOT_OF_THE_PLAN = {
@@ -83,7 +82,7 @@ class ArmSettings(Settings):
         le=100,
         description="Divides the logits of the last 20 tokens; 1: no penalty (published: 1.2).",
     )
-    seed: int = Field(0, ge=0, lt=2**64, description="Seed of the random stacks.")
+    seed: Seed = Field(0, description="Seed of the random stacks.")
 
 
 class EvalSettings(ArmSettings):
@@ -136,20 +135,14 @@ class EvalSettings(ArmSettings):
         description="Run programs that the model wrote, in a sandbox, to grade them; without it "
         "they are not graded.",
     )
-    alpha: float = Field(
-        0.05, ge=1e-6, le=0.999999, description="Adjusted p-values below it count as a difference."
+    alpha: Probability = Field(
+        0.05, description="Adjusted p-values below it count as a difference."
     )
-    expected_rate: float = Field(
-        0.5,
-        ge=1e-6,
-        le=0.999999,
-        description="Score of the control that the power table takes as known.",
+    expected_rate: Probability = Field(
+        0.5, description="Score of the control that the power table takes as known."
     )
-    expected_discordant: float = Field(
-        0.1,
-        ge=1e-6,
-        le=0.999999,
-        description="Share of items that change sides, for the power table.",
+    expected_discordant: Probability = Field(
+        0.1, description="Share of items that change sides, for the power table."
     )
     save_every: int = Field(32, ge=1, description="Items answered before they are written down.")
     regrade: str | None = Field(
@@ -157,12 +150,12 @@ class EvalSettings(ArmSettings):
         description="Directory of a finished run: grade its answers again with its own settings, "
         "all but --allow-code; no model is loaded.",
     )
-    plots: bool = Field(True, description="Draw plots, where matplotlib is installed.")
+    plots: Plots = True
     save_path: str | None = Field(
         None, description="Directory to write. Default: ./mlxstacks-out/eval."
     )
-    resume: bool = Field(True, description="Go on with a run that was interrupted.")
-    force: bool = Field(False, description="Replace an existing save path.")
+    resume: Resume = True
+    force: Force = False
 
     @field_validator("tasks", "arms")
     @classmethod

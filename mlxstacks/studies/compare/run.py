@@ -41,7 +41,7 @@ from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain, work_path
 from mlxstacks.training.loop import NonFiniteError
-from mlxstacks.training.stack_settings import StackRunSettings
+from mlxstacks.training.settings import StackRunSettings
 
 CELLS = "cells"
 ABOUT = {

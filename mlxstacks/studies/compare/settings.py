@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import Field, ValidationError, model_validator
 
 from mlxstacks.settings import Settings
-from mlxstacks.training.stack_settings import StackRunSettings, names_a_file
+from mlxstacks.training.settings import StackRunSettings, names_a_file
 
 # What a question can be decided by; see analysis.py.
 Primary = Literal["task_loss", "ungated", "ungated_earlier", "isolated"]

@@ -1,12 +1,11 @@
-"""What the answers of the arms say: accuracies, differences, flips, subjects, decomposition.
+"""What the answers of the arms say: accuracies, differences, flips, decomposition; all figures.
 
 Everything here is computed from answers alone; arms are compared item by item, in the same order.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from mlxstacks.stats import (
     Interval,
@@ -18,8 +17,8 @@ from mlxstacks.stats import (
     two_proportion_z_test,
     wilson_interval,
 )
-from mlxstacks.study.answers import Answer, in_form
-from mlxstacks.study.judge import paired
+from mlxstacks.study.answers import Answer, paired
+from mlxstacks.study.items import TOTAL
 
 Answers = Mapping[str, Sequence[Answer]]
 
@@ -36,37 +35,24 @@ class ArmResult:
     arm: str
     n: int
     correct: int
+    accuracy: float
     interval: Interval
     rules: dict[str, int]
+    boxed_rate: float
     picks: dict[str, float]
     unanswered: int
     by_position: float
 
-    @property
-    def accuracy(self) -> float:
-        return self.correct / self.n
-
-    @property
-    def boxed_rate(self) -> float:
-        return self.rules.get("boxed", 0) / self.n
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            **asdict(self), "accuracy": self.accuracy, "boxed_rate": self.boxed_rate,
-            "interval": self.interval.as_json(),
-        }  # fmt: skip
-
 
 def arm_result(arm: str, answers: Sequence[Answer]) -> ArmResult:
-    correct = sum(one.correct for one in answers)
-    picks = Counter(one.pick for one in answers if one.pick is not None)
-    golds = Counter(one.gold for one in answers)
+    n, correct = len(answers), sum(answer.correct for answer in answers)
+    picks = Counter(answer.pick for answer in answers if answer.pick is not None)
+    golds = Counter(answer.gold for answer in answers)
+    rules = Counter(answer.rule for answer in answers)
     return ArmResult(
-        arm, len(answers), correct, wilson_interval(correct, len(answers)),
-        dict(Counter(one.rule for one in answers).most_common()),
-        position_shares([one.pick for one in answers]),
-        sum(one.pick is None for one in answers),
-        sum(count * golds[place] for place, count in picks.items()) / len(answers) ** 2,
+        arm, n, correct, correct / n, wilson_interval(correct, n), dict(rules.most_common()),
+        rules["boxed"] / n, position_shares([answer.pick for answer in answers]),
+        n - picks.total(), sum(count * golds[place] for place, count in picks.items()) / n**2,
     )  # fmt: skip
 
 
@@ -87,21 +73,12 @@ class Comparison:
     n: int
     count: int
     control_count: int
+    difference: float
     z: float
     p_value: float
     p_adjusted: float
     mcnemar: McNemarTest
     bootstrap: MeanInterval
-
-    @property
-    def difference(self) -> float:
-        return (self.count - self.control_count) / self.n
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            **asdict(self), "difference": self.difference, "mcnemar": asdict(self.mcnemar),
-            "bootstrap": self.bootstrap.as_json(),
-        }  # fmt: skip
 
 
 def compare(
@@ -111,24 +88,26 @@ def compare(
 
     Raises: ValueError for arms that answered different items: such pairs are no pairs.
     """
-    found = []
-    for arm, control in pairs:
-        pairs_of_items = paired(answers, arm, control)
-        right = [answer.correct for answer, _ in pairs_of_items]
-        right_control = [answer.correct for _, answer in pairs_of_items]
-        n, count, control_count = len(right), sum(right), sum(right_control)
-        test = two_proportion_z_test(count, n, control_count, n)
-        found.append(
-            Comparison(
-                arm, control, n, count, control_count, test.z, test.p_value, test.p_value,
-                mcnemar_of_pairs(right_control, right),
-                bootstrap_difference(right_control, right, seed=seed, resamples=resamples),
-            )
-        )  # fmt: skip
-    adjusted = holm([one.p_value for one in found])
-    return [
-        Comparison(**vars(one) | {"p_adjusted": p}) for one, p in zip(found, adjusted, strict=True)
+    right = [
+        [(answer.correct, control.correct) for answer, control in paired(answers, *pair)]
+        for pair in pairs
     ]
+    counts = [(sum(a for a, _ in of_pair), sum(c for _, c in of_pair)) for of_pair in right]
+    tests = [
+        two_proportion_z_test(count, len(of_pair), control, len(of_pair))
+        for of_pair, (count, control) in zip(right, counts, strict=True)
+    ]
+    adjusted = holm([test.p_value for test in tests])
+    comparisons = []
+    for number, (arm, control) in enumerate(pairs):
+        n, test, (count, control_count) = len(right[number]), tests[number], counts[number]
+        arm_right, control_right = zip(*right[number], strict=True)
+        comparisons.append(Comparison(
+            arm, control, n, count, control_count, (count - control_count) / n, test.z,
+            test.p_value, adjusted[number], mcnemar_of_pairs(control_right, arm_right),
+            bootstrap_difference(control_right, arm_right, seed=seed, resamples=resamples),
+        ))  # fmt: skip
+    return comparisons
 
 
 @dataclass(frozen=True)
@@ -146,25 +125,21 @@ class FormShift:
     right: int
     control_right: int
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def form_shift(answers: Answers, arm: str, control: str) -> FormShift:
     """Of two arms that answered the same items, as in `compare`."""
     pairs = paired(answers, arm, control)
-    form = [in_form(one) for one, _ in pairs]
-    control_form = [in_form(two) for _, two in pairs]
-    both = [pair for pair, a, b in zip(pairs, form, control_form, strict=True) if a and b]
+    form, control_form = [a.in_form for a, _ in pairs], [c.in_form for _, c in pairs]
+    both = [(a, c) for a, c in pairs if a.in_form and c.in_form]
     return FormShift(
         sum(form), sum(control_form), mcnemar_of_pairs(control_form, form).p_value, len(both),
-        sum(one.correct for one, _ in both), sum(two.correct for _, two in both),
+        sum(a.correct for a, _ in both), sum(c.correct for _, c in both),
     )  # fmt: skip
 
 
 def guess_rate(answers: Sequence[Answer]) -> float:
     """What a model that picks any option scores in the mean."""
-    return sum(1 / one.options for one in answers) / len(answers)
+    return sum(1 / answer.options for answer in answers) / len(answers)
 
 
 @dataclass(frozen=True)
@@ -176,19 +151,16 @@ class Flips:
     fixed: int
     broken: int
 
-    def as_json(self) -> dict[str, int]:
-        return asdict(self)
-
 
 def flips(before: Sequence[Answer], after: Sequence[Answer]) -> Flips:
     """By item id; items that only one of them answered are left out, `n` counts the others."""
-    later = {one.item_id: one for one in after}
-    pairs = [(one, later[one.item_id]) for one in before if one.item_id in later]
+    later = {answer.item_id: answer for answer in after}
+    pairs = [(answer, later[answer.item_id]) for answer in before if answer.item_id in later]
     return Flips(
         len(pairs),
-        sum(one.pick != two.pick for one, two in pairs),
-        sum(not one.correct and two.correct for one, two in pairs),
-        sum(one.correct and not two.correct for one, two in pairs),
+        sum(a.pick != b.pick for a, b in pairs),
+        sum(not a.correct and b.correct for a, b in pairs),
+        sum(a.correct and not b.correct for a, b in pairs),
     )
 
 
@@ -209,9 +181,6 @@ class Decomposition:
     content_share: float | None
     published_floor_share: float | None
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def decompose(way: str, persona: ArmResult, a0: ArmResult, a1: ArmResult) -> Decomposition:
     floor, content = a0.accuracy - persona.accuracy, a1.accuracy - a0.accuracy
@@ -225,12 +194,15 @@ def decompose(way: str, persona: ArmResult, a0: ArmResult, a1: ArmResult) -> Dec
 
 
 def subject_table(answers: Answers) -> dict[str, dict[str, int]]:
-    """Subject -> {"n": items, arm: right answers}; "all" is last."""
-    table: dict[str, dict[str, int]] = {}
-    for arm, found in answers.items():
-        for one in found:
-            for name in (one.subject, "all"):
-                row = table.setdefault(name, {"n": 0, **dict.fromkeys(answers, 0)})
-                row[arm] += one.correct
-                row["n"] += arm == next(iter(answers))
-    return {name: table[name] for name in sorted(table, key=lambda name: (name == "all", name))}
+    """Subject -> {"n": items, arm: right answers}; the row of all is last."""
+    items = next(iter(answers.values()))
+    subjects = (*sorted({answer.subject for answer in items}), TOTAL)
+    table = {name: {"n": 0, **dict.fromkeys(answers, 0)} for name in subjects}
+    for answer in items:
+        table[answer.subject]["n"] += 1
+        table[TOTAL]["n"] += 1
+    for arm, given in answers.items():
+        for answer in given:
+            table[answer.subject][arm] += answer.correct
+            table[TOTAL][arm] += answer.correct
+    return table

@@ -1,17 +1,19 @@
-"""One policy's three fuses: the adapter, its zero-delta control, a random delta of equal norm.
+"""The models of the arms: a trained adapter's controls, and what a policy fuses of all three.
 
-All go through the same code with the adapter's own decisions, so that nothing but the delta
-differs between them.
+A trained adapter (a1), its zero-delta control (a0) and a random delta of equal norm go through the
+same code with the trained one's own decisions, so that nothing but the delta differs between them.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mlxstacks.files.adapters import read_adapter, write_adapter, zero_adapter
 from mlxstacks.files.checkpoint import open_checkpoint
+from mlxstacks.files.lora_modules import Adapter, LoraModule, widened
 from mlxstacks.files.shards import read_tensor
 from mlxstacks.files.stored_weight import stored_weight
 from mlxstacks.fuse.report import FuseReport
@@ -22,8 +24,54 @@ from mlxstacks.ops.affine import unpack
 KINDS = ("a1", "a0", "random")
 
 
+# --- adapters -------------------------------------------------------------------------------------
+
+
+def write_controls(trained: Path, zero: Path, random: Path, seed: int) -> None:
+    """Write the zeroed and the random copy of an adapter; one that is there is kept."""
+    adapter = read_adapter(trained)
+    if not zero.exists():
+        write_adapter(zero_adapter(adapter), zero)
+    if not random.exists():
+        write_adapter(random_adapter(adapter, seed), random)
+
+
+def random_adapter(adapter: Adapter, seed: int) -> Adapter:
+    """The same modules, rank and scale with Gaussian factors, as float32.
+
+    Law: the delta of each module, and of each of its experts, has the Frobenius norm that it has
+    in `adapter` (to float32 rounding); where that is 0 it is 0.
+    """
+    generator = np.random.default_rng(seed)
+    modules = {}
+    for path, packed in adapter.modules.items():
+        module = widened(packed)
+        a = generator.standard_normal(module.lora_a.shape).astype(np.float32)
+        b = generator.standard_normal(module.lora_b.shape).astype(np.float32)
+        drawn = replace(module, lora_a=a, lora_b=b)
+        ratio = expert_norms(module) / expert_norms(drawn)  # (E,) or ()
+        if module.is_switch:
+            ratio = ratio[:, None, None]
+        modules[path] = replace(drawn, lora_b=(b * ratio).astype(np.float32))
+    return replace(adapter, modules=modules)
+
+
+def expert_norms(module: LoraModule) -> np.ndarray:
+    """Frobenius norms of B A, (E,) for experts and () for a dense pair, float64; without scale."""
+    a, b = module.lora_a.astype(np.float64), module.lora_b.astype(np.float64)
+    if module.is_switch:
+        grams = a @ a.swapaxes(1, 2), b.swapaxes(1, 2) @ b  # (E, R, R) each
+    else:
+        grams = a.T @ a, b @ b.T  # (R, R) each
+    squares = np.sum(grams[0] * grams[1], axis=(-2, -1))
+    return np.sqrt(np.maximum(squares, 0.0))
+
+
+# --- fuses ----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class FusePlaces:
+class FusePaths:
     """What is fused into what, and where the results go: `directory`/KIND."""
 
     model: Path
@@ -36,41 +84,40 @@ class FusePlaces:
 
 
 def fuse_all(
-    places: FusePlaces, policy: PolicyName, target_correlation: float, seed: int
+    paths: FusePaths, policy: PolicyName, target_correlation: float, seed: int
 ) -> dict[str, Any]:
     """Fuse the three, those that are not there yet; returns the figures of each, and how many
     codes differ between them. Figures are as in a fuse's result.
     """
     common: dict[str, Any] = {
-        "model": str(places.model), "requant": policy, "seed": seed,
+        "model": str(paths.model), "requant": policy, "seed": seed,
         "target_correlation": target_correlation, "force": True,
     }  # fmt: skip
-    trained = {**common, "adapter_path": (str(places.trained),)}
-    a1 = fuse(FuseSettings(save_path=str(places.of("a1")), **trained))
-    a0 = fuse(FuseSettings(save_path=str(places.of("a0")), zero_delta=True, **trained))
+    trained = {**common, "adapter_path": (str(paths.trained),)}
+    a1 = fuse(FuseSettings(save_path=str(paths.of("a1")), **trained))
+    a0 = fuse(FuseSettings(save_path=str(paths.of("a0")), zero_delta=True, **trained))
+    modules = a1.stages[-1].modules
     # Promotion chooses bits by the delta; the random one gets those of the adapter.
+    bits = tuple(
+        f"{module.path}={module.bits_after}"
+        for module in modules
+        if module.bits_after is not None
+        and (policy == "auto" or (policy == "promote" and module.bits_after != module.bits_before))
+    )
     random = fuse(
         FuseSettings(
-            save_path=str(places.of("random")), adapter_path=(str(places.random),),
-            bits=_bits(a1) if policy in ("auto", "promote") else (), **common,
+            save_path=str(paths.of("random")), adapter_path=(str(paths.random),),
+            bits=bits, **common,
         )
     )  # fmt: skip
-    after = {module.path: module.bits_after for module in a1.stages[-1].modules}
-    codes = {
-        "a1_and_a0": codes_that_differ(places.of("a1"), places.of("a0"), after),
-        "a0_and_unfused": codes_that_differ(places.of("a0"), places.model, after),
+    after = {module.path: module.bits_after for module in modules}
+    return {
+        **{kind: _figures(report) for kind, report in zip(KINDS, (a1, a0, random), strict=True)},
+        "codes_that_differ": {
+            "a1_and_a0": codes_that_differ(paths.of("a1"), paths.of("a0"), after),
+            "a0_and_unfused": codes_that_differ(paths.of("a0"), paths.model, after),
+        },
     }
-    figures = {kind: _figures(r) for kind, r in zip(KINDS, (a1, a0, random), strict=True)}
-    return {**figures, "codes_that_differ": codes}
-
-
-def _bits(report: FuseReport) -> tuple[str, ...]:
-    return tuple(
-        f"{module.path}={module.bits_after}"
-        for module in report.stages[-1].modules
-        if module.bits_after is not None
-        and (report.settings["requant"] == "auto" or module.bits_after != module.bits_before)
-    )
 
 
 def _figures(report: FuseReport) -> dict[str, Any]:
@@ -91,10 +138,10 @@ def codes_that_differ(first: Path, second: Path, bits: Mapping[str, int | None])
     bits: module path -> its bits in `first`, None where it is plain. The result is None where a
     module lies at other bits in `second`: codes of two grids do not compare.
     """
-    one, two = open_checkpoint(first), open_checkpoint(second)
+    checkpoints = open_checkpoint(first), open_checkpoint(second)
     different = count = 0
     for module, width in bits.items():
-        a, b = (stored_weight(checkpoint, module).weight for checkpoint in (one, two))
+        a, b = (stored_weight(checkpoint, module).weight for checkpoint in checkpoints)
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return None
         raw = read_tensor(a), read_tensor(b)

@@ -5,18 +5,15 @@ model answers anything. The plan proper is fixed once Set G is mined, since only
 items are known, and before any arm answers a test item or the adapter is trained.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from mlxstacks.arms.arm import INSTRUCTION
+from mlxstacks.arms.set_g import Mined
 from mlxstacks.files.strict_json import json_sha256
-from mlxstacks.studies.confound.mining import Mined
-from mlxstacks.studies.confound.prompts import INSTRUCTION
 from mlxstacks.studies.confound.settings import NOT_OF_THE_PLAN, ConfoundSettings
-from mlxstacks.study.answers import Answer
 from mlxstacks.study.items import Item, items_sha256
-from mlxstacks.study.plan import Evidence, Plan, ids_sha256
+from mlxstacks.study.plan import Plan, ids_sha256
 
 PERSONA, AGAIN = "persona", "persona_again"
 HYPOTHESIS = (
@@ -71,28 +68,8 @@ def protocol_of(
     }
 
 
-def data_of(
-    mined: Mined, protocol: Mapping[str, Any], rows_sha256: str, persona_sha256: str
-) -> dict[str, str]:
-    """Name -> hash of what the result depends on besides the test items. persona_sha256: of the
-    model that has the persona, fused or given.
-    """
-    return {
-        "persona_model": persona_sha256,
-        "protocol": json_sha256(protocol),
-        "test_items": items_sha256(mined.test),
-        "right_items": ids_sha256(item.item_id for item in mined.right),
-        "train_rows": rows_sha256,
-    }
-
-
-def plan_of(
-    settings: ConfoundSettings,
-    mined: Mined,
-    protocol: Mapping[str, Any],
-    rows_sha256: str,
-    persona_sha256: str,
-) -> Plan:
+def plan_of(settings: ConfoundSettings, mined: Mined, data: Mapping[str, str]) -> Plan:
+    """data: name -> hash of what the result depends on besides the test's items."""
     return Plan(
         hypothesis=HYPOTHESIS,
         arms=arms_of(settings),
@@ -102,7 +79,7 @@ def plan_of(
         test=TEST,
         thresholds={"alpha": settings.alpha, "least_gain": settings.least_gain},
         seeds=(settings.seed,),
-        data=data_of(mined, protocol, rows_sha256, persona_sha256),
+        data=dict(data),
         expected_rate=settings.expected_rate,
         expected_discordant=settings.expected_discordant,
         claims=claims_of(settings),
@@ -110,22 +87,19 @@ def plan_of(
     )
 
 
+def data_of(
+    mined: Mined, protocol: Mapping[str, Any], rows_sha256: str, persona_sha256: str
+) -> dict[str, str]:
+    """persona_sha256: of the model that has the persona, fused or given."""
+    return {
+        "persona_model": persona_sha256,
+        "protocol": json_sha256(protocol),
+        "test_items": items_sha256(mined.test),
+        "right_items": ids_sha256(item.item_id for item in mined.right),
+        "train_rows": rows_sha256,
+    }
+
+
 def claims_of(settings: ConfoundSettings) -> tuple[tuple[str, str], ...]:
     """(A1, A0) of each way, the deciding one first."""
     return tuple((arm("a1", way), arm("a0", way)) for way in settings.ways)
-
-
-def evidence_of(
-    answers: Mapping[str, Sequence[Answer]],
-    plan_sha256: str,
-    data: Mapping[str, str],
-    seed: int,
-) -> Evidence:
-    """What the answers were got from. data: hashes of the files as they are now."""
-    items = {name: [one.item_id for one in found] for name, found in answers.items()}
-    return Evidence(plan_sha256, items, dict(data), (seed,))
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

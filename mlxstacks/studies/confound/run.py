@@ -12,46 +12,51 @@ rest. Until it is done the run lives in its work directory (study/engine.py):
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from mlxstacks import base_model
+from mlxstacks.arms.arm import Arm, training_rows
+from mlxstacks.arms.persona import Persona
+from mlxstacks.arms.set_g import mine
+from mlxstacks.data import Rendering, encode_messages
 from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
-from mlxstacks.studies.confound.adapters import write_controls
-from mlxstacks.studies.confound.fuses import KINDS, FusePlaces, fuse_all
-from mlxstacks.studies.confound.mining import Mined, length_notes, mine, row_lengths
-from mlxstacks.studies.confound.persona import PersonaSource
+from mlxstacks.fuse.run import run as fuse
+from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.studies.confound.fuses import KINDS, FusePaths, fuse_all, write_controls
 from mlxstacks.studies.confound.plan import (
     AGAIN,
     PERSONA,
     arm,
     arms_of,
     data_of,
-    evidence_of,
-    file_sha256,
     plan_of,
     protocol_of,
     right_arms_of,
 )
-from mlxstacks.studies.confound.prompts import training_rows
-from mlxstacks.studies.confound.report import OUTCOMES, blocks, find, plan_table
-from mlxstacks.studies.confound.scoring import Arm
+from mlxstacks.studies.confound.report import OUTCOMES, blocks, plan_table
 from mlxstacks.studies.confound.settings import ConfoundSettings
-from mlxstacks.studies.confound.verdict import Criterion, answer_notes, fuse_notes
+from mlxstacks.studies.confound.verdict import (
+    Criterion,
+    answer_notes,
+    find,
+    fuse_notes,
+    verdict,
+)
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.study import document
-from mlxstacks.study.answers import Answer, AnswerFile, Progress, ask_missing
+from mlxstacks.study.answers import Answer, AnswerFile, Progress
 from mlxstacks.study.artifacts import RECIPE, write_recipe
 from mlxstacks.study.engine import Step, Study, run_study
-from mlxstacks.study.integrity import read_sealed, write_rows, write_sealed
+from mlxstacks.study.integrity import file_sha256, read_sealed, write_rows, write_sealed
 from mlxstacks.study.items import Item, read_items, stratified_sample
-from mlxstacks.study.plan import PLAN, fix_plan, keep_plan, read_plan, standing
+from mlxstacks.study.plan import PLAN, Evidence, fix_plan, keep_plan, read_plan, standing
 from mlxstacks.study.power import items_for_two_proportions
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
@@ -127,9 +132,15 @@ class _Confound(Study):
         self.sample = stratified_sample(
             read_items(str(settings.items), settings.subjects), settings.sample, settings.seed
         )
-        self.source = PersonaSource(settings)
-        recorded = work_path(user_path(str(settings.save_path))) / PROTOCOL
-        self.protocol = protocol_of(settings, self.source.hashes(recorded), self.sample)
+        self.source = Persona(str(settings.model), str(settings.persona))
+        hashes = self.source.hashes(
+            functools.partial(
+                recorded_fingerprint, work_path(self.work_target) / PROTOCOL, "hashes",
+                resume=settings.resume,
+            ),
+            "persona_adapter" if self.source.adapter else "persona",
+        )  # fmt: skip
+        self.protocol = protocol_of(settings, hashes, self.sample)
         self.lengths = row_lengths(self.sample, settings, self.source.speaker)
         return head
 
@@ -151,45 +162,57 @@ class _Confound(Study):
         # Before the persona is fused: a run that resumes must not take another one's for its own.
         keep_plan(work / PROTOCOL, self.protocol, "a confound run")
         write_recipe(work, "confound", self.settings)
-        self.persona = self.source.model(work / PERSONA_MODEL)
+        self.persona = self.source.speaker
+        if self.source.adapter:
+            self.persona = work / PERSONA_MODEL
+            if not self.persona.exists():
+                fuse(
+                    FuseSettings(
+                        model=str(self.source.base), adapter_path=(str(self.source.adapter),),
+                        save_path=str(self.persona), requant=self.settings.persona_requant,
+                        target_correlation=self.settings.target_correlation,
+                        seed=self.settings.seed,
+                    )
+                )  # fmt: skip
         recorded = recorded_fingerprint(work / PLAN, "data", "persona_model")
         self.persona_sha256 = fingerprint(open_checkpoint(self.persona), recorded)
 
     def _mine(self, work: Path) -> None:
         """Set G, from the answers of base and persona to the sample."""
         for name, model in (("base", self.source.base), (PERSONA, self.persona)):
-            load = functools.cache(functools.partial(Arm, model, self.settings))
-            ask_missing(
-                self._mining_file(name), len(self.sample), self.settings.batch_size,
-                lambda items, load=load: load().answer(items), self.progress,  # type: ignore[misc]
-            )  # fmt: skip
-        self.mined = self._mined()
-        write_json(work / SPLIT, self.mined.as_json())
-
-    def _mined(self) -> Mined:
+            self._complete([(self._mining_file(name), len(self.sample))], model)
         answers = (self._mining_file(name).answers() for name in ("base", PERSONA))
-        settings = self.settings
-        return mine(
-            self.sample, *answers,
-            train_share=settings.train_share, right_items=settings.right_items, seed=settings.seed,
+        self.mined = mine(
+            self.sample, *answers, train_share=self.settings.train_share,
+            right_items=self.settings.right_items, seed=self.settings.seed,
         )  # fmt: skip
+        write_json(work / SPLIT, self.mined.as_json())
 
     def _mining_file(self, name: str) -> AnswerFile:
         header = {"of": "mining", "protocol_sha256": json_sha256(self.protocol), "arm": name}
         return AnswerFile(self.work / ANSWERS / f"mining_{name}.jsonl", header, self.sample)
 
-    @property
-    def _rows_path(self) -> Path:
-        return self.work / DATA / "train.jsonl"
+    def _complete(
+        self, files: Iterable[tuple[AnswerFile, int]], model: Path, adapter: Path | None = None
+    ) -> None:
+        """Of each file the first so many; the model is loaded only where some are missing."""
+        load = functools.cache(functools.partial(Arm, model, self.settings, adapter))
+        for file, count in files:
+            file.complete(
+                count, self.settings.batch_size, lambda items: load().answer(items), self.progress
+            )
 
     def _plan(self, work: Path) -> None:
         """Writes the training rows and the plan, or finds the same ones written."""
-        settings, train = self.settings, self.mined.train
-        rows = training_rows(train, settings.scoring, settings.train_answers, settings.seed)
-        write_rows(self._rows_path, rows)
-        self.plan = plan_of(
-            settings, self.mined, self.protocol, file_sha256(self._rows_path), self.persona_sha256
+        settings, rows_path = self.settings, work / DATA / "train.jsonl"
+        write_rows(
+            rows_path,
+            training_rows(
+                self.mined.train, settings.scoring, settings.train_answers, settings.seed
+            ),
         )
+        data = data_of(self.mined, self.protocol, file_sha256(rows_path), self.persona_sha256)
+        self.plan = plan_of(settings, self.mined, data)
         fix_plan(work / PLAN, self.plan, sorted((work / ANSWERS).glob("test_*.jsonl")))
 
     def _train(self, work: Path) -> None:
@@ -197,7 +220,7 @@ class _Confound(Study):
         settings, adapter = self.settings, work / ADAPTER
         if not adapter.exists():
             change = {
-                "model": str(self.persona), "data": str(self._rows_path.parent),
+                "model": str(self.persona), "data": str(work / DATA),
                 "save_path": str(adapter), "seed": settings.seed,
                 "thinking": settings.thinking, "allow_special": settings.allow_special,
             }  # fmt: skip
@@ -212,26 +235,23 @@ class _Confound(Study):
     def _ask_fused(self, way: str, work: Path) -> None:
         """Fuse, unless every answer of it is there, and let the three models answer."""
         settings, path = self.settings, work / FUSE / f"{way}.json"
-        places = FusePlaces(self.persona, work / ADAPTER, work / RANDOM, work / MODELS / way)
-        models = {arm(kind, way): places.of(kind) for kind in KINDS}
+        paths = FusePaths(self.persona, work / ADAPTER, work / RANDOM, work / MODELS / way)
+        models = {arm(kind, way): paths.of(kind) for kind in KINDS}
         answered = all(
-            file.is_complete(count) for name in models for file, count in self._files(name).values()
+            len(file.answers()) >= count
+            for name in models
+            for file, count in self._files(name).values()
         )
         if not (path.is_file() and (answered or all(p.exists() for p in models.values()))):
-            write_sealed(path, fuse_all(places, way, settings.target_correlation, settings.seed))  # type: ignore[arg-type]
+            write_sealed(path, fuse_all(paths, way, settings.target_correlation, settings.seed))  # type: ignore[arg-type]
         for name, model in models.items():
             self._ask(name, model)
         if not settings.keep_models:
-            discard(places.directory)
+            discard(paths.directory)
 
     def _ask(self, name: str, model: Path, adapter: Path | None = None) -> None:
-        """An arm's answers to its parts; a model is loaded only where some are missing."""
-        load = functools.cache(lambda: Arm(model, self.settings, adapter))
-        for file, count in self._files(name).values():
-            ask_missing(
-                file, count, self.settings.batch_size, lambda items: load().answer(items),
-                self.progress,
-            )  # fmt: skip
+        """An arm's answers to its parts."""
+        self._complete(self._files(name).values(), model, adapter)
         mx.clear_cache()
 
     def _files(self, name: str) -> dict[str, tuple[AnswerFile, int]]:
@@ -260,11 +280,15 @@ class _Confound(Study):
             if way != "unfused"
         }
         data = data_of(
-            self.mined, read_object((work / PROTOCOL).read_bytes()), file_sha256(self._rows_path),
+            self.mined, read_object((work / PROTOCOL).read_bytes()),
+            file_sha256(work / DATA / "train.jsonl"),
             fingerprint(open_checkpoint(self.persona), self.persona_sha256),
         )  # fmt: skip
         # Of the plan as it lies there: one that was changed meanwhile is another plan.
-        evidence = evidence_of(answers["test"], read_plan(work / PLAN).sha256, data, settings.seed)
+        items = {
+            name: [answer.item_id for answer in given] for name, given in answers["test"].items()
+        }
+        evidence = Evidence(read_plan(work / PLAN).sha256, items, data, (settings.seed,))
         findings = find(
             answers["test"], answers["right"], self._mining_file(PERSONA).answers(),
             ways=settings.ways, criterion=Criterion(settings.least_gain, settings.alpha),
@@ -277,8 +301,7 @@ class _Confound(Study):
             *fuse_notes(fuses),
         ]  # fmt: skip
         return Result(
-            **ABOUT, status="done", outcome=OUTCOMES[findings.judgements[0].outcome],
-            verdict=findings.verdict,
+            **ABOUT, status="done", outcome=OUTCOMES[findings.outcome], verdict=verdict(findings),
             standing=document.Standing(status=reached.status, reasons=reached.reasons),
             plan=self.plan.as_json(), plan_sha256=self.plan.sha256,
             power=tuple(self.plan.power_lines()), notes=tuple(notes),
@@ -288,3 +311,59 @@ class _Confound(Study):
             },
             blocks=blocks(findings, fuses, mined, settings),
         )  # fmt: skip
+
+
+# --- lengths of the training rows -----------------------------------------------------------------
+# The answer stands at the end of a row, and a row that is too long loses its end: a few tokens too
+# many and there is nothing left to learn. That is known from the items alone, before any mining.
+
+
+class RowLength(NamedTuple):
+    """In tokens: of the whole row, and up to its answer."""
+
+    tokens: int
+    before_answer: int
+
+
+def row_lengths(
+    items: Sequence[Item], settings: ConfoundSettings, model: Path
+) -> dict[str, RowLength]:
+    """Of the row that would teach each item, by its id.
+
+    Raises: InputError where of more than half of them no answer would be left.
+    """
+    _, tokenizer, _ = base_model.load(model, lazy=True)
+    rows = training_rows(items, settings.scoring, settings.train_answers, settings.seed)
+    lengths = {}
+    for item, row in zip(items, rows, strict=True):
+        encoded = encode_messages(row["messages"], tokenizer, rendering=Rendering.of(settings))
+        before = next((n for n, weight in enumerate(encoded.weights) if weight), 0)
+        lengths[item.item_id] = RowLength(len(encoded.tokens), before)
+    most = settings.train.max_seq_length
+    late = sum(length.before_answer >= most for length in lengths.values())
+    if 2 * late > len(lengths):
+        shortest, longest = (end(lengths.values()).tokens for end in (min, max))
+        raise InputError(
+            f"train.max_seq_length is {most}, and in {late:,} of {len(lengths):,} items the answer "
+            f"comes later: nothing of them would be learned. With scoring {settings.scoring} their "
+            f"rows have {shortest:,} to {longest:,} tokens: give --set "
+            f"train.max_seq_length={longest}"
+        )
+    return lengths
+
+
+def length_notes(
+    train: Sequence[Item], lengths: dict[str, RowLength], settings: ConfoundSettings
+) -> list[str]:
+    """What of the training rows is lost by `train.max_seq_length`; nothing where all fit."""
+    most = settings.train.max_seq_length
+    trained = [lengths[item.item_id] for item in train]
+    long = sum(length.tokens > most for length in trained)
+    if not long:
+        return []
+    empty = sum(length.before_answer >= most for length in trained)
+    words = (
+        f"{long} of {len(trained)} rows to train on are longer than train.max_seq_length ({most}) "
+        f"and lost their end; {empty} of them have no answer left and taught nothing."
+    )
+    return [words]

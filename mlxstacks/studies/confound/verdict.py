@@ -1,14 +1,31 @@
-"""From comparisons to judgements: the kill criterion, its controls, what stands against a gain; and
+"""Judgements of a confound run: the kill criterion, its controls, what stands against a gain; and
 the same in words.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from mlxstacks.stats import two_proportion_z_test
-from mlxstacks.studies.confound.analysis import ArmResult, Comparison, Flips, FormShift
+from mlxstacks.studies.confound.analysis import (
+    Answers,
+    ArmResult,
+    Comparison,
+    Decomposition,
+    Flips,
+    FormShift,
+    arm_result,
+    compare,
+    decompose,
+    flips,
+    form_shift,
+    guess_rate,
+    position_shares,
+    subject_table,
+)
 from mlxstacks.studies.confound.plan import AGAIN, PERSONA, arm
+from mlxstacks.study.answers import Answer
 from mlxstacks.study.plan import Standing
 from mlxstacks.study.power import passes
 
@@ -26,15 +43,10 @@ class Criterion:
     least_gain: float
     alpha: float
 
-    def passes(self, found: Comparison) -> bool:
+    def passes(self, claim: Comparison) -> bool:
         # 35 of 700 is five points though the two floats differ.
-        large = found.difference > 0 and found.difference >= self.least_gain - 1e-12
-        return large and found.p_adjusted < self.alpha
-
-    def passes_among(self, form: FormShift) -> bool:
-        """The same of the items that both arms answered in form, by plain p."""
-        counts = form.right, form.control_right, form.n
-        return form.n > 0 and passes(*counts, self.least_gain, self.alpha)
+        large = claim.difference > 0 and claim.difference >= self.least_gain - 1e-12
+        return large and claim.p_adjusted < self.alpha
 
     def in_words(self) -> str:
         return f"at least {100 * self.least_gain:g} points with p < {self.alpha:g}"
@@ -48,32 +60,114 @@ class Judgement:
     outcome: Outcome
     words: str
 
-    def as_json(self) -> dict[str, Any]:
-        return vars(self).copy()
-
 
 @dataclass(frozen=True)
-class Case:
-    """All that is judged. claims, forms (A1 against A0), against_random, moved (A1 against the
-    persona): by way. missing: controls that were not run.
+class Findings:
+    """What the answers say. claims, forms (A1 against A0), against_random, decomposition, moved (A1
+    against the persona), floors: by way, in order; judgements: the deciding way's first.
+
+    persona_flips: name of a pair of runs of the unfused persona -> what changed between them.
+    right_positions: option position -> share of the test items where it is right.
+    missing_controls: those that were not run.
     """
 
+    arms: dict[str, ArmResult]
+    arms_on_right_items: dict[str, ArmResult]
+    claims: dict[str, Comparison]
+    forms: dict[str, FormShift]
+    against_random: dict[str, Comparison]
+    decomposition: dict[str, Decomposition]
+    persona_flips: dict[str, Flips]
+    right_flips: dict[str, Flips]
+    floors: dict[str, str]
+    subjects: dict[str, dict[str, int]]
+    guess_rate: float
+    right_positions: dict[str, float]
+    missing_controls: list[str]
+    moved: dict[str, Flips]
     criterion: Criterion
     standing: Standing
-    results: Mapping[str, ArmResult]
-    claims: Mapping[str, Comparison]
-    forms: Mapping[str, FormShift]
-    against_random: Mapping[str, Comparison]
-    moved: Mapping[str, Flips]
-    guess_rate: float
-    missing: Sequence[str]
+    judgements: tuple[Judgement, ...] = ()
+
+    @property
+    def outcome(self) -> Outcome:
+        """Of the deciding way."""
+        return self.judgements[0].outcome
+
+    def as_json(self) -> dict[str, Any]:
+        figures = asdict(self) | {"outcome": self.outcome}
+        return {k: v for k, v in figures.items() if k not in ("moved", "criterion", "standing")}
+
+
+def find(
+    answers: Answers,
+    right: Answers,
+    mined: Sequence[Answer],
+    *,
+    ways: Sequence[str],
+    criterion: Criterion,
+    standing: Standing,
+    seed: int,
+    resamples: int = 10_000,
+) -> Findings:
+    """Everything from answers. right: arms on the items that both models got right. mined: the
+    persona's answers when Set G was mined. Ways whose A1 or A0 is missing have no claim.
+
+    Raises: ValueError where the deciding way has no claim, or arms answered different items.
+    """
+    answers = {name: given for name, given in answers.items() if given}
+    arms = {name: arm_result(name, given) for name, given in answers.items()}
+    claimed = [way for way in ways if {arm("a1", way), arm("a0", way)} <= arms.keys()]
+    if not claimed or claimed[0] != ways[0]:
+        raise ValueError(f"no answers of A1 and A0 by {ways[0]}, which decides")
+    pairs = [(arm("a1", way), arm("a0", way)) for way in claimed]
+    persona, deciding = answers.get(PERSONA, ()), answers[arm("a1", ways[0])]
+    fused = [way for way in claimed if way != "unfused"]
+    right_flips = {
+        way: flips(right.get(PERSONA, ()), right.get(arm("a0", way), ())) for way in fused
+    }
+    findings = Findings(
+        arms=arms,
+        arms_on_right_items={n: arm_result(n, given) for n, given in right.items() if given},
+        claims=dict(zip(claimed, compare(answers, pairs, seed, resamples), strict=True)),
+        forms={way: form_shift(answers, *pair) for way, pair in zip(claimed, pairs, strict=True)},
+        against_random={
+            way: compare(answers, [(arm("a1", way), arm("random", way))], seed, resamples)[0]
+            for way in claimed
+            if arm("random", way) in arms
+        },
+        decomposition={
+            way: decompose(way, arms[PERSONA], arms[arm("a0", way)], arms[arm("a1", way)])
+            for way in claimed
+            if PERSONA in arms
+        },
+        persona_flips={
+            "mining to test": flips(mined, persona),
+            "first to second run": flips(persona, answers.get(AGAIN, ())),
+        },
+        right_flips=right_flips,
+        floors={
+            way: floor_in_words(
+                flips(persona, answers[arm("a0", way)]), right_flips[way], criterion.alpha
+            )
+            for way in fused
+        },
+        subjects=subject_table(answers),
+        guess_rate=guess_rate(deciding),
+        right_positions=position_shares([answer.gold for answer in deciding]),
+        missing_controls=missing_controls(ways, answers, right),
+        moved={way: flips(persona, answers[arm("a1", way)]) for way in claimed},
+        criterion=criterion,
+        standing=standing,
+    )
+    return replace(findings, judgements=tuple(judge(findings, way) for way in claimed))
 
 
 def missing_controls(
     ways: Sequence[str], arms: Mapping[str, object], right: Mapping[str, object]
 ) -> list[str]:
     """The controls of spec/confound.md section 8 without which no gain may be claimed."""
-    wanted = {
+    controls = {
         PERSONA: "the unfused persona, re-measured with the same harness",
         AGAIN: "a rerun of the unfused persona, for run-to-run flips",
         arm("a1", "unfused"): "A1 unfused: content without rounding",
@@ -81,55 +175,57 @@ def missing_controls(
         arm("a1", "promote"): "A1 promoted",
     }
     for way in ways:
-        wanted[arm("a0", way)] = f"the zero-delta arm through the same path ({way})"
-        wanted[arm("random", way)] = f"a random delta of equal norm ({way})"
-    missing = [words for name, words in wanted.items() if not arms.get(name)]
+        controls[arm("a0", way)] = f"the zero-delta arm through the same path ({way})"
+        controls[arm("random", way)] = f"a random delta of equal norm ({way})"
+    missing = [words for name, words in controls.items() if not arms.get(name)]
     fused = [way for way in ways if way != "unfused"]
     if not right.get(PERSONA) or any(not right.get(arm("a0", way)) for way in fused):
         missing.append("A0 on items that both models got right")
     return missing
 
 
-def judge(case: Case, way: str) -> Judgement:
+def judge(findings: Findings, way: str) -> Judgement:
     """The first thing that stands against a gain decides; nothing does: content."""
-    claim, limit = case.claims[way], case.criterion
-    if not limit.passes(claim):
+    claim, criterion = findings.claims[way], findings.criterion
+    if not criterion.passes(claim):
         more = ""
-        if claim.mcnemar.p_value < limit.alpha:
+        if claim.mcnemar.p_value < criterion.alpha:
             direction = "more" if claim.mcnemar.gained > claim.mcnemar.lost else "fewer"
             more = f" McNemar's test alone sees {direction} right answers, too few to count."
-        return Judgement(way, "no content", f"That is not {limit.in_words()}.{more}")
-    against = f"That is {limit.in_words()}"
-    if case.missing:
-        return Judgement(
-            way, "refused", f"{against}, but no gain is claimed without {'; '.join(case.missing)}."
-        )
-    if case.standing.reasons:
-        return Judgement(way, "exploratory", f"{against}, but it is not what was planned.")
-    for outcome, reason in (
-        ("format", _of_form(case, way)),
-        ("perturbation", _of_norm(case, way)),
-        ("guessing", _of_chance(case, way)),
-    ):
+        return Judgement(way, "no content", f"That is not {criterion.in_words()}.{more}")
+    gain = f"That is {criterion.in_words()}"
+    if findings.missing_controls:
+        missing = "; ".join(findings.missing_controls)
+        return Judgement(way, "refused", f"{gain}, but no gain is claimed without {missing}.")
+    if findings.standing.reasons:
+        return Judgement(way, "exploratory", f"{gain}, but it is not what was planned.")
+    against: tuple[tuple[Outcome, str | None], ...] = (
+        ("format", _of_form(findings, way)),
+        ("perturbation", _of_norm(findings, way)),
+        ("guessing", _of_chance(findings, way)),
+    )
+    for outcome, reason in against:
         if reason:
-            return Judgement(way, outcome, f"{against}, but {reason}")  # type: ignore[arg-type]
-    warn = ""
-    if claim.mcnemar.p_value >= limit.alpha:
-        warn = f" McNemar's exact test does not agree (p = {claim.mcnemar.p_value:.2g})."
-    random = case.against_random[way]
+            return Judgement(way, outcome, f"{gain}, but {reason}")
+    warning = ""
+    if claim.mcnemar.p_value >= criterion.alpha:
+        warning = f" McNemar's exact test does not agree (p = {claim.mcnemar.p_value:.2g})."
+    random = findings.against_random[way]
+    stays = percent(random.control_count, random.n)
     return Judgement(
-        way, "content",
-        f"{against}, and a random delta of equal norm stays at "
-        f"{percent(random.control_count, random.n)}.{warn}",
-    )  # fmt: skip
+        way, "content", f"{gain}, and a random delta of equal norm stays at {stays}.{warning}"
+    )
 
 
-def _of_form(case: Case, way: str) -> str | None:
+def _of_form(findings: Findings, way: str) -> str | None:
     """A gain of letters found, not of right ones among those found."""
-    form, limit = case.forms[way], case.criterion
-    if form.p_value >= limit.alpha or limit.passes_among(form):
+    form, criterion = findings.forms[way], findings.criterion
+    counts = form.right, form.control_right, form.n
+    if form.p_value >= criterion.alpha or (
+        form.n and passes(*counts, criterion.least_gain, criterion.alpha)
+    ):
         return None
-    n = case.claims[way].n
+    n = findings.claims[way].n
     among = "no item is answered so by both"
     if form.n:
         points = 100 * (form.right - form.control_right) / form.n
@@ -140,9 +236,9 @@ def _of_form(case: Case, way: str) -> str | None:
     )
 
 
-def _of_norm(case: Case, way: str) -> str | None:
-    random = case.against_random[way]
-    if random.difference > 0 and random.p_value < case.criterion.alpha:
+def _of_norm(findings: Findings, way: str) -> str | None:
+    random = findings.against_random[way]
+    if random.difference > 0 and random.p_value < findings.criterion.alpha:
         return None
     return (
         f"a random delta of equal norm scores {percent(random.control_count, random.n)}, too near "
@@ -150,13 +246,13 @@ def _of_norm(case: Case, way: str) -> str | None:
     )
 
 
-def _of_chance(case: Case, way: str) -> str | None:
-    a1 = case.results[case.claims[way].arm]
+def _of_chance(findings: Findings, way: str) -> str | None:
+    a1 = findings.arms[findings.claims[way].arm]
     interval = f"the interval of A1 ({100 * a1.interval.low:.1f} to {100 * a1.interval.high:.1f}%)"
-    if a1.interval.low <= case.guess_rate:
+    if a1.interval.low <= findings.guess_rate:
         return (
-            f"{interval} reaches down to guessing ({case.guess_rate:.1%}): the items were chosen "
-            "for being answered wrongly, and any change leads back to that rate."
+            f"{interval} reaches down to guessing ({findings.guess_rate:.1%}): the items were "
+            "chosen for being answered wrongly, and any change leads back to that rate."
         )
     if a1.interval.low <= a1.by_position:
         return (
@@ -183,72 +279,65 @@ _HEADS = {
 }
 
 
-def verdict(case: Case, judgements: Sequence[Judgement]) -> str:
+def verdict(findings: Findings) -> str:
     """The answer first, of the deciding way; then its numbers, and what the other ways say."""
-    first = judgements[0]
-    claim = case.claims[first.way]
+    first, standing = findings.judgements[0], findings.standing
+    claim = findings.claims[first.way]
+    adapter = "the unfused" if first.way == "unfused" else f"fused by {first.way}, the"
     answer = (
-        f"{_head(case, first)}: {_called(first.way)} adapter (A1) answers "
+        f"{_head(findings)}: {adapter} adapter (A1) answers "
         f"{percent(claim.count, claim.n)} of what base and persona got wrong, its zero-delta "
         f"control (A0) {percent(claim.control_count, claim.n)}."
     )
-    words = [answer, f"Content, A1 - A0: {difference_in_words(claim)}. {first.words}"]
-    if case.standing.reasons:
-        words.insert(0, "EXPLORATORY.")
-    words += _of_other_ways(case, judgements)
-    if case.missing and first.outcome != "refused":
-        words.append(f"Controls that are missing: {'; '.join(case.missing)}.")
-    return " ".join([*words, case.standing.in_words()])
+    low, high = claim.bootstrap.low or 0.0, claim.bootstrap.high or 0.0
+    adjusted = ""
+    if claim.p_adjusted != claim.p_value:
+        adjusted = f", {claim.p_adjusted:.2g} adjusted for all ways"
+    content = (
+        f"Content, A1 - A0: {100 * claim.difference:+.2f} points (95%: {100 * low:+.1f} to "
+        f"{100 * high:+.1f}; z-test p = {claim.p_value:.2g}{adjusted}; McNemar p = "
+        f"{claim.mcnemar.p_value:.2g}). {first.words}"
+    )
+    words = ["EXPLORATORY."] if standing.reasons else []
+    words += [answer, content, *_of_other_ways(findings)]
+    if findings.missing_controls and first.outcome != "refused":
+        words.append(f"Controls that are missing: {'; '.join(findings.missing_controls)}.")
+    return " ".join([*words, standing.in_words()])
 
 
-def _head(case: Case, first: Judgement) -> str:
-    claim, moved = case.claims[first.way], case.moved[first.way]
-    if case.standing.reasons and first.outcome != "refused":
+def _head(findings: Findings) -> str:
+    first = findings.judgements[0]
+    claim, moved = findings.claims[first.way], findings.moved[first.way]
+    if findings.standing.reasons and first.outcome != "refused":
         return _HEADS["exploratory"]
     if first.outcome == "no content":
-        form = case.forms[first.way]
+        form = findings.forms[first.way]
         if not form.in_form and not form.control_in_form:
             return "No claim, neither arm gives one answer in the form that was asked for"
-        if claim.difference < 0 and claim.mcnemar.p_value < case.criterion.alpha:
+        if claim.difference < 0 and claim.mcnemar.p_value < findings.criterion.alpha:
             return "Harm, no knowledge"
         if moved.n and not moved.changed:
             return "Neither knowledge nor jitter, not one answer changes"
     return _HEADS[first.outcome]
 
 
-def _called(way: str) -> str:
-    return "the unfused" if way == "unfused" else f"fused by {way}, the"
-
-
-def _of_other_ways(case: Case, judgements: Sequence[Judgement]) -> list[str]:
+def _of_other_ways(findings: Findings) -> list[str]:
     """Where the deciding way shows no content: whether unfused, or by another policy, there is."""
-    first, others = judgements[0], judgements[1:]
+    first, *others = findings.judgements
     if first.outcome == "content":
         return []
+    outcomes = {judgement.way: judgement.outcome for judgement in others}
     words = []
-    unfused = next((one for one in others if one.way == "unfused"), None)
-    if unfused is not None and first.outcome == "no content":
-        points = f"{100 * case.claims['unfused'].difference:+.2f} points"
-        if unfused.outcome == "content":
+    if "unfused" in outcomes and first.outcome == "no content":
+        points = f"{100 * findings.claims['unfused'].difference:+.2f} points"
+        if outcomes["unfused"] == "content":
             words.append(f"Unfused the adapter does add knowledge ({points}): the fuse loses it.")
         else:
             words.append(f"Unfused, without any rounding, it is no content either ({points}).")
-    kept = [one.way for one in others if one.outcome == "content" and one is not unfused]
-    if kept:
-        words.append(f"Fused by {', '.join(kept)} it adds knowledge.")
+    fused = [way for way, o in outcomes.items() if o == "content" and way != "unfused"]
+    if fused:
+        words.append(f"Fused by {', '.join(fused)} it adds knowledge.")
     return words
-
-
-def difference_in_words(found: Comparison) -> str:
-    """A1 less A0, with its interval and tests; p as it is, and as it is judged."""
-    low, high = found.bootstrap.low or 0.0, found.bootstrap.high or 0.0
-    adjusted = ""
-    if found.p_adjusted != found.p_value:
-        adjusted = f", {found.p_adjusted:.2g} adjusted for all ways"
-    return (
-        f"{100 * found.difference:+.2f} points (95%: {100 * low:+.1f} to {100 * high:+.1f}; z-test "
-        f"p = {found.p_value:.2g}{adjusted}; McNemar p = {found.mcnemar.p_value:.2g})"
-    )
 
 
 def floor_in_words(wrong: Flips, right: Flips, alpha: float) -> str:
@@ -275,46 +364,44 @@ def floor_in_words(wrong: Flips, right: Flips, alpha: float) -> str:
 
 
 def fuse_notes(fuses: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What the history of the weights does to a control; a sentence for each policy at most."""
-    notes = [pipeline_in_words(figures, way) for way, figures in fuses.items()]
-    return [note for note in notes if note]
-
-
-def pipeline_in_words(figures: Mapping[str, Any], way: str) -> str | None:
-    """A note where the control had nothing to change, as after an earlier refit at zero delta:
+    """Where the control of refit had nothing to change, as after an earlier refit at zero delta:
     refit reaches a fixed point, and a floor is measured only short of it.
     """
-    modules = figures["a0"]["by_module"]
+    if "refit" not in fuses:
+        return []
+    a0 = fuses["refit"]["a0"]
+    modules = a0["by_module"]
     # Plain weights have no grid, and so no fixed point of it.
-    quantized = [path for path, bits in figures["a0"]["bits"].items() if bits is not None]
+    quantized = [path for path, bits in a0["bits"].items() if bits is not None]
     still = [path for path in quantized if path in modules and not modules[path]["artifact"]]
-    if way != "refit" or not still:
-        return None
-    if len(still) < len(quantized):
-        return (
-            f"A0 by refit changed {len(quantized) - len(still)} of {len(quantized)} modules; the "
-            "others are at the fixed point of refit, as after an earlier one, and have no floor."
-        )
-    return (
+    if not still:
+        return []
+    note = (
         "A0 by refit changed no weight: these modules are at the fixed point of refit, as after an "
         "earlier refit that added nothing to them. Its floor is 0 by construction."
     )
+    if len(still) < len(quantized):
+        note = (
+            f"A0 by refit changed {len(quantized) - len(still)} of {len(quantized)} modules; the "
+            "others are at the fixed point of refit, as after an earlier one, and have no floor."
+        )
+    return [note]
 
 
 def answer_notes(arms: Mapping[str, ArmResult]) -> list[str]:
     """Of generated answers: arms that never box, and a boxed rate that is not the same in all."""
-    none = [name for name, found in arms.items() if not found.rules.get("boxed")]
-    if len(none) == len(arms):
-        rules: dict[str, int] = {}
-        for found in arms.values():
-            for rule, count in found.rules.items():
-                rules[rule] = rules.get(rule, 0) + count
+    unboxed = [name for name, result in arms.items() if not result.rules.get("boxed")]
+    if len(unboxed) == len(arms):
+        rules: Counter[str] = Counter()
+        for result in arms.values():
+            rules.update(result.rules)
         listed = ", ".join(f"{rule} {count}" for rule, count in rules.items())
         words = (
             "NO ARM BOXES A SINGLE ANSWER: every letter comes from a fallback rule, or there is "
             f"none ({listed}). These accuracies are of form, not of knowledge."
         )
         return [words]
-    if none:
-        return [f"Never box an answer: {', '.join(none)}. Their letters come from fallback rules."]
+    if unboxed:
+        listed = ", ".join(unboxed)
+        return [f"Never box an answer: {listed}. Their letters come from fallback rules."]
     return []

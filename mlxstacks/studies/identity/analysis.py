@@ -24,8 +24,7 @@ from mlxstacks.studies.identity.plan import (
 )
 from mlxstacks.studies.identity.settings import GATE_PROMPTS, IdentitySettings
 from mlxstacks.studies.identity.suite import Suite
-from mlxstacks.study.answers import Answer, in_form
-from mlxstacks.study.judge import paired
+from mlxstacks.study.answers import Answer, paired
 from mlxstacks.study.plan import Standing
 
 Answers = Mapping[str, Sequence[Answer]]
@@ -353,8 +352,8 @@ def regress(answers: Answers, name: str, reference: str) -> Figures:
         "arm": name, "reference": reference, "n": len(pairs),
         "right": sum(after.correct for _, after in pairs), "reference_right": right_before,
         "fixed": test.gained, "broken": test.lost, "p_value": test.p_value,
-        "chi_square": test.chi_square, "in_form": sum(in_form(after) for _, after in pairs),
-        "reference_in_form": sum(in_form(before) for before, _ in pairs),
+        "chi_square": test.chi_square, "in_form": sum(after.in_form for _, after in pairs),
+        "reference_in_form": sum(before.in_form for before, _ in pairs),
         "net": test.gained - test.lost, "both_wrong": len(pairs) - right_before - test.gained,
     }  # fmt: skip
 

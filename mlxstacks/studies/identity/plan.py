@@ -5,16 +5,12 @@ A condition says what is fused into what. An arm is a condition under a policy, 
 the same policy: under each policy another model.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.arms.arm import INSTRUCTION
 from mlxstacks.stats import mcnemar_exact_test, wilson_interval
-from mlxstacks.studies.confound.plan import file_sha256
-from mlxstacks.studies.confound.prompts import INSTRUCTION
 from mlxstacks.studies.identity.scorer import RULES as SCORER_RULES
 from mlxstacks.studies.identity.settings import NOT_OF_THE_PLAN, IdentitySettings
 from mlxstacks.studies.identity.suite import Suite, suite_sha256
@@ -143,26 +139,7 @@ def pairs_of(settings: IdentitySettings, has_adapter: bool) -> list[tuple[str, s
     return pairs
 
 
-def is_adapter(persona: Path, missing_is: bool = False) -> bool:
-    """Whether the persona is an adapter, not a model. missing_is: the answer for a path that is not
-    there, as in a plan for another machine.
-    """
-    return (persona / "adapter_config.json").is_file() or (missing_is and not persona.exists())
-
-
 # --- the plan -------------------------------------------------------------------------------------
-
-
-def source_sha256(path: Path, *, adapter: bool, recorded: str | None = None) -> str:
-    """Hash of a model, or of an adapter's weights and configuration. recorded: what the plan of a
-    run that is resumed says.
-    """
-    if not adapter:
-        return fingerprint(open_checkpoint(path), recorded)
-    digest = hashlib.sha256()
-    for file in [path / "adapter_config.json", *sorted(path.glob("adapter*.safetensors"))]:
-        digest.update(f"{file.name} {file_sha256(file)}\n".encode())
-    return digest.hexdigest()
 
 
 def data_of(hashes: Mapping[str, str], suite: Suite, items: Sequence[Item]) -> dict[str, str]:

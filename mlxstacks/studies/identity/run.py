@@ -18,25 +18,20 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxstacks import base_model
-from mlxstacks.data import Rendering
+from mlxstacks.arms.arm import Arm, training_rows
+from mlxstacks.arms.persona import Persona, is_adapter
+from mlxstacks.arms.set_g import mine
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapter_commands import convert_adapter
 from mlxstacks.files.adapters import WEIGHTS
 from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.hub import has_shape_of
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.settings import AdapterConvertSettings
-from mlxstacks.files.shipped_configs import has_shape_of
 from mlxstacks.files.strict_json import read_object
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.studies.confound.mining import mine
-from mlxstacks.studies.confound.plan import evidence_of, file_sha256
-from mlxstacks.studies.confound.prompts import training_rows
-from mlxstacks.studies.confound.scoring import Arm
-from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.identity.analysis import analyse, flips_note, verdict
 from mlxstacks.studies.identity.plan import (
     BASE,
@@ -50,12 +45,10 @@ from mlxstacks.studies.identity.plan import (
     UNFUSED,
     arm,
     data_of,
-    is_adapter,
     item_arms,
     kinds_of,
     plan_of,
     power_lines,
-    source_sha256,
     suite_arms,
 )
 from mlxstacks.studies.identity.report import blocks, outcome_of, plan_table
@@ -72,13 +65,13 @@ from mlxstacks.studies.identity.suite import (
 )
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.study import document
-from mlxstacks.study.answers import Answer, AnswerFile, Progress, ask_missing
+from mlxstacks.study.answers import Answer, AnswerFile, Progress
 from mlxstacks.study.artifacts import RECIPE, write_recipe
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import read_sealed, write_rows, write_sealed
 from mlxstacks.study.items import Item, read_items, stratified_sample
-from mlxstacks.study.plan import PLAN, Standing, standing
+from mlxstacks.study.plan import PLAN, Evidence, Standing, standing
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import discard, recorded_fingerprint, work_path
 
@@ -107,23 +100,6 @@ def run(
     if None in (settings.model, settings.persona, settings.items, settings.save_path):
         raise InputError("identity needs model, persona, items and save_path")
     return run_study(_Identity(settings, progress, dry_run), dry_run=dry_run)
-
-
-def item_settings(settings: IdentitySettings) -> ConfoundSettings:
-    """How items are answered, in the terms of `mlxstacks confound`, whose code does it."""
-    names = ("scoring", "normalisation", "max_tokens", "thinking", "allow_special", "train")
-    return ConfoundSettings(**{name: getattr(settings, name) for name in names})
-
-
-def ask(arm: Arm, items: Sequence[Item], prompts: Mapping[str, SuitePrompt]) -> list[Answer]:
-    """A reply to each prompt, greedy, so the same each time; judged at once."""
-    rendering, replies = Rendering.of(arm.settings), []
-    for item in items:
-        chat = [{"role": "user", "content": item.question}]
-        tokens = arm.settings.max_tokens
-        reply = base_model.generate(arm.model, arm.tokenizer, chat, tokens, rendering)
-        replies.append(_judged(prompts[item.item_id], reply))
-    return replies
 
 
 def _judged(prompt: SuitePrompt, reply: str) -> Answer:
@@ -189,7 +165,8 @@ class _Identity(Study):
 
     def planned(self) -> Result:
         settings, persona = self.settings, user_path(str(self.settings.persona))
-        self.has_adapter = is_adapter(persona, missing_is=self.dry_run)
+        # A plan for another machine takes a persona that is not here for an adapter.
+        self.has_adapter = is_adapter(persona) or (self.dry_run and not persona.exists())
         self.suite_arms = suite_arms(settings, self.has_adapter)
         self.item_arms = item_arms(settings, self.has_adapter)
         prompts = [prompt.as_json() for prompt in self.suite]
@@ -211,9 +188,7 @@ class _Identity(Study):
         self.items = stratified_sample(self.planned_items, settings.most_items, settings.seed)
         self.suite_items = as_items(in_turns(self.suite))[: settings.limit]
         self.prompts = {prompt.prompt_id: prompt for prompt in self.suite}
-        self.base = resolve_model(str(settings.model))
-        self.persona = persona if self.has_adapter else resolve_model(str(settings.persona))
-        self.of_items = item_settings(settings)
+        self.source = Persona(str(settings.model), str(settings.persona))
         total = len(self.suite_items) * len(self.suite_arms) + len(self.items) * len(self.item_arms)
         self.progress = WholeProgress(self._progress, total + 2 * (settings.training.iters or 1))
         self.plan = plan_of(
@@ -229,14 +204,7 @@ class _Identity(Study):
         recorded = functools.partial(
             recorded_fingerprint, plan, "data", resume=self.settings.resume
         )
-        hashes = {
-            "base": source_sha256(self.base, adapter=False, recorded=recorded("base")),
-            "persona": source_sha256(
-                self.persona, adapter=self.has_adapter, recorded=recorded("persona")
-            ),
-        }
-        tokenizer = self.base / "tokenizer.json"
-        return hashes | ({"tokenizer": file_sha256(tokenizer)} if tokenizer.is_file() else {})
+        return self.source.hashes(recorded, "persona")
 
     def _notes(self) -> tuple[str, ...]:
         trained = (
@@ -275,7 +243,7 @@ class _Identity(Study):
             {BASE: None, UNFUSED: self._adapter(PERSONA)} if self.has_adapter else {BASE: None}
         )
         for name, adapter in adapters.items():
-            load = functools.cache(functools.partial(Arm, self.base, self.of_items, adapter))
+            load = functools.cache(functools.partial(Arm, self.source.base, self.settings, adapter))
             self._ask("suite", name, load)
             self._ask("items", name, load)
 
@@ -325,7 +293,7 @@ class _Identity(Study):
 
     def _loader(self, kind: str, policy: str) -> Callable[[], Arm]:
         """A function that fuses and loads an arm when it is first called."""
-        return functools.cache(lambda: Arm(self._model(kind, policy), self.of_items))
+        return functools.cache(lambda: Arm(self._model(kind, policy), self.settings))
 
     def _ask(self, of: str, name: str, load: Callable[[], Arm]) -> list[Answer]:
         """An arm's replies to the suite, or its answers to the items: what is missing is asked."""
@@ -333,9 +301,15 @@ class _Identity(Study):
         progress = self.progress.part(len(file.items), file.path.stem.replace("_", " "))
 
         def answer(items: Sequence[Item]) -> Sequence[Answer]:
-            return ask(load(), items, self.prompts) if of == "suite" else load().answer(items)
+            if of == "items":
+                return load().answer(items)
+            replies = [load().reply(item.question) for item in items]
+            return [
+                _judged(self.prompts[item.item_id], reply)
+                for item, reply in zip(items, replies, strict=True)
+            ]
 
-        answers = ask_missing(file, len(file.items), self.settings.batch_size, answer, progress)
+        answers = file.complete(len(file.items), self.settings.batch_size, answer, progress)
         if of == "suite":
             check_verdicts(name, answers, self.suite)
         return answers
@@ -351,14 +325,17 @@ class _Identity(Study):
         """persona, factual or factual_second. A PEFT persona is written in mlx-lm's format first,
         the only one that can run beside the base.
         """
-        if name != PERSONA or (self.persona / WEIGHTS).is_file():
-            return self.persona if name == PERSONA else self.work / name
+        if name != PERSONA:
+            return self.work / name
+        assert self.source.adapter is not None
+        if (self.source.adapter / WEIGHTS).is_file():
+            return self.source.adapter
         converted = self.work / "persona_mlx"
         if not converted.exists():
             convert_adapter(
                 AdapterConvertSettings(
-                    adapter_path=str(self.persona), save_path=str(converted), to="mlx",
-                    model=str(self.base),
+                    adapter_path=str(self.source.adapter), save_path=str(converted), to="mlx",
+                    model=str(self.source.base),
                 )
             )  # fmt: skip
         return converted
@@ -368,14 +345,14 @@ class _Identity(Study):
         persona's model of the same policy. What the fuse did is kept when the model goes.
         """
         if kind == REFERENCE and not self.has_adapter:
-            return self.persona
+            return self.source.speaker
         condition, name = CONDITIONS[kind], arm(kind, policy)
         target, onto_base = self.work / MODELS / name, condition.source == BASE
         if not target.exists():
             target.parent.mkdir(exist_ok=True)
             fuse(
                 FuseSettings(
-                    model=str(self.base if onto_base else self._model(REFERENCE, policy)),
+                    model=str(self.source.base if onto_base else self._model(REFERENCE, policy)),
                     adapter_path=(str(self._adapter(condition.adapter)),),
                     save_path=str(target),
                     requant=policy,
@@ -408,6 +385,7 @@ class _Identity(Study):
             check_verdicts(name, given, self.suite)
         reached = self._standing(replies)
         split = read_object((work / SPLIT).read_bytes())
+        config = open_checkpoint(self.source.base).config
         figures: dict[str, Any] = {
             "planned_arms": list(self.suite_arms),
             "suite": [prompt.as_json() for prompt in self.suite],
@@ -419,7 +397,7 @@ class _Identity(Study):
             **analyse(
                 replies, answers, suite=self.suite, settings=settings,
                 has_adapter=self.has_adapter, standing=reached,
-                is_published_model=has_shape_of(open_checkpoint(self.base).config, PUBLISHED_MODEL),
+                is_published_model=has_shape_of(config, PUBLISHED_MODEL),
             ),
         }  # fmt: skip
         return Result(
@@ -432,7 +410,8 @@ class _Identity(Study):
     def _standing(self, replies: Mapping[str, Sequence[Answer]]) -> Standing:
         """Of a quick look with all that it left out."""
         data = data_of(self._hashes(), self.suite, self.planned_items)
-        evidence = evidence_of(replies, self.plan.sha256, data, self.settings.seed)
+        items = {name: [reply.item_id for reply in given] for name, given in replies.items()}
+        evidence = Evidence(self.plan.sha256, items, data, (self.settings.seed,))
         reasons = list(standing(self.plan, evidence).reasons)
         planned, answered = len(self.planned_items), len(self.items)
         if answered < planned:

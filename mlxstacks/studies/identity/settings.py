@@ -2,23 +2,27 @@
 
 from typing import Annotated, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
+from mlxstacks.arms.settings import (
+    PUBLISHED_TRAINING,
+    Alpha,
+    LikelihoodNormalisation,
+    Model,
+    Policies,
+    Scoring,
+    TargetCorrelation,
+    Training,
+)
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
-from mlxstacks.settings import Settings
-from mlxstacks.studies.confound.settings import (
-    PUBLISHED_TRAINING,
-    Normalisation,
-    Scoring,
-    said_twice,
-)
+from mlxstacks.settings import Count, Force, Probability, Resume, Seed, Settings
 from mlxstacks.training.settings import TrainSettings
 
 DEFAULT_SUITE = "default"
 # The gate is given for a suite of this many prompts, and scaled by share for others.
 GATE_PROMPTS = 20
-# How a run writes and goes on, not what comes of it; `limit` makes a result exploratory instead.
+# How a run writes and resumes, not what comes of it; `limit` makes a result exploratory instead.
 NOT_OF_THE_PLAN = {
     "model", "persona", "items", "suite", "save_path", "limit", "keep_models", "resume", "force",
 }  # fmt: skip
@@ -45,11 +49,7 @@ class PersonaCard(Settings):
 class IdentitySettings(Settings):
     """Does a persona survive a second adapter? The defaults are the published settings."""
 
-    model: str | None = Field(
-        None,
-        description="Quantized base: a directory or Hugging Face id. Default: the built-in nano "
-        "model.",
-    )
+    model: Model = None
     persona: str | None = Field(
         None,
         description="The persona: an adapter, or a model that has it already; only with an adapter "
@@ -72,7 +72,7 @@ class IdentitySettings(Settings):
     save_path: str | None = Field(
         None, description="Directory to write. Default: ./mlxstacks-out/identity."
     )
-    policies: tuple[PolicyName, ...] = Field(
+    policies: Policies = Field(
         ("refit", "nearest", "promote"),
         description="Policies of all fuses of a condition, that of the persona too. Repeatable.",
     )
@@ -81,15 +81,13 @@ class IdentitySettings(Settings):
         description="One of the policies: its fused persona is what the factual adapters are mined "
         "with and trained on. They are the same in all policies.",
     )
-    target_correlation: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.98, description="Correlation that auto and promote seek."
-    )
-    train: TrainSettings = Field(
+    target_correlation: TargetCorrelation = 0.98
+    train: Training = Field(
         PUBLISHED_TRAINING,
         description="Settings of the factual adapters' training, by the names of `mlxstacks "
         "train`; rank is that of the first.",
     )
-    second_rank: int = Field(8, ge=1, description="Rank of the second factual adapter.")
+    second_rank: Count = Field(8, description="Rank of the second factual adapter.")
     train_share: float = Field(
         0.7, gt=0, lt=1, description="Of the items that base and persona both get wrong."
     )
@@ -101,10 +99,8 @@ class IdentitySettings(Settings):
     scoring: Scoring = Field(
         "generate", description="Of the items, as in `mlxstacks confound`. Prompts are generated."
     )
-    normalisation: Normalisation = Field(
-        "sum", description="Of likelihoods: their sum, or the mean over tokens or characters."
-    )
-    max_tokens: int = Field(128, ge=1, description="Longest reply, greedy.")
+    normalisation: LikelihoodNormalisation = "sum"
+    max_tokens: Count = Field(128, description="Longest reply, greedy.")
     thinking: Thinking = "off"
     allow_special: AllowSpecial = False
     most_of_base: int = Field(
@@ -115,31 +111,23 @@ class IdentitySettings(Settings):
     least_of_persona: int = Field(
         15, ge=1, le=GATE_PROMPTS, description="Gate: fewest of 20 that the persona must pass."
     )
-    largest_loss: float = Field(
-        0.25, ge=1e-6, le=0.999999,
+    largest_loss: Probability = Field(
+        0.25,
         description="A condition keeps the persona when the 95% interval of what it loses, of the "
         "prompts that the persona passes, ends at or below this share.",
-    )  # fmt: skip
-    alpha: float = Field(
-        0.05, ge=1e-6, le=0.999999, description="p-values below it count as significant."
     )
-    expected_failures: float = Field(
-        0.1,
-        ge=1e-6,
-        le=0.999999,
-        description="Share of prompts the persona fails, for the power table.",
+    alpha: Alpha = 0.05
+    expected_failures: Probability = Field(
+        0.1, description="Share of prompts the persona fails, for the power table."
     )
     # Above largest_loss: a share that changes cannot be smaller than the loss that is looked for.
-    expected_discordant: float = Field(
-        0.3,
-        ge=1e-6,
-        le=0.999999,
-        description="Share of prompts whose verdict changes, for the power table.",
+    expected_discordant: Probability = Field(
+        0.3, description="Share of prompts whose verdict changes, for the power table."
     )
-    batch_size: int = Field(
-        16, ge=1, description="Prompts or items answered before they are written down."
+    batch_size: Count = Field(
+        16, description="Prompts or items answered before they are written down."
     )
-    limit: Annotated[int, Field(ge=1)] | None = Field(
+    limit: Count | None = Field(
         None,
         description="Ask only so many prompts and 20 times as many items, and train only 10 times "
         "as many batches: a quick look, marked exploratory.",
@@ -147,9 +135,9 @@ class IdentitySettings(Settings):
     keep_models: bool = Field(
         False, description="Keep the fused models; by default each goes once it has answered."
     )
-    resume: bool = Field(True, description="Go on with a run that was interrupted.")
-    force: bool = Field(False, description="Replace an existing save path.")
-    seed: int = Field(0, ge=0, lt=2**64, description="Seed of sample, split and training.")
+    resume: Resume = True
+    force: Force = False
+    seed: Seed = Field(0, description="Seed of sample, split and training.")
 
     @property
     def most_items(self) -> int | None:
@@ -164,13 +152,6 @@ class IdentitySettings(Settings):
         most = _BATCHES_PER_PROMPT * self.limit
         iters = most if self.train.iters is None else min(self.train.iters, most)
         return self.train.model_copy(update={"iters": iters})
-
-    @field_validator("policies")
-    @classmethod
-    def _each_once(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        if not values or len(set(values)) < len(values):
-            raise ValueError(f"got {list(values)}; give one or more policies, each once")
-        return values
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -187,7 +168,6 @@ class IdentitySettings(Settings):
                 f"most_of_base {self.most_of_base} is not below least_of_persona "
                 f"{self.least_of_persona}: the gate would tell nothing apart"
             )
-        problems += said_twice(self.train)
         if problems:
             raise ValueError("; ".join(problems))
         return self

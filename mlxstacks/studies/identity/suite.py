@@ -20,8 +20,7 @@ from typing import Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.shard_header import parse_object
-from mlxstacks.files.strict_json import json_sha256
+from mlxstacks.files.strict_json import json_sha256, parse_object
 from mlxstacks.studies.identity.scorer import Verdict, check_pattern, normalised, score
 from mlxstacks.studies.identity.settings import DEFAULT_SUITE, PersonaCard
 from mlxstacks.study.items import Item

@@ -15,28 +15,29 @@ import mlx.nn as nn
 import numpy as np
 
 from mlxstacks import base_model
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, NonFiniteModelError
 from mlxstacks.files.checkpoint import check_unchanged, fingerprint, open_checkpoint
 from mlxstacks.files.disk import mlx_write_errors, user_path
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.layers.switch_choices import SOFTMAX_BLOCKS, SwitchLayer, find_switches
-from mlxstacks.studies.profile.analysis import Choices, Rule, analyse
-from mlxstacks.studies.profile.capture import count_choices
-from mlxstacks.studies.profile.data import has_template, items_sha256, read_groups
-from mlxstacks.studies.profile.report import (
-    COUNTS,
+from mlxstacks.layers.switch_choices import (
+    SOFTMAX_BLOCKS,
+    SwitchLayer,
+    chosen_weights,
+    find_switches,
+    hearing,
+)
+from mlxstacks.studies.profile.analysis import (
     MOST_SHOWN,
+    Choices,
+    analyse,
     blocks,
     differing_bits,
     outcome,
     plan_table,
-    verdict_of,
+    verdict,
 )
-from mlxstacks.studies.profile.routing_profile import (
-    expected_bias,
-    least_excess,
-    usual_top_experts,
-)
+from mlxstacks.studies.profile.data import has_template, items_sha256, read_groups
+from mlxstacks.studies.profile.measures import expected_bias, least_excess, usual_top_experts
 from mlxstacks.studies.profile.settings import (
     DIFFERENT_BELOW,
     HALVES_MARGIN,
@@ -49,6 +50,7 @@ from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.plan import PLAN
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import recorded_fingerprint, work_path
+from mlxstacks.training.modes import evaluating
 
 ABOUT = {
     "kind": "profile",
@@ -59,6 +61,7 @@ HYPOTHESIS = (
     "Groups of prompts go to other experts, and the layers where they do so most are the same for "
     "all groups"
 )
+COUNTS = "routing_counts.safetensors"
 _NOT_OF_THE_RESULT = {"force", "save_path", "resume"}
 Progress = Callable[..., None]
 
@@ -110,13 +113,24 @@ class _Profile(Study):
         plan = work_path(user_path(str(settings.save_path))) / PLAN
         recorded = recorded_fingerprint(plan, "base_fingerprint", resume=settings.resume)
         self.plan = self._plan(fingerprint(checkpoint, recorded))
+        tokens, first = self.groups[0].tokens, self.switches[0]
+        least = least_excess(
+            len(self.groups), first.num_experts, len(self.switches), tokens * _top_k(first.block),
+            self.rule.alpha,
+        )  # fmt: skip
+        # Told with the plan, and no part of it: it follows from what is.
+        power = (
+            f"smallest divergence beyond chance that is found at 80% power, alpha "
+            f"{self.rule.alpha:g}: {least:.2g} nats with {tokens:,} tokens a group, if all choices "
+            "were independent; half of it needs twice the tokens"
+        )
         self.data = {
             "groups": [group.as_json() for group in self.groups], "layers": self.about_layers
         }  # fmt: skip
         return head.model_copy(
             update={
                 "standing": Standing(status="planned"), "plan": self.plan, "data": self.data,
-                "power": (self._power(),), "blocks": (plan_table(self.plan),),
+                "power": (power,), "blocks": (plan_table(self.plan),),
                 "notes": tuple(self.notes),
             }
         )  # fmt: skip
@@ -130,33 +144,19 @@ class _Profile(Study):
 
     def conclude(self, work: Path) -> Result:
         choices = self._choices(work)
-        tables = analyse(choices, self.rule, self._tick_of_permutations)
+        tables = analyse(choices, self.rule, self._tick_permutation)
         if self.progress and self.plot_formats:
             # They take many seconds, in which a bar would stand at what was before.
             self.progress(self.rule.permutations, self.rule.permutations, "plots")
         return Result(
             **ABOUT, status="done",
-            outcome=outcome(tables, self.rule.alpha), verdict=verdict_of(tables, self.rule.alpha),
+            outcome=outcome(tables, self.rule.alpha), verdict=verdict(tables, self.rule.alpha),
             data={**self.data, "tables": tables},
             blocks=blocks(tables, self.data["groups"], self.about_layers, choices.counts),
         )  # fmt: skip
 
-    def _power(self) -> str:
-        """Told with the plan, and no part of it: it follows from what is."""
-        tokens, first = self.groups[0].tokens, self.switches[0]
-        least = least_excess(
-            len(self.groups), first.num_experts, len(self.switches), tokens * _top_k(first.block),
-            self.rule.alpha,
-        )  # fmt: skip
-        return (
-            f"smallest divergence beyond chance that is found at 80% power, alpha "
-            f"{self.rule.alpha:g}: {least:.2g} nats with {tokens:,} tokens a group, if all choices "
-            "were independent; half of it needs twice the tokens"
-        )
-
     def _plan(self, base_fingerprint: str) -> dict[str, Any]:
-        first = self.switches[0]
-        tokens = self.groups[0].tokens
+        first, tokens = self.switches[0], self.groups[0].tokens
         return {
             "kind": "profile",
             "hypothesis": HYPOTHESIS,
@@ -233,15 +233,95 @@ class _Profile(Study):
             tuple(switch.layer for switch in self.switches),
         )
 
+    def _tick_permutation(self, done: int) -> None:
+        if self.progress:
+            self.progress(done, self.rule.permutations, "shuffled labels")
+
     def _tick(self, place: int, done: int) -> None:
         if self.progress:
             before = sum(len(group.prompts) for group in self.groups[:place])
             total = sum(len(group.prompts) for group in self.groups)
             self.progress(before + done, total, self.groups[place].name)
 
-    def _tick_of_permutations(self, done: int) -> None:
-        if self.progress:
-            self.progress(done, self.rule.permutations, "shuffled labels")
+
+def count_choices(
+    model: nn.Module,
+    switches: Sequence[SwitchLayer],
+    prompts: Sequence[Sequence[int]],
+    *,
+    batch_size: int,
+    weights: bool = False,
+    tick: Callable[[int], None] | None = None,
+) -> np.ndarray:
+    """Choices of every prompt, layer and expert, (n, L, E) float64; padding counts nothing.
+
+    weights: sum the router's weights of the choices instead. tick: called with the prompts done.
+    Law: independent of batch size and of padding, as far as the model's arithmetic is.
+    Raises: ValueError: an empty prompt, or a mixture that does not see every token;
+        NonFiniteModelError: NaN or Inf in what a mixture sees.
+    """
+    if not all(prompts):
+        raise ValueError("every prompt needs a token")
+    counts = np.zeros((len(prompts), len(switches), switches[0].num_experts))
+    order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    heard: dict[int, tuple[mx.array, mx.array | None]] = {}
+    is_finite: dict[int, mx.array] = {}
+
+    def hear(place: int, x: mx.array, indices: mx.array) -> None:
+        # Some blocks give (B, T, top_k), some (B * T, top_k): the order of tokens is the same.
+        weight = chosen_weights(switches[place], x, indices) if weights else None
+        heard[place] = indices, weight
+        is_finite[place] = mx.isfinite(x).all()
+
+    with base_model.gated_delta_installed(), evaluating(model), hearing(switches, hear):
+        for start in range(0, len(order), batch_size):
+            places = order[start : start + batch_size]
+            tokens, real = _padded([prompts[place] for place in places])
+            heard.clear()
+            model(mx.array(tokens))
+            mx.eval(heard, is_finite)
+            for place, finite in is_finite.items():
+                if not finite.item():
+                    raise NonFiniteModelError(f"the input of {switches[place].path}")
+            owner = np.repeat(np.arange(len(places)), tokens.shape[1])[real]
+            for layer, (indices, weight) in heard.items():
+                counts[places, layer] = _per_prompt(
+                    indices, weight, real, owner, (len(places), counts.shape[2])
+                )
+            if tick:
+                tick(start + len(places))
+    heard.clear()
+    return counts
+
+
+def _padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """tokens (B, T) int32, padded on the right, which a causal model's tokens never see; and which
+    of them are real, (B * T,) bool.
+    """
+    lengths = np.array([len(prompt) for prompt in prompts])
+    real = np.arange(lengths.max()) < lengths[:, None]  # (B, T)
+    tokens = np.zeros(real.shape, dtype=np.int32)
+    tokens[real] = np.concatenate([np.asarray(prompt) for prompt in prompts])
+    return tokens, real.reshape(-1)
+
+
+def _per_prompt(
+    indices: mx.array,
+    weight: mx.array | None,
+    real: np.ndarray,
+    owner: np.ndarray,
+    shape: tuple[int, int],
+) -> np.ndarray:
+    """indices (..., top_k), real (B * T,) bool, owner (real tokens,) -> (B, E)."""
+    if indices.size // indices.shape[-1] != len(real):
+        raise ValueError(
+            f"a mixture got {indices.size // indices.shape[-1]} tokens of {len(real)}; its choices "
+            "cannot be told apart by prompt"
+        )
+    chosen = np.array(indices).reshape(len(real), -1)[real].astype(np.int64)  # (tokens, top_k)
+    cells = (owner[:, None] * shape[1] + chosen).reshape(-1)
+    amounts = None if weight is None else np.array(weight).reshape(len(real), -1)[real].reshape(-1)
+    return np.bincount(cells, amounts, minlength=shape[0] * shape[1]).reshape(shape)
 
 
 def _group_file(place: int) -> str:
@@ -258,7 +338,8 @@ def _read(path: Path) -> np.ndarray:
     return np.array(base_model.load_arrays(path)[0]["choices"]).astype(np.float64)
 
 
-def _rule(settings: ProfileSettings, switches: Sequence[SwitchLayer]) -> Rule:
+def _rule(settings: ProfileSettings, switches: Sequence[SwitchLayer]) -> ProfileSettings:
+    """The settings with their top_experts. Raises: InputError for more than there are."""
     experts = switches[0].num_experts
     top_experts = settings.top_experts or usual_top_experts(experts)
     if top_experts >= experts:
@@ -271,10 +352,7 @@ def _rule(settings: ProfileSettings, switches: Sequence[SwitchLayer]) -> Rule:
             f"top_layers is {settings.top_layers}; {len(switches)} layers have experts: ask for at "
             f"most {len(switches) - 1}"
         )
-    return Rule(
-        settings.top_layers, top_experts, settings.permutations, settings.halves, settings.alpha,
-        settings.seed,
-    )  # fmt: skip
+    return settings.model_copy(update={"top_experts": top_experts})
 
 
 def _switches(model: nn.Module, settings: ProfileSettings) -> list[SwitchLayer]:

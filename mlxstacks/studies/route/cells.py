@@ -1,29 +1,20 @@
-"""Cells, tables and plots that the results of `mlxstacks route` share."""
+"""Cells and plots that the results of `mlxstacks route` share."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from mlxstacks.study.document import Cell, Column, Plot, Series, Table
+from mlxstacks.study.document import Cell, Columns, Plot, Series
 
 Estimate = Mapping[str, Any]
 """`value`, `mean`, `rate` or `share`, with `low` and `high` (of a share in `interval`) or None."""
+RATE: Columns = {"number": "count", "of": "count", "share": ("share", 0)}
 
 
-Head = str | tuple[str, str] | tuple[str, str, int]
-"""Of a column: name, kind and digits; a name alone is of text."""
-RATE: tuple[Head, ...] = ("number", "count"), ("of", "count"), ("share", "share", 0)
-
-
-def table(
-    id: str, title: str, heads: Iterable[Head], rows: Iterable[Sequence[Cell]], **options: Any
-) -> Table:
-    """options: of `Table`."""
-    specs = [(head,) if isinstance(head, str) else head for head in heads]
-    columns = [dict(zip(("name", "kind", "digits"), spec, strict=False)) for spec in specs]
-    return Table(
-        id=id, title=title, columns=tuple(Column.model_validate(one) for one in columns),
-        rows=tuple(map(tuple, rows)), **options,
-    )  # fmt: skip
+def triple(estimate: Estimate) -> tuple[float | None, float | None, float | None]:
+    """The value and the bounds of its interval."""
+    key = next(key for key in ("value", "mean", "rate", "share") if key in estimate)
+    bounds = estimate.get("interval") or estimate
+    return estimate[key], bounds.get("low"), bounds.get("high")
 
 
 def cell(estimate: Estimate | None) -> Cell:
@@ -31,19 +22,11 @@ def cell(estimate: Estimate | None) -> Cell:
     if estimate is None:
         return None
     value, low, high = triple(estimate)
-    if value is None or low is None or high is None:
-        return value
-    return value, low, high
+    return value if value is None or low is None or high is None else (value, low, high)
 
 
-def triple(estimate: Estimate) -> tuple[float | None, float | None, float | None]:
-    key = next(key for key in ("value", "mean", "rate", "share") if key in estimate)
-    bounds = estimate.get("interval") or estimate
-    return estimate[key], bounds.get("low"), bounds.get("high")
-
-
-def rate_row(rate: Estimate | None) -> tuple[Cell, Cell, Cell]:
-    """Count, of how many, share with interval."""
+def rate_cells(rate: Estimate | None) -> tuple[Cell, Cell, Cell]:
+    """Count, of how many, share with interval: the columns RATE."""
     return (None, None, None) if rate is None else (rate["count"], rate["n"], cell(rate))
 
 
@@ -80,9 +63,8 @@ def in_words(estimate: Estimate, digits: int = 3) -> str:
 
 def rate_in_words(rate: Estimate) -> str:
     """`3 of 4 (75%, 30 to 95)`."""
+    count = f"{rate['count']} of {rate['n']}"
     value, low, high = triple(rate)
     if value is None or low is None or high is None:
-        return f"{rate['count']} of {rate['n']}"
-    return (
-        f"{rate['count']} of {rate['n']} ({100 * value:.0f}%, {100 * low:.0f} to {100 * high:.0f})"
-    )
+        return count
+    return f"{count} ({100 * value:.0f}%, {100 * low:.0f} to {100 * high:.0f})"

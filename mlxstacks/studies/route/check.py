@@ -16,15 +16,18 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import check_target, staged_directory
 from mlxstacks.files.store import Store
-from mlxstacks.routing.answer import begins_in_thought
+from mlxstacks.layers.selection import base, ungated
+from mlxstacks.routing.engine import begins_in_thought
 from mlxstacks.routing.generation import encode_prompt
-from mlxstacks.routing.route import Route, base_route, ungated_route
-from mlxstacks.routing.router import PromptRouter, load_prompt_router
+from mlxstacks.routing.router import (
+    PromptRouter,
+    load_prompt_router,
+)
 from mlxstacks.routing.router_metrics import rate_json
-from mlxstacks.studies.route.cells import RATE, interval_plot, rate_in_words, rate_row, table
+from mlxstacks.studies.route.cells import RATE, interval_plot, rate_cells, rate_in_words
 from mlxstacks.studies.route.data import routed_domains
-from mlxstacks.studies.route.served import Served, open_served, selection_of
-from mlxstacks.studies.route.settings import CheckMode, CheckPrompt, RouteCheckSettings
+from mlxstacks.studies.route.served import Served, open_served, weighted
+from mlxstacks.studies.route.settings import CheckPrompt, RouteCheckSettings
 from mlxstacks.study.document import Block, Table
 from mlxstacks.study.render.words import short
 from mlxstacks.study.result import Result
@@ -90,7 +93,7 @@ def run(
         "verdict": verdict(summary),
         "environment": environment(time.monotonic() - started),
         "data": {"summary": summary, "prompts": prompts},
-        "blocks": blocks(summary, prompts),
+        "blocks": tuple(blocks(summary, prompts)),
         "notes": (*served.notes, *router.notes),
     })  # fmt: skip
     with staged_directory(target, force=settings.force, inputs=[store.path]) as directory:
@@ -117,17 +120,14 @@ def _checked(
 ) -> dict[str, Any]:
     """missing_domains: expected ones that are not active. answers: by mode."""
     route = router.decide(router.score(check.prompt), hard=settings.hard, routable=served.domains)
-    routes: dict[CheckMode, Route] = {
-        "base": base_route(), "ungated": ungated_route(), "routed": route
-    }  # fmt: skip
+    selections = {"base": base(), "ungated": ungated(), "routed": weighted(route.weights)}
     rendering = Rendering.of(settings)
     # Whether the template opens a thought at the end of a prompt and leaves it open.
     prompt = encode_prompt(served.tokenizer, [{"role": "user", "content": "Hello"}], rendering)
     in_thought = begins_in_thought(served.tokenizer, prompt.tokens[prompt.stable :])
     answers = {}
     for mode in settings.modes if check.is_answered else ():
-        selection = selection_of(routes[mode])
-        text = served.answer(check.prompt, selection, settings.max_tokens, rendering)
+        text = served.answer(check.prompt, selections[mode], settings.max_tokens, rendering)
         answers[mode] = judge(
             check, text,
             lambda part: len(served.tokenizer.encode(part, add_special_tokens=False)),
@@ -250,53 +250,45 @@ def summary_of(prompts: Sequence[Mapping[str, Any]], chat_domain: str | None) ->
     several = [len(p["weights"]) > 1 for p in prompts]
     beside_chat = [len(p["weights"].keys() - {chat_domain}) > 1 for p in prompts]
     return {
-        "answers": {mode: _rate(passed) for mode, passed in modes.items()},
-        "expected_domains_active": _rate(expected),
-        "more_than_one_active": _rate(several),
-        "more_than_one_active_beside_chat": _rate(beside_chat),
+        "answers": {mode: rate_json(sum(passed), len(passed)) for mode, passed in modes.items()},
+        "expected_domains_active": rate_json(sum(expected), len(expected)),
+        "more_than_one_active": rate_json(sum(several), len(several)),
+        "more_than_one_active_beside_chat": rate_json(sum(beside_chat), len(beside_chat)),
     }
 
 
-def _rate(passed: list[bool]) -> dict[str, Any] | None:
-    return rate_json(sum(passed), len(passed))
-
-
 def verdict(summary: Mapping[str, Any]) -> str:
-    parts = [
-        f"{rate['count']} of {rate['n']} answers hold in mode {mode}"
-        for mode, rate in summary["answers"].items()
-    ]
-    if rate := summary["expected_domains_active"]:
-        parts.append(f"{rate['count']} of {rate['n']} routes have the expected domains")
-    rate = summary["more_than_one_active"]
-    parts.append(f"{rate['count']} of {rate['n']} requests have more than one active domain")
-    return "; ".join(parts) + "."
+    parts = {f"answers hold in mode {mode}": rate for mode, rate in summary["answers"].items()}
+    parts["routes have the expected domains"] = summary["expected_domains_active"]
+    parts["requests have more than one active domain"] = summary["more_than_one_active"]
+    counts = (f"{rate['count']} of {rate['n']} {what}" for what, rate in parts.items() if rate)
+    return f"{'; '.join(counts)}."
 
 
-def blocks(summary: Mapping[str, Any], prompts: Sequence[Mapping[str, Any]]) -> tuple[Block, ...]:
-    rates = {f"answers hold, {mode}": rate for mode, rate in summary["answers"].items()}
-    rates |= {key.replace("_", " "): summary[key] for key in summary if key != "answers"}
+def blocks(summary: Mapping[str, Any], prompts: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
+    yield _prompt_table(list(summary["answers"]), prompts)
     failures = [
         (p["name"], mode, "; ".join(answer["failed"]), short(answer["text"], _SHOWN_CHARACTERS))
         for p in prompts
         for mode, answer in p["answers"].items()
         if answer["failed"]
     ]
-    heads = ("prompt", "mode", "rules", "the answer begins")
-    return (
-        _prompt_table(list(summary["answers"]), prompts),
-        *([table("failures", "Answers that break a rule", heads, failures)] if failures else []),
-        table("rate-table", "Rates", ("what", *RATE), (
-            (name, *rate_row(rate)) for name, rate in rates.items()
-        )),
-        interval_plot(
-            "rates", "Answers and routes that hold",
-            {name: rate for name, rate in rates.items() if rate}, "% of prompts, 95% interval",
-            scale=100, form="{:.0f}", limits=(-5.0, 105.0),
-        ),
-        table("texts", "Prompts", ("prompt", "text"), ((p["name"], p["prompt"]) for p in prompts),
-              folded=True),
+    if failures:
+        columns = ("prompt", "mode", "rules", "the answer begins")
+        yield Table.of(
+            "failures", "Answers that break a rule", dict.fromkeys(columns, "text"), failures
+        )
+    rates = {f"answers hold, {mode}": rate for mode, rate in summary["answers"].items()}
+    rates |= {key.replace("_", " "): summary[key] for key in summary if key != "answers"}
+    rows = ((name, *rate_cells(rate)) for name, rate in rates.items())
+    yield Table.of("rate-table", "Rates", {"what": "text", **RATE}, rows)
+    yield interval_plot(
+        "rates", "Answers and routes that hold",
+        {name: rate for name, rate in rates.items() if rate}, "% of prompts, 95% interval",
+        scale=100, form="{:.0f}", limits=(-5.0, 105.0),
     )  # fmt: skip
+    texts = ((p["name"], p["prompt"]) for p in prompts)
+    yield Table.of("texts", "Prompts", {"prompt": "text", "text": "text"}, texts, folded=True)
 
 
 def _prompt_table(modes: Sequence[str], prompts: Sequence[Mapping[str, Any]]) -> Table:
@@ -307,5 +299,5 @@ def _prompt_table(modes: Sequence[str], prompts: Sequence[Mapping[str, Any]]) ->
         holds = [answer and ("holds" if answer["passed"] else "fails") for answer in answers]
         missing = ", ".join(prompt["missing_domains"]) or "none"
         rows.append((prompt["name"], active or "none", missing, *holds))
-    heads = ("prompt", "active domains", "missing domains", *modes)
-    return table("prompts", "Prompts and their routes", heads, rows)
+    columns = ("prompt", "active domains", "missing domains", *modes)
+    return Table.of("prompts", "Prompts and their routes", dict.fromkeys(columns, "text"), rows)

@@ -5,22 +5,27 @@ both) or `others` (prompts of no domain). Rows are in any format that training d
 conversation its first question and answer count, of a text the whole as a prompt without an answer.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mlxstacks.data import DomainDataSettings, Example, Row, encode_examples, read_domains
-from mlxstacks.data.conversations import first_pair
-from mlxstacks.data.examples import make_example, prompt_id_of, row_id_of, turns_of
-from mlxstacks.data.markers import special_tokens
-from mlxstacks.data.read_source import keep_one, keyed_hash, read_source
+from mlxstacks.data.examples import (
+    first_pair,
+    keep_one,
+    make_example,
+    prompt_id_of,
+    row_id_of,
+    turns_of,
+)
 from mlxstacks.data.settings import SourceSettings, Template
+from mlxstacks.data.sources import keyed_hash, read_source
+from mlxstacks.data.special_text import special_tokens
 from mlxstacks.data.text_settings import PLAIN, Rendering
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import Store
-from mlxstacks.routing.outcome_files import Kind, RouterExample
+from mlxstacks.routing.outcomes import Kind, RouterExample
 from mlxstacks.routing.settings import OutcomeSettings
 from mlxstacks.studies.stack.plan import data_settings_of, stored_data
 
@@ -60,18 +65,23 @@ def read_examples(
     domains = routed_domains(store)
     if not domains:
         raise InputError(f"{store.path}: no enabled domain has stacks; there is nothing to route")
-    tokens = special_tokens(tokenizer) if tokenizer is not None else ()
-    if settings.sources:
-        groups = _from_sources(settings, domains, tokens)
-    elif settings.data:
-        groups = _from_files(settings, store, domains, tokenizer, notes)
-    else:
-        groups = _from_store(settings, store, domains, tokenizer, notes)
     trained = trained_rows(store)
-    found = {label: _pairs(rows, label, settings, trained, notes) for label, rows in groups.items()}
-    _check_conflicts(found)
-    order = sorted(found, key=lambda label: _place(label, domains))
-    examples = [one for label in order for one in _capped(found[label], label, settings)]
+    by_label = {
+        label: _examples(rows, label, settings, trained, notes)
+        for label, rows in _rows_by_label(settings, store, domains, tokenizer, notes).items()
+    }
+    _check_conflicts(by_label)
+
+    def place(label: Label) -> tuple[bool, int, list[int]]:
+        return not label, len(label), [domains.index(name) for name in label]
+
+    examples: list[RouterExample] = []
+    for label in sorted(by_label, key=place):
+        cap = settings.mixed_cap if len(label) > 1 else settings.single_cap
+        examples += sorted(
+            by_label[label],
+            key=lambda e: (e.trained_on, keyed_hash(settings.seed, "route", e.row_id)),
+        )[:cap]
     if not examples:
         raise InputError("no prompt is left to route: the files are empty or all too short")
     return examples
@@ -87,23 +97,24 @@ def trained_rows(store: Store) -> set[str]:
     }
 
 
-def template_of(settings: OutcomeSettings, store: Store) -> Template:
+def template_of(template: Template | None, store: Store) -> Template:
     """The template of the settings, else the one of the store's domains.
 
     Raises: InputError where the domains differ.
     """
-    if settings.template is not None:
-        return settings.template
-    found: set[Template] = set()
-    for domain in store.manifest.domains:
-        if domain.enabled and domain.origin == "trained":
-            found.add(data_settings_of(domain).template)
-    if len(found) > 1:
+    if template is not None:
+        return template
+    templates = {
+        data_settings_of(domain).template
+        for domain in store.manifest.domains
+        if domain.enabled and domain.origin == "trained"
+    }
+    if len(templates) > 1:
         raise InputError(
             f"{store.path}: its domains were trained with the templates "
-            f"{' and '.join(sorted(found))}; say with which one answers are judged: --template"
+            f"{' and '.join(sorted(templates))}; say with which one answers are judged: --template"
         )
-    return found.pop() if found else "chat"
+    return templates.pop() if templates else "chat"
 
 
 def encode_pair(
@@ -132,65 +143,67 @@ def encode_pair(
 
 # --- where rows come from -------------------------------------------------------------------------
 
-Groups = dict[Label, list[Example]]
 
-
-def _from_sources(
-    settings: OutcomeSettings, domains: tuple[str, ...], tokens: Collection[str]
-) -> Groups:
-    unknown = sorted({d for source in settings.sources for d in source.domains} - {*domains})
-    if unknown:
+def _rows_by_label(
+    settings: OutcomeSettings,
+    store: Store,
+    domains: tuple[str, ...],
+    tokenizer: Any,
+    notes: list[str],
+) -> dict[Label, list[Example]]:
+    """Of the sources, else of files in `data`, else the rows that the domains were trained with."""
+    if unknown := sorted({d for source in settings.sources for d in source.domains} - {*domains}):
         raise InputError(
             f"sources: no domain {', '.join(unknown)} to route to (there are {', '.join(domains)})"
         )
     root = user_path(settings.data) if settings.data else Path()
-    groups: Groups = {}
-    for source in settings.sources:
-        label = _ordered(source.domains, domains)
-        groups.setdefault(label, []).extend(_rows(source.data, root, tokens))
-    return groups
-
-
-def _from_files(
-    settings: OutcomeSettings,
-    store: Store,
-    domains: tuple[str, ...],
-    tokenizer: Any,
-    notes: list[str],
-) -> Groups:
-    root = user_path(settings.data or "")
-    try:
-        files = sorted(path for path in root.glob("*.jsonl") if path.is_file())
-    except OSError as error:
-        raise InputError(f"{str(root)[:200]!a}: cannot be read: {error.strerror}") from None
+    labelled = [(source.domains, source.data) for source in settings.sources]
+    if settings.data and not labelled:
+        labelled = list(_labelled_files(root, store, domains, notes))
+    if not labelled:
+        return _stored_rows(settings, store, domains, tokenizer, notes)
     tokens = special_tokens(tokenizer) if tokenizer is not None else ()
-    groups: Groups = {}
-    left_out = []
-    for path in files:
-        parts = [] if path.stem == OTHERS and OTHERS not in domains else path.stem.split("+")
-        strange = [part for part in parts if part not in domains]
-        if strange:
-            known = {d.name for d in store.manifest.domains}
-            why = "disabled or without stacks" if {*strange} <= known else "not in the store"
-            left_out.append(f"{path.name} is left out: {', '.join(strange)} {why}.")
-            continue
-        data = DomainDataSettings(sources=(SourceSettings(path=path.name),))
-        groups.setdefault(_ordered(parts, domains), []).extend(_rows(data, root, tokens))
-    if not groups:
-        return _from_store(settings, store, domains, tokenizer, notes)
-    notes += left_out
-    if missing := [d for d in domains if (d,) not in groups]:
+    groups: dict[Label, list[Example]] = {}
+    for names, data in labelled:
+        by_id: dict[str, Example] = {}
+        for source in data.sources:
+            for example in read_source(source, data, root, tokens)[0].values():
+                keep_one(by_id, example)
+        label = tuple(sorted(set(names), key=domains.index))
+        groups.setdefault(label, []).extend(by_id.values())
+    if not settings.sources and (missing := [d for d in domains if (d,) not in groups]):
         notes.append(f"No prompts of {', '.join(missing)} alone.")
     return groups
 
 
-def _from_store(
+def _labelled_files(
+    root: Path, store: Store, domains: tuple[str, ...], notes: list[str]
+) -> Iterator[tuple[Label, DomainDataSettings]]:
+    """NAME.jsonl; without a single one that fits nothing is noted, for the store's rows count."""
+    try:
+        files = sorted(path for path in root.glob("*.jsonl") if path.is_file())
+    except OSError as error:
+        raise InputError(f"{str(root)[:200]!a}: cannot be read: {error.strerror}") from None
+    left_out = []
+    for path in files:
+        parts = [] if path.stem == OTHERS and OTHERS not in domains else path.stem.split("+")
+        if strange := [part for part in parts if part not in domains]:
+            known = {d.name for d in store.manifest.domains}
+            why = "disabled or without stacks" if {*strange} <= known else "not in the store"
+            left_out.append(f"{path.name} is left out: {', '.join(strange)} {why}.")
+        else:
+            yield tuple(parts), DomainDataSettings(sources=(SourceSettings(path=path.name),))
+    if len(left_out) < len(files):
+        notes += left_out
+
+
+def _stored_rows(
     settings: OutcomeSettings,
     store: Store,
     domains: tuple[str, ...],
     tokenizer: Any,
     notes: list[str],
-) -> Groups:
+) -> dict[Label, list[Example]]:
     """Rows that the domains were trained with, and those that were held out."""
     wanted: dict[str, DomainDataSettings] = {}
     for name in domains:
@@ -204,28 +217,16 @@ def _from_store(
             + "\ngive --data, the directory that they were trained with, or one with NAME.jsonl for"
             f" {', '.join(domains)}, two joined with +, or {OTHERS}.jsonl"
         )
-    splits = {
-        name: store.read_json(record.split)
-        for name in wanted
-        for record in [store.domain_named(name)]
-        if record.split is not None
-    }
+    records = {name: store.domain_named(name).split for name in wanted}
+    splits = {name: store.read_json(split) for name, split in records.items() if split is not None}
     read = read_domains(wanted, Path(), tokenizer=tokenizer, stored=splits)
     return {(name,): [*data.validation, *data.train] for name, data in read.items()}
-
-
-def _rows(data: DomainDataSettings, root: Path, tokens: Collection[str]) -> list[Example]:
-    found: dict[str, Example] = {}
-    for source in data.sources:
-        for example in read_source(source, data, root, tokens)[0].values():
-            keep_one(found, example)
-    return list(found.values())
 
 
 # --- from rows to examples ------------------------------------------------------------------------
 
 
-def _pairs(
+def _examples(
     rows: Iterable[Example],
     label: Label,
     settings: OutcomeSettings,
@@ -233,73 +234,47 @@ def _pairs(
     notes: list[str],
 ) -> list[RouterExample]:
     """Rows as examples, each content once."""
-    kinds: dict[int, Kind] = {0: "other", 1: "single"}
-    found: dict[str, RouterExample] = {}
+    kind: Kind = "mixed" if len(label) > 1 else "single" if label else "other"
+    examples: dict[str, RouterExample] = {}
     short = 0
     for row in rows:
-        prompt, answer = _prompt_and_answer(row.record)
+        turns = turns_of(row.record)
+        prompt, answer = (str(row.record["text"]), "") if turns is None else first_pair(turns)
         if len(prompt.strip()) < settings.shortest_prompt:
             short += 1
             continue
-        if answer is not None and len(answer) < settings.shortest_answer:
-            answer = None
-        record = {"text": prompt} if answer is None else {"prompt": prompt, "answer": answer}
+        usable = answer if answer and len(answer) >= settings.shortest_answer else None
+        record = {"text": prompt} if usable is None else {"prompt": prompt, "answer": usable}
         row_id = row_id_of(record)
-        was_trained = row.row_id in trained or (row_id in found and found[row_id].trained_on)
-        kind = kinds.get(len(label), "mixed")
-        found[row_id] = RouterExample(prompt, answer, label, kind, row_id, row.source, was_trained)
+        was_trained = row.row_id in trained or (row_id in examples and examples[row_id].trained_on)
+        examples[row_id] = RouterExample(
+            prompt, usable, label, kind, row_id, row.source, was_trained
+        )
     if short:
         notes.append(f"{_spelled(label)}: {short} prompts are too short; left out.")
-    return list(found.values())
+    return list(examples.values())
 
 
-def _prompt_and_answer(record: Mapping[str, Any]) -> tuple[str, str | None]:
-    turns = turns_of(record)
-    if turns is None:
-        return str(record["text"]), None
-    prompt, answer = first_pair(turns)
-    return prompt, answer or None
-
-
-def _check_conflicts(found: Mapping[Label, Iterable[RouterExample]]) -> None:
+def _check_conflicts(by_label: Mapping[Label, Iterable[RouterExample]]) -> None:
     """Raises: InputError listing prompts with more than one label."""
-    labels: dict[str, dict[Label, RouterExample]] = {}
-    for label, examples in found.items():
-        for one in examples:
-            prompt_id = prompt_id_of({"prompt": one.prompt, "answer": ""})
-            labels.setdefault(prompt_id, {})[label] = one
-    conflicts = [by_label for by_label in labels.values() if len(by_label) > 1]
+    by_prompt: dict[str, dict[Label, RouterExample]] = {}
+    for label, examples in by_label.items():
+        for example in examples:
+            prompt_id = prompt_id_of({"prompt": example.prompt, "answer": ""})
+            by_prompt.setdefault(prompt_id, {})[label] = example
+    conflicts = [labels for labels in by_prompt.values() if len(labels) > 1]
     if not conflicts:
         return
     lines = [
-        f"{next(iter(by_label.values())).prompt[:60]!r}: "
-        + " and ".join(f"{_spelled(label)} ({one.source})" for label, one in by_label.items())
-        for by_label in conflicts[:_SHOWN]
+        f"{next(iter(labels.values())).prompt[:60]!r}: "
+        + " and ".join(f"{_spelled(label)} ({e.source})" for label, e in labels.items())
+        for labels in conflicts[:_SHOWN]
     ]
     more = [f"and {len(conflicts) - _SHOWN} more"] if len(conflicts) > _SHOWN else []
     raise InputError(
         "\n  ".join([f"{len(conflicts)} prompts have two labels:", *lines, *more])
         + "\na prompt can have one; keep it in one file, or in one of both domains (a+b.jsonl)"
     )
-
-
-def _capped(
-    examples: Iterable[RouterExample], label: Label, settings: OutcomeSettings
-) -> list[RouterExample]:
-    def place(one: RouterExample) -> tuple[bool, int]:
-        return one.trained_on, keyed_hash(settings.seed, "route", one.row_id)
-
-    cap = settings.mixed_cap if len(label) > 1 else settings.single_cap
-    return [replace(one, label=label) for one in sorted(examples, key=place)[:cap]]
-
-
-def _ordered(label: Iterable[str], domains: tuple[str, ...]) -> Label:
-    return tuple(sorted(set(label), key=domains.index))
-
-
-def _place(label: Label, domains: tuple[str, ...]) -> tuple[bool, int, list[int]]:
-    """Singles, mixed, then others; each by the order of the store."""
-    return not label, len(label), [domains.index(d) for d in label]
 
 
 def _spelled(label: Label) -> str:

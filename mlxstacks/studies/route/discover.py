@@ -8,9 +8,11 @@ in the store, only what is new is measured.
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -19,44 +21,40 @@ from mlxstacks.command_line import command_line
 from mlxstacks.data import Rendering, Row
 from mlxstacks.data.settings import Template
 from mlxstacks.errors import InputError
-from mlxstacks.files.base_location import find_base
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import write_json
-from mlxstacks.files.store import Store
+from mlxstacks.files.store import Store, find_base
 from mlxstacks.files.strict_json import read_object
 from mlxstacks.routing.candidate_losses import LossCache
-from mlxstacks.routing.outcome_files import (
+from mlxstacks.routing.outcomes import (
     EXAMPLES,
     LOSSES,
     OUTCOMES,
+    Found,
     Outcome,
     RouterExample,
+    Rules,
+    blended,
     config_text,
+    improves,
     read_discovered_outcomes,
+    replay,
+    targets_of,
     write_lines,
 )
-from mlxstacks.routing.outcomes import Found, Rules, blended, targets_of
-from mlxstacks.routing.random_stack import random_name
 from mlxstacks.routing.settings import MOST_EXHAUSTIVE, OutcomeSettings
+from mlxstacks.stats import mean_interval, wilson_interval
+from mlxstacks.studies.route.cells import RATE, cell, interval_plot, rate_cells
 from mlxstacks.studies.route.data import (
+    OTHERS,
     encode_pair,
     read_examples,
     routed_domains,
     stack_hashes,
     template_of,
 )
-from mlxstacks.studies.route.discover_tables import (
-    FLOOR,
-    WITH_BEST,
-    blocks,
-    control_table,
-    count_table,
-    counts_of,
-    greedy_gap,
-    oracle_table,
-    verdict,
-)
-from mlxstacks.studies.route.served import RowLosses, Served, open_served
+from mlxstacks.studies.route.served import RowLosses, Served, open_served, random_name
+from mlxstacks.study.document import Block, Columns, Table
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.result import Result
 
@@ -67,6 +65,9 @@ ABOUT = {
 }
 # What the search took, of this run; not kept in the target by itself.
 FIGURES = "figures.json"
+# Keys of `Outcome.control`: chat at its floor alone; the best set and the random stack of a domain.
+FLOOR, WITH_BEST = "floor", "best+"
+_MOST_SETS = 4
 Progress = Callable[..., None]
 
 
@@ -82,8 +83,6 @@ def run(
         raise InputError(
             "route discover needs a store: give its directory (`mlxstacks stack` makes one)"
         )
-    if settings.save_path is None:
-        raise InputError("route discover needs save_path")
     return run_study(_Discovery(settings, progress, dry_run), dry_run=dry_run)
 
 
@@ -109,7 +108,7 @@ class _Discovery(Study):
         settings, store = self.settings, Store.open(str(self.settings.store_path))
         notes: list[str] = []
         self.rules = rules_of(settings, routed_domains(store), notes)
-        template = template_of(settings, store)
+        template = template_of(settings.template, store)
         if self.dry_run:
             checkpoint = find_base(store, settings.model, notes)
             tokenizer = base_model.load(checkpoint.directory, lazy=True)[1]
@@ -118,10 +117,7 @@ class _Discovery(Study):
             tokenizer, notes = self.served.tokenizer, [*self.served.notes, *notes]
         self.examples = read_examples(settings, store, tokenizer, notes)
         self.samples = choose_samples(settings, self.examples, tokenizer, template)
-        counts = counts_of(
-            self.examples, self.samples.examples, self.samples.dropped, self.rules,
-            settings.random_control,
-        )  # fmt: skip
+        counts = _counts(self.examples, self.samples, self.rules, settings.random_control)
         self.expected = max(1, counts["passes_expected"])
         if dropped := self.samples.dropped:
             notes.append(f"{dropped} pairs have no answer token within max_tokens; dropped.")
@@ -139,7 +135,7 @@ class _Discovery(Study):
         }
         return Result(
             **ABOUT, status="planned", settings=settings.model_dump(mode="json"), data=self.data,
-            blocks=(count_table(counts),), notes=tuple(notes),
+            blocks=(_count_table(counts),), notes=tuple(notes),
         )  # fmt: skip
 
     def steps(self, work: Path) -> Iterator[Step]:
@@ -153,13 +149,12 @@ class _Discovery(Study):
         figures = read_object((work / FIGURES).read_bytes())
         speed = figures["figures"]["pairs_per_second"]
         speed_note = (f"{speed:.2f} pairs a second.",) if speed else ()
+        control = settings.random_control and outcomes
         data = {
             **self.data,
-            "oracle": oracle_table(rules, outcomes),
-            "greedy_gap": greedy_gap(rules, outcomes) if settings.search == "exhaustive" else None,
-            "control": (
-                control_table(rules, outcomes) if settings.random_control and outcomes else None
-            ),
+            "oracle": _by_label(rules, outcomes),
+            "greedy_gap": _greedy_gap(rules, outcomes) if settings.search == "exhaustive" else None,
+            "control": _control(rules, outcomes) if control else None,
             "figures": figures["figures"],
         }
         train = command_line(
@@ -167,10 +162,10 @@ class _Discovery(Study):
             targets=str(user_path(str(settings.save_path))), model=settings.model,
         )  # fmt: skip
         return Result(
-            **ABOUT, status="done", data=data, blocks=blocks(data),
+            **ABOUT, status="done", data=data, blocks=tuple(blocks(data)),
             outcome=f"{100 * data['counts']['discovered_share']:.0f}% of targets discovered",
-            verdict=verdict(data, outcomes), notes=(*figures["notes"], *speed_note),
-            next_steps={"Next": train},
+            verdict=" ".join(_sentences(data, outcomes)),
+            notes=(*figures["notes"], *speed_note), next_steps={"Next": train},
         )  # fmt: skip
 
     def _search(self, work: Path) -> None:
@@ -191,17 +186,17 @@ class _Discovery(Study):
         started, cpu = time.monotonic(), time.process_time()
         control = settings.seed if settings.random_control else None
         losses = RowLosses(
-            self.served, self.samples.rows, cache, control, settings.batch_tokens, self._tell
+            self.served, self.samples.rows, cache, control, settings.batch_tokens, self._count
         )
         searches = losses.search(rules, range(len(self.samples.rows)))
         seconds, recalled = time.monotonic() - started, losses.losses.recalled
         controls = _controls(rules, searches, losses) if settings.random_control else []
-        asked = sum(len(search.losses) for search in searches)
+        passes = sum(len(search.losses) for search in searches)
         figures = {
             "cpu_seconds": round(time.process_time() - cpu, 3),
             "passes_made": losses.losses.made,
             "passes_recalled": losses.losses.recalled,
-            "passes_per_pair": round(asked / max(1, len(searches)), 2),
+            "passes_per_pair": round(passes / max(1, len(searches)), 2),
             "tokens": losses.losses.tokens,
             # of the search alone, where nothing came from the cache
             "pairs_per_second": None if recalled else round(len(searches) / seconds, 3),
@@ -211,7 +206,7 @@ class _Discovery(Study):
         pairs = zip(self.samples.examples, searches, controls or [{}] * len(searches), strict=True)
         return [_outcome(rules, *pair) for pair in pairs], figures, losses.notes
 
-    def _tell(self, made: int) -> None:
+    def _count(self, made: int) -> None:
         self.done += made
         if self.progress:
             # how many passes the searches will ask for is an estimate
@@ -235,14 +230,10 @@ def rules_of(settings: OutcomeSettings, domains: tuple[str, ...], notes: list[st
     if absent and "soft" in settings.model_fields_set:
         notes.append(f"soft: no domain {', '.join(absent)} to route to.")
     return Rules(
-        domains,
-        threshold=settings.threshold,
-        chat_domain=chat,
-        chat_floor=settings.chat_floor,
+        domains, threshold=settings.threshold, chat_domain=chat, chat_floor=settings.chat_floor,
         soft=tuple(name for name in settings.soft if name in domains),
-        label_share=settings.label_share,
-        search=settings.search,
-    )
+        label_share=settings.label_share, search=settings.search,
+    )  # fmt: skip
 
 
 def choose_samples(
@@ -254,12 +245,9 @@ def choose_samples(
         "mixed": settings.mixed_samples,
         "other": settings.other_samples,
     }
-    chosen: list[RouterExample] = []
-    rows: list[Row] = []
-    taken: dict[tuple[str, ...], int] = {}
-    dropped = 0
+    samples, taken, dropped = [], Counter[tuple[str, ...]](), 0
     for example in examples:
-        if example.answer is None or taken.get(example.label, 0) >= limits[example.kind]:
+        if example.answer is None or taken[example.label] >= limits[example.kind]:
             continue
         row = encode_pair(
             example.prompt, example.answer, tokenizer, template, settings.max_tokens,
@@ -268,10 +256,9 @@ def choose_samples(
         if row is None:
             dropped += 1
             continue
-        taken[example.label] = taken.get(example.label, 0) + 1
-        chosen.append(example)
-        rows.append(row)
-    return Samples(chosen, rows, dropped)
+        taken[example.label] += 1
+        samples.append((example, row))
+    return Samples([example for example, _ in samples], [row for _, row in samples], dropped)
 
 
 def _controls(rules: Rules, searches: Sequence[Found], losses: RowLosses) -> list[dict[str, float]]:
@@ -281,16 +268,16 @@ def _controls(rules: Rules, searches: Sequence[Found], losses: RowLosses) -> lis
 
     losses: on a model that has the random stacks.
     """
-    floor, asked = rules.floor_alone(), list[tuple[int, str, dict[str, float]]]()
+    floor, runs = rules.floor_alone(), list[tuple[int, str, dict[str, float]]]()
     for number, search in enumerate(searches):
         best = rules.weights(search.best)
-        asked += [(number, FLOOR, floor)] if floor else []
+        runs += [(number, FLOOR, floor)] if floor else []
         for name in map(random_name, rules.domains):
-            asked.append((number, name, {**floor, name: 1.0}))
-            asked += [(number, f"{WITH_BEST}{name}", {**best, name: 1.0})] if best else []
+            runs.append((number, name, {**floor, name: 1.0}))
+            runs += [(number, f"{WITH_BEST}{name}", {**best, name: 1.0})] if best else []
     controls: list[dict[str, float]] = [{} for _ in searches]
-    values = losses.of([(number, weights) for number, _, weights in asked])
-    for (number, key, _), loss in zip(asked, values, strict=True):
+    values = losses.of([(number, weights) for number, _, weights in runs])
+    for (number, key, _), loss in zip(runs, values, strict=True):
         controls[number][key] = loss
     return controls
 
@@ -314,3 +301,274 @@ def _outcome(
         trained_on=example.trained_on,
         control=control,
     )
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def _rate(count: int, n: int) -> dict[str, Any]:
+    """A share with its Wilson interval; no share of nothing."""
+    if n == 0:
+        return {"count": count, "n": 0, "share": None, "interval": None}
+    interval = wilson_interval(count, n).as_json()
+    return {"count": count, "n": n, "share": count / n, "interval": interval}
+
+
+def _mean(values: Sequence[float]) -> dict[str, Any] | None:
+    """With its interval; None of nothing."""
+    return mean_interval(values).as_json() if values else None
+
+
+def _counts(
+    examples: Sequence[RouterExample], samples: Samples, rules: Rules, random_control: bool
+) -> dict[str, Any]:
+    """Examples and samples by label; rows that stacks were trained on; forward passes.
+
+    passes_expected: with one addition a pair, each domain then tried with a random stack where
+    that control is asked for. passes_at_most: the most that search and control take.
+    """
+
+    def both(label: tuple[str, ...] | None) -> dict[str, int]:
+        chosen, searched = (
+            [e for e in group if label in (None, e.label)] for group in (examples, samples.examples)
+        )
+        return {
+            "examples": len(chosen),
+            "trained_on": sum(e.trained_on for e in chosen),
+            "samples": len(searched),
+            "samples_trained_on": sum(e.trained_on for e in searched),
+        }
+
+    n, count = len(rules.domains), len(samples.examples)
+    greedy = (1 + n + comb(n, 2) + len(rules.soft), 2 * n)
+    most, usual = (2**n, 2**n) if rules.search == "exhaustive" else greedy
+    control = random_control * (2 * n + bool(rules.floor_alone()))
+    labels = dict.fromkeys(example.label for example in examples)
+    return {
+        **both(None),
+        "discovered_share": count / len(examples),
+        "without_answer": sum(example.answer is None for example in examples),
+        "dropped_without_answer_tokens": samples.dropped,
+        "passes_expected": (usual + control) * count,
+        "passes_at_most": (most + control) * count,
+        "labels": {config_text(label) or OTHERS: both(label) for label in labels},
+    }
+
+
+def _by_label(rules: Rules, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """For each label: which sets were best how often, which domains were in them, what they gained.
+
+    own: the best set is the label itself. nothing: no set beats the base. own_gain: base loss minus
+    the loss with the label's domains alone; None where the search did not ask for it in every pair,
+    as greedy for mixed prompts: it asks where the way there looked good.
+    """
+    rows = []
+    for label in dict.fromkeys(outcome.label for outcome in outcomes):
+        of_label = [outcome for outcome in outcomes if outcome.label == label]
+        n, own = len(of_label), config_text(label)
+        sets = Counter(config_text(outcome.best) for outcome in of_label)
+        alone = [o.base_loss - o.losses[own] for o in of_label if own in o.losses]
+        rows.append({
+            "label": own or OTHERS,
+            "n": n,
+            "trained_on": sum(outcome.trained_on for outcome in of_label),
+            "sets": [{"set": name, **_rate(count, n)} for name, count in sets.most_common()],
+            "domains": {d: _rate(sum(d in o.best for o in of_label), n) for d in rules.domains},
+            "own": _rate(sets[own], n),
+            "label_in_set": _rate(sum({*o.label} <= {*o.best} for o in of_label), n),
+            "nothing": _rate(sets[""], n),
+            "base_loss": sum(o.base_loss for o in of_label) / n,
+            "best_loss": sum(o.best_loss for o in of_label) / n,
+            "gain": _mean([o.gain for o in of_label]),
+            "own_gain": _mean(alone) if label and len(alone) == n else None,
+        })  # fmt: skip
+    return rows
+
+
+def _greedy_gap(rules: Rules, outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
+    """How far greedy is from the best of all sets: how often it finds it, and nats it leaves.
+
+    outcomes: of exhaustive searches, which know the loss of every set. Without the soft boost,
+    which is no search for the best set.
+    """
+    if not outcomes:
+        return None
+    greedy = replace(rules, search="greedy", soft=())
+    left, same = [], 0
+    for o in outcomes:
+        losses = {frozenset(filter(None, on.split("+"))): loss for on, loss in o.losses.items()}
+        search = replay(greedy, losses)
+        left.append(search.best_loss - o.best_loss)
+        same += search.best == {*o.best}
+    return {
+        "same_set": _rate(same, len(outcomes)),
+        "nats": _mean(left),
+        "largest_nats": max(left),
+        "beyond_threshold": _rate(sum(nats > rules.threshold for nats in left), len(left)),
+    }
+
+
+def _control(rules: Rules, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Random stacks of equal norm next to the real ones.
+
+    chosen: the lowest single loss is a random domain's, and below the base's. helps: some random
+    domain is below the base. added: some random domain lowers the best set's loss by more than the
+    threshold. real_helps: some real domain alone is below the base. By domain: nats that its random
+    twin and it itself take off the base's loss, over all pairs and over those of its label.
+    """
+    n = len(outcomes)
+    twins = [random_name(d) for d in rules.domains]
+    bases = [o.base_loss for o in outcomes]
+    random = [min(o.control[twin] for twin in twins) for o in outcomes]
+    real = [min(o.losses[d] for d in rules.domains) for o in outcomes]
+    floors = [o.base_loss - o.control[FLOOR] for o in outcomes if FLOOR in o.control]
+    with_best = [o for o in outcomes if o.best]
+    added = sum(
+        any(improves(o.control[f"{WITH_BEST}{t}"], o.best_loss, rules.threshold) for t in twins)
+        for o in with_best
+    )
+    domains = {}
+    for domain, twin in zip(rules.domains, twins, strict=True):
+        gains = domains[domain] = dict[str, Any]()
+        of_label = [o for o in outcomes if o.label == (domain,)]
+        for name, chosen in (("all", outcomes), ("own", of_label)):
+            gains[f"random_gain_{name}"] = _mean([o.base_loss - o.control[twin] for o in chosen])
+            gains[f"gain_{name}"] = _mean([o.base_loss - o.losses[domain] for o in chosen])
+    triples = list(zip(bases, random, real, strict=True))
+    return {
+        "chosen": _rate(sum(twin < alone and twin < base for base, twin, alone in triples), n),
+        "helps": _rate(sum(twin < base for base, twin, _ in triples), n),
+        "real_helps": _rate(sum(alone < base for base, _, alone in triples), n),
+        "added": _rate(added, len(with_best)),
+        "gain": _mean([base - min(base, twin) for base, twin, _ in triples]),
+        "real_gain": _mean([base - min(base, alone) for base, _, alone in triples]),
+        "floor_gain": _mean(floors),
+        "domains": domains,
+    }
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+
+def _count_table(counts: Mapping[str, Any]) -> Table:
+    columns: Columns = {
+        "label": "text", "examples": "count", "trained on": "count", "searched": "count",
+        "of them trained on": "count",
+    }  # fmt: skip
+    rows = ((name, *row.values()) for name, row in counts["labels"].items())
+    return Table.of("counts", "Prompts by label", columns, rows)
+
+
+def blocks(data: Mapping[str, Any]) -> Iterator[Block]:
+    """Labels first; then the controls."""
+    if data["oracle"]:
+        yield from _label_blocks(data["oracle"])
+    if data["control"]:
+        yield from _control_tables(data["control"])
+    if gap := data["greedy_gap"]:
+        yield Table.of("greedy", "Greedy search against all sets", _RATE_AND_NATS, (
+            ("finds the best set", *rate_cells(gap["same_set"]), None),
+            ("leaves more than the threshold", *rate_cells(gap["beyond_threshold"]), None),
+            ("nats it leaves", None, None, None, cell(gap["nats"])),
+            ("most nats it leaves", None, None, None, gap["largest_nats"]),
+        ))  # fmt: skip
+    yield _count_table(data["counts"])
+
+
+_RATE_AND_NATS: Columns = {"what": "text", **RATE, "nats": ("change", 3)}
+
+
+def _label_blocks(oracle: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
+    columns: Columns = {
+        "label": "text", "pairs": "count", "best set is the label": ("share", 0),
+        "holds it": ("share", 0), "no set helps": ("share", 0), "gain, nats": ("change", 3),
+        "gain of the label alone": ("change", 3),
+    }  # fmt: skip
+    keys = ("own", "label_in_set", "nothing", "gain", "own_gain")
+    rows = ((row["label"], row["n"], *(cell(row[key]) for key in keys)) for row in oracle)
+    yield Table.of("labels", "Which stacks help, by label", columns, rows)
+    yield Table.of(
+        "sets", "Which set lowers the answer's loss most",
+        {"label": "text", "best set": "text", **RATE},
+        (
+            (row["label"], best["set"] or "(base)", *rate_cells(best))
+            for row in oracle for best in row["sets"][:_MOST_SETS]
+        ),
+        caption=f"Of each label the {_MOST_SETS} most frequent ones.",
+    )  # fmt: skip
+    yield interval_plot(
+        "gains", "What the best set of stacks takes off the loss",
+        {row["label"]: row["gain"] for row in oracle}, "gain, nats a token (right is better)",
+        references={"no gain": 0.0},
+    )  # fmt: skip
+
+
+def _control_tables(control: Mapping[str, Any]) -> Iterator[Table]:
+    rates = {
+        "a random stack would be chosen": "chosen", "some random stack helps": "helps",
+        "some real stack helps": "real_helps",
+        "a random stack on top of the best set helps": "added",
+    }  # fmt: skip
+    gains = {
+        "mean gain of random stacks": "gain", "mean gain of real stacks": "real_gain",
+        "gain of chat at its floor alone": "floor_gain",
+    }  # fmt: skip
+    yield Table.of("control", "Control: random stacks of equal norm", _RATE_AND_NATS, (
+        *((name, *rate_cells(control[key]), None) for name, key in rates.items()),
+        *((name, None, None, None, cell(control[key])) for name, key in gains.items()),
+    ))  # fmt: skip
+    twins = {
+        "all prompts": "gain_all", "random": "random_gain_all", "its own prompts": "gain_own",
+        "random, its own": "random_gain_own",
+    }  # fmt: skip
+    yield Table.of(
+        "twins", "Nats gained by one domain alone, and by its random twin",
+        {"domain": "text", **dict.fromkeys(twins, ("change", 3))},
+        (
+            (name, *(cell(row[key]) for key in twins.values()))
+            for name, row in control["domains"].items()
+        ),
+    )  # fmt: skip
+
+
+def _sentences(data: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """The verdict."""
+    counts, gap, control = data["counts"], data["greedy_gap"], data["control"]
+    share = f"{100 * counts['discovered_share']:.0f}%"
+    yield f"{counts['samples']:,} of {counts['examples']:,} targets discovered ({share})."
+    if not outcomes:
+        yield "The rest are plain labels."
+        return
+    if labelled := [o for o in outcomes if o.label]:
+        own = _percent(_rate(sum(o.best == o.label for o in labelled), len(labelled)))
+        inside = sum({*o.label} <= {*o.best} for o in labelled)
+        holds = _percent(_rate(inside, len(labelled)))
+        yield f"The best set is the label itself in {own}, and holds it in {holds}."
+    yield f"Mean gain {_nats(mean_interval([o.gain for o in outcomes]).as_json())}."
+    if gap:
+        same = _percent(gap["same_set"])
+        yield f"Greedy finds the best of all sets in {same} and leaves {_nats(gap['nats'])}."
+    if control:
+        yield (
+            f"Of random stacks of equal norm one would be chosen in {_percent(control['chosen'])}; "
+            f"their mean gain is {_nats(control['gain'])}."
+        )
+        if control["floor_gain"]:
+            yield (
+                "Chat at its floor, which is on beside every stack, real or random, gains "
+                f"{_nats(control['floor_gain'])} alone."
+            )
+    if counts["samples_trained_on"]:
+        yield f"A stack was trained on {counts['samples_trained_on']:,} of the rows."
+
+
+def _percent(rate: Mapping[str, Any]) -> str:
+    if rate["share"] is None:
+        return "none of 0"
+    low, high = (100 * rate["interval"][key] for key in ("low", "high"))
+    return f"{100 * rate['share']:.0f}% ({low:.0f} to {high:.0f})"
+
+
+def _nats(mean: Mapping[str, Any]) -> str:
+    nats = f"{mean['mean']:.3f} nats"
+    return nats if mean["low"] is None else f"{nats} ({mean['low']:.3f} to {mean['high']:.3f})"

@@ -21,6 +21,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +34,21 @@ from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import read_object
 from mlxstacks.routing.candidate_losses import LossCache, choose_batch_tokens
 from mlxstacks.routing.gaps import is_loss_gap
-from mlxstacks.routing.outcome_files import LOSSES
-from mlxstacks.routing.outcomes import Rules
-from mlxstacks.routing.random_stack import random_name
-from mlxstacks.routing.route import Route
-from mlxstacks.routing.router import PromptRouter, load_prompt_router
-from mlxstacks.routing.router_examples import group_key
-from mlxstacks.routing.settings import OutcomeSettings
+from mlxstacks.routing.outcomes import LOSSES
+from mlxstacks.routing.router import PromptRouter, Route, load_prompt_router
+from mlxstacks.routing.router_training import group_key
 from mlxstacks.studies.route.data import template_of
 from mlxstacks.studies.route.evaluate_figures import (
     DomainLosses,
     Matrix,
+    blocks,
     gap_summary,
     loss_matrix,
+    outcome,
     over_routers,
     router_metrics,
+    verdict,
 )
-from mlxstacks.studies.route.evaluate_report import blocks, outcome, verdict
 from mlxstacks.studies.route.evaluate_rows import (
     EvaluatedRow,
     RouterSplit,
@@ -58,7 +58,14 @@ from mlxstacks.studies.route.evaluate_rows import (
     read_all,
     split_of,
 )
-from mlxstacks.studies.route.served import RowLosses, Served, open_served, weighted
+from mlxstacks.studies.route.served import (
+    RowLosses,
+    Served,
+    open_served,
+    random_name,
+    rules_for,
+    weighted,
+)
 from mlxstacks.studies.route.settings import RouteEvaluateSettings
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.result import Result
@@ -70,7 +77,6 @@ ABOUT = {
     "domains the reason?",
 }
 ROWS, FIGURES = "rows.jsonl", "figures.json"
-STORES_OWN = "the store's own"
 ROUTED = ("routed", "routed_hard")
 MODES = ("base", "ungated", *ROUTED, "oracle_domain", "random_stack", "prefix")
 # What the others are compared with, row by row.
@@ -81,7 +87,6 @@ COMPARED = ("base", "ungated", *ROUTED)
 # broken when all stacks are on, and good again when they are routed.
 PANELS = {"after one domain": "prefix", "all, ungated": "ungated", "all, routed": "routed"}
 Progress = Callable[..., None]
-_NOT_OF_THE_RESULT = {"force", "save_path", "resume"}
 
 
 def run(
@@ -92,7 +97,7 @@ def run(
     Raises: InputError: no store, model, router, target or held-out row. StoreError: a damaged file,
         another base, a router of other stacks.
     """
-    if settings.store_path is None or settings.save_path is None:
+    if settings.store_path is None:
         raise InputError("route evaluate needs store_path and save_path")
     return run_study(_Evaluation(settings, progress, dry_run), dry_run=dry_run)
 
@@ -106,14 +111,14 @@ class _Case:
     rows: list[EvaluatedRow]
     modes: tuple[str, ...]
 
-    @property
+    @cached_property
     def answered(self) -> list[EvaluatedRow]:
         return [row for row in self.rows if row.row is not None]
 
 
 @dataclass(frozen=True, eq=False)
 class _Measured:
-    """losses: by mode, of the rows with answers; table: what makes more of them."""
+    """losses: by mode, of rows with answers; table: what makes more of them. gaps: by scores."""
 
     scores: list[dict[str, float]]
     routes: list[Route]
@@ -121,6 +126,7 @@ class _Measured:
     table: RowLosses
     matrix: Matrix
     differences: dict[str, Matrix]
+    gaps: dict[str, Any]
 
 
 class _Evaluation(Study):
@@ -135,8 +141,8 @@ class _Evaluation(Study):
 
     def planned(self) -> Result:
         settings, store = self.settings, Store.open(str(self.settings.store_path))
-        shown = settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
-        self.template = template_of(OutcomeSettings(template=settings.template), store)
+        shown = settings.model_dump(mode="json", exclude={"force", "save_path", "resume"})
+        self.template = template_of(settings.template, store)
         head = Result(**ABOUT, status="planned", settings=shown)
         if self.dry_run:
             return head.model_copy(update={"notes": (f"{store.path} would be evaluated.",)})
@@ -155,10 +161,8 @@ class _Evaluation(Study):
         data = read_object((work / FIGURES).read_bytes())
         return Result(
             **ABOUT, status="done", data=data, outcome=outcome(data), verdict=verdict(data),
-            blocks=blocks(data),
+            blocks=tuple(blocks(data)),
         )  # fmt: skip
-
-    # --- rows -------------------------------------------------------------------------------------
 
     def _cases(self, notes: list[str]) -> Iterator[_Case]:
         """Every router on its rows; the first one in all modes, the others in those they differ
@@ -170,7 +174,7 @@ class _Evaluation(Study):
         for path in settings.routers or (None,):
             router = load_prompt_router(served.store, served.model, served.tokenizer, path)
             notes += router.notes
-            name = path or STORES_OWN
+            name = path or "the store's own"
             split = split_of(router, path, examples, settings.targets)
             rows = held_out_rows(
                 settings, examples, unseen, split.training if split else (), served.tokenizer,
@@ -200,8 +204,8 @@ class _Evaluation(Study):
         with closing(LossCache(work / LOSSES)) as cache:
             measured = [self._measure(case, cache) for case in self.cases]
             case, first = self.cases[0], measured[0]
-            samples = answer_samples(self.served, case.rows, first.routes, self.settings)
-            self._tell("samples")
+            samples = _answer_samples(self.served, case.rows, first.routes, self.settings)
+            self._step_done("samples")
             routers = [_router_json(*pair) for pair in zip(self.cases, measured, strict=True)]
             groups = by_group(case.answered)
             figures = {
@@ -212,18 +216,26 @@ class _Evaluation(Study):
                 "differences": first.differences,
                 "routers": routers,
                 "over_routers": over_routers(routers),
-                "gaps": self._gaps(case, first),
-                "panels": _panels(first.matrix, samples),
+                "gaps": {"scores": first.gaps, "loss": self._loss_gaps(case, first.table)},
+                "panels": {
+                    panel: {
+                        "mode": mode,
+                        "losses": _values(first.matrix[mode]),
+                        "exactly_right": sum(s["answers"][panel]["right"] for s in samples),
+                        "samples": len(samples),
+                    }
+                    for panel, mode in PANELS.items()
+                },
                 "samples": samples,
             }
         write_json(work / FIGURES, figures)
         _write_rows(work / ROWS, case, first)
 
     def _measure(self, case: _Case, cache: LossCache) -> _Measured:
-        settings, answered = self.settings, case.answered
+        settings, answered, domains = self.settings, case.answered, self.served.domains
         scores = case.router.scores([row.example.prompt for row in case.rows])
-        routes = [case.router.decide(one, routable=self.served.domains) for one in scores]
-        self._tell("routes")
+        routes = [case.router.decide(of_row, routable=domains) for of_row in scores]
+        self._step_done("routes")
         table = RowLosses(
             self.served, [row.row for row in answered if row.row], cache,
             settings.seed if "random_stack" in case.modes else None,
@@ -234,40 +246,38 @@ class _Evaluation(Study):
         # Modes that ask no router first.
         for mode in sorted(case.modes, key=lambda mode: mode in ROUTED):
             weights = [
-                weights_of(mode, row.example.label, self.served.domains, route)
+                weights_of(mode, row.example.label, domains, route)
                 for row, route in zip(answered, routed, strict=True)
             ]
             losses[mode] = table.of(list(enumerate(weights)))
-            self._tell(mode)
+            self._step_done(mode)
         groups = _grouped(answered, losses)
         drawn = (domain_groups(groups), settings.draws, settings.seed)
-        return _Measured(
-            scores, routes, losses, table,
-            loss_matrix(groups, case.modes, *drawn),
-            {
-                to: loss_matrix(groups, case.modes, *drawn, against=to)
-                for to in AGAINST
-                if to in case.modes
-            },
-        )  # fmt: skip
+        differences = {
+            to: loss_matrix(groups, case.modes, *drawn, against=to)
+            for to in AGAINST
+            if to in case.modes
+        }
+        gaps = gap_summary({
+            group: [routes[place].gap for place in places]
+            for group, places in by_group(case.rows).items()
+        })  # fmt: skip
+        matrix = loss_matrix(groups, case.modes, *drawn)
+        return _Measured(scores, routes, losses, table, matrix, differences, gaps)
 
-    def _gaps(self, case: _Case, measured: _Measured) -> dict[str, Any]:
-        """Both tests; loss: None where it was not asked for."""
-        gaps: dict[str, Any] = {"scores": _score_gaps(case, measured), "loss": None}
-        if self.settings.gap_rows:
-            header, domains = case.router.header, self.served.domains
-            chat = header.chat_domain if header.chat_domain in domains else None
-            rules = Rules(domains, self.settings.threshold, chat, header.chat_floor)
-            flags = {}
-            for group, places in by_group(case.answered).items():
-                outcomes = measured.table.search(rules, places[: self.settings.gap_rows])
-                flags[group] = [
-                    is_loss_gap(o.base_loss, o.best_loss, self.settings.threshold) for o in outcomes
-                ]
-            gaps["loss"] = gap_summary(flags)
-        return gaps
+    def _loss_gaps(self, case: _Case, table: RowLosses) -> dict[str, Any] | None:
+        """The test for gaps by losses; None where it was not asked for."""
+        if not self.settings.gap_rows:
+            return None
+        threshold = self.settings.threshold
+        rules = rules_for(case.router.header, self.served.domains, threshold)
+        flags = {}
+        for group, places in by_group(case.answered).items():
+            searches = table.search(rules, places[: self.settings.gap_rows])
+            flags[group] = [is_loss_gap(s.base_loss, s.best_loss, threshold) for s in searches]
+        return gap_summary(flags)
 
-    def _tell(self, what: str) -> None:
+    def _step_done(self, what: str) -> None:
         self.done += 1
         if self.progress:
             self.progress(self.done, self.total, what)
@@ -314,14 +324,16 @@ def _grouped(
     rows: Sequence[EvaluatedRow], losses: Mapping[str, Sequence[float]]
 ) -> dict[str, DomainLosses]:
     """Losses of rows with answers, group by group, as sums over tokens."""
-    counts = np.array(
-        [sum(w > 0 for w in row.row.weights) for row in rows if row.row is not None], dtype=float
-    )
+    counts = np.array([row.answer_tokens for row in rows], dtype=float)
     sums = {mode: np.array(values) * counts for mode, values in losses.items()}
     return {
         group: DomainLosses(counts[places], {mode: s[places] for mode, s in sums.items()})
         for group, places in by_group(rows).items()
     }
+
+
+def _values(estimates: Mapping[str, Mapping[str, float | None]]) -> dict[str, float | None]:
+    return {group: estimate["value"] for group, estimate in estimates.items()}
 
 
 def _router_json(case: _Case, measured: _Measured) -> dict[str, Any]:
@@ -333,40 +345,17 @@ def _router_json(case: _Case, measured: _Measured) -> dict[str, Any]:
         "threshold": header.threshold,
         "rows": len(case.rows),
         "metrics": router_metrics(case.rows, measured.scores, header.domains, header.threshold),
-        "losses": {
-            mode: {group: e["value"] for group, e in measured.matrix[mode].items()}
-            for mode in ROUTED
-        },
+        "losses": {mode: _values(measured.matrix[mode]) for mode in ROUTED},
         "differences": {
             to: {mode: matrix[mode] for mode in ROUTED}
             for to, matrix in measured.differences.items()
         },
         "mean_active_domains": sum(active) / len(active),
-        "gaps_by_scores": _score_gaps(case, measured),
+        "gaps_by_scores": measured.gaps,
     }
 
 
-def _score_gaps(case: _Case, measured: _Measured) -> dict[str, Any]:
-    groups = by_group(case.rows).items()
-    return gap_summary(
-        {group: [measured.routes[place].gap for place in places] for group, places in groups}
-    )
-
-
-def _panels(matrix: Matrix, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Panel -> losses by group, and how many sample answers are exactly right."""
-    return {
-        panel: {
-            "mode": mode,
-            "losses": {group: e["value"] for group, e in matrix[mode].items()},
-            "exactly_right": sum(sample["answers"][panel]["right"] for sample in samples),
-            "samples": len(samples),
-        }
-        for panel, mode in PANELS.items()
-    }
-
-
-def answer_samples(
+def _answer_samples(
     served: Served,
     rows: Sequence[EvaluatedRow],
     routes: Sequence[Route],
@@ -374,39 +363,36 @@ def answer_samples(
 ) -> list[dict[str, Any]]:
     """The first rows of each group, answered greedily by the base and in every panel."""
     samples = []
-    for places in by_group(rows).values():
-        for place in places[: settings.sample_prompts]:
-            example, route = rows[place].example, routes[place]
-            answers = {}
-            for panel, mode in {"base": "base", **PANELS}.items():
-                weights = weights_of(mode, example.label, served.domains, route)
-                text = served.answer(example.prompt, weighted(weights), settings.sample_tokens)
-                right = example.answer is not None and text.split() == example.answer.split()
-                answers[panel] = {"text": text, "right": right}
-            samples.append({
-                "group": rows[place].group, "prompt": example.prompt, "expected": example.answer,
-                "weights": dict(route.weights), "answers": answers,
-            })  # fmt: skip
+    first = [places[: settings.sample_prompts] for places in by_group(rows).values()]
+    for place in chain.from_iterable(first):
+        example, route = rows[place].example, routes[place]
+        answers = {}
+        for panel, mode in {"base": "base", **PANELS}.items():
+            weights = weights_of(mode, example.label, served.domains, route)
+            text = served.answer(example.prompt, weighted(weights), settings.sample_tokens)
+            right = example.answer is not None and text.split() == example.answer.split()
+            answers[panel] = {"text": text, "right": right}
+        samples.append({
+            "group": rows[place].group, "prompt": example.prompt, "expected": example.answer,
+            "weights": dict(route.weights), "answers": answers,
+        })  # fmt: skip
     return samples
 
 
 def _write_rows(path: Path, case: _Case, measured: _Measured) -> None:
     """One row a line: what it is, its route, its loss in every mode."""
-    numbers = iter(range(len(case.rows)))
+    by_row = iter(zip(*measured.losses.values(), strict=True))
     with path.open("w", encoding="ascii") as lines:
         for row, route in zip(case.rows, measured.routes, strict=True):
-            losses = None
-            if row.row is not None:
-                number = next(numbers)
-                losses = {mode: values[number] for mode, values in measured.losses.items()}
+            losses = zip(measured.losses, next(by_row), strict=True) if row.row else None
             line = {
                 "row_id": row.example.row_id,
                 "group": row.group,
                 "label": list(row.example.label),
-                "answer_tokens": sum(w > 0 for w in row.row.weights) if row.row else 0,
+                "answer_tokens": row.answer_tokens,
                 "scores": dict(route.scores),
                 "weights": dict(route.weights),
                 "gap": route.gap,
-                "losses": losses,
+                "losses": losses and dict(losses),
             }
             lines.write(json.dumps(line, allow_nan=False) + "\n")

@@ -14,7 +14,7 @@ Letters: n rows of a domain, R bootstrap draws.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,17 @@ from mlxstacks.routing.router_metrics import (
     top2_hits,
 )
 from mlxstacks.stats import mean_interval
+from mlxstacks.studies.route.cells import (
+    RATE,
+    cell,
+    in_words,
+    interval_plot,
+    rate_cells,
+    rate_in_words,
+)
 from mlxstacks.studies.route.evaluate_rows import OTHER, UNSEEN, EvaluatedRow
+from mlxstacks.study.document import Block, Columns, Table
+from mlxstacks.study.render.words import short
 
 CONFIDENCE = 0.95
 # Under this name stands the mean over domains, each counting alike.
@@ -59,20 +69,17 @@ class _Drawn:
     n: int
 
     def estimate(self) -> Estimate:
+        from scipy.special import ndtri, stdtrit
+
         if self.n < 2:
             return {"value": self.value, "low": None, "high": None}
         tail = 50 * (1 - CONFIDENCE)
         bounds = np.percentile(self.replicates, [tail, 100 - tail])
-        low, high = self.value + _stretch(self.n) * (bounds - self.value)
+        upper, n = 0.5 + CONFIDENCE / 2, self.n
+        # what the interval of a bootstrap over n rows lacks in width; towards 1 for many
+        stretch = math.sqrt(n / (n - 1)) * float(stdtrit(n - 1, upper) / ndtri(upper))
+        low, high = self.value + stretch * (bounds - self.value)
         return {"value": self.value, "low": float(low), "high": float(high)}
-
-
-def _stretch(n: int) -> float:
-    """What the interval of a bootstrap over n >= 2 rows lacks in width; towards 1 for many."""
-    from scipy.special import ndtri, stdtrit
-
-    upper = 0.5 + CONFIDENCE / 2
-    return math.sqrt(n / (n - 1)) * float(stdtrit(n - 1, upper) / ndtri(upper))
 
 
 def loss_matrix(
@@ -96,17 +103,12 @@ def loss_matrix(
         for place, (name, domain) in enumerate(losses.items()):
             sums = domain.sums[mode] - (domain.sums[against] if against else 0)
             drawn[name] = _drawn(sums, domain.tokens, draws, seed + place)
-        matrix[mode] = _estimates(drawn, averaged)
+        matrix[mode] = {name: of_domain.estimate() for name, of_domain in drawn.items()}
+        if among := [of_domain for name, of_domain in drawn.items() if name in averaged]:
+            value = float(np.mean([d.value for d in among]))
+            replicates = np.mean([d.replicates for d in among], axis=0)
+            matrix[mode][ALL] = _Drawn(value, replicates, min(d.n for d in among)).estimate()
     return matrix
-
-
-def _estimates(drawn: Mapping[str, _Drawn], averaged: Collection[str]) -> dict[str, Estimate]:
-    estimates = {name: d.estimate() for name, d in drawn.items()}
-    if among := [d for name, d in drawn.items() if name in averaged]:
-        value = float(np.mean([d.value for d in among]))
-        replicates = np.mean([d.replicates for d in among], axis=0)
-        estimates[ALL] = _Drawn(value, replicates, min(d.n for d in among)).estimate()
-    return estimates
 
 
 def _drawn(sums: np.ndarray, tokens: np.ndarray, draws: int, seed: int) -> _Drawn:
@@ -189,3 +191,177 @@ def gap_summary(flags: Mapping[str, Sequence[bool]]) -> dict[str, Any]:
         for table in (kinds, flags)
     )
     return {**rates, "by_group": by_group}
+
+
+# --- tables, plots and words ----------------------------------------------------------------------
+
+
+_LONGEST = 200
+# The modes whose difference to a mode is shown at once; a folded table has all.
+_COMPARED = {"base": ("ungated", "routed"), "random_stack": ("oracle_domain", "routed")}
+
+
+def outcome(data: Mapping[str, Any]) -> str:
+    return f"routed less base {in_words(data['differences']['base']['routed'][ALL])}"
+
+
+def verdict(data: Mapping[str, Any]) -> str:
+    return " ".join(_sentences(data))
+
+
+def sign(estimate: Mapping[str, float | None]) -> int:
+    """1 or -1 where the interval lies above or below 0, else 0: not distinguishable from it."""
+    low, high = estimate["low"], estimate["high"]
+    return 0 if low is None or high is None else int(low > 0) - int(high < 0)
+
+
+def compared_words(
+    differences: Mapping[str, Mapping[str, float | None]], better: str, worse: str, unclear: str
+) -> str:
+    """How one mode stands to another over domains: `better a, b; worse c; unclear d`."""
+    by_sign: dict[int, list[str]] = {-1: [], 1: [], 0: []}
+    for name, difference in differences.items():
+        if name != ALL:
+            by_sign[sign(difference)].append(f"{name} ({difference['value']:+.3f})")
+    words = {-1: better, 1: worse, 0: unclear}
+    return "; ".join(f"{words[s]} {', '.join(names)}" for s, names in by_sign.items() if names)
+
+
+def _sentences(data: Mapping[str, Any]) -> Iterator[str]:
+    routed = {to: data["differences"][to]["routed"] for to in ("base", "ungated")}
+    words = {-1: "lowers", 1: "raises", 0: "does not measurably change"}
+    to_base, to_ungated = (routed[to][ALL] for to in routed)
+    yield f"Routing {words[sign(to_base)]} the mean loss against the base ({in_words(to_base)})"
+    yield f"and {words[sign(to_ungated)]} it against ungated stacks ({in_words(to_ungated)})."
+    for to, row in routed.items():
+        domains = {name: row[name] for name in data["domains"] if name in data["rows"]}
+        comparison = compared_words(domains, "better on", "worse on", "not distinguishable on")
+        yield f"Against {to}: {comparison}."
+    if "random_stack" in data["matrix"]:
+        random = data["differences"]["base"]["random_stack"][ALL]
+        right = data["differences"]["random_stack"]["oracle_domain"][ALL]
+        words = {
+            -1: "the domains make a difference",
+            0: "not distinguishable, so no gain is shown to be the domains'",
+            1: "worse than random",
+        }
+        yield (
+            f"Random stacks of equal norm: {in_words(random)} to the base; the right ones to these "
+            f"{in_words(right)}: {words[sign(right)]}."
+        )
+    detection, alarms = (data["gaps"]["scores"][kind] for kind in ("detection", "false_alarms"))
+    if detection:
+        yield f"Gaps on unseen domains are seen in {rate_in_words(detection)}."
+    if alarms:
+        yield f"False alarms on known domains: {rate_in_words(alarms)}."
+    if detection and alarms and detection["low"] <= alarms["high"]:
+        yield "By scores unseen domains are not told from known ones."
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def blocks(data: Mapping[str, Any]) -> Iterator[Block]:
+    """Losses and differences first, single answers last."""
+    yield from _loss_blocks(data)
+    kinds = {
+        "unseen domains seen": "detection", "false alarms on known ones": "false_alarms",
+        "other prompts": "others",
+    }  # fmt: skip
+    yield Table.of(
+        "gaps", "Gaps: prompts that no domain fits", {"test": "text", "prompts": "text", **RATE},
+        (
+            (test, name, *rate_cells(rates[kind]))
+            for test, rates in data["gaps"].items() if rates
+            for name, kind in kinds.items()
+        ),
+    )  # fmt: skip
+    yield from _router_tables(data)
+    yield Table.of(
+        "panels", "Three panels",
+        {"panel": "text", "mode": "text", "loss": ("number", 3), "exactly right": "count",
+         "of answers": "count"},
+        (
+            (name, panel["mode"], panel["losses"].get(ALL), panel["exactly_right"],
+             panel["samples"])
+            for name, panel in data["panels"].items()
+        ),
+    )  # fmt: skip
+    yield Table.of(
+        "every-difference", "Every difference between modes, same tokens",
+        {"mode": "text", "less": "text", "prompts": "text", "nats a token": ("change", 3)},
+        (
+            (_words(mode), _words(to), group, cell(estimate))
+            for to, matrix in data["differences"].items()
+            for mode, row in matrix.items()
+            for group, estimate in row.items()
+        ),
+        folded=True,
+    )  # fmt: skip
+    yield _sample_table(data["samples"])
+
+
+def _loss_blocks(data: Mapping[str, Any]) -> Iterator[Block]:
+    """Groups down and modes across: there are seven modes, and any number of domains."""
+    modes, groups = data["matrix"], {**data["rows"], ALL: None}
+    columns: Columns = {
+        "prompts": "text", "rows": "count", **{_words(mode): ("number", 3) for mode in modes}
+    }  # fmt: skip
+    yield Table.of("losses", "Loss, nats a token", columns, (
+        (group, count, *(row.get(group, {}).get("value") for row in modes.values()))
+        for group, count in groups.items()
+    ))  # fmt: skip
+    yield interval_plot(
+        "modes", "Loss in each mode, mean over domains",
+        {mode: row[ALL] for mode, row in modes.items()}, "loss, nats a token",
+    )  # fmt: skip
+    yield interval_plot(
+        "differences", "Difference to the base, same tokens, mean over domains",
+        {mode: row[ALL] for mode, row in data["differences"]["base"].items()},
+        "difference, nats a token (left is better)", references={"no difference": 0.0},
+        form="{:.2f}",
+    )  # fmt: skip
+    for to, matrix in data["differences"].items():
+        shown = [m for m in _COMPARED.get(to, ("routed", "routed_hard")) if m in matrix]
+        yield Table.of(
+            f"to-{to.replace('_', '-')}", f"Difference to {_words(to)}, same tokens",
+            {"prompts": "text", **{_words(mode): ("change", 3) for mode in shown}},
+            ((group, *(cell(matrix[mode].get(group)) for mode in shown)) for group in groups),
+            caption="Nats a token, 95% intervals over rows; below 0 is better.",
+        )  # fmt: skip
+
+
+def _router_tables(data: Mapping[str, Any]) -> Iterator[Table]:
+    rows = []
+    for router in data["routers"]:
+        metrics = router["metrics"]
+        hits = [metrics[key] for key in ("single_top1", "mixed_set")]
+        rates = [part for rate in hits for part in (cell(rate), rate and rate["n"])]
+        rows.append((
+            router["name"], *rates, metrics["bce"], metrics["calibration_error"],
+            router["losses"]["routed"][ALL], router["mean_active_domains"],
+        ))  # fmt: skip
+    yield Table.of("routers", "Routers", {
+        "router": "text", "right domain first": ("share", 0), "single prompts": "count",
+        "both domains": ("share", 0), "mixed prompts": "count", "cross entropy": ("number", 3),
+        "calibration error": ("number", 3), "routed loss": ("number", 3),
+        "active domains": ("number", 2),
+    }, rows)  # fmt: skip
+    if data["over_routers"]:
+        yield Table.of(
+            "over-routers", "Means over routers, with Student's intervals",
+            {"what": "text", "mean": ("change", 3)},
+            ((_words(key), cell(mean)) for key, mean in data["over_routers"].items()),
+        )  # fmt: skip
+
+
+def _sample_table(samples: Sequence[Mapping[str, Any]]) -> Table:
+    panels = list(dict.fromkeys(name for sample in samples for name in sample["answers"]))
+    rows = []
+    for sample in samples:
+        texts = [sample["expected"] or "", *(sample["answers"][panel]["text"] for panel in panels)]
+        prompt, *answers = (short(text, _LONGEST) for text in (sample["prompt"], *texts))
+        rows.append((prompt, sample["group"], *answers))
+    columns: Columns = dict.fromkeys(("prompt", "group", "expected", *panels), "text")
+    return Table.of("samples", "Samples", columns, rows, folded=True)

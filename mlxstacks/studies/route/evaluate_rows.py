@@ -13,7 +13,7 @@ the router names, or the usual one).
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from pydantic import ValidationError
@@ -25,9 +25,9 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.regular_files import check_regular
-from mlxstacks.routing.outcome_files import RouterExample, read_outcomes
+from mlxstacks.routing.outcomes import RouterExample, read_outcomes
 from mlxstacks.routing.router import PromptRouter
-from mlxstacks.routing.router_examples import group_key, split_places
+from mlxstacks.routing.router_training import group_key, split_places
 from mlxstacks.routing.settings import LabelledSource, OutcomeSettings, RouterTrainSettings
 from mlxstacks.studies.route.data import encode_pair, read_examples
 from mlxstacks.studies.route.settings import RouteEvaluateSettings
@@ -47,6 +47,11 @@ class EvaluatedRow:
     example: RouterExample
     group: str
     row: Row | None
+
+    @property
+    def answer_tokens(self) -> int:
+        """Those whose loss counts."""
+        return sum(weight > 0 for weight in self.row.weights) if self.row else 0
 
 
 def read_all(
@@ -82,17 +87,16 @@ def held_out_rows(
     out, as rows that a stack was trained on are, unless `include_trained`. So are unseen ones.
     Raises: InputError: nothing is left.
     """
-    named = [*((group_of(one), one) for one in examples), *unseen]
-    if not settings.include_trained:
-        named = [
-            (group, one)
-            for group, one in named
-            if not (one.trained_on or group_key(one.prompt) in trained)
-        ]
-    everything = len(examples) + len(unseen)
-    if len(named) < everything:
+    groups = {"mixed": MIXED, "other": OTHER}
+    every = [*((groups.get(e.kind) or e.label[0], e) for e in examples), *unseen]
+    named = [
+        (group, e)
+        for group, e in every
+        if settings.include_trained or not (e.trained_on or group_key(e.prompt) in trained)
+    ]
+    if len(named) < len(every):
         notes.append(
-            f"{everything - len(named)} of {everything} rows are left out: a stack or the "
+            f"{len(every) - len(named)} of {len(every)} rows are left out: a stack or the "
             "router was trained on them."
         )
     if all(group.startswith(UNSEEN) for group, _ in named):
@@ -100,42 +104,24 @@ def held_out_rows(
             "no held-out row is left: stacks or router were trained on all of them; give --data "
             "with other rows, or --include-trained to measure on these"
         )
-    rows = []
-    for group, example in _first(named, settings):
-        row = None
-        if example.answer is not None:
-            row = encode_pair(
-                example.prompt, example.answer, tokenizer, template, settings.max_tokens,
-                Rendering.of(settings),
-            )  # fmt: skip
-        rows.append(EvaluatedRow(example, group, row))
-    without = Counter(row.group for row in rows if row.row is None)
-    for group, count in without.items():
-        notes.append(f"{group}: {count} rows have no answer to measure; they are routed only.")
-    return rows
-
-
-def group_of(example: RouterExample) -> str:
-    if example.kind == "single":
-        return example.label[0]
-    return MIXED if example.kind == "mixed" else OTHER
-
-
-def _first(
-    named: Iterable[tuple[str, RouterExample]], settings: RouteEvaluateSettings
-) -> list[tuple[str, RouterExample]]:
-    """So many of each group: the examples come in an order by hash, and mixed ones take their
-    pairs by turns.
-    """
+    # The examples come in an order by hash; mixed ones take their pairs by turns.
     queues: dict[str, dict[tuple[str, ...], list[RouterExample]]] = {}
     for group, example in named:
         queues.setdefault(group, {}).setdefault(example.label, []).append(example)
-    first = []
+    rows = []
     for group, by_label in queues.items():
-        turns = zip_longest(*by_label.values())
-        in_turn = [example for turn in turns for example in turn if example is not None]
-        first += [(group, example) for example in in_turn[: settings.rows_per_group]]
-    return first
+        turns = chain.from_iterable(zip_longest(*by_label.values()))
+        for example in list(filter(None, turns))[: settings.rows_per_group]:
+            row = None
+            if example.answer is not None:
+                row = encode_pair(
+                    example.prompt, example.answer, tokenizer, template, settings.max_tokens,
+                    Rendering.of(settings),
+                )  # fmt: skip
+            rows.append(EvaluatedRow(example, group, row))
+    for group, count in Counter(row.group for row in rows if row.row is None).items():
+        notes.append(f"{group}: {count} rows have no answer to measure; they are routed only.")
+    return rows
 
 
 def domain_groups(groups: Iterable[str]) -> list[str]:
@@ -175,22 +161,22 @@ def split_of(
     targets: directory that `route discover` wrote.
     Raises: InputError: `targets` is given and is no such directory.
     """
-    about = _header_split(router)
-    if about is None:
+    header = _header_split(router)
+    if header is None:
         return None
-    settings, wanted = about
-    if not settings.oracle_only and (found := _made_again(examples, settings, wanted)):
-        return found
-    directory = targets or _named_beside(path) or settings.targets
+    settings, wanted = header
+    if not settings.oracle_only and (split := _split_again(examples, settings, wanted)):
+        return split
+    directory = targets or _targets_of_training(path) or settings.targets
     try:
-        there, discovered = read_outcomes(directory)
+        discovered, final_targets = read_outcomes(directory)
     except (InputError, OSError):
         if targets is not None:
             raise
         return None
     if settings.oracle_only:
-        there = [one for one in there if one.row_id in discovered]
-    return _made_again(there, settings, wanted)
+        discovered = [example for example in discovered if example.row_id in final_targets]
+    return _split_again(discovered, settings, wanted)
 
 
 def _header_split(router: PromptRouter) -> tuple[RouterTrainSettings, str] | None:
@@ -199,8 +185,8 @@ def _header_split(router: PromptRouter) -> tuple[RouterTrainSettings, str] | Non
     split, given = training.get("split"), training.get("settings")
     if not isinstance(split, dict) or not isinstance(split.get("validation_sha256"), str):
         return None
-    known = given if isinstance(given, dict) else {}
-    values = {key: known[key] for key in _OF_THE_SPLIT if key in known}
+    given = given if isinstance(given, dict) else {}
+    values = {key: given[key] for key in _OF_THE_SPLIT if key in given}
     if "seed" in split:
         values["seed"] = split["seed"]
     try:
@@ -209,31 +195,26 @@ def _header_split(router: PromptRouter) -> tuple[RouterTrainSettings, str] | Non
         return None
 
 
-def _made_again(
+def _split_again(
     examples: Sequence[RouterExample], settings: RouterTrainSettings, wanted: str
 ) -> RouterSplit | None:
     try:
-        training, validation = split_places(
-            [one.prompt for one in examples],
-            settings.seed,
-            settings.validation_share,
+        sides = split_places(
+            [example.prompt for example in examples], settings.seed, settings.validation_share,
             settings.validation_groups,
-        )
+        )  # fmt: skip
     except InputError:  # too few prompts to split: not those it was trained on
         return None
-    if json_sha256(sorted(examples[place].row_id for place in validation)) != wanted:
+    if json_sha256(sorted(examples[place].row_id for place in sides[1])) != wanted:
         return None
-    return RouterSplit(
-        _groups(examples, training), _groups(examples, validation), settings.extend is not None
+    training, validation = (
+        frozenset(group_key(examples[place].prompt) for place in side) for side in sides
     )
+    return RouterSplit(training, validation, settings.extend is not None)
 
 
-def _groups(examples: Sequence[RouterExample], places: Iterable[int]) -> frozenset[str]:
-    return frozenset(group_key(examples[place].prompt) for place in places)
-
-
-def _named_beside(path: str | None) -> str | None:
-    """The targets that `route train` says, beside the router, that it used."""
+def _targets_of_training(path: str | None) -> str | None:
+    """The targets that `route train` says, next to the router, that it used."""
     if path is None:
         return None
     router = user_path(path)

@@ -13,13 +13,9 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.store import Store
 from mlxstacks.routing.candidate_losses import choose_batch_tokens
 from mlxstacks.routing.gaps import is_loss_gap
-from mlxstacks.routing.outcomes import Rules
-from mlxstacks.routing.route import Route
-from mlxstacks.routing.router import PromptRouter, load_prompt_router
-from mlxstacks.routing.settings import OutcomeSettings
-from mlxstacks.studies.route.cells import table
+from mlxstacks.routing.router import PromptRouter, Route, load_prompt_router
 from mlxstacks.studies.route.data import encode_pair, template_of
-from mlxstacks.studies.route.served import RowLosses, Served, open_served
+from mlxstacks.studies.route.served import RowLosses, Served, open_served, rules_for
 from mlxstacks.studies.route.settings import RouteExplainSettings
 from mlxstacks.study.document import Table
 from mlxstacks.study.result import Result
@@ -36,7 +32,7 @@ def run(settings: RouteExplainSettings) -> Result:
     if settings.prompt is None or not settings.prompt.strip():
         raise InputError("route explain needs a prompt that is not blank")
     store = Store.open(settings.store_path)
-    template = template_of(OutcomeSettings(template=settings.template), store)
+    template = template_of(settings.template, store)
     served = open_served(store, settings.model, settings.base)
     router = load_prompt_router(store, served.model, served.tokenizer, settings.router_path)
     scores = router.score(settings.prompt)
@@ -84,8 +80,7 @@ def _losses(
     """
     header = router.header
     losses = RowLosses(served, [row], batch_tokens=choose_batch_tokens(header.input_dims))
-    chat = header.chat_domain if header.chat_domain in served.domains else None
-    rules = Rules(served.domains, settings.threshold, chat, header.chat_floor)
+    rules = rules_for(header, served.domains, settings.threshold)
     (outcome,) = losses.search(rules, [0])
     sets: list[tuple[str, dict[str, float]]] = [
         ("base", {}),
@@ -128,19 +123,22 @@ def _score_table(data: Mapping[str, Any], served: tuple[str, ...]) -> Table:
     chat, floor = data["chat_domain"], data["chat_floor"]
     rows = []
     for name, score in data["scores"].items():
-        why = f"floor {floor:.2f}" if name == chat and score < floor else ""
-        why = why or ("" if name in served else "not served")
+        why = "" if name in served else "not served"
+        why = f"floor {floor:.2f}" if name == chat and score < floor else why
         rows.append((name, score, data["active"].get(name), why))
     floors = f"{chat} is never below {floor:.2f}." if chat else "no domain has a floor."
-    caption = f"Active above {data['threshold']:.2f}; template {data['template']}; {floors}"
-    heads = ("domain", ("score", "number", 3), ("weight", "number", 3), "why")
-    return table("scores", "Domains", heads, rows, caption=caption)
+    return Table.of(
+        "scores", "Domains",
+        {"domain": "text", "score": ("number", 3), "weight": ("number", 3), "why": "text"}, rows,
+        caption=f"Active above {data['threshold']:.2f}; template {data['template']}; {floors}",
+    )  # fmt: skip
 
 
 def _loss_table(data: Mapping[str, Any]) -> Table:
     rows = []
-    for one in data["losses"]:
-        weights = ", ".join(f"{name} {weight:.2f}" for name, weight in one["weights"].items())
-        rows.append((one["name"], one["loss"], one["difference_to_base"], weights or "none"))
-    heads = ("set", ("loss", "number", 3), ("to base", "change", 3), "weights")
-    return table("losses", "The answer, nats a token", heads, rows)
+    for row in data["losses"]:
+        weights = ", ".join(f"{name} {weight:.2f}" for name, weight in row["weights"].items())
+        rows.append((row["name"], row["loss"], row["difference_to_base"], weights or "none"))
+    return Table.of("losses", "The answer, nats a token", {
+        "set": "text", "loss": ("number", 3), "to base": ("change", 3), "weights": "text"
+    }, rows)  # fmt: skip

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from mlxstacks.routing.gaps import GapCluster, GapEvents, cluster_gaps, log_files, read_gaps
 from mlxstacks.routing.settings import RouteGapsSettings
-from mlxstacks.studies.route.cells import table
 from mlxstacks.study.document import Table
 from mlxstacks.study.render.words import short
 from mlxstacks.study.result import Result
@@ -87,8 +86,7 @@ def _table(settings: RouteGapsSettings, clusters: Sequence[GapCluster]) -> Table
             f"{nearest[0]} {nearest[1]:.2f}" if nearest else None,
             "\n".join(prompts) or "(text not kept)",
         ))  # fmt: skip
-    heads = (
-        ("group", "count"), ("events", "count"), ("cosine", "number", 2), "nearest domain",
-        "prompts",
-    )  # fmt: skip
-    return table("groups", "Groups of like prompts", heads, rows)
+    return Table.of("groups", "Groups of like prompts", {
+        "group": "count", "events": "count", "cosine": ("number", 2), "nearest domain": "text",
+        "prompts": "text",
+    }, rows)  # fmt: skip

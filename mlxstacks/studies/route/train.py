@@ -12,25 +12,23 @@ from typing import Any
 from mlxstacks import base_model
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError
-from mlxstacks.files.base_location import find_base
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import check_target, staged_directory
-from mlxstacks.files.router_file import RouterFile, RouterHeader, write_router
+from mlxstacks.files.router_file import RouterFile, write_router
 from mlxstacks.files.stack_file import file_sha256
-from mlxstacks.files.store import Store
-from mlxstacks.routing.features import PromptFeatures
-from mlxstacks.routing.outcome_files import EXAMPLES, OUTCOMES, read_discovery, read_outcomes
-from mlxstacks.routing.router import ROUTER_FILE, parameter_count, router_tensors
+from mlxstacks.files.store import Store, find_base
+from mlxstacks.routing.outcomes import EXAMPLES, OUTCOMES, read_discovery, read_outcomes
+from mlxstacks.routing.router import ROUTER_FILE, features_for, parameter_count, router_tensors
 from mlxstacks.routing.router_metrics import rate_json
-from mlxstacks.routing.router_training import TrainedRouter, train_router
+from mlxstacks.routing.router_training import train_router
 from mlxstacks.routing.settings import RouterTrainSettings
-from mlxstacks.studies.route.cells import RATE, cell, rate_row, table
+from mlxstacks.studies.route.cells import RATE, cell, rate_cells
 from mlxstacks.studies.route.data import routed_domains, stack_hashes
-from mlxstacks.study.document import Block, Plot, Series, Table
+from mlxstacks.study.document import Block, Cell, Plot, Series, Table
 from mlxstacks.study.render.words import number
 from mlxstacks.study.result import Result
 from mlxstacks.study.write import environment, write_result
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import prepare_base
 
 ABOUT = {
     "kind": "route train",
@@ -68,10 +66,11 @@ def run(
     check_target(target, force=settings.force, inputs=[store.path, directory])
     examples, discovered = read_outcomes(directory)
     notes, shown = list(notes), settings.model_dump(mode="json")
-    settings = _as_discovered(settings, store, directory, notes)
-    start = _start(settings, store, notes)
+    hashes = {n: tuple(h) for n, h in stack_hashes(store, routed_domains(store)).items()}
+    settings = _as_discovered(settings, store, hashes, directory, notes)
+    start = _start(settings, store, hashes, notes)
     data: dict[str, Any] = {
-        "domains": list(routed_domains(store)),
+        "domains": list(hashes),
         "examples": {
             "all": len(examples),
             "discovered": len(discovered),
@@ -84,13 +83,21 @@ def run(
     )  # fmt: skip
     if dry_run:
         return result
-    features = _features(settings, store, start, notes)
+    # Of the base alone: no stack is attached. An extended router keeps its own features.
+    model, tokenizer, _ = base_model.load(
+        find_base(store, settings.model, notes).directory, lazy=True
+    )
+    prepare_base(model, settings.base, notes)
     trained = train_router(
-        examples, discovered, features, settings,
-        domains=routed_domains(store), start=start, directory=target.parent, progress=progress,
+        examples, discovered,
+        features_for(settings if start is None else start.header, model, tokenizer), settings,
+        domains=tuple(hashes), start=start, directory=target.parent, progress=progress,
     )  # fmt: skip
-    notes += trained.notes
-    header = _header(settings, store, trained, directory)
+    header = trained.header(store.manifest.base_model, store.manifest.base_fingerprint, hashes, {
+        "settings": settings.model_dump(mode="json", exclude=_PLACES),
+        "data_sha256": {name: file_sha256(directory / name) for name in (EXAMPLES, OUTCOMES)},
+        "calibration_error": trained.metrics["calibration"]["expected_calibration_error"],
+    })  # fmt: skip
     data |= {
         "domains": list(trained.domains),
         "input_dims": trained.input_dims,
@@ -102,27 +109,38 @@ def run(
         "installed": None,
     }
     result = result.model_copy(update={
-        "status": "done", "notes": tuple(notes),
+        "status": "done", "notes": (*notes, *trained.notes),
         "environment": environment(time.monotonic() - started),
         "next_steps": {"Next": command_line(
             "mlxstacks chat", routed=True, model=settings.model, store_path=str(store.path),
             router_path=None if settings.install else str(target),
         )},
     })  # fmt: skip
-    return _write(result, data, store, trained, header, target, settings)
-
-
-def _hashes(store: Store) -> dict[str, tuple[str, ...]]:
-    """Domain -> SHA-256 of its stacks, in order, of the domains that are served."""
-    by_domain = stack_hashes(store, routed_domains(store))
-    return {name: tuple(hashes) for name, hashes in by_domain.items()}
+    tensors = router_tensors(trained.network)
+    nbytes = sum(array.nbytes for array in tensors.values()) + (1 << 20)
+    with staged_directory(
+        target, force=settings.force, needed_bytes=nbytes, inputs=[store.path]
+    ) as staged:
+        data["router_sha256"] = write_router(staged / ROUTER_FILE, tensors, header)
+        result = write_result(_concluded(result, data), staged, target)
+    if settings.install:
+        with store.change("route train", domains=list(trained.domains)) as change:
+            data["installed"] = change.set_router(tensors, header).sha256
+        # Again, and after the store: it says what the store has, and is newer than it.
+        result = write_result(_concluded(result, data), target, target, sources=())
+    return result
 
 
 def _as_discovered(
-    settings: RouterTrainSettings, store: Store, directory: Path, notes: list[str]
+    settings: RouterTrainSettings,
+    store: Store,
+    now: Mapping[str, tuple[str, ...]],
+    directory: Path,
+    notes: list[str],
 ) -> RouterTrainSettings:
     """The settings with the chat domain and floor of the discovery, where nothing else is said.
 
+    now: domain -> SHA-256 of its stacks.
     Raises: InputError: the outcomes are of another base, or of other stacks of a domain.
     """
     discovery, changed_since = read_discovery(directory)
@@ -135,7 +153,6 @@ def _as_discovered(
             f"{str(discovery.get('base_fingerprint'))[:12]}, the store's is {wanted[:12]}; {again}"
         )
     then: Mapping[str, list[str]] = discovery["stacks"]
-    now = _hashes(store)
     changed = [name for name in now if name in then and tuple(then[name]) != now[name]]
     if changed:
         raise InputError(
@@ -152,73 +169,25 @@ def _as_discovered(
     return settings.model_copy(update=changes)
 
 
-def _start(settings: RouterTrainSettings, store: Store, notes: list[str]) -> RouterFile | None:
+def _start(
+    settings: RouterTrainSettings,
+    store: Store,
+    now: Mapping[str, tuple[str, ...]],
+    notes: list[str],
+) -> RouterFile | None:
     """The router to extend. Raises: InputError: there is none, or it knows other stacks."""
     if settings.extend is None:
         return None
     file = store.read_router()
-    now = _hashes(store)
     changed = [name for name in now if file.header.stacks.get(name, now[name]) != now[name]]
     if changed and settings.extend == "new":
         raise InputError(
             f"{store.path}: its router was trained for other stacks of {', '.join(changed)}; "
-            "extend new would leave them as they are: use extend all, or train anew"
+            "extend new would leave them as they are: use extend all, or train again from scratch"
         )
     if changed:
         notes.append(f"The stacks of {', '.join(changed)} are others than when it was trained.")
     return file
-
-
-def _features(
-    settings: RouterTrainSettings, store: Store, start: RouterFile | None, notes: list[str]
-) -> PromptFeatures:
-    """Of the base alone: no stack is attached. An extended router keeps its own features."""
-    checkpoint = find_base(store, settings.model, notes)
-    model, tokenizer, _ = base_model.load(checkpoint.directory, lazy=True)
-    prepare_base(model, settings.base, notes)
-    about = settings if start is None else start.header
-    return PromptFeatures(
-        model, tokenizer, max_tokens=about.max_tokens, mid_weight=about.mid_weight,
-        last_weight=about.last_weight, normalise=about.normalise_features,
-    )  # fmt: skip
-
-
-def _header(
-    settings: RouterTrainSettings, store: Store, trained: TrainedRouter, directory: Path
-) -> RouterHeader:
-    data = {name: file_sha256(directory / name) for name in (EXAMPLES, OUTCOMES)}
-    manifest = store.manifest
-    about = {
-        "settings": settings.model_dump(mode="json", exclude=_PLACES),
-        "data_sha256": data,
-        "calibration_error": trained.metrics["calibration"]["expected_calibration_error"],
-    }
-    hashes = _hashes(store)
-    return trained.header(manifest.base_model, manifest.base_fingerprint, hashes, about)
-
-
-def _write(
-    result: Result,
-    data: dict[str, Any],
-    store: Store,
-    trained: TrainedRouter,
-    header: RouterHeader,
-    target: Path,
-    settings: RouterTrainSettings,
-) -> Result:
-    tensors = router_tensors(trained.network)
-    nbytes = sum(array.nbytes for array in tensors.values()) + (1 << 20)
-    with staged_directory(
-        target, force=settings.force, needed_bytes=nbytes, inputs=[store.path]
-    ) as staged:
-        data["router_sha256"] = write_router(staged / ROUTER_FILE, tensors, header)
-        result = write_result(_concluded(result, data), staged, target)
-    if settings.install:
-        with store.change("route train", domains=list(trained.domains)) as change:
-            data["installed"] = change.set_router(tensors, header).sha256
-        # Again, and after the store: it says what the store has, and is newer than it.
-        result = write_result(_concluded(result, data), target, target, sources=())
-    return result
 
 
 # --- the result -----------------------------------------------------------------------------------
@@ -256,7 +225,7 @@ def _share(rate: Mapping[str, Any] | None) -> str:
 
 def _facts(data: Mapping[str, Any]) -> Table:
     examples, split = data["examples"], data.get("split")
-    rows: dict[str, str] = {
+    rows: dict[str, Cell] = {
         "domains": ", ".join(data["domains"]),
         "examples": f"{examples['all']:,}, of {examples['discovered']:,} the outcome is known",
     }
@@ -267,7 +236,7 @@ def _facts(data: Mapping[str, Any]) -> Table:
             "best epoch": str(data["best_epoch"]),
             "router in the store": data["installed"] or "not put there",
         }
-    return table("facts", "Training", ("what", "value"), rows.items())
+    return Table.of_facts("facts", "Training", rows)
 
 
 def blocks(data: Mapping[str, Any]) -> tuple[Block, ...]:
@@ -282,19 +251,19 @@ def blocks(data: Mapping[str, Any]) -> tuple[Block, ...]:
          row["mean_target"])
         for row in metrics["calibration"]["bins"]
     )  # fmt: skip
-    hits = ((name, *rate_row(rate)) for name, rate in _hits(metrics).items())
+    hits = ((name, *rate_cells(rate)) for name, rate in _hits(metrics).items())
     return (
         _facts(data),
-        table("held-out", "On prompts that were held out", ("what", *RATE), hits),
+        Table.of("held-out", "On prompts that were held out", {"what": "text", **RATE}, hits),
         _loss_plot(data["history"]),
         _epoch_table(data),
-        table("domains", "Domains", (
-            "domain", ("wanted", "count"), ("chosen", "count"), ("precision", "share", 0),
-            ("recall", "share", 0), ("calibration error", "number"),
-        ), domains),
-        table("calibration", "Calibration", (
-            "score", ("pairs", "count"), ("mean score", "number"), ("mean target", "number")
-        ), bins),
+        Table.of("domains", "Domains", {
+            "domain": "text", "wanted": "count", "chosen": "count", "precision": ("share", 0),
+            "recall": ("share", 0), "calibration error": "number",
+        }, domains),
+        Table.of("calibration", "Calibration", {
+            "score": "text", "pairs": "count", "mean score": "number", "mean target": "number"
+        }, bins),
     )  # fmt: skip
 
 
@@ -305,10 +274,10 @@ def _epoch_table(data: Mapping[str, Any]) -> Table:
         is_best = "*" if row["epoch"] == data["best_epoch"] else ""
         rows.append((row["epoch"], is_best, row["train_loss"], *map(cell, hits), row["val_bce"],
                      row["checkpoint_score"]))  # fmt: skip
-    return table("epochs", "Epochs, on held-out prompts but for the loss", (
-        ("epoch", "count"), "kept", ("loss", "number"), ("single", "share"), ("mixed", "share"),
-        ("validation BCE", "number"), ("score", "number"),
-    ), rows)  # fmt: skip
+    return Table.of("epochs", "Epochs, on held-out prompts but for the loss", {
+        "epoch": "count", "kept": "text", "loss": "number", "single": "share", "mixed": "share",
+        "validation BCE": "number", "score": "number",
+    }, rows)  # fmt: skip
 
 
 def _loss_plot(history: Sequence[Mapping[str, Any]]) -> Plot:

@@ -18,12 +18,11 @@ import mlx.nn as nn
 from mlxstacks import base_model
 from mlxstacks.data import DomainDataSettings, encode_examples, read_domains
 from mlxstacks.errors import InputError
-from mlxstacks.files.base_location import find_base
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import check_target, staged_directory
-from mlxstacks.files.store import Store
+from mlxstacks.files.settings import StacksAnalyseSettings
+from mlxstacks.files.store import Store, find_base
 from mlxstacks.files.store_files import LOG
-from mlxstacks.files.store_settings import StacksAnalyseSettings
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.packed import FrozenStack
 from mlxstacks.layers.stack_files import SharedPairs, parts_of, serve
@@ -50,7 +49,7 @@ from mlxstacks.studies.stack.routing import Prompt, routing_json, run_prompts
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain
 from mlxstacks.study.write import environment, write_result
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import prepare_base
 
 # Where an analysis writes and reads, not what it finds.
 _NOT_OF_THE_RESULT = {"force", "save_path"}

@@ -30,14 +30,25 @@ import numpy as np
 from mlxstacks import memory
 from mlxstacks.data import split_ids
 from mlxstacks.errors import InputError, StoreError, TargetError
-from mlxstacks.files.base_location import remember_places
 from mlxstacks.files.disk import target_errors, user_path
 from mlxstacks.files.manifest import DomainRecord, StackRecord
-from mlxstacks.files.mark import MARK, entries, refuse_built_in
-from mlxstacks.files.outputs import check_target, release_lock, write_json
-from mlxstacks.files.stack_file import StackFile, read_arrays, read_stack, write_arrays, write_stack
-from mlxstacks.files.stack_header import StackHeader
-from mlxstacks.files.store import Store
+from mlxstacks.files.outputs import (
+    MARK,
+    check_target,
+    entries,
+    refuse_built_in,
+    release_lock,
+    write_json,
+)
+from mlxstacks.files.stack_file import (
+    StackFile,
+    StackHeader,
+    read_arrays,
+    read_stack,
+    write_arrays,
+    write_stack,
+)
+from mlxstacks.files.store import Store, remember_places
 from mlxstacks.files.store_files import FORMER_REPORT, MANIFEST, RESULT, own_entries
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.freezing import add_frozen, stack_tensors
@@ -45,8 +56,7 @@ from mlxstacks.layers.nullspace import NullBasis
 from mlxstacks.layers.stack_files import header_of, pair_tensors, parts_of, places
 from mlxstacks.studies.stack.plan import DomainPlan, data_root
 from mlxstacks.studies.stack.setup import StackSetup
-from mlxstacks.studies.train.report import versions
-from mlxstacks.studies.train.run import other_versions
+from mlxstacks.studies.train.run import other_versions, versions
 from mlxstacks.studies.train.setup import steps_of
 from mlxstacks.study.run_directory import (
     IDENTITY,
@@ -60,11 +70,9 @@ from mlxstacks.study.run_directory import (
     work_path,
 )
 from mlxstacks.training.boost import Parts, RoundRecord
-from mlxstacks.training.continual import DomainResult
-from mlxstacks.training.loop import Record, TrainingState
-from mlxstacks.training.protect import Bases, protection_report
-from mlxstacks.training.stack_settings import StackRunSettings
-from mlxstacks.training.state import load_state, save_state
+from mlxstacks.training.continual import Bases, DomainResult, protection_report
+from mlxstacks.training.loop import Record, TrainingState, load_state, save_state
+from mlxstacks.training.settings import StackRunSettings
 
 ROUNDS, BASES = "rounds.json", "bases.safetensors"
 # About the whole run, not the domain under way.

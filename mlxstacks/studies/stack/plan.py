@@ -25,15 +25,13 @@ from mlxstacks.data import (
 )
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import VALIDATION_ROWS
-from mlxstacks.files.base_location import data_directories
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.manifest import DomainRecord, stack_name
-from mlxstacks.files.store import Store
+from mlxstacks.files.store import Store, data_directories
 from mlxstacks.studies.train.setup import MOST_DEFAULT_ITERS, steps_of
 from mlxstacks.study.run_directory import what_differs
 from mlxstacks.training.batches import BatchPlan, choose_widths
-from mlxstacks.training.settings import OptimizerSettings
-from mlxstacks.training.stack_settings import DomainSettings, StackRunSettings
+from mlxstacks.training.settings import DomainSettings, OptimizerSettings, StackRunSettings
 
 # Under this key of its data report a domain keeps the settings of its data, to read it again.
 DATA_SETTINGS = "settings"

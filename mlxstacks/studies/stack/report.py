@@ -12,19 +12,18 @@ from mlxstacks import memory
 from mlxstacks.command_line import command_line
 from mlxstacks.files.manifest import DomainRecord, Manifest
 from mlxstacks.files.strict_json import json_sha256
-from mlxstacks.guard.report import GuardReport
+from mlxstacks.guard.run import GuardReport
 from mlxstacks.layers.targets import stack_size
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.studies.stack.setup import StackSetup
-from mlxstacks.studies.train.report import guard_json
+from mlxstacks.studies.train.setup import guard_json
 from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain
 from mlxstacks.study.write import environment
 from mlxstacks.training.boost import LAST_ROUND, RoundRecord
-from mlxstacks.training.matrix import rises
-from mlxstacks.training.protect import Bases, protection_report
-from mlxstacks.training.stack_settings import MATRIX_MODES
+from mlxstacks.training.continual import Bases, protection_report, rises
+from mlxstacks.training.settings import MATRIX_MODES
 
 ABOUT = {
     "kind": "stack",

@@ -20,7 +20,6 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import Store
 from mlxstacks.layers.selection import ungated
 from mlxstacks.layers.stacked import set_mode
-from mlxstacks.studies.guarded import compiles
 from mlxstacks.studies.stack.checkpoint import (
     RoundKeeper,
     StackWork,
@@ -40,18 +39,26 @@ from mlxstacks.studies.stack.setup import (
     with_trained,
 )
 from mlxstacks.studies.train.run import set_wired_limit, silence_stdout
-from mlxstacks.studies.train.setup import steps_of
+from mlxstacks.studies.train.setup import compiles, steps_of
 from mlxstacks.study.result import Result
 from mlxstacks.study.write import write_result
 from mlxstacks.training.boost import DomainJob
 from mlxstacks.training.checkpointing import checkpoint_layers
-from mlxstacks.training.continual import DomainResult, arrival_problems, stages, train_domain
-from mlxstacks.training.group import current_group, gathered, size_and_rank, wait_for_all
+from mlxstacks.training.continual import (
+    Bases,
+    DomainResult,
+    MatrixRow,
+    arrival_problems,
+    capacity_warning,
+    full_projections,
+    measure_row,
+    protected_bases,
+    stages,
+    train_domain,
+)
 from mlxstacks.training.loop import NonFiniteError
-from mlxstacks.training.matrix import Row, measure_row
-from mlxstacks.training.protect import Bases, capacity_warning, full_projections, protected_bases
-from mlxstacks.training.settings import SnapshotSettings
-from mlxstacks.training.stack_settings import StackRunSettings
+from mlxstacks.training.settings import SnapshotSettings, StackRunSettings
+from mlxstacks.training.step import current_group, gathered, size_and_rank, wait_for_all
 
 Progress = Callable[..., None]
 
@@ -185,7 +192,7 @@ class _StackRun:
                 if kept == known["losses"][1:]:
                     known.update({**details, "status": "stored"})
 
-    def _arrive(self) -> Row:
+    def _arrive(self) -> MatrixRow:
         """Prefix losses of the store's domains as this process measures them: from here on they
         may not move at all.
 
@@ -222,7 +229,7 @@ class _StackRun:
 
     # --- one domain -------------------------------------------------------------------------------
 
-    def _domain(self, work: StackWork, plan: DomainPlan, expected: Row) -> DomainResult:
+    def _domain(self, work: StackWork, plan: DomainPlan, expected: MatrixRow) -> DomainResult:
         start = time.monotonic()
         identity, store = self.setup.identity(plan.settings), self.setup.store
         # Not how stacks are stored: one that does not fit float16 can be frozen as bfloat16 without

@@ -12,14 +12,12 @@ import mlx.nn as nn
 from mlxstacks import base_model
 from mlxstacks.errors import InputError, ResourceLimitError, StoreError
 from mlxstacks.evaluate import evaluate_mean_loss
-from mlxstacks.files.base_location import base_name
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.manifest import Manifest
-from mlxstacks.files.store import Store
-from mlxstacks.guard.report import GuardReport
-from mlxstacks.guard.run import guard
+from mlxstacks.files.store import Store, base_name
+from mlxstacks.guard.run import GuardReport, guard
 from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.layers.attach import check_per_expert
 from mlxstacks.layers.freezing import add_frozen
@@ -33,7 +31,6 @@ from mlxstacks.layers.targets import (
     find_targets,
     left_out_notes,
 )
-from mlxstacks.studies.guarded import compiles, limit_is_assumed
 from mlxstacks.studies.stack.plan import (
     DomainPlan,
     DomainRows,
@@ -43,11 +40,11 @@ from mlxstacks.studies.stack.plan import (
     plan_domains,
     read_rows_of,
 )
+from mlxstacks.studies.train.setup import compiles, limit_is_assumed
 from mlxstacks.study.run_directory import IDENTITY, recorded_fingerprint, work_path
-from mlxstacks.training.matrix import Row, Served
-from mlxstacks.training.modes import evaluating
-from mlxstacks.training.prepare_base import prepare_base
-from mlxstacks.training.stack_settings import DomainSettings, StackRunSettings
+from mlxstacks.training.continual import MatrixRow, Served
+from mlxstacks.training.modes import evaluating, prepare_base
+from mlxstacks.training.settings import DomainSettings, StackRunSettings
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,12 +195,12 @@ def with_trained(setup: StackSetup, store: Store, served: Served) -> StackSetup:
     return replace(setup, store=store, to_train=rest, served=[*setup.served, served])
 
 
-def stored_prefix(manifest: Manifest) -> Row:
+def stored_prefix(manifest: Manifest) -> MatrixRow:
     """The latest prefix loss of each domain: its column is constant, so any row would do. What it
     ended with is the same, for a matrix that does not show this mode.
     """
     rows = manifest.matrix.get("prefix", {})
-    losses: Row = {d.name: d.final_loss for d in manifest.domains if d.final_loss is not None}
+    losses: MatrixRow = {d.name: d.final_loss for d in manifest.domains if d.final_loss is not None}
     for domain in manifest.domains:
         losses |= rows.get(domain.name, {})
     return losses

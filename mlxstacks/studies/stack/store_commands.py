@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mlxstacks.errors import StoreError
-from mlxstacks.files import stack_export, stack_import, store_commands, store_diff, store_verify
+from mlxstacks.files import stack_adapters, store_commands, store_verify
 from mlxstacks.files.manifest import binding_notes
 from mlxstacks.files.router_file import RouterHeader
-from mlxstacks.files.store_settings import (
+from mlxstacks.files.settings import (
     StacksDiffSettings,
     StacksExportSettings,
     StacksGcSettings,
@@ -140,8 +140,8 @@ def enable_domain(settings: StacksSwitchSettings, dry_run: bool = False) -> Resu
 
 
 def export_stack(settings: StacksExportSettings, dry_run: bool = False) -> Result:
-    """See `files.stack_export.export_stack`."""
-    exported = stack_export.export_stack(settings, dry_run)
+    """See `files.stack_adapters.export_stack`."""
+    exported = stack_adapters.export_stack(settings, dry_run)
     verb = "Would write" if dry_run else "Wrote"
     words = (
         f"{verb} {exported.stack} to {exported.save_path} in {_FORMATS[exported.format]} format: "
@@ -156,8 +156,8 @@ def export_stack(settings: StacksExportSettings, dry_run: bool = False) -> Resul
 
 
 def import_adapter(settings: StacksImportSettings, dry_run: bool = False) -> Result:
-    """See `files.stack_import.import_adapter`."""
-    imported = stack_import.import_adapter(settings, dry_run)
+    """See `files.stack_adapters.import_adapter`."""
+    imported = stack_adapters.import_adapter(settings, dry_run)
     verb = "Would import" if dry_run else "Imported"
     where = f"{imported.store_path} (new)" if imported.created else imported.store_path
     words = (
@@ -171,7 +171,7 @@ def import_adapter(settings: StacksImportSettings, dry_run: bool = False) -> Res
 
 def diff_stores(settings: StacksDiffSettings) -> Result:
     """A row for each difference."""
-    diff = store_diff.diff_stores(settings)
+    diff = store_commands.diff_stores(settings)
     # As they are: rounded, two numbers that differ could look alike.
     rows = [
         (d.what, d.name, d.field, *(

@@ -26,10 +26,9 @@ import mlx.nn as nn
 from mlxstacks.data import train_data_paths
 from mlxstacks.errors import InputError
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.outputs import clone_or_link
-from mlxstacks.guard.report import GuardReport
+from mlxstacks.files.side_files import clone_or_link
+from mlxstacks.guard.run import GuardReport
 from mlxstacks.layers.adapted import AdaptedLayer, projection_dims
-from mlxstacks.studies.guarded import limit_is_assumed, train_change, verdict
 from mlxstacks.studies.sweep.cells import (
     Cell,
     CellResult,
@@ -40,8 +39,14 @@ from mlxstacks.studies.sweep.cells import (
 )
 from mlxstacks.studies.sweep.report import ABOUT, concluded, plan_table
 from mlxstacks.studies.sweep.settings import SweepSettings
-from mlxstacks.studies.train.report import guard_json
-from mlxstacks.studies.train.setup import TrainSetup, set_up
+from mlxstacks.studies.train.setup import (
+    TrainSetup,
+    guard_json,
+    limit_is_assumed,
+    set_up,
+    train_change,
+    verdict,
+)
 from mlxstacks.study.buffer_counter import preload
 from mlxstacks.study.child_process import Message, how_it_ended, run_child
 from mlxstacks.study.engine import Step, Study, run_study

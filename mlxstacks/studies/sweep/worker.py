@@ -17,12 +17,10 @@ from mlxstacks.files.checkpoint import open_checkpoint
 from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import decide
 from mlxstacks.fuse.fidelity import Sums, fidelity
-from mlxstacks.fuse.gather import gather_modules
-from mlxstacks.fuse.module import Module
-from mlxstacks.fuse.report import total_fidelity
+from mlxstacks.fuse.module import Module, gather_modules
+from mlxstacks.fuse.report import tensor_bytes
 from mlxstacks.fuse.rewrite import ModuleWork, measure_module
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
-from mlxstacks.fuse.summary import tensor_bytes
 from mlxstacks.studies.train.run import run
 from mlxstacks.study.buffer_counter import counter
 from mlxstacks.study.child_process import Message, as_child
@@ -101,14 +99,16 @@ def measure_survival(
     workers = max(1, min(os.cpu_count() or 1, _MOST_WORKERS))
     survival: dict[str, dict[str, Any]] = {}
     with ThreadPoolExecutor(workers) as pool:
-
-        def all_rows(module: Module, decisions: dict[int, Decision]) -> dict[int, Sums]:
-            return measure_module(ModuleWork(module, decisions), pool, workers, seed)
-
         for policy in policies:
             settings = FuseSettings(
                 model=str(model), adapter_path=(str(adapter),), requant=policy, seed=seed
             )
+
+            def all_rows(
+                module: Module, decisions: dict[int, Decision], settings: FuseSettings = settings
+            ) -> dict[int, Sums]:
+                return measure_module(ModuleWork(module, decisions), pool, workers, settings)
+
             sums: dict[str, Sums] = {}
             extra_bytes = 0
             for module in gather_modules(checkpoint, settings)[0]:
@@ -119,7 +119,7 @@ def measure_survival(
                 extra_bytes -= sum(info.nbytes for info in module.tensors())
             survival[policy] = {
                 "policy": policy,
-                **total_fidelity(list(sums.values())).as_json(),
+                **fidelity(sum(sums.values(), Sums())).as_json(),
                 "extra_bytes": extra_bytes,
                 "modules": {path: fidelity(each).as_json() for path, each in sums.items()},
             }

@@ -7,9 +7,11 @@ killed, the same command goes on from the last saved state and ends with the sam
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,41 +19,246 @@ import mlx.core as mx
 import numpy as np
 
 from mlxstacks import base_model, memory
+from mlxstacks.command_line import command_line
 from mlxstacks.data import Batch, make_batch, train_data_paths
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import evaluate_mean_loss
-from mlxstacks.files.adapter_file import CONFIG
-from mlxstacks.files.adapters import WEIGHTS, LoraModule, mlx_config
+from mlxstacks.files.adapters import WEIGHTS
 from mlxstacks.files.checkpoint import check_unchanged
 from mlxstacks.files.disk import mlx_write_errors, user_path
-from mlxstacks.files.mark import entries
-from mlxstacks.files.outputs import check_target, clone_or_link, staged_directory, write_json
+from mlxstacks.files.lora_modules import CONFIG, LoraModule, mlx_config
+from mlxstacks.files.outputs import check_target, entries, staged_directory, write_json
+from mlxstacks.files.side_files import clone_or_link
 from mlxstacks.layers.attach import lora_tensors
 from mlxstacks.layers.output_head import find_output_head
-from mlxstacks.studies.guarded import GuardedRun, compiles, guarded
-from mlxstacks.studies.train.report import TrainReport, planned, result_of, versions
-from mlxstacks.studies.train.setup import set_up, steps_of
+from mlxstacks.memory import bytes_in_words
+from mlxstacks.studies.train.setup import (
+    GuardedRun,
+    compiles,
+    guarded,
+    set_up,
+    steps_of,
+)
 from mlxstacks.study.artifacts import RECIPE, write_recipe
+from mlxstacks.study.document import Block, Columns, Environment, Plot, Series, Table
 from mlxstacks.study.provenance import MOST_BYTES
+from mlxstacks.study.render.words import listed, number
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import LOG, STATE, RunDirectory, run_id, work_path
-from mlxstacks.study.write import write_result
+from mlxstacks.study.run_directory import LOG, STATE, RunDirectory, plain, run_id, work_path
+from mlxstacks.study.write import environment, write_result
 from mlxstacks.training.checkpointing import checkpoint_layers
-from mlxstacks.training.group import current_group, gathered, size_and_rank, wait_for_all
 from mlxstacks.training.loop import (
     NonFiniteError,
     Record,
     TrainingState,
     Validation,
+    load_state,
     new_state,
     restore_best,
+    save_state,
     train,
     trainable_weights,
 )
-from mlxstacks.training.losses import cross_entropy_loss
 from mlxstacks.training.modes import evaluating, set_training_modes
 from mlxstacks.training.settings import SnapshotSettings, TrainSettings
-from mlxstacks.training.state import load_state, save_state
+from mlxstacks.training.step import (
+    cross_entropy_loss,
+    current_group,
+    gathered,
+    size_and_rank,
+    wait_for_all,
+)
+
+# Where a run writes and how it resumes, not what it makes.
+_NOT_OF_THE_RESULT = {"force", "save_path", "resume"}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainReport:
+    """Result of `train` or, with `status` "planned", of its dry run.
+
+    status: "trained", or "stopped" with the `reason`, when validation ended it early.
+    kept: "best" or "last": the weights that were written. best_step: the step of the best ones.
+    """
+
+    status: str
+    save_path: str
+    settings: dict[str, Any]
+    plan: dict[str, Any]
+    notes: list[str]
+    reason: str | None = None
+    kept: str | None = None
+    step: int = 0
+    best_step: int | None = None
+    validation: list[Record] = field(default_factory=list)
+    history: list[Record] = field(default_factory=list)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def first_validation_loss(self) -> float | None:
+        return self.validation[0]["validation_loss"] if self.validation else None
+
+    @property
+    def best_validation_loss(self) -> float | None:
+        losses = {record["step"]: record["validation_loss"] for record in self.validation}
+        return None if self.best_step is None else losses[self.best_step]
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures; settings and notes stand in the head of the result."""
+        return {
+            "status": self.status,
+            "reason": self.reason,
+            "save_path": self.save_path,
+            **self.plan,
+            "kept": self.kept,
+            "step": self.step,
+            "best_step": self.best_step,
+            "first_validation_loss": self.first_validation_loss,
+            "best_validation_loss": self.best_validation_loss,
+            **self.figures,
+            "validation": self.validation,
+            "history": self.history,
+        }
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers come from."""
+    return {name: version(name) for name in ("mlxstacks", "mlx", "mlx-lm", "numpy")}
+
+
+def planned(settings: TrainSettings, guarded_run: GuardedRun, target: Path) -> TrainReport:
+    """What a run would do. settings: as they were asked for, without a change of the guard's."""
+    setup, plan = guarded_run.setup, guarded_run.setup.plan
+    trained_bytes = 4 * setup.parameters
+    details = {
+        "base_fingerprint": setup.base_fingerprint,
+        "base_in_float32": setup.float32_base,
+        "projections": dict(sorted(Counter(t.name for t in setup.targets).items())),
+        "modules": len(setup.targets),
+        "layers": sorted({target.layer for target in setup.targets}),
+        "trained_parameters": setup.parameters,
+        "adapter_bytes": trained_bytes,
+        # Adam keeps two numbers for each that is trained.
+        "optimizer_bytes": 2 * trained_bytes,
+        "train_rows": len(setup.train.rows),
+        "train_rows_cut": setup.train.cut,
+        "train_rows_empty": setup.train.empty,
+        "validation_rows": len(setup.validation_rows),
+        "data": setup.data,
+        "widths_tokens": list(plan.widths),
+        "padding_percent": round(100 * plan.padding_share(), 1),
+        "batches_per_epoch": plan.batches_per_epoch,
+        "iters": setup.optimizer.steps * settings.grad_accumulation_steps,
+        "steps": setup.optimizer.steps,
+        "guard": guarded_run.as_json(),
+        "writes": [str(target)],
+    }
+    shown = settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT)
+    return TrainReport("planned", str(target), shown, details, setup.notes)
+
+
+def result_of(report: TrainReport) -> Result:
+    """The document of a training; what it was made from is added where it is written."""
+    is_planned = report.status == "planned"
+    chat = command_line(
+        "mlxstacks chat", model=report.settings["model"], adapter_path=report.save_path
+    )
+    about = Environment()
+    if not is_planned:  # the peak is MLX's, which is what a training needs
+        about = environment(report.figures["seconds"])
+        about = about.model_copy(update={"peak_bytes": report.figures["peak_bytes"]})
+    blocks: list[Block] = [] if (plot := _loss_plot(report)) is None else [plot]
+    blocks.append(_plan_table(report))
+    if report.validation:
+        columns: Columns = {"step": "count", "validation loss": ("number", 4), "": "text"}
+        rows = [
+            (
+                r["step"],
+                plain(r["validation_loss"]),
+                "best" if r["step"] == report.best_step else "",
+            )
+            for r in report.validation
+        ]
+        blocks.append(Table.of("validation", "Validation", columns, rows))
+    return Result(
+        kind="train",
+        title="Training",
+        question="How far does an adapter of these settings lower the validation loss?",
+        status="planned" if is_planned else "done",
+        outcome=_outcome(report),
+        verdict=_verdict(report),
+        settings=report.settings,
+        environment=about,
+        data=plain(report.as_json()),
+        blocks=tuple(blocks),
+        notes=tuple(report.notes),
+        directory=report.save_path,
+        next_steps={} if is_planned else {"Try it": chat},
+    )
+
+
+def _outcome(report: TrainReport) -> str:
+    first, best = report.first_validation_loss, report.best_validation_loss
+    if report.status == "planned":
+        return "planned"
+    if first is None or best is None:
+        return "validation loss not measured"
+    return f"validation loss {first:.3f} to {best:.3f}"
+
+
+def _verdict(report: TrainReport) -> str:
+    if report.status == "planned":
+        return ""
+    first, best = report.first_validation_loss, report.best_validation_loss
+    ended = "stopped early" if report.status == "stopped" else "ended as planned"
+    verdict = f"Training {ended} at step {report.step:,}"
+    verdict += f": {report.reason}." if report.reason else "."
+    if first is not None and best is not None:
+        change = "fell" if best < first else "did not fall"
+        verdict += f" Validation loss {change}: {first:.4f} before, {best:.4f} at step "
+        verdict += f"{report.best_step:,}."
+    return f"{verdict} The {report.kept} weights were written."
+
+
+def _loss_plot(report: TrainReport) -> Plot | None:
+    curves = {
+        "validation": [(r["step"], r["validation_loss"]) for r in report.validation],
+        "training": [(r["step"], r["loss"]) for r in report.history],
+    }
+    series = [
+        Series(label=label, x=tuple(step for step, _ in points), y=plain([y for _, y in points]))
+        for label, points in curves.items()
+        if points
+    ]
+    if not series:
+        return None
+    spans = listed(f"{s.label} from {number(s.y[0])} to {number(s.y[-1])}" for s in series)
+    return Plot(
+        id="losses", title="Loss in training", kind="lines", series=tuple(series), x_label="step",
+        y_label="loss, nats a token", alt=f"Loss in training by step, nats a token: {spans}.",
+    )  # fmt: skip
+
+
+def _plan_table(report: TrainReport) -> Table:
+    plan, layers = report.plan, report.plan["layers"]
+    projections = ", ".join(
+        f"{name} x{count}" if count > 1 else name for name, count in plan["projections"].items()
+    )
+    many = len(layers) > 8
+    where = f"{len(layers)} layers" if many else f"layers {', '.join(map(str, layers))}"
+    rows = {
+        "projections": f"{plan['modules']} in {where}: {projections}",
+        "trained": f"{plan['trained_parameters']:,} parameters; adapter "
+        f"{bytes_in_words(plan['adapter_bytes'])}, optimizer "
+        f"{bytes_in_words(plan['optimizer_bytes'])}",
+        "rows": f"{plan['train_rows']:,} to train, {plan['validation_rows']:,} to validate",
+        "widths": f"{', '.join(map(str, plan['widths_tokens']))} tokens; "
+        f"{plan['padding_percent']}% padding",
+        "batches": f"{plan['iters']:,} in {plan['steps']:,} optimizer steps",
+        "guard": "not asked" if plan["guard"] is None else plan["guard"]["verdict"],
+    }
+    return Table.of_facts("plan", "The run", rows)
+
 
 ADAPTER = "adapter"
 
@@ -92,12 +299,12 @@ def _train(
     check_target(target, force=settings.force, inputs=inputs)
     processes = size_and_rank(current_group())[0]
     guarded_run = guarded(settings, set_up(settings), processes, plan_only=dry_run)
-    plan = planned(settings, guarded_run.setup, target, guarded_run.as_json())
+    plan = planned(settings, guarded_run, target)
     if dry_run:
         return plan, result_of(plan)
     with ExitStack() as stack:
         stack.callback(base_model.install_gated_delta())
-        return _TrainRun(guarded_run, plan, target, progress, stack).run()
+        return _TrainRun(guarded_run, plan, progress, stack).run()
 
 
 class _TrainRun:
@@ -105,12 +312,12 @@ class _TrainRun:
         self,
         guarded_run: GuardedRun,
         plan: TrainReport,
-        target: Path,
         progress: Progress | None,
         stack: ExitStack,
     ) -> None:
         settings, setup = guarded_run.settings, guarded_run.setup
-        self.settings, self.setup, self.target, self.plan = settings, setup, target, plan
+        self.settings, self.setup, self.plan = settings, setup, plan
+        self.target = Path(plan.save_path)
         self.model, self.guard = setup.model, guarded_run.watch()
         self.group = current_group()
         self.is_main = size_and_rank(self.group)[1] == 0
@@ -142,7 +349,24 @@ class _TrainRun:
             state = self._train(self._state())
             if self.settings.keep == "best":
                 restore_best(self.model, state)
-            report = self._report(state)
+            best = state.best
+            report = replace(
+                self.plan,
+                status="stopped" if state.stopped else "trained",
+                reason=state.stopped,
+                kept="best" if self.settings.keep == "best" and best else "last",
+                step=state.step,
+                best_step=best.step if best else None,
+                validation=state.validation,
+                history=state.history,
+                figures={
+                    "seconds": round(time.monotonic() - self.started, 3),
+                    "resumed_from_step": self.resumed_from,
+                    "processes": size_and_rank(self.group)[0],
+                    "resources": self.guard.report() if self.guard else None,
+                    "peak_bytes": memory.counters().peak_bytes,
+                },
+            )
             result = result_of(report)
             if self.work is not None:
                 result = self._write_target(self.work, result)
@@ -160,7 +384,7 @@ class _TrainRun:
 
         Raises: InputError where the processes of a group do not have the same.
         """
-        path, optimizer = self._work_path() / STATE, self.setup.optimizer
+        path, optimizer = work_path(self.target) / STATE, self.setup.optimizer
         resumed = path.exists()
         state = new_state(optimizer)
         if resumed:
@@ -198,15 +422,15 @@ class _TrainRun:
         except NonFiniteError as error:
             self._save(state)
             raise NonFiniteError(
-                f"{error}. The state before it is saved in {self._work_path()}, its adapter, the "
-                f"best so far, in {self._work_path() / ADAPTER}"
+                f"{error}. The state before it is saved in {work_path(self.target)}, its adapter, "
+                f"the best so far, in {work_path(self.target) / ADAPTER}"
             ) from error
 
     def _batches_at(self, step: int) -> list[Batch]:
         plan, each = self.setup.plan, self.settings.grad_accumulation_steps
         batches = []
-        for number in range(step * each, (step + 1) * each):
-            rows, width = plan.batch(number)
+        for place in range(step * each, (step + 1) * each):
+            rows, width = plan.batch(place)
             if self.guard is not None:
                 self.guard.check(width - 1)
             batches.append(make_batch([self.setup.train.rows[row] for row in rows], width))
@@ -240,9 +464,6 @@ class _TrainRun:
         self._log("validation", state.step, **record, best_validation_loss=best)
 
     # --- files ------------------------------------------------------------------------------------
-
-    def _work_path(self) -> Path:
-        return self.work.path if self.work else work_path(self.target)
 
     def _log(self, event: str, step: int, /, **record: Any) -> None:
         if self.work is not None:
@@ -290,27 +511,6 @@ class _TrainRun:
             # No larger one is read again by who checks.
             small = [path for path in files if path.stat().st_size <= MOST_BYTES]
             return write_result(result, directory, self.target, sources=small)
-
-    def _report(self, state: TrainingState) -> TrainReport:
-        """The plan with what came of it."""
-        best = state.best
-        return replace(
-            self.plan,
-            status="stopped" if state.stopped else "trained",
-            reason=state.stopped,
-            kept="best" if self.settings.keep == "best" and best else "last",
-            step=state.step,
-            best_step=best.step if best else None,
-            validation=state.validation,
-            history=state.history,
-            figures={
-                "seconds": round(time.monotonic() - self.started, 3),
-                "resumed_from_step": self.resumed_from,
-                "processes": size_and_rank(self.group)[0],
-                "resources": self.guard.report() if self.guard else None,
-                "peak_bytes": memory.counters().peak_bytes,
-            },
-        )
 
 
 def other_versions(log: Path) -> list[str]:

@@ -1,16 +1,16 @@
-"""What `mlxstacks train` works on: base, projections, rows, batches; loaded, checked, not begun."""
+"""What a training run works on: base, rows, batches, the word of the guard; not begun yet."""
 
 import hashlib
-from collections import Counter
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlxstacks import base_model
+from mlxstacks import base_model, memory
 from mlxstacks.data import (
     EncodedRows,
     Row,
@@ -20,17 +20,19 @@ from mlxstacks.data import (
     read_train_data,
     train_data_settings,
 )
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, ResourceLimitError
 from mlxstacks.evaluate import VALIDATION_ROWS
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
+from mlxstacks.guard.run import GuardReport, guard
+from mlxstacks.guard.settings import GuardSettings
 from mlxstacks.layers.attach import attach_lora
 from mlxstacks.layers.settings import LoRASettings, TargetSettings, parse_layers
 from mlxstacks.layers.targets import Target, find_targets, left_out_notes
 from mlxstacks.study.run_directory import IDENTITY, recorded_fingerprint, work_path
 from mlxstacks.training.batches import BatchPlan, choose_widths
-from mlxstacks.training.prepare_base import prepare_base
+from mlxstacks.training.modes import prepare_base
 from mlxstacks.training.settings import OptimizerSettings, TrainSettings
 
 # Without iters a run sees the data once, but makes no more batches than mlx-lm's default.
@@ -66,19 +68,19 @@ class TrainSetup:
         """Trained numbers."""
         return trained_parameters(self.targets, self.lora.rank)
 
-    def projections(self) -> dict[str, int]:
-        """Name inside a layer -> in how many layers it has LoRA."""
-        return dict(sorted(Counter(target.name for target in self.targets).items()))
-
     def identity(self, settings: TrainSettings) -> dict[str, Any]:
         """All that the trained weights depend on."""
         about_files = {"save_path", "force", "resume", "model", "data"}
         about_limits = {"guard", "resource_limit", "working_set_bytes"}
         about_time = {"save_every", "steps_per_report"}
         held_out = self.data["validation_sources"] or self.data["sources"]
+        rules = {}
+        if isinstance(settings.data, TrainDataSettings):  # how rows are made of files, not which
+            where = {"sources": {"__all__": {"path", "dataset"}}}
+            rules = {"data": settings.data.model_dump(mode="json", exclude=where)}
         return {
             **settings.model_dump(mode="json", exclude=about_files | about_limits | about_time),
-            **_rules_of(settings.data),
+            **rules,
             "iters": self.optimizer.steps * settings.grad_accumulation_steps,
             "base_fingerprint": self.base_fingerprint,
             "base_in_float32": self.float32_base,
@@ -125,8 +127,16 @@ def set_up(settings: TrainSettings) -> TrainSetup:
 
 def choose_targets(model: nn.Module, settings: TrainSettings) -> list[Target]:
     """The projections to train. Raises: InputError for layers or names that the model lacks."""
+    layers = parse_layers(settings.layers)
+    last, total = settings.num_layers, len(model.layers)
+    if last is not None and last > total:
+        raise InputError(f"num_layers {last}: the model has {total} layers")
+    if last == 0:
+        raise InputError("num_layers is 0: nothing would be trained; -1 means all layers")
+    if last is not None and last > 0:
+        layers = tuple(range(total - last, total))
     try:
-        return find_targets(model, _target_settings(model, settings))
+        return find_targets(model, TargetSettings(layers=layers, projections=settings.keys or None))
     except ValueError as error:
         raise InputError(str(error)) from error
 
@@ -137,18 +147,6 @@ def trained_parameters(targets: Sequence[Target], rank: int) -> int:
         (t.dims.base_experts or 1) * rank * (t.dims.input_dims + t.dims.output_dims)
         for t in targets
     )
-
-
-def _target_settings(model: nn.Module, settings: TrainSettings) -> TargetSettings:
-    layers = parse_layers(settings.layers)
-    last, total = settings.num_layers, len(model.layers)
-    if last is not None and last > total:
-        raise InputError(f"num_layers {last}: the model has {total} layers")
-    if last == 0:
-        raise InputError("num_layers is 0: nothing would be trained; -1 means all layers")
-    if last is not None and last > 0:
-        layers = tuple(range(total - last, total))
-    return TargetSettings(layers=layers, projections=settings.keys or None)
 
 
 def read_data(
@@ -196,14 +194,6 @@ def read_data(
     return train, replace(held, rows=held.rows[:most], ids=held.ids[:most]), data.report
 
 
-def _rules_of(data: str | TrainDataSettings | None) -> dict[str, Any]:
-    """How rows are made of files, where the settings say so; not where the files are."""
-    if not isinstance(data, TrainDataSettings):
-        return {}
-    rules = {"sources": {"__all__": {"path", "dataset"}}}
-    return {"data": data.model_dump(mode="json", exclude=rules)}
-
-
 def _files_sha256(sources: Sequence[Mapping[str, Any]]) -> str:
     """The hash of one file; of several, of their hashes."""
     hashes = [sha256 for source in sources for _, sha256 in sorted(source["sha256"].items())]
@@ -235,3 +225,186 @@ def optimizer_settings(
 def steps_of(batches: int, each: int) -> int:
     """Optimizer steps for an interval that is given in batches; at least one."""
     return max(1, batches // each)
+
+
+def verdict(
+    settings: TrainSettings,
+    longest_row_tokens: int,
+    in_float32: bool,
+    *,
+    validates: bool,
+    layers: str | None = None,
+    processes: int = 1,
+) -> GuardReport:
+    """What the guard says of a run with these rows, for each of its processes.
+
+    in_float32: the base computes so, whatever its config says. validates: the best weights so far
+    are kept beside the present ones. layers: those that train, where
+    the settings only tell how many.
+    """
+    model = str(resolve_model(settings.model or ""))
+    return guard(
+        asked_of(
+            settings, model, longest_row_tokens, validates=validates, layers=layers,
+            processes=processes, in_float32=in_float32,
+        )
+    )  # fmt: skip
+
+
+def asked_of(
+    settings: TrainSettings,
+    model: str,
+    longest_row_tokens: int,
+    *,
+    validates: bool,
+    layers: str | None = None,
+    processes: int = 1,
+    in_float32: bool = False,
+) -> GuardSettings:
+    """What the guard is asked of a run with these rows; see `verdict`."""
+    return GuardSettings(
+        model=model,
+        # the guard counts inputs, a row has one token more
+        max_seq_length=longest_row_tokens - 1,
+        batch_size=-(-settings.batch_size // processes),
+        grad_accumulation_steps=settings.grad_accumulation_steps,
+        rank=settings.rank,
+        dropout=settings.dropout,
+        base="float32" if in_float32 else "stored",
+        layers=layers or settings.layers,
+        keys=settings.keys,
+        optimizer="adamw",
+        checkpointing="layers" if settings.grad_checkpoint else "none",
+        compile=compiles(settings.compile_step),
+        recurrence="chunked",
+        loss="pieces",
+        adapter_copies=int(validates),
+        resource_limit=settings.resource_limit,
+        working_set_bytes=settings.working_set_bytes,
+        force=settings.force or settings.guard == "warn",
+    )
+
+
+def compiles(choice: Literal["auto", "on", "off"]) -> bool:
+    """Whether the step is compiled. On a CPU that gains 4% (benchmarks/bench_train.py) and each
+    shape has to be built first, by the system's C++ compiler.
+    """
+    if choice == "auto":
+        return memory.device().kind != "cpu"
+    return choice == "on"
+
+
+def train_change(report: GuardReport) -> dict[str, Any]:
+    """The guard's cheapest change as settings of `train`."""
+    asked = dict(report.change.settings) if report.change else {}
+    change: dict[str, Any] = {}
+    if asked.get("checkpointing") == "layers":
+        change["grad_checkpoint"] = True
+    if "max_seq_length" in asked:
+        # the guard counts inputs, a row has one token more
+        change["max_seq_length"] = asked["max_seq_length"] + 1
+    return change
+
+
+def guard_json(report: GuardReport, change: Mapping[str, Any]) -> dict[str, Any]:
+    """What a report keeps of the guard's. change: the settings that it made other ones."""
+    return {
+        "outcome": report.outcome,
+        "verdict": report.verdict,
+        "buffers": report.buffers,
+        "bytes": report.nbytes.total,
+        "parts_bytes": asdict(report.nbytes),
+        "limit_buffers": report.limit.buffers,
+        "limit_known": report.limit.known,
+        "advice": report.change.words if report.change else None,
+        "change": dict(change),
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class GuardedRun:
+    """A run as it may go on. settings, setup: with the guard's change, where it made one. report:
+    None where the guard was not asked.
+    """
+
+    settings: TrainSettings
+    setup: TrainSetup
+    report: GuardReport | None = None
+    change: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any] | None:
+        return None if self.report is None else guard_json(self.report, self.change)
+
+    def watch(self) -> memory.ResourceGuard | None:
+        """Watches the batches of the run; it refuses none where the run was only warned of."""
+        report = self.report
+        if report is None:
+            return None
+
+        def predicted(tokens: int) -> int:
+            # At most so many for shorter rows: the count grows with their length.
+            longest: int = report.settings["max_seq_length"]
+            return round(report.buffers * max(1.0, tokens / longest))
+
+        force = _only_warns(self.settings, report)
+        return memory.ResourceGuard(predicted, limit=report.limit.buffers, force=force)
+
+
+def guarded(
+    settings: TrainSettings, setup: TrainSetup, processes: int = 1, *, plan_only: bool = False
+) -> GuardedRun:
+    """The run as it is, or reshaped. Notes of the setup tell what the guard said.
+
+    plan_only: a refusal is a note too.
+    Raises: ResourceLimitError from 90% of a limit on, unless the settings want otherwise.
+    """
+    if settings.guard == "off":
+        return GuardedRun(settings, setup)
+    report, change = _verdict_of(settings, setup, processes), {}
+    if report.outcome == "refused" and settings.guard == "reshape":
+        change = train_change(report)
+    if change:
+        settings = settings.model_copy(update=change)
+        setup = set_up(settings)
+        report = _verdict_of(settings, setup, processes)
+        setup.notes.append(f"Reshaped by the guard: {_in_words(change)}.")
+    if report.outcome == "tight" or (report.outcome == "refused" and _only_warns(settings, report)):
+        setup.notes.append(f"The guard warns: {report.verdict}.")
+    elif report.outcome == "refused":
+        if not plan_only:
+            raise ResourceLimitError(_refusal(report))
+        setup.notes.append(_refusal(report))
+    return GuardedRun(settings, setup, report, change)
+
+
+def _only_warns(settings: TrainSettings, report: GuardReport) -> bool:
+    return settings.force or settings.guard == "warn" or limit_is_assumed(report)
+
+
+def limit_is_assumed(report: GuardReport) -> bool:
+    """The only limit is Metal's usual one, and this is no Metal: no reason to refuse a run."""
+    return not (report.limit.known or report.limit.nbytes)
+
+
+def _verdict_of(settings: TrainSettings, setup: TrainSetup, processes: int) -> GuardReport:
+    layers = ",".join(map(str, sorted({target.layer for target in setup.targets})))
+    longest = max(setup.plan.widths)
+    rows = min(settings.batch_size, len(setup.train.rows))
+    return verdict(
+        settings.model_copy(update={"batch_size": rows}), longest, setup.float32_base,
+        validates=setup.validation is not None, layers=layers, processes=processes,
+    )  # fmt: skip
+
+
+def _refusal(report: GuardReport) -> str:
+    lines = [f"the guard refuses this run: {report.verdict}"]
+    change = train_change(report)
+    if report.change and change:
+        lines.append(f"cheapest change: {report.change.words} ({_in_words(change)})")
+    remedies = ["--guard reshape makes that change"] if change else ["shorten the rows"]
+    lines.append("; ".join([*remedies, "--guard warn runs all the same"]))
+    return "\n".join(lines)
+
+
+def _in_words(change: dict[str, Any]) -> str:
+    return ", ".join(f"{key}: {json.dumps(value)}" for key, value in change.items())

@@ -1,27 +1,37 @@
-"""A result on a terminal, whatever its kind."""
+"""Results on a terminal: consoles that print no stranger's commands, tables that fit it."""
 
 import io
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
 
 from mlxstacks.memory import bytes_in_words
-from mlxstacks.study.document import Document, Table, Text
-from mlxstacks.study.render.terminal import console, table
-from mlxstacks.study.render.words import format_cell
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderableType
 
+    from mlxstacks.study.document import Document
+    from mlxstacks.study.document import Table as ResultTable
+
+Cell = str | int | float | bool | None
 # Of a longer table a terminal shows the first rows and the last ones, as how a training ended; the
 # page has all.
 FIRST_ROWS, LAST_ROWS = 30, 10
+# Narrower than this a column of text is no longer read.
+_LEAST_TEXT = 12
+# Control characters (C0 but line break and tab, DEL, C1), half characters, and marks that turn the
+# direction of text around: what follows could then be made to look like ours.
+_COMMANDS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 
-def print_result(console: "Console", result: Document) -> None:
+def print_result(console: "Console", result: "Document") -> None:
     """Tables and texts in their order; then notes, what was written, the verdict, what is next."""
     for block in result.blocks:
-        if isinstance(block, Table) and not block.folded:
+        if block.block == "table" and not block.folded:
             _print_table(console, block, result.standing.mark(block.title))
-        elif isinstance(block, Text):
+        elif block.block == "text":
             console.print(f"{block.title}:", markup=False)
             for paragraph in block.paragraphs:
                 console.print(paragraph, markup=False)
@@ -38,7 +48,9 @@ def print_result(console: "Console", result: Document) -> None:
         console.print(f"{name}: {command}", markup=False, soft_wrap=True)
 
 
-def _print_table(console: "Console", block: Table, title: str) -> None:
+def _print_table(console: "Console", block: "ResultTable", title: str) -> None:
+    from mlxstacks.study.render.words import format_cell
+
     rows = [
         [format_cell(cell, column) for cell, column in zip(row, block.columns, strict=True)]
         for row in block.rows
@@ -52,7 +64,7 @@ def _print_table(console: "Console", block: Table, title: str) -> None:
         console.print(f"{caption.strip()}\n", markup=False, style="dim")
 
 
-def _written(result: Document) -> str:
+def _written(result: "Document") -> str:
     plan = ""
     if result.plan_sha256:
         standing = f", {result.standing.status}" if result.status == "done" else ""
@@ -67,9 +79,197 @@ def _written(result: Document) -> str:
     return f"{plan}{cost}{wrote}".rstrip()
 
 
-def result_text(result: Document, width: int = 100) -> str:
+def result_text(result: "Document", width: int = 100) -> str:
     """The same as text without colours."""
     printed = console()
     printed.file, printed.width = io.StringIO(), width
     print_result(printed, result)
     return printed.file.getvalue()
+
+
+# --- consoles and tables --------------------------------------------------------------------------
+
+
+def console(stderr: bool = False) -> "Console":
+    """A rich console without guessing: what is printed is neither highlighted nor emoji-fied."""
+    return _console_class()(stderr=stderr, highlight=False, emoji=False)
+
+
+@cache
+def _console_class() -> "type[Console]":
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class SafeConsole(Console):
+        """Prints no control characters but its own, and breaks no line that holds a command: what
+        is broken cannot be pasted.
+        """
+
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            for segment in super().render(renderable, options):
+                text, style, control = segment
+                yield segment if control else Segment(safe(text), style)
+
+        def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
+            whole = any(isinstance(what, str) and holds_command(what) for what in objects)
+            super().print(*objects, soft_wrap=whole if soft_wrap is None else soft_wrap, **options)
+
+    return SafeConsole
+
+
+def holds_command(text: str) -> bool:
+    """Whether somebody may paste a part of a line of ours into a shell."""
+    return "`mlx" in text
+
+
+@dataclass(frozen=True)
+class Table:
+    """Plain cells that rich prints as a table or, on a terminal too narrow for it, row by row.
+
+    Columns that hold only numbers (or nothing) are aligned right, and texts fold instead of being
+    cut. Cells are plain text, never markup.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    title: str | None = None
+
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> Iterator["RenderableType"]:
+        from rich import box
+        from rich.padding import Padding
+        from rich.table import Table as Grid
+        from rich.text import Text
+
+        widths = [self._least_width(index) for index in range(len(self.columns))]
+        # Three blanks between columns, one at each edge.
+        if sum(widths) + 3 * len(widths) - 1 > options.max_width:
+            if self.title is not None:
+                yield Text(self.title, style="italic")
+            for row in self.rows:
+                yield Text(cell_text(row[0]), style="bold")
+                pairs = zip(self.columns[1:], row[1:], strict=True)
+                shown = [(name, cell) for name, cell in pairs if cell is not None and cell != ""]
+                yield Padding(details(shown), (0, 0, 0, 2))
+            yield Text("")
+            return
+        title = Text(self.title) if self.title is not None else None  # may hold [brackets]
+        grid = Grid(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for index, column in enumerate(self.columns):
+            justify: Literal["left", "right"] = "right" if self._is_numeric(index) else "left"
+            grid.add_column(Text(column), justify=justify, overflow="fold", min_width=widths[index])
+        for row in self.rows:
+            grid.add_row(*[Text(cell_text(cell)) for cell in row])
+        yield grid
+
+    def _is_numeric(self, index: int) -> bool:
+        return all(_is_number(row[index]) for row in self.rows)
+
+    def _least_width(self, index: int) -> int:
+        """Of a column of numbers the head may wrap between words, a number never; texts fold."""
+        head = self.columns[index].split()
+        cells = [cell_text(row[index]) for row in self.rows]
+        if self._is_numeric(index):
+            return max(map(len, [*head, *cells]), default=1)
+        words = [word for cell in cells for word in cell.split()]
+        return max([*map(len, head), *(min(len(word), _LEAST_TEXT) for word in words)], default=1)
+
+
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[Cell]], *, title: str | None = None
+) -> Table:
+    """The `Table` of these cells."""
+    return Table(columns, [list(row) for row in rows], title)
+
+
+@dataclass(frozen=True)
+class Details:
+    """Names and values in two columns, without a head; on a terminal too narrow for that a line
+    each.
+    """
+
+    pairs: Sequence[tuple[str, Cell]]
+
+    def __rich_console__(
+        self, console: "Console", options: "ConsoleOptions"
+    ) -> Iterator["RenderableType"]:
+        from rich.table import Table as Grid
+        from rich.text import Text
+
+        names = max((len(name) for name, _ in self.pairs), default=0)
+        if names + 1 + _LEAST_TEXT > options.max_width:
+            for name, value in self.pairs:
+                yield Text(f"{name}: {cell_text(value)}", overflow="fold")
+            return
+        grid = Grid(box=None, show_header=False, pad_edge=False)
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, value in self.pairs:
+            grid.add_row(Text(name), Text(cell_text(value)))
+        yield grid
+
+
+def details(pairs: Mapping[str, Cell] | Iterable[tuple[str, Cell]]) -> Details:
+    """The `Details` of these names and values."""
+    return Details(list(pairs.items() if isinstance(pairs, Mapping) else pairs))
+
+
+def _is_number(cell: Cell) -> bool:
+    """Whether a cell belongs in a column of numbers: one with or without a unit, nothing, dots."""
+    if cell is None or cell == "..." or isinstance(cell, int | float):
+        return True
+    number, _, unit = cell.partition(" ")
+    digits = number.replace(",", "").rstrip("%x").lstrip("+-").replace(".", "", 1)
+    return not cell or (digits.isdigit() and (not unit or unit.isalpha()))
+
+
+def cell_text(cell: Cell) -> str:
+    if cell is None:
+        return "-"
+    if isinstance(cell, bool):
+        return "yes" if cell else "no"
+    if isinstance(cell, float):
+        return f"{cell:.4g}"
+    if isinstance(cell, int):
+        return f"{cell:,}"
+    # What a stranger's file says may hold commands to the terminal.
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in cell)
+
+
+def setting(value: Any) -> Cell:
+    """The value of a setting as a person writes it: items of a list with commas between, of a
+    mapping by name; a mapping or model that is an item by its `name`, where it has one.
+    """
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key}: {cell_text(setting(inner))}" for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_item, value)) or None
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _item(value: Any) -> str:
+    name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
+    if isinstance(name, str):
+        return name
+    shown = setting(value)
+    return f"{shown:g}" if isinstance(shown, float) else str(shown)
+
+
+def byte_parts(parts: Mapping[str, int | None]) -> str:
+    """`weights 15.2 GB + adapter 408 MB = 15.6 GB`; no sum where one of them is unknown."""
+    words = " + ".join(
+        f"{name} {'unknown' if n is None else bytes_in_words(n)}"
+        for name, n in parts.items()
+        if n != 0
+    )
+    known = [n for n in parts.values() if n is not None]
+    return words if len(known) < len(parts) else f"{words} = {bytes_in_words(sum(known))}"
+
+
+def safe(text: str) -> str:
+    """Text that cannot command a terminal: control characters are spelled out.
+
+    Line breaks and tabs stay, and so do joiners and marks that scripts and emoji need.
+    """
+    return _COMMANDS.sub(lambda character: ascii(character[0])[1:-1], text)

@@ -12,9 +12,8 @@ from jinja2 import Environment, PackageLoader
 from markupsafe import Markup, escape
 
 from mlxstacks.errors import InputError
-from mlxstacks.study.document import Column, Document, Plot, Table, Text
-from mlxstacks.study.render.drawings import INK, PAPER, RULE, SERIES
-from mlxstacks.study.render.figures import svg_of
+from mlxstacks.study.document import Document, Plot, Table, Text
+from mlxstacks.study.render.figures import INK, PAPER, RULE, SERIES, svg_of
 from mlxstacks.study.render.words import (
     LONGEST,
     NOT_MEASURED,
@@ -49,26 +48,16 @@ Picture = tuple[str, Markup, bool]
 
 
 @dataclass(frozen=True)
-class Repeat:
-    """The command that makes a run again. file: its recipe. where: from which directory."""
-
-    file: str
-    text: str
-    where: str
-    notes: Sequence[str]
-
-
-@dataclass(frozen=True)
 class Section:
-    """A result as the template shows it. slug: of its anchors. repeat: None where nothing is said
-    of it, "" where the result has no settings.
+    """A result as the template shows it. slug: of its anchors. repeat: file and text of its recipe,
+    where to run it, and a note; {} where the result has no settings, None where nothing is said.
     """
 
     slug: str
     name: str
     result: Document
     pictures: Sequence[Picture] = ()
-    repeat: Repeat | str | None = None
+    repeat: Mapping[str, str] | None = None
     source: Sequence[Pair] = ()
     files: Sequence[Pair] = ()
 
@@ -83,7 +72,7 @@ class Section:
 
     @property
     def heading(self) -> str:
-        return marked(f"{self.result.title}: {short(self.name, 80)}", self.result)
+        return self.result.standing.mark(f"{self.result.title}: {short(self.name, 80)}")
 
     @property
     def asked(self) -> Pair | None:
@@ -105,9 +94,9 @@ class Section:
     @property
     def blocks(self) -> list[Text | dict[str, Any]]:
         return [
-            _table(block, self.result)
+            _table(block, self.result.standing.mark(block.title))
             if isinstance(block, Table)
-            else block.model_copy(update={"title": marked(block.title, self.result)})
+            else block.model_copy(update={"title": self.result.standing.mark(block.title)})
             for block in self.result.blocks
             if not isinstance(block, Plot)
         ]
@@ -174,31 +163,17 @@ def result_html(result: Document) -> str:
     return str(template.section(Section(slug, result.directory or result.kind, result, pictures)))
 
 
-def marked(title: str, result: Document) -> str:
-    """A title with the word that may not be missed."""
-    return f"{title} ({EXPLORATORY})" if result.standing.status == "exploratory" else title
-
-
-def marked_plot(plot: Plot, result: Document) -> Plot:
-    titles = {"title": marked(plot.title, result), "alt": marked(plot.alt, result)}
-    return plot.model_copy(update=titles)
-
-
 @cache
 def _environment() -> Environment:
     environment = Environment(
         loader=PackageLoader("mlxstacks.study.render", "."),
         autoescape=True,
-        finalize=lambda value: _clean(value, LONGEST),
+        finalize=lambda value: clean(value, LONGEST) if type(value) is str else value,
     )
     environment.filters["long"] = lambda text, longest: Markup(escape(clean(text, longest)))
     environment.filters["capital"] = lambda text: text[:1].upper() + text[1:]
     environment.globals["missing"] = Markup(f'<span class="missing">{NOT_MEASURED}</span>')
     return environment
-
-
-def _clean(value: Any, longest: int) -> Any:
-    return clean(value, longest) if type(value) is str else value
 
 
 def _pairs(values: Mapping[str, Any]) -> list[Pair]:
@@ -229,31 +204,29 @@ def _plain(value: Any) -> str:
     return listed(map(_plain, value)) or "none"
 
 
-def _table(block: Table, result: Document) -> dict[str, Any]:
+def _table(block: Table, title: str) -> dict[str, Any]:
     rows = [
         [format_cell(cell, column) for cell, column in zip(row, block.columns, strict=True)]
         for row in block.rows[:MOST_ROWS]
     ]
     hidden = len(block.rows) - len(rows)
     more = f"{hidden:,} more rows are in the result file." if hidden else ""
+    columns = []
+    for n, column in enumerate(block.columns):
+        longest = max((len(row[n] or "") for row in rows), default=0)
+        columns.append({
+            "name": column.name,
+            "right": column.kind != "text" and n > 0,
+            "short": longest <= (_SHORT_CELL if n else _SHORT_NAME),
+        })  # fmt: skip
     return {
-        "title": marked(block.title, result),
-        "columns": [_column(column, [row[n] for row in rows], n == 0)
-                    for n, column in enumerate(block.columns)],
+        "title": title,
+        "columns": columns,
         "rows": rows,
         "count": f"{len(block.rows):,}",
         "note": f"{block.caption} {more}".strip(),
         "folded": block.folded,
     }  # fmt: skip
-
-
-def _column(column: Column, texts: Sequence[str | None], is_first: bool) -> dict[str, Any]:
-    longest = max((len(text or "") for text in texts), default=0)
-    return {
-        "name": column.name,
-        "right": column.kind != "text" and not is_first,
-        "short": longest <= (_SHORT_NAME if is_first else _SHORT_CELL),
-    }
 
 
 # --- plots ----------------------------------------------------------------------------------------
@@ -288,7 +261,16 @@ def picture(svg: str, name: str, alt: str, *, themed: bool = True) -> Picture:
     if view is None or start < 0 or end < start:
         raise InputError(f"{name}: matplotlib wrote no SVG with a viewBox; another version of it?")
     body = text[text.index(">", start) + 1 : end]
-    body = _TAG.sub(lambda tag: _of_page(tag.group(), name, themed), body)
+
+    def of_page(match: re.Match[str]) -> str:
+        """A tag with the page's colours, ids that begin with `name`, links without a namespace."""
+        tag = match.group()
+        if themed:
+            tag = _COLOURS.sub(lambda colour: _VARIABLES[colour.group().lower()], tag)
+        tag = re.sub(r'\bid="', f'id="{name}-', tag).replace("url(#", f"url(#{name}-")
+        return tag.replace('xlink:href="#', f'href="#{name}-')
+
+    body = _TAG.sub(of_page, body)
     body = re.sub(r">\s*\n\s*<", "><", body).strip()
     width, height = (float(size) for size in view.groups())
     pixels = round(width * _POINTS_IN_PIXELS)
@@ -297,12 +279,3 @@ def picture(svg: str, name: str, alt: str, *, themed: bool = True) -> Picture:
         '<title id="{}-alt">{}</title>'
     ).format(width, height, name, pixels, name, clean(alt))
     return name, head + Markup(body + "</svg>"), pixels > _WIDE
-
-
-def _of_page(tag: str, name: str, themed: bool) -> str:
-    """A tag with the page's colours, ids that begin with `name`, and links without a namespace."""
-    if themed:
-        tag = _COLOURS.sub(lambda colour: _VARIABLES[colour.group().lower()], tag)
-    tag = re.sub(r'\bid="', f'id="{name}-', tag)
-    tag = tag.replace("url(#", f"url(#{name}-")
-    return re.sub(r'xlink:href="#', f'href="#{name}-', tag)

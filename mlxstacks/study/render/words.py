@@ -25,10 +25,9 @@ def clean(text: str, longest: int = LONGEST) -> str:
     Laws: holds no control character but line break and tab; is at most `longest` characters and a
     remark long; leaves printable text of that length as it is.
     """
-    cut = text[:longest]
-    said = "".join(ascii(c)[1:-1] if _is_hidden(c) else c for c in cut)
-    more = len(text) - len(cut)
-    return f"{said} [... and {more:,} characters]" if more else said
+    shown = "".join(ascii(c)[1:-1] if _is_hidden(c) else c for c in text[:longest])
+    more = len(text) - longest
+    return f"{shown} [... and {more:,} characters]" if more > 0 else shown
 
 
 def _is_hidden(character: str) -> bool:
@@ -54,7 +53,7 @@ def beginning(text: str, longest: int) -> str:
     if len(line) <= longest:
         return line
     for end in (_SENTENCE_END, _CLAUSE_END, _WORD_END):
-        places = [found.start() for found in end.finditer(line, 0, longest + 1)]
+        places = [match.start() for match in end.finditer(line, 0, longest + 1)]
         if places:
             cut = line[: places[-1]]
             return cut if end is _SENTENCE_END else f"{cut} \u2026"
@@ -79,25 +78,14 @@ def percent(share: float | None, digits: int = 1) -> str | None:
     return None if share is None else f"{100 * share:.{digits}f}%"
 
 
-def points(difference: float | None) -> str | None:
-    """A difference of rates."""
-    return None if difference is None else f"{100 * difference:+.2f}"
-
-
-def p_value(value: float | None) -> str | None:
-    if value is None:
-        return None
-    return "below 0.0001" if value < 1e-4 else f"{value:.2g}"
-
-
 def nbytes(count: float | None) -> str | None:
     return None if count is None else bytes_in_words(int(count))
 
 
 def listed(parts: Iterable[str], most: int = 40) -> str:
-    found = list(parts)
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return ", ".join(found[:most]) + more
+    every = list(parts)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more
 
 
 def format_cell(cell: Cell, column: Column) -> str | None:
@@ -107,7 +95,7 @@ def format_cell(cell: Cell, column: Column) -> str | None:
     if isinstance(cell, bool):
         return "yes" if cell else "no"
     if isinstance(cell, tuple):
-        *value, low, high = (_format_number(one, column).removesuffix("%") for one in cell)
+        *value, low, high = (_format_number(part, column).removesuffix("%") for part in cell)
         unit = "%" if column.kind == "share" else ""
         return f"{value[0]}{unit} ({low} to {high})" if value else f"{low} to {high}{unit}"
     return _format_number(cell, column)
@@ -124,7 +112,7 @@ def _format_number(value: float, column: Column) -> str:
         case "points":
             return f"{100 * value:+.{1 if column.digits is None else column.digits}f}"
         case "p":
-            return p_value(value) or ""
+            return "below 0.0001" if value < 1e-4 else f"{value:.2g}"
         case "bytes":
             return bytes_in_words(int(value))
         case "seconds":

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.stats import mcnemar_exact_test, wilson_interval
+from mlxstacks.stats import mcnemar_exact_test, paired_interval, wilson_interval
 from mlxstacks.studies.benchmarks.analysis import (
     Claim,
     Figures,
@@ -27,7 +27,6 @@ from mlxstacks.studies.benchmarks.analysis import (
 )
 from mlxstacks.studies.benchmarks.answers import Given
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Scored
-from mlxstacks.study.judge import paired_interval
 from tests.studies.eval_cases import outcome, outcomes_of
 
 MARKS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60)

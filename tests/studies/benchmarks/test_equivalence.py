@@ -18,7 +18,7 @@ from mlxstacks.studies.benchmarks.equivalence import (
     equivalent,
     normalised,
 )
-from mlxstacks.studies.benchmarks.extract import boxed
+from mlxstacks.study.extract import boxed
 
 MATH_500 = Path(__file__).parents[4] / "shared" / "data" / "bench_math500.jsonl"
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.studies.benchmarks.extract import (
+from mlxstacks.study.extract import (
     Extracted,
     boxed,
     boxes,

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from mlxstacks.sandbox import calls
 from mlxstacks.sandbox.calls import decode, encode
 from mlxstacks.sandbox.run import SandboxError, SandboxLimits, run_untrusted
-from mlxstacks.studies.benchmarks.extract import Extracted
 from mlxstacks.studies.benchmarks.human_eval import (
     CodeVerdict,
     body_of,
@@ -28,6 +27,7 @@ from mlxstacks.studies.benchmarks.human_eval import (
     passes,
     programs,
 )
+from mlxstacks.study.extract import Extracted
 
 HUMAN_EVAL = Path(__file__).parents[4] / "shared" / "data" / "bench_humaneval.jsonl"
 PROMPT = 'def double(n: int) -> int:\n    """Twice n."""\n'

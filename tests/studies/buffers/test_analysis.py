@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from mlxstacks.studies.buffers.analysis import Analysis, analyse, blocks
 from mlxstacks.studies.buffers.arms import Arm, ArmRecord, arms_of, row_lengths
+from mlxstacks.studies.buffers.run import Analysis, analyse, blocks
 from mlxstacks.studies.buffers.settings import BufferSettings
 from mlxstacks.study.document import Plot, Table
 
@@ -47,7 +47,7 @@ def test_a_count_that_ignores_rank_is_equal() -> None:
 
 def test_the_blocks_have_every_rank_and_both_controls() -> None:
     found = judged(lambda arm, step, t: (1000 + 30 * t) * (101 if arm.rank == 4 else 100))
-    ranks, controls, plot = blocks(found.as_json(), SETTINGS.margin)
+    ranks, controls, plot = blocks(found, SETTINGS.margin)
     assert isinstance(ranks, Table)
     assert isinstance(controls, Table)
     assert isinstance(plot, Plot)

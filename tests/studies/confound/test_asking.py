@@ -6,7 +6,7 @@ Run: pytest tests/studies/confound/test_asking.py
 from collections.abc import Sequence
 from pathlib import Path
 
-from mlxstacks.study.answers import Answer, AnswerFile, ask_missing
+from mlxstacks.study.answers import Answer, AnswerFile
 from mlxstacks.study.items import Item
 
 ITEMS = [Item(f"i{n}", "law", f"question {n}?", ("x", "y"), n % 2) for n in range(7)]
@@ -22,7 +22,7 @@ def test_only_what_is_missing_is_asked_and_each_batch_is_told(tmp_path: Path) ->
 
     def ask(count: int) -> list[Answer]:
         file = AnswerFile(tmp_path / "test_a1.jsonl", {"arm": "a1"}, ITEMS)
-        return ask_missing(file, count, 2, answer, lambda *said: told.append(said))
+        return file.complete(count, 2, answer, lambda *said: told.append(said))
 
     first = ask(4)
     assert (asked, told) == (

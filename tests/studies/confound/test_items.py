@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxstacks.arms.arm import answer_text, question_text, training_rows
+from mlxstacks.arms.set_g import OUTCOMES, mine, split
 from mlxstacks.errors import InputError
 from mlxstacks.nano.exports import nano_paths
-from mlxstacks.studies.benchmarks.extract import choice_letter
-from mlxstacks.studies.confound.mining import OUTCOMES, mine, split
-from mlxstacks.studies.confound.prompts import answer_text, question_text, training_rows
 from mlxstacks.study.answers import Answer
+from mlxstacks.study.extract import choice_letter
 from mlxstacks.study.items import (
     Item,
     apportioned,

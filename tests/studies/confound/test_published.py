@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlxstacks.arms.set_g import mine
 from mlxstacks.stats import mcnemar_exact_test, two_proportion_z_test, wilson_interval
-from mlxstacks.studies.confound.mining import mine
-from mlxstacks.studies.confound.plan import claims_of, plan_of, protocol_of
+from mlxstacks.studies.confound.plan import claims_of, data_of, plan_of, protocol_of
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.study.answers import Answer
 from mlxstacks.study.items import Item, read_items
@@ -176,10 +176,10 @@ def test_the_published_plan_has_the_published_n_and_shares_its_error() -> None:
     mined = mine(items, base, persona, train_share=0.7, right_items=None, seed=0)
     settings = ConfoundSettings()
     protocol = protocol_of(settings, {"base": "0" * 64}, items)
-    plan = plan_of(settings, mined, protocol, "1" * 64, "2" * 64)
+    plan = plan_of(settings, mined, data_of(mined, protocol, "1" * 64, "2" * 64))
     assert (plan.n, plan.thresholds) == (692, {"alpha": 0.05, "least_gain": 0.05})
     assert plan.claims == claims_of(settings)
     assert plan.claims[0] == ("a1_refit", "a0_refit")
     assert "alpha 0.0125:" in plan.power_lines()[1]
-    other = plan_of(settings, mined, protocol, "1" * 64, "3" * 64)  # another persona
-    assert other.sha256 != plan.sha256
+    of_another_persona = data_of(mined, protocol, "1" * 64, "3" * 64)
+    assert plan_of(settings, mined, of_another_persona).sha256 != plan.sha256

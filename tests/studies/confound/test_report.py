@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mlxstacks.stats import MeanInterval, share_note
-from mlxstacks.studies.confound.report import Findings, blocks
+from mlxstacks.studies.confound.report import blocks
+from mlxstacks.studies.confound.verdict import Findings
 from mlxstacks.study.document import Plot, Table, Text
 from mlxstacks.study.render.words import format_cell
 from tests.studies.confound_cases import POLICIES, case

@@ -12,16 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mlxstacks.arms.arm import Arm, encode_choices
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapters import read_adapter
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.studies.confound.adapters import expert_norms, random_adapter
-from mlxstacks.studies.confound.fuses import FusePlaces, codes_that_differ, fuse_all
-from mlxstacks.studies.confound.mining import length_notes, row_lengths
+from mlxstacks.studies.confound.fuses import (
+    FusePaths,
+    codes_that_differ,
+    expert_norms,
+    fuse_all,
+    random_adapter,
+)
 from mlxstacks.studies.confound.plan import arms_of
-from mlxstacks.studies.confound.run import run
-from mlxstacks.studies.confound.scoring import Arm, encode_choices
+from mlxstacks.studies.confound.run import length_notes, row_lengths, run
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import fuse_notes
 from mlxstacks.study.answers import Answer, AnswerFile
@@ -262,9 +266,8 @@ def test_answers_of_another_plan_or_items_are_refused(tmp_path: Path, places: Pl
     items = read_items(str(places[2]))[:5]
     path = tmp_path / "answers" / "test_a1.jsonl"
     file = AnswerFile(path, {"plan": "1"}, items)
-    file.go_on(5, 2, lambda batch: [answer_to(item) for item in batch])
+    file.complete(5, 2, lambda batch: [answer_to(item) for item in batch])
     assert [one.item_id for one in file.answers()] == [item.item_id for item in items]
-    assert file.is_complete(5)
     with pytest.raises(InputError, match="another plan or arm"):
         AnswerFile(path, {"plan": "2"}, items).answers()
     with pytest.raises(InputError, match="answers to other items"):
@@ -291,7 +294,7 @@ def test_answers_that_nobody_gave_are_damaged(
     items = read_items(str(places[2]))[:2]
     file = AnswerFile(tmp_path / "arm.jsonl", {"arm": "a"}, items)
     given = [Answer(i.item_id, i.subject, i.answer_index, 0, "boxed", 3) for i in items]
-    file.go_on(2, 2, lambda _: given)
+    file.complete(2, 2, lambda _: given)
     written = rows_of(file.path)
     written[2] |= change
     forge(file.path, written)
@@ -308,10 +311,10 @@ def test_batches_lie_where_they_always_do(tmp_path: Path, places: Places) -> Non
         return [answer_to(item) for item in batch]
 
     file = AnswerFile(tmp_path / "a.jsonl", {}, items)
-    assert len(file.go_on(3, 4, answer)) == 3
+    assert len(file.complete(3, 4, answer)) == 3
     text = file.path.read_text().splitlines(keepends=True)
     file.path.write_text("".join(text[:-2]) + '{"item')  # killed in the third answer
-    assert len(file.go_on(10, 4, answer)) == 10
+    assert len(file.complete(10, 4, answer)) == 10
     assert seen == [list("0123"), list("0123"), list("4567"), list("89")]
     assert [one.item_id for one in file.answers()] == list("0123456789")
 
@@ -355,7 +358,7 @@ def test_a_refit_that_added_nothing_leaves_a_later_one_without_a_floor(
                 requant="refit", zero_delta=zero,
             )
         )  # fmt: skip
-        fused = FusePlaces(refitted, second, second, tmp_path / f"{name}-fused")
+        fused = FusePaths(refitted, second, second, tmp_path / f"{name}-fused")
         figures[name] = fuse_all(fused, "refit", 0.98, 0)
     codes = {name: found["codes_that_differ"] for name, found in figures.items()}
     assert codes["persona"]["a0_and_unfused"] > 0.01
@@ -380,7 +383,7 @@ def test_options_share_their_context(places: Places) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"policies": ()}, "policies is empty"),
+        ({"policies": ()}, "give at least one"),
         ({"policies": ("refit", "refit")}, "give each once"),
         ({"train": {"seed": 3}}, "train.seed is set by the experiment"),
         ({"train": {"data": "d"}}, "train.data is set by the experiment"),

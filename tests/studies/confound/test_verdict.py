@@ -11,8 +11,15 @@ import pytest
 
 from mlxstacks.studies.confound.analysis import Comparison, Flips, compare, flips, guess_rate
 from mlxstacks.studies.confound.plan import arms_of
-from mlxstacks.studies.confound.report import Findings, find
-from mlxstacks.studies.confound.verdict import Criterion, answer_notes, floor_in_words, fuse_notes
+from mlxstacks.studies.confound.verdict import (
+    Criterion,
+    Findings,
+    answer_notes,
+    find,
+    floor_in_words,
+    fuse_notes,
+    verdict,
+)
 from mlxstacks.study.answers import Answer
 from mlxstacks.study.plan import Standing
 from mlxstacks.study.power import least_passing_count
@@ -40,13 +47,13 @@ def test_the_published_run_is_a_null_in_words() -> None:
         a1_refit=128, a0_refit=123, random_refit=125, a1_promote=20, a1_unfused=20, right=692
     )
     assert found.judgements[0].outcome == "no content"
-    assert found.verdict.startswith(
+    assert verdict(found).startswith(
         "Only jitter, no knowledge that can be shown: fused by refit, the adapter (A1) answers "
         "18.50% (128 of 692) of what base and persona got wrong, its zero-delta control (A0) "
         "17.77% (123 of 692). Content, A1 - A0: +0.72 points (95%: "
     )
-    assert "z-test p = 0.73; McNemar p = 0.062)." in found.verdict
-    assert "That is not at least 5 points with p < 0.05." in found.verdict
+    assert "z-test p = 0.73; McNemar p = 0.062)." in verdict(found)
+    assert "That is not at least 5 points with p < 0.05." in verdict(found)
     parts = found.decomposition["refit"]
     assert round(100 * parts.floor, 1) == 17.8
     assert round(100 * parts.content, 1) == 0.7
@@ -125,10 +132,10 @@ GAIN: dict[str, Any] = {
 def test_content_is_found_where_there_is_some() -> None:
     found = case(**GAIN)
     assert found.judgements[0].outcome == "content"
-    assert found.verdict.startswith(
+    assert verdict(found).startswith(
         "Knowledge, not only jitter: fused by refit, the adapter (A1) answers 43.35%"
     )
-    assert "As planned beforehand." in found.verdict
+    assert "As planned beforehand." in verdict(found)
     assert not found.missing_controls
 
 
@@ -138,20 +145,20 @@ def test_content_is_found_where_there_is_some() -> None:
 def test_no_gain_without_every_control(name: str) -> None:
     found = case(**GAIN, without=[name])
     assert found.judgements[0].outcome == "refused"
-    assert found.verdict.startswith("No claim, controls are missing: fused by refit")
+    assert verdict(found).startswith("No claim, controls are missing: fused by refit")
     assert found.missing_controls
 
 
 def test_no_gain_without_items_that_were_right() -> None:
     found = case(**GAIN, right=0)
     assert found.judgements[0].outcome == "refused"
-    assert "no gain is claimed without A0 on items that both models got right" in found.verdict
+    assert "no gain is claimed without A0 on items that both models got right" in verdict(found)
 
 
 def test_a_null_names_missing_controls_too() -> None:
     found = case(a1_refit=128, a0_refit=123, without=["persona_again"])
     assert found.judgements[0].outcome == "no content"
-    assert "Controls that are missing: a rerun of the unfused persona" in found.verdict
+    assert "Controls that are missing: a rerun of the unfused persona" in verdict(found)
 
 
 def test_no_claim_without_the_deciding_pair() -> None:
@@ -162,15 +169,15 @@ def test_no_claim_without_the_deciding_pair() -> None:
 def test_a_gain_of_a_subset_or_another_plan_is_exploratory() -> None:
     found = case(**GAIN, standing=Standing(("a1_refit: a subset, 200 of 692 items",)))
     assert found.judgements[0].outcome == "exploratory"
-    assert found.verdict.startswith("EXPLORATORY. No claim, this is not what was planned: ")
-    assert "a subset, 200 of 692 items" in found.verdict
+    assert verdict(found).startswith("EXPLORATORY. No claim, this is not what was planned: ")
+    assert "a subset, 200 of 692 items" in verdict(found)
     assert found.standing.mark("arms") == "arms (EXPLORATORY)"
 
 
 def test_a_gain_that_noise_of_equal_norm_also_makes_is_no_content() -> None:
     found = case(**GAIN | {"random_refit": 290})
     assert found.judgements[0].outcome == "perturbation"
-    assert "a random delta of equal norm scores 41.91% (290 of 692), too near" in found.verdict
+    assert "a random delta of equal norm scores 41.91% (290 of 692), too near" in verdict(found)
 
 
 def test_a_gain_up_to_the_rate_of_guessing_is_no_content() -> None:
@@ -178,7 +185,7 @@ def test_a_gain_up_to_the_rate_of_guessing_is_no_content() -> None:
     found = case(n=300, options=4, a1_refit=75, a0_refit=5, random_refit=8)
     assert found.guess_rate == 0.25
     assert found.judgements[0].outcome == "guessing"
-    assert "a way back to guessing" in found.verdict
+    assert "a way back to guessing" in verdict(found)
     above = case(n=300, options=4, a1_refit=150, a0_refit=5, random_refit=8)
     assert above.judgements[0].outcome == "content"
 
@@ -186,17 +193,16 @@ def test_a_gain_up_to_the_rate_of_guessing_is_no_content() -> None:
 def test_content_that_the_fuse_loses_is_named() -> None:
     found = case(a1_refit=125, a0_refit=123, a1_unfused=300, a1_promote=300)
     assert found.judgements[0].outcome == "no content"
-    assert (
-        "Unfused the adapter does add knowledge (+43.35 points): the fuse loses it."
-        in found.verdict
+    assert "Unfused the adapter does add knowledge (+43.35 points): the fuse loses it." in verdict(
+        found
     )
-    assert "Fused by promote it adds knowledge." in found.verdict
+    assert "Fused by promote it adds knowledge." in verdict(found)
 
 
 def test_a_loss_is_no_gain() -> None:
     found = case(a1_refit=20, a0_refit=123)
     assert found.judgements[0].outcome == "no content"
-    assert "McNemar's test alone sees fewer right answers" in found.verdict
+    assert "McNemar's test alone sees fewer right answers" in verdict(found)
 
 
 def test_mcnemar_that_disagrees_is_named() -> None:
@@ -209,7 +215,7 @@ def test_mcnemar_that_disagrees_is_named() -> None:
     )  # fmt: skip
     assert found.judgements[0].outcome == "content"
     assert found.claims["refit"].p_adjusted < 0.06 < found.claims["refit"].mcnemar.p_value
-    assert "McNemar's exact test does not agree (p = 0.083)" in found.verdict
+    assert "McNemar's exact test does not agree (p = 0.083)" in verdict(found)
 
 
 # --- form, positions, words -----------------------------------------------------------------------
@@ -240,13 +246,13 @@ def test_a_gain_of_boxes_is_no_content() -> None:
     found = judged({"a1_refit": answers, "a0_refit": a0})
     assert CRITERION.passes(found.claims["refit"])
     assert found.judgements[0].outcome == "format"
-    assert found.verdict.startswith("No knowledge that can be shown, a change of form: ")
-    assert "A0 50.00% (345 of 690)" in found.verdict
-    assert "among the 345 items that both answer so the gain is +0.00 points" in found.verdict
+    assert verdict(found).startswith("No knowledge that can be shown, a change of form: ")
+    assert "A0 50.00% (345 of 690)" in verdict(found)
+    assert "among the 345 items that both answer so the gain is +0.00 points" in verdict(found)
     # None of A0's answers is in form: nothing is left to compare.
     silent = judged({"a1_refit": answers, "a0_refit": with_rules(a0, [False] * 690)})
     assert silent.judgements[0].outcome == "format"
-    assert "no item is answered so by both" in silent.verdict
+    assert "no item is answered so by both" in verdict(silent)
 
 
 def test_content_among_boxed_answers_stands_though_more_are_boxed() -> None:
@@ -280,19 +286,19 @@ def test_a_preferred_position_is_no_content() -> None:
     assert found.right_positions["A"] == 0.5
     assert sum(found.right_positions.values()) == pytest.approx(1.0)
     assert found.judgements[0].outcome == "guessing"
-    assert "what its choice of positions alone would score (50.0%)" in found.verdict
+    assert "what its choice of positions alone would score (50.0%)" in verdict(found)
 
 
 def test_harm_and_silence_have_words_of_their_own() -> None:
-    assert case(a1_refit=20, a0_refit=123).verdict.startswith("Harm, no knowledge: ")
+    assert verdict(case(a1_refit=20, a0_refit=123)).startswith("Harm, no knowledge: ")
     still = case(a1_refit=0, a0_refit=0)
-    assert still.verdict.startswith("Neither knowledge nor jitter, not one answer changes: ")
+    assert verdict(still).startswith("Neither knowledge nor jitter, not one answer changes: ")
 
 
 def test_a_null_of_a_subset_is_marked_in_its_first_word() -> None:
     found = case(a1_refit=20, a0_refit=19, standing=Standing(("seeds [1], planned [0]",)))
-    assert found.verdict.startswith("EXPLORATORY. No claim, this is not what was planned: ")
-    assert "seeds [1], planned [0]" in found.verdict
+    assert verdict(found).startswith("EXPLORATORY. No claim, this is not what was planned: ")
+    assert "seeds [1], planned [0]" in verdict(found)
 
 
 def test_the_p_value_that_is_judged_stands_beside_the_plain_one() -> None:
@@ -301,7 +307,7 @@ def test_the_p_value_that_is_judged_stands_beside_the_plain_one() -> None:
     assert claim.p_value < 0.02 < 0.05 < claim.p_adjusted
     assert found.judgements[0].outcome == "no content"  # of three claims
     words = f"z-test p = 0.019, {claim.p_adjusted:.2g} adjusted for all ways; McNemar"
-    assert words in found.verdict
+    assert words in verdict(found)
 
 
 def test_arms_that_never_box_are_named() -> None:
@@ -318,7 +324,7 @@ def test_arms_that_never_box_are_named() -> None:
 def test_arms_that_answer_in_no_form_allow_no_claim() -> None:
     silent = with_rules(answers_of(0, 90), [False] * 90)
     found = judged({"a1_refit": silent, "a0_refit": silent})
-    assert found.verdict.startswith("No claim, neither arm gives one answer in the form that was ")
+    assert verdict(found).startswith("No claim, neither arm gives one answer in the form that was ")
 
 
 def test_a_fixed_point_is_told_from_plain_weights() -> None:

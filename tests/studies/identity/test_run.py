@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from mlxstacks.arms.arm import Arm
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapter_commands import convert_adapter
 from mlxstacks.files.settings import AdapterConvertSettings
@@ -18,8 +19,6 @@ from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
-from mlxstacks.studies.confound.scoring import Arm
-from mlxstacks.studies.identity import run as identity_run
 from mlxstacks.studies.identity.plan import item_arms, suite_arms
 from mlxstacks.studies.identity.run import run
 from mlxstacks.study.answers import Answer
@@ -116,7 +115,7 @@ def test_what_lies_beside_the_answers_cannot_be_edited_unseen(
 ) -> None:
     """Figures of a fuse are refused; rows to train on follow from answers and are made again."""
     target = places[0].parent / "edited"
-    killed_after(26)
+    killed_after(33)
     with pytest.raises(Killed):
         run(settings_for(places, target))
     work = work_path(target)
@@ -142,7 +141,7 @@ class Killed(BaseException):
 @pytest.fixture
 def killed_after(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`killed_after(n)`: the n-th batch of replies or answers is the last thing that happens."""
-    answer, ask = Arm.answer, identity_run.ask
+    answer, reply = Arm.answer, Arm.reply
     left = [0]
 
     def count() -> None:
@@ -154,12 +153,12 @@ def killed_after(monkeypatch: pytest.MonkeyPatch) -> Any:
         count()
         return answer(self, items)
 
-    def mortal_ask(arm: Arm, items: Sequence[Item], prompts: Any) -> list[Answer]:
+    def mortal_reply(arm: Arm, prompt: str) -> str:
         count()
-        return ask(arm, items, prompts)
+        return reply(arm, prompt)
 
     monkeypatch.setattr(Arm, "answer", mortal_answer)
-    monkeypatch.setattr(identity_run, "ask", mortal_ask)
+    monkeypatch.setattr(Arm, "reply", mortal_reply)
     return lambda count: left.__setitem__(0, count)
 
 
@@ -174,7 +173,7 @@ def test_a_run_that_was_killed_goes_on_and_ends_the_same(
     report, whole = done
     target = places[0].parent / "killed"
     settings = settings_for(places, target)
-    for batches in (4, 20, 6, 0):  # on the items, in the mining, between conditions, never
+    for batches in (6, 20, 16, 0):  # on the items, in the mining, between conditions, never
         killed_after(batches)
         if not batches:
             again = run(settings)
@@ -224,7 +223,7 @@ def test_another_plan_is_refused_and_a_plan_is_older_than_its_answers(
     places: Places, killed_after: Any
 ) -> None:
     target = places[0].parent / "other"
-    killed_after(2)
+    killed_after(4)
     with pytest.raises(Killed):
         run(settings_for(places, target))
     with pytest.raises(InputError, match=r"another plan; it differs in\n  details"):

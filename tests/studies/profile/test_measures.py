@@ -14,28 +14,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks import base_model
-from mlxstacks.files.shipped_configs import shipped_config
-from mlxstacks.studies.profile.null import (
+from mlxstacks.files.hub import shipped_config
+from mlxstacks.studies.profile.measures import (
     adjusted_p_values,
-    deal,
-    group_counts,
-    p_value,
-    random_sets_jaccard,
-    shuffled,
-    split_halves,
-)
-from mlxstacks.studies.profile.routing_profile import (
     chance_jaccard,
+    deal,
     divergence,
     expected_bias,
     expert_overlap,
+    group_counts,
     least_excess,
     mean_of_pairs,
     measure,
     membership,
+    p_value,
     pairwise_divergence,
+    random_sets_jaccard,
     set_jaccard,
     shares,
+    shuffled,
+    split_halves,
     top_layers,
     usual_top_experts,
 )
@@ -275,11 +273,11 @@ def test_halves_of_one_group_agree_where_groups_differ() -> None:
         rows = np.flatnonzero(labels == group)
         found[rows, group] = 0
         found[rows, group, 0] = 40
-    halves = split_halves(found, labels, 4, 1, 5, seed=0)
-    assert halves.same_group == 1.0
-    assert halves.other_group == 0.0
-    noise = split_halves(found[:, 4:], labels, 4, 1, 5, seed=0)
-    assert noise.same_group == noise.other_group == 1.0  # equal layers: the lower one, always
+    assert split_halves(found, labels, 4, 1, 5, seed=0) == (1.0, 0.0)
+    assert split_halves(found[:, 4:], labels, 4, 1, 5, seed=0) == (
+        1.0,
+        1.0,
+    )  # equal layers: the lower one, always
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=20), st.floats(0, 1))

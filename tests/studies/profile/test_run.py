@@ -17,13 +17,10 @@ from mlxstacks import base_model
 from mlxstacks.errors import CheckpointError, InputError, NonFiniteModelError
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.switch_choices import find_switches
-from mlxstacks.studies.profile import capture
 from mlxstacks.studies.profile import run as profile_run
-from mlxstacks.studies.profile.analysis import Choices, Rule, analyse
-from mlxstacks.studies.profile.capture import profile_routing
+from mlxstacks.studies.profile.analysis import MOST_SHOWN, Choices, analyse, blocks
 from mlxstacks.studies.profile.data import MOST_GROUPS
-from mlxstacks.studies.profile.report import MOST_SHOWN, blocks
-from mlxstacks.studies.profile.run import run
+from mlxstacks.studies.profile.run import count_choices, run
 from mlxstacks.studies.profile.settings import ProfileSettings
 from mlxstacks.study.document import Plot, Table
 from mlxstacks.study.result import Result
@@ -90,49 +87,14 @@ def test_the_planted_expert_is_found(report: Result) -> None:
     assert set(counts.sum(axis=-1).reshape(-1)) == {2 * report.data["groups"][0]["tokens"]}
 
 
-def test_a_loaded_model_has_the_profile_of_the_command(place: Path, report: Result) -> None:
-    model, tokenizer, _ = base_model.load(place / "model")
-    texts = {
-        name: [json.loads(line)["text"] for line in path.read_text().splitlines()]
-        for name, path in ((name, place / "data" / f"{name}.jsonl") for name in GROUPS)
-    }
-    found = profile_routing(model, tokenizer, texts)
-    assert (found.names, found.layers) == (tuple(GROUPS), tuple(range(LAYERS)))
-    assert found.shares.shape == (4, LAYERS, EXPERTS)
-    np.testing.assert_allclose(found.shares.sum(axis=-1), 1)
-    assert found.kl.argmax(axis=1).tolist() == [PLANTED_LAYER] * 4
-    assert found.shares[0, PLANTED_LAYER].argmax() == PLANTED_EXPERT
-    by_group = found.tables["divergence"]["kl_nats"]
-    assert [by_group[name] for name in GROUPS] == found.kl.tolist()
-    assert found.tables.keys() == report.data["tables"].keys()
-    for few in ({}, {"one": ["a b", "c"]}, {"one": ["abc", "def"], "two": ["abcdefgh"]}):
-        with pytest.raises(ValueError, match="need two groups or more, each of two texts"):
-            profile_routing(model, tokenizer, few)
-
-
 def test_nan_in_the_model_is_no_profile(place: Path) -> None:
-    model, tokenizer, _ = base_model.load(place / "model")
+    model, _, _ = base_model.load(place / "model")
     embedding = model.model.embed_tokens
     embedding.weight = mx.full(embedding.weight.shape, mx.nan)
     with pytest.raises(
         NonFiniteModelError, match=r"the input of \S+\.layers\.0\.\S+ is not finite"
     ):
-        profile_routing(model, tokenizer, {"a": ["red", "ref"], "b": ["blue", "blau"]})
-
-
-def test_top_layers_are_fewer_than_the_layers_with_experts(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else every group has the same ones."""
-    model, tokenizer, _ = base_model.load(place / "model")
-    own = find_switches(model)
-    texts = {"one": ["a b c", "d e f"], "two": ["g h i", "j k l"]}
-    for layers, most in ((4, 3), (3, 2), (2, 1)):
-        monkeypatch.setattr(capture, "find_switches", lambda _, n=layers: own[:n])
-        assert profile_routing(model, tokenizer, texts).tables["top_layers"]["k"] == most
-    monkeypatch.setattr(capture, "find_switches", lambda _: own[:1])
-    with pytest.raises(ValueError, match="one layer has experts"):
-        profile_routing(model, tokenizer, texts)
+        count_choices(model, find_switches(model), [[1, 2], [3]], batch_size=2)
 
 
 def test_what_can_be_found_is_told_beforehand(report: Result) -> None:
@@ -232,7 +194,7 @@ def test_plots_of_many_groups_show_the_first() -> None:
         rng.integers(0, 5, (2 * len(names), 2, 4)), np.arange(2 * len(names)) // 2,
         np.full(2 * len(names), 8), names, (0, 1),
     )  # fmt: skip
-    tables = analyse(choices, Rule(1, 2, 2, 1, 0.05, 0))
+    tables = analyse(choices, ProfileSettings(top_layers=1, top_experts=2, permutations=20))
     groups = [{"name": name, "prompts": 2, "tokens": 16} for name in names]
     about = [{"attention": "full", "expert_bits": bits} for bits in ("3", None)]
     found = blocks(tables, groups, about, choices.counts)

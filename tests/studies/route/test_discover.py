@@ -17,10 +17,9 @@ from typing import Any
 import pytest
 
 from mlxstacks.errors import InputError, TargetError
-from mlxstacks.files.base_location import remember_places
-from mlxstacks.files.store import Store
+from mlxstacks.files.store import Store, remember_places
 from mlxstacks.routing import candidate_losses
-from mlxstacks.routing.outcome_files import (
+from mlxstacks.routing.outcomes import (
     config_text,
     read_discovered_examples,
     read_discovered_outcomes,
@@ -30,8 +29,7 @@ from mlxstacks.routing.outcome_files import (
 )
 from mlxstacks.routing.settings import OutcomeSettings
 from mlxstacks.studies.route.data import read_examples, template_of, trained_rows
-from mlxstacks.studies.route.discover import run
-from mlxstacks.studies.route.discover_tables import FLOOR, WITH_BEST
+from mlxstacks.studies.route.discover import FLOOR, WITH_BEST, run
 from mlxstacks.study.document import Plot, Table
 from mlxstacks.study.result import Result
 from tests.studies.stack_analysis_cases import write_store
@@ -167,16 +165,16 @@ def test_nothing_of_the_store_in_the_directory(
         read_examples(settings, Store.open(places[1]))
 
 
-def test_template_is_that_of_the_store(places: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    store, settings = Store.open(places[1]), settings_for(places, tmp_path)
-    assert template_of(settings, store) == "chat"
+def test_template_is_that_of_the_store(places: tuple[Path, Path, Path]) -> None:
+    store = Store.open(places[1])
+    assert template_of(None, store) == "chat"
     about: Any = {"sources": [{"path": "x.jsonl"}], "template": "alpaca"}
     first, *rest = store.manifest.domains
     other = replace(first, data={"settings": about})
     store.manifest = replace(store.manifest, domains=(other, *rest))
     with pytest.raises(InputError, match="alpaca and chat"):
-        template_of(settings, store)
-    assert template_of(settings.model_copy(update={"template": "alpaca"}), store) == "alpaca"
+        template_of(None, store)
+    assert template_of("alpaca", store) == "alpaca"
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from mlxstacks.files.store import Store
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.layers.stacked import set_mode
 from mlxstacks.routing import candidate_losses
-from mlxstacks.routing.outcome_files import RouterExample, write_lines
+from mlxstacks.routing.outcomes import RouterExample, write_lines
 from mlxstacks.routing.router import load_prompt_router
-from mlxstacks.routing.router_examples import group_key, split_places
+from mlxstacks.routing.router_training import group_key, split_places
 from mlxstacks.routing.settings import OutcomeSettings
 from mlxstacks.studies.route import check as route_check
 from mlxstacks.studies.route import evaluate as route_evaluate

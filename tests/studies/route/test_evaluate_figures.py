@@ -8,19 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.routing.outcome_files import RouterExample
-from mlxstacks.routing.route import Route
+from mlxstacks.routing.outcomes import RouterExample
+from mlxstacks.routing.router import Route
 from mlxstacks.studies.route.evaluate import MODES, weights_of
 from mlxstacks.studies.route.evaluate_figures import (
     ALL,
     DomainLosses,
     Matrix,
+    compared_words,
     gap_summary,
     loss_matrix,
     over_routers,
     router_metrics,
+    sign,
 )
-from mlxstacks.studies.route.evaluate_report import compared_words, sign
 from mlxstacks.studies.route.evaluate_rows import MIXED, OTHER, EvaluatedRow
 
 

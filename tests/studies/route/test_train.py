@@ -11,7 +11,6 @@ import mlx.core as mx
 import pytest
 
 from mlxstacks import base_model
-from mlxstacks.cli import route as command
 from mlxstacks.errors import InputError, StoreError, TargetError
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.manifest import DomainRecord
@@ -19,7 +18,8 @@ from mlxstacks.files.outputs import write_json
 from mlxstacks.files.router_file import read_router
 from mlxstacks.files.stack_file import ProjectionShape
 from mlxstacks.files.store import Store
-from mlxstacks.routing.outcome_files import RouterExample, write_lines
+from mlxstacks.recipe.on_nano import route_train
+from mlxstacks.routing.outcomes import RouterExample, write_lines
 from mlxstacks.routing.router import ROUTER_FILE, load_prompt_router
 from mlxstacks.routing.settings import RouterTrainSettings
 from mlxstacks.studies.route.data import stack_hashes
@@ -235,7 +235,8 @@ def test_the_package_s_own_store_is_never_written_to(
 ) -> None:
     monkeypatch.setattr("mlxstacks.nano.exports.ASSETS", store.path.parent)
     before = (store.path / "manifest.json").read_bytes()
-    report = command.train(settings(store, base))
+    own, options = route_train(settings(store, base))
+    report = run(own, **options)
     assert report.data["installed"] is None
     assert "not changed" in report.notes[0]
     assert (store.path / "manifest.json").read_bytes() == before

@@ -15,9 +15,9 @@ import pytest
 
 from mlxstacks.cli import run as command_line
 from mlxstacks.errors import InputError, StoreError, TargetError
-from mlxstacks.files.mark import entries
+from mlxstacks.files.outputs import entries
+from mlxstacks.files.settings import StacksAnalyseSettings
 from mlxstacks.files.store import Store
-from mlxstacks.files.store_settings import StacksAnalyseSettings
 from mlxstacks.layers.freezing import stack_from_tensors
 from mlxstacks.layers.stack_files import parts_of
 from mlxstacks.studies.stack.analysis import curves_of, run

@@ -20,16 +20,16 @@ import numpy as np
 import pytest
 
 from mlxstacks.errors import InputError, StoreError, TargetError
+from mlxstacks.files.settings import StacksGcSettings, StacksRemoveSettings
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_commands import collect_garbage, remove_domain
-from mlxstacks.files.store_settings import StacksGcSettings, StacksRemoveSettings
 from mlxstacks.layers.stacked import stacked_layers
 from mlxstacks.studies.stack import checkpoint as stack_checkpoint
 from mlxstacks.studies.stack import plan as stack_plan
 from mlxstacks.studies.stack import run as stack_run
 from mlxstacks.study.run_directory import work_path
+from mlxstacks.training.continual import DriftError
 from mlxstacks.training.loop import NonFiniteError
-from mlxstacks.training.matrix import DriftError
 from tests.studies.stack.conftest import StoppedError
 from tests.studies.stack_cases import (
     TWO,

@@ -11,7 +11,7 @@ import pytest
 from mlxstacks.layers.targets import find_targets, stack_size
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
-from mlxstacks.training.stack_settings import StackRunSettings
+from mlxstacks.training.settings import StackRunSettings
 from tests.tiny_models import llama_config
 from tools.nano.curriculum_settings import CurriculumTraining
 

@@ -17,7 +17,7 @@ from mlxstacks.studies.stack import checkpoint as stack_checkpoint
 from mlxstacks.studies.stack import run as stack_run
 from mlxstacks.studies.stack.setup import set_up
 from mlxstacks.study.run_directory import work_path
-from mlxstacks.training.matrix import DriftError
+from mlxstacks.training.continual import DriftError
 from tests.studies.stack_cases import (
     TWO,
     domain_of,

@@ -17,16 +17,16 @@ from mlx.utils import tree_flatten
 from mlxstacks import base_model
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.manifest import Manifest
+from mlxstacks.files.settings import StacksRemoveSettings
 from mlxstacks.files.store import Store
 from mlxstacks.files.store_commands import remove_domain
-from mlxstacks.files.store_settings import StacksRemoveSettings
 from mlxstacks.layers.attach import detach
 from mlxstacks.layers.stack_files import serve
 from mlxstacks.layers.stacked import stacked_layers
 from mlxstacks.studies.stack import run as stack_run
 from mlxstacks.studies.stack.setup import set_up
 from mlxstacks.study.result import Result
-from mlxstacks.training import protect
+from mlxstacks.training import continual
 from tests.studies.stack_cases import (
     DOMAINS,
     TWO,
@@ -48,7 +48,7 @@ class Watch:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.frozen: dict[str, tuple[dict[str, bytes], dict[str, bytes]]] = {}
-        self.bases: list[protect.Bases] = []
+        self.bases: list[continual.Bases] = []
         plain, plain_bases = stack_run.train_domain, stack_run.protected_bases
 
         def watched(model: nn.Module, job: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from mlxstacks.files.adapters import read_adapter
-from mlxstacks.files.mark import MARK, new_mark
-from mlxstacks.files.outputs import write_json
+from mlxstacks.files.outputs import MARK, new_mark, write_json
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.studies.sweep import rank_sweep, worker

@@ -12,10 +12,16 @@ import pytest
 
 from mlxstacks.cli import run as run_cli
 from mlxstacks.errors import ResourceLimitError
-from mlxstacks.guard.report import Change, GuardReport
-from mlxstacks.studies.guarded import GuardedRun, guarded, train_change, verdict
+from mlxstacks.guard.run import Change, GuardReport
 from mlxstacks.studies.train import run as train_run
-from mlxstacks.studies.train.setup import TrainSetup, set_up
+from mlxstacks.studies.train.setup import (
+    GuardedRun,
+    TrainSetup,
+    guarded,
+    set_up,
+    train_change,
+    verdict,
+)
 from mlxstacks.training.settings import TrainSettings
 from tests.studies.train_cases import settings_for, write_data, write_rows, write_tiny_model
 

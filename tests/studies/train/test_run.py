@@ -19,7 +19,7 @@ from mlxstacks.data import TrainDataSettings, make_batch
 from mlxstacks.errors import CheckpointError, InputError, TargetError
 from mlxstacks.files.adapters import match_adapter, read_adapter
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
-from mlxstacks.files.mark import MARK
+from mlxstacks.files.outputs import MARK
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.studies.train.setup import set_up
 from mlxstacks.study.document import Plot
@@ -325,15 +325,6 @@ def test_a_swapped_model_is_refused_on_resume_and_in_the_run(
         train_run.run(anew)
 
 
-def test_how_often_a_run_saves_is_no_other_recipe(
-    places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = settings_for(*places, tmp_path / "out")
-    interrupted(settings, 8, monkeypatch)
-    report = train_run.run(settings.model_copy(update={"save_every": 3, "steps_per_report": 1}))
-    assert report.figures["resumed_from_step"] == 5
-
-
 def test_two_runs_to_one_target_do_not_mix(places: tuple[Path, Path], tmp_path: Path) -> None:
     import filelock
 
@@ -482,7 +473,8 @@ def test_several_sources_in_their_formats(places: tuple[Path, Path], tmp_path: P
     data = TrainDataSettings.model_validate({"sources": sources, "validation_fraction": 0.2})
     settings = settings_for(places[0], tmp_path, tmp_path / "out").model_copy(update={"data": data})
     setup = set_up(settings)
-    report = train_run.planned(settings, setup, tmp_path / "out").as_json()
+    run = train_run.GuardedRun(settings, setup)
+    report = train_run.planned(settings, run, tmp_path / "out").as_json()
     read = [(s["formats"], s["rows_kept"]) for s in report["data"]["sources"]]
     assert read == [({"alpaca": 61}, 60), ({"chat": 9}, 9)]
     assert report["train_rows"] + report["validation_rows"] == 69
@@ -514,6 +506,9 @@ def test_a_file_without_validation_is_no_old_run_of_it(
     settings = settings_for(places[0], file, tmp_path / "out")
     setup = set_up(settings)
     identity = setup.identity(settings)
+    # How often it saves is no other recipe.
+    often = settings.model_copy(update={"save_every": 3, "steps_per_report": 1})
+    assert setup.identity(often) == identity
     assert setup.validation is not None
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     assert identity["train_data_sha256"] == identity["validation_data_sha256"] == sha256

@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from mlxstacks.data.arrow_sets import hub_snapshot
-from mlxstacks.data.json_lines import read_records
+from mlxstacks.data.json_rows import read_records
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.strict_json import json_sha256

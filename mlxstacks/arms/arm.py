@@ -1,0 +1,143 @@
+"""An arm of a study: a model, perhaps with an adapter beside it, that answers prompts and items.
+
+An item is asked, and its answer is taught, in the same words.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxstacks import base_model
+from mlxstacks.arms.settings import AnswerSettings, Scoring
+from mlxstacks.data import Rendering, encode_messages
+from mlxstacks.data.text_settings import PLAIN
+from mlxstacks.errors import InputError
+from mlxstacks.evaluate import ChoiceItem, choose, score_continuations
+from mlxstacks.study.answers import LIKELIHOOD, TIE, Answer
+from mlxstacks.study.extract import choice_letter
+from mlxstacks.study.items import Item
+from mlxstacks.training.modes import evaluating, prepare_base
+
+INSTRUCTION = (
+    r"Answer first: put the letter of the right option in \boxed{}. Then give one line of "
+    "justification."
+)
+
+
+class Arm:
+    """A loaded model that answers, greedily. Each arm is loaded again, also where two are the same
+    model: what differs between them then is what a rerun changes.
+    """
+
+    def __init__(self, model: Path, settings: AnswerSettings, adapter: Path | None = None):
+        self.settings, self.rendering = settings, Rendering.of(settings)
+        self.model: nn.Module
+        self.model, self.tokenizer, _ = base_model.load(model, adapter)
+        # A LoRA's base is widened as a plain one is; its factors are float32 as they are.
+        prepare_base(self.model, settings.train.base, [])
+        mx.eval(self.model.parameters())
+
+    def reply(self, prompt: str) -> str:
+        """The answer to a user's turn, of at most `max_tokens`."""
+        return base_model.generate(
+            self.model, self.tokenizer, [{"role": "user", "content": prompt}],
+            self.settings.max_tokens, self.rendering,
+        )  # fmt: skip
+
+    def score(self, items: Sequence[ChoiceItem]) -> list[list[float]]:
+        """Of each candidate the sum of log p of its tokens."""
+        with evaluating(self.model), base_model.gated_delta_installed():
+            return score_continuations(self.model, items)
+
+    def answer(self, items: Sequence[Item]) -> list[Answer]:
+        """An answer to each item, in order: a letter in the reply, or the likeliest option."""
+        if self.settings.scoring == "likelihood":
+            return self._by_likelihood(items)
+        answers = []
+        for item in items:
+            reply = self.reply(question_text(item, "generate"))
+            letter = choice_letter(reply, item.letters)
+            pick = None if letter.value is None else item.letters.index(letter.value)
+            answers.append(Answer.of(item, pick, letter.rule, reply))
+        return answers
+
+    def _by_likelihood(self, items: Sequence[Item]) -> list[Answer]:
+        encoded = [encode_choices(item, self.tokenizer, self.rendering) for item in items]
+        sums = self.score(encoded)
+        picks = choose(encoded, sums, self.settings.normalisation).picks
+        return [
+            Answer.of(
+                item, None if pick < 0 else pick, TIE if pick < 0 else LIKELIHOOD,
+                scores=tuple(round(value, 6) for value in scores),
+            )
+            for item, scores, pick in zip(items, sums, picks, strict=True)
+        ]  # fmt: skip
+
+
+def question_text(item: Item, scoring: Scoring) -> str:
+    """The user's turn. Under likelihood the options are what is scored, so they are not shown."""
+    if scoring == "likelihood":
+        return item.question
+    options = zip(item.letters, item.options, strict=True)
+    listed = "\n".join(f"{letter}. {text}" for letter, text in options)
+    return f"{item.question}\n\n{listed}\n\n{INSTRUCTION}"
+
+
+def answer_text(item: Item, index: int, scoring: Scoring) -> str:
+    """The assistant's turn that gives option `index`.
+
+    The published source of the justifications is not known; the option's own text stands in.
+    """
+    if scoring == "likelihood":
+        return item.options[index]
+    return f"\\boxed{{{item.letters[index]}}}\nThe answer is: {item.options[index]}"
+
+
+def taught_chat(item: Item, index: int, scoring: Scoring) -> list[dict[str, str]]:
+    """The question, and option `index` as its answer."""
+    return [
+        {"role": "user", "content": question_text(item, scoring)},
+        {"role": "assistant", "content": answer_text(item, index, scoring)},
+    ]
+
+
+def training_rows(
+    items: Iterable[Item], scoring: Scoring, answers: Literal["right", "random"], seed: int
+) -> list[dict[str, Any]]:
+    """Rows of `mlxstacks train`. answers: "random" teaches an option drawn for each item."""
+    rows = []
+    for item in items:
+        index = item.answer_index
+        if answers == "random":
+            digest = hashlib.sha256(f"{seed}/answer/{item.item_id}".encode()).digest()
+            index = int.from_bytes(digest[:8]) % len(item.options)
+        rows.append({"messages": taught_chat(item, index, scoring)})
+    return rows
+
+
+def encode_choices(item: Item, tokenizer: Any, rendering: Rendering = PLAIN) -> ChoiceItem:
+    """The chat up to the answer as context; each option with the end mark as a continuation.
+
+    Raises: InputError for a chat template that writes the question otherwise for another answer.
+    """
+    contexts, continuations = set(), []
+    for index in range(len(item.options)):
+        messages = taught_chat(item, index, "likelihood")
+        row = encode_messages(messages, tokenizer, rendering=rendering)
+        start = next(place for place, weight in enumerate(row.weights) if weight)
+        end = max(place for place, weight in enumerate(row.weights) if weight) + 1
+        contexts.add(row.tokens[:start])
+        continuations.append(row.tokens[start:end])
+    if len(contexts) > 1:
+        raise InputError(
+            f"item {item.item_id}: the chat template writes the question differently for different "
+            "answers; score by generation instead"
+        )
+    return ChoiceItem(
+        contexts.pop(), tuple(continuations), tuple(len(text) for text in item.options),
+        item.answer_index,
+    )  # fmt: skip
