@@ -35,7 +35,7 @@ from mlxstacks.studies.compare.analysis import (
 from mlxstacks.studies.compare.report import blocks, budget_table
 from mlxstacks.studies.compare.settings import ArmSettings, CompareSettings
 from mlxstacks.studies.stack import run as stack_run
-from mlxstacks.study.child_process import Message, as_child, how_it_ended, run_child
+from mlxstacks.study.child_process import Message, as_child, run_cell
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
@@ -153,13 +153,9 @@ class _Comparison(Study):
         path = self.directory / f"{name}.json"
         if path.is_file() and (_read_record(path).status == "trained" or not self.settings.retry):
             return
-        last: Message = {}
 
-        def on_message(message: Message) -> None:
-            nonlocal last
-            if "status" in message:
-                last = message
-            elif self.progress:
+        def on_progress(message: Message) -> None:
+            if self.progress:
                 where = f"{place + 1}/{len(self.cells)} {arm.name}, seed {seed}: {message['what']}"
                 share = message["done"] / message["total"]
                 self.progress(place + share, len(self.cells), where)
@@ -169,17 +165,11 @@ class _Comparison(Study):
         log = self.directory / f"{name}.log"
         # A default is not said again: experts_per_token of one expert may not be.
         specification = {"stack": stack.model_dump(mode="json", exclude_defaults=True)}
-        code = run_child(WORKER, specification, log, on_message)
-        if last.get("status") == "trained":
-            record = _trained_record(arm.name, seed, last["report"], last["seconds"])
-        elif last.get("status") == "wrong":
-            raise InputError(f"{name}: {last['reason']}")
-        elif code > 0 or (code == 0 and not last):
-            raise RuntimeError(f"{name}: {how_it_ended(code, log)} (all of it in {log})")
+        ended = run_cell(WORKER, specification, log, on_progress)
+        if ended["status"] == "trained":
+            record = _trained_record(arm.name, seed, ended["report"], ended["seconds"])
         else:
-            status = last.get("status", "crashed")
-            reason = last.get("reason") or how_it_ended(code, log)
-            record = CellRecord(arm.name, seed, status, reason)
+            record = CellRecord(arm.name, seed, ended["status"], ended["reason"])
         write_json(path, _record_json(record))
 
 

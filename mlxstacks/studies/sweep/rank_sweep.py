@@ -48,7 +48,7 @@ from mlxstacks.studies.train.setup import (
     verdict,
 )
 from mlxstacks.study.buffer_counter import preload
-from mlxstacks.study.child_process import Message, how_it_ended, run_child
+from mlxstacks.study.child_process import Message, run_cell
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
@@ -319,16 +319,12 @@ class _Sweep(Study):
 
     def _train(self, plan: CellPlan, result: CellResult, place: int) -> CellResult:
         """Run the cell's process to its end, however it ends."""
-        cell, last, steps = plan.cell, {}, 0
+        cell, steps = plan.cell, 0
 
-        def on_message(message: Message) -> None:
-            nonlocal last, steps
-            if "status" in message:
-                last = message
-            else:
-                steps = message["done"]
-                share = message["done"] / message["total"]
-                self._tell(place, share, cell, message["what"])
+        def on_progress(message: Message) -> None:
+            nonlocal steps
+            steps = message["done"]
+            self._tell(place, steps / message["total"], cell, message["what"])
 
         specification = {
             "train": plan.train.model_dump(mode="json"),
@@ -336,24 +332,22 @@ class _Sweep(Study):
         }
         log = self.directory / f"{cell.name}.log"
         library = self.settings.counting_library
-        code = run_child(WORKER, specification, log, on_message, library)
-        if last.get("status") == "trained":
+        ended = run_cell(WORKER, specification, log, on_progress, library)
+        if ended["status"] == "trained":
             # A count is of the process that trained, which may have been an earlier one.
-            counted = last["figures"]["measured_buffers"] or result.figures.get("measured_buffers")
-            figures = last["figures"] | {"measured_buffers": counted}
-            return replace(result, status="trained", figures=figures, survival=last["survival"])
-        if last.get("status") == "wrong":
-            raise InputError(f"{cell.name}: {last['reason']}")
-        if code > 0 or (code == 0 and not last):
-            raise RuntimeError(f"{cell.name}: {how_it_ended(code, log)} (all of it in {log})")
+            figures = ended["figures"]
+            counted = figures["measured_buffers"] or result.figures.get("measured_buffers")
+            return replace(
+                result, status="trained", figures=figures | {"measured_buffers": counted},
+                survival=ended["survival"],
+            )  # fmt: skip
         # Steps at which a run that did not end saved its state: its usable checkpoints.
         path = work_path(self.directory / cell.name) / LOG
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         records = [json.loads(line) for line in lines if '"saved"' in line]
         saved = sorted({record["step"] for record in records if record["event"] == "saved"})
         return replace(
-            result, status=last.get("status", "crashed"),
-            reason=last.get("reason") or how_it_ended(code, log),
+            result, status=ended["status"], reason=ended["reason"],
             figures={"step": steps, "saved_steps": saved},
         )  # fmt: skip
 

@@ -46,8 +46,8 @@ def analysed(*cells: CellRecord, seeds: int = 3, **changes: Any) -> list[ArmResu
     return analyse(RULE.model_copy(update=update), cells)
 
 
-def outcome(base: Sequence[float], own: Sequence[float]) -> str | None:
-    return analysed(*cells("base", base), *cells("own", own), seeds=len(base))[1].outcome
+def outcome(base: Sequence[float], own: Sequence[float]) -> str:
+    return str(analysed(*cells("base", base), *cells("own", own), seeds=len(base))[1].outcome)
 
 
 @pytest.mark.parametrize(

@@ -11,22 +11,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from mlxstacks.cli import run
 from mlxstacks.studies.compare.settings import CompareSettings, overlaid
 from tests.studies.compare_cases import ARMS, RUN
 from tests.studies.stack_cases import write_places
 
 Typed = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def typed(work_dir: Path, capfd: pytest.CaptureFixture[str]) -> Typed:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        code = run(arguments)
-        return code, *capfd.readouterr()
-
-    return call
 
 
 def test_a_bare_plan_is_on_one_domain_of_nano(typed: Typed, work_dir: Path) -> None:

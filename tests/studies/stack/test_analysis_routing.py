@@ -11,7 +11,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from mlxstacks.layers.adapted import Dims
 from mlxstacks.layers.attach import attach_stacks
 from mlxstacks.layers.delta_rows import collect_delta_rows
 from mlxstacks.layers.freezing import add_frozen
@@ -320,8 +319,3 @@ def test_separation_of_far_and_of_mixed_classes() -> None:
     assert mixed["p"] > 0.01
     assert separation(np.zeros((3, 2)), ["a", "a", "b"], 0) is None
     assert separation(np.zeros((3, 2)), ["a", "a", "a"], 0) is None
-
-
-def test_random_part_fits_its_projection() -> None:
-    part = random_part(Dims(8, 6, None), StackSettings(rank=2), "x", "chat", 0)
-    assert (part.lora_a.shape, part.lora_b.shape) == ((4, 2, 8), (4, 6, 2))

@@ -3,7 +3,6 @@
 Run: pytest tests/studies/stack/test_bad_input.py
 """
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -231,14 +230,3 @@ def test_the_guard_is_asked_before_anything_is_trained(places: Places, tmp_path:
     assert list(tmp_path.iterdir()) == []
     report = stack_run.run(settings.model_copy(update={"guard": "warn"}))
     assert any("The guard warns" in note for note in report.notes)
-
-
-def test_directions_that_leave_nothing_to_write(places: Places, store: Store) -> None:
-    before = hashes(store.path)
-    changes = {**ONE, "domains": ("beta",), "null_space": {"directions": 4096, "samples": 400}}
-    # Six rows span six directions of q_proj at most, so all of its output can never be protected
-    # from so few; the warning is for what is.
-    report = stack_run.run(settings_for(*places, store.path, **changes), dry_run=True)
-    assert report.status == "planned"
-    assert hashes(store.path) == before
-    json.dumps(report.as_json())

@@ -185,12 +185,12 @@ def test_a_full_disk_while_freezing_loses_nothing(
     for where in ("work", "store"):
         with monkeypatch.context() as patch:
             if where == "work":
-                patch.setattr("mlxstacks.files.shard_writer.write_all", full)
+                patch.setattr("mlxstacks.files.shards.write_all", full)
             else:
                 plain = stack_run.commit_domain
 
                 def commit(*args: Any, plain: Any = plain) -> None:
-                    patch.setattr("mlxstacks.files.shard_writer.write_all", full)
+                    patch.setattr("mlxstacks.files.shards.write_all", full)
                     plain(*args)
 
                 patch.setattr(stack_run, "commit_domain", commit)

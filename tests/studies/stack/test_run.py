@@ -24,7 +24,6 @@ from mlxstacks.layers.attach import detach
 from mlxstacks.layers.stack_files import serve
 from mlxstacks.layers.stacked import stacked_layers
 from mlxstacks.studies.stack import run as stack_run
-from mlxstacks.studies.stack.setup import set_up
 from mlxstacks.study.result import Result
 from mlxstacks.training import continual
 from tests.studies.stack_cases import (
@@ -355,11 +354,3 @@ def test_a_domain_can_be_trained_again_after_it_was_removed(
     assert domain_of(Store.open(store.path), "beta").trained_on == (
         "alpha-r1", "alpha-r2", "gamma-r1", "gamma-r2",
     )  # fmt: skip
-
-
-def test_settings_of_the_setup_are_what_the_store_says(places: Places, trained: Any) -> None:
-    _, store, _ = trained
-    setup = set_up(settings_for(*places, store.path), store)
-    assert setup.to_train == []
-    assert [served.domain for served in setup.served] == list(DOMAINS)
-    assert setup.notes == ["The base computes with its stored values in float32 (928 kB)."]

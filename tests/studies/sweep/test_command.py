@@ -6,23 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from mlxstacks.cli import run
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
 from mlxstacks.study import child_process
 from tests.warm import WarmSubprocess
 
 Typed = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def typed(work_dir: Path, capfd: pytest.CaptureFixture[str]) -> Typed:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        code = run(arguments)
-        return code, *capfd.readouterr()
-
-    return call
 
 
 def test_a_bare_sweep_is_on_nano_and_done_once(
