@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 _IMPORTED = [
     "mlx_lm", "mlx_lm.models.qwen3_5_moe", "mlxstacks.cli", "mlxstacks.studies.stack.run",
-    "mlxstacks.studies.sweep.cell_worker", "mlxstacks.studies.sweep.rank_sweep",
+    "mlxstacks.studies.sweep.worker", "mlxstacks.studies.sweep.rank_sweep",
     "mlxstacks.studies.buffers.arms", "mlxstacks.studies.train.run",
     "mlxstacks.fuse.run", "tests.warm",
 ]  # fmt: skip

@@ -227,7 +227,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "stacks analyse": Command(
         help="Look at what a store's stacks do: routing, directions, spectra, losses, plots.",
-        settings="mlxstacks.studies.stack.analysis_settings:StacksAnalyseSettings",
+        settings="mlxstacks.files.settings:StacksAnalyseSettings",
         function="mlxstacks.studies.stack.analysis:run",
         prepare="mlxstacks.recipe.on_nano:stacks_analyse",
         arguments={"store_path": "STORE"},

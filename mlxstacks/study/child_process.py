@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import mlxstacks
+from mlxstacks.errors import InputError
 from mlxstacks.study.buffer_counter import preload
 
 Message = dict[str, Any]
@@ -68,6 +69,35 @@ def run_child(
         child.stdout.close()
         with suppress(BrokenPipeError):
             child.stdin.close()
+
+
+def run_cell(
+    module: str,
+    specification: Message,
+    log: Path,
+    on_progress: Callable[[Message], None],
+    counting_library: str | None = None,
+) -> Message:
+    """Run one cell of a study in a process of its own, however it ends; returns its last word, with
+    `status`: what the cell says, or "crashed" with a `reason`.
+
+    Raises: InputError where the cell says "wrong"; RuntimeError for a mistake of ours.
+    """
+    last: Message = {}
+
+    def on_message(message: Message) -> None:
+        nonlocal last
+        if "status" in message:
+            last = message
+        else:
+            on_progress(message)
+
+    code = run_child(module, specification, log, on_message, counting_library)
+    if last.get("status") == "wrong":
+        raise InputError(f"{log.stem}: {last['reason']}")
+    if "status" not in last and code >= 0:
+        raise RuntimeError(f"{log.stem}: {how_it_ended(code, log)} (all of it in {log})")
+    return last or {"status": "crashed", "reason": how_it_ended(code, log)}
 
 
 def as_child() -> tuple[Message, Callable[[Message], None]]:

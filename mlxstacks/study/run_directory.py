@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,27 +69,11 @@ class RunDirectory:
         return self.path / STATE
 
     def log(self, **record: Any) -> None:
-        """One line; what is not a number to JSON (NaN) becomes null."""
-        with target_errors(self.path), (self.path / LOG).open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(plain(record), ensure_ascii=False) + "\n")
+        append_log(self.path, **record)
 
     def forget_log_after(self, step: int) -> None:
-        """Drop lines of steps that the saved state does not know, and what is no line of a log, as
-        the half-written last one.
-        """
-        path = self.path / LOG
-        if not path.exists():
-            return
-        kept = []
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line)
-            except (ValueError, TypeError, KeyError, RecursionError):
-                continue
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, path)
+        """Drop lines of steps that the saved state does not know."""
+        forget_log_lines(self.path / LOG, lambda record: record["step"] <= step)
 
     def remove(self) -> None:
         """The run is over and its files are in the target."""
@@ -114,6 +98,28 @@ class RunDirectory:
             )
         now = json.loads(json.dumps(self.identity))
         check_same(self.path, "the state of another run", before, now)
+
+
+def append_log(work: Path, **record: Any) -> None:
+    """One line of the log; what is not a number to JSON (NaN) becomes null."""
+    with target_errors(work), (work / LOG).open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(plain(record), ensure_ascii=False) + "\n")
+
+
+def forget_log_lines(path: Path, is_kept: Callable[[dict[str, Any]], bool]) -> None:
+    """Drop the other lines, and what is no line of a log, as the half-written last one."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            if is_kept(json.loads(line)):
+                kept.append(line)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            continue
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def work_path(target: Path) -> Path:

@@ -4,7 +4,7 @@ import math
 import re
 from typing import Annotated, Literal, Self, get_args
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from mlxstacks.data.settings import DomainDataSettings, TrainDataSettings
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
@@ -176,30 +176,31 @@ class TrainSettings(Settings):
 MatrixMode = Literal["ungated", "prefix", "isolated"]
 MATRIX_MODES: tuple[MatrixMode, ...] = get_args(MatrixMode)
 
-# A domain's name becomes part of file names, on file systems that ignore case too.
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
+def names_a_file(whose: str, most: int) -> AfterValidator:
+    """For a name that becomes part of file names, on file systems that ignore case too."""
+
+    def check(name: str) -> str:
+        if not re.fullmatch(rf"[A-Za-z0-9][A-Za-z0-9_.-]{{0,{most - 1}}}", name):
+            raise ValueError(
+                f"{whose} name becomes part of file names: letters, digits, _ . and -, the first "
+                f"one a letter or a digit, {most} at most"
+            )
+        return name
+
+    return AfterValidator(check)
 
 
 class DomainSettings(Settings):
     """One domain; what is not said here is as the run says. A name alone stands for all of it."""
 
-    name: str
+    name: Annotated[str, names_a_file("a domain's", 64)]
     data: DomainDataSettings | None = Field(
         None, description="where its rows come from; default: NAME.jsonl in the run's `data`"
     )
     rounds: int | None = Field(None, ge=1, description="stacks to train at most")
     iters: int | None = Field(None, ge=1, description="batches of a round")
     learning_rate: float | None = Field(None, gt=0, description="peak learning rate")
-
-    @field_validator("name")
-    @classmethod
-    def _names_a_file(cls, name: str) -> str:
-        if not _NAME.fullmatch(name):
-            raise ValueError(
-                "a domain's name becomes part of file names: letters, digits, _ . and -, the first "
-                "one a letter or a digit, 64 at most"
-            )
-        return name
 
 
 Domain = Annotated[

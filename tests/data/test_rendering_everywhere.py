@@ -22,7 +22,7 @@ from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.profile.data import read_groups
 from mlxstacks.studies.profile.settings import ProfileSettings
 from mlxstacks.studies.route.data import encode_pair
-from mlxstacks.studies.stack.data import listed_domains
+from mlxstacks.studies.stack.plan import listed_domains
 from mlxstacks.studies.sweep.cells import cells_of, train_settings
 from mlxstacks.studies.sweep.settings import SweepSettings
 from mlxstacks.studies.train.setup import read_data

@@ -17,10 +17,8 @@ from mlxstacks.fuse.report import result_of as fuse_result
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.stats import MeanInterval
 from mlxstacks.studies.buffers import run as buffers
-from mlxstacks.studies.compare.analysis import CellValues, Rule, analyse
-from mlxstacks.studies.compare.budget import ArmBudget
+from mlxstacks.studies.compare.analysis import CellRecord, analyse
 from mlxstacks.studies.compare.report import blocks as compare_blocks
-from mlxstacks.studies.compare.report import outcome as compare_outcome
 from mlxstacks.studies.compare.run import ABOUT as COMPARE
 from mlxstacks.studies.compare.settings import CompareSettings
 from mlxstacks.studies.confound.report import blocks as confound_blocks
@@ -128,21 +126,21 @@ def analysis_result() -> dict[str, Any]:
 
 
 def compare_result() -> dict[str, Any]:
-    rule = Rule("task_loss", 0.01, 0.95, 0.1, False)
     cells = [
-        CellValues(arm, seed, {"task_loss": loss + 0.001 * seed, "steps": 4.0}, {})
+        CellRecord(arm, seed, "trained", None, {"task_loss": loss + 0.001 * seed, "steps": 4.0})
         for arm, loss in (("control", 1.0), ("boosted", 0.9))
         for seed in (0, 1, 2)
     ]
     settings = CompareSettings.model_validate(
         {"arms": [{"name": "control"}, {"name": "boosted"}], "seeds": [0, 1, 2],
-         "run": {"domains": [{"name": "a"}, {"name": "b"}]}}
+         "margin": 0.01, "run": {"domains": [{"name": "a"}, {"name": "b"}]}}
     )  # fmt: skip
     plan = {"primary": "task_loss", "margin": 0.01}
-    found = analyse(rule, ["control", "boosted"], [0, 1, 2], cells)
-    budgets = {arm: ArmBudget(100, 10, 40) for arm in ("control", "boosted")}
+    found = analyse(settings, cells)
+    budget = {"parameters": 100, "steps": 10, "rows": 40}
+    budgets = dict.fromkeys(("control", "boosted"), budget)
     return Result(
-        **COMPARE, status="done", outcome=compare_outcome(found), verdict="boosted wins.",
+        **COMPARE, status="done", outcome="boosted: better", verdict="boosted wins.",
         standing=Standing(status="confirmatory"), settings={"seeds": [0, 1, 2]}, plan=plan,
         plan_sha256=json_sha256(plan), blocks=compare_blocks(settings, budgets, found, []),
     ).sealed().as_json()  # fmt: skip

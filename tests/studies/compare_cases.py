@@ -1,20 +1,20 @@
 """Comparisons of a few seconds on the tiny hybrid model, their cells in this process.
 
-A process of its own for each cell costs seconds of imports; test_compare_command.py has real ones.
+A process of its own for each cell costs seconds of imports; test_command.py has real ones.
 """
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mlxstacks.studies.compare.run import run_one
 from mlxstacks.studies.compare.settings import CompareSettings
-from mlxstacks.studies.compare.worker import work
 from mlxstacks.study.run_directory import plain
 
 RUN: dict[str, Any] = {
     "domains": ["alpha", "beta"], "validation_rows": 6, "rounds": 1, "iters": 4, "batch_size": 2,
     "learning_rate": 1e-2, "max_seq_length": 64, "steps_per_eval": 2, "steps_per_report": 1,
-    "save_every": 1, "keys": ["q_proj", "linear_attn.out_proj", "switch_mlp.down_proj"],
+    "save_every": 1, "keys": ["q_proj"],
     "stack": {"rank": 2, "num_experts": 2, "experts_per_token": 1}, "null_space": None,
     "min_loss_delta": 0.0, "keep_plateau_stack": True, "patience": 100, "spike_threshold": 10.0,
 }  # fmt: skip
@@ -49,9 +49,10 @@ class Cells:
         self.started: list[str] = []
 
     def __call__(
-        self, module: str, specification: Any, log: Path, on_message: Callable[[Any], None]
-    ) -> int:
-        assert module == "mlxstacks.studies.compare.worker"
+        self, module: str, specification: Any, log: Path, on_message: Callable[[Any], None],
+        counting_library: str | None,
+    ) -> int:  # fmt: skip
+        assert module == "mlxstacks.studies.compare.run"
         stack = specification["stack"]
         self.started.append(Path(stack["save_path"]).name)
 
@@ -61,7 +62,7 @@ class Cells:
                 raise _Died
 
         try:
-            on_message(plain(work(specification, send)))
+            on_message(plain(run_one(specification, send)))
         except _Died:
             return ABORTED
         return 0

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from mlxstacks.settings import NORMALISATIONS
 from mlxstacks.studies.benchmarks import run as eval_run
 from mlxstacks.studies.benchmarks.analysis import Outcome
-from mlxstacks.studies.benchmarks.settings import NORMALISATIONS, EvalSettings
+from mlxstacks.studies.benchmarks.settings import EvalSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied, Scored
 
 SUBJECTS = ("alpha", "beta", "gamma")

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.studies.sweep.cell_worker import work
 from mlxstacks.studies.sweep.settings import SweepSettings
+from mlxstacks.studies.sweep.worker import work
 from mlxstacks.study.child_process import as_child, run_child
 from mlxstacks.study.run_directory import plain
 from mlxstacks.training.settings import TrainSettings
@@ -49,7 +49,7 @@ class Cells:
         self, module: str, specification: Any, log: Path, on_message: Callable[[Any], None],
         counting_library: str | None,
     ) -> int:  # fmt: skip
-        assert module == "mlxstacks.studies.sweep.cell_worker"
+        assert module == "mlxstacks.studies.sweep.worker"
         self.started.append((specification["train"]["rank"], specification["train"]["seed"]))
         if self.started[-1] in self.alone:
             return run_child(module, specification, log, on_message, counting_library)

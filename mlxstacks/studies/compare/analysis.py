@@ -7,18 +7,36 @@ seed, with Student's interval over seeds. Only the primary measure is judged:
                           on one side of 0, and the mean is at least the margin away from it
     no difference shown   the whole interval lies inside the margin
     undecided             anything else: too few seeds, a cell without a result, unequal steps
+
+Measures of a cell, from the result of its run of `stack`, in nats a token; means over domains,
+followed by the values of each:
+
+    task_loss         validation loss of each domain right after its training, with the stacks up
+                      to its own: cross entropy alone, without the balance of experts
+    later_task_loss   the same of all domains but the first
+    ungated           loss at the end with every stack on; ungated_earlier: without the last domain
+    ungated_rise      how much that lies above task_loss, earlier domains
+    prefix, isolated  loss at the end with the stacks up to its own, with its own alone
+    train_loss, balance_loss   of the last step that was logged, the balance for each projection
+    parameters, steps, seconds what was kept, what was done, processor time of the whole run
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, Literal
 
+from mlxstacks.errors import InputError
 from mlxstacks.stats import MeanInterval, mean_interval
-from mlxstacks.studies.compare.budget import spent_steps_differ
-from mlxstacks.studies.compare.measures import SUMMARY
+from mlxstacks.studies.compare.settings import CompareSettings
 
 Outcome = Literal["better", "worse", "no difference shown", "undecided"]
+# failed: training said so (NaN, no memory). crashed: its process died.
+Status = Literal["trained", "failed", "crashed"]
 Matrix = dict[str, dict[str, dict[str, MeanInterval]]]
+Budgets = Mapping[str, Mapping[str, int]]
+"""Arm -> what all rounds of all its domains may spend: trained parameters (routers and noise
+included), optimizer steps, and rows of all batches, repeated ones counted again."""
 RULES = {
     "difference": "arm less control (the first arm), paired by seed; Student's interval over seeds",
     "better": "the interval below 0 and the mean at least the margin below it",
@@ -29,27 +47,41 @@ RULES = {
     "family": "for the primary measure the confidence is shared out over the arms (Bonferroni); "
     "all other measures are told, not judged",
 }
+# In this order in tables; name -> how it is called there.
+SUMMARY = {
+    "task_loss": "task loss",
+    "later_task_loss": "of later domains",
+    "ungated": "ungated",
+    "ungated_earlier": "ungated, earlier domains",
+    "ungated_rise": "ungated rise",
+    "isolated": "isolated",
+    "train_loss": "loss in training",
+    "balance_loss": "balance loss",
+    "parameters": "parameters kept",
+    "steps": "steps",
+    "seconds": "CPU seconds",
+}
 
 
 @dataclass(frozen=True)
-class CellValues:
-    """A cell that was trained. matrix: mode -> domain trained last -> domain measured -> loss."""
+class CellRecord:
+    """What is kept of a cell. values: the measures above. matrix: mode -> domain trained last ->
+    domain measured -> loss. curves: domain -> validation losses by step, the steps of earlier
+    rounds counted on.
+    """
 
     arm: str
     seed: int
-    values: Mapping[str, float | None]
-    matrix: Mapping[str, Mapping[str, Mapping[str, float]]]
+    status: Status
+    reason: str | None = None
+    values: dict[str, float | None] = field(default_factory=dict)
+    matrix: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    curves: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    rounds: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
-
-@dataclass(frozen=True)
-class Rule:
-    """Of the plan, what decides."""
-
-    primary: str
-    margin: float
-    confidence: float
-    tolerance: float
-    equal_steps: bool
+    @property
+    def name(self) -> str:
+        return f"{self.arm}_seed-{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -70,141 +102,169 @@ class ArmResult:
     matrix: Matrix = field(default_factory=dict)
     matrix_differences: Matrix = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+
+Pairs = Sequence[tuple[CellRecord, CellRecord]]
+"""Cells of control and arm, seed by seed."""
 
 
-def analyse(
-    rule: Rule, arms: Sequence[str], seeds: Sequence[int], cells: Sequence[CellValues]
-) -> list[ArmResult]:
-    """One result an arm, the control's first. cells: those with a result, in any order."""
-    by_arm = {arm: {c.seed: c for c in cells if c.arm == arm} for arm in arms}
-    control, *others = arms
-    results = [_alone(control, by_arm[control], rule.confidence)]
-    for arm in others:
-        result = _alone(arm, by_arm[arm], rule.confidence)
-        pairs = [
-            (by_arm[control][seed], by_arm[arm][seed])
-            for seed in seeds
-            if seed in by_arm[control] and seed in by_arm[arm]
-        ]
-        results.append(_against(rule, result, pairs, len(seeds), len(others)))
+def measures(report: Mapping[str, Any], seconds: float | None) -> dict[str, float | None]:
+    """Name -> value; None where a run has none (balance without a router). `NAME of DOMAIN` for
+    the losses of each domain.
+
+    report: `data` of the result of a run that is complete. seconds: of its process, None where
+    it was stopped on the way.
+    """
+    domains: Mapping[str, Mapping[str, Any]] = report["domains"]
+    task = {name: float(domain["final_loss"]) for name, domain in domains.items()}
+    at_end = {mode: [*rows.values()][-1] if rows else {} for mode, rows in report["matrix"].items()}
+    ungated = at_end.get("ungated", {})
+    earlier = [name for name in ungated if name != [*task][-1]]
+    histories = [
+        [step for r in domain.get("rounds", []) for step in r["history"]] or [{}]
+        for domain in domains.values()
+    ]
+    values: dict[str, float | None] = {
+        "task_loss": fmean(task.values()),
+        "later_task_loss": _mean([*task.values()][1:]),
+        "ungated": _mean(ungated.values()),
+        "ungated_earlier": _mean([ungated[name] for name in earlier]),
+        "ungated_rise": _mean([ungated[name] - task[name] for name in earlier]),
+        "prefix": _mean(at_end.get("prefix", {}).values()),
+        "isolated": _mean(at_end.get("isolated", {}).values()),
+        "train_loss": _mean([h[-1].get("task_loss", h[-1].get("loss")) for h in histories]),
+        "balance_loss": _mean([d.get("balance_loss_per_projection") for d in domains.values()]),
+        "parameters": sum(domain["parameters"] for domain in domains.values()),
+        "steps": sum(domain["steps"] for domain in domains.values()),
+        "seconds": seconds,
+    }
+    for name, row in {"task_loss": task, **at_end}.items():
+        values |= {f"{name} of {domain}": loss for domain, loss in row.items()}
+    return values
+
+
+def _mean(values: Any) -> float | None:
+    """None where a value is missing, or all are."""
+    listed = list(values)
+    return fmean(listed) if listed and None not in listed else None
+
+
+def check_budgets(budgets: Budgets, equal: Sequence[str], tolerance: float) -> None:
+    """Raises: InputError listing every budget that differs from the control's beyond it."""
+    control, *others = budgets
+    problems = [
+        f"\n  {name}: {budgets[arm][name]:,} of {arm}, {base:,} of {control} "
+        f"({budgets[arm][name] / base - 1:+.2%}, allowed {tolerance:.2%})"
+        for name in equal
+        for base in [budgets[control][name]]
+        for arm in others
+        if abs(budgets[arm][name] - base) > tolerance * base
+    ]
+    if problems:
+        raise InputError(
+            f"the arms are to have equal budgets and have not:{''.join(problems)}\n"
+            "change rank, rounds, iters or batch_size of an arm; or leave out of `equal` what need "
+            "not be equal"
+        )
+
+
+def analyse(settings: CompareSettings, cells: Sequence[CellRecord]) -> list[ArmResult]:
+    """One result an arm, the control's first. cells: in any order."""
+    by_arm = {
+        arm.name: {c.seed: c for c in cells if c.arm == arm.name and c.status == "trained"}
+        for arm in settings.arms
+    }
+    control, *others = by_arm
+    confidence = settings.confidence
+    results = []
+    for arm, trained in by_arm.items():
+        means = {}
+        for name in dict.fromkeys(name for cell in trained.values() for name in cell.values):
+            values = [v for cell in trained.values() if (v := cell.values.get(name)) is not None]
+            if values:
+                means[name] = mean_interval(values, confidence)
+        matrix = _mean_matrix([cell.matrix for cell in trained.values()], confidence)
+        if arm == control:
+            results.append(ArmResult(arm, means, matrix=matrix))
+            continue
+        shared = [s for s in settings.seeds if s in by_arm[control] and s in trained]
+        pairs = [(by_arm[control][seed], trained[seed]) for seed in shared]
+        paired = {name: _paired(pairs, name) for name in (*means, settings.primary)}
+        primary, family = paired[settings.primary], 1 - (1 - confidence) / len(others)
+        judged = mean_interval(primary, family) if primary else None
+        results.append(ArmResult(
+            arm, means, {n: mean_interval(paired[n], confidence) for n in means if paired[n]},
+            judged, *judge(settings, judged, pairs), matrix,
+            _mean_matrix([_less(cell.matrix, base.matrix) for base, cell in pairs], confidence),
+        ))  # fmt: skip
     return results
 
 
-def _alone(arm: str, cells: Mapping[int, CellValues], confidence: float) -> ArmResult:
-    names = list(dict.fromkeys(name for cell in cells.values() for name in cell.values))
-    means = {}
-    for name in names:
-        found = [v for cell in cells.values() if (v := cell.values.get(name)) is not None]
-        if found:
-            means[name] = mean_interval(found, confidence)
-    matrices = [cell.matrix for cell in cells.values()]
-    return ArmResult(arm, means, matrix=_matrix(matrices, confidence))
-
-
-def _matrix(matrices: Sequence[Mapping[str, Any]], confidence: float) -> Matrix:
+def _mean_matrix(matrices: Sequence[Mapping[str, Any]], confidence: float) -> Matrix:
     """Each entry's mean over cells that all have it."""
-    if not matrices:
-        return {}
     return {
         mode: {
             row: {
-                column: mean_interval([one[mode][row][column] for one in matrices], confidence)
+                column: mean_interval([m[mode][row][column] for m in matrices], confidence)
                 for column in columns
             }
             for row, columns in rows.items()
         }
-        for mode, rows in matrices[0].items()
+        for mode, rows in (matrices[0] if matrices else {}).items()
     }
 
 
-def _against(
-    rule: Rule, result: ArmResult, pairs: Sequence[tuple[CellValues, CellValues]], seeds: int,
-    arms: int,
-) -> ArmResult:  # fmt: skip
-    differences = {}
-    for name in result.means:
-        found = paired(pairs, name)
-        if found:
-            differences[name] = mean_interval(found, rule.confidence)
-    family = 1 - (1 - rule.confidence) / arms
-    primary = paired(pairs, rule.primary)
-    judged = mean_interval(primary, family) if primary else None
-    outcome, reason = judge(rule, judged, seeds, pairs)
-    return ArmResult(
-        result.arm, result.means, differences, judged, outcome, reason, result.matrix,
-        _matrix([_less(own.matrix, base.matrix) for base, own in pairs], rule.confidence),
-    )  # fmt: skip
-
-
-def paired(pairs: Sequence[tuple[CellValues, CellValues]], name: str) -> list[float]:
+def _paired(pairs: Pairs, name: str) -> list[float]:
     """Arm less control of every pair; nothing where a pair lacks the measure."""
-    found = []
-    for base, own in pairs:
-        low, high = base.values.get(name), own.values.get(name)
-        if low is None or high is None:
-            return []
-        found.append(high - low)
-    return found
+    values = [(base.values.get(name), cell.values.get(name)) for base, cell in pairs]
+    differences = [high - low for low, high in values if low is not None and high is not None]
+    return differences if len(differences) == len(pairs) else []
 
 
-def _less(own: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        mode: {
-            row: {column: loss - base[mode][row][column] for column, loss in columns.items()}
-            for row, columns in rows.items()
-        }
-        for mode, rows in own.items()
-    }
+def _less(own: Any, base: Any) -> Any:
+    """A matrix less another, entry by entry."""
+    if isinstance(own, Mapping):
+        return {key: _less(value, base[key]) for key, value in own.items()}
+    return own - base
 
 
 def judge(
-    rule: Rule,
-    judged: MeanInterval | None,
-    seeds: int,
-    pairs: Sequence[tuple[CellValues, CellValues]],
+    settings: CompareSettings, judged: MeanInterval | None, pairs: Pairs
 ) -> tuple[Outcome, str]:
     """The outcome by the plan's rule, and why it is undecided where it is."""
+    seeds = len(settings.seeds)
     if judged is None or len(pairs) < seeds:
         return "undecided", f"{seeds - len(pairs)} of {seeds} seeds have no pair of results"
     if judged.low is None or judged.high is None:
         return "undecided", "one seed has no interval"
-    if rule.equal_steps:
-        for base, own in pairs:
-            steps = [base.values["steps"] or 0.0, own.values["steps"] or 0.0]
-            if spent_steps_differ(steps, rule.tolerance):
-                return "undecided", (
-                    f"seed {own.seed} did {steps[1]:,.0f} steps, the control {steps[0]:,.0f}"
-                )
-    if judged.within(rule.margin):
+    for base, cell in pairs if "steps" in settings.equal else ():
+        # they differ where a round ended early, or was not begun
+        steps = [base.values["steps"] or 0.0, cell.values["steps"] or 0.0]
+        if max(steps) - min(steps) > settings.tolerance * max(steps):
+            return "undecided", (
+                f"seed {cell.seed} did {steps[1]:,.0f} steps, the control {steps[0]:,.0f}"
+            )
+    if judged.within(settings.margin):
         return "no difference shown", ""
-    if judged.excludes(0.0) and abs(judged.mean) >= rule.margin:
+    if judged.excludes(0.0) and abs(judged.mean) >= settings.margin:
         return ("better", "") if judged.mean < 0 else ("worse", "")
     if judged.excludes(0.0):
         return "undecided", "the difference may or may not be one that counts"
     return "undecided", "the interval holds 0 and reaches beyond what counts"
 
 
-def verdict(rule: Rule, results: Sequence[ArmResult]) -> str:
+def verdict(settings: CompareSettings, results: Sequence[ArmResult]) -> str:
     """The outcomes in words."""
     control, *others = results
-    called = SUMMARY.get(rule.primary, rule.primary)
     sentences = []
     for result in others:
-        words = f"{result.arm} against {control.arm}, {called}: {result.outcome}"
-        if result.judged is not None:
-            words += f", {in_words(result.judged)}"
+        primary = SUMMARY[settings.primary]
+        words = f"{result.arm} against {control.arm}, {primary}: {result.outcome}"
+        if (judged := result.judged) is not None:
+            words += f", {judged.mean:+.4f} ("
+            if judged.low is not None and judged.high is not None:
+                words += f"{judged.low:+.4f} to {judged.high:+.4f} at {judged.confidence:.3g}, "
+            words += f"n={judged.n})"
         if result.reason:
             words += f" ({result.reason})"
         sentences.append(f"{words}.")
-    return f"{' '.join(sentences)} What counts is {rule.margin:g} nats a token."
-
-
-def in_words(found: MeanInterval, digits: int = 4) -> str:
-    """A difference with its interval, n and confidence."""
-    mean = f"{found.mean:+.{digits}f}"
-    if found.low is None or found.high is None:
-        return f"{mean} (n={found.n})"
-    interval = f"{found.low:+.{digits}f} to {found.high:+.{digits}f}"
-    return f"{mean} ({interval} at {found.confidence:.3g}, n={found.n})"
+    return f"{' '.join(sentences)} What counts is {settings.margin:g} nats a token."

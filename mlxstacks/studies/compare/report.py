@@ -1,62 +1,53 @@
-"""What `mlxstacks stack compare` found, as tables and plots: budgets, arms, differences, losses."""
+"""What `mlxstacks stack compare` shows, as tables and plots: budgets, arms, differences, losses."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import fmean
 
 from mlxstacks.stats import MeanInterval
-from mlxstacks.studies.compare.analysis import ArmResult
-from mlxstacks.studies.compare.budget import ArmBudget
-from mlxstacks.studies.compare.cells import CellRecord
-from mlxstacks.studies.compare.measures import SUMMARY
-from mlxstacks.studies.compare.settings import CompareSettings
-from mlxstacks.study.document import Block, Cell, Column, Plot, Series, Table
+from mlxstacks.studies.compare.analysis import SUMMARY, ArmResult, Budgets, CellRecord
+from mlxstacks.studies.compare.settings import BUDGETS, CompareSettings
+from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table
 
 _COUNTS = ("parameters", "steps", "seconds")
-_NOT_COMPARED = (*_COUNTS, "balance_loss")
 
 
-def budget_table(settings: CompareSettings, budgets: Mapping[str, ArmBudget]) -> Table:
+def budget_table(settings: CompareSettings, budgets: Budgets) -> Table:
     """Each budget of each arm, and how far it is from the control's."""
     control = next(iter(budgets.values()))
-    names = ("parameters", "steps", "rows")
-    rows = tuple(
-        (arm, *(_beside(getattr(budget, name), getattr(control, name)) for name in names))
-        for arm, budget in budgets.items()
-    )
+    rows: list[list[Cell]] = []
+    for arm, budget in budgets.items():
+        shares = [budget[name] / control[name] - 1 for name in BUDGETS]
+        rows.append([arm, *(
+            f"{budget[name]:,}{f' ({share:+.2%})' if share else ''}"
+            for name, share in zip(BUDGETS, shares, strict=True)
+        )])  # fmt: skip
     equal = ", ".join(settings.equal) or "nothing"
-    return Table(
-        id="budgets", title=f"Budgets; equal within {settings.tolerance:.2%}: {equal}", rows=rows,
-        columns=(Column(name="arm"), *(Column(name=name) for name in names)),
-    )  # fmt: skip
-
-
-def _beside(count: int, base: int) -> str:
-    return f"{count:,}" if count == base else f"{count:,} ({count / base - 1:+.2%})"
-
-
-def outcome(results: Sequence[ArmResult]) -> str:
-    return ", ".join(f"{result.arm}: {result.outcome}" for result in results[1:])
+    title = f"Budgets; equal within {settings.tolerance:.2%}: {equal}"
+    return Table.of("budgets", title, dict.fromkeys(("arm", *BUDGETS), "text"), rows)
 
 
 def blocks(
     settings: CompareSettings,
-    budgets: Mapping[str, ArmBudget],
+    budgets: Budgets,
     results: Sequence[ArmResult],
     cells: Sequence[CellRecord],
 ) -> tuple[Block, ...]:
     """Plots, then tables; of each arm its differences to the control, the first arm."""
-    found: list[Block] = [*_judged_plot(settings, results), *_curves(cells)]
-    found += [budget_table(settings, budgets), _judged_table(settings, results)]
-    found += [_mean_table(settings, results), _spent_table(settings, results)]
+    plots = (*_judged_plot(settings, results), *_curves(cells))
+    tables: list[Table] = []
     for place, result in enumerate(results[1:], 1):
-        found += _arm_tables(settings, results[0], result, place)
-    return tuple(found)
+        tables += _arm_tables(settings, results[0], result, place)
+    return (
+        *plots, budget_table(settings, budgets), *_tables_of_all(settings, results), *tables
+    )  # fmt: skip
 
 
-def _cell(found: MeanInterval | None) -> Cell:
-    if found is None or found.low is None or found.high is None:
-        return None if found is None else found.mean
-    return found.mean, found.low, found.high
+def _cell(interval: MeanInterval | None) -> Cell:
+    if interval is None:
+        return None
+    if interval.low is None or interval.high is None:
+        return interval.mean
+    return interval.mean, interval.low, interval.high
 
 
 def _judged_plot(settings: CompareSettings, results: Sequence[ArmResult]) -> Iterator[Plot]:
@@ -64,13 +55,13 @@ def _judged_plot(settings: CompareSettings, results: Sequence[ArmResult]) -> Ite
     if not judged:
         return
     title = f"Arms less {results[0].arm}: {SUMMARY[settings.primary]}"
-    words = ", ".join(f"{arm} {found.mean:+.4g}" for arm, found in judged.items())
+    words = ", ".join(f"{arm} {interval.mean:+.4g}" for arm, interval in judged.items())
     yield Plot(
         id="differences", title=title, kind="intervals", categories=tuple(judged),
         series=(Series(
-            label=settings.primary, y=tuple(found.mean for found in judged.values()),
-            low=tuple(found.low for found in judged.values()),
-            high=tuple(found.high for found in judged.values()),
+            label=settings.primary, y=tuple(interval.mean for interval in judged.values()),
+            low=tuple(interval.low for interval in judged.values()),
+            high=tuple(interval.high for interval in judged.values()),
         ),),
         x_label="difference to the control, nats a token",
         references={
@@ -102,94 +93,72 @@ def _curves(cells: Sequence[CellRecord]) -> Iterator[Plot]:
         )  # fmt: skip
 
 
-def _judged_table(settings: CompareSettings, results: Sequence[ArmResult]) -> Table:
-    rows = tuple(
-        (r.arm, _cell(r.means.get(settings.primary)), _cell(r.judged), r.judged and r.judged.n,
-         r.outcome or "control", r.reason)
+def _tables_of_all(settings: CompareSettings, results: Sequence[ArmResult]) -> Iterator[Table]:
+    """Outcomes, losses and what was spent, a row or a column an arm."""
+    columns: Columns = {
+        "arm": "text", "mean": ("number", 4), "less control": "change", "seeds": "count",
+        "outcome": "text", "why": "text",
+    }  # fmt: skip
+    rows: list[list[Cell]] = [
+        [r.arm, _cell(r.means.get(settings.primary)), _cell(r.judged),
+         None if r.judged is None else r.judged.n, r.outcome or "control", r.reason]
         for r in results
-    )  # fmt: skip
-    return Table(
-        id="arms", title=f"Arms, by {SUMMARY[settings.primary]}", rows=rows,
-        columns=(
-            Column(name="arm"), Column(name="mean", kind="number", digits=4),
-            Column(name="less control", kind="change"),
-            Column(name="seeds", kind="count"), Column(name="outcome"), Column(name="why"),
-        ),
+    ]  # fmt: skip
+    yield Table.of(
+        "arms", f"Arms, by {SUMMARY[settings.primary]}", columns, rows,
         caption="Nats a token; intervals of Student over seeds, those of the differences for all "
         "arms together (Bonferroni).",
+    )  # fmt: skip
+    seeds, arms = len(settings.seeds), [result.arm for result in results]
+    yield Table.of(
+        "losses", f"Losses, means over {seeds} seed{'s' if seeds > 1 else ''}",
+        {"nats a token": "text", **dict.fromkeys(arms, ("number", 4))},
+        [[label, *(_cell(result.means.get(name)) for result in results)]
+         for name, label in _measures(results)],
+    )  # fmt: skip
+    yield Table.of(
+        "spent", "What was kept and spent, means over seeds",
+        {"of a run": "text", **dict.fromkeys(arms, "count")},
+        [[SUMMARY[name], *(r.means[name].mean if name in r.means else None for r in results)]
+         for name in _COUNTS],
     )  # fmt: skip
 
 
 def _measures(results: Sequence[ArmResult]) -> list[tuple[str, str]]:
-    """(name, how it is called) of every loss that some arm has; those of domains below theirs."""
-    has = {name for result in results for name in result.means} - {*_COUNTS}
-    if "later_task_loss" not in has:  # one domain: every mode is the same
-        has -= {"ungated", "isolated"}
-    found: list[tuple[str, str]] = []
-    for name, called in SUMMARY.items():
-        if name in has:
-            found.append((name, called))
+    """(name, label) of every loss that some arm has; those of domains below theirs."""
+    measured = {name for result in results for name in result.means} - {*_COUNTS}
+    if "later_task_loss" not in measured:  # one domain: every mode is the same
+        measured -= {"ungated", "isolated"}
+    labels: list[tuple[str, str]] = []
+    for name, label in SUMMARY.items():
+        if name in measured:
+            labels.append((name, label))
         start = f"{name} of "
-        own = [one for one in results[0].means if one.startswith(start)]
-        found += [(one, f"{called} of {one.removeprefix(start)}") for one in own if len(own) > 1]
-    return found
-
-
-def _mean_table(settings: CompareSettings, results: Sequence[ArmResult]) -> Table:
-    rows = tuple(
-        (called, *(_cell(result.means.get(name)) for result in results))
-        for name, called in _measures(results)
-    )
-    arms = (Column(name=result.arm, kind="number", digits=4) for result in results)
-    seeds = len(settings.seeds)
-    return Table(
-        id="losses", title=f"Losses, means over {seeds} seed{'s' if seeds > 1 else ''}", rows=rows,
-        columns=(Column(name="nats a token"), *arms),
-    )  # fmt: skip
-
-
-def _spent_table(settings: CompareSettings, results: Sequence[ArmResult]) -> Table:
-    rows = tuple(
-        (SUMMARY[name], *(found and found.mean for found in (r.means.get(name) for r in results)))
-        for name in _COUNTS
-    )
-    arms = (Column(name=result.arm, kind="count") for result in results)
-    return Table(
-        id="spent", title="What was kept and spent, means over seeds", rows=rows,
-        columns=(Column(name="of a run"), *arms),
-    )  # fmt: skip
+        domains = [n.removeprefix(start) for n in results[0].means if n.startswith(start)]
+        if len(domains) > 1:
+            labels += [(start + domain, f"{label} of {domain}") for domain in domains]
+    return labels
 
 
 def _arm_tables(
     settings: CompareSettings, control: ArmResult, result: ArmResult, place: int
 ) -> Iterator[Table]:
-    rows = tuple(
-        (called, _cell(found), found.n)
-        for name, called in _measures([result])
-        if name not in _NOT_COMPARED and (found := result.differences.get(name)) is not None
-    )
     difference = f"mean ({settings.confidence:.0%} interval)"
-    yield Table(
-        id=f"arm-{place}", title=f"{result.arm} less {control.arm}, paired by seed", rows=rows,
-        columns=(
-            Column(name="nats a token"), Column(name=difference, kind="change"),
-            Column(name="n", kind="count"),
-        ),
+    yield Table.of(
+        f"arm-{place}", f"{result.arm} less {control.arm}, paired by seed",
+        {"nats a token": "text", difference: "change", "n": "count"},
+        [(label, _cell(interval), interval.n)
+         for name, label in _measures([result])
+         if name != "balance_loss" and (interval := result.differences.get(name)) is not None],
     )  # fmt: skip
-    mode = "ungated"
-    entries = [
-        (after, domain, control.matrix[mode][after][domain].mean,
-         result.matrix[mode][after][domain].mean, _cell(found))
-        for after, columns in result.matrix_differences.get(mode, {}).items()
-        for domain, found in columns.items()
-    ]  # fmt: skip
-    if len(result.matrix_differences.get(mode, {})) > 1:
-        yield Table(
-            id=f"matrix-{place}", title="Loss with every stack on", rows=tuple(entries),
-            columns=(
-                Column(name="after"), Column(name="loss of"),
-                Column(name=control.arm, kind="number", digits=4),
-                Column(name=result.arm, kind="number", digits=4),
-                Column(name=difference, kind="change"),
-            ),
+    differences = result.matrix_differences.get("ungated", {})
+    if len(differences) > 1:
+        yield Table.of(
+            f"matrix-{place}", "Loss with every stack on",
+            {"after": "text", "loss of": "text", control.arm: ("number", 4),
+             result.arm: ("number", 4), difference: "change"},
+            [(after, domain, control.matrix["ungated"][after][domain].mean,
+              result.matrix["ungated"][after][domain].mean, _cell(interval))
+             for after, columns in differences.items()
+             for domain, interval in columns.items()],
         )  # fmt: skip

@@ -4,32 +4,43 @@ The plan (question, arms, seeds, data, measures, margin, rules) is written and h
 first run. The comparison lives in `.NAME.work` beside its target until every cell is done:
 
     plan.json              the plan; another one is refused
-    cells/ARM_seed-S/      the cell's store, whole or to be gone on with
+    cells/ARM_seed-S/      the cell's store, whole or to be resumed
     cells/ARM_seed-S.json  what is kept of the cell once it is done
     cells/ARM_seed-S.log   what the cell's process printed
 
-Killed at any moment, the same command goes on: finished cells are kept, the one under way continues
-from its last saved state.
+Killed at any moment, the same command resumes: finished cells are kept, the one under way continues
+from its last saved state. As a program this file is the process of one cell:
+
+    python -m mlxstacks.studies.compare.run < specification
 """
 
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.errors import InputError
-from mlxstacks.studies.compare.analysis import RULES, Rule, analyse, verdict
-from mlxstacks.studies.compare.budget import ArmBudget, as_json, check_budgets, planned_budget
-from mlxstacks.studies.compare.cells import CellRecord, read_record, write_record
-from mlxstacks.studies.compare.measures import measures
-from mlxstacks.studies.compare.report import blocks, budget_table, outcome
+from mlxstacks.errors import InputError, ResourceLimitError, StoreError
+from mlxstacks.files.outputs import write_json
+from mlxstacks.files.strict_json import read_object
+from mlxstacks.studies.compare.analysis import (
+    RULES,
+    CellRecord,
+    analyse,
+    check_budgets,
+    measures,
+    verdict,
+)
+from mlxstacks.studies.compare.report import blocks, budget_table
 from mlxstacks.studies.compare.settings import ArmSettings, CompareSettings
 from mlxstacks.studies.stack import run as stack_run
-from mlxstacks.study.child_process import Message, how_it_ended, run_child
+from mlxstacks.study.child_process import Message, as_child, run_cell
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import work_path
+from mlxstacks.study.run_directory import plain, work_path
+from mlxstacks.training.loop import NonFiniteError
 from mlxstacks.training.settings import StackRunSettings
 
 CELLS = "cells"
@@ -37,9 +48,9 @@ ABOUT = {
     "kind": "stack compare",
     "title": "Comparison of stack settings",
 }
-WORKER = "mlxstacks.studies.compare.worker"
+WORKER = "mlxstacks.studies.compare.run"
 Progress = Callable[..., None]
-# Where files lie and how a run goes on, not what comes of it.
+# Where files lie and how a run resumes, not what comes of it.
 _NOT_OF_THE_PLAN = {"model", "data", "save_path", "resume", "force", "retry"}
 
 
@@ -72,75 +83,79 @@ class _Comparison(Study):
 
     def planned(self) -> Result:
         settings = self.settings
-        planned = {arm.name: self._planned(arm) for arm in settings.arms}
-        self.budgets = {
-            arm.name: planned_budget(self._of(arm), planned[arm.name]) for arm in settings.arms
-        }
+        planned: dict[str, Result] = {}
+        self.budgets: dict[str, dict[str, int]] = {}
+        for arm in settings.arms:
+            stack = self._of(arm, save_path=str(self.directory / f".{arm.name}.plan"))
+            try:
+                plan = planned[arm.name] = stack_run.run(stack, dry_run=True)
+            except InputError as error:
+                raise type(error)(f"arm {arm.name}: {error}") from error
+            self.budgets[arm.name] = _budget(stack, plan.data)
         check_budgets(self.budgets, settings.equal, settings.tolerance)
-        notes = dict.fromkeys(note for arm in planned.values() for note in arm.notes)
+        notes = dict.fromkeys(note for plan in planned.values() for note in plan.notes)
         return Result(
             **ABOUT, question=settings.question, status="planned", notes=tuple(notes),
             settings=settings.model_dump(mode="json", exclude={"force", "save_path", "resume"}),
-            plan=plan_of(settings, planned, self.budgets),
-            data={"budgets": as_json(self.budgets)},
-            blocks=(budget_table(settings, self.budgets),),
+            plan=self._plan(planned[settings.arms[0].name].data),
+            data={"budgets": self.budgets}, blocks=(budget_table(settings, self.budgets),),
         )  # fmt: skip
+
+    def _plan(self, first: dict[str, Any]) -> dict[str, Any]:
+        """All that is decided beforehand: the settings but for where files lie, each arm's whole
+        run, base and data by their hashes, budgets, rules. first: the control's planned run.
+        """
+        settings, seedless = self.settings, {*_NOT_OF_THE_PLAN, "seed"}
+        return {
+            **settings.model_dump(mode="json", exclude={*_NOT_OF_THE_PLAN, "arms", "run"}),
+            "control": settings.arms[0].name,
+            "arms": {
+                arm.name: settings.settings_of(arm).model_dump(mode="json", exclude=seedless)
+                for arm in settings.arms
+            },
+            "budgets": self.budgets,
+            "rules": RULES,
+            "base_fingerprint": first["base_fingerprint"],
+            "data": {name: domain["data"] for name, domain in first["domains"].items()},
+        }
+
+    def _of(self, arm: ArmSettings, **given: Any) -> StackRunSettings:
+        paths = {"model": self.settings.model, "data": self.settings.data}
+        return self.settings.settings_of(arm, **paths, **given)
 
     def steps(self, work: Path) -> Iterator[Step]:
         self.directory.mkdir(exist_ok=True)
         for place, (arm, seed) in enumerate(self.cells):
-            yield Step(_cell_name(arm, seed), partial(self._cell, arm, seed, place))
+            yield Step(_cell_name(arm, seed), partial(self._run_cell, arm, seed, place))
 
     def conclude(self, work: Path) -> Result:
-        settings, rule = self.settings, rule_of(self.settings)
+        settings = self.settings
         files = [work / CELLS / f"{_cell_name(arm, seed)}.json" for arm, seed in self.cells]
-        records = [read_record(file) for file in files]
-        trained = [record.figures() for record in records if record.status == "trained"]
-        results = analyse(rule, [arm.name for arm in settings.arms], settings.seeds, trained)
+        records = [_read_record(file) for file in files]
+        results = analyse(settings, records)
         return Result(
-            **ABOUT, status="done", outcome=outcome(results), verdict=verdict(rule, results),
+            **ABOUT, status="done", verdict=verdict(settings, results),
+            outcome=", ".join(f"{result.arm}: {result.outcome}" for result in results[1:]),
             data={
-                "budgets": as_json(self.budgets),
-                "arms": [result.as_json() for result in results],
-                "cells": [record.as_json() for record in records],
+                "budgets": self.budgets,
+                "arms": [asdict(result) for result in results],
+                "cells": [_record_json(record) for record in records],
             },
             blocks=blocks(settings, self.budgets, results, records),
             notes=tuple(_how_cells_ended(records)),
         )  # fmt: skip
 
-    # --- the plan ---------------------------------------------------------------------------------
-
-    def _of(self, arm: ArmSettings, **given: Any) -> StackRunSettings:
-        places = {"model": self.settings.model, "data": self.settings.data}
-        return self.settings.settings_of(arm, **places, **given)
-
-    def _planned(self, arm: ArmSettings) -> Result:
-        """The arm's run as it would be. Raises: InputError naming the arm."""
-        nowhere = self.directory / f".{arm.name}.plan"
-        try:
-            return stack_run.run(self._of(arm, save_path=str(nowhere)), dry_run=True)
-        except InputError as error:
-            raise type(error)(f"arm {arm.name}: {error}") from error
-
-    # --- one cell ---------------------------------------------------------------------------------
-
-    def _cell(self, arm: ArmSettings, seed: int, place: int, work: Path) -> None:
-        """Run a cell that has no result yet, or, with `retry`, none of a whole run."""
-        path = self.directory / f"{_cell_name(arm, seed)}.json"
-        if path.is_file() and (read_record(path).status == "trained" or not self.settings.retry):
-            return
-        write_record(self.directory, self._run_cell(arm, seed, place))
-
-    def _run_cell(self, arm: ArmSettings, seed: int, place: int) -> CellRecord:
-        """Run the cell's process to its end, however it ends."""
+    def _run_cell(self, arm: ArmSettings, seed: int, place: int, work: Path) -> None:
+        """Run a cell's process to its end, however it ends; not where it has a result already, or,
+        with `retry`, one of a whole run.
+        """
         name = _cell_name(arm, seed)
-        last: Message = {}
+        path = self.directory / f"{name}.json"
+        if path.is_file() and (_read_record(path).status == "trained" or not self.settings.retry):
+            return
 
-        def on_message(message: Message) -> None:
-            nonlocal last
-            if "status" in message:
-                last = message
-            elif self.progress:
+        def on_progress(message: Message) -> None:
+            if self.progress:
                 where = f"{place + 1}/{len(self.cells)} {arm.name}, seed {seed}: {message['what']}"
                 share = message["done"] / message["total"]
                 self.progress(place + share, len(self.cells), where)
@@ -150,77 +165,68 @@ class _Comparison(Study):
         log = self.directory / f"{name}.log"
         # A default is not said again: experts_per_token of one expert may not be.
         specification = {"stack": stack.model_dump(mode="json", exclude_defaults=True)}
-        code = run_child(WORKER, specification, log, on_message)
-        if last.get("status") == "trained":
-            return trained_record(arm.name, seed, last["report"], last["seconds"])
-        if last.get("status") == "wrong":
-            raise InputError(f"{name}: {last['reason']}")
-        if code > 0 or (code == 0 and not last):
-            raise RuntimeError(f"{name}: {how_it_ended(code, log)} (all of it in {log})")
-        status = last.get("status", "crashed")
-        return CellRecord(arm.name, seed, status, last.get("reason") or how_it_ended(code, log))
+        ended = run_cell(WORKER, specification, log, on_progress)
+        if ended["status"] == "trained":
+            record = _trained_record(arm.name, seed, ended["report"], ended["seconds"])
+        else:
+            record = CellRecord(arm.name, seed, ended["status"], ended["reason"])
+        write_json(path, _record_json(record))
+
+
+def _budget(settings: StackRunSettings, planned: dict[str, Any]) -> dict[str, int]:
+    """What a run would spend, from the figures of its dry run."""
+    domains = [d for d in planned["domains"].values() if d["status"] == "planned"]
+    rounds = sum(domain["rounds_planned"] for domain in domains)
+    steps = sum(domain["rounds_planned"] * domain["steps_per_round"] for domain in domains)
+    rows = steps * settings.batch_size * settings.grad_accumulation_steps
+    return {"parameters": rounds * planned["trained_parameters"], "steps": steps, "rows": rows}
+
+
+# --- what is kept of a cell -----------------------------------------------------------------------
 
 
 def _cell_name(arm: ArmSettings, seed: int) -> str:
     return CellRecord(arm.name, seed, "crashed").name
 
 
-def rule_of(settings: CompareSettings) -> Rule:
-    return Rule(
-        settings.primary, settings.margin, settings.confidence, settings.tolerance,
-        "steps" in settings.equal,
-    )  # fmt: skip
+def _record_json(record: CellRecord) -> dict[str, Any]:
+    return {"name": record.name, **asdict(record)}
 
 
-def plan_of(
-    settings: CompareSettings,
-    planned: dict[str, Result],
-    budgets: dict[str, ArmBudget],
-) -> dict[str, Any]:
-    """All that is decided beforehand: the settings but for where files lie, each arm's whole run,
-    base and data by their hashes, budgets, rules.
-    """
-    first = next(iter(planned.values()))
-    arms = {
-        arm.name: settings.settings_of(arm).model_dump(
-            mode="json", exclude={*_NOT_OF_THE_PLAN, "seed"}
-        )
-        for arm in settings.arms
-    }
-    return {
-        **settings.model_dump(mode="json", exclude={*_NOT_OF_THE_PLAN, "arms", "run"}),
-        "control": settings.arms[0].name,
-        "arms": arms,
-        "budgets": as_json(budgets),
-        "rules": RULES,
-        "base_fingerprint": first.data["base_fingerprint"],
-        "data": {name: domain["data"] for name, domain in first.data["domains"].items()},
-    }
+def _read_record(path: Path) -> CellRecord:
+    """Raises: InputError for a file that is not a cell's result."""
+    try:
+        document = read_object(path.read_bytes())
+        document.pop("name")
+        return CellRecord(**document)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{path}: not a result of a comparison ({type(error).__name__}: {error}); move it away"
+        ) from None
 
 
-def trained_record(
+def _trained_record(
     arm: str, seed: int, report: dict[str, Any], seconds: float | None
 ) -> CellRecord:
     """What is kept of a complete run; seconds: see `measures`."""
-    domains = report["domains"]
-    kept = ("number", "kept", "loss_before", "loss_trained", "loss_after", "steps", "best_step",
+    keys = ("number", "kept", "loss_before", "loss_trained", "loss_after", "steps", "best_step",
             "ended", "last")  # fmt: skip
-    rounds = {
-        name: [{key: one[key] for key in kept} for one in domain.get("rounds", [])]
-        for name, domain in domains.items()
-    }
-    curves = {name: curve_of(domain.get("rounds", [])) for name, domain in domains.items()}
-    values = measures(report, seconds)
-    return CellRecord(arm, seed, "trained", None, values, report["matrix"], curves, rounds)
+    by_domain = {name: domain.get("rounds", []) for name, domain in report["domains"].items()}
+    return CellRecord(
+        arm, seed, "trained", None, measures(report, seconds), report["matrix"],
+        {name: curve_of(rounds) for name, rounds in by_domain.items()},
+        {name: [{key: r[key] for key in keys} for r in rounds]
+         for name, rounds in by_domain.items()},
+    )  # fmt: skip
 
 
 def curve_of(rounds: list[dict[str, Any]]) -> list[tuple[int, float]]:
     """(step, validation loss) of all rounds, the steps of earlier rounds counted on."""
     curve: list[tuple[int, float]] = []
     done = 0
-    for one in rounds:
-        curve += [(done + r["step"], r["validation_loss"]) for r in one["validation"]]
-        done += one["steps"]
+    for record in rounds:
+        curve += [(done + r["step"], r["validation_loss"]) for r in record["validation"]]
+        done += record["steps"]
     return curve
 
 
@@ -229,11 +235,50 @@ def _how_cells_ended(records: list[CellRecord]) -> list[str]:
     resumed = [r.name for r in records if r.status == "trained" and r.values["seconds"] is None]
     if resumed:
         notes.append(f"No seconds of runs that were stopped on the way: {', '.join(resumed)}.")
-    for record in records:
-        for domain, rounds in record.rounds.items():
-            notes += [
-                f"{record.name}, {domain}: round {one['number']} was not kept, {one['last']}."
-                for one in rounds
-                if not one["kept"]
-            ]
+    notes += [
+        f"{record.name}, {domain}: round {r['number']} was not kept, {r['last']}."
+        for record in records
+        for domain, rounds in record.rounds.items()
+        for r in rounds
+        if not r["kept"]
+    ]
     return notes
+
+
+# --- the process of a cell ------------------------------------------------------------------------
+
+
+def run_one(specification: Message, send: Callable[[Message], None]) -> Message:
+    """Train a cell, or resume its store: the report, or why there is none."""
+    settings = StackRunSettings.model_validate(specification["stack"])
+    started = time.process_time()
+
+    def tell(done: float, total: float, what: str = "") -> None:
+        send({"done": done, "total": total, "what": what})
+
+    try:
+        result = stack_run.run(settings, progress=tell)
+    except (ResourceLimitError, NonFiniteError) as error:
+        return {"status": "failed", "reason": str(error)}
+    except (InputError, StoreError) as error:
+        return {"status": "wrong", "reason": str(error)}
+    except RuntimeError as error:
+        # MLX has no type of its own for memory or buffers that are not to be had.
+        if "malloc" not in str(error):
+            raise
+        return {"status": "failed", "reason": str(error)}
+    in_one_go = all(
+        domain["status"] == "trained" and domain["resumed_from_step"] is None
+        for domain in result.data["domains"].values()
+    )
+    seconds = time.process_time() - started if in_one_go else None
+    return {"status": "trained", "report": result.data, "seconds": seconds}
+
+
+def main() -> None:
+    specification, send = as_child()
+    send(plain(run_one(specification, send)))
+
+
+if __name__ == "__main__":
+    main()

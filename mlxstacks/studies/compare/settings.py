@@ -1,15 +1,14 @@
 """Settings of `mlxstacks stack compare`, its plan. Imports neither mlx nor numpy."""
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from mlxstacks.settings import Settings
-from mlxstacks.training.settings import StackRunSettings
+from mlxstacks.training.settings import StackRunSettings, names_a_file
 
-# What a question can be decided by; see compare_measures.py.
+# What a question can be decided by; see analysis.py.
 Primary = Literal["task_loss", "ungated", "ungated_earlier", "isolated"]
 Budget = Literal["parameters", "steps", "rows"]
 BUDGETS: tuple[Budget, ...] = get_args(Budget)
@@ -17,27 +16,16 @@ BUDGETS: tuple[Budget, ...] = get_args(Budget)
 # differences would not be of the arms.
 _OF_THE_COMPARISON = ("model", "data", "save_path", "seed", "resume", "force")
 _OF_ALL_ARMS = (*_OF_THE_COMPARISON, "domains", "validation_rows", "modes")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 
 
 class ArmSettings(Settings):
     """One arm: a name, and what it changes in the settings of every run."""
 
-    name: str
+    name: Annotated[str, names_a_file("an arm's", 40)]
     change: dict[str, Any] = Field(
         default_factory=dict,
         description="settings of `stack` with other values; nested ones may be given in part",
     )
-
-    @field_validator("name")
-    @classmethod
-    def _names_a_file(cls, name: str) -> str:
-        if not _NAME.fullmatch(name):
-            raise ValueError(
-                "an arm's name becomes part of file names: letters, digits, _ . and -, the first "
-                "one a letter or a digit, 40 at most"
-            )
-        return name
 
 
 class CompareSettings(Settings):
@@ -112,48 +100,36 @@ class CompareSettings(Settings):
             )
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds is {list(self.seeds)}; give at least one, each once")
-        said = [name for name in _OF_THE_COMPARISON if name in _changed(self.run)]
-        if said:
-            raise ValueError(
-                "; ".join(
-                    f"run.{name} is set by the comparison: give {_ours(name)}" for name in said
-                )
-            )
+        changed = self.run.model_dump(exclude_defaults=True)
+        problems = [
+            f"run.{name} is set by the comparison: give {'seeds' if name == 'seed' else name}"
+            for name in _OF_THE_COMPARISON
+            if name in changed
+        ]
         if self.primary in ("ungated", "ungated_earlier", "isolated"):
             mode = "isolated" if self.primary == "isolated" else "ungated"
             if mode not in self.run.modes:
-                raise ValueError(f"primary {self.primary} needs {mode} among run.modes")
-        problems = [problem for arm in self.arms for problem in self._problems(arm)]
+                problems.append(f"primary {self.primary} needs {mode} among run.modes")
+        for arm in self.arms:
+            if shared := [key for key in arm.change if key in _OF_ALL_ARMS]:
+                problems.append(f"arm {arm.name} changes {', '.join(shared)}, which all arms share")
+                continue
+            try:
+                self.settings_of(arm)
+            except ValidationError as error:
+                problems += [
+                    f"arm {arm.name}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}"
+                    for detail in error.errors()
+                ]
         if problems:
             raise ValueError("; ".join(problems))
         return self
-
-    def _problems(self, arm: ArmSettings) -> list[str]:
-        shared = [key for key in arm.change if key in _OF_ALL_ARMS]
-        if shared:
-            return [f"arm {arm.name} changes {', '.join(shared)}, which all arms share"]
-        try:
-            self.settings_of(arm)
-        except ValidationError as error:
-            return [
-                f"arm {arm.name}: {'.'.join(map(str, detail['loc']))}: {detail['msg']}"
-                for detail in error.errors()
-            ]
-        return []
 
     def settings_of(self, arm: ArmSettings, **given: Any) -> StackRunSettings:
         """The run of an arm. given: what a cell sets, as seed and save_path."""
         # What is at its default counts as not said: some checks ask whether it was.
         values = self.run.model_dump(exclude_defaults=True)
         return StackRunSettings.model_validate(overlaid(values, arm.change) | given)
-
-
-def _changed(run: StackRunSettings) -> set[str]:
-    return set(run.model_dump(exclude_defaults=True))
-
-
-def _ours(name: str) -> str:
-    return "seeds" if name == "seed" else name
 
 
 def overlaid(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:

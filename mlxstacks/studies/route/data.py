@@ -28,7 +28,7 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import Store
 from mlxstacks.routing.outcomes import Kind, RouterExample
 from mlxstacks.routing.settings import OutcomeSettings
-from mlxstacks.studies.stack.data import data_settings_of, stored_data
+from mlxstacks.studies.stack.plan import data_settings_of, stored_data
 
 OTHERS = "others"
 Label = tuple[str, ...]

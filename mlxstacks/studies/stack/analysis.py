@@ -8,7 +8,8 @@ settings of the domain, which say where they come from.
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from mlxstacks import base_model
 from mlxstacks.data import DomainDataSettings, encode_examples, read_domains
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
-from mlxstacks.files.manifest import DomainRecord
 from mlxstacks.files.outputs import check_target, staged_directory
+from mlxstacks.files.settings import StacksAnalyseSettings
 from mlxstacks.files.store import Store, find_base
 from mlxstacks.files.store_files import LOG
 from mlxstacks.files.strict_json import json_sha256
@@ -33,8 +34,6 @@ from mlxstacks.studies.stack.analysis_report import (
     outcome,
     verdict,
 )
-from mlxstacks.studies.stack.analysis_settings import StacksAnalyseSettings
-from mlxstacks.studies.stack.data import stored_data
 from mlxstacks.studies.stack.geometry import (
     Directions,
     Spectrum,
@@ -44,8 +43,9 @@ from mlxstacks.studies.stack.geometry import (
     spectra_json,
     weights_of,
 )
-from mlxstacks.studies.stack.report import ordered_matrix
-from mlxstacks.studies.stack.routing import Passes, Prompt, routing_json, run_prompts
+from mlxstacks.studies.stack.plan import stored_data
+from mlxstacks.studies.stack.report import ordered_matrix, stored_json
+from mlxstacks.studies.stack.routing import Prompt, routing_json, run_prompts
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain
 from mlxstacks.study.write import environment, write_result
@@ -53,9 +53,7 @@ from mlxstacks.training.modes import prepare_base
 
 # Where an analysis writes and reads, not what it finds.
 _NOT_OF_THE_RESULT = {"force", "save_path"}
-# (round, step) -> validation loss.
-_Curve = dict[tuple[int, int], float]
-
+_OF_A_DOMAIN = ("name", "enabled", "origin", "stacks", "parameters", "bytes", "losses")
 Progress = Callable[..., None]
 
 
@@ -84,7 +82,20 @@ def run(
     data: dict[str, Any] = {
         "store_path": str(store.path),
         "settings_sha256": json_sha256(shown),
-        "domains": [_domain_json(record, curves) for record in store.manifest.domains],
+        "domains": [
+            {
+                **{key: value for key, value in stored_json(record).items() if key in _OF_A_DOMAIN},
+                "curve": curves.get(record.name, []),
+                # Captured energy and capacity used; by projection it is in the store's manifest.
+                "protected": {
+                    key: value
+                    for key, value in (record.protected or {}).items()
+                    if key != "projections"
+                }
+                or None,
+            }
+            for record in store.manifest.domains
+        ],
         "matrix": ordered_matrix(store.manifest),
     }
     planned = Result(
@@ -100,7 +111,7 @@ def run(
     result = planned.model_copy(update={
         "status": "done", "outcome": outcome(geometry), "verdict": verdict(geometry, routing),
         "environment": environment(time.monotonic() - started), "data": data,
-        "blocks": blocks(data), "notes": tuple(notes),
+        "blocks": tuple(blocks(data)), "notes": tuple(notes),
     })  # fmt: skip
     formats = [settings.plot_format] if settings.plots else []
     with staged_directory(target, force=settings.force, inputs=[store.path]) as directory:
@@ -110,59 +121,42 @@ def run(
 def _look(
     settings: StacksAnalyseSettings, store: Store, notes: list[str], progress: Progress | None
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """(geometry, routing)."""
-    k = settings.directions
-    spectra, from_weights = _weights(store, settings, progress)
-    geometry: dict[str, Any] = {
-        "spectra": spectra_json(spectra, {s.name: s.domain for s in store.manifest.stacks}),
-        "weights": cosines_json(from_weights, k),
-        "data": None,
-        "delta_energy": None,
-    }
-    passes = None if settings.weights_only else _passes(settings, store, notes, progress)
-    if passes is None:
-        return geometry, None
-    from_data, shares = data_directions(passes.deltas, k)
-    geometry |= {"data": cosines_json(from_data, k), "delta_energy": shares_json(shares, k)}
-    if not passes.routing:
-        notes.append("No routing: every stack has one expert.")
-        return geometry, None
-    return geometry, routing_json(passes, settings.seed)
-
-
-def _weights(
-    store: Store, settings: StacksAnalyseSettings, progress: Progress | None
-) -> tuple[dict[str, dict[str, Spectrum]], dict[str, Directions]]:
-    """Spectra by stack and path, directions by domain and path; one domain in memory at a time."""
-    pairs = SharedPairs(store)
-    spectra: dict[str, dict[str, Spectrum]] = {}
-    directions: dict[str, Directions] = {}
+    """(geometry, routing); of the weights one domain in memory at a time."""
+    k, pairs = settings.directions, SharedPairs(store)
+    spectra: dict[str, dict[str, Spectrum]] = {}  # by stack and path
+    from_weights: dict[str, Directions] = {}  # by domain and path
     domains = [record for record in store.manifest.domains if record.enabled and record.stacks]
     for number, record in enumerate(domains, start=1):
         stacks: dict[str, dict[str, FrozenStack]] = {}
         for stack in record.stacks:
             file = store.read_stack(stack)
             stacks[stack.name] = parts_of(file, pairs.of(file.header))
-        of_domain, directions[record.name] = weights_of(stacks, settings.directions, settings.seed)
+        of_domain, from_weights[record.name] = weights_of(stacks, k, settings.seed)
         spectra |= of_domain
         if progress:
             progress(number, len(domains), f"weights of {record.name}")
-    return spectra, directions
-
-
-def _passes(
-    settings: StacksAnalyseSettings, store: Store, notes: list[str], progress: Progress | None
-) -> Passes | None:
-    """The prompts' passes, stacks in the store's order; None where there is no prompt."""
+    geometry: dict[str, Any] = {
+        "spectra": spectra_json(spectra, {s.name: s.domain for s in store.manifest.stacks}),
+        "weights": cosines_json(from_weights, k),
+        "data": None,
+        "delta_energy": None,
+    }
+    if settings.weights_only:
+        return geometry, None
     model, tokenizer = load_served(settings, store, notes)
     prompts = domain_prompts(settings, store, tokenizer, notes)
     if not prompts:
         notes.append("Nothing was measured on data: no domain's rows are to be had.")
-        return None
+        return geometry, None
     passes = run_prompts(model, prompts, progress)
+    from_data, shares = data_directions(passes.deltas, k)
+    geometry |= {"data": cosines_json(from_data, k), "delta_energy": shares_json(shares, k)}
+    if not passes.routing:
+        notes.append("No routing: every stack has one expert.")
+        return geometry, None
     order = [stack.name for stack in store.enabled_stacks()]
-    routing = sorted(passes.routing, key=lambda stack: order.index(stack.name))
-    return Passes(passes.labels, tuple(routing), passes.deltas)
+    routing = tuple(sorted(passes.routing, key=lambda stack: order.index(stack.name)))
+    return geometry, routing_json(replace(passes, routing=routing), settings.seed)
 
 
 def load_served(
@@ -215,22 +209,6 @@ def domain_prompts(
     }
 
 
-def _domain_json(record: DomainRecord, curves: Mapping[str, Any]) -> dict[str, Any]:
-    protected = record.protected or {}
-    return {
-        "name": record.name,
-        "enabled": record.enabled,
-        "origin": record.origin,
-        "stacks": [stack.name for stack in record.stacks],
-        "parameters": sum(stack.parameters for stack in record.stacks),
-        "bytes": sum(stack.file.nbytes for stack in record.stacks),
-        "losses": list(record.losses),
-        "curve": curves.get(record.name, []),
-        # Captured energy and capacity used; by projection it is in the store's manifest.
-        "protected": {k: v for k, v in protected.items() if k != "projections"} or None,
-    }
-
-
 def curves_of(store: Path) -> dict[str, list[dict[str, Any]]]:
     """Domain -> [{round, step, validation_loss}], by round and step; empty without a log.
 
@@ -241,14 +219,21 @@ def curves_of(store: Path) -> dict[str, list[dict[str, Any]]]:
         lines = (store / LOG).read_bytes().splitlines()
     except FileNotFoundError:
         return {}
-    curves: dict[str, _Curve] = {}
+    curves: dict[str, dict[tuple[int, int], float]] = {}  # domain -> (round, step) -> loss
     for line in lines:
         try:
             event = json.loads(line)
         except ValueError:
             continue
-        if isinstance(event, dict):
-            _take(curves, event)
+        if not isinstance(event, dict) or event.get("event") != "validation":
+            continue
+        match [event.get(key) for key in ("domain", "round", "step", "validation_loss")]:
+            case [str(domain), int(number), int(step), float(loss)]:
+                curve = curves.setdefault(domain, {})
+                if step == 0:  # trained again: what later steps said before no longer counts
+                    for key in [key for key in curve if key >= (number, 0)]:
+                        del curve[key]
+                curve[number, step] = loss
     return {
         domain: [
             {"round": number, "step": step, "validation_loss": loss}
@@ -256,19 +241,3 @@ def curves_of(store: Path) -> dict[str, list[dict[str, Any]]]:
         ]
         for domain, curve in curves.items()
     }
-
-
-def _take(curves: dict[str, _Curve], event: dict[str, Any]) -> None:
-    """One `validation` event; others say nothing of the curve."""
-    domain, number, step, loss = (
-        event.get(key) for key in ("domain", "round", "step", "validation_loss")
-    )
-    if event.get("event") != "validation" or not isinstance(domain, str):
-        return
-    if not isinstance(number, int) or not isinstance(step, int) or not isinstance(loss, float):
-        return
-    curve = curves.setdefault(domain, {})
-    if step == 0:  # trained again: what later steps said before no longer counts
-        for key in [key for key in curve if key >= (number, 0)]:
-            del curve[key]
-    curve[number, step] = loss

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mlxstacks.studies.stack.report import matrix_blocks
-from mlxstacks.study.document import Block, Cell, Column, Plot, Series, Table
+from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table
 
 Figures = Mapping[str, Any]
 ABOUT = {
@@ -15,29 +15,21 @@ ABOUT = {
 }
 # Of plots that there is one of for each stack or projection; all their figures are data.
 MOST_PLOTS = 9
-_ENDS = ("low", "high")
 _LOADS = {"gate": "mean gate weight", "dispatch": "share of tokens that choose it"}
 
 
-def blocks(data: Figures) -> tuple[Block, ...]:
+def blocks(data: Figures) -> Iterator[Block]:
     """Every table and plot that there are numbers for, questions between domains first."""
     geometry, routing = data["geometry"], data["routing"]
     sources = {name: geometry[name] for name in ("weights", "data") if geometry[name]}
-    shared = {name: table for name, table in sources.items() if table["pairs"]}
-    stacks = routing["stacks"] if routing else {}
-    points = routing["points"] if routing else None
-    return (
-        *_cosine_blocks(shared),
-        *_separation_blocks(points),
-        *([_distance_table(stacks)] if any(s["domain_distance"] for s in stacks.values()) else []),
-        *([_load_table(what, stacks) for what in _LOADS] if stacks else []),
-        *_load_plots(stacks),
-        _spectrum_table(geometry["spectra"]),
-        *_spectrum_plots(geometry["spectra"]),
-        domain_table(data["domains"]),
-        *_loss_plots(data["domains"]),
-        *matrix_blocks(data["matrix"]),
-    )
+    yield from _cosine_blocks({name: table for name, table in sources.items() if table["pairs"]})
+    if routing:
+        yield from _separation_blocks(routing["points"])
+        yield from _routing_blocks(routing["stacks"])
+    yield from _spectrum_blocks(geometry["spectra"])
+    yield domain_table(data["domains"])
+    yield from _loss_plots(data["domains"])
+    yield from matrix_blocks(data["matrix"])
 
 
 def left_out(data: Figures) -> list[str]:
@@ -55,22 +47,17 @@ def left_out(data: Figures) -> list[str]:
 
 
 def domain_table(domains: Sequence[Figures]) -> Table:
-    rows = tuple(
+    columns: Columns = {
+        "domain": "text", "served": "text", "stacks": "count", "size": "bytes",
+        "validation loss": "text", "energy held": ("share", 0), "capacity used": ("share", 0),
+    }  # fmt: skip
+    return Table.of("domains", "Domains, in the order of training", columns, [
         (domain["name"], domain["enabled"], len(domain["stacks"]), domain["bytes"],
          " -> ".join(f"{loss:.3f}" for loss in domain["losses"]) or None,
-         (domain["protected"] or {}).get("captured_energy_mean"),
-         (domain["protected"] or {}).get("capacity_used_highest"))
+         *((domain["protected"] or {}).get(key)
+           for key in ("captured_energy_mean", "capacity_used_highest")))
         for domain in domains
-    )  # fmt: skip
-    return Table(
-        id="domains", title="Domains, in the order of training", rows=rows,
-        columns=(
-            Column(name="domain"), Column(name="served"), Column(name="stacks", kind="count"),
-            Column(name="size", kind="bytes"), Column(name="validation loss"),
-            Column(name="energy held", kind="share", digits=0),
-            Column(name="capacity used", kind="share", digits=0),
-        ),
-    )  # fmt: skip
+    ])  # fmt: skip
 
 
 # --- directions -----------------------------------------------------------------------------------
@@ -91,18 +78,14 @@ def _cosine_blocks(shared: Figures) -> Iterator[Block]:
             unit="largest |cosine|, mean", form="{:.2f}", limits=(0.0, None),
             alt=f"{title} between domains. {caption} Mean over pairs {table['mean']:.3f}.",
         )  # fmt: skip
-        yield Table(
-            id=f"cosine-table-{source}", title=title, caption=caption,
-            columns=(Column(name="domain"),
-                     *(Column(name=f"with {b}", kind="number", digits=3) for b in names)),
-            rows=tuple((a, *(matrix[a][b] for b in names)) for a in names),
+        yield Table.of(
+            f"cosine-table-{source}", title,
+            {"domain": "text", **{f"with {b}": ("number", 3) for b in names}},
+            [(a, *(matrix[a][b] for b in names)) for a in names], caption=caption,
         )  # fmt: skip
-    if shared:
-        yield _by_projection(shared)
-
-
-def _by_projection(shared: Figures) -> Plot:
-    """A row a projection: mean over pairs and layers, beside that of random directions."""
+    if not shared:
+        return
+    # a row a projection: mean over pairs and layers, next to that of random directions
     kinds = list(dict.fromkeys(kind for t in shared.values() for kind in t["by_projection"]))
     series = [
         Series(label=label, y=tuple(table["by_projection"].get(k, {}).get(key) for k in kinds))
@@ -110,7 +93,7 @@ def _by_projection(shared: Figures) -> Plot:
         for label, key in ((f"from {source}", "mean"), (f"chance, {source}", "mean_chance"))
     ]
     means = ", ".join(f"{source} {table['mean']:.3f}" for source, table in shared.items())
-    return Plot(
+    yield Plot(
         id="cosines-by-projection", title="Largest cosine between domains, by projection",
         kind="series", categories=tuple(kinds), series=tuple(series),
         x_label="largest |cosine|, mean over pairs and layers",
@@ -118,22 +101,16 @@ def _by_projection(shared: Figures) -> Plot:
     )  # fmt: skip
 
 
-def _spectrum_table(stacks: Figures) -> Table:
+def _spectrum_blocks(stacks: Figures) -> Iterator[Block]:
+    """Ranks; normalised singular values, a plot a projection, a line a stack."""
     keys = {"effective_rank": "effective rank", "stable_rank": "stable rank",
             "value_16": "16th value / 1st"}  # fmt: skip
-    return Table(
-        id="spectra", title="Spectra of the stacks' deltas, mean over projections",
-        columns=(Column(name="stack"),
-                 *(Column(name=name, kind="number", digits=2) for name in keys.values())),
-        rows=tuple(
-            (name, *((stack[key] or {}).get("mean") for key in keys))
-            for name, stack in stacks.items()
-        ),
+    yield Table.of(
+        "spectra", "Spectra of the stacks' deltas, mean over projections",
+        {"stack": "text", **dict.fromkeys(keys.values(), ("number", 2))},
+        [(name, *((stack[key] or {}).get("mean") for key in keys))
+         for name, stack in stacks.items()],
     )  # fmt: skip
-
-
-def _spectrum_plots(stacks: Figures) -> Iterator[Plot]:
-    """Normalised singular values, a plot a projection, a line a stack."""
     kinds = dict.fromkeys(kind for stack in stacks.values() for kind in stack["by_projection"])
     for number, kind in enumerate(list(kinds)[:MOST_PLOTS], 1):
         series = tuple(
@@ -153,25 +130,48 @@ def _spectrum_plots(stacks: Figures) -> Iterator[Plot]:
 # --- routing --------------------------------------------------------------------------------------
 
 
-def _load_table(what: str, stacks: Figures) -> Table:
+def _routing_blocks(stacks: Figures) -> Iterator[Block]:
+    """Domains against each other inside a stack: averaged over projections, and one by one; then
+    what each expert gets: a row or a dot a domain's rows.
+    """
+    columns: Columns = {
+        "stack": "text", "load entropy": ("number", 3), "gate difference": ("number", 3),
+        "by projection": ("number", 3), "random router": ("number", 3),
+        "shuffled": ("number", 3), "p": "p",
+    }  # fmt: skip
+    rows: list[tuple[Cell, ...]] = [
+        (name, min(on["load_entropy_by_projection"] for on in stack["on"].values()),
+         stack["largest_gate_difference"], distance["distance"],
+         stack["domain_distance_of_random_routers"]["distance"], distance["permuted"],
+         distance["p"])
+        for name, stack in stacks.items()
+        if (distance := stack["domain_distance"])
+    ]  # fmt: skip
+    if rows:
+        yield Table.of(
+            "distances", "Domains inside a stack", columns, rows,
+            caption="Gate difference: largest of two domains, projections averaged. By projection: "
+            "half the sum of absolute differences of mean gates.",
+        )  # fmt: skip
     most = max(stack["experts"] for stack in stacks.values())
-    rows: list[tuple[Cell, ...]] = []
-    for name, stack in stacks.items():
-        for domain, load in stack["on"].items():
-            means = [_interval(expert) for expert in load[what]]
-            more = [None] * (most - len(means))
-            rows.append((name, domain, *means, *more, stack[f"uniform_{what}"]))
-    experts = (Column(name=f"expert {e}", kind="number", digits=3) for e in range(most))
-    return Table(
-        id=f"load-{what}", title=f"Experts of a stack: {_LOADS[what]}, mean over projections",
-        columns=(Column(name="stack"), Column(name="rows of"), *experts,
-                 Column(name="uniform", kind="number", digits=3)),
-        rows=tuple(rows), caption="With 95% intervals over prompts.",
-    )  # fmt: skip
-
-
-def _load_plots(stacks: Figures) -> Iterator[Plot]:
-    """A row an expert, a dot a domain's rows."""
+    for what, words in _LOADS.items():
+        rows = []
+        for name, stack in stacks.items():
+            for domain, load in stack["on"].items():
+                means: list[Cell] = [
+                    e["mean"] if e["low"] is None else (e["mean"], e["low"], e["high"])
+                    for e in load[what]
+                ]
+                more = [None] * (most - len(means))
+                rows.append((name, domain, *means, *more, stack[f"uniform_{what}"]))
+        experts: Columns = dict.fromkeys(
+            [*(f"expert {e}" for e in range(most)), "uniform"], ("number", 3)
+        )
+        yield Table.of(
+            f"load-{what}", f"Experts of a stack: {words}, mean over projections",
+            {"stack": "text", "rows of": "text", **experts}, rows,
+            caption="With 95% intervals over prompts.",
+        )  # fmt: skip
     for what, words in _LOADS.items():
         for number, (name, stack) in enumerate(list(stacks.items())[:MOST_PLOTS], 1):
             uniform = stack[f"uniform_{what}"]
@@ -192,26 +192,6 @@ def _load_plots(stacks: Figures) -> Iterator[Plot]:
             )  # fmt: skip
 
 
-def _distance_table(stacks: Figures) -> Table:
-    """Domains against each other inside a stack: averaged over projections, and one by one."""
-    rows = tuple(
-        (name, min(on["load_entropy_by_projection"] for on in stack["on"].values()),
-         stack["largest_gate_difference"], distance["distance"],
-         stack["domain_distance_of_random_routers"]["distance"], distance["permuted"],
-         distance["p"])
-        for name, stack in stacks.items()
-        if (distance := stack["domain_distance"])
-    )  # fmt: skip
-    names = ("load entropy", "gate difference", "by projection", "random router", "shuffled")
-    return Table(
-        id="distances", title="Domains inside a stack", rows=rows,
-        columns=(Column(name="stack"), *(Column(name=n, kind="number", digits=3) for n in names),
-                 Column(name="p", kind="p")),
-        caption="Gate difference: largest of two domains, projections averaged. By projection: "
-        "half the sum of absolute differences of mean gates.",
-    )  # fmt: skip
-
-
 def _separation_blocks(points: Figures | None) -> Iterator[Block]:
     if points is None:
         return
@@ -222,17 +202,29 @@ def _separation_blocks(points: Figures | None) -> Iterator[Block]:
             f"Domain told from routing: {trained['accuracy']:.0%} (random routers "
             f"{random['accuracy']:.0%}, chance {trained['chance']:.0%})"
         )
-        yield _separation_table(points)
+        named = {
+            "all projections": trained,
+            "random routers": random,
+            "two components": points["separation_on_two_components"],
+            "projections averaged": points["separation_of_averages"],
+            **{f"stack {name}": figures for name, figures in points["separation_by_stack"].items()},
+        }
+        columns: Columns = {
+            "routing of": "text", "right": ("share", 0), "chance": ("share", 0),
+            "shuffled": ("share", 0), "p": "p", "silhouette": ("number", 2),
+        }  # fmt: skip
+        yield Table.of(
+            "separation", "A prompt's domain from its routing, nearest centroid", columns,
+            [(name, (s["accuracy"], s["interval"]["low"], s["interval"]["high"]), s["chance"],
+              s["permuted_accuracy"], s["p"], s["silhouette"]) for name, s in named.items() if s],
+            caption=f"n = {trained['n']} prompts, 95% intervals.",
+        )  # fmt: skip
     labels, coordinates = points["labels"], points["coordinates"]
     if all(len(point) == 2 for point in coordinates):
         series = tuple(
             Series(label=name, x=tuple(x for x, _ in members), y=tuple(y for _, y in members))
             for name in dict.fromkeys(labels)
-            if (
-                members := [
-                    p for p, label in zip(coordinates, labels, strict=True) if label == name
-                ]
-            )
+            for members in [[p for p, of in zip(coordinates, labels, strict=True) if of == name]]
         )
         first, second = points["explained"]
         yield Plot(
@@ -243,48 +235,24 @@ def _separation_blocks(points: Figures | None) -> Iterator[Block]:
         )  # fmt: skip
 
 
-def _separation_table(points: Figures) -> Table:
-    named = {
-        "all projections": points["separation"],
-        "random routers": points["separation_of_random_routers"],
-        "two components": points["separation_on_two_components"],
-        "projections averaged": points["separation_of_averages"],
-        **{f"stack {name}": found for name, found in points["separation_by_stack"].items()},
-    }
-    return Table(
-        id="separation", title="A prompt's domain from its routing, nearest centroid",
-        columns=(
-            Column(name="routing of"), Column(name="right", kind="share", digits=0),
-            Column(name="chance", kind="share", digits=0),
-            Column(name="shuffled", kind="share", digits=0), Column(name="p", kind="p"),
-            Column(name="silhouette", kind="number", digits=2),
-        ),
-        rows=tuple(
-            (name, (s["accuracy"], s["interval"]["low"], s["interval"]["high"]), s["chance"],
-             s["permuted_accuracy"], s["p"], s["silhouette"])
-            for name, s in named.items()
-            if s
-        ),
-        caption=f"n = {points['separation']['n']} prompts, 95% intervals.",
-    )  # fmt: skip
-
-
-def _interval(mean: Figures) -> Cell:
-    low, high = mean["low"], mean["high"]
-    return mean["mean"] if low is None or high is None else (mean["mean"], low, high)
-
-
 # --- losses ---------------------------------------------------------------------------------------
 
 
 def _loss_plots(domains: Sequence[Figures]) -> Iterator[Plot]:
-    """Over the optimizer steps of each domain; of domains without a log, after their rounds."""
-    curves = {domain["name"]: _curve(domain["curve"]) for domain in domains if domain["curve"]}
-    rounds: dict[str, list[tuple[float, float]]] = {
-        domain["name"]: list(enumerate(domain["losses"]))
-        for domain in domains
-        if domain["losses"] and not domain["curve"]
-    }
+    """Over the optimizer steps of each domain, those of earlier rounds counted on; of domains
+    without a log, after their rounds.
+    """
+    curves: dict[str, list[tuple[float, float]]] = {}
+    rounds: dict[str, list[tuple[float, float]]] = {}
+    for domain in domains:
+        start, number = 0.0, None
+        for point in domain["curve"]:
+            points = curves.setdefault(domain["name"], [])
+            if point["round"] != number:
+                number, start = point["round"], points[-1][0] if points else 0.0
+            points.append((start + point["step"], point["validation_loss"]))
+        if domain["losses"] and not domain["curve"]:
+            rounds[domain["name"]] = list(enumerate(domain["losses"]))
     for id, lines, x_label in (
         ("losses", curves, "optimizer step, all rounds"),
         ("losses-by-round", rounds, "rounds trained"),
@@ -300,17 +268,6 @@ def _loss_plots(domains: Sequence[Figures]) -> Iterator[Plot]:
                 x_label=x_label, y_label="validation loss, nats a token",
                 alt=f"Validation loss by domain; at the end {ends}.",
             )  # fmt: skip
-
-
-def _curve(curve: Sequence[Figures]) -> list[tuple[float, float]]:
-    """(step, loss), the steps of earlier rounds counted on."""
-    points: list[tuple[float, float]] = []
-    start, number = 0.0, None
-    for point in curve:
-        if point["round"] != number:
-            number, start = point["round"], points[-1][0] if points else 0.0
-        points.append((start + point["step"], point["validation_loss"]))
-    return points
 
 
 # --- in words -------------------------------------------------------------------------------------
@@ -332,23 +289,24 @@ def verdict(geometry: Figures, routing: Figures | None) -> str:
                 f"on average, random directions {table['mean_chance']:.3f}."
             )
     if routing:
-        gates, shares = (_range(routing["stacks"].values(), what) for what in ("gate", "dispatch"))
-        words.append(
-            f"Mean gate {gates[0]:.3f} to {gates[1]:.3f}, dispatch share {shares[0]:.3f} to "
-            f"{shares[1]:.3f}."
-        )
+        spans = []
+        for what in ("gate", "dispatch"):
+            means = [
+                expert["mean"]
+                for stack in routing["stacks"].values()
+                for load in stack["on"].values()
+                for expert in load[what]
+            ]
+            spans.append(f"{min(means):.3f} to {max(means):.3f}")
+        words.append(f"Mean gate {spans[0]}, dispatch share {spans[1]}.")
         points = routing["points"]
         if points and (separation := points["separation"]):
-            right, (low, high) = separation["accuracy"], map(separation["interval"].get, _ENDS)
+            interval = separation["interval"]
             random = points["separation_of_random_routers"]["accuracy"]
             words.append(
-                f"A prompt's domain is told from its routing in {right:.0%} ({low:.0%} to "
-                f"{high:.0%}, chance {separation['chance']:.0%}), from that of random routers in "
-                f"{random:.0%}; silhouette {separation['silhouette']:.2f}."
+                f"A prompt's domain is told from its routing in {separation['accuracy']:.0%} "
+                f"({interval['low']:.0%} to {interval['high']:.0%}, chance "
+                f"{separation['chance']:.0%}), from that of random routers in {random:.0%}; "
+                f"silhouette {separation['silhouette']:.2f}."
             )
     return " ".join(words) or "Spectra only: one domain, and nothing was measured on data."
-
-
-def _range(stacks: Sequence[Any], what: str) -> tuple[float, float]:
-    means = [e["mean"] for stack in stacks for load in stack["on"].values() for e in load[what]]
-    return min(means), max(means)

@@ -79,10 +79,6 @@ class Spectrum:
         """energy / largest value squared: between 1 and the rank."""
         return self.energy / float(self.values[0]) ** 2 if self.energy > 0 else None
 
-    def energy_share(self, k: int) -> float | None:
-        """Share of the energy in the k leading directions."""
-        return float(np.sum(self.values[:k] ** 2)) / self.energy if self.energy > 0 else None
-
 
 def blocks_of(stack: FrozenStack) -> list[Block]:
     """The experts of a stack, each with the shared latent projections multiplied in."""
@@ -314,24 +310,20 @@ def spectra_json(
     domains: of each stack.
     """
     return {
-        name: {"domain": domains[name], **_stack_spectra(by_path)}
+        name: {
+            "domain": domains[name],
+            "norm": sum(s.energy for s in by_path.values()) ** 0.5,
+            **_ranks(list(by_path.values())),
+            "by_projection": {
+                projection: {
+                    "layers": len(paths),
+                    "values": mean_spectrum(by_path[path] for path in paths),
+                    **_ranks([by_path[path] for path in paths]),
+                }
+                for projection, paths in by_name(by_path).items()
+            },
+        }
         for name, by_path in spectra.items()
-    }
-
-
-def _stack_spectra(by_path: Mapping[str, Spectrum]) -> dict[str, Any]:
-    every = list(by_path.values())
-    return {
-        "norm": sum(s.energy for s in every) ** 0.5,
-        **_ranks(every),
-        "by_projection": {
-            name: {
-                "layers": len(paths),
-                "values": mean_spectrum(by_path[path] for path in paths),
-                **_ranks([by_path[path] for path in paths]),
-            }
-            for name, paths in by_name(by_path).items()
-        },
     }
 
 

@@ -1,31 +1,99 @@
-"""Which domains `mlxstacks stack` trains, with what, and whether the store has them otherwise."""
+"""Which domains `mlxstacks stack` trains, their rows (read, split, encoded), with what; and whether
+the store has them otherwise.
+"""
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from mlxstacks.command_line import command_line
-from mlxstacks.data import Batch, make_batch
+from mlxstacks.data import (
+    Batch,
+    DomainData,
+    DomainDataSettings,
+    EncodedRows,
+    Row,
+    data_notes,
+    encode_examples,
+    make_batch,
+    pack_rows,
+    read_domains,
+)
 from mlxstacks.errors import InputError
+from mlxstacks.evaluate import VALIDATION_ROWS
+from mlxstacks.files.disk import user_path
 from mlxstacks.files.manifest import DomainRecord, stack_name
-from mlxstacks.files.store import Store
-from mlxstacks.studies.stack.data import DomainRows, data_settings_of
-from mlxstacks.studies.stack.work import flat
+from mlxstacks.files.store import Store, data_directories
 from mlxstacks.studies.train.setup import MOST_DEFAULT_ITERS, steps_of
 from mlxstacks.study.run_directory import what_differs
 from mlxstacks.training.batches import BatchPlan, choose_widths
 from mlxstacks.training.settings import DomainSettings, OptimizerSettings, StackRunSettings
 
+# Under this key of its data report a domain keeps the settings of its data, to read it again.
+DATA_SETTINGS = "settings"
 # Of the settings, what a trained stack does not depend on.
 _NOT_OF_A_STACK = {
     "model", "data", "save_path", "domains", "validation_rows", "resume", "force", "guard",
     "resource_limit", "working_set_bytes", "save_every", "steps_per_report", "modes",
     "grad_checkpoint", "base",
 }  # fmt: skip
-# Where a domain was trained and after what: told, not compared when the command runs again.
-_OF_THE_MOMENT = {"base_in_float32"}
+# Recorded of the machine that trained a domain; may differ when the command runs again.
+_OF_THE_MACHINE = "base_in_float32"
+
+
+@dataclass(frozen=True, eq=False)
+class DomainRows:
+    """A domain's rows as the model sees them.
+
+    train: empty for a domain that is not trained now. validation: what the loss is measured on: at
+    most VALIDATION_ROWS rows (`evaluated`), packed where that is asked for. samples: all validation
+    rows, not packed. widths: of validation. cut, empty: training and validation rows that were cut
+    to max_seq_length, or left out because no token of them counts.
+    """
+
+    name: str
+    data: DomainData
+    settings: DomainDataSettings
+    train: list[Row]
+    validation: list[Row]
+    samples: list[Row]
+    widths: tuple[int, ...]
+    cut: int
+    empty: int
+
+    @property
+    def evaluated(self) -> int:
+        """Rows that the loss is measured on."""
+        return len(self.samples[:VALIDATION_ROWS])
+
+    def identity(self) -> dict[str, Any]:
+        """What the rows are, wherever they were read from."""
+        return {
+            "template": self.settings.template,
+            "mask_prompt": self.settings.mask_prompt,
+            "train_rows": len(self.data.train),
+            "train_ids_sha256": _ids_sha256(self.data.train),
+            "validation_rows": len(self.data.validation),
+            "validation_ids_sha256": _ids_sha256(self.data.validation),
+        }
+
+    def report(self) -> dict[str, Any]:
+        """For the manifest: what was read and dropped, and the settings to read it again."""
+        return {
+            **self.data.report,
+            "rows_cut": self.cut,
+            "rows_empty": self.empty,
+            "validation_rows_evaluated": self.evaluated,
+            DATA_SETTINGS: self.settings.model_dump(mode="json"),
+        }
+
+
+def _ids_sha256(examples: Sequence[Any]) -> str:
+    return hashlib.sha256("\n".join(example.row_id for example in examples).encode()).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +107,7 @@ class DomainPlan:
     accumulation: int
     seed: int
     optimizer: OptimizerSettings
+    _round_plans: dict[int, BatchPlan] = field(default_factory=dict, init=False)
 
     @property
     def name(self) -> str:
@@ -46,54 +115,81 @@ class DomainPlan:
 
     def round_plan(self, number: int) -> BatchPlan:
         """Which rows the batches of a round have; every round has an order of its own."""
-        digest = hashlib.sha256(f"order/{self.seed}/{self.name}/{number}".encode()).digest()
-        lengths = tuple(len(row.tokens) for row in self.rows.train)
-        seed = int.from_bytes(digest[:8], "little")
-        return BatchPlan(lengths, self.widths, self.batch_size, seed)
+        if number not in self._round_plans:
+            digest = hashlib.sha256(f"order/{self.seed}/{self.name}/{number}".encode()).digest()
+            lengths = tuple(len(row.tokens) for row in self.rows.train)
+            seed = int.from_bytes(digest[:8], "little")
+            self._round_plans[number] = BatchPlan(lengths, self.widths, self.batch_size, seed)
+        return self._round_plans[number]
 
     def batches_at(self, number: int, step: int) -> Sequence[Batch]:
-        plan, each = self._plans(number), self.accumulation
         batches = []
-        for place in range(step * each, (step + 1) * each):
-            rows, width = plan.batch(place)
+        for place in range(step * self.accumulation, (step + 1) * self.accumulation):
+            rows, width = self.round_plan(number).batch(place)
             batches.append(make_batch([self.rows.train[row] for row in rows], width))
         return batches
 
-    def _plans(self, number: int) -> BatchPlan:
-        if number not in self._plan_of:
-            self._plan_of[number] = self.round_plan(number)
-        return self._plan_of[number]
 
-    @cached_property
-    def _plan_of(self) -> dict[int, BatchPlan]:
-        return {}
+# --- which domains --------------------------------------------------------------------------------
 
 
-def identity_of(
-    settings: StackRunSettings, domain: DomainSettings, float32_base: bool, rows: DomainRows
-) -> dict[str, Any]:
-    """See `StackSetup.identity`; domain: with the run's settings filled in."""
-    return {
-        **settings.model_dump(mode="json", exclude=_NOT_OF_A_STACK),
-        **domain.model_dump(mode="json", include={"rounds", "iters", "learning_rate"}),
-        "base_in_float32": float32_base,
-        "data": rows.identity(),
-    }
+def data_root(settings: StackRunSettings) -> Path:
+    """Where relative paths of sources begin: `data`, or the current directory."""
+    return user_path(settings.data) if settings.data else Path()
 
 
-def completed(domains: list[DomainSettings], settings: StackRunSettings) -> list[DomainSettings]:
-    """Domains with what the run says of rounds, rate and batches, these in whole steps."""
+def listed_domains(settings: StackRunSettings) -> list[DomainSettings]:
+    """The domains that the settings name, each with its data and what the run says of rounds, rate
+    and batches, these in whole steps.
+
+    Raises: InputError: no domains, a directory or file that is missing, a file whose name cannot
+        name a domain.
+    """
+    if not settings.domains and not settings.data:
+        raise InputError("stack needs data (a directory with NAME.jsonl files) or domains")
+    root = data_root(settings)
+    if settings.data and not root.is_dir():
+        raise InputError(
+            f"{root}: no such directory; --data takes one with NAME.jsonl for each domain"
+        )
+    domains = list(settings.domains) or _every_file(root)
+    files = {d.name: root / f"{d.name}.jsonl" for d in domains if d.data is None}
+    missing = {name: f for name, f in files.items() if not (settings.data and f.is_file())}
+    if missing:
+        present = ", ".join(sorted(p.name for p in root.glob("*.jsonl"))) or "no .jsonl files"
+        raise InputError(
+            f"no data for {', '.join(missing)}: there is no {', '.join(map(str, missing.values()))}"
+            f" (there: {present}); a domain takes data: sources, or a file of its name in `data`"
+        )
     each = settings.grad_accumulation_steps
     complete = []
     for domain in domains:
+        of_name = DomainDataSettings(
+            sources=(f"{domain.name}.jsonl",), validation_rows=settings.validation_rows
+        )
         iters = domain.iters or settings.iters
-        update = {
+        complete.append(domain.model_copy(update={
+            "data": (domain.data or of_name).rendered_as(settings),
             "rounds": domain.rounds or settings.rounds,
             "learning_rate": domain.learning_rate or settings.learning_rate,
             "iters": iters and each * -(-iters // each),
-        }
-        complete.append(domain.model_copy(update=update))
+        }))  # fmt: skip
     return complete
+
+
+def _every_file(root: Path) -> list[DomainSettings]:
+    files = sorted(path for path in root.glob("*.jsonl") if path.is_file())
+    if not files:
+        raise InputError(f"{root}: has no NAME.jsonl files; each would be a domain")
+    problems, domains = [], []
+    for path in files:
+        try:
+            domains.append(DomainSettings(name=path.stem))
+        except ValidationError as error:
+            problems.append(f"{path}: {error.errors()[0]['msg'].removeprefix('Value error, ')}")
+    if problems:
+        raise InputError("\n".join(problems))
+    return domains
 
 
 def check_names(listed: Sequence[DomainSettings], store: Store | None) -> None:
@@ -116,15 +212,138 @@ def check_names(listed: Sequence[DomainSettings], store: Store | None) -> None:
         raise InputError("\n".join(problems))
 
 
-def wanted_data(listed: Sequence[DomainSettings], store: Store | None) -> dict[str, Any]:
-    """Domain -> settings of its data: those to train and those to measure, in the store's order."""
-    mine = {domain.name: domain.data for domain in listed}
-    wanted = {}
-    for record in store.manifest.domains if store else ():
-        if record.enabled and record.split is not None:
-            wanted[record.name] = mine.get(record.name) or data_settings_of(record)
-    known = {record.name for record in store.manifest.domains} if store else set()
-    return wanted | {name: data for name, data in mine.items() if name not in known}
+# --- their rows -----------------------------------------------------------------------------------
+
+
+def data_settings_of(record: DomainRecord) -> DomainDataSettings:
+    """Where the rows of a domain in the store came from. Raises: InputError where it says not."""
+    try:
+        return DomainDataSettings.model_validate(record.data.get(DATA_SETTINGS))
+    except ValidationError:
+        raise InputError(
+            f"the store does not say where the data of domain {record.name} came from; list it in "
+            "`domains` with its data, or disable it"
+        ) from None
+
+
+def stored_data(store: Store, record: DomainRecord, data: str | None) -> DomainDataSettings:
+    """Where the rows of a domain are now: the data settings of its training, with files in `data`,
+    else where they were then, else in the current directory; of an imported one, NAME.jsonl in
+    `data`.
+
+    Raises: InputError: the store does not say, or a file is in none of these places.
+    """
+    if record.origin == "imported":
+        if not data:
+            raise InputError("it was imported, so the store does not know its data; give --data")
+        settings = DomainDataSettings(sources=(f"{record.name}.jsonl",))
+    else:
+        settings = data_settings_of(record)
+    roots = [user_path(data)] if data else [*data_directories(store), Path()]
+    for root in roots:
+        sources = tuple(
+            source.model_copy(update={"path": source.path and str(root / user_path(source.path))})
+            for source in settings.sources
+        )
+        if all(source.path is None or Path(source.path).exists() for source in sources):
+            return settings.model_copy(update={"sources": sources})
+    files = ", ".join(source.path for source in settings.sources if source.path is not None)
+    places = ", ".join(str(root.absolute()) for root in roots)
+    raise InputError(f"{files} not there (in {places}); give --data, the directory they are in")
+
+
+def read_rows_of(
+    listed: Sequence[DomainSettings],
+    settings: StackRunSettings,
+    tokenizer: Any,
+    store: Store | None,
+    notes: list[str],
+) -> dict[str, DomainRows]:
+    """Rows of each domain that is trained or measured, in the store's order; a domain of the store
+    keeps the split that it was trained with.
+
+    Raises: InputError: a source that cannot be read, rows of a stored split that are gone, a domain
+        without rows to train on or to validate with.
+    """
+    data = {domain.name: domain.data for domain in listed}
+    records = store.manifest.domains if store else ()
+    stored = {r.name: r for r in records if r.enabled and r.split is not None}
+    wanted = {name: data.get(name) or data_settings_of(r) for name, r in stored.items()}
+    known = {record.name for record in records}
+    wanted |= {name: d for name, d in data.items() if name not in known and d is not None}
+    root = data_root(settings)
+    gone = [
+        f"\n  {name}: {root / user_path(source.path)}"
+        for name in stored
+        for source in wanted[name].sources
+        if source.path is not None and not (root / user_path(source.path)).exists()
+    ]
+    if gone:
+        raise InputError(
+            f"data of domains that are in the store is gone:{''.join(gone)}\n"
+            "their validation rows are needed for the forgetting matrix and the protected "
+            "directions. Put the files back, list the domains in `domains` with where they are "
+            "now, or take a domain out with `mlxstacks stacks disable`. The store is unchanged"
+        )
+    splits = {
+        name: store.read_json(record.split)
+        for name, record in stored.items()
+        if store is not None and record.split is not None
+    }
+    domains = read_domains(wanted, root, tokenizer=tokenizer, stored=splits)
+    for name in (name for name in wanted if name not in stored):
+        notes += data_notes(name, domains[name].report)
+    return {
+        name: _encoded(domains[name], wanted[name], name in stored, settings, tokenizer, notes)
+        for name in wanted
+    }
+
+
+def _encoded(
+    data: DomainData,
+    about: DomainDataSettings,
+    is_stored: bool,
+    settings: StackRunSettings,
+    tokenizer: Any,
+    notes: list[str],
+) -> DomainRows:
+    longest = settings.max_seq_length
+    if not data.validation or not (data.train or is_stored):
+        raise InputError(
+            f"domain {data.name}: {len(data.train)} rows to train on and {len(data.validation)} to "
+            "validate with were read, it needs both; give it more data, or data.validation_rows "
+            "for an exact number"
+        )
+    held = encode_examples(data.validation, tokenizer, about, longest)
+    nothing = EncodedRows([], [], 0, 0)
+    train = nothing if is_stored else encode_examples(data.train, tokenizer, about, longest)
+    validation = held.rows[:VALIDATION_ROWS]
+    cut, empty = held.cut + train.cut, held.empty + train.empty
+    if cut:
+        notes.append(f"{data.name}: {cut} rows were cut to max_seq_length {longest}.")
+    if empty:
+        notes.append(f"{data.name}: {empty} rows have nothing to learn from; left out.")
+    notes.extend(f"{data.name}: {note}" for note in dict.fromkeys((*held.notes, *train.notes)))
+    rows = train.rows
+    if settings.packing:
+        validation, rows = pack_rows(validation, longest), pack_rows(rows, longest)
+    widths = choose_widths([len(row.tokens) for row in validation], longest)
+    return DomainRows(data.name, data, about, rows, validation, held.rows, widths, cut, empty)
+
+
+# --- what is trained ------------------------------------------------------------------------------
+
+
+def identity_of(
+    settings: StackRunSettings, domain: DomainSettings, float32_base: bool, rows: DomainRows
+) -> dict[str, Any]:
+    """See `StackSetup.identity`; domain: with the run's settings filled in."""
+    return {
+        **settings.model_dump(mode="json", exclude=_NOT_OF_A_STACK),
+        **domain.model_dump(mode="json", include={"rounds", "iters", "learning_rate"}),
+        _OF_THE_MACHINE: float32_base,
+        "data": rows.identity(),
+    }
 
 
 def plan_domains(
@@ -132,7 +351,6 @@ def plan_domains(
     rows: Mapping[str, DomainRows],
     settings: StackRunSettings,
     store: Store | None,
-    in_float32: bool,
     notes: list[str],
 ) -> list[DomainPlan]:
     """Plans of the domains that the store does not have; those it has must be the same.
@@ -152,44 +370,32 @@ def plan_domains(
         else:
             if plans:
                 notes.append(f"{domain.name} is in the store already, before {plans[0].name}.")
-            problems += _differences(domain, record, rows[domain.name], settings, in_float32)
+            differences = _differences(domain, record, rows[domain.name], settings)
+            problems += [f"{domain.name}: {line}" for line in differences]
     if problems and store is not None:
         remove = command_line("mlxstacks stacks remove", store.path, "NAME")
         raise InputError(
             "\n  ".join([f"{store.path} has domains that were trained otherwise:", *problems])
             + "\ngive the settings and data that they were trained with; or, to train one again, "
-            f"first `{remove}`; or list new domains only; or "
-            "--force to begin the whole store anew"
+            f"first `{remove}`; or list new domains only; or --force to replace the whole store"
         )
     return plans
 
 
 def _differences(
-    domain: DomainSettings,
-    record: DomainRecord,
-    rows: DomainRows,
-    settings: StackRunSettings,
-    in_float32: bool,
+    domain: DomainSettings, record: DomainRecord, rows: DomainRows, settings: StackRunSettings
 ) -> list[str]:
+    """What the domain's training would have otherwise; else files whose rows of before are all
+    there still, but among others.
+    """
     iters = domain.iters or record.settings.get("iters")
-    now = identity_of(
-        settings, domain.model_copy(update={"iters": iters}), in_float32, rows
-    )  # fmt: skip
-    before = {key: value for key, value in record.settings.items() if key not in _OF_THE_MOMENT}
-    now = {key: value for key, value in now.items() if key not in _OF_THE_MOMENT}
-    differences = what_differs(flat(before), flat(now))
-    if not differences:
-        differences = _changed_files(record.data, rows.data.report)
-    return [f"{record.name}: {line}" for line in differences]
-
-
-def _changed_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Files whose rows of before are all there still, but with something else beside them."""
-    old = {sha256 for _, sha256 in _files(before)}
-    return [
+    now = identity_of(settings, domain.model_copy(update={"iters": iters}), False, rows)
+    before = {**record.settings, _OF_THE_MACHINE: False}
+    known = {sha256 for _, sha256 in _files(record.data)}
+    return what_differs(before, now) or [
         f"data: {name} changed since; its new rows would not be used"
-        for name, sha256 in _files(now)
-        if sha256 not in old
+        for name, sha256 in _files(rows.data.report)
+        if sha256 not in known
     ]
 
 

@@ -2,7 +2,9 @@
 forgetting matrix; and what every command shows of a store.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,11 @@ from mlxstacks.command_line import command_line
 from mlxstacks.files.manifest import DomainRecord, Manifest
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.guard.run import GuardReport
+from mlxstacks.layers.targets import stack_size
 from mlxstacks.memory import bytes_in_words
-from mlxstacks.studies.stack.plan import DomainPlan
 from mlxstacks.studies.stack.setup import StackSetup
 from mlxstacks.studies.train.setup import guard_json
-from mlxstacks.study.document import Block, Cell, Column, Plot, Series, Table
+from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain
 from mlxstacks.study.write import environment
@@ -45,12 +47,26 @@ def planned_result(setup: StackSetup, target: Path, predicted: GuardReport | Non
     known of it, in the order of the store, with those planned last; `matrix`: mode -> domain
     trained last -> domain measured -> loss, rows in order.
     """
-    settings, size = setup.settings, setup.size
+    settings = setup.settings
+    size = stack_size(setup.targets, settings.stack)
     domains: dict[str, Any] = {}
     if setup.store is not None:
         for record in setup.store.manifest.domains:
             domains[record.name] = {"status": "stored", **stored_json(record)}
-    domains |= {plan.name: _planned_domain(plan) for plan in setup.to_train}
+    for plan in setup.to_train:
+        domains[plan.name] = {
+            "name": plan.name,
+            "status": "planned",
+            "rounds_planned": plan.settings.rounds,
+            "steps_per_round": plan.optimizer.steps,
+            "iters": plan.settings.iters,
+            "train_rows": len(plan.rows.data.train),
+            "validation_rows": len(plan.rows.data.validation),
+            "validation_rows_evaluated": plan.rows.evaluated,
+            "widths_tokens": list(plan.widths),
+            "padding_percent": round(100 * plan.round_plan(1).padding_share(), 1),
+            "data": plan.rows.report(),
+        }
     shown = settings.model_dump(mode="json")
     data = {
         "status": "planned",
@@ -59,7 +75,7 @@ def planned_result(setup: StackSetup, target: Path, predicted: GuardReport | Non
         "base_model": setup.base_model,
         "base_fingerprint": setup.base_fingerprint,
         "base_in_float32": setup.float32_base,
-        "projections": setup.projections(),
+        "projections": dict(sorted(Counter(t.name for t in setup.targets).items())),
         "modules": len(setup.targets),
         "layers": sorted({target.layer for target in setup.targets}),
         "trained_parameters": size.parameters,
@@ -103,6 +119,12 @@ def done_result(
     })  # fmt: skip
     nothing = [] if trained else ["Nothing was trained: the store has every domain."]
     where = environment(seconds)
+    store, model = planned.data["save_path"], planned.settings["model"]
+    next_steps = {"See also": command_line("mlxstacks stacks list", store)}
+    if manifest.enabled_stacks():
+        next_steps["Try it"] = command_line(
+            "mlxstacks chat", ungated=True, model=model, store_path=store
+        )
     return planned.model_copy(update={
         "status": "done",
         "outcome": outcome(manifest),
@@ -114,18 +136,8 @@ def done_result(
             *matrix_blocks(data["matrix"]),
         ),
         "notes": tuple(dict.fromkeys([*setup.notes, *nothing])),
-        "next_steps": _next_steps(planned, manifest),
+        "next_steps": next_steps,
     })  # fmt: skip
-
-
-def _next_steps(planned: Result, manifest: Manifest) -> dict[str, str]:
-    store, model = planned.data["save_path"], planned.settings["model"]
-    steps = {"See also": command_line("mlxstacks stacks list", store)}
-    if manifest.enabled_stacks():
-        steps["Try it"] = command_line(
-            "mlxstacks chat", ungated=True, model=model, store_path=store
-        )
-    return steps
 
 
 def round_details(
@@ -135,7 +147,7 @@ def round_details(
     seconds: float,
     resumed_from: int | None,
 ) -> dict[str, Any]:
-    """What the training of a domain says beside its record in the store."""
+    """What the training of a domain says apart from its record in the store."""
     balances = [
         record.history[-1]["balance_loss"] / len(setup.targets)
         for record in records
@@ -143,18 +155,14 @@ def round_details(
     ]
     return {
         "status": "trained",
-        "rounds": [record.as_json() for record in records],
+        "rounds": [asdict(record) for record in records],
         "steps": sum(record.steps for record in records),
         "seconds": round(seconds, 3),
         "resumed_from_step": resumed_from,
         # uniform routing gives experts_per_token
         "balance_loss_per_projection": balances[-1] if balances else None,
-        "protected": protected_json(bases),
+        "protected": protection_report(bases) if bases else None,
     }
-
-
-def protected_json(bases: Bases) -> dict[str, Any] | None:
-    return protection_report(bases) if bases else None
 
 
 def stored_json(record: DomainRecord) -> dict[str, Any]:
@@ -173,23 +181,6 @@ def stored_json(record: DomainRecord) -> dict[str, Any]:
     }
 
 
-def _planned_domain(plan: DomainPlan) -> dict[str, Any]:
-    rows = plan.rows
-    return {
-        "name": plan.name,
-        "status": "planned",
-        "rounds_planned": plan.settings.rounds,
-        "steps_per_round": plan.optimizer.steps,
-        "iters": plan.settings.iters,
-        "train_rows": len(rows.data.train),
-        "validation_rows": len(rows.data.validation),
-        "validation_rows_evaluated": rows.evaluated,
-        "widths_tokens": list(plan.widths),
-        "padding_percent": round(100 * plan.round_plan(1).padding_share(), 1),
-        "data": rows.report(),
-    }
-
-
 # --- tables and plots -----------------------------------------------------------------------------
 
 
@@ -201,118 +192,93 @@ def _run_table(data: Mapping[str, Any], settings: Mapping[str, Any], *, planned:
     where = f"{len(layers)} layers" if len(layers) > 8 else f"layers {', '.join(map(str, layers))}"
     top = min(stack["experts_per_token"], stack["num_experts"])
     frozen = bytes_in_words(data["stack_bytes"])
-    rows: list[tuple[Cell, ...]] = [
-        ("base", f"{data['base_model']}{' in float32' if data['base_in_float32'] else ''}"),
-        ("projections", f"{data['modules']} in {where}: {kinds}"),
-        ("a stack", f"{stack['num_experts']} experts of rank {stack['rank']}, {top} a token"),
-        ("its size", f"{data['trained_parameters']:,} parameters, {frozen} frozen"),
-    ]
+    facts: dict[str, Cell] = {
+        "base": f"{data['base_model']}{' in float32' if data['base_in_float32'] else ''}",
+        "projections": f"{data['modules']} in {where}: {kinds}",
+        "a stack": f"{stack['num_experts']} experts of rank {stack['rank']}, {top} a token",
+        "its size": f"{data['trained_parameters']:,} parameters, {frozen} frozen",
+    }
     if planned:
         trained, optimizer = (bytes_in_words(data[f"{n}_bytes"]) for n in ("trained", "optimizer"))
-        rows.append(("training", f"stack {trained}, optimizer {optimizer}"))
-        if data["guard"]:
-            parts = data["guard"]["parts_bytes"]
-            rows += [("memory", _sum_of(parts)), ("guard", data["guard"]["verdict"])]
-    return Table(
-        id="run", title="Run", columns=(Column(name="of the run"), Column(name="is")),
-        rows=tuple(rows),
-    )  # fmt: skip
-
-
-def _sum_of(parts: Mapping[str, int | None]) -> str:
-    """`weights 15.2 GB + adapter 408 MB = 15.6 GB`; no sum where one of them is unknown."""
-    known = [nbytes for nbytes in parts.values() if nbytes is not None]
-    total = f" = {bytes_in_words(sum(known))}" if len(known) == len(parts) else ""
-    return (
-        " + ".join(
+        facts["training"] = f"stack {trained}, optimizer {optimizer}"
+    if planned and data["guard"]:
+        parts: Mapping[str, int | None] = data["guard"]["parts_bytes"]
+        known = [nbytes for nbytes in parts.values() if nbytes is not None]
+        # no sum where one of them is unknown
+        total = f" = {bytes_in_words(sum(known))}" if len(known) == len(parts) else ""
+        words = [
             f"{name} {'unknown' if nbytes is None else bytes_in_words(nbytes)}"
             for name, nbytes in parts.items()
             if nbytes != 0
-        )
-        + total
-    )
+        ]
+        facts |= {"memory": " + ".join(words) + total, "guard": data["guard"]["verdict"]}
+    return Table.of_facts("run", "Run", facts)
 
 
 def _planned_table(domains: Domains) -> Table:
-    rows = tuple(
+    columns: Columns = {
+        "domain": "text", "where": "text", "rows": "count", "validation": "count",
+        "stacks, at most": "count", "steps each": "count",
+    }  # fmt: skip
+    return Table.of("domains", "Domains", columns, [
         (name, "to train", domain["train_rows"], domain["validation_rows"],
          domain["rounds_planned"], domain["steps_per_round"])
         if domain["status"] == "planned"
         else (name, "in the store", None, None, len(domain["stacks"]), None)
         for name, domain in domains.items()
-    )  # fmt: skip
-    return Table(
-        id="domains", title="Domains", rows=rows,
-        columns=(
-            Column(name="domain"), Column(name="where"), Column(name="rows", kind="count"),
-            Column(name="validation", kind="count"), Column(name="stacks, at most", kind="count"),
-            Column(name="steps each", kind="count"),
-        ),
-    )  # fmt: skip
+    ])  # fmt: skip
 
 
 def domain_table(domains: Domains) -> Table:
     """What a store says of its domains, and how their training ended where that is known."""
-    rows = tuple(_domain_row(name, domain) for name, domain in domains.items())
-    columns = (
-        Column(name="domain"), Column(name="served"), Column(name="stacks", kind="count"),
-        Column(name="parameters", kind="count"), Column(name="size", kind="bytes"),
-        Column(name="losses"), Column(name="energy", kind="share", digits=0),
-        Column(name="protected", kind="share", digits=0), Column(name="ended early"),
-    )  # fmt: skip
+    rows: list[tuple[Cell, ...]] = []
+    for name, domain in domains.items():
+        protected, rounds = domain.get("protected") or {}, domain.get("rounds") or [{}]
+        ended = rounds[-1].get("last")
+        rows.append((
+            name, domain["enabled"], len(domain["stacks"]), domain["parameters"], domain["bytes"],
+            " ".join(f"{loss:.4f}" for loss in domain["losses"]) or None,
+            protected.get("captured_energy_mean"), protected.get("capacity_used_highest"),
+            None if ended == LAST_ROUND else ended,
+        ))  # fmt: skip
+    columns: Columns = {
+        "domain": "text", "served": "text", "stacks": "count", "parameters": "count",
+        "size": "bytes", "losses": "text", "energy": ("share", 0), "protected": ("share", 0),
+        "ended early": "text",
+    }  # fmt: skip
     # of directions and early ends only where there are some
     kept = [place for place in range(9) if place < 6 or any(row[place] is not None for row in rows)]
     energy = "; energy: of what earlier stacks write, so much lies in the protected directions"
-    return Table(
-        id="domains", title="Domains, in the order of training",
-        columns=tuple(columns[place] for place in kept),
-        rows=tuple(tuple(row[place] for place in kept) for row in rows),
+    return Table.of(
+        "domains", "Domains, in the order of training",
+        dict(list(columns.items())[place] for place in kept),
+        [[row[place] for place in kept] for row in rows],
         caption=f"Validation losses in nats a token{energy if 6 in kept else ''}.",
     )  # fmt: skip
 
 
-def _domain_row(name: str, domain: Mapping[str, Any]) -> tuple[Cell, ...]:
-    protected, rounds = domain.get("protected") or {}, domain.get("rounds") or [{}]
-    ended = rounds[-1].get("last")
-    return (
-        name, domain["enabled"], len(domain["stacks"]), domain["parameters"], domain["bytes"],
-        " ".join(f"{loss:.4f}" for loss in domain["losses"]) or None,
-        protected.get("captured_energy_mean"), protected.get("capacity_used_highest"),
-        None if ended == LAST_ROUND else ended,
-    )  # fmt: skip
-
-
-def matrix_blocks(matrix: Matrix) -> tuple[Block, ...]:
+def matrix_blocks(matrix: Matrix) -> Iterator[Block]:
     """A heat map and a table for each mode that was measured."""
-    return tuple(
-        block for mode, rows in matrix.items() if rows for block in _mode_blocks(mode, rows)
-    )
-
-
-def _mode_blocks(mode: str, rows: Mapping[str, Mapping[str, float]]) -> tuple[Plot, Table]:
-    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    title = f"Losses, {mode}: {MODES[mode]}"
-    at_end = ", ".join(f"{name} {loss:.4g}" for name, loss in list(rows.values())[-1].items())
-    plot = Plot(
-        id=f"matrix-{mode}", title=title, kind="heat map", categories=tuple(columns),
-        series=tuple(
-            Series(label=name, y=tuple(row.get(column) for column in columns))
-            for name, row in rows.items()
-        ),
-        x_label="domain measured", y_label="domain trained last", unit="loss, nats a token",
-        alt=f"{title}. Rows: the domain trained last; columns: the domain measured. At the end "
-        f"{at_end}.",
-    )  # fmt: skip
-    table = Table(
-        id=f"losses-{mode}", title=title,
-        columns=(
-            Column(name="trained last"),
-            *(Column(name=f"of {column}", kind="number", digits=4) for column in columns),
-        ),
-        rows=tuple((name, *(row.get(column) for column in columns)) for name, row in rows.items()),
-        caption="Validation loss of each domain, nats a token.",
-    )  # fmt: skip
-    return plot, table
+    for mode, rows in matrix.items():
+        if not rows:
+            continue
+        columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+        title = f"Losses, {mode}: {MODES[mode]}"
+        at_end = ", ".join(f"{name} {loss:.4g}" for name, loss in list(rows.values())[-1].items())
+        losses = {name: tuple(row.get(column) for column in columns) for name, row in rows.items()}
+        yield Plot(
+            id=f"matrix-{mode}", title=title, kind="heat map", categories=tuple(columns),
+            series=tuple(Series(label=name, y=row) for name, row in losses.items()),
+            x_label="domain measured", y_label="domain trained last", unit="loss, nats a token",
+            alt=f"{title}. Rows: the domain trained last; columns: the domain measured. At the end "
+            f"{at_end}.",
+        )  # fmt: skip
+        yield Table.of(
+            f"losses-{mode}", title,
+            {"trained last": "text", **{f"of {column}": ("number", 4) for column in columns}},
+            [(name, *row) for name, row in losses.items()],
+            caption="Validation loss of each domain, nats a token.",
+        )  # fmt: skip
 
 
 # --- the matrix in words --------------------------------------------------------------------------
@@ -350,39 +316,31 @@ def verdict(manifest: Manifest) -> str:
     if nothing:
         words.append(f"Training gained nothing for {', '.join(nothing)}: no stack was kept.")
     prefix = matrix.get("prefix", {})
-    moved = [name for name, rise in rises(prefix).items() if rise != 0]
+    changed = [name for name, rise in rises(prefix).items() if rise != 0]
     if len(prefix) > 1:
         words.append(
             "With the stacks up to its own, every domain's loss is what it was, to the last bit."
-            if not moved
-            else f"With the stacks up to its own, the loss of {', '.join(moved)} changed: a stack "
-            "before it was taken out, or another device measured it."
+            if not changed
+            else f"With the stacks up to its own, the loss of {', '.join(changed)} changed: a "
+            "stack before it was taken out, or another device measured it."
         )
     ungated = matrix.get("ungated", {})
-    return " ".join([*words, *_forgotten(_moved(ungated), ungated)])
+    moved = _moved(ungated)
+    if moved:
+        worst = max(moved, key=lambda name: moved[name])
+        mean = sum(moved.values()) / len(moved)
+        words.append(
+            f"With every stack on, no earlier domain lost anything (mean {mean:+.4f})."
+            if moved[worst] <= 0
+            else f"With every stack on, earlier domains moved by {mean:+.4f} on average; {worst} "
+            f"lost most, {moved[worst]:+.4f} to {list(ungated.values())[-1][worst]:.4f}."
+        )
+    return " ".join(words)
 
 
 def _moved(ungated: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """How much the loss of each domain but the last rose since its own training."""
-    last = list(ungated)[-1] if ungated else ""
-    return {name: rise for name, rise in rises(ungated).items() if name != last}
-
-
-def _forgotten(
-    moved: Mapping[str, float], ungated: Mapping[str, Mapping[str, float]]
-) -> Iterator[str]:
-    if not moved:
-        return
-    worst = max(moved, key=lambda name: moved[name])
-    mean = sum(moved.values()) / len(moved)
-    if moved[worst] <= 0:
-        yield f"With every stack on, no earlier domain lost anything (mean {mean:+.4f})."
-        return
-    at_end = list(ungated.values())[-1][worst]
-    yield (
-        f"With every stack on, earlier domains moved by {mean:+.4f} on average; {worst} lost most, "
-        f"{moved[worst]:+.4f} to {at_end:.4f}."
-    )
+    return {name: rise for name, rise in rises(ungated).items() if name != list(ungated)[-1]}
 
 
 def _count(count: int, what: str) -> str:

@@ -14,6 +14,7 @@ Letters: n prompts, P projections of a stack, E experts, N output dims, D domain
 
 import math
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,12 +32,11 @@ from mlxstacks.layers.moe_lora import Rows
 from mlxstacks.layers.packed import FrozenStack, PackedStacks
 from mlxstacks.layers.selection import Selection
 from mlxstacks.layers.stacked import StackedLayer, set_mode, stacked_layers
-from mlxstacks.stats import MeanInterval, mean_interval
+from mlxstacks.stats import MeanInterval, mean_interval, wilson_interval
 from mlxstacks.studies.stack.geometry import by_name
-from mlxstacks.studies.stack.separation import principal_components, separation
 from mlxstacks.training.modes import evaluating
 
-PERMUTATIONS = 200
+PERMUTATIONS, SEPARATION_PERMUTATIONS, FOLDS = 200, 100, 5
 # An expert chosen for less than this share of the rows of a projection is not used there.
 UNUSED = 0.01
 
@@ -104,56 +104,38 @@ def run_prompts(
     gates: list[dict[tuple[str, str], list[np.ndarray]]] = []
     deltas: dict[str, dict[str, list[np.ndarray]]] = {}
     with gated_delta_installed(), evaluating(model), _ungated(model) as layers:
+        served = {path: layer.stacks for path, layer in layers.items()}
         for domain, of_domain in prompts.items():
             recording = _Recording()
-            with _recording(layers, domain, recording):
-                for tokens in of_domain:
-                    recording.gates.clear()
-                    recording.deltas.clear()
-                    mx.eval(model(mx.array(tokens)[None]), recording.gates, recording.deltas)
-                    gates.append(
-                        {k: [np.array(v) for v in vs] for k, vs in recording.gates.items()}
-                    )
-                    for path, row in recording.deltas.items():
-                        rows = deltas.setdefault(path, {}).setdefault(domain, [])
-                        rows.append(np.array(row))
-                    labels.append(domain)
-                    if progress:
-                        progress(len(labels), total, domain)
-        routing = tuple(_gather(layers, gates))
+            for path, stacks in served.items():
+                record = _recorder(path, stacks.stacks(), domain, recording)
+                layers[path].stacks = _RecordedStacks(stacks, record)
+            for tokens in of_domain:
+                recording.gates.clear()
+                recording.deltas.clear()
+                mx.eval(model(mx.array(tokens)[None]), recording.gates, recording.deltas)
+                gates.append({k: [np.array(v) for v in vs] for k, vs in recording.gates.items()})
+                for path, row in recording.deltas.items():
+                    deltas.setdefault(path, {}).setdefault(domain, []).append(np.array(row))
+                labels.append(domain)
+                if progress:
+                    progress(len(labels), total, domain)
+        routing = tuple(_gather({p: stacks.stacks() for p, stacks in served.items()}, gates))
     stacked = {p: {d: np.stack(rows) for d, rows in of.items()} for p, of in deltas.items()}
-    _check_finite(routing, stacked)
-    return Passes(tuple(labels), routing, stacked)
-
-
-def _check_finite(
-    routing: Sequence[StackRouting], deltas: Mapping[str, Mapping[str, np.ndarray]]
-) -> None:
     wrong = [f"gates of {stack.name}" for stack in routing if not np.isfinite(stack.gates).all()]
-    for path, by_domain in deltas.items():
-        wrong += [
-            f"{path}, stacks of {domain}"
-            for domain, rows in by_domain.items()
-            if not np.isfinite(rows).all()
-        ]
+    wrong += [
+        f"{path}, stacks of {domain}"
+        for path, by_domain in stacked.items()
+        for domain, rows in by_domain.items()
+        if not np.isfinite(rows).all()
+    ]
     if wrong:
         raise StoreError(
             f"not finite on data: {wrong[0]} and {len(wrong) - 1} more; the base or an activation "
             "overflows with these stacks on: see whether `mlxstacks stacks verify` passes, and "
             "disable domains to find the one"
         )
-
-
-@contextmanager
-def _ungated(model: nn.Module) -> Iterator[dict[str, StackedLayer]]:
-    layers = dict(stacked_layers(model))
-    before = {path: layer.mode for path, layer in layers.items()}
-    set_mode(model, Selection(active=False))
-    try:
-        yield layers
-    finally:
-        for path, layer in layers.items():
-            layer.select(*before[path])
+    return Passes(tuple(labels), routing, stacked)
 
 
 class _RecordedStacks(PackedStacks):
@@ -174,25 +156,23 @@ class _RecordedStacks(PackedStacks):
 
 
 @contextmanager
-def _recording(
-    layers: Mapping[str, StackedLayer], domain: str, recording: _Recording
-) -> Iterator[None]:
-    """Every projection records its routing, and the delta of the domain's own stacks."""
-    before = {path: layer.stacks for path, layer in layers.items()}
-    for path, layer in layers.items():
-        layer.stacks = _RecordedStacks(
-            before[path], _recorder(path, before[path].stacks(), domain, recording)
-        )
+def _ungated(model: nn.Module) -> Iterator[dict[str, StackedLayer]]:
+    """Path -> layer, all stacks on; modes and stacks are afterwards as they were."""
+    layers = dict(stacked_layers(model))
+    before = {path: (layer.mode, layer.stacks) for path, layer in layers.items()}
+    set_mode(model, Selection(active=False))
     try:
-        yield
+        yield layers
     finally:
         for path, layer in layers.items():
-            layer.stacks = before[path]
+            mode, layer.stacks = before[path]
+            layer.select(*mode)
 
 
 def _recorder(
     path: str, stacks: Sequence[FrozenStack], domain: str, recording: _Recording
 ) -> Record:
+    """Records the routing of a projection, and the delta of the domain's own stacks."""
     domain_stacks = PackedStacks()
     domain_stacks.replace_all([stack for stack in stacks if stack.id.domain == domain])
     routed = [(stack, random_router(stack, path)) for stack in stacks if stack.router is not None]
@@ -240,14 +220,14 @@ def _row_mean(values: mx.array) -> mx.array:
 
 
 def _gather(
-    layers: Mapping[str, StackedLayer],
+    stacks: Mapping[str, Sequence[FrozenStack]],
     gates_by_prompt: Sequence[Mapping[tuple[str, str], Sequence[np.ndarray]]],
 ) -> Iterator[StackRouting]:
-    """Per stack, in the order of its first projection."""
+    """stacks: by path. Per stack, in the order of its first projection."""
     paths: dict[str, list[str]] = {}
     shapes: dict[str, FrozenStack] = {}
-    for path, layer in layers.items():
-        for stack in layer.stacks.stacks():
+    for path, of_path in stacks.items():
+        for stack in of_path:
             if stack.router is not None:
                 paths.setdefault(stack.id.name, []).append(path)
                 shapes[stack.id.name] = stack
@@ -276,8 +256,27 @@ def routing_json(passes: Passes, seed: int) -> dict[str, Any]:
 
 def _stack_json(stack: StackRouting, labels: Sequence[str], seed: int) -> dict[str, Any]:
     experts = stack.gates.shape[2]
-    domains = list(dict.fromkeys(labels))
-    chosen = {name: np.array(labels) == name for name in domains}
+    rows_of = {name: np.array(labels) == name for name in dict.fromkeys(labels)}
+    loads: dict[str, Any] = {}
+    for name, rows in rows_of.items():
+        gates, dispatch, entropy = stack.gates[rows], stack.dispatch[rows], stack.entropy[rows]
+        loads[name] = {
+            "prompts": int(rows.sum()),
+            "gate": [i.as_json() for i in expert_means(gates)],
+            "dispatch": [i.as_json() for i in expert_means(dispatch)],
+            # Of the mean loads: 1 is uniform. Averaged over projections first, and each on its own.
+            "load_entropy": entropy_share(dispatch.mean(axis=(0, 1))),
+            "load_entropy_by_projection": float(
+                np.mean([entropy_share(load) for load in dispatch.mean(axis=0)])
+            ),
+            # Of the gates of one token, in nats: 0 is one expert alone, ln K all K alike.
+            "gate_entropy_nats": mean_interval(entropy.mean(axis=1).tolist()).as_json(),
+            "most_gate_entropy_nats": math.log(stack.top_k),
+            "largest_gate_by_projection": float(gates.mean(axis=0).max(axis=1).mean()),
+            "unused_experts": int(np.sum(dispatch.mean(axis=0) < UNUSED)),
+        }
+    # Of two domains' mean gates of one expert, projections averaged: the published view.
+    averages = [stack.gates[rows].mean(axis=(0, 1)) for rows in rows_of.values()]
     return {
         "domain": stack.domain,
         "experts": experts,
@@ -285,37 +284,19 @@ def _stack_json(stack: StackRouting, labels: Sequence[str], seed: int) -> dict[s
         "projections": len(stack.paths),
         "uniform_gate": 1 / experts,
         "uniform_dispatch": stack.top_k / experts,
-        "on": {name: _load_json(stack, rows) for name, rows in chosen.items()},
-        "largest_gate_difference": _largest_difference(stack, list(chosen.values())),
+        "on": loads,
+        "largest_gate_difference": float(np.ptp(np.stack(averages), axis=0).max()),
         "domain_distance": domain_distance(stack.gates, labels, seed),
         "domain_distance_of_random_routers": domain_distance(stack.control, labels, seed),
         "by_projection": {
             name: {
-                domain: _floats(stack.gates[rows][:, places].mean(axis=(0, 1)))
-                for domain, rows in chosen.items()
+                domain: stack.gates[rows][:, [*map(stack.paths.index, paths)]]
+                .mean(axis=(0, 1))
+                .tolist()
+                for domain, rows in rows_of.items()
             }
-            for name, places in _places(stack).items()
+            for name, paths in by_name(stack.paths).items()
         },
-    }
-
-
-def _load_json(stack: StackRouting, rows: np.ndarray) -> dict[str, Any]:
-    """One stack on the prompts of one domain; rows (n,) bool."""
-    gates, dispatch, entropy = stack.gates[rows], stack.dispatch[rows], stack.entropy[rows]
-    return {
-        "prompts": int(rows.sum()),
-        "gate": [i.as_json() for i in expert_means(gates)],
-        "dispatch": [i.as_json() for i in expert_means(dispatch)],
-        # Of the mean loads: 1 is uniform. Averaged over projections first, and each on its own.
-        "load_entropy": entropy_share(dispatch.mean(axis=(0, 1))),
-        "load_entropy_by_projection": float(
-            np.mean([entropy_share(load) for load in dispatch.mean(axis=0)])
-        ),
-        # Of the gates of one token, in nats: 0 is one expert alone, ln K all K alike.
-        "gate_entropy_nats": mean_interval(_floats(entropy.mean(axis=1))).as_json(),
-        "most_gate_entropy_nats": math.log(stack.top_k),
-        "largest_gate_by_projection": float(gates.mean(axis=0).max(axis=1).mean()),
-        "unused_experts": int(np.sum(dispatch.mean(axis=0) < UNUSED)),
     }
 
 
@@ -324,7 +305,7 @@ def expert_means(loads: np.ndarray) -> list[MeanInterval]:
 
     Law: the means sum to what the loads of a row sum to.
     """
-    return [mean_interval(_floats(column)) for column in loads.mean(axis=1).T]
+    return [mean_interval(column.tolist()) for column in loads.mean(axis=1).T]
 
 
 def entropy_share(load: np.ndarray) -> float:
@@ -357,12 +338,6 @@ def _distance(gates: np.ndarray, codes: np.ndarray, domains: int) -> float:
     return float(np.mean([np.abs(means[a] - means[b]).sum(axis=-1).mean() / 2 for a, b in pairs]))
 
 
-def _largest_difference(stack: StackRouting, chosen: Sequence[np.ndarray]) -> float:
-    """Between two domains' mean gates of one expert, projections averaged: the published view."""
-    means = [stack.gates[rows].mean(axis=(0, 1)) for rows in chosen]
-    return float(np.ptp(np.stack(means), axis=0).max())
-
-
 def _points_json(passes: Passes, seed: int) -> dict[str, Any] | None:
     """A point a prompt, its mean gates one after the other; components and separation of them."""
     if not passes.routing or len(passes.labels) < 3:
@@ -373,14 +348,14 @@ def _points_json(passes: Passes, seed: int) -> dict[str, Any] | None:
     averaged = np.concatenate([s.gates.mean(axis=1) for s in passes.routing], axis=1)
     # Inputs of another domain go elsewhere through any router: what exceeds this was learned.
     control = [s.control.reshape(len(passes.labels), -1) for s in passes.routing]
-    components = principal_components(everything, 2)
+    coordinates, explained = principal_components(everything, 2)
     return {
         "features": everything.shape[1],
         "labels": list(passes.labels),
-        "coordinates": [_floats(point) for point in components.coordinates],
-        "explained": list(components.explained),
+        "coordinates": coordinates.tolist(),
+        "explained": explained,
         "separation": separation(everything, passes.labels, seed),
-        "separation_on_two_components": separation(components.coordinates, passes.labels, seed),
+        "separation_on_two_components": separation(coordinates, passes.labels, seed),
         "separation_of_averages": separation(averaged, passes.labels, seed),
         "separation_of_random_routers": separation(
             np.concatenate(control, axis=1), passes.labels, seed
@@ -391,13 +366,106 @@ def _points_json(passes: Passes, seed: int) -> dict[str, Any] | None:
     }
 
 
-def _places(stack: StackRouting) -> dict[str, list[int]]:
-    """Name of a projection inside its layer -> its places along P."""
+# --- do points of several classes lie apart? ------------------------------------------------------
+
+# n points, F features, D classes. Distances are Euclidean, features as they come.
+
+
+def principal_components(features: np.ndarray, count: int = 2) -> tuple[np.ndarray, list[float]]:
+    """(coordinates (n, c), share of all variance along each) of the leading components of features
+    (n, F), centred. Each one's largest part is positive.
+
+    Laws: the variance of a coordinate over the total variance is its share; with all
+    components, distances between points are those of the features.
+    """
+    centred = features - features.mean(axis=0)
+    left, values, right = np.linalg.svd(centred.astype(np.float64), full_matrices=False)
+    largest = np.abs(right).argmax(axis=1)
+    signs = np.sign(right[np.arange(len(right)), largest])
+    total = float(np.sum(values**2))
+    explained = values[:count] ** 2 / total if total > 0 else np.zeros(min(count, len(values)))
+    coordinates = (left * values * np.where(signs == 0, 1, signs))[:, :count]
+    return coordinates, explained.tolist()
+
+
+def silhouette(features: np.ndarray, labels: Sequence[str]) -> float:
+    """Mean of (b - a) / max(a, b): a, mean distance to the others of a point's class; b, to those
+    of the nearest other class. 1: far apart, 0: mixed, below 0: nearer to another class.
+
+    A point that is alone in its class counts 0 (Rousseeuw, 1987). Needs two classes.
+    """
+    from scipy.spatial.distance import cdist
+
+    names, codes = np.unique(np.array(labels), return_inverse=True)
+    member = np.eye(len(names))[codes]  # (n, D)
+    sizes, totals = member.sum(axis=0), cdist(features, features) @ member  # (D,), (n, D)
+    others = sizes[codes] - 1  # (n,)
+    inside = totals[member > 0] / np.maximum(others, 1)
+    outside = np.where(member > 0, np.inf, totals / sizes).min(axis=1)
+    scale = np.maximum(inside, outside)
+    scored = (others > 0) & (scale > 0)
+    return float(np.sum((outside - inside)[scored] / scale[scored]) / len(codes))
+
+
+def folds_of(labels: Sequence[str], folds: int, seed: int) -> np.ndarray:
+    """The fold of each point (n,), every class spread over the folds as evenly as can be."""
+    rng = np.random.default_rng(seed)
+    codes = np.array(labels)
+    assigned = np.zeros(len(codes), dtype=int)
+    for name in sorted(set(labels)):
+        places = np.flatnonzero(codes == name)
+        assigned[rng.permutation(places)] = np.arange(len(places)) % folds
+    return assigned
+
+
+def nearest_centroid_hits(features: np.ndarray, labels: Sequence[str], fold: np.ndarray) -> int:
+    """How many points are nearest to the centroid of their own class, centroids made without the
+    point's fold. A class that the other folds do not have can not be hit; of equally near ones the
+    first by name is taken.
+    """
+    from scipy.spatial.distance import cdist
+
+    names, codes = np.unique(np.array(labels), return_inverse=True)
+    hits = 0
+    for number in np.unique(fold):
+        inside = fold == number
+        member = np.eye(len(names))[codes[~inside]]
+        sizes = member.sum(axis=0)
+        centroids = member.T @ features[~inside] / np.maximum(sizes, 1)[:, None]  # (D, F)
+        distances = cdist(features[inside], centroids)
+        distances[:, sizes == 0] = np.inf
+        hits += int(np.sum(distances.argmin(axis=1) == codes[inside]))
+    return hits
+
+
+def separation(features: np.ndarray, labels: Sequence[str], seed: int) -> dict[str, Any] | None:
+    """How far the classes of features (n, F) can be told apart; None unless there are two of at
+    least two points each.
+
+    accuracy: share of the n points that are nearest to their own centroid, with its interval;
+    chance: the share of the largest class; permuted_accuracy: its mean with labels shuffled; p:
+    share of shuffles (this one counted) that do as well.
+    """
+    counts = Counter(labels)
+    if len(counts) < 2 or min(counts.values()) < 2:
+        return None
+    folds = min(FOLDS, *counts.values())
+    # All components keep every distance, in at most n numbers a point.
+    points, _ = principal_components(features, len(labels))
+    hits = nearest_centroid_hits(points, labels, folds_of(labels, folds, seed))
+    rng = np.random.default_rng(seed)
+    shuffled = []
+    for _ in range(SEPARATION_PERMUTATIONS):
+        drawn = [str(name) for name in rng.permutation(np.array(labels))]
+        shuffled.append(nearest_centroid_hits(points, drawn, folds_of(drawn, folds, seed)))
+    as_good = sum(count >= hits for count in shuffled)
     return {
-        name: [stack.paths.index(path) for path in paths]
-        for name, paths in by_name(stack.paths).items()
+        "n": len(labels),
+        "accuracy": hits / len(labels),
+        "interval": wilson_interval(hits, len(labels)).as_json(),
+        "chance": max(counts.values()) / len(labels),
+        "permuted_accuracy": float(np.mean(shuffled)) / len(labels),
+        "p": (1 + as_good) / (1 + SEPARATION_PERMUTATIONS),
+        "folds": folds,
+        "silhouette": silhouette(points, labels),
     }
-
-
-def _floats(values: np.ndarray) -> list[float]:
-    return [float(value) for value in values]

@@ -1,15 +1,14 @@
 """`mlxstacks stack`: domain after domain on one frozen base, into a store.
 
-A domain that is being trained lives in `.NAME.work` beside the store; when it is done the store
+A domain that is being trained lives in `.NAME.work` next to the store; when it is done the store
 takes its stacks, its split and its row of the forgetting matrix in one change. Stopped at any
-moment, even killed, the same command goes on and ends with the same manifest, hashes and losses.
+moment, even killed, the same command resumes and ends with the same manifest, hashes and losses.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,7 +20,14 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.store import Store
 from mlxstacks.layers.selection import ungated
 from mlxstacks.layers.stacked import set_mode
-from mlxstacks.studies.stack.checkpoint import RoundKeeper, commit_domain, hand_over_log
+from mlxstacks.studies.stack.checkpoint import (
+    RoundKeeper,
+    StackWork,
+    begins_anew,
+    check_store,
+    commit_domain,
+    read_report,
+)
 from mlxstacks.studies.stack.plan import DomainPlan
 from mlxstacks.studies.stack.report import done_result, planned_result, round_details
 from mlxstacks.studies.stack.setup import (
@@ -31,13 +37,6 @@ from mlxstacks.studies.stack.setup import (
     stored_prefix,
     with_other_company,
     with_trained,
-)
-from mlxstacks.studies.stack.work import (
-    StackWork,
-    begins_anew,
-    check_store_place,
-    open_store,
-    read_report,
 )
 from mlxstacks.studies.train.run import set_wired_limit, silence_stdout
 from mlxstacks.studies.train.setup import compiles, steps_of
@@ -81,9 +80,9 @@ def run(
     if settings.save_path is None:
         raise InputError("stack needs save_path")
     target = user_path(settings.save_path)
-    check_store_place(target, settings)
-    store = None if begins_anew(target, settings) else open_store(target)
-    setup = set_up(settings, store)
+    check_store(target, settings)
+    resumes = not begins_anew(target, settings) and target.is_dir() and any(target.iterdir())
+    setup = set_up(settings, Store.open(target) if resumes else None)
     group = current_group()
     predicted = guarded(setup, size_and_rank(group)[0], plan_only=dry_run)
     planned = planned_result(setup, target, predicted)
@@ -122,6 +121,7 @@ class _StackRun:
             stack.enter_context(checkpoint_layers(self.model))
         self.started = time.monotonic()
         self.domains_done, self.domains_all = 0, max(1, len(setup.to_train))
+        self.losses = {name: self._loss_of(name) for name in setup.rows}
 
     def run(self) -> Result:
         work = StackWork(self.target, read_only=not self.is_main)
@@ -129,7 +129,17 @@ class _StackRun:
             if self.is_main:
                 self._tidy(work)
             wait_for_all(self.group)
-            self._check_shared(work)
+            # Every process has to see the work of the first one, and later its store.
+            blind = [
+                str(rank)
+                for rank, sees in enumerate(gathered(int(work.path.is_dir()), self.group))
+                if not sees
+            ]
+            if blind:
+                raise InputError(
+                    f"{work.path}: processes {', '.join(blind)} do not see it; put save_path where "
+                    "every process reads and the first one writes"
+                )
             self._recall(work)
             expected = self._arrive() if self.setup.to_train else {}
             while self.setup.to_train:
@@ -167,18 +177,8 @@ class _StackRun:
         elif work.identity is not None and self.setup.store is not None:
             name = str(work.identity.get("name"))
             if self.setup.store.manifest.domain_named(name) is not None:
-                hand_over_log(work, self.setup.store)
+                work.hand_over_log(self.setup.store)
                 work.clear()
-
-    def _check_shared(self, work: StackWork) -> None:
-        """Every process has to see the work of the first one, and later its store."""
-        seen = gathered(int(work.path.is_dir()), self.group)
-        if not all(seen):
-            blind = ", ".join(str(rank) for rank, sees in enumerate(seen) if not sees)
-            raise InputError(
-                f"{work.path}: processes {blind} do not see it; put save_path where every process "
-                "reads and the first one writes"
-            )
 
     def _recall(self, work: StackWork) -> None:
         """What the training of stored domains said, from this run before it was stopped, or from
@@ -187,8 +187,10 @@ class _StackRun:
         earlier = read_report(self.target) | work.details
         for name, known in self.domains.items():
             details = earlier.get(name)
-            if details and known["status"] == "stored" and _same_losses(details, known):
-                known.update({**details, "status": "stored"})
+            if details and known["status"] == "stored":
+                kept = [r["loss_after"] for r in details.get("rounds", []) if r.get("kept")]
+                if kept == known["losses"][1:]:
+                    known.update({**details, "status": "stored"})
 
     def _arrive(self) -> MatrixRow:
         """Prefix losses of the store's domains as this process measures them: from here on they
@@ -200,7 +202,7 @@ class _StackRun:
         if store is None or not served:
             return {}
         measured = measure_row(
-            self.model, served, self._losses(), ["prefix"], self.setup.served_dtype,
+            self.model, served, self.losses, ["prefix"], self.setup.served_dtype,
             lambda mode, domain, loss: self._say(0, f"measuring {domain} as it is"),
         )["prefix"]  # fmt: skip
         wrong, rounding = arrival_problems(stored_prefix(store.manifest), measured)
@@ -229,14 +231,22 @@ class _StackRun:
 
     def _domain(self, work: StackWork, plan: DomainPlan, expected: MatrixRow) -> DomainResult:
         start = time.monotonic()
+        identity, store = self.setup.identity(plan.settings), self.setup.store
+        # Not how stacks are stored: one that does not fit float16 can be frozen as bfloat16 without
+        # training it again.
+        identity["stack"] = {k: v for k, v in identity["stack"].items() if k != "storage"}
+        earlier = store.enabled_stacks() if store else []
         if self.is_main:
-            work.begin(self._work_identity(plan))
+            work.begin({
+                "name": plan.name, "base_fingerprint": self.setup.base_fingerprint, **identity,
+                "trained_on": {stack.name: stack.file.sha256 for stack in earlier},
+            })  # fmt: skip
         wait_for_all(self.group)
         bases = self._bases(work, plan)
         keeper = RoundKeeper(self.setup, work, plan, self.is_main, self._say)
         try:
             result = train_domain(
-                self.model, self._job(plan, bases), keeper, self.setup.served, self._losses(),
+                self.model, self._job(plan, bases), keeper, self.setup.served, self.losses,
                 self.settings.modes, expected, dtype=self.setup.served_dtype, group=self.group,
                 on_loss=lambda mode, domain, loss: self._say(1, f"{mode} loss of {domain}"),
             )  # fmt: skip
@@ -254,26 +264,11 @@ class _StackRun:
             work.set_details({**work.details, plan.name: details})
             commit_domain(self.setup, self.target, work, plan, result, bases)
         wait_for_all(self.group)
-        store = self.setup.store or Store.open(self.target)
+        store = store or Store.open(self.target)
         store.refresh()
         self.setup = with_trained(self.setup, store, result.served)
         self.domains_done += 1
         return result
-
-    def _work_identity(self, plan: DomainPlan) -> dict[str, Any]:
-        """All that the unfinished domain depends on. Not how stacks are stored: a stack that does
-        not fit float16 can be frozen as bfloat16 without training it again.
-        """
-        identity = self.setup.identity(plan.settings)
-        identity["stack"] = {k: v for k, v in identity["stack"].items() if k != "storage"}
-        store = self.setup.store
-        earlier = store.enabled_stacks() if store else []
-        return {
-            "name": plan.name,
-            "base_fingerprint": self.setup.base_fingerprint,
-            **identity,
-            "trained_on": {stack.name: stack.file.sha256 for stack in earlier},
-        }
 
     def _bases(self, work: StackWork, plan: DomainPlan) -> Bases:
         """The directions to keep out of, from the work directory or found now."""
@@ -308,7 +303,7 @@ class _StackRun:
             optimizer=plan.optimizer,
             every=steps_of(settings.steps_per_eval, settings.grad_accumulation_steps),
             batches_at=plan.batches_at,
-            loss_of=self._loss_of(plan.name),
+            loss_of=self.losses[plan.name],
             snapshot=SnapshotSettings(
                 spike_threshold=settings.spike_threshold, patience=settings.patience
             ),
@@ -322,9 +317,6 @@ class _StackRun:
             head=self.setup.head,
         )
 
-    def _losses(self) -> Mapping[str, Callable[[nn.Module], float]]:
-        return {name: self._loss_of(name) for name in self.setup.rows}
-
     def _loss_of(self, name: str) -> Callable[[nn.Module], float]:
         """The first process's: hosts may round differently, and all have to stop, keep and judge
         alike.
@@ -332,15 +324,7 @@ class _StackRun:
         measure = self.setup.loss_of(name)
         return lambda model: gathered(measure(model), self.group)[0]
 
-    # --- progress ---------------------------------------------------------------------------------
-
     def _say(self, share: float, what: str) -> None:
         """share: of the domain under way that is done."""
         if self.progress:
             self.progress(self.domains_done + min(share, 0.999), self.domains_all, what)
-
-
-def _same_losses(details: Mapping[str, Any], stored: Mapping[str, Any]) -> bool:
-    rounds = details.get("rounds", [])
-    kept = [record["loss_after"] for record in rounds if record.get("kept")]
-    return kept == stored["losses"][1:]

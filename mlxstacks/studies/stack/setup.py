@@ -1,6 +1,5 @@
-"""What `mlxstacks stack` works on: base, projections, stored stacks, rows; checked, not begun."""
+"""What `mlxstacks stack` works on: base, projections, stored stacks, rows, the guard's word."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +19,6 @@ from mlxstacks.files.manifest import Manifest
 from mlxstacks.files.store import Store, base_name
 from mlxstacks.guard.run import GuardReport, guard
 from mlxstacks.guard.settings import GuardSettings
-from mlxstacks.layers.adapted import Dims
 from mlxstacks.layers.attach import check_per_expert
 from mlxstacks.layers.freezing import add_frozen
 from mlxstacks.layers.latent import LatentPair
@@ -28,25 +26,22 @@ from mlxstacks.layers.output_head import OutputHead, find_output_head
 from mlxstacks.layers.settings import TargetSettings, parse_layers
 from mlxstacks.layers.stack_files import SharedPairs, attach_paths, fixed_pairs, parts_of
 from mlxstacks.layers.targets import (
-    StackSize,
     Target,
     check_targets,
     find_targets,
     left_out_notes,
-    stack_size,
 )
-from mlxstacks.studies.stack.data import DomainRows, listed_domains, read_rows_of
 from mlxstacks.studies.stack.plan import (
     DomainPlan,
+    DomainRows,
     check_names,
-    completed,
     identity_of,
+    listed_domains,
     plan_domains,
-    wanted_data,
+    read_rows_of,
 )
-from mlxstacks.studies.stack.work import RUN
 from mlxstacks.studies.train.setup import compiles, limit_is_assumed
-from mlxstacks.study.run_directory import recorded_fingerprint, work_path
+from mlxstacks.study.run_directory import IDENTITY, recorded_fingerprint, work_path
 from mlxstacks.training.continual import MatrixRow, Served
 from mlxstacks.training.modes import evaluating, prepare_base
 from mlxstacks.training.settings import DomainSettings, StackRunSettings
@@ -54,7 +49,7 @@ from mlxstacks.training.settings import DomainSettings, StackRunSettings
 
 @dataclass(frozen=True, eq=False)
 class StackSetup:
-    """store: the store to go on with, None for a new one. rows: of every domain whose loss is
+    """store: the one to resume, None for a new one. rows: of every domain whose loss is
     measured. to_train: in order. served: domains whose stacks are in the model, in order.
     """
 
@@ -77,21 +72,9 @@ class StackSetup:
         return tuple(sorted(target.path for target in self.targets))
 
     @property
-    def dims(self) -> dict[str, Dims]:
-        return {target.path: target.dims for target in self.targets}
-
-    @property
-    def size(self) -> StackSize:
-        return stack_size(self.targets, self.settings.stack)
-
-    @property
     def served_dtype(self) -> mx.Dtype | None:
         """Frozen stacks widened to the base's float32: exact, and much faster on a CPU."""
         return mx.float32 if self.float32_base else None
-
-    def projections(self) -> dict[str, int]:
-        """Name inside a layer -> in how many layers it gets stacks."""
-        return dict(sorted(Counter(target.name for target in self.targets).items()))
 
     @cached_property
     def head(self) -> OutputHead | None:
@@ -124,13 +107,13 @@ def set_up(settings: StackRunSettings, store: Store | None) -> StackSetup:
     if settings.model is None:
         raise InputError("stack needs model")
     notes: list[str] = []
-    listed = completed(listed_domains(settings), settings)
+    listed = listed_domains(settings)
     check_names(listed, store)
     checkpoint = open_checkpoint(resolve_model(settings.model))
     if store is not None:
         recorded: str | None = store.manifest.base_fingerprint
     else:
-        run = work_path(user_path(settings.save_path or "")) / RUN
+        run = work_path(user_path(settings.save_path or "")) / IDENTITY
         recorded = recorded_fingerprint(run, "base_fingerprint", resume=settings.resume)
     base_fingerprint = fingerprint(checkpoint, recorded)
     if store is not None:
@@ -140,15 +123,17 @@ def set_up(settings: StackRunSettings, store: Store | None) -> StackSetup:
     notes += [] if settings.keys else left_out_notes(model, targets)
     in_float32 = prepare_base(model, settings.base, notes, checkpointed=settings.grad_checkpoint)
     targets = find_targets(model, _target_settings(settings))  # widened modules are new ones
-    rows = read_rows_of(wanted_data(listed, store), settings, tokenizer, store, notes)
-    to_train = plan_domains(listed, rows, settings, store, in_float32, notes)
+    rows = read_rows_of(listed, settings, tokenizer, store, notes)
+    to_train = plan_domains(listed, rows, settings, store, notes)
     latent: dict[str, LatentPair] = {}
-    if settings.stack.latent_dim is not None:
-        dims = {target.path: target.dims for target in targets}
-        latent = dict(_pairs(dims, settings.stack.latent_dim, base_fingerprint))
-    served = _serve_store(model, store, latent)
     try:
+        if settings.stack.latent_dim is not None:
+            dims = {target.path: target.dims for target in targets}
+            latent = dict(fixed_pairs(dims, settings.stack.latent_dim, base_fingerprint))
+        served = _serve_store(model, store, latent)
         attach_paths(model, [target.path for target in targets])
+    except InputError:
+        raise
     except ValueError as error:
         raise InputError(str(error)) from error
     return StackSetup(
@@ -173,13 +158,6 @@ def _target_settings(settings: StackRunSettings) -> TargetSettings:
     return TargetSettings(layers=parse_layers(settings.layers), projections=settings.keys or None)
 
 
-def _pairs(dims: Mapping[str, Dims], latent_dim: int, base: str) -> Mapping[str, LatentPair]:
-    try:
-        return fixed_pairs(dims, latent_dim, base)
-    except ValueError as error:
-        raise InputError(str(error)) from error
-
-
 def _serve_store(
     model: nn.Module, store: Store | None, latent: dict[str, LatentPair]
 ) -> list[Served]:
@@ -195,11 +173,14 @@ def _serve_store(
                 continue
             for record in domain.stacks:
                 file = store.read_stack(record)
-                own = pairs.of(file.header)
+                stored = pairs.of(file.header)
                 attach_paths(model, file.header.projections)
-                add_frozen(model, parts_of(file, own))
-                same = {p: pair for p, pair in own.items() if p in latent}
-                latent |= {p: pair for p, pair in same.items() if pair.dim == latent[p].dim}
+                add_frozen(model, parts_of(file, stored))
+                latent |= {
+                    path: pair
+                    for path, pair in stored.items()
+                    if path in latent and pair.dim == latent[path].dim
+                }
             served.append(Served(domain.name, tuple(record.name for record in domain.stacks)))
     except InputError:
         raise
@@ -255,7 +236,17 @@ def guarded(
     settings = setup.settings
     if settings.guard == "off" or not setup.to_train:
         return None
-    report = _verdict(setup, processes)
+    rounds = sum(plan.settings.rounds or settings.rounds for plan in setup.to_train)
+    report = guard(asked_of(
+        settings,
+        str(resolve_model(settings.model or "")),
+        max(max(plan.widths) for plan in setup.to_train),
+        layers=",".join(map(str, sorted({target.layer for target in setup.targets}))),
+        domains=len(setup.served) + len(setup.to_train),
+        stacks=rounds + sum(len(served.stacks) for served in setup.served),
+        processes=processes,
+        in_float32=setup.float32_base,
+    ))  # fmt: skip
     if report.outcome == "fits":
         return report
     may_run = settings.guard == "warn" or limit_is_assumed(report)
@@ -270,20 +261,6 @@ def guarded(
         raise ResourceLimitError(refusal)
     setup.notes.append(refusal)
     return report
-
-
-def _verdict(setup: StackSetup, processes: int) -> GuardReport:
-    asked = asked_of(
-        setup.settings,
-        str(resolve_model(setup.settings.model or "")),
-        max(max(plan.widths) for plan in setup.to_train),
-        layers=",".join(map(str, sorted({target.layer for target in setup.targets}))),
-        domains=len(setup.served) + len(setup.to_train),
-        stacks=_stacks(setup),
-        processes=processes,
-        in_float32=setup.float32_base,
-    )
-    return guard(asked)
 
 
 def asked_of(
@@ -326,9 +303,3 @@ def asked_of(
         working_set_bytes=settings.working_set_bytes,
         force=settings.guard == "warn",
     )
-
-
-def _stacks(setup: StackSetup) -> int:
-    """Frozen stacks at the end: those in the store, and one for each round."""
-    rounds = sum(plan.settings.rounds or setup.settings.rounds for plan in setup.to_train)
-    return rounds + sum(len(served.stacks) for served in setup.served)

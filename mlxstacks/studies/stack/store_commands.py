@@ -1,6 +1,6 @@
 """The `stacks` commands as results: what a store holds, whether it is whole, what was changed."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxstacks.errors import StoreError
 from mlxstacks.files import stack_adapters, store_commands, store_verify
-from mlxstacks.files.manifest import Manifest, binding_notes
+from mlxstacks.files.manifest import binding_notes
 from mlxstacks.files.router_file import RouterHeader
 from mlxstacks.files.settings import (
     StacksDiffSettings,
@@ -29,7 +29,7 @@ from mlxstacks.studies.stack.report import (
     stored_json,
     verdict,
 )
-from mlxstacks.study.document import Block, Cell, Column, Table
+from mlxstacks.study.document import Block, Cell, Columns, Table
 from mlxstacks.study.result import Result
 
 _FORMATS = {"mlx": "mlx-lm", "peft": "PEFT"}
@@ -53,16 +53,20 @@ def list_store(settings: StacksListSettings) -> Result:
         with suppress(StoreError):  # a note names it
             header = store.read_router().header
     stack_bytes = sum(stack.file.nbytes for stack in manifest.stacks)
-    facts: list[tuple[Cell, ...]] = [
-        ("store", str(store.path)),
-        ("base", f"{manifest.base_model} ({manifest.base_fingerprint[:12]})"),
-        ("domains", f"{len(manifest.domains)}"),
-        ("stacks", f"{len(manifest.stacks)}"),
-        ("size", bytes_in_words(stack_bytes)),
-    ]
+    facts: dict[str, Cell] = {
+        "store": str(store.path),
+        "base": f"{manifest.base_model} ({manifest.base_fingerprint[:12]})",
+        "domains": f"{len(manifest.domains)}",
+        "stacks": f"{len(manifest.stacks)}",
+        "size": bytes_in_words(stack_bytes),
+    }
     if router is not None:
         knows = "bad file" if header is None else f"for {', '.join(header.domains)}"
-        facts.append(("router", f"{knows} ({bytes_in_words(router.nbytes)})"))
+        facts["router"] = f"{knows} ({bytes_in_words(router.nbytes)})"
+    columns: Columns = {
+        "stack": "text", "domain": "text", "served": "text", "parameters": "count",
+        "size": "bytes", "loss before": ("number", 4), "loss after": ("number", 4),
+    }  # fmt: skip
     data = {
         "store_path": str(store.path),
         **manifest.as_json(),
@@ -70,10 +74,16 @@ def list_store(settings: StacksListSettings) -> Result:
         "enabled_stacks": [stack.name for stack in manifest.enabled_stacks()],
         "router_header": header and header.as_json(),
     }
+    stacks = [
+        (stack.name, domain.name, domain.enabled, stack.parameters, stack.file.nbytes,
+         stack.loss_before, stack.loss_after)
+        for domain in manifest.domains
+        for stack in domain.stacks
+    ]  # fmt: skip
     blocks = (
-        _table("store", "Store", ("of the store", "is"), facts),
+        Table.of_facts("store", "Store", facts),
         domain_table({domain.name: stored_json(domain) for domain in manifest.domains}),
-        _stack_table(manifest), *matrix_blocks(ordered_matrix(manifest)),
+        Table.of("stacks", "Stacks", columns, stacks), *matrix_blocks(ordered_matrix(manifest)),
     )  # fmt: skip
     return _result(
         "list", "Store of stacks", data, verdict(manifest), notes, blocks,
@@ -88,28 +98,9 @@ def store_result(directory: Path) -> Result:
     return listed.model_copy(update={"directory": str(directory)}).sealed()
 
 
-def _stack_table(manifest: Manifest) -> Table:
-    return Table(
-        id="stacks", title="Stacks",
-        columns=(
-            Column(name="stack"), Column(name="domain"), Column(name="served"),
-            Column(name="parameters", kind="count"), Column(name="size", kind="bytes"),
-            Column(name="loss before", kind="number", digits=4),
-            Column(name="loss after", kind="number", digits=4),
-        ),
-        rows=tuple(
-            (stack.name, domain.name, domain.enabled, stack.parameters, stack.file.nbytes,
-             stack.loss_before, stack.loss_after)
-            for domain in manifest.domains
-            for stack in domain.stacks
-        ),
-    )  # fmt: skip
-
-
 def verify_store(settings: StacksVerifySettings, progress: Any = None) -> Result:
     """Every problem with its file; `failure` where there is one."""
     verified = store_verify.verify_store(settings, progress)
-    columns = ("file", "kind", "problem")
     rows = [(problem.file, problem.kind, problem.message) for problem in verified.problems]
     size = f"{verified.files} files, {bytes_in_words(verified.nbytes)}, {_BASES[verified.base]}"
     whole = "Damaged" if verified.problems else "Whole"
@@ -117,16 +108,12 @@ def verify_store(settings: StacksVerifySettings, progress: Any = None) -> Result
         "verify", "Check of a store",
         {"status": "damaged" if verified.problems else "whole", **asdict(verified)},
         f"{whole}: {verified.stacks} stacks in {size}.", verified.notes,
-        blocks=_tables(_table("problems", "Problems", columns, rows)),
+        blocks=_table("problems", "Problems", ("file", "kind", "problem"), rows),
         failure=verified.failure, outcome=whole.lower(),
     )  # fmt: skip
 
 
-def _change(
-    action: str, past: str, edit: Callable[..., store_commands.StoreChanged], settings: Any,
-    dry_run: bool = False,
-) -> Result:  # fmt: skip
-    changed = edit(settings, dry_run)
+def _change(action: str, past: str, changed: store_commands.StoreChanged) -> Result:
     stacks = ", ".join(changed.stacks) or "no stacks"
     served = ", ".join(changed.served) or "nothing but the base"
     words, notes = f"{past} {changed.domain} ({stacks}); served now: {served}.", changed.notes
@@ -139,17 +126,17 @@ def _change(
 
 def remove_domain(settings: StacksRemoveSettings, dry_run: bool = False) -> Result:
     """See `files.store_commands.remove_domain`."""
-    return _change("remove", "Removed", store_commands.remove_domain, settings, dry_run)
+    return _change("remove", "Removed", store_commands.remove_domain(settings, dry_run))
 
 
 def disable_domain(settings: StacksSwitchSettings, dry_run: bool = False) -> Result:
     """See `files.store_commands.disable_domain`."""
-    return _change("disable", "Disabled", store_commands.disable_domain, settings, dry_run)
+    return _change("disable", "Disabled", store_commands.disable_domain(settings, dry_run))
 
 
 def enable_domain(settings: StacksSwitchSettings, dry_run: bool = False) -> Result:
     """See `files.store_commands.enable_domain`."""
-    return _change("enable", "Enabled", store_commands.enable_domain, settings, dry_run)
+    return _change("enable", "Enabled", store_commands.enable_domain(settings, dry_run))
 
 
 def export_stack(settings: StacksExportSettings, dry_run: bool = False) -> Result:
@@ -185,13 +172,20 @@ def import_adapter(settings: StacksImportSettings, dry_run: bool = False) -> Res
 def diff_stores(settings: StacksDiffSettings) -> Result:
     """A row for each difference."""
     diff = store_commands.diff_stores(settings)
-    rows = [(d.what, d.name, d.field, _cell(d.first), _cell(d.second)) for d in diff.differences]
+    # As they are: rounded, two numbers that differ could look alike.
+    rows = [
+        (d.what, d.name, d.field, *(
+            value if value is None or isinstance(value, bool) else str(value)[:200]
+            for value in (d.first, d.second)
+        ))
+        for d in diff.differences
+    ]  # fmt: skip
     columns = ("what", "name", "field", "first", "second")
     equal = "Equal" if diff.equal else f"{len(rows)} differences"
     return _result(
         "diff", "Two stores", {"equal": diff.equal, **asdict(diff)},
         f"{equal}; {len(diff.equal_stacks)} stacks have the same bytes in both.",
-        blocks=_tables(_table("differences", "Differences", columns, rows)), outcome=equal.lower(),
+        blocks=_table("differences", "Differences", columns, rows), outcome=equal.lower(),
     )  # fmt: skip
 
 
@@ -209,9 +203,7 @@ def collect_garbage(settings: StacksGcSettings, dry_run: bool = False) -> Result
     notes = [f"{file}: no file of a store, left alone" for file in collected.strange]
     rows = [(file,) for file in collected.removed]
     table = _table("removed", "Files without a name in the manifest", ("file",), rows)
-    return _result(
-        "gc", "Files that nothing names", asdict(collected), words, notes, _tables(table)
-    )
+    return _result("gc", "Files that nothing names", asdict(collected), words, notes, table)
 
 
 def _result(
@@ -230,16 +222,8 @@ def _result(
     )  # fmt: skip
 
 
-def _table(id: str, title: str, columns: Sequence[str], rows: Sequence[tuple[Cell, ...]]) -> Table:
-    named = tuple(Column(name=column) for column in columns)
-    return Table(id=id, title=title, columns=named, rows=tuple(rows))
-
-
-def _tables(*tables: Table) -> tuple[Block, ...]:
-    """Those that have rows."""
-    return tuple(table for table in tables if table.rows)
-
-
-def _cell(value: object) -> Cell:
-    """As it is: rounded, two numbers that differ could look alike."""
-    return value if value is None or isinstance(value, bool) else str(value)[:200]
+def _table(
+    id: str, title: str, columns: Sequence[str], rows: Sequence[tuple[Cell, ...]]
+) -> Sequence[Table]:
+    """Of texts; none without rows."""
+    return [Table.of(id, title, dict.fromkeys(columns, "text"), rows)] if rows else []

@@ -77,18 +77,17 @@ def train_settings(
         "scale": scale_of(settings, cell.rank),
         "thinking": settings.thinking,
         "allow_special": settings.allow_special,
-        # the sweep has asked already
-        "guard": "off",
+        "guard": "off",  # the sweep has asked it
     }
     return TrainSettings.model_validate(values | dict(change))
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """What is kept of a cell, in `NAME.json` beside its directory.
+    """What is kept of a cell, in `NAME.json` next to its directory.
 
     identity: all that its weights depend on. guard: the prediction, and what it led to. figures:
-    losses, time, bytes and buffers of the run. survival: by policy, see cell_worker.py.
+    losses, time, bytes and buffers of the run. survival: by policy, see `measure_survival`.
     """
 
     cell: Cell

@@ -6,43 +6,81 @@ The sweep lives in its work directory (study/engine.py) until every cell is done
     cells/CELL/        what `train` wrote, whole
     cells/CELL.log     what the cell's process printed
 
-Each cell is a process of its own. Killed at any moment, even with kill -9, the same command
-resumes: finished cells are kept as they are, the one under way continues from its last saved state.
+Each cell is a process of its own (worker.py). Killed at any moment, even with kill -9, the same
+command resumes: finished cells are kept as they are, the one under way continues from its last
+saved state.
 """
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
 
 from mlxstacks.data import train_data_paths
 from mlxstacks.errors import InputError
+from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.side_files import clone_or_link
 from mlxstacks.guard.run import GuardReport
+from mlxstacks.layers.adapted import AdaptedLayer, projection_dims
 from mlxstacks.studies.sweep.cells import (
     Cell,
     CellResult,
     cells_of,
     read_results,
+    train_settings,
     write_result,
 )
-from mlxstacks.studies.sweep.planning import BaseAt, CellPlan, Forecast, Planner
 from mlxstacks.studies.sweep.report import ABOUT, concluded, plan_table
 from mlxstacks.studies.sweep.settings import SweepSettings
-from mlxstacks.studies.train.setup import guard_json, limit_is_assumed, train_change
+from mlxstacks.studies.train.setup import (
+    TrainSetup,
+    guard_json,
+    limit_is_assumed,
+    set_up,
+    train_change,
+    verdict,
+)
 from mlxstacks.study.buffer_counter import preload
-from mlxstacks.study.child_process import Message, how_it_ended, run_child
+from mlxstacks.study.child_process import Message, run_cell
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import LOG, what_differs, work_path
+from mlxstacks.study.run_directory import LOG, STATE, what_differs, work_path
+from mlxstacks.training.settings import TrainSettings
 
 CELLS = "cells"
-WORKER = "mlxstacks.studies.sweep.cell_worker"
+WORKER = "mlxstacks.studies.sweep.worker"
 _ADOPTING = ".adopting"
+# Forward, and backward through the activations; the frozen base needs no gradient of its own.
+_PASSES = 2
+BaseAt = Callable[[int | None], str]
+"""Bits (None: as it is) -> model directory or hub id."""
 Progress = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class CellPlan:
+    """A cell that can run. tokens: in all its batches; active_weights: numbers of the base that a
+    token is multiplied with.
+    """
+
+    cell: Cell
+    train: TrainSettings
+    identity: dict[str, Any]
+    parameters: int
+    longest_row_tokens: int
+    tokens: int
+    active_weights: int
+    base_in_float32: bool
+    validates: bool
+    notes: tuple[str, ...]
 
 
 def run(
@@ -83,30 +121,90 @@ class _Sweep(Study):
         self.cells = cells_of(settings)
         self.directory = work_path(self.work_target) / CELLS
         model = str(settings.model)
-        self.planner = Planner(
-            settings,
-            base_at or (lambda bits: model if bits is None else model.replace("{bits}", str(bits))),
-            self.directory,
+        self.base_at: BaseAt = base_at or (
+            lambda bits: model if bits is None else model.replace("{bits}", str(bits))
         )
+        self.setups: dict[tuple[Any, ...], TrainSetup] = {}
         self.guards: dict[str, GuardReport] = {}
 
     def planned(self) -> Result:
         preload(self.settings.counting_library)
-        self.plans = self.planner.plan_all(self.cells)
+        self.plans: dict[Cell, CellPlan] = {}
+        problems: dict[str, Cell] = {}  # each once, with the first cell that has it
+        for cell in self.cells:
+            try:
+                self.plans[cell] = self._plan(cell)
+            except InputError as error:
+                problems.setdefault(str(error), cell)
+        if problems:
+            raise InputError("\n".join(f"{cell.name}: {error}" for error, cell in problems.items()))
         shown = self.settings.model_dump(mode="json", exclude={"force", "save_path", "resume"})
         notes = tuple(dict.fromkeys(note for p in self.plans.values() for note in p.notes))
         head = Result(**ABOUT, status="planned", settings=shown, notes=notes)
         if not self.dry_run:
             return head
         kept = self._checked(read_results(self.directory) if self.settings.resume else {})
-        forecast = Forecast([r for r in kept.values() if r.status == "trained"], self.plans)
+        forecast = self._forecast(kept)
         cells = []
         for place, cell in enumerate(self.cells):
             self._tell(place, 0.0, cell, "guard")
             result, plan = kept.get(cell), self.plans[cell]
-            status = result.status if result and self._is_final(result) else "planned"
-            cells.append(forecast.cell(plan, self._guard(plan), status))
+            report = self._guard(plan)
+            cells.append({
+                "name": cell.name, "rank": cell.rank, "seed": cell.seed,
+                "status": result.status if result and self._is_final(result) else "planned",
+                "parameters": plan.parameters, "predicted_buffers": report.buffers,
+                "predicted_bytes": report.nbytes.total, "outcome": report.outcome,
+                "verdict": report.verdict, **forecast(plan),
+                "layers": cell.layers, "projections": cell.projections, "bits": cell.bits,
+            })  # fmt: skip
         return head.model_copy(update={"data": {"cells": cells}, "blocks": (plan_table(cells),)})
+
+    def _plan(self, cell: Cell, change: Mapping[str, Any] | None = None) -> CellPlan:
+        """Cells that differ in their seed share what is loaded. change: see `train_settings`.
+
+        Raises: InputError for a model, rank, layer, projection or data that cannot be used.
+        """
+        try:
+            model = resolve_model(self.base_at(cell.bits))
+        except InputError as error:
+            raise InputError(f"model: {error}") from None
+        train = train_settings(self.settings, cell, model, self.directory / cell.name, change or {})
+        shape = (cell.rank, cell.point, json.dumps(change or {}))
+        if shape not in self.setups:
+            self.setups = {shape: set_up(train)}
+        setup = self.setups[shape]
+        batches = setup.optimizer.steps * train.grad_accumulation_steps
+        tokens = sum(
+            len(rows) * (width - 1) for rows, width in map(setup.plan.batch, range(batches))
+        )
+        return CellPlan(
+            cell, train, setup.identity(train), setup.parameters, max(setup.plan.widths), tokens,
+            _active_weights(setup.model), setup.float32_base, setup.validation is not None,
+            tuple(setup.notes),
+        )  # fmt: skip
+
+    def _forecast(self, kept: Mapping[Cell, CellResult]) -> Callable[[CellPlan], dict[str, Any]]:
+        """(plan) -> seconds: as a token took in the cells that are trained; least_seconds: where
+        none is, what the products of the run take at the speed of a square one here.
+        """
+        # The seconds of a resumed run are those of its last part.
+        whole = [
+            result
+            for result in kept.values()
+            if result.status == "trained" and not result.figures.get("resumed_from_step")
+        ]
+        seconds = sum(result.figures.get("seconds") or 0.0 for result in whole)
+        tokens = sum(self.plans[result.cell].tokens for result in whole)
+        if tokens:
+            return lambda plan: {
+                "seconds": round(seconds / tokens * plan.tokens, 1), "least_seconds": None
+            }  # fmt: skip
+        speed = multiplications_per_second()
+        return lambda plan: {
+            "seconds": None,
+            "least_seconds": round(_PASSES * plan.tokens * plan.active_weights / speed, 1),
+        }
 
     def steps(self, work: Path) -> Iterator[Step]:
         yield Step(CELLS, self._adopt_from_target)
@@ -115,23 +213,18 @@ class _Sweep(Study):
             result = kept.get(cell)
             if result is None or not self._is_final(result):
                 yield Step(cell.name, partial(self._run_cell, cell, place, result))
-        yield Step("tidy", self._tidy)
-
-    def conclude(self, work: Path) -> Result:
-        results = read_results(work / CELLS)
-        return concluded(self.settings, [results[cell] for cell in self.cells])
-
-    def _tidy(self, work: Path) -> None:
-        """No state of a run that has ended, which is three times its adapter; what a run that did
-        not end has left, as NAME.unfinished.
-        """
         for cell in self.cells:
             path = self.directory / cell.name
-            (path / "checkpoint.safetensors").unlink(missing_ok=True)
+            # the state of a run that has ended is three times its adapter
+            (path / STATE).unlink(missing_ok=True)
             unfinished = path.with_name(f"{cell.name}.unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)
             if work_path(path).is_dir():
                 _link_tree(work_path(path), unfinished)
+
+    def conclude(self, work: Path) -> Result:
+        results = read_results(work / CELLS)
+        return concluded(self.settings, [results[cell] for cell in self.cells])
 
     # --- what earlier runs left -------------------------------------------------------------------
 
@@ -167,16 +260,16 @@ class _Sweep(Study):
         if problems:
             lines = "".join(f"\n  {line}" for line in problems)
             raise InputError(
-                f"{self.directory.parent}: holds an interrupted sweep that this one does not go on "
-                f"with:{lines}\ngive its settings (ranks, seeds and sets may be added), another "
-                "--save-path, or --no-resume to remove it and start anew"
+                f"{self.directory.parent}: holds an interrupted sweep of other settings:{lines}\n"
+                "give its settings (ranks, seeds and sets may be added), another --save-path, or "
+                "--no-resume to remove it and start again"
             )
         return results
 
     def _differences(self, cell: Cell, result: CellResult) -> list[str]:
         plan = self.plans[cell]
         if result.guard.get("change"):
-            plan = self.planner.plan(cell, result.guard["change"])
+            plan = self._plan(cell, result.guard["change"])
         return what_differs(result.identity, json.loads(json.dumps(plan.identity)))
 
     def _is_final(self, result: CellResult) -> bool:
@@ -193,43 +286,45 @@ class _Sweep(Study):
         seedless = replace(plan.cell, seed=0).name
         key = json.dumps([seedless, plan.train.grad_checkpoint, plan.longest_row_tokens])
         if key not in self.guards:
-            self.guards[key] = self.planner.verdict(plan)
+            limits = {
+                name: getattr(self.settings, name)
+                for name in ("resource_limit", "working_set_bytes", "guard")
+            }
+            self.guards[key] = verdict(
+                plan.train.model_copy(update=limits), plan.longest_row_tokens,
+                plan.base_in_float32, validates=plan.validates,
+            )  # fmt: skip
         return self.guards[key]
 
     def _run_cell(self, cell: Cell, place: int, before: CellResult | None, work: Path) -> None:
-        write_result(self.directory, self._result_of(cell, place, before))
-
-    def _result_of(self, cell: Cell, place: int, before: CellResult | None) -> CellResult:
         if before is not None and before.status == "trained":
             # a policy is missing, or the files are
-            return self._train(self.plans[cell], before, place)
+            write_result(self.directory, self._train(self.plans[cell], before, place))
+            return
         self._tell(place, 0.0, cell, "guard")
         plan, change = self.plans[cell], {}
         report = self._guard(plan)
         if report.outcome == "refused" and self.settings.guard == "reshape":
             change = train_change(report)
             if change:
-                plan = self.planner.plan(cell, change)
+                plan = self._plan(cell, change)
                 report = self._guard(plan)
         result = CellResult(cell, "started", plan.identity, guard_json(report, change))
         may_run = self.settings.guard == "warn" or limit_is_assumed(report)
         if report.outcome == "refused" and not may_run:
-            return replace(result, status="refused", reason=report.verdict)
+            result = replace(result, status="refused", reason=report.verdict)
         write_result(self.directory, result)
-        return self._train(plan, result, place)
+        if result.status == "started":
+            write_result(self.directory, self._train(plan, result, place))
 
     def _train(self, plan: CellPlan, result: CellResult, place: int) -> CellResult:
         """Run the cell's process to its end, however it ends."""
-        cell, last, steps = plan.cell, {}, 0
+        cell, steps = plan.cell, 0
 
-        def on_message(message: Message) -> None:
-            nonlocal last, steps
-            if "status" in message:
-                last = message
-            else:
-                steps = message["done"]
-                share = message["done"] / message["total"]
-                self._tell(place, share, cell, message["what"])
+        def on_progress(message: Message) -> None:
+            nonlocal steps
+            steps = message["done"]
+            self._tell(place, steps / message["total"], cell, message["what"])
 
         specification = {
             "train": plan.train.model_dump(mode="json"),
@@ -237,27 +332,24 @@ class _Sweep(Study):
         }
         log = self.directory / f"{cell.name}.log"
         library = self.settings.counting_library
-        code = run_child(WORKER, specification, log, on_message, library)
-        if last.get("status") == "trained":
+        ended = run_cell(WORKER, specification, log, on_progress, library)
+        if ended["status"] == "trained":
             # A count is of the process that trained, which may have been an earlier one.
-            counted = last["figures"]["measured_buffers"] or result.figures.get("measured_buffers")
-            figures = last["figures"] | {"measured_buffers": counted}
-            return replace(result, status="trained", figures=figures, survival=last["survival"])
-        if last.get("status") == "wrong":
-            raise InputError(f"{cell.name}: {last['reason']}")
-        if code > 0 or (code == 0 and not last):
-            raise RuntimeError(f"{cell.name}: {how_it_ended(code, log)} (all of it in {log})")
-        figures = {"step": steps, "saved_steps": self._saved_steps(cell)}
-        status = last.get("status", "crashed")
-        reason = last.get("reason") or how_it_ended(code, log)
-        return replace(result, status=status, reason=reason, figures=figures)
-
-    def _saved_steps(self, cell: Cell) -> list[int]:
-        """Steps at which a run that did not end saved its state: its usable checkpoints."""
+            figures = ended["figures"]
+            counted = figures["measured_buffers"] or result.figures.get("measured_buffers")
+            return replace(
+                result, status="trained", figures=figures | {"measured_buffers": counted},
+                survival=ended["survival"],
+            )  # fmt: skip
+        # Steps at which a run that did not end saved its state: its usable checkpoints.
         path = work_path(self.directory / cell.name) / LOG
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         records = [json.loads(line) for line in lines if '"saved"' in line]
-        return sorted({record["step"] for record in records if record["event"] == "saved"})
+        saved = sorted({record["step"] for record in records if record["event"] == "saved"})
+        return replace(
+            result, status=ended["status"], reason=ended["reason"],
+            figures={"step": steps, "saved_steps": saved},
+        )  # fmt: skip
 
     def _tell(self, place: int, share: float, cell: Cell, what: str) -> None:
         if self.progress:
@@ -270,3 +362,28 @@ def _link_tree(source: Path, destination: Path) -> None:
     shutil.copytree(
         source, destination, copy_function=lambda old, new: clone_or_link(Path(old), Path(new))
     )
+
+
+def _active_weights(model: nn.Module) -> int:
+    """Numbers of linear and expert projections that one token meets; experts by their share."""
+    text = getattr(getattr(model, "language_model", model), "args", None)
+    chosen = getattr(text, "num_experts_per_tok", None) or 1
+    total = 0
+    for _, module in model.named_modules():
+        dims = None if isinstance(module, AdaptedLayer) else projection_dims(module)
+        if dims is not None:
+            copies = chosen if dims.base_experts else 1
+            total += copies * dims.input_dims * dims.output_dims
+    return total
+
+
+def multiplications_per_second(size: int = 1024) -> float:
+    """Of a square float32 product on the default device: the best of three."""
+    a = mx.ones((size, size))
+    mx.eval(a)
+    best = 0.0
+    for _ in range(3):
+        start = time.perf_counter()
+        mx.eval(a @ a)
+        best = max(best, size**3 / (time.perf_counter() - start))
+    return best

@@ -1,19 +1,15 @@
-"""What a sweep over ranks found: losses, what each fuse would keep, live buffers."""
+"""What a sweep over ranks shows: losses, what each fuse would keep, live buffers; differences
+between ranks with intervals, and a verdict in words.
+"""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from mlxstacks.memory import bytes_in_words
+from mlxstacks.stats import mean_interval
+from mlxstacks.studies.sweep.cells import Cell as SweepCell
 from mlxstacks.studies.sweep.cells import CellResult
 from mlxstacks.studies.sweep.settings import SweepSettings
-from mlxstacks.studies.sweep.summary import (
-    Figures,
-    differences,
-    matrix,
-    mean_of,
-    point_name,
-    point_of,
-    verdict,
-)
 from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table
 from mlxstacks.study.result import Result
 
@@ -22,24 +18,49 @@ ABOUT = {
     "title": "Sweep",
     "question": "What does rank do to the loss, and what of it survives a fuse?",
 }
+Figures = Mapping[str, Any]
+Measure = Callable[[CellResult], float | None]
+_MOST_POINTS = 3
+
+
+def _figure(name: str) -> Measure:
+    return lambda result: result.figures.get(name)
+
+
+def _fused(policy: str, name: str) -> Measure:
+    return lambda result: result.survival.get(policy, {}).get(name)
+
+
+# What is averaged over seeds, by name.
+MEASURES: dict[str, Measure] = {
+    "first_validation_loss": _figure("first_validation_loss"),
+    "last_validation_loss": _figure("last_validation_loss"),
+    "best_validation_loss": _figure("best_validation_loss"),
+    "delta_over_step": lambda r: next(
+        (figures.get("delta_over_step") for figures in r.survival.values()), None
+    ),
+    "seconds": _figure("seconds"),
+    "peak_bytes": _figure("peak_bytes"),
+    "predicted_buffers": lambda r: r.guard.get("buffers"),
+    "measured_buffers": _figure("measured_buffers"),
+}
 
 
 def concluded(settings: SweepSettings, results: Sequence[CellResult]) -> Result:
     """The result of finished cells."""
     rows, compared = matrix(settings, results), differences(settings, results)
-    cells = [result.as_json() for result in results]
     refused = [result for result in results if result.status == "refused"]
     failed_gate = None
     if len(refused) == len(results):
         failed_gate = f"every cell was refused by the guard: {refused[0].reason}"
-    findings = [d["finding"] for d in compared if d["what"] == "last_validation_loss"]
-    findings = list(dict.fromkeys(findings))
+    findings = dict.fromkeys(d["finding"] for d in compared if d["what"] == "last_validation_loss")
     outcome = f"effect of rank on loss: {', '.join(findings)}"
+    cells = [result.as_json() for result in results]
     return Result(
         **ABOUT, status="done", verdict=verdict(settings, rows, compared), failed_gate=failed_gate,
         outcome=outcome if findings else "no two ranks to compare", notes=_notes(results),
         data={"matrix": rows, "differences": compared, "cells": cells},
-        blocks=blocks(settings, rows, compared, cells),
+        blocks=tuple(_blocks(settings, rows, compared, cells)),
     )  # fmt: skip
 
 
@@ -49,28 +70,102 @@ def _notes(results: Sequence[CellResult]) -> tuple[str, ...]:
     """
     notes = []
     for result in results:
-        if not result.reason:
-            continue
-        words = f"{result.cell.name}: {result.status}: {result.reason}"
-        if result.status != "refused":
-            saved = ", ".join(map(str, result.figures.get("saved_steps", []))) or "none"
-            step = result.figures.get("step", 0)
-            words += f" (after step {step}; states saved at: {saved})"
-        notes.append(words)
-    notes += [
-        f"{r.cell.name}: the guard warns: {r.guard['verdict']}."
-        for r in results
-        if r.guard["outcome"] != "fits" and r.status != "refused"
-    ]
-    notes += [
-        f"{r.cell.name}: reshaped by the guard, {r.guard['change']}; not like for like."
-        for r in results
-        if r.guard.get("change")
-    ]
+        if result.reason:
+            note = f"{result.cell.name}: {result.status}: {result.reason}"
+            if result.status != "refused":
+                saved = ", ".join(map(str, result.figures.get("saved_steps", []))) or "none"
+                note += f" (after step {result.figures.get('step', 0)}; states saved at: {saved})"
+            notes.append(note)
+        if result.guard["outcome"] != "fits" and result.status != "refused":
+            notes.append(f"{result.cell.name}: the guard warns: {result.guard['verdict']}.")
+        if change := result.guard.get("change"):
+            notes.append(f"{result.cell.name}: reshaped by the guard, {change}; not like for like.")
     resumed = [r.cell.name for r in results if r.figures.get("resumed_from_step")]
     if resumed:
         notes.append(f"Seconds are of the last part of a resumed run: {', '.join(resumed)}.")
     return tuple(dict.fromkeys(notes))
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def matrix(settings: SweepSettings, results: Sequence[CellResult]) -> list[dict[str, Any]]:
+    """A row for every point (layers, projections, bits) and rank, in the order of the cells.
+
+    cells: how many have which status. means: by measure, with Student's interval over the seeds of
+    the trained cells, None where none has it. survival, correlation, extra_bytes: by policy.
+    """
+    rows = []
+    for point, rank in dict.fromkeys((result.cell.point, result.cell.rank) for result in results):
+        cells = [r for r in results if r.cell.point == point and r.cell.rank == rank]
+        statuses = [result.status for result in cells]
+        fused = {
+            name: {policy: _mean(cells, _fused(policy, name)) for policy in settings.policies}
+            for name in ("survival", "correlation", "extra_bytes")
+        }
+        extra_bytes = {p: grown and grown["mean"] for p, grown in fused["extra_bytes"].items()}
+        rows.append({
+            "rank": rank, **_point_json(point),
+            "cells": {status: statuses.count(status) for status in dict.fromkeys(statuses)},
+            "means": {name: _mean(cells, measure) for name, measure in MEASURES.items()},
+            **fused, "extra_bytes": extra_bytes,
+        })  # fmt: skip
+    return rows
+
+
+def _point_json(point: tuple[str, str, int | None]) -> dict[str, Any]:
+    return dict(zip(("layers", "projections", "bits"), point, strict=True))
+
+
+def _point_name(figures: Figures) -> str:
+    """Of the point that a row of figures is at."""
+    bits = f", {figures['bits']} bits" if figures["bits"] else ""
+    return f"layers {figures['layers']}, {figures['projections']}{bits}"
+
+
+def _mean(results: Sequence[CellResult], measure: Measure) -> dict[str, Any] | None:
+    values = [value for result in results if (value := measure(result)) is not None]
+    return mean_interval(values).as_json() if values else None
+
+
+def _mean_of(row: Figures, name: str) -> float | None:
+    interval = row["means"][name]
+    return interval and interval["mean"]
+
+
+def differences(settings: SweepSettings, results: Sequence[CellResult]) -> list[dict[str, Any]]:
+    """Loss, size of the delta and survival of the highest trained rank less the lowest, at each
+    point, paired by seed. finding: shown, not shown (the interval holds 0), or not judged (one
+    seed: no interval).
+    """
+    measures = {name: MEASURES[name] for name in ("last_validation_loss", "delta_over_step")}
+    measures |= {f"survival {policy}": _fused(policy, "survival") for policy in settings.policies}
+    trained = {r.cell: r for r in results if r.status == "trained"}
+    compared = []
+    for point in dict.fromkeys(cell.point for cell in trained):
+        ranks = sorted({cell.rank for cell in trained if cell.point == point})
+        pairs = [
+            (result, trained[high])
+            for cell, result in trained.items()
+            if cell.point == point and cell.rank == ranks[0]
+            if (high := SweepCell(ranks[-1], cell.seed, *point)) in trained
+        ]
+        for what, measure in measures.items() if len(ranks) > 1 else ():
+            values = [(measure(low), measure(high)) for low, high in pairs]
+            gains = [high - low for low, high in values if low is not None and high is not None]
+            if not gains:
+                continue
+            difference = mean_interval(gains)
+            judged = "shown" if difference.excludes(0.0) else "not shown"
+            compared.append({
+                "what": what, **_point_json(point), "low_rank": ranks[0], "high_rank": ranks[-1],
+                "difference": difference.as_json(),
+                "finding": "not judged" if difference.low is None else judged,
+            })  # fmt: skip
+    return compared
+
+
+# --- tables and plots -----------------------------------------------------------------------------
 
 
 def plan_table(cells: Sequence[Figures]) -> Table:
@@ -88,134 +183,199 @@ def plan_table(cells: Sequence[Figures]) -> Table:
     )  # fmt: skip
 
 
-def blocks(
+def _blocks(
     settings: SweepSettings,
     rows: Sequence[Figures],
     compared: Sequence[Figures],
-    cells: Sequence[Mapping[str, Any]],
-) -> tuple[Block, ...]:
+    cells: Sequence[Figures],
+) -> Iterator[Block]:
     """Runs, what a fuse keeps, differences; every cell last, folded."""
-    several = len(set(map(point_of, rows))) > 1
-    labels = [
-        f"rank {row['rank']}, {point_name(point_of(row))}" if several else f"rank {row['rank']}"
-        for row in rows
-    ]
-    trained = any(mean_of(row, "peak_bytes") is not None for row in rows)
-    plots = (_survival_plot(settings, rows, labels), *_loss_plot(cells, several))
+    several = len(set(map(_point_name, rows))) > 1
+    labels = [f"rank {row['rank']}{f', {_point_name(row)}' if several else ''}" for row in rows]
+    by_label = dict(zip(labels, rows, strict=True))
+    yield from _tables(settings, by_label, compared, several)
+    if any(_mean_of(row, "peak_bytes") is not None for row in rows):
+        yield from _plots(settings, by_label, cells, several)
     columns: Columns = {"cell": "text", "status": "text", "why": "text"}
     statuses = [(cell["name"], cell["status"], cell["reason"]) for cell in cells]
-    return (
-        _runs(rows, labels), *_fused(settings, rows, labels), *_differences(compared, several),
-        *(plots if trained else ()), Table.of("cells", "Cells", columns, statuses, folded=True),
-    )  # fmt: skip
+    yield Table.of("cells", "Cells", columns, statuses, folded=True)
 
 
-def _estimate(interval: Mapping[str, Any] | None) -> Cell:
-    if interval is None or interval["low"] is None:
-        return None if interval is None else interval["mean"]
-    return interval["mean"], interval["low"], interval["high"]
+def _estimate(interval: Figures | None) -> Cell:
+    if interval is None:
+        return None
+    mean, low, high = (interval[key] for key in ("mean", "low", "high"))
+    return mean if low is None else (mean, low, high)
 
 
-def _runs(rows: Sequence[Figures], labels: Sequence[str]) -> Table:
+def _tables(
+    settings: SweepSettings, rows: Mapping[str, Figures], compared: Sequence[Figures], several: bool
+) -> Iterator[Table]:
+    """rows: by their label."""
     columns: Columns = {
         "rank": "text", "cells": "text", "before": ("number", 3), "after": ("number", 3),
         "best": ("number", 3), "steps": ("number", 3), "seconds": "number", "peak": "bytes",
         "buffers": "count", "counted": "count",
     }  # fmt: skip
     keys = ["delta_over_step", "seconds", "peak_bytes", "predicted_buffers", "measured_buffers"]
-    if all(mean_of(row, keys[-1]) is None for row in rows):
+    if all(_mean_of(row, keys[-1]) is None for row in rows.values()):
         columns, keys = dict(list(columns.items())[:-1]), keys[:-1]
-    cells = [
-        (
-            label, ", ".join(f"{count} {status}" for status, count in row["cells"].items()),
-            mean_of(row, "first_validation_loss"), _estimate(row["means"]["last_validation_loss"]),
-            _estimate(row["means"]["best_validation_loss"]), *(mean_of(row, key) for key in keys),
-        )
-        for label, row in zip(labels, rows, strict=True)
-    ]  # fmt: skip
-    return Table.of(
-        "runs", "Runs, means over seeds", columns, cells,
+    yield Table.of(
+        "runs", "Runs, means over seeds", columns,
+        [
+            (label, ", ".join(f"{count} {status}" for status, count in row["cells"].items()),
+             _mean_of(row, "first_validation_loss"),
+             _estimate(row["means"]["last_validation_loss"]),
+             _estimate(row["means"]["best_validation_loss"]), *(_mean_of(row, k) for k in keys))
+            for label, row in rows.items()
+        ],
         caption="Before, after, best: validation loss, nats a token, with 95% intervals. Steps: "
         "size of the delta in quantization steps. Buffers: predicted by the guard.",
     )  # fmt: skip
-
-
-def _fused(
-    settings: SweepSettings, rows: Sequence[Figures], labels: Sequence[str]
-) -> Iterator[Table]:
-    columns: Columns = {
+    columns = {
         "rank": "text", "policy": "text", "correlation": ("number", 3), "survival": "share",
         "more bytes": "bytes",
     }  # fmt: skip
-    cells = [
-        (
-            label, policy, _estimate(row["correlation"][policy]),
-            _estimate(row["survival"][policy]), row["extra_bytes"][policy],
-        )
-        for label, row in zip(labels, rows, strict=True)
+    fused = [
+        (label, policy, _estimate(row["correlation"][policy]), _estimate(row["survival"][policy]),
+         row["extra_bytes"][policy])
+        for label, row in rows.items()
         for policy in settings.policies
         if row["survival"][policy] is not None
     ]  # fmt: skip
-    if cells:
-        counts = [kept["n"] for row in rows for kept in row["correlation"].values() if kept]
-        seeds = max(counts, default=0)
+    if fused:
+        kept = [interval for row in rows.values() for interval in row["correlation"].values()]
+        seeds = max((interval["n"] for interval in kept if interval), default=0)
         yield Table.of(
-            "fused", "Correlation and survival of a fuse", columns, cells,
+            "fused", "Correlation and survival of a fuse", columns, fused,
             caption=f"Means over {seeds} seed{'s' if seeds != 1 else ''}, 95% intervals. "
             "Correlation of a fuse with the trained change; survival: <F,D>/<D,D>.",
         )  # fmt: skip
-
-
-def _differences(compared: Sequence[Figures], several: bool) -> Iterator[Table]:
-    columns: Columns = {
+    columns = {
         "measure": "text", **({"at": "text"} if several else {}), "low rank": "count",
         "high rank": "count", "high less low": ("change", 4), "an effect is": "text",
     }  # fmt: skip
-    rows = [
-        (
-            d["what"], *([point_name(point_of(d))] if several else []), d["low_rank"],
-            d["high_rank"], _estimate(d["difference"]), d["finding"],
-        )
-        for d in compared
-    ]  # fmt: skip
-    if rows:
-        yield Table.of("differences", "Highest rank less lowest, seed by seed", columns, rows)
+    if compared:
+        yield Table.of(
+            "differences", "Highest rank less lowest, seed by seed", columns,
+            [(d["what"], *([_point_name(d)] if several else []), d["low_rank"], d["high_rank"],
+              _estimate(d["difference"]), d["finding"]) for d in compared],
+        )  # fmt: skip
 
 
-def _survival_plot(settings: SweepSettings, rows: Sequence[Figures], labels: Sequence[str]) -> Plot:
+def _plots(
+    settings: SweepSettings, rows: Mapping[str, Figures], cells: Sequence[Figures], several: bool
+) -> Iterator[Plot]:
+    """Survival by label and policy; validation loss by step, a line a cell."""
     series = tuple(
         Series(
             label=label,
             y=tuple(100 * kept["mean"] if (kept := row["survival"][policy]) else None
                     for policy in settings.policies),
         )
-        for label, row in zip(labels, rows, strict=True)
+        for label, row in rows.items()
     )  # fmt: skip
     values = [y for line in series for y in line.y if y is not None]
     span = f"{min(values):.0f} to {max(values):.0f}%" if values else "nothing measured"
     title = "Survival of the adapter in a fuse, <F,D>/<D,D>"
-    return Plot(
+    yield Plot(
         id="survival", title=title, kind="heat map", series=series, categories=settings.policies,
         x_label="policy of the fuse", unit="survival, %", form="{:.0f}", limits=(0.0, 100.0),
-        alt=f"{title}. Rows: {', '.join(labels)}; columns: {', '.join(settings.policies)}; {span}.",
+        alt=f"{title}. Rows: {', '.join(rows)}; columns: {', '.join(settings.policies)}; {span}.",
     )  # fmt: skip
-
-
-def _loss_plot(cells: Sequence[Mapping[str, Any]], several: bool) -> Iterator[Plot]:
-    """Validation loss by step, a line a cell."""
-    series = []
+    curves = []
     for cell in cells:
-        curve = cell["figures"].get("validation") or []
-        about = cell["cell"]
-        label = cell["name"] if several else f"rank {about['rank']}, seed {about['seed']}"
+        curve, values_of = cell["figures"].get("validation") or [], cell["cell"]
+        label = f"rank {values_of['rank']}, seed {values_of['seed']}"
         if curve:
             steps = tuple(record["step"] for record in curve)
             losses = tuple(record["validation_loss"] for record in curve)
-            series.append(Series(label=label, x=steps, y=losses))
-    if series:
+            curves.append(Series(label=cell["name"] if several else label, x=steps, y=losses))
+    if curves:
         title = "Validation loss of the cells"
-        ends = ", ".join(f"{s.label} {s.y[-1]:.3g}" for s in series if s.y[-1] is not None)
+        ends = ", ".join(f"{s.label} {s.y[-1]:.3g}" for s in curves if s.y[-1] is not None)
         yield Plot(
-            id="losses", title=title, kind="lines", series=tuple(series), x_label="step",
+            id="losses", title=title, kind="lines", series=tuple(curves), x_label="step",
             y_label="nats a token", alt=f"{title}; at the end {ends}.",
         )  # fmt: skip
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+def verdict(settings: SweepSettings, rows: Sequence[Figures], compared: Sequence[Figures]) -> str:
+    """What happened to the cells; then, at each point, what rank did to loss and delta."""
+    total: dict[str, int] = {}
+    for row in rows:
+        for status, count in row["cells"].items():
+            total[status] = total.get(status, 0) + count
+    ranks = ", ".join(map(str, sorted({row["rank"] for row in rows})))
+    seeds, count = len(settings.seeds), sum(total.values())
+    opening = f"Ranks {ranks}, {seeds} seed{'s' if seeds > 1 else ''}:"
+    if set(total) == {"trained"}:
+        sentences = [f"{opening} {'all ' if count > 1 else ''}{count} cells trained."]
+    else:
+        parts = ", ".join(f"{n} {status}" for status, n in total.items())
+        lost = sorted({row["rank"] for row in rows if set(row["cells"]) - {"trained"}})
+        sentences = [f"{opening} {parts} (not all of rank {', '.join(map(str, lost))})."]
+    points = list(dict.fromkeys(map(_point_name, rows)))
+    for point in points[:_MOST_POINTS]:
+        trained = [
+            row for row in rows
+            if _point_name(row) == point and _mean_of(row, "peak_bytes") is not None
+        ]  # fmt: skip
+        losses = [
+            d for d in compared
+            if _point_name(d) == point and d["what"] == "last_validation_loss"
+        ]  # fmt: skip
+        if trained:
+            opening = f"[{point}] " if len(points) > 1 else ""
+            sentences += [opening + _loss_sentence(trained, loss) for loss in losses]
+            sentences += _fuse_sentences(settings, trained)
+    if len(points) > _MOST_POINTS:
+        sentences.append(f"{len(points) - _MOST_POINTS} more points are in the report.")
+    return " ".join(sentences)
+
+
+def _loss_sentence(rows: Sequence[Figures], loss: Figures) -> str:
+    by_rank = {row["rank"]: _mean_of(row, "last_validation_loss") for row in rows}
+    low_rank, high_rank, difference = loss["low_rank"], loss["high_rank"], loss["difference"]
+    text = (
+        f"Validation loss {by_rank[low_rank]:.3f} at rank {low_rank}, {by_rank[high_rank]:.3f} at "
+        f"rank {high_rank}; difference {difference['mean']:+.3f}"
+    )
+    if difference["low"] is None:
+        return f"{text}, one seed, so nothing follows from it."
+    interval = f"({difference['low']:+.3f} to {difference['high']:+.3f}, {difference['n']} seeds)"
+    shown = loss["finding"] == "shown"
+    return f"{text} {interval}: {'rank matters here' if shown else 'no effect of rank is shown'}."
+
+
+def _fuse_sentences(settings: SweepSettings, rows: Sequence[Figures]) -> Iterator[str]:
+    """Size of the delta, what the fuses keep of it, buffers: from low to high rank."""
+    steps = [size for row in rows if (size := _mean_of(row, "delta_over_step")) is not None]
+    if steps:
+        span = _span([f"{size:.3f}" for size in steps])
+        yield f"From low to high rank the delta is {span} of a quantization step."
+    fused = []
+    for policy in settings.policies:
+        survival = [kept["mean"] for row in rows if (kept := row["survival"][policy])]
+        if survival:
+            grown = max(row["extra_bytes"][policy] or 0.0 for row in rows)
+            cost = f" (for up to {bytes_in_words(int(grown))} more)" if grown else ""
+            along = [kept["mean"] for row in rows if (kept := row["correlation"][policy])]
+            shares = _span([f"{100 * share:.0f}%" for share in survival])
+            close = f"correlation {_span([f'{r:.2f}' for r in along])}, " if along else ""
+            fused.append(f"{policy}: {close}survival {shares}{cost}")
+    if fused:
+        yield f"Fused by {'; '.join(fused)}."
+    predicted = [int(b) for row in rows if (b := _mean_of(row, "predicted_buffers")) is not None]
+    if predicted:
+        same = min(predicted) == max(predicted)
+        span = f"{predicted[0]:,}" if same else f"{min(predicted):,} to {max(predicted):,}"
+        word = "the same for every rank" if same else "by rank"
+        yield f"Predicted live buffers: {span}, {word}."
+
+
+def _span(values: Sequence[str]) -> str:
+    return values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"

@@ -111,16 +111,16 @@ class SweepSettings(Settings):
     @field_validator("layers")
     @classmethod
     def _layers_are_numbers(cls, sets: tuple[str, ...]) -> tuple[str, ...]:
-        for one in sets:
-            parse_layers(one)
+        for layers in sets:
+            parse_layers(layers)
         return sets
 
     @field_validator("projections")
     @classmethod
     def _projections_are_names(cls, sets: tuple[str, ...]) -> tuple[str, ...]:
-        for one in sets:
-            if not all(part.strip() for part in one.split("+")):
-                raise ValueError(f"got {one!r}; names joined by +, as in q_proj+v_proj")
+        for names in sets:
+            if not all(part.strip() for part in names.split("+")):
+                raise ValueError(f"got {names!r}; names joined by +, as in q_proj+v_proj")
         return sets
 
     @model_validator(mode="after")
@@ -131,7 +131,15 @@ class SweepSettings(Settings):
                 raise ValueError(f"{name} is empty; a sweep needs at least one")
             if len(set(values)) < len(values):
                 raise ValueError(f"{name} is {list(values)}; give each once")
-        self._check_train()
+        plain = TrainSettings()
+        names = {"rank": "ranks", "seed": "seeds", "keys": "projections", "num_layers": "layers"}
+        problems = [
+            f"train.{key} is set by the sweep: give {names.get(key, key)}"
+            for key in _OF_THE_SWEEP
+            if getattr(self.train, key) != getattr(plain, key)
+        ]
+        if problems:
+            raise ValueError("; ".join(problems))
         if self.bits and self.model is not None and "{bits}" not in self.model:
             # nano's own path is filled in later, and has its exports
             raise ValueError(
@@ -140,19 +148,6 @@ class SweepSettings(Settings):
         if not self.bits and self.model is not None and "{bits}" in self.model:
             raise ValueError(f"model is {self.model!r}; give --bits for the widths to put there")
         return self
-
-    def _check_train(self) -> None:
-        plain = TrainSettings()
-        said = [key for key in _OF_THE_SWEEP if getattr(self.train, key) != getattr(plain, key)]
-        if said:
-            names = {"rank": "ranks", "seed": "seeds", "keys": "projections"} | {
-                "num_layers": "layers"
-            }
-            raise ValueError(
-                "; ".join(
-                    f"train.{key} is set by the sweep: give {names.get(key, key)}" for key in said
-                )
-            )
 
 
 def scale_of(settings: SweepSettings, rank: int) -> float:

@@ -5,35 +5,49 @@ Run: pytest tests/studies/compare/test_analysis.py
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks.studies.compare.analysis import CellValues, Rule, analyse, verdict
-from mlxstacks.studies.compare.budget import ArmBudget, budget_problems
-from mlxstacks.studies.compare.measures import measures
+from mlxstacks.errors import InputError
+from mlxstacks.studies.compare.analysis import (
+    ArmResult,
+    CellRecord,
+    analyse,
+    check_budgets,
+    measures,
+    verdict,
+)
 from mlxstacks.studies.compare.run import curve_of
+from mlxstacks.studies.compare.settings import ArmSettings, CompareSettings
 
-RULE = Rule("task_loss", 0.02, 0.95, 0.01, True)
+RULE = CompareSettings.model_validate({"arms": [{"name": "base"}, {"name": "own"}]})
 LOSSES = st.lists(st.floats(0.1, 5.0), min_size=2, max_size=6)
 SHIFTS = st.floats(-1.0, 1.0)
 
 
-def cells(arm: str, losses: Sequence[float], steps: float = 10.0) -> list[CellValues]:
+def cells(arm: str, losses: Sequence[float], steps: float = 10.0) -> list[CellRecord]:
     return [
-        CellValues(arm, seed, {"task_loss": loss, "steps": steps}, {"ungated": {"a": {"a": loss}}})
+        CellRecord(
+            arm, seed, "trained", None, {"task_loss": loss, "steps": steps},
+            {"ungated": {"a": {"a": loss}}},
+        )
         for seed, loss in enumerate(losses)
-    ]
+    ]  # fmt: skip
 
 
-def outcome(base: Sequence[float], own: Sequence[float], rule: Rule = RULE) -> str:
-    found = analyse(
-        rule, ["base", "own"], range(len(base)), [*cells("base", base), *cells("own", own)]
-    )
-    assert found[1].outcome is not None
-    return found[1].outcome
+def analysed(*cells: CellRecord, seeds: int = 3, **changes: Any) -> list[ArmResult]:
+    arms = tuple(ArmSettings(name=name) for name in dict.fromkeys(cell.arm for cell in cells))
+    update = {"seeds": tuple(range(seeds)), "arms": arms, **changes}
+    return analyse(RULE.model_copy(update=update), cells)
+
+
+def outcome(base: Sequence[float], own: Sequence[float]) -> str:
+    return str(analysed(*cells("base", base), *cells("own", own), seeds=len(base))[1].outcome)
 
 
 @pytest.mark.parametrize(
@@ -79,10 +93,8 @@ def test_what_pairs_share_does_not_count(base: list[float], shift: float) -> Non
 
 def test_intervals_are_those_of_the_paired_t_test() -> None:
     differences = [0.1, 0.3, 0.2]
-    found = analyse(
-        RULE, ["base", "own"], range(3),
-        [*cells("base", (1.0, 2.0, 3.0)), *cells("own", (1.1, 2.3, 3.2))],
-    )[1].differences["task_loss"]  # fmt: skip
+    results = analysed(*cells("base", (1.0, 2.0, 3.0)), *cells("own", (1.1, 2.3, 3.2)))
+    found = results[1].differences["task_loss"]
     half = 4.302652730 * 0.1 / math.sqrt(3)
     assert found.mean == pytest.approx(sum(differences) / 3)
     assert (found.low, found.high) == pytest.approx((0.2 - half, 0.2 + half))
@@ -90,9 +102,8 @@ def test_intervals_are_those_of_the_paired_t_test() -> None:
 
 def test_more_arms_need_more_to_be_judged() -> None:
     base, own = (1.0, 1.0, 1.0), (0.95, 0.94, 0.96)
-    alone = analyse(RULE, ["base", "own"], range(3), [*cells("base", base), *cells("own", own)])
-    third = [*cells("base", base), *cells("own", own), *cells("other", base)]
-    both = analyse(RULE, ["base", "own", "other"], range(3), third)
+    alone = analysed(*cells("base", base), *cells("own", own))
+    both = analysed(*cells("base", base), *cells("own", own), *cells("other", base))
     assert alone[1].judged is not None
     assert both[1].judged is not None
     assert both[1].judged.confidence == pytest.approx(0.975)
@@ -102,21 +113,21 @@ def test_more_arms_need_more_to_be_judged() -> None:
 
 def test_missing_cells_and_unequal_steps_decide_nothing() -> None:
     base, own = cells("base", (1.0, 1.0, 1.0)), cells("own", (0.5, 0.5, 0.5))
-    lacking = analyse(RULE, ["base", "own"], range(3), [*base, *own[:2]])[1]
+    crashed = replace(own[2], status="crashed")
+    lacking = analysed(*base, *own[:2], crashed)[1]
     assert (lacking.outcome, lacking.reason) == (
         "undecided", "1 of 3 seeds have no pair of results",
     )  # fmt: skip
-    short = analyse(RULE, ["base", "own"], range(3), [*base, *cells("own", (0.5,) * 3, 8)])[1]
+    short = analysed(*base, *cells("own", (0.5,) * 3, 8))[1]
     assert (short.outcome, short.reason) == ("undecided", "seed 0 did 8 steps, the control 10")
-    free = replace(RULE, equal_steps=False)
-    loose = analyse(free, ["base", "own"], range(3), [*base, *cells("own", (0.5,) * 3, 8)])[1]
+    loose = analysed(*base, *cells("own", (0.5,) * 3, 8), equal=("rows",))[1]
     assert loose.outcome == "better"
-    one = analyse(RULE, ["base", "own"], [0], [base[0], own[0]])[1]
+    one = analysed(base[0], own[0], seeds=1)[1]
     assert (one.outcome, one.reason) == ("undecided", "one seed has no interval")
 
 
 def test_the_verdict_says_outcome_interval_and_what_counts() -> None:
-    found = analyse(RULE, ["a", "b"], range(2), [*cells("a", (1.0, 1.1)), *cells("b", (0.5, 0.6))])
+    found = analysed(*cells("a", (1.0, 1.1)), *cells("b", (0.5, 0.6)), seeds=2)
     assert verdict(RULE, found) == (
         "b against a, task loss: better, -0.5000 (-0.5000 to -0.5000 at 0.95, n=2). What counts is "
         "0.02 nats a token."
@@ -130,10 +141,12 @@ def test_budgets_are_equal_within_the_tolerance_and_not_beyond(
     base: int, share: float, tolerance: float
 ) -> None:
     own = max(1, round(base * (1 + share)))
-    budgets = {"a": ArmBudget(base, 10, 10), "b": ArmBudget(own, 10, 10)}
-    found = budget_problems(budgets, ["parameters", "steps"], tolerance)
-    assert bool(found) == (abs(own - base) > tolerance * base)
-    assert budget_problems(budgets, ["steps", "rows"], 0.0) == []
+    rest = {"steps": 10, "rows": 10}
+    budgets = {"a": {"parameters": base, **rest}, "b": {"parameters": own, **rest}}
+    unequal = abs(own - base) > tolerance * base
+    with pytest.raises(InputError, match="parameters") if unequal else nullcontext():
+        check_budgets(budgets, ["parameters", "steps"], tolerance)
+    check_budgets(budgets, ["steps", "rows"], 0.0)
 
 
 def test_measures_of_one_domain_without_a_router() -> None:

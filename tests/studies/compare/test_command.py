@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from mlxstacks.cli import run
 from mlxstacks.studies.compare.settings import CompareSettings, overlaid
 from tests.studies.compare_cases import ARMS, RUN
 from tests.studies.stack_cases import write_places
@@ -19,25 +18,14 @@ from tests.studies.stack_cases import write_places
 Typed = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def typed(work_dir: Path, capfd: pytest.CaptureFixture[str]) -> Typed:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        code = run(arguments)
-        return code, *capfd.readouterr()
-
-    return call
-
-
 def test_a_bare_plan_is_on_one_domain_of_nano(typed: Typed, work_dir: Path) -> None:
-    code, out, err = typed("stack", "compare", "--dry-run", "--json")
+    code, out, err = typed("stack", "compare", "--dry-run", "--json", "--set", "run.iters=5")
     plan = json.loads(out)
     assert (code, plan["status"]) == (0, "planned"), err
     assert list(plan["plan"]["data"]) == ["letters"]
     lora, stack = (plan["data"]["budgets"][arm]["parameters"] for arm in ("lora", "moe-lora"))
     assert abs(lora - stack) < 0.01 * stack
-    code, out, _ = typed("stack", "compare", "--dry-run", "--json", "--set", "run.iters=5")
-    assert json.loads(out)["data"]["budgets"]["lora"]["steps"] == 5
+    assert plan["data"]["budgets"]["lora"]["steps"] == 5
     assert list(work_dir.iterdir()) == []
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.strict_json import json_sha256
-from mlxstacks.studies.compare import run as compare
-from mlxstacks.studies.compare.cells import CellRecord
+from mlxstacks.studies.compare.analysis import CellRecord
 from mlxstacks.studies.compare.run import run
 from mlxstacks.studies.stack.run import run as run_stack
+from mlxstacks.study import child_process
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from tests.studies.compare_cases import Cells, compare_settings, stacks
@@ -35,7 +35,7 @@ def compared(
 ) -> tuple[Path, Result]:
     target = tmp_path_factory.mktemp("compare") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare, "run_child", Cells())
+        patch.setattr(child_process, "run_child", Cells())
         return target, run(compare_settings(places, target))
 
 
@@ -119,7 +119,7 @@ def test_an_interrupted_comparison_goes_on(
     """The process of the third cell dies in its second domain, then the comparison itself."""
     target = tmp_path / "out"
     settings = compare_settings(places, target)
-    monkeypatch.setattr(compare, "run_child", Cells(fatal_seed=1))
+    monkeypatch.setattr(child_process, "run_child", Cells(fatal_seed=1))
 
     def stop(done: float, total: int, what: str = "") -> None:
         if done >= 3:
@@ -131,7 +131,7 @@ def test_an_interrupted_comparison_goes_on(
     record = json.loads((work_path(target) / "cells" / "free_seed-1.json").read_text())
     assert (record["status"], record["reason"]) == ("crashed", "killed by SIGABRT")
     cells = Cells()
-    monkeypatch.setattr(compare, "run_child", cells)
+    monkeypatch.setattr(child_process, "run_child", cells)
     report = run(settings.model_copy(update={"retry": True}))
     assert cells.started == ["free_seed-1", "kept-out_seed-1"]
     assert stacks(target) == stacks(compared[0])
@@ -143,8 +143,8 @@ def test_an_interrupted_comparison_goes_on(
 def test_a_crash_is_a_result_and_leaves_the_question_undecided(
     places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "run_child", Cells(fatal_seed=7))
-    report = run(compare_settings(places, tmp_path / "out", seeds=(7,)))
+    monkeypatch.setattr(child_process, "run_child", Cells(fatal_seed=7))
+    report = run(compare_settings(places, tmp_path / "out", seeds=(7,), run={"iters": 2}))
     assert {cell.status for cell in cells_of(report)} == {"crashed"}
     assert "undecided (1 of 1 seeds have no pair of results)" in report.verdict
     assert sum("crashed: killed by SIGABRT" in note for note in report.notes) == 2
@@ -158,7 +158,7 @@ def test_another_plan_is_not_gone_on_with(
     def stop(*_: Any) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(compare, "run_child", stop)
+    monkeypatch.setattr(child_process, "run_child", stop)
     with pytest.raises(KeyboardInterrupt):
         run(compare_settings(places, target))
     with pytest.raises(InputError, match="another plan") as error:
@@ -190,7 +190,6 @@ def test_unequal_budgets_are_refused(
 
 def test_a_plan_counts_parameters_by_hand(places: tuple[Path, Path], tmp_path: Path) -> None:
     """E experts of rank R: E R (K + N), and 2 E K of router and noise where there is a choice."""
-    from mlxstacks.studies.stack.run import open_store
     from mlxstacks.studies.stack.setup import set_up
 
     one = {"name": "one", "change": {"stack": {"num_experts": 1, "rank": 5}}}
@@ -201,7 +200,7 @@ def test_a_plan_counts_parameters_by_hand(places: tuple[Path, Path], tmp_path: P
     stack = settings.settings_of(
         settings.arms[0], model=str(places[0]), data=str(places[1]), save_path=str(tmp_path / "s")
     )
-    dims = list(set_up(stack, open_store(tmp_path / "s")).dims.values())
+    dims = [target.dims for target in set_up(stack, None).targets]
     inputs, outputs = sum(d.input_dims for d in dims), sum(d.output_dims for d in dims)
     domains = 2
     one_round, two_rounds = (report.data["budgets"][name] for name in ("one", "two"))

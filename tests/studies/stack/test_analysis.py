@@ -13,15 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlxstacks.cli import run as command_line
 from mlxstacks.errors import InputError, StoreError, TargetError
 from mlxstacks.files.outputs import entries
+from mlxstacks.files.settings import StacksAnalyseSettings
 from mlxstacks.files.store import Store
-from mlxstacks.layers.freezing import stack_from_tensors
 from mlxstacks.layers.stack_files import parts_of
 from mlxstacks.studies.stack.analysis import curves_of, run
 from mlxstacks.studies.stack.analysis_report import _loss_plots, left_out
-from mlxstacks.studies.stack.analysis_settings import StacksAnalyseSettings
 from mlxstacks.study.document import Plot, Text
 from mlxstacks.study.result import Result
 from tests.studies.stack_analysis_cases import write_store
@@ -290,16 +288,6 @@ def test_steps_of_later_rounds_are_counted_on() -> None:
 Typed = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def typed(work_dir: Path, capfd: pytest.CaptureFixture[str]) -> Typed:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        code = command_line(arguments)
-        return code, *capfd.readouterr()
-
-    return call
-
-
 def test_the_command_as_it_is_typed(place: Path, typed: Typed, work_dir: Path) -> None:
     words = ["stacks", "analyse", str(place / "store"), "--weights-only", "--no-plots"]
     code, out, err = typed(*words)
@@ -316,14 +304,3 @@ def test_the_command_as_it_is_typed(place: Path, typed: Typed, work_dir: Path) -
     assert (code, "Planned only" in out) == (0, True)
     code, _, err = typed("stacks", "analyse", "--dry-run", "--save-path", "new")
     assert (code, "nano's sample stacks" in err) == (0, True)
-
-
-def test_stack_tensors_of_the_cases_are_readable(place: Path) -> None:
-    """The cases write what the layers read: a guard against a store that only looks right."""
-    store = Store.open(place / "store")
-    file = store.read_stack(store.stack_named("zeta-r2"))
-    parts = parts_of(file)
-    again = stack_from_tensors(
-        file.tensors, next(iter(parts.values())).id, {path: p.shape for path, p in parts.items()}
-    )
-    assert set(again) == set(parts)

@@ -89,8 +89,6 @@ def test_a_cut_spectrum_says_so_and_knows_all_energy(monkeypatch: pytest.MonkeyP
     assert (found.complete, len(found.values), found.effective_rank()) == (False, 4, None)
     assert np.allclose(found.values, values[:4], rtol=1e-2)
     assert math.isclose(found.energy, float(np.sum(values**2)), rel_tol=1e-9)
-    share = float(np.sum(values[:2] ** 2) / np.sum(values**2))
-    assert found.energy_share(2) == pytest.approx(share, rel=1e-2)
 
 
 def test_latent_projections_are_multiplied_in() -> None:
@@ -134,13 +132,12 @@ def test_ranks_by_hand() -> None:
     flat, single = spectrum(2, 2, 2, 2), spectrum(3, 0, 0)
     assert flat.effective_rank() == pytest.approx(4)
     assert flat.stable_rank() == pytest.approx(4)
-    assert flat.energy_share(1) == pytest.approx(0.25)
     assert single.effective_rank() == pytest.approx(1)
     # shares 3/4 and 1/4: entropy 0.5623 nats
     assert spectrum(3, 1).effective_rank() == pytest.approx(math.exp(0.5623351446188083))
     assert spectrum(3, 1).stable_rank() == pytest.approx(10 / 9)
     zero = spectrum(0, 0)
-    assert (zero.effective_rank(), zero.stable_rank(), zero.energy_share(1)) == (None,) * 3
+    assert (zero.effective_rank(), zero.stable_rank()) == (None, None)
     assert leading(zero, 2).shape == (2, 0)
     assert mean_spectrum([spectrum(4, 2, 1), spectrum(2, 2), zero]) == pytest.approx([1, 0.75])
 

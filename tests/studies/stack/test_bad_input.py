@@ -3,7 +3,6 @@
 Run: pytest tests/studies/stack/test_bad_input.py
 """
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,12 @@ from mlxstacks.errors import (
 from mlxstacks.files.store import Store
 from mlxstacks.studies.stack import run as stack_run
 from tests.files.raw import change_between_samples
-from tests.studies.stack_cases import domain_rows, hashes, settings_for, write_places
+from tests.studies.stack_cases import domain_rows, hashes, settings_for
 from tests.studies.train_cases import write_rows
 from tests.tiny_models import write_llama
 
 Places = tuple[Path, Path]
 ONE: dict[str, Any] = {"domains": ("alpha",), "iters": 2, "rounds": 1, "keys": ("q_proj",)}
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
-    return write_places(tmp_path_factory.mktemp("stack"))
 
 
 @pytest.fixture(scope="module")
@@ -236,14 +230,3 @@ def test_the_guard_is_asked_before_anything_is_trained(places: Places, tmp_path:
     assert list(tmp_path.iterdir()) == []
     report = stack_run.run(settings.model_copy(update={"guard": "warn"}))
     assert any("The guard warns" in note for note in report.notes)
-
-
-def test_directions_that_leave_nothing_to_write(places: Places, store: Store) -> None:
-    before = hashes(store.path)
-    changes = {**ONE, "domains": ("beta",), "null_space": {"directions": 4096, "samples": 400}}
-    # Six rows span six directions of q_proj at most, so all of its output can never be protected
-    # from so few; the warning is for what is.
-    report = stack_run.run(settings_for(*places, store.path, **changes), dry_run=True)
-    assert report.status == "planned"
-    assert hashes(store.path) == before
-    json.dumps(report.as_json())

@@ -20,46 +20,30 @@ import numpy as np
 import pytest
 
 from mlxstacks.errors import InputError, StoreError, TargetError
-from mlxstacks.files.settings import StacksRemoveSettings
+from mlxstacks.files.settings import StacksGcSettings, StacksRemoveSettings
 from mlxstacks.files.store import Store
-from mlxstacks.files.store_commands import remove_domain
+from mlxstacks.files.store_commands import collect_garbage, remove_domain
 from mlxstacks.layers.stacked import stacked_layers
 from mlxstacks.studies.stack import checkpoint as stack_checkpoint
 from mlxstacks.studies.stack import plan as stack_plan
 from mlxstacks.studies.stack import run as stack_run
-from mlxstacks.studies.stack import work as stack_work
 from mlxstacks.study.run_directory import work_path
 from mlxstacks.training.continual import DriftError
 from mlxstacks.training.loop import NonFiniteError
+from tests.studies.stack.conftest import StoppedError
 from tests.studies.stack_cases import (
+    TWO,
     domain_of,
     domain_rows,
     hashes,
     log_of,
     settings_for,
-    train_store,
     write_domains,
-    write_places,
 )
 from tests.studies.train_cases import write_rows
 from tests.warm import ended, start
 
 Places = tuple[Path, Path]
-TWO: dict[str, Any] = {"domains": ("alpha", "beta"), "iters": 6, "keys": ("q_proj",)}
-
-
-class StoppedError(Exception):
-    pass
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
-    return write_places(tmp_path_factory.mktemp("stack"))
-
-
-@pytest.fixture(scope="module")
-def whole(places: Places, tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return train_store(places, tmp_path_factory.mktemp("whole") / "store", **TWO)
 
 
 # --- stopped --------------------------------------------------------------------------------------
@@ -101,20 +85,13 @@ def signs_of_life(target: Path) -> tuple[Any, ...]:
 
 
 def test_killed_at_random_moments_it_ends_with_the_same_bytes(
-    places: Places, tmp_path: Path, campaign: Callable[[int], range]
+    places: Places, whole: Store, tmp_path: Path, campaign: Callable[[int], range]
 ) -> None:
-    """kill -9, some time after the run has begun to write, until it was killed often enough."""
-    changes = {**TWO, "iters": 10, "save_every": 1, "steps_per_report": 1}
-    target, known = tmp_path / "store", tmp_path / "whole"
-    began = None
-    process = start("stack", settings_for(*places, known, **changes).model_dump_json())
-    while process.is_alive():
-        began = began or (time.monotonic() if work_path(known).is_dir() else None)
-        time.sleep(0.01)
-    assert ended(process) == 0
-    assert began is not None
-    duration = time.monotonic() - began
-    wanted = hashes(known)
+    """kill -9, some time after the run has begun to write, until it was killed often enough. It
+    saves and logs more often than the whole run, which is no other run.
+    """
+    changes = {**TWO, "save_every": 1, "steps_per_report": 1}
+    target, wanted, duration = tmp_path / "store", hashes(whole.path), 2.0
     settings, chance = settings_for(*places, target, **changes).model_dump_json(), random.Random(0)
     kills = 0
     for _ in campaign(30):
@@ -132,14 +109,17 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     assert ended(start("stack", settings)) == 0
     assert hashes(target) == wanted
     assert kills > 0
+    # What a killed writer left half-written is gc's.
+    collect_garbage(StacksGcSettings(store_path=str(target), grace_seconds=0))
+    assert [path.name for path in target.rglob(".*")] == [".lock"]
     assert [p.name for p in tmp_path.iterdir() if "work" in p.name] == []
 
 
 def test_an_unfinished_domain_of_other_settings_is_refused_with_what_differs(
-    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: Places, tmp_path: Path, stopped: Callable[..., None]
 ) -> None:
-    settings = settings_for(*places, tmp_path / "store", **TWO)
-    stopped_at(settings, monkeypatch, 4)
+    settings = settings_for(*places, tmp_path / "store", **{**TWO, "domains": ("alpha",)})
+    stopped_at(settings, stopped, 4)
     before = signs_of_life(tmp_path / "store")
     other = settings.model_copy(update={"learning_rate": 2e-2, "balance_weight": 0.1})
     with pytest.raises(InputError) as refused:
@@ -151,45 +131,29 @@ def test_an_unfinished_domain_of_other_settings_is_refused_with_what_differs(
     assert "--no-resume" in message
     assert "seed" not in message
     assert signs_of_life(tmp_path / "store") == before
+    # How often it saves is no other run.
+    stopped_at(settings.model_copy(update={"save_every": 1}), stopped, 5)
     fresh = stack_run.run(other.model_copy(update={"resume": False}))
     assert fresh.data["domains"]["alpha"]["resumed_from_step"] is None
     assert fresh.data["domains"]["alpha"]["steps"] == 12
 
 
-def stopped_at(settings: Any, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """Run until a step of the first domain is done, and stop there."""
-    plain = stack_checkpoint.RoundKeeper.on_step
-
-    def stop(self: Any, number: int, state: Any, record: Any) -> None:
-        plain(self, number, state, record)
-        if state.step == step:
-            raise StoppedError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stack_checkpoint.RoundKeeper, "on_step", stop)
-        with pytest.raises(StoppedError):
-            stack_run.run(settings)
-
-
-def test_how_often_a_run_saves_is_no_other_run(
-    places: Places, whole: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = settings_for(*places, tmp_path / "store", **TWO)
-    stopped_at(settings, monkeypatch, 4)
-    report = stack_run.run(settings.model_copy(update={"save_every": 1, "steps_per_report": 1}))
-    assert report.data["domains"]["alpha"]["resumed_from_step"] == 3
-    assert hashes(tmp_path / "store") == hashes(whole.path)
+def stopped_at(settings: Any, stopped: Callable[..., None], step: int) -> None:
+    """Run until this step of the first domain is done and logged, and stop there."""
+    stopped(
+        settings, stack_checkpoint.RoundKeeper, "on_step",
+        lambda keeper, number, state, record: state.step == step + 1,
+    )  # fmt: skip
 
 
 # --- what goes wrong while it runs ----------------------------------------------------------------
 
 
 def test_a_loss_that_is_not_finite_leaves_the_store_as_it_was(
-    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: Places, with_alpha: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of the second domain."""
     settings = settings_for(*places, tmp_path / "store", **TWO)
-    train_store(places, tmp_path / "store", **{**TWO, "domains": ("alpha",)})
     before = hashes(tmp_path / "store")
     plain = stack_plan.DomainPlan.batches_at
 
@@ -210,10 +174,9 @@ def test_a_loss_that_is_not_finite_leaves_the_store_as_it_was(
 
 
 def test_a_full_disk_while_freezing_loses_nothing(
-    places: Places, whole: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: Places, with_alpha: Store, whole: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = settings_for(*places, tmp_path / "store", **TWO)
-    train_store(places, tmp_path / "store", **{**TWO, "domains": ("alpha",)})
     before = hashes(tmp_path / "store")
 
     def full(*args: Any, **kwargs: Any) -> None:
@@ -238,10 +201,11 @@ def test_a_full_disk_while_freezing_loses_nothing(
     assert hashes(tmp_path / "store") == hashes(whole.path)
 
 
-def test_data_that_is_gone_is_named_and_nothing_changes(places: Places, tmp_path: Path) -> None:
+def test_data_that_is_gone_is_named_and_nothing_changes(
+    places: Places, with_alpha: Store, tmp_path: Path
+) -> None:
     data = write_domains(tmp_path / "data", ("alpha", "beta"))
     mine = (places[0], data)
-    train_store(mine, tmp_path / "store", **{**TWO, "domains": ("alpha",)})
     before = hashes(tmp_path / "store")
     (data / "alpha.jsonl").rename(tmp_path / "moved.jsonl")
     settings = settings_for(*mine, tmp_path / "store", **{**TWO, "domains": ("beta",)})
@@ -257,19 +221,19 @@ def test_data_that_is_gone_is_named_and_nothing_changes(places: Places, tmp_path
     assert stack_run.run(again).data["status"] == "trained"
 
 
-def test_rows_of_a_stored_split_that_are_gone_are_counted(places: Places, tmp_path: Path) -> None:
+def test_rows_of_a_stored_split_that_are_gone_are_counted(
+    places: Places, with_alpha: Store, tmp_path: Path
+) -> None:
     data = write_domains(tmp_path / "data", ("alpha", "beta"))
-    train_store((places[0], data), tmp_path / "store", **{**TWO, "domains": ("alpha",)})
     write_rows(data / "alpha.jsonl", domain_rows("alpha", 20))
     with pytest.raises(InputError, match=r"domain alpha: \d of 18 training rows and \d of 6"):
         stack_run.run(settings_for(places[0], data, tmp_path / "store", **TWO))
 
 
 def test_drift_of_a_frozen_stack_stops_the_run(
-    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: Places, with_alpha: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Something writes a little into a frozen stack while the next domain trains."""
-    train_store(places, tmp_path / "store", **{**TWO, "domains": ("alpha",)})
     before = hashes(tmp_path / "store")
     plain = stack_checkpoint.RoundKeeper.round_done
 
@@ -292,10 +256,10 @@ def test_drift_of_a_frozen_stack_stops_the_run(
 
 
 def test_a_store_whose_losses_are_not_met_here_is_not_gone_on_with(
-    places: Places, tmp_path: Path
+    places: Places, with_alpha: Store, tmp_path: Path
 ) -> None:
     """Losses far from the stored ones: other rows, base or evaluator. Nearby ones are rounding."""
-    store = train_store(places, tmp_path / "store", **{**TWO, "domains": ("alpha",)})
+    store = with_alpha
     with store.change() as change:
         rows: Any = {"prefix": {"alpha": {"alpha": domain_of(store, "alpha").final_loss + 0.1}}}
         change.manifest = replace(change.manifest, matrix=rows)
@@ -309,9 +273,8 @@ def test_a_store_whose_losses_are_not_met_here_is_not_gone_on_with(
 
 
 def test_a_store_that_changes_during_the_training_is_not_written(
-    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: Places, with_alpha: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train_store(places, tmp_path / "store", **{**TWO, "domains": ("alpha",)})
     plain = stack_run.commit_domain
 
     def commit(*args: Any) -> None:
@@ -362,55 +325,41 @@ def test_two_runs_to_one_store_do_not_mix(places: Places, tmp_path: Path) -> Non
 
 
 def test_force_replaces_a_store_when_the_first_new_domain_is_done(
-    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: Places, with_alpha: Store, tmp_path: Path, stopped: Callable[..., None]
 ) -> None:
-    old = train_store(places, tmp_path / "store", **{**TWO, "domains": ("beta",), "seed": 1})
-    before = hashes(old.path)
-    anew = settings_for(*places, tmp_path / "store", **TWO, force=True)
-    stopped_at(anew, monkeypatch, 4)
-    assert hashes(old.path) == before
-    with pytest.raises(InputError, match="--force goes on with it"):
+    before = hashes(with_alpha.path)
+    changes = {**TWO, "rounds": 1, "domains": ("beta", "alpha"), "force": True}
+    anew = settings_for(*places, tmp_path / "store", **changes)
+    stopped_at(anew, stopped, 4)
+    assert hashes(with_alpha.path) == before
+    with pytest.raises(InputError, match="--force resumes it"):
         stack_run.run(anew.model_copy(update={"force": False}))
-    # Stopped again, between the domains: --force now goes on with what it made.
-    plain = stack_run._StackRun._domain
-
-    def only_alpha(self: Any, work: Any, plan: Any, expected: Any) -> Any:
-        if plan.name == "beta":
-            raise StoppedError
-        return plain(self, work, plan, expected)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stack_run._StackRun, "_domain", only_alpha)
-        with pytest.raises(StoppedError):
-            stack_run.run(anew)
-    assert [d.name for d in Store.open(old.path).manifest.domains] == ["alpha"]
+    # Stopped again, between the domains: --force now resumes what it made.
+    second = lambda run, work, plan, expected: plan.name == "alpha"  # noqa: E731
+    stopped(anew, stack_run._StackRun, "_domain", second)
+    assert [d.name for d in Store.open(with_alpha.path).manifest.domains] == ["beta"]
     report = stack_run.run(anew)
-    assert [d.name for d in Store.open(old.path).manifest.domains] == ["alpha", "beta"]
-    assert report.data["domains"]["alpha"]["resumed_from_step"] == 3
+    assert [d.name for d in Store.open(with_alpha.path).manifest.domains] == ["beta", "alpha"]
+    assert report.data["domains"]["beta"]["resumed_from_step"] == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]
 
 
 def test_work_that_the_store_has_taken_is_forgotten(
-    places: Places, whole: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: Places, whole: Store, tmp_path: Path, stopped: Callable[..., None]
 ) -> None:
     """Killed between the change of the store and the clearing of the work directory."""
-
-    def stop(*args: Any) -> None:
-        raise StoppedError
-
     settings = settings_for(*places, tmp_path / "store", **TWO)
-    with monkeypatch.context() as patch:
-        patch.setattr(stack_checkpoint, "hand_over_log", stop)
-        with pytest.raises(StoppedError):
-            stack_run.run(settings)
+    stopped(settings, stack_checkpoint.StackWork, "hand_over_log")
     assert [d.name for d in Store.open(tmp_path / "store").manifest.domains] == ["alpha"]
-    assert stack_work.StackWork(tmp_path / "store", read_only=True).identity is not None
+    assert stack_checkpoint.StackWork(tmp_path / "store", read_only=True).identity is not None
     stack_run.run(settings)
     assert hashes(tmp_path / "store") == hashes(whole.path)
 
 
-def test_a_damaged_stack_of_the_store_is_named(places: Places, tmp_path: Path) -> None:
-    store = train_store(places, tmp_path / "store", **{**TWO, "domains": ("alpha",)})
+def test_a_damaged_stack_of_the_store_is_named(
+    places: Places, with_alpha: Store, tmp_path: Path
+) -> None:
+    store = with_alpha
     path = store.path / store.manifest.stacks[0].file.file
     data = bytearray(path.read_bytes())
     data[-3] ^= 1

@@ -4,6 +4,7 @@ Run: pytest tests/studies/stack/test_resume.py
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,48 +19,27 @@ from mlxstacks.studies.stack.setup import set_up
 from mlxstacks.study.run_directory import work_path
 from mlxstacks.training.continual import DriftError
 from tests.studies.stack_cases import (
+    TWO,
     domain_of,
     hashes,
     log_of,
     settings_for,
     train_store,
     write_domains,
-    write_places,
 )
 
 Places = tuple[Path, Path]
-TWO: dict[str, Any] = {"domains": ("alpha", "beta"), "iters": 4, "rounds": 1, "keys": ("q_proj",)}
-ALPHA: dict[str, Any] = {**TWO, "domains": ("alpha",)}
-
-
-class StoppedError(Exception):
-    pass
-
-
-@pytest.fixture(scope="module")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
-    return write_places(tmp_path_factory.mktemp("stack"))
-
-
-@pytest.fixture(scope="module")
-def whole(places: Places, tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return train_store(places, tmp_path_factory.mktemp("whole") / "store", **TWO)
-
-
-def stop(*args: Any, **kwargs: Any) -> None:
-    raise StoppedError
+SHORT: dict[str, Any] = {**TWO, "iters": 4, "rounds": 1}
+ALPHA: dict[str, Any] = {**SHORT, "domains": ("alpha",)}
 
 
 @pytest.mark.parametrize(("moved", "drifts"), [(1e-6, False), (0.1, True)])
 def test_a_loss_that_another_version_measured_may_differ_by_rounding(
-    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moved: float, drifts: bool
+    places: Places, tmp_path: Path, stopped: Callable[..., None], moved: float, drifts: bool
 ) -> None:
     """Every round is done, by a version that measured a little else; the store lacks the domain."""
-    settings = settings_for(*places, tmp_path / "store", **TWO)
-    with monkeypatch.context() as patch:
-        patch.setattr(stack_run, "commit_domain", stop)
-        with pytest.raises(StoppedError):
-            stack_run.run(settings)
+    settings = settings_for(*places, tmp_path / "store", **ALPHA)
+    stopped(settings, stack_run, "commit_domain")
     rounds = work_path(tmp_path / "store") / "rounds.json"
     document = json.loads(rounds.read_text())
     document["rounds"][0]["loss_after"] += moved
@@ -70,25 +50,20 @@ def test_a_loss_that_another_version_measured_may_differ_by_rounding(
         return
     stack_run.run(settings)
     store = Store.open(tmp_path / "store")
-    assert [domain.name for domain in store.manifest.domains] == ["alpha", "beta"]
+    assert [domain.name for domain in store.manifest.domains] == ["alpha"]
 
 
 def test_other_versions_are_told_when_a_round_goes_on(
-    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: Callable[..., None]
 ) -> None:
     settings = settings_for(*places, tmp_path / "store", **ALPHA)
+    stopped(settings, stack_run, "train_domain")
     with monkeypatch.context() as patch:
-        patch.setattr(stack_run, "train_domain", stop)
-        with pytest.raises(StoppedError):
-            stack_run.run(settings)
-        patch.undo()
         patch.setattr(stack_checkpoint, "versions", lambda: {"mlx": "0.0.1"})
-        patch.setattr(stack_checkpoint.RoundKeeper, "round_done", stop)
-        with pytest.raises(StoppedError):
-            stack_run.run(settings)
+        stopped(settings, stack_checkpoint.RoundKeeper, "round_done")
     report = stack_run.run(settings)
     assert any("alpha: The run began with mlx 0.0.1, now" in note for note in report.notes)
-    again = stack_run.run(settings_for(*places, tmp_path / "store", **TWO))
+    again = stack_run.run(settings_for(*places, tmp_path / "store", **SHORT))
     assert not any("The run began with" in note for note in again.notes)
     rounds = [event for event in log_of(tmp_path / "store") if event["event"] == "round"]
     assert rounds
@@ -96,18 +71,13 @@ def test_other_versions_are_told_when_a_round_goes_on(
 
 
 def test_damaged_directions_are_found_again(
-    places: Places, whole: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: Places, whole: Store, tmp_path: Path, stopped: Callable[..., None]
 ) -> None:
     settings = settings_for(*places, tmp_path / "store", **TWO)
-    plain = stack_checkpoint.RoundKeeper.load
-
-    def load(self: Any, *args: Any) -> Any:
-        return stop() if self.plan.name == "beta" else plain(self, *args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(stack_checkpoint.RoundKeeper, "load", load)
-        with pytest.raises(StoppedError):
-            stack_run.run(settings)
+    stopped(
+        settings, stack_checkpoint.RoundKeeper, "load",
+        lambda keeper, *_: keeper.plan.name == "beta",
+    )  # fmt: skip
     bases = work_path(tmp_path / "store") / "bases.safetensors"
     data = bytearray(bases.read_bytes())
     data[-2] ^= 0x7F
@@ -117,13 +87,10 @@ def test_damaged_directions_are_found_again(
 
 
 def test_work_of_an_unknown_domain_is_not_gone_on_with(
-    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: Places, tmp_path: Path, stopped: Callable[..., None]
 ) -> None:
     settings = settings_for(*places, tmp_path / "store", **ALPHA)
-    with monkeypatch.context() as patch:
-        patch.setattr(stack_run, "commit_domain", stop)
-        with pytest.raises(StoppedError):
-            stack_run.run(settings)
+    stopped(settings, stack_run, "commit_domain")
     (work_path(tmp_path / "store") / "run.json").write_text('{"name": "al')
     with pytest.raises(InputError, match="nobody knows which domain"):
         stack_run.run(settings)
@@ -163,7 +130,7 @@ def test_a_store_without_prefix_rows_is_compared_too(places: Places, tmp_path: P
         moved = replace(record, final_loss=record.final_loss + 0.1)
         change.manifest = change.manifest.with_domain(moved)
     with pytest.raises(StoreError, match="do not have the loss that they were stored with"):
-        stack_run.run(settings_for(*places, tmp_path / "store", **(TWO | modes)))
+        stack_run.run(settings_for(*places, tmp_path / "store", **(SHORT | modes)))
 
 
 def test_directions_are_made_from_more_rows_than_the_loss(places: Places, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from mlxstacks.errors import InputError, TargetError
 from mlxstacks.studies.sweep import rank_sweep
 from mlxstacks.studies.sweep.rank_sweep import run
 from mlxstacks.studies.sweep.settings import SweepSettings, scale_of
+from mlxstacks.study import child_process
 from mlxstacks.study.run_directory import work_path
 from mlxstacks.training.settings import TrainSettings
 from tests.studies.sweep_cases import Cells, sweep_settings
@@ -116,7 +117,7 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def interrupted(inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A target whose sweep was interrupted after its first cell. Cells run in this process."""
-    monkeypatch.setattr(rank_sweep, "run_child", Cells())
+    monkeypatch.setattr(child_process, "run_child", Cells())
     target = tmp_path / "out"
 
     def stop_at_second(done: float, total: float, what: str = "") -> None:

@@ -41,8 +41,8 @@ def test_a_killed_sweep_ends_with_the_cells_of_one_that_was_not(
     """
     model, data = write_tiny_model(tmp_path / "model"), write_data(tmp_path / "data")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    run = {"iters": 8, "save_every": 1, "steps_per_eval": 4}
-    changes: Any = {"train": run, "policies": ("refit",)}
+    run = {"iters": 6, "save_every": 1, "steps_per_eval": 3}
+    changes: Any = {"train": run, "policies": ("keep",)}
     began = time.monotonic()
     assert (
         ended(start("sweep", sweep_settings(model, data, whole, **changes).model_dump_json())) == 0

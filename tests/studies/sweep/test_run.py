@@ -14,10 +14,11 @@ from mlxstacks.files.adapters import read_adapter
 from mlxstacks.files.outputs import MARK, new_mark, write_json
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.studies.sweep import cell_worker, rank_sweep
+from mlxstacks.studies.sweep import rank_sweep, worker
 from mlxstacks.studies.sweep.cells import CellResult, cells_of, read_results
 from mlxstacks.studies.sweep.rank_sweep import run
 from mlxstacks.studies.train.run import run as train
+from mlxstacks.study import child_process
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from tests.counting_allocator import available, library
@@ -40,7 +41,7 @@ def swept(
     """Ranks 2 and 4, two seeds. One cell has a process of its own, as all have in a sweep."""
     target = tmp_path_factory.mktemp("sweep") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_sweep, "run_child", Cells((4, 1)))
+        patch.setattr(child_process, "run_child", Cells((4, 1)))
         return target, run(sweep_settings(*inputs, target, seeds=(0, 1)))
 
 
@@ -60,7 +61,7 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 def cells_here(monkeypatch: pytest.MonkeyPatch) -> Cells:
     """Cells run in this process."""
     cells = Cells()
-    monkeypatch.setattr(rank_sweep, "run_child", cells)
+    monkeypatch.setattr(child_process, "run_child", cells)
     return cells
 
 
@@ -304,9 +305,9 @@ def test_a_cell_without_memory_is_a_result(words: str, monkeypatch: pytest.Monke
     def no_memory(*_: Any) -> None:
         raise RuntimeError(words)
 
-    monkeypatch.setattr(cell_worker, "_train", no_memory)
+    monkeypatch.setattr(worker, "_train", no_memory)
     specification = {"train": {"save_path": "/nowhere/out"}, "policies": []}
-    found = cell_worker.work(specification, lambda message: None)
+    found = worker.work(specification, lambda message: None)
     assert found == {"status": "failed", "reason": words}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from mlxstacks.errors import InputError
-from mlxstacks.studies.sweep.cell_worker import measure_survival
+from mlxstacks.studies.sweep.worker import measure_survival
 from tests.tiny_models import random_adapter, write_llama, write_qwen_moe
 
 

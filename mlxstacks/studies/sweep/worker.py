@@ -1,6 +1,6 @@
 """The process of one cell: trains, then measures what a fuse would keep of the adapter.
 
-    python -m mlxstacks.studies.sweep.cell_worker < specification
+    python -m mlxstacks.studies.sweep.worker < specification
 
 What is trained already (its directory is there, so it is whole) is only measured.
 """
@@ -51,24 +51,20 @@ def work(specification: Message, send: Callable[[Message], None]) -> Message:
         return {"status": "refused", "reason": str(error)}
     except InputError as error:
         return {"status": "wrong", "reason": str(error)}
-    except NonFiniteError as error:
-        return {"status": "failed", "reason": str(error)}
-    except RuntimeError as error:
+    except (NonFiniteError, RuntimeError) as error:
         # MLX has no type of its own for memory or buffers that are not to be had.
-        if not any(words in str(error).lower() for words in _NO_MEMORY):
+        no_memory = any(words in str(error).lower() for words in _NO_MEMORY)
+        if not (isinstance(error, NonFiniteError) or no_memory):
             raise
         return {"status": "failed", "reason": str(error)}
     report = json.loads((target / RESULT).read_text(encoding="utf-8"))["data"]
     figures = {name: report.get(name) for name in _FIGURES}
-    figures |= {"last_validation_loss": _last(report), "measured_buffers": buffers}
+    last = report["validation"][-1]["validation_loss"] if report["validation"] else None
+    figures |= {"last_validation_loss": last, "measured_buffers": buffers}
     survival = measure_survival(
         Path(str(settings.model)), target, specification["policies"], settings.seed
     )
     return {"status": "trained", "figures": figures, "survival": survival}
-
-
-def _last(report: dict[str, Any]) -> float | None:
-    return report["validation"][-1]["validation_loss"] if report["validation"] else None
 
 
 def _train(settings: TrainSettings, send: Callable[[Message], None]) -> int | None:
@@ -99,32 +95,35 @@ def measure_survival(
     Law: equal to the totals of its report, for any number of workers.
     Raises: InputError when the adapter does not fit the model.
     """
-    return {policy: _survival(model, adapter, policy, seed) for policy in policies}
-
-
-def _survival(model: Path, adapter: Path, policy: PolicyName, seed: int) -> dict[str, Any]:
-    settings = FuseSettings(
-        model=str(model), adapter_path=(str(adapter),), requant=policy, seed=seed
-    )
     checkpoint = open_checkpoint(model)
-    modules, _ = gather_modules(checkpoint, settings)
     workers = max(1, min(os.cpu_count() or 1, _MOST_WORKERS))
-    sums: dict[str, Sums] = {}
-    extra = 0
+    survival: dict[str, dict[str, Any]] = {}
     with ThreadPoolExecutor(workers) as pool:
+        for policy in policies:
+            settings = FuseSettings(
+                model=str(model), adapter_path=(str(adapter),), requant=policy, seed=seed
+            )
 
-        def all_rows(module: Module, decisions: dict[int, Decision]) -> dict[int, Sums]:
-            return measure_module(ModuleWork(module, decisions), pool, workers, settings)
+            def all_rows(
+                module: Module, decisions: dict[int, Decision], settings: FuseSettings = settings
+            ) -> dict[int, Sums]:
+                return measure_module(ModuleWork(module, decisions), pool, workers, settings)
 
-        for module in modules:
-            choice = decide(module, settings, all_rows)
-            [stage] = choice.decisions
-            sums[module.path] = all_rows(module, choice.decisions)[stage]
-            after = tensor_bytes(module, choice.decisions[stage].bits)
-            extra += after - sum(info.nbytes for info in module.tensors())
-    modules_json = {path: fidelity(each).as_json() for path, each in sums.items()}
-    total = fidelity(sum(sums.values(), Sums())).as_json()
-    return {"policy": policy, **total, "extra_bytes": extra, "modules": modules_json}
+            sums: dict[str, Sums] = {}
+            extra_bytes = 0
+            for module in gather_modules(checkpoint, settings)[0]:
+                decisions = decide(module, settings, all_rows).decisions
+                [stage] = decisions
+                sums[module.path] = all_rows(module, decisions)[stage]
+                extra_bytes += tensor_bytes(module, decisions[stage].bits)
+                extra_bytes -= sum(info.nbytes for info in module.tensors())
+            survival[policy] = {
+                "policy": policy,
+                **fidelity(sum(sums.values(), Sums())).as_json(),
+                "extra_bytes": extra_bytes,
+                "modules": {path: fidelity(each).as_json() for path, each in sums.items()},
+            }
+    return survival
 
 
 def main() -> None:
