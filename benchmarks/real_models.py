@@ -39,7 +39,7 @@ from mlxstacks.fuse.in_memory import fuse_in_memory
 from mlxstacks.fuse.settings import FuseSettings, PolicyName
 from mlxstacks.stats import wilson_interval
 from mlxstacks.studies.benchmarks.arm_model import Loaded, ModelArm, Routes
-from mlxstacks.studies.benchmarks.items import read_task
+from mlxstacks.studies.benchmarks.items import open_task
 from mlxstacks.studies.benchmarks.settings import ArmSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem, task_named
 from mlxstacks.studies.confound.fuses import write_controls
@@ -293,7 +293,10 @@ def policies(options: argparse.Namespace) -> list[Figures]:
     out: Path = options.save_path
     out.mkdir(parents=True, exist_ok=True)
     questions = Questions(
-        {name: read_task(task_named(name), str(options.data))[: options.items] for name in TASKS},
+        {
+            name: list(open_task(task_named(name), str(options.data)).items[: options.items])
+            for name in TASKS
+        },
         open_suite(None, PERSONA),
     )
     zero, random = out / "zero", out / "random"

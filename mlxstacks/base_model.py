@@ -68,8 +68,7 @@ def check_counts(config: dict[str, Any]) -> None:
 def build_model(config: dict[str, Any]) -> nn.Module:
     """A model of `config` with mlx-lm's classes and unset (random) weights.
 
-    Raises:
-        CheckpointError: mlx-lm has no class for `model_type`, or it counts what cannot be.
+    Raises: CheckpointError: mlx-lm has no class for `model_type`, or it counts what cannot be.
     """
     from mlx_lm.utils import _get_classes
 
@@ -124,8 +123,7 @@ def load(
     """A local model as mlx-lm loads it, adapter layers attached: (model, tokenizer, config).
 
     lazy: read no weight before it is used.
-    Raises:
-        CheckpointError: files are missing, or config, weights and tokenizer do not go together.
+    Raises: CheckpointError: files are missing, or config, weights and tokenizer do not go together.
     """
     from mlx_lm import load as load_with_tokenizer
 
@@ -282,8 +280,7 @@ def load_stored(
     """A model as mlx-lm loads it, its config, and the tensors of its files by their names there.
 
     Nothing but file headers is read: every array is lazy.
-    Raises:
-        CheckpointError: mlx-lm cannot load the model.
+    Raises: CheckpointError: mlx-lm cannot load the model.
     """
     stored: dict[str, mx.array] = {}
 
@@ -314,8 +311,7 @@ def load_stored(
 def loaded_weights(model_path: Path) -> dict[str, LoadedWeight]:
     """Every module with a weight by its path in the model; the file headers alone are read.
 
-    Raises:
-        CheckpointError: mlx-lm cannot load the model.
+    Raises: CheckpointError: mlx-lm cannot load the model.
     """
     model, _, stored = load_stored(Path(model_path))
     names = {id(array): name for name, array in stored.items()}
@@ -398,23 +394,13 @@ def group_experts(model: nn.Module) -> None:
     """
     from mlx_lm.models.switch_layers import SwitchLinear
 
-    for _, module in model.named_modules():
-        if type(module) is SwitchLinear and module.weight[0].nbytes >= LEAST_EXPERT_BYTES:
-            module.__class__ = _grouped_switch_linear()
-
-
-@functools.cache
-def _grouped_switch_linear() -> type[nn.Module]:
-    from mlx_lm.models.switch_layers import SwitchLinear
-
     class GroupedSwitchLinear(SwitchLinear):
         def __call__(
             self, x: mx.array, indices: mx.array, sorted_indices: bool = False
         ) -> mx.array:
             """x (N, 1, K) and indices (N,) where rows are sorted by expert, as in a prompt."""
-            if not sorted_indices or "bias" in self:
-                return super().__call__(x, indices, sorted_indices)
-            counts = rows_of_experts(indices, self.num_experts)
+            grouped = sorted_indices and "bias" not in self
+            counts = rows_of_experts(indices, self.num_experts) if grouped else None
             if counts is None:
                 return super().__call__(x, indices, sorted_indices)
             parts = mx.split(x.squeeze(1), np.cumsum(counts)[:-1].tolist())
@@ -424,7 +410,9 @@ def _grouped_switch_linear() -> type[nn.Module]:
             ]
             return mx.expand_dims(mx.concatenate(products), 1)
 
-    return GroupedSwitchLinear
+    for _, module in model.named_modules():
+        if type(module) is SwitchLinear and module.weight[0].nbytes >= LEAST_EXPERT_BYTES:
+            module.__class__ = GroupedSwitchLinear
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -141,13 +141,13 @@ def log_probabilities_at(
     `evaluate_mean_loss`.
     """
     array = mx.array(tokens)
-    made = logits_of(array) if head is None else head.hidden_states(logits_of, array)
-    made = made.reshape(-1, made.shape[-1])
-    mx.eval(made)
-    most = piece_tokens(made.shape[-1]) if head is None else head.piece_tokens
+    outputs = logits_of(array) if head is None else head.hidden_states(logits_of, array)
+    outputs = outputs.reshape(-1, outputs.shape[-1])  # (B * T, V), or (B * T, K) before a head
+    mx.eval(outputs)
+    most = piece_tokens(outputs.shape[-1]) if head is None else head.piece_tokens
     log_p = np.zeros(len(places), np.float32)
     for part in pieces(len(places), most):
-        chosen = made[mx.array(places[part])]
+        chosen = outputs[mx.array(places[part])]
         logits = chosen if head is None else head(chosen)
         log_p[part] = np.array(_log_p(logits, mx.array(targets[part])))
     return log_p

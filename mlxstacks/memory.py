@@ -93,51 +93,30 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-@dataclass(frozen=True, slots=True)
-class ResourceReport:
-    """What is known of the resources of this process.
+def resource_report() -> dict[str, Any]:
+    """Limits and counters of this process, now, as JSON values.
 
-    counted_buffers: buffers that MLX says it holds; None while it has no such counter.
-    how_to_count: what shows the count from outside.
+    counted_buffers: that MLX says it holds; None while it has no such counter. how_to_count: what
+    shows the count from outside.
     """
-
-    device: str
-    resource_limit: int
-    resource_limit_known: bool
-    counted_buffers: int | None
-    active_bytes: int
-    peak_bytes: int
-    cache_bytes: int
-    resident_bytes: int
-    working_set_bytes: int | None
-    how_to_count: str
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def resource_report() -> ResourceReport:
-    """Limits and counters of this process, now."""
     import mlx.core as mx
 
-    found, held = device(), counters()
+    default = device()
     # MLX 0.32.4 keeps the count to itself; later versions may tell it under this name.
-    count = getattr(mx.metal, "get_num_resources", None) if found.kind == "metal" else None
+    count = getattr(mx.metal, "get_num_resources", None) if default.kind == "metal" else None
     outside = "nothing here counts buffers; `mlxstacks guard` predicts them"
-    if found.kind == "metal" and count is None:
+    if default.kind == "metal" and count is None:
         outside = "ioclasscount | grep AGXResource (all processes; watch it grow)"
-    return ResourceReport(
-        device=found.kind,
-        resource_limit=found.resource_limit,
-        resource_limit_known=found.resource_limit_known,
-        counted_buffers=None if count is None else int(count()),
-        active_bytes=held.active_bytes,
-        peak_bytes=held.peak_bytes,
-        cache_bytes=held.cache_bytes,
-        resident_bytes=peak_resident_bytes(),
-        working_set_bytes=found.working_set_bytes,
-        how_to_count=outside,
-    )
+    return {
+        "device": default.kind,
+        "resource_limit": default.resource_limit,
+        "resource_limit_known": default.resource_limit_known,
+        "counted_buffers": None if count is None else int(count()),
+        **asdict(counters()),
+        "resident_bytes": peak_resident_bytes(),
+        "working_set_bytes": default.working_set_bytes,
+        "how_to_count": outside,
+    }
 
 
 class ResourceGuard:
@@ -183,8 +162,8 @@ class ResourceGuard:
     def report(self) -> dict[str, Any]:
         """Counters of the process, and what was predicted for it."""
         line = int(self.refuse_share * self.limit)
-        seen = {"largest_predicted_buffers": self.largest, "refused_batches": self.refused}
-        return resource_report().as_json() | seen | {"refused_from_buffers": line}
+        predicted = {"largest_predicted_buffers": self.largest, "refused_batches": self.refused}
+        return resource_report() | predicted | {"refused_from_buffers": line}
 
 
 def _whole(value: Any) -> int | None:

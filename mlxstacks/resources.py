@@ -1,4 +1,4 @@
-"""Where the folders `kernels` and `recipes` are: beside the package, or inside it in a wheel."""
+"""Where the folders `kernels` and `recipes` are: next to the package, or inside it in a wheel."""
 
 from pathlib import Path
 

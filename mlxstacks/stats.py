@@ -1,4 +1,4 @@
-"""Statistics of reports: intervals, tests of two rates, several claims.
+"""Statistics of reports: intervals, tests of two rates, pairs, several claims.
 
 Rates of the same items in two arms are compared by `mcnemar_exact_test` (pairs) and beside it by
 `two_proportion_z_test` (which knows no pairs); `bootstrap_difference` gives the interval.
@@ -164,9 +164,8 @@ def mcnemar_of_pairs(first: Sequence[bool], second: Sequence[bool]) -> McNemarTe
 
     Raises: ValueError for arms of unequal length.
     """
-    pairs = list(zip(first, second, strict=True))
-    gained = sum(not one and bool(two) for one, two in pairs)
-    return mcnemar_exact_test(gained, sum(bool(one) and not two for one, two in pairs))
+    pairs = [(bool(a), bool(b)) for a, b in zip(first, second, strict=True)]
+    return mcnemar_exact_test(sum(b > a for a, b in pairs), sum(a > b for a, b in pairs))
 
 
 def paired_interval(

@@ -9,7 +9,7 @@ from mlxstacks.memory import ResourceGuard, device, resource_report
 
 
 def test_report_is_plain_numbers() -> None:
-    found = json.loads(json.dumps(resource_report().as_json()))
+    found = json.loads(json.dumps(resource_report()))
     assert found["resource_limit"] > 0
     assert found["peak_bytes"] >= found["active_bytes"] >= 0
     assert found["resident_bytes"] > 1_000_000

@@ -1,10 +1,10 @@
-"""An arm of a study: a model, perhaps with an adapter beside it, that answers prompts and items.
+"""An arm of a study: a model, perhaps with an adapter, that answers prompts and items; a persona.
 
 An item is asked, and its answer is taught, in the same words.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +17,14 @@ from mlxstacks.data import Rendering, encode_messages
 from mlxstacks.data.text_settings import PLAIN
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import ChoiceItem, choose, score_continuations
+from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.disk import user_path
+from mlxstacks.files.hub import resolve_model
+from mlxstacks.files.lora_modules import CONFIG
+from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.study.answers import LIKELIHOOD, TIE, Answer
 from mlxstacks.study.extract import choice_letter
+from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.items import Item
 from mlxstacks.training.modes import evaluating, prepare_base
 
@@ -141,3 +147,45 @@ def encode_choices(item: Item, tokenizer: Any, rendering: Rendering = PLAIN) -> 
         contexts.pop(), tuple(continuations), tuple(len(text) for text in item.options),
         item.answer_index,
     )  # fmt: skip
+
+
+# --- the persona of a study -----------------------------------------------------------------------
+
+
+class Persona:
+    """Base and persona as they are given: an adapter to fuse into the base, or a model that has the
+    persona already (adapter: None). speaker: the model whose tokenizer and chat template it has.
+
+    Raises: InputError: the persona is neither an adapter nor a model.
+    """
+
+    def __init__(self, model: str, persona: str) -> None:
+        self.base = resolve_model(model)
+        given = user_path(persona)
+        self.adapter: Path | None = given if is_adapter(given) else None
+        self.speaker = self.base if self.adapter else resolve_model(persona)
+        if not (self.speaker / "config.json").is_file():
+            raise InputError(
+                f"{self.speaker}: neither an adapter ({CONFIG}) nor a model (config.json) is in it"
+            )
+
+    def hashes(self, recorded: Callable[[str], str | None], key: str) -> dict[str, str]:
+        """Of base, persona (under `key`) and tokenizer. recorded: what the plan of a run that is
+        resumed says of the model of that name.
+        """
+
+        def model_sha256(path: Path, name: str) -> str:
+            return fingerprint(open_checkpoint(path), recorded(name))
+
+        hashes = {"base": model_sha256(self.base, "base")}
+        if self.adapter:
+            names = [CONFIG, *(path.name for path in self.adapter.glob("*.safetensors"))]
+            hashes[key] = json_sha256({n: file_sha256(self.adapter / n) for n in names})
+        else:
+            hashes[key] = model_sha256(self.speaker, key)
+        tokenizer = self.speaker / "tokenizer.json"
+        return hashes | ({"tokenizer": file_sha256(tokenizer)} if tokenizer.is_file() else {})
+
+
+def is_adapter(persona: Path) -> bool:
+    return (persona / CONFIG).is_file()

@@ -332,7 +332,7 @@ COMMANDS: Mapping[str, SlashCommand] = {
     ),
     "/unpin": SlashCommand("", "the mode decides again", _unpin),
     "/mode": SlashCommand("MODE", "what answers: base, ungated or routed", _mode, lambda c: MODES),
-    "/compare": SlashCommand("[TEXT]", "base, ungated and routed, beside each other", _compare),
+    "/compare": SlashCommand("[TEXT]", "base, ungated and routed, side by side", _compare),
     "/new": SlashCommand("", "a new conversation, mode and pins as they are; or /clear, r", _new),
     "/temp": SlashCommand("[NUMBER]", "temperature of what is drawn; 0: the likeliest", _temp),
     "/stats": SlashCommand("", "tokens, caches, what was read from disk", _stats),

@@ -23,10 +23,10 @@ def greeting(settings: "ChatSettings", conversation: "Conversation") -> str:
     engine = conversation.engine
     name = settings.model or (engine.store.manifest.base_model if engine.store else "")
     domains = engine.domains
-    there = f"; domains {', '.join(domains)}" if domains else ""
-    there += f"; adapter {', '.join(engine.adapters)}" if engine.adapters else ""
+    parts = f"; domains {', '.join(domains)}" if domains else ""
+    parts += f"; adapter {', '.join(engine.adapters)}" if engine.adapters else ""
     how = f"pinned {', '.join(conversation.pins)}" if conversation.pins else conversation.mode
-    return f"{Path(name).name}{there}; {how}. /help lists commands."
+    return f"{Path(name).name}{parts}; {how}. /help lists commands."
 
 
 def route_table(engine: "RoutedModel", turn: "Turn") -> output.Table:

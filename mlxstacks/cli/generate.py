@@ -155,9 +155,7 @@ def _modes(settings: "GenerateSettings") -> tuple["Mode | None", ...]:
     """None stands for pinned domains."""
     if settings.compare:
         return ("base", "ungated", "routed")
-    if settings.pin:
-        return (None,)
-    return ("routed" if settings.routed else "ungated" if settings.ungated else "base",)
+    return (None if settings.pin else settings.mode,)
 
 
 def _jobs(settings: "GenerateSettings", bare: bool) -> list[Job]:
@@ -166,7 +164,11 @@ def _jobs(settings: "GenerateSettings", bare: bool) -> list[Job]:
         return list(_rows(settings.prompts))
     text = settings.prompt
     if text is None or text == "-":
-        typed = "" if text is None and sys.stdin.isatty() else _standard_input()
+        typed = ""
+        if text == "-" or not sys.stdin.isatty():
+            if reconfigure := getattr(sys.stdin, "reconfigure", None):
+                reconfigure(errors="replace")
+            typed = answers.bounded(sys.stdin.read(answers.MOST_CHARACTERS + 1)).rstrip("\n")
         if text is None and bare and not typed.strip():
             output.note(f"No prompt was given; asking nano: {SAMPLE_PROMPT}")
             return [Job(SAMPLE_PROMPT)]
@@ -176,13 +178,6 @@ def _jobs(settings: "GenerateSettings", bare: bool) -> list[Job]:
             "the prompt is empty; give a PROMPT, --prompts FILE, or text on standard input"
         )
     return [Job(text)]
-
-
-def _standard_input() -> str:
-    reconfigure = getattr(sys.stdin, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="replace")
-    return answers.bounded(sys.stdin.read(answers.MOST_CHARACTERS + 1)).rstrip("\n")
 
 
 def _rows(name: str) -> Iterator[Job]:

@@ -1,7 +1,6 @@
 """`mlxstacks run RECIPE` and `mlxstacks recipes`."""
 
 import itertools
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
 
 RUN_HELP = "Run a recipe; what is already done with the same settings is not done again."
 LIST_HELP = "List the recipes that come with mlxstacks."
-_FACT = re.compile(r"([A-Z][a-z]+):\s+(\S.*)")
-# Facts of a head that whoever reads them in a dry run knows.
-_HOW_TO_RUN = ("Command", "First")
 
 
 def run_command() -> click.Command:
@@ -114,34 +110,8 @@ def _print_recipes(console: "Console", recipes: Sequence[Recipe]) -> None:
 
 def _print_head(console: "Console", recipe: Recipe) -> None:
     """What the head says beyond the purpose: guard, memory, time, what is written, what to get."""
-    facts, rest = _parts_of(recipe.head[len(list(itertools.takewhile(bool, recipe.head))) :])
-    if not facts and not rest:
-        return
-    console.print()
-    console.print("The recipe says of itself (--set does not change these words):", markup=False)
-    if facts:
-        console.print(output.details(facts))
-    for text, to_copy in rest:
-        console.print(text, markup=False, soft_wrap=to_copy)
-
-
-def _parts_of(head: Sequence[str]) -> tuple[dict[str, str], list[tuple[str, bool]]]:
-    """Facts (`Time:     an hour`, over several lines), and in their order paragraphs (False) and
-    lines to copy (True).
-    """
-    facts: dict[str, str] = {}
-    rest: list[tuple[str, bool]] = []
-    for _, lines in itertools.groupby(head, bool):
-        paragraph = [line for line in lines if line]
-        is_facts = all(_FACT.fullmatch(line) or line.startswith(" ") for line in paragraph)
-        if paragraph and is_facts and not paragraph[0].startswith(" "):
-            key = ""
-            for line in paragraph:
-                fact = _FACT.fullmatch(line)
-                key, text = (fact[1], fact[2]) if fact else (key, f"{facts[key]} {line.strip()}")
-                facts[key] = text
-            continue
-        for to_copy, alike in itertools.groupby(paragraph, lambda line: line.startswith(" ")):
-            listed = list(alike)
-            rest += [(line, True) for line in listed] if to_copy else [(" ".join(listed), False)]
-    return {key: text for key, text in facts.items() if key not in _HOW_TO_RUN}, rest
+    lines = list(itertools.dropwhile(bool, recipe.head))
+    if lines:
+        console.print("\nThe recipe says of itself (--set does not change these words):")
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)

@@ -163,8 +163,7 @@ def write(
 ) -> list[dict[str, Any]]:
     """Write shards, index, config and side files into `directory`; returns file, bytes of shards.
 
-    Raises:
-        TargetError: the disk is full.
+    Raises: TargetError: the disk is full.
     """
     shards = shards_of(conversion)
     done, total = 0, conversion.nbytes
@@ -191,8 +190,7 @@ def write(
 def stored_conversion(directory: Path) -> Conversion:
     """A dense model's directory as it is: each tensor copied.
 
-    Raises:
-        CheckpointError: see `open_checkpoint`; no model to upcycle, or mlx-lm cannot load it.
+    Raises: CheckpointError: see `open_checkpoint`; no model to upcycle, or mlx-lm cannot load it.
     """
     checkpoint = open_checkpoint(directory)
     _check_dense(checkpoint.config)
@@ -208,8 +206,7 @@ def upcycled(dense: Conversion, experts: int, top_k: int, seed: int) -> Conversi
     Codes and scales are those of `dense`; a copy at a time is in memory.
     Law: logits are those of `dense` but for the order of the last sum.
 
-    Raises:
-        CheckpointError: the model is no llama, or has what mlx-lm's mixtral cannot do.
+    Raises: CheckpointError: the model is no llama, or has what mlx-lm's mixtral cannot do.
     """
     _check_dense(dense.config)
     config = _mixtral_config(dense.config, experts, top_k)

@@ -65,8 +65,7 @@ class GGUFFile:
     def value(self, key: str, kind: type, default: Any = None) -> Any:
         """The value of a key, of this type; `default` where there is none.
 
-        Raises:
-            CheckpointError: the value has another type.
+        Raises: CheckpointError: the value has another type.
         """
         value = self.fields.get(key)
         if value is None:
@@ -90,9 +89,8 @@ def open_gguf(path: str | Path) -> GGUFFile:
 
     Law: fields and tensors are those of `gguf.GGUFReader`.
 
-    Raises:
-        CheckpointError: no GGUF file, truncated, big-endian, one of several parts, or a count, name
-            or size that cannot be; the message names the file and the key or tensor.
+    Raises: CheckpointError: no GGUF file, truncated, big-endian, one of several parts, or a count,
+        name or size that cannot be; the message names the file and the key or tensor.
     """
     path = Path(path)
     descriptor = open_regular(path)
@@ -327,8 +325,7 @@ def same_codes(
 
     order: rows of the result as indices of rows in the file.
 
-    Raises:
-        CheckpointError: a scale or bias is no finite float16.
+    Raises: CheckpointError: a scale or bias is no finite float16.
     """
     for block in row_blocks(file.read(tensor), order):
         packed, scales, biases = split_blocks(block, tensor.kind)
@@ -345,8 +342,7 @@ def float_values(
 ) -> Iterator[np.ndarray]:
     """The tensor's values in float32, some rows at a time, by the gguf package's dequantization.
 
-    Raises:
-        CheckpointError: the gguf package cannot dequantize this type; NaN or infinite values.
+    Raises: CheckpointError: the gguf package cannot dequantize this type; NaN or infinite values.
     """
     from gguf import GGMLQuantizationType, quants
 

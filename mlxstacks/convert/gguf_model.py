@@ -77,9 +77,8 @@ def gguf_conversion(path: Path, settings: ConvertSettings) -> Conversion:
     """Plan of a GGUF file: reads its header, and of tensors only
     floats that are to become another dtype.
 
-    Raises:
-        CheckpointError: see `open_gguf`, `Architecture`, `tokenizer_files`; tensors of other shapes
-            than the keys say.
+    Raises: CheckpointError: see `open_gguf`, `Architecture`, `tokenizer_files`; tensors of other
+        shapes than the keys say.
     """
     return _Reader(open_gguf(path), settings).conversion()
 
@@ -281,9 +280,8 @@ def _quantized_specs(
 class Architecture:
     """One file's architecture: `module_of` for names, `config` for mlx-lm.
 
-    Raises:
-        CheckpointError: an unknown architecture, a missing key, a setting that mlx-lm's class of
-            that name does not have.
+    Raises: CheckpointError: an unknown architecture, a missing key, a setting that mlx-lm's class
+        of that name does not have.
     """
 
     def __init__(self, file: GGUFFile) -> None:
@@ -332,8 +330,7 @@ class Architecture:
     def module_of(self, name: str) -> str | None:
         """mlx-lm's name of a tensor, `.weight` or `.bias` included; None where it is no part of it.
 
-        Raises:
-            CheckpointError: no tensor of this architecture.
+        Raises: CheckpointError: no tensor of this architecture.
         """
         if name == "rope_freqs.weight":
             return None

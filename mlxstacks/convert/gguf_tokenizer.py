@@ -106,8 +106,8 @@ def tokenizer_files(file: GGUFFile) -> dict[str, dict[str, Any]]:
 
     Law: texts have the ids that the original tokenizer gives them.
 
-    Raises:
-        CheckpointError: a tokenizer or pre-tokenizer that is not known, or keys that do not fit.
+    Raises: CheckpointError: a tokenizer or pre-tokenizer that is not known, or keys that do not
+        fit.
     """
     return {
         "tokenizer.json": tokenizer_json(file),

@@ -22,7 +22,7 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import check_target, staged_directory
 from mlxstacks.memory import bytes_in_words
-from mlxstacks.study.document import Column, Table, Text
+from mlxstacks.study.document import Columns, Table, Text
 from mlxstacks.study.result import Result
 from mlxstacks.study.write import environment, write_result
 
@@ -35,8 +35,7 @@ def convert(
 ) -> Result:
     """Write `settings.model` as a directory that mlx-lm loads; a dry run plans and writes nothing.
 
-    Raises:
-        InputError: the model, an option or the target cannot be used; nothing is left behind.
+    Raises: InputError: the model, an option or the target cannot be used; nothing is left behind.
     """
     started = time.monotonic()
     if settings.model is None or settings.save_path is None:
@@ -66,10 +65,9 @@ def _result(
         tensors[part.kind, part.stored] += 1
         nbytes[part.kind, part.stored] += part.nbytes
     rows = tuple((*key, count, nbytes[key]) for key, count in tensors.items())
-    columns = (
-        Column(name="in the source"), Column(name="written as"),
-        Column(name="tensors", kind="count"), Column(name="bytes", kind="bytes"),
-    )  # fmt: skip
+    columns: Columns = {
+        "in the source": "text", "written as": "text", "tensors": "count", "bytes": "bytes"
+    }  # fmt: skip
     size = bytes_in_words(conversion.nbytes)
     return Result(
         kind="convert",
@@ -95,7 +93,7 @@ def _result(
             "written_bytes": conversion.nbytes,
         },
         blocks=(
-            Table(id="tensors", title="Tensors by kind", columns=columns, rows=rows),
+            Table.of("tensors", "Tensors by kind", columns, rows),
             Text(title="Model", paragraphs=(f"{model_type}, {size} of tensors.",)),
         ),
         notes=conversion.notes,

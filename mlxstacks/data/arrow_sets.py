@@ -31,8 +31,7 @@ def is_saved_set(path: Path) -> bool:
 def saved_set(path: Path, split: str) -> tuple[Rows, list[Path]]:
     """Rows and files of a directory by `save_to_disk`; of several splits, the one asked for.
 
-    Raises:
-        InputError: no such split, or a directory that is damaged or names files outside it.
+    Raises: InputError: no such split, or a directory that is damaged or names files outside it.
     """
     if (path / "dataset_dict.json").is_file():
         splits = _json_at(path / "dataset_dict.json", "splits")
@@ -75,8 +74,7 @@ def _not_saved(path: Path, reason: object) -> InputError:
 def cached_set(dataset: str, name: str | None, split: str) -> tuple[Rows, list[Path]] | None:
     """Rows and files of a data set that `datasets.load_dataset` once prepared; None if it did not.
 
-    Raises:
-        InputError: several configurations are in the cache, or none with this name or split.
+    Raises: InputError: several configurations are in the cache, or none with this name or split.
     """
     import datasets
     from datasets.packaged_modules.cache.cache import Cache

@@ -59,8 +59,7 @@ def read_domains(
     takes the first); no row of a validation set is in any training set, its own domain's or
     another's, and with split_by=prompt no prompt and no passage of it is.
 
-    Raises:
-        InputError: a source cannot be used, a part is empty, or a stored split lost rows.
+    Raises: InputError: a source cannot be used, a part is empty, or a stored split lost rows.
     """
     stored = stored or {}
     for name, ids in stored.items():
@@ -97,8 +96,7 @@ def read_train_data(settings: TrainDataSettings, root: Path, tokenizer: Any = No
     some are held out as `read_domains` does it, or none of too few rows. Of mlx-lm's train.jsonl
     none are, unless validation_rows asks for them.
 
-    Raises:
-        InputError: a source cannot be used.
+    Raises: InputError: a source cannot be used.
     """
     tokens = special_tokens(tokenizer) if tokenizer is not None else ()
     rows: dict[str, list[Example]] = {part: [] for part in PARTS}
@@ -236,8 +234,7 @@ def split_examples(examples: Iterable[Example], settings: DomainDataSettings, na
     it can, and there are never more); with split_by=prompt rows with one prompt, or one passage,
     are on one side.
 
-    Raises:
-        InputError: a side would be empty.
+    Raises: InputError: a side would be empty.
     """
     rows = sorted(examples, key=lambda example: example.row_id)
     train, validation = divide(rows, settings)
@@ -308,9 +305,8 @@ def _place(key: str, seed: int) -> int:
 def apply_split(examples: Iterable[Example], ids: SplitIds, name: str = "") -> Split:
     """(train, validation) of a stored split, in its order. Rows that it does not know are left out.
 
-    Raises:
-        InputError: rows of the split are not there any more (how many is said), or `ids` is not a
-            split.
+    Raises: InputError: rows of the split are not there any more (how many is said), or `ids` is not
+        a split.
     """
     which = f"domain {name}: " if name else ""
     check_split(ids, name)

@@ -111,7 +111,12 @@ def _parts(chat: Chat, mode: ThinkingMode) -> Iterator[tuple[str, bool]]:
     done = 0
     for index in answers:
         prompt = chat.prompt(chat.turns[:index], thinking[index]) if index else chat.stand_in
-        start, end = _answer_span(chat, index, text, prompt, thinking[index])
+        after = chat.text(chat.turns[: index + 1], thinking[index])
+        if text.startswith(prompt) and text.startswith(after):
+            # A line break after the end mark is not the model's to predict.
+            start, end = len(prompt), len(prompt) + len(text[len(prompt) : len(after)].rstrip("\n"))
+        else:
+            start, end = _replaced_span(chat, index, text, thinking[index])
         before = text[done:start]
         if 0 < index == len(chat.turns) - 1 and not text.startswith(prompt):
             # The prompt itself, where the template writes the answer without the empty block that
@@ -123,15 +128,6 @@ def _parts(chat: Chat, mode: ThinkingMode) -> Iterator[tuple[str, bool]]:
         yield text[start:end], True
         done = end
     yield text[done:], False
-
-
-def _answer_span(chat: Chat, index: int, text: str, prompt: str, thinks: bool) -> tuple[int, int]:
-    """Where in the text of a chat the assistant's turn `index` and its end mark stand."""
-    after = chat.text(chat.turns[: index + 1], thinks)
-    if not text.startswith(prompt) or not text.startswith(after):
-        return _replaced_span(chat, index, text, thinks)
-    # A line break after the end mark is not the model's to predict.
-    return len(prompt), len(prompt) + len(text[len(prompt) : len(after)].rstrip("\n"))
 
 
 def _replaced_span(chat: Chat, index: int, text: str, thinks: bool) -> tuple[int, int]:
@@ -285,8 +281,7 @@ def encode_examples(
     The loss counts answers and their end mark; with mask_prompt=False, and in plain text, every
     token. The tokenizer's own special tokens are stripped first (with strip_markers).
 
-    Raises:
-        InputError: the template refuses a row, which is named, or no row is left.
+    Raises: InputError: the template refuses a row, which is named, or no row is left.
     """
     tokens = special_tokens(tokenizer) if settings.strip_markers else ()
     rows: list[Row] = []

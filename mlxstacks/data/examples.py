@@ -69,8 +69,7 @@ def conversation(record: Mapping[str, Any], keys: tuple[str, ...] = CONVERSATION
     """Messages, as data sets write them (role or from, content or value, parts), with role and
     content as text.
 
-    Raises:
-        InputError: no list under any of the keys, or a message without role or text.
+    Raises: InputError: no list under any of the keys, or a message without role or text.
     """
     key = next((key for key in keys if record.get(key) is not None), None)
     if key is None:

@@ -20,8 +20,7 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file, blank lines skipped.
 
-    Raises:
-        InputError: a line is not a JSON object, or the file holds none.
+    Raises: InputError: a line is not a JSON object, or the file holds none.
     """
     return [record for _, record in numbered_records(path)]
 
@@ -96,8 +95,7 @@ def begins_array(path: Path) -> bool:
 def array_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line it begins on, object) for each element of the array in a file.
 
-    Raises:
-        InputError: not an array, an element that is no object, or broken JSON.
+    Raises: InputError: not an array, an element that is no object, or broken JSON.
     """
     text = _Text(path)
     if (delimiter := text.peek()) != "[":

@@ -109,9 +109,8 @@ def training_parts(
 def open_source(source: SourceSettings, root: Path) -> OpenSource:
     """Find what a source names; a relative path is taken from `root`.
 
-    Raises:
-        InputError: it is not there (NotCachedError for a data set), or holds no file of a known
-            kind. Broken rows raise it later, while rows are read.
+    Raises: InputError: it is not there (NotCachedError for a data set), or holds no file of a known
+        kind. Broken rows raise it later, while rows are read.
     """
     if source.dataset:
         return _cached(source, source.dataset)
@@ -197,8 +196,7 @@ def data_files(directory: Path, split: str, label: str, name: str | None = None)
     A file belongs to a split whose name is a part of its own (train-00000-of-00002.parquet,
     data/train.jsonl); where no file names any split, all of them are `train`.
 
-    Raises:
-        InputError: no file of a known kind, none of this split, or several configurations.
+    Raises: InputError: no file of a known kind, none of this split, or several configurations.
     """
     every = sorted(file for file in directory.rglob("*") if file.suffix in SUFFIXES)
     parts = {file: file.relative_to(directory).parts for file in every}
@@ -249,9 +247,8 @@ def read_source(
     row id.
     Law: the same rows in another order give the same examples, if no cap leaves rows unread.
 
-    Raises:
-        InputError: the source is not there, a row does not fit (file and line are named), or none
-            is usable.
+    Raises: InputError: the source is not there, a row does not fit (file and line are named), or
+        none is usable.
     """
     rows, report = _read_usable(source, settings, root, special_tokens)
     examples: dict[str, Example] = {}

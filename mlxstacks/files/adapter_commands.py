@@ -1,15 +1,14 @@
 """What is behind `mlxstacks adapter show | zero | convert`."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapters import WEIGHTS, load_any_adapter, write_adapter, zero_adapter
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.lora_modules import Adapter, LoraModule, delta_norm, delta_weights
+from mlxstacks.files.lora_modules import Adapter, delta_norm, delta_weights
 from mlxstacks.files.peft_adapters import write_peft, write_zero_peft
 from mlxstacks.files.peft_config import PEFT_WEIGHTS
 from mlxstacks.files.settings import (
@@ -50,9 +49,6 @@ class AdapterSummary:
     metadata: dict[str, str]
     modules: tuple[ModuleSummary, ...]
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class AdapterWritten:
@@ -65,9 +61,6 @@ class AdapterWritten:
     modules: int
     parameters: int
     weight_bytes: int
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def adapter_format(path: str | Path) -> AdapterFormat:
@@ -91,20 +84,19 @@ def show_adapter(settings: AdapterShowSettings) -> AdapterSummary:
         base_model=base_model if isinstance(base_model, str) else None,
         base_fingerprint=adapter.base_fingerprint,
         metadata=adapter.metadata,
-        modules=tuple(_summary(m) for m in adapter.modules.values()),
-    )
-
-
-def _summary(module: LoraModule) -> ModuleSummary:
-    return ModuleSummary(
-        path=module.path,
-        kind="switch" if module.is_switch else "dense",
-        lora_a=module.lora_a.shape,
-        lora_b=module.lora_b.shape,
-        dtype=module.dtype,
-        rank=module.rank,
-        parameters=module.parameters,
-        delta_rms=delta_norm(module) / delta_weights(module) ** 0.5,
+        modules=tuple(
+            ModuleSummary(
+                path=module.path,
+                kind="switch" if module.is_switch else "dense",
+                lora_a=module.lora_a.shape,
+                lora_b=module.lora_b.shape,
+                dtype=module.dtype,
+                rank=module.rank,
+                parameters=module.parameters,
+                delta_rms=delta_norm(module) / delta_weights(module) ** 0.5,
+            )
+            for module in adapter.modules.values()
+        ),
     )
 
 

@@ -25,9 +25,8 @@ from mlxstacks.files.lora_modules import (
     open_weights,
     raise_problems,
     read_config,
-    read_float,
+    read_pair,
     save_adapter,
-    widened,
     with_experts,
 )
 from mlxstacks.files.manifest import FULL
@@ -53,6 +52,13 @@ _NOT_LORA = {
     "full": "a full fine-tune has no low-rank delta; its weights are a model of their own",
 }
 _LEAVES = ("lora_a", "lora_b")
+_OF_A_STACK = (
+    "a stack that routes each token has no one delta to fuse or convert; serve it next to the "
+    "base, or export a stack of one expert"
+)
+_OTHER_LEAVES = {
+    "m": f"the magnitude of DoRA; {_NOT_LORA['dora']}", "router": _OF_A_STACK, "noise": _OF_A_STACK
+}  # fmt: skip
 
 
 def load_any_adapter(
@@ -70,8 +76,8 @@ def load_any_adapter(
     except OSError as error:
         raise AdapterError(f"{str(path)[:200]!a}: cannot be opened: {error.strerror}") from None
     if not is_there:
-        found = "a file" if directory.exists() else "not there"
-        raise AdapterError(f"{directory}: {found}; give the adapter's directory")
+        what = "a file" if directory.exists() else "not there"
+        raise AdapterError(f"{directory}: {what}; give the adapter's directory")
     if (directory / WEIGHTS).exists():
         return read_adapter(directory)
     if (directory / PEFT_WEIGHTS).exists():
@@ -140,7 +146,10 @@ def _read_modules(
         if leaf in _LEAVES and module_path:
             pairs.setdefault(module_path, {})[leaf] = info
         else:
-            problems.append(_unknown_tensor(name, leaf))
+            reason = _OTHER_LEAVES.get(
+                leaf, "not a LoRA tensor; a LoRA has path.lora_a and path.lora_b"
+            )
+            problems.append(f"{name}: {reason}")
     modules = {}
     for module_path, pair in pairs.items():
         module = _read_pair(module_path, pair, scale, problems)
@@ -156,17 +165,6 @@ def _read_modules(
     return modules
 
 
-def _unknown_tensor(name: str, leaf: str) -> str:
-    if leaf == "m":
-        return f"{name}: the magnitude of DoRA; {_NOT_LORA['dora']}"
-    if leaf in ("router", "noise"):
-        return (
-            f"{name}: a stack that routes each token has no one delta to fuse or convert; serve it "
-            "beside the base, or export a stack of one expert"
-        )
-    return f"{name}: not a LoRA tensor; a LoRA has path.lora_a and path.lora_b"
-
-
 def _read_pair(
     path: str, pair: dict[str, TensorInfo], scale: float, problems: list[str]
 ) -> LoraModule | None:
@@ -175,33 +173,25 @@ def _read_pair(
         problems.append(f"{path}.{missing[0]}: missing, its other half is there")
         return None
     a, b = (pair[leaf] for leaf in _LEAVES)
-    mismatch = _shape_problem(a.shape, b.shape)
+    axes, mismatch = (len(a.shape), len(b.shape)), ""
+    if axes == (2, 3):
+        mismatch = "the expert layout of an old mlx-lm; lora_a must be (experts, rank, input_dims)"
+    elif axes not in ((2, 2), (3, 3)):
+        mismatch = "expected (K, R) and (R, N), or with experts (E, R, K) and (E, N, R)"
+    elif axes == (3, 3) and a.shape[0] != b.shape[0] and 1 not in (a.shape[0], b.shape[0]):
+        mismatch = (
+            f"{a.shape[0]} and {b.shape[0]} experts; either half has all of them, or one for all"
+        )
+    elif a.shape[1] != (rank := b.shape[2 if axes == (3, 3) else 0]):
+        mismatch = f"ranks {a.shape[1]} and {rank} differ"
     if mismatch:
         problems.append(f"{path}: lora_a {list(a.shape)}, lora_b {list(b.shape)}: {mismatch}")
         return None
-    raw_a, raw_b = read_float(a, problems), read_float(b, problems)
-    if raw_a is None or raw_b is None:
+    halves = read_pair(a, b, problems)
+    if halves is None:
         return None
-    dtype = a.dtype
-    if a.dtype != b.dtype:
-        raw_a = widened(LoraModule(path, raw_a, raw_a, a.dtype, scale)).lora_a
-        raw_b = widened(LoraModule(path, raw_b, raw_b, b.dtype, scale)).lora_b
-        dtype = "F32"
-    module = LoraModule(path, raw_a, raw_b, dtype, scale)
+    module = LoraModule(path, *halves, scale)
     return with_experts(module, max(a.shape[0], b.shape[0])) if module.is_switch else module
-
-
-def _shape_problem(a: tuple[int, ...], b: tuple[int, ...]) -> str | None:
-    """Why a pair of shapes is no LoRA; None when it is one."""
-    if (len(a), len(b)) == (2, 2):
-        return None if a[1] == b[0] else f"ranks {a[1]} and {b[0]} differ"
-    if (len(a), len(b)) == (3, 3):
-        if a[0] != b[0] and 1 not in (a[0], b[0]):
-            return f"{a[0]} and {b[0]} experts; either half has all of them, or one for all"
-        return None if a[1] == b[2] else f"ranks {a[1]} and {b[2]} differ"
-    if (len(a), len(b)) == (2, 3):
-        return "the expert layout of an old mlx-lm; lora_a must be (experts, rank, input_dims)"
-    return "expected (K, R) and (R, N), or with experts (E, R, K) and (E, N, R)"
 
 
 def zero_adapter(adapter: Adapter) -> Adapter:
@@ -267,71 +257,64 @@ def match_adapter(
     if not checkpoint.is_converted:
         checkpoint.loaded_weights  # noqa: B018 (raises)
     problems: list[str] = []
-    base = _check_base(adapter, checkpoint, allow_base, problems)
+    base: BaseCheck = "not verifiable"
+    if (trained_on := adapter.base_fingerprint) is not None:
+        try:
+            base = compare_base(adapter, fingerprint(checkpoint, trained_on), allow_base)
+        except AdapterError as error:
+            problems.append(str(error))
     unknown: list[str] = []
     matches = []
     for path, module in adapter.modules.items():
         try:
-            known = stored_name(checkpoint, path) is not None
+            if stored_name(checkpoint, path) is None:
+                unknown.append(path)
+            else:
+                matches.append(Match(*_match_module(module, checkpoint), base))
         except CheckpointError as error:
             problems.append(str(error))
-            continue
-        if not known:
-            unknown.append(path)
-            continue
-        match = _match_module(module, checkpoint, base, problems)
-        if match is not None:
-            matches.append(match)
     problems += no_such_modules(unknown, checkpoint)
-    if problems:
-        many = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
-        lines = "".join(f"\n  {problem}" for problem in problems)
-        raise AdapterError(
-            f"adapter {adapter.directory} does not fit {checkpoint.directory}: {many}{lines}"
-        )
+    raise_problems(adapter.directory, problems, f" does not fit {checkpoint.directory}")
     return matches
 
 
-def _check_base(
-    adapter: Adapter, checkpoint: Checkpoint, allow_base: bool, problems: list[str]
-) -> BaseCheck:
+def compare_base(adapter: Adapter, base: str, allow_base: bool) -> BaseCheck:
+    """Whether an adapter was trained on the base with the fingerprint `base`, of the same kind as
+    its own.
+
+    Raises: AdapterError: on another one, without `allow_base`.
+    """
     trained_on = adapter.base_fingerprint
     if trained_on is None:
         return "not verifiable"
-    found = fingerprint(checkpoint, trained_on)
-    if trained_on == found:
-        return "verified" if found.startswith(FULL) else "verified by samples"
+    if trained_on == base:
+        return "verified" if base.startswith(FULL) else "verified by samples"
     if not allow_base:
-        problems.append(
-            f"trained on the base with fingerprint {trained_on}, this one has {found}; use that "
-            "base, or --allow-base to go on with this one"
+        raise AdapterError(
+            f"adapter {adapter.directory}: trained on the base with fingerprint {trained_on[:69]}, "
+            f"this one has {base}; use that base, or --allow-base to go on with this one"
         )
     return "overridden"
 
 
 def _match_module(
-    module: LoraModule, checkpoint: Checkpoint, base: BaseCheck, problems: list[str]
-) -> Match | None:
-    try:
-        stored = stored_weight(checkpoint, module.path)
-    except CheckpointError as error:
-        problems.append(str(error))
-        return None
+    module: LoraModule, checkpoint: Checkpoint
+) -> tuple[LoraModule, Kind, StoredWeight]:
+    """Raises: CheckpointError where the module does not fit its weight."""
+    stored = stored_weight(checkpoint, module.path)
     if module.is_switch and len(stored.shape) == 3:
         module = with_experts(module, stored.shape[0])
     kind = _kind(module, stored)
     if kind is None:
-        problems.append(_misfit(module, stored, checkpoint))
-        return None
+        raise CheckpointError(_misfit(module, stored, checkpoint))
     bias = checkpoint.tensors.get(f"{stored.weight.name.removesuffix('.weight')}.bias")
     if bias is not None and (bias.shape, bias.dtype in FLOAT_DTYPES) != (stored.shape[:-1], True):
-        problems.append(
-            f"{bias.name}: {bias.dtype} {list(bias.shape)} in {bias.file.name}; beside a weight "
+        raise CheckpointError(
+            f"{bias.name}: {bias.dtype} {list(bias.shape)} in {bias.file.name}; next to a weight "
             f"{list(stored.shape)} it has to be {list(stored.shape[:-1])} of "
             f"{', '.join(FLOAT_DTYPES)}: download or convert the model again"
         )
-        return None
-    return Match(module, kind, stored, base)
+    return module, kind, stored
 
 
 def _kind(module: LoraModule, stored: StoredWeight) -> Kind | None:

@@ -20,7 +20,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ from mlxstacks.files.shards import (
     read_header,
     read_range,
 )
-from mlxstacks.files.strict_json import parse_object
+from mlxstacks.files.strict_json import is_deeper, parse_object
 
 if TYPE_CHECKING:
     from mlxstacks.base_model import LoadedWeight
@@ -114,13 +114,15 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         )
     files = _shard_files(directory)  # a directory of GGUF files has no config
     config = read_json_object(directory / "config.json", unique_keys=False)
-    _check_depth(directory / "config.json", config)
+    if is_deeper(config, MAX_CONFIG_DEPTH):
+        raise CheckpointError(
+            f"{directory / 'config.json'}: nested more than {MAX_CONFIG_DEPTH} levels deep; {AGAIN}"
+        )
     index_path = directory / INDEX_NAME
     index = read_json_object(index_path) if os.path.lexists(index_path) else None
-    weight_map = _weight_map(index_path, index)
     headers = tuple(read_header(path) for path in files)
     checkpoint = Checkpoint(directory, config, headers, _gather(headers), index)
-    absent = _absent_shard(checkpoint, weight_map)
+    absent = _absent_shard(checkpoint)
     if absent is not None:
         try:
             checkpoint.loaded_weights  # noqa: B018
@@ -155,7 +157,7 @@ def check_unchanged(directory: Path, recorded: str) -> None:
     if fingerprint(open_checkpoint(directory), recorded) != recorded:
         raise CheckpointError(
             f"{directory}: changed during the run, which began with fingerprint {recorded[:12]}; "
-            "put that model back, or start anew with this one"
+            "put that model back, or start again with this one"
         )
 
 
@@ -175,7 +177,11 @@ def _sampled_fingerprint(checkpoint: Checkpoint) -> str:
                 descriptors[info.file] = open_regular(info.file)
                 stack.callback(os.close, descriptors[info.file])
             digest.update(_compact([info.name, info.dtype, list(info.shape)]))
-            for start, nbytes in _windows(info.nbytes):
+            starts, nbytes = [0], info.nbytes
+            if nbytes > WINDOWS * WINDOW_BYTES:
+                last, nbytes = nbytes - WINDOW_BYTES, WINDOW_BYTES
+                starts = [last * i // (WINDOWS - 1) for i in range(WINDOWS)]
+            for start in starts:
                 window = bytearray(nbytes)
                 read_exactly(descriptors[info.file], memoryview(window), info, info.start + start)
                 digest.update(window)
@@ -198,16 +204,6 @@ def read_json_object(path: Path, *, unique_keys: bool = True) -> dict[str, Any]:
             return parse_object(file.read(nbytes).decode("utf-8"), unique_keys=unique_keys)
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{path}: not valid: {error}; {AGAIN}") from None
-
-
-def _check_depth(path: Path, config: dict[str, Any]) -> None:
-    level: list[Any] = [config]
-    for _ in range(MAX_CONFIG_DEPTH):
-        parts = (part.values() if isinstance(part, dict) else part for part in level)
-        level = [child for part in parts for child in part if isinstance(child, dict | list)]
-        if not level:
-            return
-    raise CheckpointError(f"{path}: nested more than {MAX_CONFIG_DEPTH} levels deep; {AGAIN}")
 
 
 def _shard_files(directory: Path) -> list[Path]:
@@ -233,56 +229,46 @@ def _shard_files(directory: Path) -> list[Path]:
     raise CheckpointError(f"{directory}: no model*.safetensors; download or convert the model")
 
 
-def _weight_map(index_path: Path, index: dict[str, Any] | None) -> dict[str, str]:
-    weight_map = {} if index is None else index.get("weight_map")
+def _absent_shard(checkpoint: Checkpoint) -> str | None:
+    """What a shard that seems to be missing is called, and why; None where none does.
+
+    Raises: CheckpointError for an index that maps no names to files in the directory or below it.
+    """
+    directory, index_path = checkpoint.directory, checkpoint.directory / INDEX_NAME
+    loaded = {header.path.name for header in checkpoint.headers}
+    weight_map = {} if checkpoint.index is None else checkpoint.index.get("weight_map")
     if not isinstance(weight_map, dict):
         raise CheckpointError(f"{index_path}: weight_map must map tensors to files; {AGAIN}")
+    absent: str | None = None
     for name, file in weight_map.items():
-        if not _is_below(file):
+        fits = isinstance(file, str) and file.isprintable() and "\\" not in file
+        fits = fits and len(file.encode()) <= MAX_NAME_BYTES
+        if not fits or {"", ".", ".."} & set(file.split("/")):
             raise CheckpointError(
-                f"{index_path}: tensor {name[:100]!a} is mapped to {ascii(file)[:200]}; only "
-                f"a file in the same directory or below it is allowed; {AGAIN}"
+                f"{index_path}: tensor {name[:100]!a} is mapped to {ascii(file)[:200]}; only a "
+                f"file in the same directory or below it is allowed; {AGAIN}"
             )
-    return weight_map
-
-
-def _is_below(file: object) -> bool:
-    """Whether an index's entry is a plain relative path that cannot leave the directory."""
-    if not isinstance(file, str) or not file.isprintable() or "\\" in file:
-        return False
-    return len(file.encode()) <= MAX_NAME_BYTES and not {"", ".", ".."} & set(file.split("/"))
-
-
-def _absent_shard(checkpoint: Checkpoint, weight_map: dict[str, str]) -> str | None:
-    """What a shard that seems to be missing is called, and why; None where none does."""
-    directory = checkpoint.directory
-    loaded = {header.path.name for header in checkpoint.headers}
-    for name, file in weight_map.items():
-        if name in checkpoint.tensors or file in loaded or SIDE_PART.search(name):
+        if absent or name in checkpoint.tensors or file in loaded or SIDE_PART.search(name):
             continue
+        absent = f"{directory / file}: shard is missing ({INDEX_NAME} names it); download it again"
         if (directory / file).exists():
-            return (
+            absent = (
                 f"{directory / file}: named in {INDEX_NAME}, but mlx-lm loads only "
                 "model*.safetensors; rename the file or convert the model again"
             )
-        return f"{directory / file}: shard is missing ({INDEX_NAME} names it); download it again"
-    return None if weight_map else _gap_in_numbers(directory, loaded)
-
-
-def _gap_in_numbers(directory: Path, present: set[str]) -> str | None:
-    """Without an index the names still say how many shards there are."""
-    for name in sorted(present):
+    # Without an index the names still say how many shards there are.
+    for name in () if weight_map else sorted(loaded):
         if match := _NUMBERED.fullmatch(name):
             before, _, count, after = match.groups()
-            # stops at the first absent one: a hostile count costs at most len(present) steps
+            # stops at the first absent one: a hostile count costs at most len(loaded) steps
             for number in range(1, int(count) + 1):
                 other = f"{before}{number:05d}-of-{count}{after}"
-                if other not in present:
+                if other not in loaded:
                     return (
                         f"{directory / other}: shard is missing ({name} is there); "
                         "download it again, or remove shards of another version"
                     )
-    return None
+    return absent
 
 
 def _gather(headers: tuple[ShardHeader, ...]) -> dict[str, TensorInfo]:
@@ -310,14 +296,6 @@ def _without_paths(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_paths(item) for item in value]
     return value
-
-
-def _windows(nbytes: int) -> Iterator[tuple[int, int]]:
-    if nbytes <= WINDOWS * WINDOW_BYTES:
-        yield 0, nbytes
-        return
-    for i in range(WINDOWS):
-        yield (nbytes - WINDOW_BYTES) * i // (WINDOWS - 1), WINDOW_BYTES
 
 
 # Of each user: what another one wrote is not believed.

@@ -8,7 +8,6 @@ import os
 import pwd
 import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -214,16 +213,3 @@ def c_function(name: str) -> Callable[..., int] | None:
     if function is not None:
         function.restype = ctypes.c_int
     return function
-
-
-_sync_file_range = c_function("sync_file_range") if sys.platform == "linux" else None
-_SYNC_FILE_RANGE_WRITE = 2
-
-
-def start_writeback(descriptor: int, offset: int, nbytes: int) -> None:
-    """Ask Linux to start writing these bytes now, so that a later fsync has less to wait for."""
-    if _sync_file_range is not None:
-        # a hint: its failure (an old file system) changes nothing that fsync does not do
-        _sync_file_range(
-            descriptor, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_WRITE
-        )

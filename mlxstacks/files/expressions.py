@@ -41,7 +41,7 @@ def compile_expression(expression: str, *, ignore_case: bool = False) -> Any:
         )
     if not expression.isascii() and (other := _OF_ASCII.search(expression)) is not None:
         raise ValueError(
-            f"{other[0]!r} knows ASCII letters alone, and others are beside it; write a class"
+            f"{other[0]!r} knows ASCII letters alone, and there are others; write a class"
         )
     try:
         return re2.compile(expression, re2_options(ignore_case=ignore_case))

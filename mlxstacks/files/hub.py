@@ -44,7 +44,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 def resolve_model(path_or_hub_id: str | Path, sidecars: bool = False) -> Path:
     """The directory of a model: a local directory, else the hub cache, else a download.
 
-    sidecars: with the weights that mlx-lm does not read, for who writes the model anew. What is in
+    sidecars: with the weights that mlx-lm does not read, for who writes the model again. What is in
     the cache gets those of its own revision, where the hub answers.
 
     Raises:
@@ -131,11 +131,8 @@ class ShippedConfig:
     @property
     def words(self) -> str:
         """How a plan says where its numbers come from."""
-        return f"the shipped config {self.name}, {_width(self.bits)}; the model is not here"
-
-
-def _width(bits: int | None) -> str:
-    return "not quantized" if bits is None else f"{bits} bits in groups of {GROUP_SIZE}"
+        width = "not quantized" if self.bits is None else f"{self.bits} bits in groups of 64"
+        return f"the shipped config {self.name}, {width}; the model is not here"
 
 
 @functools.cache
@@ -150,9 +147,9 @@ def shipped_config(model: str) -> ShippedConfig | None:
     `here/qwen3.5-35b-a3b-3bit` and `mlx-community/Qwen3.5-35B-A3B-3bit` are the same model.
     """
     name = model.rstrip("/").rpartition("/")[2].casefold()
-    found = None if name in shipped_names() else _BITS.fullmatch(name)
-    bits = int(found[2]) if found else None
-    name = found[1] if found else name
+    quantized = None if name in shipped_names() else _BITS.fullmatch(name)
+    bits = int(quantized[2]) if quantized else None
+    name = quantized[1] if quantized else name
     if name not in shipped_names():
         return None
     config = json.loads((_DIRECTORY / f"{name}.json").read_text(encoding="utf-8"))
@@ -171,24 +168,20 @@ def has_shape_of(config: Mapping[str, Any], model: str) -> bool:
         raise ValueError(f"got {model!r}; shipped are {', '.join(shipped_names())}")
     quantization = config.get("quantization")
     bits = quantization.get("bits") if isinstance(quantization, Mapping) else None
-    sizes, own = (_sizes(one) for one in (shipped.config, config))
-    shared = sizes.keys() & own.keys()
+    sizes = []
+    for values in (shipped.config, config):
+        text = values.get("text_config")
+        text = text if isinstance(text, Mapping) else values
+        sizes.append({name: text[name] for name in _SIZES if isinstance(text.get(name), int)})
+    shared = sizes[0].keys() & sizes[1].keys()
     return (
         bits == shipped.bits
         and {"hidden_size", "num_hidden_layers"} <= shared
-        and all(sizes[name] == own[name] for name in shared)
+        and all(sizes[0][name] == sizes[1][name] for name in shared)
     )
 
 
-def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """Of the text part; the vocabulary is not among them, since converters pad it."""
-    text = config.get("text_config")
-    values = text if isinstance(text, Mapping) else config
-    return {
-        name: value for name, value in values.items() if name in _SIZES and isinstance(value, int)
-    }
-
-
+# Of the text part; not the vocabulary, which converters pad.
 _SIZES = (
     "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
     "num_key_value_heads", "head_dim", "num_experts", "num_experts_per_tok",

@@ -12,7 +12,6 @@ A dense pair and an embedding pair look alike; only the base's shapes tell them 
 either half of a switch pair may hold one expert that stands for all ("shared outer" adapters).
 """
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ import numpy as np
 from mlxstacks.errors import AdapterError, CheckpointError
 from mlxstacks.files.outputs import staged_directory, write_json
 from mlxstacks.files.shards import ShardHeader, ShardWriter, TensorInfo, read_header, read_tensor
-from mlxstacks.files.strict_json import refuse_constant
+from mlxstacks.files.strict_json import parse_object
 from mlxstacks.ops.affine import Array, from_storage, to_storage
 from mlxstacks.regular_files import check_regular
 
@@ -272,12 +271,9 @@ def read_config(path: Path) -> dict[str, Any]:
     if path.stat().st_size > _LARGEST_CONFIG_BYTES:
         raise AdapterError(f"{path}: larger than {_LARGEST_CONFIG_BYTES} bytes, not a config")
     try:
-        config = json.loads(path.read_bytes(), parse_constant=refuse_constant)
-    except (ValueError, RecursionError) as error:
+        return parse_object(path.read_bytes().decode())
+    except ValueError as error:
         raise AdapterError(f"{path}: not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise AdapterError(f"{path}: holds a {type(config).__name__}, not a JSON object")
-    return config
 
 
 def open_weights(path: Path) -> ShardHeader:
@@ -290,29 +286,37 @@ def open_weights(path: Path) -> ShardHeader:
         raise AdapterError(f"adapter weights: {error}") from error
 
 
-def read_float(info: TensorInfo, problems: list[str]) -> Array | None:
-    """Raw numbers of a float tensor; None, and a line in `problems`, when it cannot be used."""
-    if info.dtype not in FLOAT_DTYPES:
-        allowed = ", ".join(FLOAT_DTYPES)
-        problems.append(f"{info.name}: dtype {info.dtype}; an adapter's numbers are {allowed}")
+def read_pair(a: TensorInfo, b: TensorInfo, problems: list[str]) -> tuple[Array, Array, str] | None:
+    """Raw numbers of both halves and their dtype: float32, exactly, where theirs differ; None, and
+    lines in `problems`, where they cannot be used.
+    """
+    before, halves = len(problems), []
+    for info in (a, b):
+        if info.dtype not in FLOAT_DTYPES:
+            allowed = ", ".join(FLOAT_DTYPES)
+            problems.append(f"{info.name}: dtype {info.dtype}; an adapter's numbers are {allowed}")
+            continue
+        if not info.size:
+            problems.append(f"{info.name}: shape {info.shape} holds nothing")
+            continue
+        raw = read_tensor(info)
+        index = first_non_finite(raw, info.dtype)
+        if index is not None:
+            problems.append(
+                f"{info.name}: NaN or Inf at index {list(index)}; train or export it again"
+            )
+        halves.append(raw if a.dtype == b.dtype else from_storage(raw, info.dtype))
+    if len(problems) > before:
         return None
-    if not info.size:
-        problems.append(f"{info.name}: shape {info.shape} holds nothing")
-        return None
-    raw = read_tensor(info)
-    index = first_non_finite(raw, info.dtype)
-    if index is not None:
-        problems.append(f"{info.name}: NaN or Inf at index {list(index)}; train or export it again")
-        return None
-    return raw
+    return halves[0], halves[1], a.dtype if a.dtype == b.dtype else "F32"
 
 
-def raise_problems(directory: Path, problems: Sequence[str]) -> None:
+def raise_problems(directory: Path, problems: Sequence[str], about: str = "") -> None:
     """One AdapterError that lists every problem; nothing when there is none."""
     if problems:
         many = f"{len(problems)} problems" if len(problems) > 1 else "1 problem"
         lines = "".join(f"\n  {problem}" for problem in problems)
-        raise AdapterError(f"adapter {directory}: {many}{lines}")
+        raise AdapterError(f"adapter {directory}{about}: {many}{lines}")
 
 
 def save_adapter(

@@ -10,18 +10,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field
 
 from mlxstacks.files.strict_json import (
     STRICT,
     JsonObject,
+    VersionedRecord,
     json_sha256,
     read_object,
-    record_as_json,
-    record_from,
 )
 
-FORMAT_VERSION: Literal[1] = 1
 FOLDERS = ("stacks", "splits", "shared", "routers")
 
 MatrixMode = Literal["ungated", "prefix", "isolated"]
@@ -110,13 +108,13 @@ class DomainRecord:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(VersionedRecord):
     """All of a store. domains: in the order of training. matrix: mode -> domain trained last ->
     domain measured -> loss. shared: files that several stacks read (latent projections). router:
     the meta-router, None without one; it goes by the names of domains.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    KIND: ClassVar[str] = "store"
 
     base_model: Annotated[str, Field(max_length=4096)]
     base_fingerprint: Fingerprint
@@ -124,7 +122,7 @@ class Manifest:
     matrix: Matrix = field(default_factory=dict)
     shared: tuple[FileRecord, ...] = ()
     code_version: Annotated[str, Field(max_length=100)] = ""
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1] = 1
     router: FileRecord | None = None
 
     @property
@@ -166,32 +164,51 @@ class Manifest:
             yield from (stack.file for stack in domain.stacks)
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values. Raises: ValueError for a field of another type than its own.
-
-        A store without a router has no such key: its bytes are those of versions that knew none.
+        """As of any record; without a router there is no such key: the bytes are those of versions
+        that knew none.
         """
-        value = record_as_json(_ADAPTER, self)
+        value = super().as_json()
         if value["router"] is None:
             del value["router"]
         return value
 
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "Manifest":
-        """The inverse of `as_json`.
-
-        Raises: ValueError listing every field that is wrong, names given twice, paths that leave
-            the store, and records that contradict each other.
-        """
-        version = value.get("format_version")
-        if version != FORMAT_VERSION and isinstance(version, int):
-            raise ValueError(
-                f"format_version is {str(version)[:20]}, this version reads {FORMAT_VERSION}; "
-                "use the mlxstacks that wrote the store"
+    def problems(self) -> Iterator[str]:
+        """Names given twice, and records that contradict each other."""
+        names = [domain.name.casefold() for domain in self.domains]
+        yield from (f"two domains named {name}" for name in _twice(names))
+        # Domains and stacks are selected by name alike.
+        stacks = [stack.name.casefold() for stack in self.stacks]
+        yield from (f"two stacks named {name}" for name in _twice(stacks))
+        yield from (f"a domain and a stack named {name}" for name in sorted({*names} & {*stacks}))
+        files = list(self.files())
+        yield from (f"{file} is named twice" for file in _twice([r.file.casefold() for r in files]))
+        for record in files:
+            if not record.file.rpartition(".")[0].endswith(f"-{record.sha256[:12]}"):
+                yield f"{record.file}: its name must end in the first 12 digits of its sha256"
+        for domain in self.domains:
+            rounds = [stack.round for stack in domain.stacks]
+            if rounds != sorted(set(rounds)):
+                yield f"domain {domain.name}: rounds {rounds} must rise"
+            for stack in domain.stacks:
+                if stack.domain != domain.name:
+                    yield f"stack {stack.name}: says domain {stack.domain}, stands in {domain.name}"
+        known = {domain.name for domain in self.domains}
+        for mode, rows in self.matrix.items():
+            strangers = {*rows, *(column for row in rows.values() for column in row)} - known
+            yield from (
+                f"matrix {mode} names {name[:80]!a}, no domain" for name in sorted(strangers)
             )
-        manifest = record_from(_ADAPTER, value)
-        if problems := list(_contradictions(manifest)):
-            raise ValueError("; ".join(problems[:8]))
-        return manifest
+        shared = {record.sha256 for record in self.shared}
+        for stack in self.stacks:
+            if stack.shared_sha256 is not None and stack.shared_sha256 not in shared:
+                yield f"stack {stack.name}: its shared file {stack.shared_sha256[:12]} is not named"
+        folders = [("stacks", stack.file) for stack in self.stacks]
+        folders += [("splits", domain.split) for domain in self.domains if domain.split]
+        folders += [("shared", record) for record in self.shared]
+        folders += [("routers", self.router)] if self.router else []
+        for folder, record in folders:
+            if not record.file.startswith(f"{folder}/"):
+                yield f"{record.file}: must lie in {folder}/"
 
     def document(self) -> dict[str, Any]:
         """What manifest.json holds: `as_json` and its checksum. Raises: ValueError as `from_json`:
@@ -207,9 +224,6 @@ class Manifest:
         return json_sha256(self.as_json())
 
 
-_ADAPTER = TypeAdapter(Manifest)
-
-
 def parse_manifest(data: bytes) -> Manifest:
     """A manifest from the bytes of manifest.json.
 
@@ -217,9 +231,9 @@ def parse_manifest(data: bytes) -> Manifest:
     """
     value = read_object(data)
     checksum = value.pop("checksum", None)
-    if checksum != (found := json_sha256(value)):
+    if checksum != (expected := json_sha256(value)):
         raise ValueError(
-            f"checksum is {str(checksum)[:12]}, its content has {found[:12]}: it was changed by "
+            f"checksum is {str(checksum)[:12]}, its content has {expected[:12]}: it was changed by "
             "something else than mlxstacks"
         )
     return Manifest.from_json(value)
@@ -238,48 +252,6 @@ def check_name(name: str, what: str = "domain") -> str:
             "underscores of ASCII, the first a letter or digit"
         )
     return name
-
-
-def _contradictions(manifest: Manifest) -> Iterator[str]:
-    names = [domain.name.casefold() for domain in manifest.domains]
-    yield from (f"two domains named {name}" for name in _twice(names))
-    # Domains and stacks are selected by name alike.
-    stacks = [stack.name.casefold() for stack in manifest.stacks]
-    yield from (f"two stacks named {name}" for name in _twice(stacks))
-    yield from (f"a domain and a stack named {name}" for name in sorted({*names} & {*stacks}))
-    files = [record.file.casefold() for record in manifest.files()]
-    yield from (f"{file} is named twice" for file in _twice(files))
-    for record in manifest.files():
-        if not record.file.rpartition(".")[0].endswith(f"-{record.sha256[:12]}"):
-            yield f"{record.file}: its name must end in the first 12 digits of its sha256"
-    for domain in manifest.domains:
-        yield from _domain_contradictions(domain)
-    known = {domain.name for domain in manifest.domains}
-    for mode, rows in manifest.matrix.items():
-        strangers = {*rows, *(column for row in rows.values() for column in row)} - known
-        yield from (f"matrix {mode} names {name[:80]!a}, no domain" for name in sorted(strangers))
-    shared = {record.sha256 for record in manifest.shared}
-    for stack in manifest.stacks:
-        if stack.shared_sha256 is not None and stack.shared_sha256 not in shared:
-            yield f"stack {stack.name}: its shared file {stack.shared_sha256[:12]} is not named"
-    for record in manifest.shared:
-        if not record.file.startswith("shared/"):
-            yield f"{record.file}: files of `shared` lie in shared/"
-    if manifest.router is not None and not manifest.router.file.startswith("routers/"):
-        yield f"{manifest.router.file}: the router's file lies in routers/"
-
-
-def _domain_contradictions(domain: DomainRecord) -> Iterator[str]:
-    rounds = [stack.round for stack in domain.stacks]
-    if rounds != sorted(set(rounds)):
-        yield f"domain {domain.name}: rounds {rounds} must rise"
-    for stack in domain.stacks:
-        if stack.domain != domain.name:
-            yield f"stack {stack.name}: says domain {stack.domain}, stands in {domain.name}"
-        if not stack.file.file.startswith("stacks/"):
-            yield f"stack {stack.name}: its file {stack.file.file} must lie in stacks/"
-    if domain.split is not None and not domain.split.file.startswith("splits/"):
-        yield f"domain {domain.name}: its split {domain.split.file} must lie in splits/"
 
 
 def _twice(names: list[str]) -> list[str]:

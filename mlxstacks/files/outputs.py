@@ -129,22 +129,11 @@ def check_claimable(directory: Path) -> None:
         if os.path.lexists(directory):
             raise TargetError(f"{directory}: is no directory; a run needs the name, so remove it")
         return
-    if entries(directory) and read_mark(directory) is None and not _old_work(directory):
+    if entries(directory) and read_mark(directory) is None:
         raise TargetError(
             f"{directory}: a run keeps its work there, and mlxstacks did not write what it holds "
             f"({_listed(entries(directory))}); move that elsewhere, or choose another save path"
         )
-
-
-def _old_work(directory: Path) -> bool:
-    """Work of a version that left no mark: unfinished runs of it can be gone on with."""
-    for name in ("run.json", "anew.json"):
-        try:
-            if isinstance(json.loads((directory / name).read_bytes()), dict):
-                return True
-        except (OSError, ValueError, RecursionError):
-            continue
-    return False
 
 
 def remove_marked(directory: Path) -> None:
@@ -217,7 +206,16 @@ def check_target(
     with target_errors(resolved):
         _check_place(resolved, inputs)
         if os.path.lexists(resolved) and not extends:
-            _check_existing(resolved, force, owned)
+            if not resolved.is_dir():
+                raise TargetError(
+                    f"{resolved}: is a file, a directory is needed; choose another target"
+                )
+            if any(resolved.iterdir()):  # an empty directory holds nothing to lose
+                if not force:
+                    raise TargetError(
+                        f"{resolved}: exists; choose another target, or --force to replace it"
+                    )
+                check_replaceable(resolved, owned)
         require_space(resolved, needed_bytes)
     return resolved
 
@@ -315,34 +313,24 @@ def fill_cache(target: Path, is_whole: Callable[[], bool], fill: Callable[[Path]
             cache.mkdir(parents=True, exist_ok=True)
             mode = stat.S_IMODE(cache.stat().st_mode)
             if target.parent != cache:
-                _make_shared(target.parent, mode)
+                with suppress(FileExistsError):
+                    target.parent.mkdir()
+                    target.parent.chmod(mode)
+                    write_json(target.parent / MARK, new_mark(built_in=True))
+                    (target.parent / MARK).chmod(mode & 0o644 | 0o600)
         with _locked(target, wait=True, mode=mode & 0o666):
             if not is_whole():
                 if os.path.lexists(target):
                     check_replaceable(target)
                 with _staging(target, built_in=True) as staged, mlx_write_errors(target):
                     fill(staged)
-                    _open_to_readers(staged, mode)
+                    for path in [staged, *staged.rglob("*")]:
+                        if not path.is_symlink():
+                            shared = mode & (0o755 if path.is_dir() else 0o644)
+                            path.chmod(stat.S_IMODE(path.stat().st_mode) | shared)
     except TargetError as error:
         hint = "set MLXSTACKS_CACHE to a directory that can be written"
         raise TargetError(f"the cache {cache}: {error}; or {hint}") from error
-
-
-def _make_shared(directory: Path, mode: int) -> None:
-    """A directory of the cache, marked, that the same users may write as the cache itself."""
-    with suppress(FileExistsError):
-        directory.mkdir()
-        directory.chmod(mode)
-        write_json(directory / MARK, new_mark(built_in=True))
-        (directory / MARK).chmod(mode & 0o644 | 0o600)
-
-
-def _open_to_readers(directory: Path, mode: int) -> None:
-    """Let whoever may enter a directory of this mode read everything below `directory`."""
-    for path in [directory, *directory.rglob("*")]:
-        if not path.is_symlink():
-            shared = mode & (0o755 if path.is_dir() else 0o644)
-            path.chmod(stat.S_IMODE(path.stat().st_mode) | shared)
 
 
 @contextmanager
@@ -355,7 +343,13 @@ def _locked(
     lock = acquire_lock(target.parent / f".{target.name}.lock", target, wait=wait, mode=mode)
     try:
         with target_errors(target, needed_bytes):
-            _repair(target)
+            for old in _leftovers(target, "old"):
+                if not target.exists():
+                    old.rename(target)
+                else:
+                    remove_marked(old)
+            for temporary in _leftovers(target, r"tmp-\d+"):
+                remove_marked(temporary)
         yield
     finally:
         release_lock(lock)
@@ -446,7 +440,12 @@ def write_json(
         ValueError: NaN or Infinity in `value` without `allow_nan`.
         TargetError: the directory is missing or read-only, the disk is full.
     """
-    write_file(path, _json_bytes(value, sort_keys, allow_nan), mode)
+    options: dict[str, Any] = {"indent": 2, "sort_keys": sort_keys, "allow_nan": allow_nan}
+    try:
+        content = f"{json.dumps(value, ensure_ascii=False, **options)}\n".encode()
+    except UnicodeEncodeError:  # a path that is not UTF-8: JSON can still escape it
+        content = f"{json.dumps(value, **options)}\n".encode()
+    write_file(path, content, mode)
 
 
 def write_file(path: Path, content: bytes, mode: int = 0o666) -> None:
@@ -470,24 +469,6 @@ def write_file(path: Path, content: bytes, mode: int = 0o666) -> None:
             temporary.unlink()
 
 
-def _json_bytes(value: Any, sort_keys: bool, allow_nan: bool) -> bytes:
-    options: dict[str, Any] = {"indent": 2, "sort_keys": sort_keys, "allow_nan": allow_nan}
-    try:
-        return f"{json.dumps(value, ensure_ascii=False, **options)}\n".encode()
-    except UnicodeEncodeError:  # a path that is not UTF-8: JSON can still escape it
-        return f"{json.dumps(value, **options)}\n".encode()
-
-
-def _check_existing(target: Path, force: bool, owned: Owned) -> None:
-    if not target.is_dir():
-        raise TargetError(f"{target}: is a file, a directory is needed; choose another target")
-    if not any(target.iterdir()):  # an empty directory holds nothing to lose
-        return
-    if not force:
-        raise TargetError(f"{target}: exists; choose another target, or --force to replace it")
-    check_replaceable(target, owned)
-
-
 def _below(ancestor: Path, path: Path) -> Path:
     """The first path component below `ancestor` on the way to `path`."""
     return ancestor / path.relative_to(ancestor).parts[0]
@@ -501,17 +482,6 @@ def _leftovers(target: Path, kind: str) -> list[Path]:
     # a whole match: a target named "a.tmp-1-00000000" has temporaries that begin like those of "a"
     pattern = re.compile(rf"\.{re.escape(target.name)}\.{kind}-[0-9a-f]{{8}}")
     return sorted(path for path in target.parent.iterdir() if pattern.fullmatch(path.name))
-
-
-def _repair(target: Path) -> None:
-    """Finish what a dead run left; call only under the lock."""
-    for old in _leftovers(target, "old"):
-        if not target.exists():
-            old.rename(target)
-        else:
-            remove_marked(old)
-    for temporary in _leftovers(target, r"tmp-\d+"):
-        remove_marked(temporary)
 
 
 def _swap_in(staged: Path, target: Path) -> None:
@@ -537,9 +507,10 @@ def _swap_in(staged: Path, target: Path) -> None:
 
 def _exchange(first: Path, second: Path) -> bool:
     """Swap two directories in one step; False where the system or file system cannot."""
-    one, two = os.fsencode(first), os.fsencode(second)
+    paths = os.fsencode(first), os.fsencode(second)
     if sys.platform == "darwin":
         rename = c_function("renamex_np")
-        return rename is not None and rename(one, two, _EXCHANGE) == 0
+        return rename is not None and rename(*paths, _EXCHANGE) == 0
     rename = c_function("renameat2")
-    return rename is not None and rename(_AT_FDCWD, one, _AT_FDCWD, two, _EXCHANGE) == 0
+    arguments = _AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _EXCHANGE
+    return rename is not None and rename(*arguments) == 0

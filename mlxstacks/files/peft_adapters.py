@@ -13,10 +13,8 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,10 +29,9 @@ from mlxstacks.files.lora_modules import (
     open_weights,
     raise_problems,
     read_config,
-    read_float,
+    read_pair,
     save_adapter,
     unified,
-    widened,
     with_experts,
 )
 from mlxstacks.files.peft_config import PEFT_WEIGHTS, PeftConfig, parse_peft_config
@@ -95,7 +92,6 @@ class _Pair:
 
     path: str
     nested: int
-    embedding: bool
     lora_a: Array
     lora_b: Array
     dtype: str
@@ -130,12 +126,17 @@ def read_peft(
     if model is not None:
         paths = _paths_in(model, hub_paths, directory)
     else:
-        language_model = _is_language_model(hub_paths, raw_config, header)
+        mark = header.metadata.get(LANGUAGE_MODEL_KEY)
+        language_model = mark == "yes" if mark else has_language_model(hub_paths, raw_config)
         paths = [to_mlx(path, language_model) for path in hub_paths]
         if header.metadata.get(BLOCK_KEY) == OLD_BLOCK:
             paths = [path.replace(".mlp.", f".{OLD_BLOCK}.") for path in paths]
     named = [replace(m, path=path) for m, path in zip(hub_modules, paths, strict=True)]
-    raise_problems(directory, _doubled(named))
+    counts = Counter(paths)
+    raise_problems(
+        directory,
+        [f"{path}: {n} modules of the file mean it" for path, n in counts.items() if n > 1],
+    )
     modules = unified(named)
     metadata = {IGNORED_KEY: ", ".join(ignored)} if ignored else {}
     base_name = raw_config.get("base_model_name_or_path")
@@ -156,15 +157,6 @@ def _paths_in(model: Checkpoint, hub_paths: list[str], directory: Path) -> list[
     return paths
 
 
-def _doubled(modules: list[LoraModule]) -> list[str]:
-    counts = Counter(module.path for module in modules)
-    return [
-        f"{path}: {count} modules of the file mean it"
-        for path, count in counts.items()
-        if count > 1
-    ]
-
-
 def _read_pairs(header: ShardHeader, problems: list[str]) -> tuple[list[_Pair], list[str]]:
     """Every pair of the file, and the names of base copies that are left out."""
     halves: dict[tuple[str, int, bool], dict[str, TensorInfo]] = {}
@@ -177,12 +169,16 @@ def _read_pairs(header: ShardHeader, problems: list[str]) -> tuple[list[_Pair], 
         elif match := _BASE_COPY.match(plain):
             copies[match["path"]] = info
         else:
-            problems.append(f"{name}: not a LoRA tensor; {_explain_extra(name)}")
+            reason = "trained base weights cannot be carried by a LoRA; merge them into the base"
+            if "lora_magnitude_vector" in name:
+                reason = "DoRA's magnitude: merge it with PEFT's merge_and_unload"
+            elif name.endswith("lora_B.bias"):
+                reason = "a LoRA bias has no place in an MLX adapter"
+            problems.append(f"{name}: not a LoRA tensor; {reason}")
     pairs = []
-    for (path, nested, embedding), pair in halves.items():
-        found = _read_pair(path, nested, embedding, pair, problems)
-        if found is not None:
-            pairs.append(found)
+    for (path, nested, _), pair in halves.items():
+        if (numbers := _read_halves(path, pair, problems)) is not None:
+            pairs.append(_Pair(path, nested, *numbers))
     known = {path for path, _, _ in halves}
     problems += [
         f"{info.name}: a base weight without a LoRA pair"
@@ -192,47 +188,24 @@ def _read_pairs(header: ShardHeader, problems: list[str]) -> tuple[list[_Pair], 
     return pairs, [info.name for path, info in copies.items() if path in known]
 
 
-def _explain_extra(name: str) -> str:
-    if "lora_magnitude_vector" in name:
-        return "DoRA's magnitude: merge it with PEFT's merge_and_unload"
-    if name.endswith("lora_B.bias"):
-        return "a LoRA bias has no place in an MLX adapter"
-    return "trained base weights cannot be carried by a LoRA; merge them into the base"
-
-
-def _read_pair(
-    path: str, nested: int, embedding: bool, pair: dict[str, TensorInfo], problems: list[str]
-) -> _Pair | None:
+def _read_halves(
+    path: str, pair: dict[str, TensorInfo], problems: list[str]
+) -> tuple[Array, Array, str] | None:
     if len(pair) == 1:
         have, lacks = ("A", "B") if "A" in pair else ("B", "A")
         problems.append(f"{path}: lora_{lacks} is missing, {pair[have].name} is there")
         return None
-    a, b = pair["A"], pair["B"]
-    if (problem := _shape_problem(path, a.shape, b.shape)) is not None:
-        problems.append(f"{path}: lora_A {list(a.shape)}, lora_B {list(b.shape)}; {problem}")
-        return None
-    raw_a, raw_b = read_float(a, problems), read_float(b, problems)
-    if raw_a is None or raw_b is None:
-        return None
-    dtype = a.dtype
-    if a.dtype != b.dtype:
-        raw_a, raw_b = (
-            widened(LoraModule(path, raw, raw, info.dtype, 1.0)).lora_a
-            for raw, info in ((raw_a, a), (raw_b, b))
-        )
-        dtype = "F32"
-    return _Pair(path, nested, embedding, raw_a, raw_b, dtype)
-
-
-def _shape_problem(path: str, a: tuple[int, ...], b: tuple[int, ...]) -> str | None:
-    """Why a pair of shapes is no LoRA; None when it is one."""
+    a, b = pair["A"].shape, pair["B"].shape
     if (len(a), len(b)) == (3, 3) and STACKED_EXPERTS.match(path):
-        if a[1] != b[2] or (a[0] != b[0] and 1 not in (a[0], b[0])):
-            return "expected (E, R, K) and (E, N, R), where either E may be 1"
+        fits = a[1] == b[2] and (a[0] == b[0] or 1 in (a[0], b[0]))
+        expected = "(E, R, K) and (E, N, R), where either E may be 1"
+    else:
+        fits = (len(a), len(b)) == (2, 2) and a[0] == b[1]
+        expected = "(R, K) and (N, R)"
+    if not fits:
+        problems.append(f"{path}: lora_A {list(a)}, lora_B {list(b)}; expected {expected}")
         return None
-    if (len(a), len(b)) != (2, 2) or a[0] != b[1]:
-        return "expected (R, K) and (N, R)"
-    return None
+    return read_pair(pair["A"], pair["B"], problems)
 
 
 def _sort_pairs(
@@ -242,36 +215,25 @@ def _sort_pairs(
     dense, fused = [], []
     for pair in pairs:
         if block := EXPERTS.match(pair.path):
-            found = _fused_pair(pair, block["block"], config, problems)
-            if found is not None:
-                fused.append(found)
+            fused += _fused_pair(pair, block["block"], config, problems)
         elif pair.lora_a.ndim == 3:
             dense += _stacked_modules(pair, config, problems)
         elif pair.nested:
             problems.append(f"{pair.path}: nested LoRA on parameters of this module is not known")
         else:
-            module = _dense_module(pair, config, problems)
-            if module is not None:
-                dense.append(module)
+            parameter = f"{pair.path}.weight"
+            name = parameter if config.targets_parameter(parameter) else pair.path
+            if config.check_rank(name, pair.lora_a.shape[0], problems):
+                a, b = (np.ascontiguousarray(half.T) for half in (pair.lora_a, pair.lora_b))
+                dense.append(LoraModule(pair.path, a, b, pair.dtype, config.scale(name)))
     return dense, fused
-
-
-def _dense_module(pair: _Pair, config: PeftConfig, problems: list[str]) -> LoraModule | None:
-    parameter = f"{pair.path}.weight"
-    name = parameter if config.targets_parameter(parameter) else pair.path
-    if pair.lora_a.shape[0] != config.rank(name):
-        problems.append(_rank_problem(name, pair.lora_a.shape[0], config))
-        return None
-    a, b = np.ascontiguousarray(pair.lora_a.T), np.ascontiguousarray(pair.lora_b.T)
-    return LoraModule(pair.path, a, b, pair.dtype, config.scale(name))
 
 
 def _stacked_modules(pair: _Pair, config: PeftConfig, problems: list[str]) -> list[LoraModule]:
     """Switch modules of one tensor pair of all experts: two of a gate_up_proj, else one."""
     match = STACKED_EXPERTS.match(pair.path)
     assert match is not None
-    if pair.lora_a.shape[1] != config.rank(pair.path):
-        problems.append(_rank_problem(pair.path, pair.lora_a.shape[1], config))
+    if not config.check_rank(pair.path, pair.lora_a.shape[1], problems):
         return []
     name = EXPERT_NAMES.get(match["name"], match["name"])
     path = f"{match['block']}.switch_mlp."
@@ -289,15 +251,9 @@ def _stacked_modules(pair: _Pair, config: PeftConfig, problems: list[str]) -> li
     ]
 
 
-def _rank_problem(path: str, rank: int, config: PeftConfig) -> str:
-    return (
-        f"{path}: rank {rank} in the file, {config.rank(path)} by the config's r and rank_pattern"
-    )
-
-
 def _fused_pair(
     pair: _Pair, block: str, config: PeftConfig, problems: list[str]
-) -> FusedPair | None:
+) -> list[FusedPair]:
     """Which parameter this wrapper is: the last targeted one is the outermost."""
     targeted = [p for p in PARAMETERS if config.targets_parameter(f"{pair.path}.{p}")]
     if pair.nested >= len(targeted):
@@ -305,22 +261,15 @@ def _fused_pair(
             f"{pair.path}: {pair.nested + 1} LoRA pairs, but target_parameters names "
             f"{targeted or 'no parameter'} here"
         )
-        return None
+        return []
     parameter = targeted[len(targeted) - 1 - pair.nested]
     name = f"{pair.path}.{parameter}"
-    fused = FusedPair(
-        block,
-        parameter,
-        pair.lora_a,
-        pair.lora_b,
-        pair.dtype,
-        config.rank(name),
-        config.scale(name),
-    )
+    numbers = pair.lora_a, pair.lora_b, pair.dtype, config.rank(name), config.scale(name)
+    fused = FusedPair(block, parameter, *numbers)
     if problem := fused.problem():
         problems.append(problem)
-        return None
-    return fused
+        return []
+    return [fused]
 
 
 def _stacked_experts(dense: list[LoraModule], problems: list[str]) -> list[LoraModule]:
@@ -333,12 +282,12 @@ def _stacked_experts(dense: list[LoraModule], problems: list[str]) -> list[LoraM
             experts.setdefault(path, {})[int(match["expert"])] = module
         else:
             others.append(module)
-    for path, found in experts.items():
-        stack = [found[e] for e in sorted(found)]
+    for path, numbered in experts.items():
+        stack = [numbered[e] for e in sorted(numbered)]
         alike = {(m.lora_a.shape, m.lora_b.shape, m.dtype, m.scale) for m in stack}
-        if sorted(found) != list(range(len(stack))) or len(alike) != 1:
+        if sorted(numbered) != list(range(len(stack))) or len(alike) != 1:
             problems.append(
-                f"{path}: experts {sorted(found)} are adapted one by one; all of them, with one "
+                f"{path}: experts {sorted(numbered)} are adapted one by one; all of them, with one "
                 "rank, scale and dtype, are needed to stack them"
             )
             continue
@@ -360,7 +309,11 @@ def _split_experts(
     # Files of our own are always current; PEFT's tell their version since 0.18.
     version = FIRST_CURRENT_VERSION if LANGUAGE_MODEL_KEY in header.metadata else config.version
     chosen = choose_layout(fused, hidden, version, layout)
-    marks = _marks(header.metadata)
+    try:
+        marks = json.loads(header.metadata.get(FUSED_KEY, "{}"))  # of files of our own
+    except ValueError as error:
+        raise AdapterError(f"{PEFT_WEIGHTS}: metadata {FUSED_KEY} is not JSON: {error}") from error
+    marks = marks if isinstance(marks, dict) else {}
     modules = []
     for pair in fused:
         prefix = f"{pair.block}.switch_mlp"
@@ -370,17 +323,6 @@ def _split_experts(
             parts = split_gate_up(pair, chosen, marks.get(pair.name))
             modules += [replace(part, path=f"{prefix}.{part.path}") for part in parts]
     return modules
-
-
-def _marks(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Our marks of fused pairs by hub name; empty for files of other tools."""
-    if FUSED_KEY not in metadata:
-        return {}
-    try:
-        marks = json.loads(metadata[FUSED_KEY])
-    except ValueError as error:
-        raise AdapterError(f"{PEFT_WEIGHTS}: metadata {FUSED_KEY} is not JSON: {error}") from error
-    return {str(k): str(v) for k, v in marks.items()} if isinstance(marks, dict) else {}
 
 
 def _hidden_size(dense: list[LoraModule], model: Checkpoint | None) -> int | None:
@@ -393,11 +335,6 @@ def _hidden_size(dense: list[LoraModule], model: Checkpoint | None) -> int | Non
     sizes = {m.lora_a.shape[0] for m in dense if _READS_HIDDEN.search(m.path)}
     sizes |= {m.lora_b.shape[1] for m in dense if _WRITES_HIDDEN.search(m.path)}
     return sizes.pop() if len(sizes) == 1 else None
-
-
-def _is_language_model(paths: list[str], config: Mapping[str, object], header: ShardHeader) -> bool:
-    mark = header.metadata.get(LANGUAGE_MODEL_KEY)
-    return mark == "yes" if mark else has_language_model(paths, config)
 
 
 @dataclass
@@ -439,7 +376,15 @@ def write_peft(
         elif module.is_switch:
             problems.append(f"{path}: experts are known to PEFT here only as `switch_mlp`")
         else:
-            _add_dense(export, to_hub(path, whole_model, model_type), module)
+            hub = to_hub(path, whole_model, model_type)
+            if is_router_name(hub):
+                export.target_parameters.append(f"{hub}.weight")
+            else:
+                export.target_modules.append(hub)
+            leaf = "lora_embedding_{}" if is_embedding_name(hub) else "lora_{}.weight"
+            for half, raw in (("A", module.lora_a), ("B", module.lora_b)):
+                name = f"{PREFIX}{hub}.{leaf.format(half)}"
+                export.tensors[name] = (module.dtype, np.ascontiguousarray(raw.T))
     for block, experts in blocks.items():
         try:
             _add_experts(export, block, experts)
@@ -455,59 +400,18 @@ def write_peft(
     if adapter.base_fingerprint:
         metadata[FINGERPRINT_KEY] = adapter.base_fingerprint
     first = next(iter(modules.values()))
-    config = _config(first, export, base_model_name or adapter.config.get("model"))
-    source = adapter.directory
-    save_adapter(directory, PEFT_WEIGHTS, export.tensors, config, metadata, force, source)
-
-
-def _add_dense(export: _Export, hub: str, module: LoraModule) -> None:
-    a, b = module.lora_a.T, module.lora_b.T  # (R, K), (N, R)
-    if is_embedding_name(hub):
-        names = f"{PREFIX}{hub}.lora_embedding_A", f"{PREFIX}{hub}.lora_embedding_B"
-    else:
-        names = f"{PREFIX}{hub}.lora_A.weight", f"{PREFIX}{hub}.lora_B.weight"
-    if is_router_name(hub):
-        export.target_parameters.append(f"{hub}.weight")
-    else:
-        export.target_modules.append(hub)
-    for name, raw in zip(names, (a, b), strict=True):
-        export.tensors[name] = (module.dtype, np.ascontiguousarray(raw))
-
-
-def _add_experts(export: _Export, block: str, experts: dict[str, LoraModule]) -> None:
-    """One MoE block: the inner wrapper is gate_up_proj, the outer down_proj, alone it is outer."""
-    found: dict[str, LoraModule] = {}
-    if "gate_proj" in experts or "up_proj" in experts:
-        joined, how = join_gate_up(experts.get("gate_proj"), experts.get("up_proj"))
-        found["gate_up_proj"] = joined
-        export.marks[f"{block}.experts.gate_up_proj"] = how
-        if how == BLOCKS:
-            export.doubled.append(f"{block}.experts.gate_up_proj")
-    if "down_proj" in experts:
-        found["down_proj"] = experts["down_proj"]
-    present = [parameter for parameter in PARAMETERS if parameter in found]
-    for depth, parameter in enumerate(reversed(present)):
-        module = found[parameter]
-        prefix = f"{PREFIX}{block}.experts" + ".base_layer" * depth
-        for leaf, raw in zip(("lora_A", "lora_B"), as_fused(module), strict=True):
-            export.tensors[f"{prefix}.{leaf}.weight"] = (module.dtype, raw)
-        export.target_parameters.append(f"{block}.experts.{parameter}")
-
-
-def _config(first: LoraModule, export: _Export, base_model_name: str | None) -> dict[str, Any]:
-    """A LoraConfig as JSON, with the fields that decide and those that older PEFT versions want."""
     rank, alpha = first.rank, alpha_for(first.scale, first.rank)
     # Whole ranks double, so that alpha / rank, and with it the scale, stays.
-    doubled = {re.escape(name): 2 for name in export.doubled}
-    return {
+    doubled = [re.escape(name) for name in export.doubled]
+    config = {  # the fields that decide, and those that older PEFT versions want
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model_name,
+        "base_model_name_or_path": base_model_name or adapter.config.get("model"),
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
-        "rank_pattern": {name: factor * rank for name, factor in doubled.items()},
-        "alpha_pattern": {name: factor * alpha for name, factor in doubled.items()},
+        "rank_pattern": dict.fromkeys(doubled, 2 * rank),
+        "alpha_pattern": dict.fromkeys(doubled, 2 * alpha),
         "target_modules": export.target_modules,
         "target_parameters": export.target_parameters or None,
         "use_rslora": False,
@@ -518,6 +422,26 @@ def _config(first: LoraModule, export: _Export, base_model_name: str | None) -> 
         "inference_mode": True,
         "modules_to_save": None,
     }
+    source = adapter.directory
+    save_adapter(directory, PEFT_WEIGHTS, export.tensors, config, metadata, force, source)
+
+
+def _add_experts(export: _Export, block: str, experts: dict[str, LoraModule]) -> None:
+    """One MoE block: the inner wrapper is gate_up_proj, the outer down_proj, alone it is outer."""
+    parameters: dict[str, LoraModule] = {}  # the outer wrapper first
+    if "down_proj" in experts:
+        parameters["down_proj"] = experts["down_proj"]
+    if "gate_proj" in experts or "up_proj" in experts:
+        joined, how = join_gate_up(experts.get("gate_proj"), experts.get("up_proj"))
+        parameters["gate_up_proj"] = joined
+        export.marks[f"{block}.experts.gate_up_proj"] = how
+        if how == BLOCKS:
+            export.doubled.append(f"{block}.experts.gate_up_proj")
+    for depth, (parameter, module) in enumerate(parameters.items()):
+        prefix = f"{PREFIX}{block}.experts" + ".base_layer" * depth
+        for leaf, raw in zip(("lora_A", "lora_B"), as_fused(module), strict=True):
+            export.tensors[f"{prefix}.{leaf}.weight"] = (module.dtype, raw)
+        export.target_parameters.append(f"{block}.experts.{parameter}")
 
 
 def alpha_for(scale: float, rank: int) -> int | float:

@@ -97,6 +97,15 @@ class PeftConfig:
         """Rank of a module (or `module.parameter`) by its hub name."""
         return int(self.rank_pattern.get(name, self.r))
 
+    def check_rank(self, name: str, rank: int, problems: list[str]) -> bool:
+        """Whether the file's rank of a module is the config's."""
+        expected = self.rank(name)
+        if rank != expected:
+            problems.append(
+                f"{name}: rank {rank} in the file, {expected} by the config's r and rank_pattern"
+            )
+        return rank == expected
+
     def scale(self, name: str) -> float:
         """Factor of B A for this module, as PEFT computes it."""
         alpha, rank = self.alpha_pattern.get(name, self.lora_alpha), self.rank(name)
@@ -115,14 +124,20 @@ def _whole_name(pattern: str) -> str:
 def parse_peft_config(config: Mapping[str, Any], problems: list[str]) -> PeftConfig:
     """The config, checked; what cannot be used goes to `problems`, all of it."""
     _refuse_features(config, problems)
+    targets = config.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
+        problems.append(f"target_parameters is {targets!r}, not a list of names")
+        targets = []
+    # of versions such as 0.19.1 or 0.19.2.dev0@a1b2
+    release = re.match(r"(\d+)\.(\d+)\.(\d+)", str(config.get("peft_version")))
     return PeftConfig(
         r=_rank(config.get("r", 8), "r", problems),
         lora_alpha=_alpha(config.get("lora_alpha", 8), "lora_alpha", problems),
         use_rslora=bool(config.get("use_rslora")),
         rank_pattern=_pattern_table(config, "rank_pattern", _rank, problems),
         alpha_pattern=_pattern_table(config, "alpha_pattern", _alpha, problems),
-        target_parameters=_target_parameters(config, problems),
-        version=_version(config.get("peft_version")),
+        target_parameters=tuple(targets),
+        version=tuple(map(int, release.groups())) if release else None,
     )
 
 
@@ -176,36 +191,20 @@ def _pattern_table(
     numbers = {}
     for pattern, value in table.items():
         where = f"{key}[{pattern!r:.100}]"
-        if (problem := _pattern_problem(pattern)) is not None:
-            problems.append(f"{where}: {problem}")
-        else:
-            numbers[pattern] = number(value, where, problems)
+        if len(pattern) > MAX_NAME:
+            problems.append(
+                f"{where}: {len(pattern):,} letters, allowed: {MAX_NAME}; name the modules"
+            )
+            continue
+        try:
+            re.compile(_whole_name(pattern))  # flags and back references fit only alone
+        except (re.error, RecursionError, OverflowError) as error:
+            problems.append(f"{where}: not a regular expression: {error}")
+            continue
+        try:
+            compile_expression(_whole_name(pattern))
+        except ValueError as error:
+            problems.append(f"{where}: {error}; name the modules")
+            continue
+        numbers[pattern] = number(value, where, problems)
     return PatternTable(numbers)
-
-
-def _pattern_problem(pattern: str) -> str | None:
-    if len(pattern) > MAX_NAME:
-        return f"{len(pattern):,} letters, allowed: {MAX_NAME}; name the modules"
-    try:
-        re.compile(_whole_name(pattern))  # flags and back references fit only alone
-    except (re.error, RecursionError, OverflowError) as error:
-        return f"not a regular expression: {error}"
-    try:
-        compile_expression(_whole_name(pattern))
-    except ValueError as error:
-        return f"{error}; name the modules"
-    return None
-
-
-def _target_parameters(config: Mapping[str, Any], problems: list[str]) -> tuple[str, ...]:
-    targets = config.get("target_parameters") or []
-    if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
-        problems.append(f"target_parameters is {targets!r}, not a list of names")
-        return ()
-    return tuple(targets)
-
-
-def _version(value: object) -> tuple[int, ...] | None:
-    """Release numbers of a version such as 0.19.1 or 0.19.2.dev0@a1b2; None when unknown."""
-    match = re.match(r"(\d+)\.(\d+)\.(\d+)", value) if isinstance(value, str) else None
-    return tuple(int(part) for part in match.groups()) if match else None

@@ -235,7 +235,7 @@ def _fits(pairs: Sequence[FusedPair], layout: PeftLayout, hidden: int | None) ->
             inner, outer = outer // 2, inner
         hiddens.add(outer)
         widths.setdefault(pair.block, set()).add(inner)
-    return len(hiddens) <= 1 and all(len(found) == 1 for found in widths.values())
+    return len(hiddens) <= 1 and all(len(inner) == 1 for inner in widths.values())
 
 
 def split_gate_up(pair: FusedPair, layout: PeftLayout, how: str | None) -> list[LoraModule]:
@@ -249,38 +249,28 @@ def split_gate_up(pair: FusedPair, layout: PeftLayout, how: str | None) -> list[
     half = both.lora_b.shape[1] // 2
     gate = replace(both, path="gate_proj", lora_b=both.lora_b[:, :half])
     up = replace(both, path="up_proj", lora_b=both.lora_b[:, half:])
-    how = _how_built(gate, up, how)
+    rank = both.rank // 2
+    gate_zero, up_zero = is_zero(gate.lora_b, gate.dtype), is_zero(up.lora_b, up.dtype)
+    diagonal = (
+        both.rank % 2 == 0
+        and is_zero(gate.lora_b[:, :, rank:], gate.dtype)
+        and is_zero(up.lora_b[:, :, :rank], up.dtype)
+    )
+    possible = {SHARED: True, BLOCKS: diagonal, GATE_ONLY: up_zero, UP_ONLY: gate_zero}
+    if how is None or not possible.get(how):  # what the numbers show
+        if gate_zero != up_zero:
+            how = UP_ONLY if gate_zero else GATE_ONLY
+        else:
+            how = BLOCKS if diagonal and not gate_zero else SHARED
     if how == GATE_ONLY:
         return [gate]
     if how == UP_ONLY:
         return [up]
     if how == BLOCKS:
-        rank = both.rank // 2
-        return [_ranks(gate, 0, rank), _ranks(up, rank, both.rank)]
+        a, b = both.lora_a, both.lora_b
+        gate = replace(gate, lora_a=a[:, :rank], lora_b=b[:, :half, :rank])
+        up = replace(up, lora_a=a[:, rank:], lora_b=b[:, half:, rank:])
     return [gate, up]
-
-
-def _how_built(gate: LoraModule, up: LoraModule, mark: str | None) -> str:
-    """The mark where the numbers allow it, else what the numbers show."""
-    rank = gate.rank // 2
-    gate_zero, up_zero = is_zero(gate.lora_b, gate.dtype), is_zero(up.lora_b, up.dtype)
-    diagonal = (
-        gate.rank % 2 == 0
-        and is_zero(gate.lora_b[:, :, rank:], gate.dtype)
-        and is_zero(up.lora_b[:, :, :rank], up.dtype)
-    )
-    possible = {SHARED: True, BLOCKS: diagonal, GATE_ONLY: up_zero, UP_ONLY: gate_zero}
-    if mark is not None and possible.get(mark):
-        return mark
-    if gate_zero or up_zero:
-        return SHARED if gate_zero and up_zero else UP_ONLY if gate_zero else GATE_ONLY
-    return BLOCKS if diagonal else SHARED
-
-
-def _ranks(module: LoraModule, first: int, last: int) -> LoraModule:
-    return replace(
-        module, lora_a=module.lora_a[:, first:last], lora_b=module.lora_b[:, :, first:last]
-    )
 
 
 def join_gate_up(gate: LoraModule | None, up: LoraModule | None) -> tuple[LoraModule, str]:
@@ -295,7 +285,13 @@ def join_gate_up(gate: LoraModule | None, up: LoraModule | None) -> tuple[LoraMo
         halves = [only.lora_b, zeros] if gate else [zeros, only.lora_b]
         joined = replace(only, lora_b=np.concatenate(halves, axis=1))
         return joined, GATE_ONLY if gate else UP_ONLY
-    _check_alike(gate, up)
+    same = gate.lora_b.shape == up.lora_b.shape and gate.lora_a.shape == up.lora_a.shape
+    if not same or gate.scale != up.scale:
+        raise AdapterError(
+            f"{gate.path} and {up.path} need one shape and scale to share PEFT's gate_up_proj: "
+            f"lora_b {list(gate.lora_b.shape)} and {list(up.lora_b.shape)}, scales {gate.scale} "
+            f"and {up.scale}"
+        )
     if gate.dtype != up.dtype:
         gate, up = widened(gate), widened(up)
     if gate.lora_a.shape == up.lora_a.shape and gate.lora_a.tobytes() == up.lora_a.tobytes():
@@ -305,16 +301,6 @@ def join_gate_up(gate: LoraModule | None, up: LoraModule | None) -> tuple[LoraMo
     b = np.zeros((experts, 2 * width, 2 * rank), dtype=gate.lora_b.dtype)  # (E, 2I, 2R)
     b[:, :width, :rank], b[:, width:, rank:] = gate.lora_b, up.lora_b
     return replace(gate, lora_a=a, lora_b=b), BLOCKS
-
-
-def _check_alike(gate: LoraModule, up: LoraModule) -> None:
-    same = gate.lora_b.shape == up.lora_b.shape and gate.lora_a.shape == up.lora_a.shape
-    if not same or gate.scale != up.scale:
-        raise AdapterError(
-            f"{gate.path} and {up.path} need one shape and scale to share PEFT's gate_up_proj: "
-            f"lora_b {list(gate.lora_b.shape)} and {list(up.lora_b.shape)}, scales {gate.scale} "
-            f"and {up.scale}"
-        )
 
 
 def as_fused(module: LoraModule) -> tuple[Array, Array]:

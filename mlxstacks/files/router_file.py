@@ -15,30 +15,27 @@ network goes by the domain's name.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
 
 import mlx.core as mx
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import Field
 
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import StoreError
 from mlxstacks.files.manifest import DomainName, Fingerprint, Manifest, Sha256
 from mlxstacks.files.stack_file import (
     Dim,
+    FileHeader,
     Text,
     check_hash,
-    differences,
-    hash_file,
     load_tensors,
-    non_finite,
-    plan_in,
-    plan_of,
-    read_metadata,
-    write_tensors,
+    read_headed,
+    write_headed,
 )
-from mlxstacks.files.strict_json import STRICT, JsonObject, compact, record_as_json, record_from
+from mlxstacks.files.strict_json import (
+    JsonObject,
+)
 
-FORMAT_VERSION: Literal[1] = 1
 METADATA_KEY = "mlxstacks-router"
 REPAIR = "restore this file from a copy, or train a router again with `mlxstacks route train`"
 
@@ -46,7 +43,7 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 @dataclass(frozen=True)
-class RouterHeader:
+class RouterHeader(FileHeader):
     """What a router is for.
 
     domains: in the order of its logits. stacks: domain -> SHA-256 of the files of its stacks, in
@@ -55,7 +52,7 @@ class RouterHeader:
     chat_floor, None for none. training: settings, metrics, hashes of data, split; JSON.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    KIND: ClassVar[str] = "router"
 
     domains: Annotated[tuple[DomainName, ...], Field(min_length=1, max_length=1024)]
     stacks: dict[DomainName, tuple[Sha256, ...]]
@@ -72,42 +69,22 @@ class RouterHeader:
     threshold: Share = 0.12
     training: JsonObject = field(default_factory=dict)
     code_version: Annotated[str, Field(max_length=100)] = ""
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1] = 1
 
-    def as_json(self) -> dict[str, Any]:
-        return record_as_json(_ADAPTER, self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "RouterHeader":
-        """The inverse of `as_json`. Raises: ValueError listing every field that is wrong."""
-        version = value.get("format_version")
-        if isinstance(version, int) and version != FORMAT_VERSION:
-            raise ValueError(
-                f"format_version is {str(version)[:20]}, this version reads {FORMAT_VERSION}; "
-                "use the mlxstacks that wrote the router"
-            )
-        header = record_from(_ADAPTER, value)
-        if problems := list(_contradictions(header)):
-            raise ValueError("; ".join(problems[:8]))
-        return header
+    def problems(self) -> Iterator[str]:
+        """What in it contradicts itself."""
+        names = [name.casefold() for name in self.domains]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        yield from (f"domains: {name} is named twice" for name in twice)
+        for name in sorted({*self.domains} ^ {*self.stacks}):
+            yield f"stacks and domains differ in {name}; both name every domain"
+        if self.chat_domain is not None and self.chat_domain not in self.domains:
+            yield f"chat_domain {self.chat_domain} is none of the domains"
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Tensor name -> (safetensors dtype, shape), in the order of the file."""
         shapes = router_shapes(self.input_dims, len(self.domains), self.hidden_dims)
         return {name: ("F32", shape) for name, shape in sorted(shapes.items())}
-
-
-_ADAPTER = TypeAdapter(RouterHeader)
-
-
-def _contradictions(header: RouterHeader) -> Iterator[str]:
-    names = [name.casefold() for name in header.domains]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    yield from (f"domains: {name} is named twice" for name in twice)
-    for name in sorted({*header.domains} ^ {*header.stacks}):
-        yield f"stacks and domains differ in {name}; both name every domain"
-    if header.chat_domain is not None and header.chat_domain not in header.domains:
-        yield f"chat_domain {header.chat_domain} is none of the domains"
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,14 +123,7 @@ def write_router(path: str | Path, tensors: Mapping[str, mx.array], header: Rout
         unexpected, not float32, of another shape, or not finite. TargetError: the file exists, the
         disk is full or read-only. Nothing is left then.
     """
-    path = Path(path)
-    RouterHeader.from_json(header.as_json())
-    wanted = header.tensors()
-    problems = differences(wanted, plan_of(tensors)) or non_finite(tensors)
-    if problems:
-        raise ValueError("\n  ".join(["the router cannot be written:", *problems[:20]]))
-    write_tensors(path, wanted, tensors, {METADATA_KEY: compact(header.as_json()).decode()})
-    return hash_file(path, REPAIR)
+    return write_headed(Path(path), tensors, header, METADATA_KEY, "the router")
 
 
 def read_router(path: str | Path, expected_sha256: str | None = None) -> RouterFile:
@@ -164,13 +134,7 @@ def read_router(path: str | Path, expected_sha256: str | None = None) -> RouterF
     """
     path = Path(path)
     check_hash(path, expected_sha256, REPAIR)
-    value, shard = read_metadata(path, METADATA_KEY, "router", REPAIR)
-    try:
-        header = RouterHeader.from_json(value)
-    except ValueError as error:
-        raise StoreError(f"{path}: header: {error}; {REPAIR}") from None
-    if problems := differences(header.tensors(), plan_in(shard)):
-        raise StoreError(f"{path}: {'; '.join(problems[:8])}; {REPAIR}")
+    header, shard = read_headed(path, METADATA_KEY, RouterHeader, REPAIR)
     return RouterFile(header, load_tensors(shard, REPAIR, check_numbers=True))
 
 

@@ -20,6 +20,7 @@ import errno
 import json
 import math
 import os
+import reprlib
 import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,8 +31,9 @@ from typing import Any
 import numpy as np
 
 from mlxstacks.errors import CheckpointError, TargetError
-from mlxstacks.files.disk import start_writeback, target_errors, write_all
+from mlxstacks.files.disk import target_errors, write_all
 from mlxstacks.files.strict_json import parse_object
+from mlxstacks.ops.affine import Array
 
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 # brackets, colons and commas: enough for 150,000 tensors; bounds the memory that parsing takes
@@ -65,6 +67,7 @@ DTYPES: dict[str, tuple[int, np.dtype[Any]]] = {
 # bits an element: such tensors can be copied whole, not read
 SUB_BYTE_DTYPES = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
+_MOST_OPENS = 3
 _IDENTITY = ("st_dev", "st_ino", "st_size", "st_mtime_ns")
 AGAIN = "download or convert the file again"
 
@@ -119,7 +122,11 @@ def read_header(path: str | Path) -> ShardHeader:
             message names the file and, where there is one, the tensor.
     """
     path = Path(path)
-    raw, file_bytes = _header_bytes(path)
+    # Again, since a writer of a store may replace a file by one of the same bytes.
+    checked = next(filter(None, (_header_bytes(path) for _ in range(_MOST_OPENS))), None)
+    if checked is None:
+        raise CheckpointError(f"{path}: was changed each time it was opened; try again")
+    raw, file_bytes = checked
     try:
         table = parse_object(raw.decode("utf-8"))
     except ValueError as error:
@@ -184,17 +191,21 @@ def read_exactly(descriptor: int, out: memoryview, info: TensorInfo, offset: int
         out, offset = out[count:], offset + count
 
 
-def _header_bytes(path: Path) -> tuple[bytes, int]:
-    """The JSON of a header that the library accepts, and the size of the file."""
+def _header_bytes(path: Path) -> tuple[bytes, int] | None:
+    """The JSON of a header that the library accepts, and the size of the file; None where `path`
+    became another file meanwhile.
+    """
+    from safetensors import SafetensorError, safe_open
+
     descriptor = open_regular(path)
     try:
-        state = os.fstat(descriptor)
+        opened = os.fstat(descriptor)
         length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-        limit = min(MAX_HEADER_BYTES, state.st_size - 8)
+        limit = min(MAX_HEADER_BYTES, opened.st_size - 8)
         if length > limit:
             raise CheckpointError(
                 f"{path}: header length {length}, allowed: {max(limit, 0)} bytes "
-                f"(file: {state.st_size} bytes); truncated or no safetensors file: {AGAIN}"
+                f"(file: {opened.st_size} bytes); truncated or no safetensors file: {AGAIN}"
             )
         raw = os.pread(descriptor, length, 8)
         parts = sum(raw.count(mark) for mark in b"{[:,")
@@ -202,26 +213,17 @@ def _header_bytes(path: Path) -> tuple[bytes, int]:
             raise CheckpointError(
                 f"{path}: header has {parts} JSON parts, allowed: {MAX_HEADER_PARTS}; {AGAIN}"
             )
-        _check_by_library(path, state)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    finally:
-        os.close(descriptor)
-    return raw, state.st_size
-
-
-def _check_by_library(path: Path, opened: os.stat_result) -> None:
-    """Raises: CheckpointError: it refuses the file, or `path` no longer is the one that is open."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
         with safe_open(path, "np"):  # maps the file, and of its pages touches the header
             now = os.stat(path)
     except SafetensorError as error:
         reason = _shown(str(error).removeprefix("Error while deserializing header: "))
         raise CheckpointError(f"{path}: no whole safetensors file: {reason}; {AGAIN}") from None
-    if any(getattr(now, key) != getattr(opened, key) for key in _IDENTITY):
-        raise CheckpointError(f"{path}: was changed while it was opened; try again")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    finally:
+        os.close(descriptor)
+    same = all(getattr(now, key) == getattr(opened, key) for key in _IDENTITY)
+    return (raw, opened.st_size) if same else None
 
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
@@ -246,24 +248,13 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     return TensorInfo(name, dtype, shape, path, data_start + start, data_start + end)
 
 
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 100
+
+
 def _shown(value: Any) -> str:
-    """A hostile value cut to what a message can carry; huge containers are not spelled out."""
-    if isinstance(value, str):
-        return ascii(value if len(value) <= 100 else value[:97] + "...")
-    if isinstance(value, list | dict):
-        kind = "list" if isinstance(value, list) else "object"
-        if len(value) > 8 or any(isinstance(part, list | dict) for part in value):
-            return f"{kind} of {len(value)}"
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"an integer of {value.bit_length()} bits"
-    if isinstance(value, list):
-        return "[" + ", ".join(_shown(part) for part in value) + "]"
-    if isinstance(value, dict):
-        return "object with " + ", ".join(_shown(key) for key in value)
-    return ascii(value)
-
-
-Array = np.ndarray[Any, np.dtype[Any]]
+    """A hostile value cut to what a message can carry."""
+    return _short.repr(value).encode("ascii", "backslashreplace").decode()
 
 
 def read_rows(info: TensorInfo, first: int, last: int, out: Array | None = None) -> Array:
@@ -318,7 +309,6 @@ def _numpy_dtype(info: TensorInfo) -> np.dtype[Any]:
 Chunk = bytes | bytearray | memoryview | np.ndarray[Any, np.dtype[Any]]
 
 COPY_BYTES = 4 << 20
-WRITEBACK_BYTES = 8 << 20
 # what copy_file_range answers where it cannot serve two files; plain reads and writes can
 _NO_RANGE_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 
@@ -352,7 +342,6 @@ class ShardWriter:
             self._next[name], self._end[name] = position, position + nbytes
             position += nbytes
         self.bytes_total = position
-        self._unsynced = 0
         self._descriptor = -1
         with target_errors(self.path, self.bytes_total):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -380,7 +369,7 @@ class ShardWriter:
         offset = self._reserve(name, data.nbytes)
         with target_errors(self.path, self.bytes_total):
             write_all(self._descriptor, data, offset)
-        self._advance(name, offset, data.nbytes)
+        self._next[name] += data.nbytes
 
     def copy(self, info: TensorInfo, name: str | None = None) -> None:
         """Copy a whole tensor from another file, inside the kernel where it can.
@@ -404,7 +393,7 @@ class ShardWriter:
                 _copy_range(source, info, self._descriptor, offset)
         finally:
             os.close(source)
-        self._advance(name, offset, info.nbytes)
+        self._next[name] += info.nbytes
 
     def close(self) -> int:
         """Check that nothing is missing, sync the file, return its size in bytes."""
@@ -448,13 +437,6 @@ class ShardWriter:
         if nbytes > room:
             raise ValueError(f"{self.path}: tensor {name!r}: {nbytes} bytes given, {room} are left")
         return self._next[name]
-
-    def _advance(self, name: str, offset: int, nbytes: int) -> None:
-        self._next[name] = offset + nbytes
-        self._unsynced += nbytes
-        if self._unsynced >= WRITEBACK_BYTES:
-            start_writeback(self._descriptor, 0, 0)  # length 0: to the end of the file
-            self._unsynced = 0
 
 
 def _header(

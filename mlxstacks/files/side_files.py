@@ -1,4 +1,4 @@
-"""Carries what lies in a model's directory beside its shards over to another one.
+"""Carries what lies in a model's directory next to its shards over to another one.
 
 Nothing is lost but what could harm: code, pickles and archives, which may hold either, and an
 adapter that a loader would apply a second time. What stays behind is listed with the reason.
@@ -41,7 +41,7 @@ _FIRST_BYTES = {
     b"PK\x03\x04": "a zip archive, which may hold pickles",
     **{bytes((0x80, protocol)): "a pickle" for protocol in range(2, 6)},
 }
-# The writer of the new model makes these anew.
+# The writer of the new model makes these again.
 _REPLACED = {"config.json", "model.safetensors.index.json", MARK}
 _REPLACED |= {"result.json", "result.md", "fuse_report.json"}  # of a fuse, now and before 0.2
 _ADAPTER = {"adapter_config.json", "adapters.safetensors", "adapter_model.safetensors"}
@@ -49,7 +49,7 @@ _ADAPTER = {"adapter_config.json", "adapters.safetensors", "adapter_model.safete
 
 @dataclass(frozen=True, slots=True)
 class SideFile:
-    """A file or folder beside the shards; `name` is relative to the model's directory.
+    """A file or folder next to the shards; `name` is relative to the model's directory.
 
     how: "cloned", "linked" or "copied", in a plan "shared" or "copied"; None where it stays behind,
     for which `reason` is given. link: where a link leads that leaves the directory; what lies there
@@ -85,8 +85,14 @@ def clone_or_link(source: Path, destination: Path, copy: bool = False, link: boo
         if not copy:
             if _clone(real, destination):
                 return "cloned"
-            if link and _link(real, destination):
-                return "linked"
+            if link:
+                try:
+                    os.link(real, destination)
+                except OSError as error:
+                    if error.errno not in _CANNOT_LINK:
+                        raise
+                else:
+                    return "linked"
         with real.open("rb") as reader, destination.open("xb") as writer:
             shutil.copyfileobj(reader, writer, 4 << 20)
             writer.flush()
@@ -100,12 +106,26 @@ def side_files(directory: Path, shards: Collection[Path]) -> list[SideFile]:
     Names are those to carry (how "shared" or "copied") and to leave behind (with a reason). What
     the new model's writer makes itself is not listed: config, index, report.
     """
-    directory, own = Path(directory), {Path(path) for path in shards}
-    return [
-        _side_file(directory, path)
-        for path in _walk(directory)
-        if path not in own and not (path.parent == directory and path.name in _REPLACED)
-    ]
+    directory, left_out = Path(directory), {Path(path) for path in shards}
+    left_out |= {directory / name for name in _REPLACED}
+    files = []
+    for path in _walk(directory):
+        if path in left_out:
+            continue
+        name = path.relative_to(directory).as_posix()
+        try:
+            reason = _folder_fault(path) if path.is_dir() else _file_fault(directory, path)
+        except CheckpointError as error:
+            reason = str(error)
+        if reason is not None:
+            files.append(SideFile(name, reason=reason))
+            continue
+        how = "shared" if path.suffix in _WEIGHT_SUFFIXES else "copied"
+        real = path.resolve()  # a link may lead to the blobs of a hub cache
+        stays = real.is_relative_to(directory.resolve()) or real.parent.name == "blobs"
+        link = str(real) if path.is_symlink() and not stays else None
+        files.append(SideFile(name, path.stat().st_size, how, link=link))
+    return files
 
 
 def copy_side_files(
@@ -150,29 +170,9 @@ def _folder_fault(path: Path) -> str | None:
         return "a link to a folder"
     if not os.access(path, os.R_OK | os.X_OK):
         return "not readable"
-    own = path.name == "mlxstacks-out" or any(
-        (path / name).exists() for name in (MARK, "fuse_report.json")
-    )
-    return "an output of mlxstacks" if own else None
-
-
-def _side_file(directory: Path, path: Path) -> SideFile:
-    name = path.relative_to(directory).as_posix()
-    try:
-        reason = _folder_fault(path) if path.is_dir() else _file_fault(directory, path)
-    except CheckpointError as error:
-        reason = str(error)
-    if reason is not None:
-        return SideFile(name, reason=reason)
-    how = "shared" if path.suffix in _WEIGHT_SUFFIXES else "copied"
-    return SideFile(name, path.stat().st_size, how, link=_link_out(directory, path))
-
-
-def _link_out(directory: Path, path: Path) -> str | None:
-    """Where a link leads that leaves the directory, but to the blobs of a hub cache."""
-    real = path.resolve()
-    stays = real.is_relative_to(directory.resolve()) or real.parent.name == "blobs"
-    return None if stays or not path.is_symlink() else str(real)
+    marks = (path / name for name in (MARK, "fuse_report.json"))
+    is_ours = path.name == "mlxstacks-out" or any(mark.exists() for mark in marks)
+    return "an output of mlxstacks" if is_ours else None
 
 
 def _file_fault(directory: Path, path: Path) -> str | None:
@@ -215,13 +215,3 @@ def _clone(source: Path, destination: Path) -> bool:
             return True
     destination.unlink()
     return False
-
-
-def _link(source: Path, destination: Path) -> bool:
-    try:
-        os.link(source, destination)
-    except OSError as error:
-        if error.errno not in _CANNOT_LINK:
-            raise
-        return False
-    return True

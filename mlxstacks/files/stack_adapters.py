@@ -23,6 +23,7 @@ from mlxstacks.files.adapter_commands import adapter_format
 from mlxstacks.files.adapters import (
     WEIGHTS,
     BaseCheck,
+    compare_base,
     load_any_adapter,
     match_adapter,
     write_adapter,
@@ -95,6 +96,12 @@ def export_stack(settings: StacksExportSettings, dry_run: bool = False) -> Expor
             write_peft(adapter, target, base, settings.force, whole)
         else:
             write_adapter(adapter, target, settings.force)
+    domain = store.domain_named(record.domain)
+    below = [*domain.trained_on, *(s.name for s in domain.stacks if s.round < record.round)]
+    note = (
+        f"{record.name} was trained on top of {', '.join(below)}; alone on the base it does "
+        "something else than in the store"
+    )
     return Exported(
         status="planned" if dry_run else "done",
         store_path=str(store.path),
@@ -104,7 +111,7 @@ def export_stack(settings: StacksExportSettings, dry_run: bool = False) -> Expor
         modules=len(adapter.modules),
         parameters=sum(module.parameters for module in adapter.modules.values()),
         copies=sum(p.form == "shared" for p in stack.header.projections.values()),
-        notes=tuple(_export_notes(store, record)),
+        notes=(note,) if below else (),
     )
 
 
@@ -119,7 +126,7 @@ def adapter_of(stack: StackFile, directory: Path, base_model: str | None = None)
         raise InputError(
             f"stack {header.name} has {experts} experts a projection and a router that chooses "
             "among them for each token: there is no one delta that an adapter could hold. Only "
-            "stacks trained with num_experts=1 can be exported; serve this one beside the base"
+            "stacks trained with num_experts=1 can be exported; serve this one next to the base"
         )
     if any(p.latent_dim is not None for p in header.projections.values()):
         raise InputError(
@@ -159,16 +166,6 @@ def _named_stack(store: Store, name: str | None) -> StackRecord:
     return domain.stacks[0]
 
 
-def _export_notes(store: Store, record: StackRecord) -> Iterator[str]:
-    domain = store.domain_named(record.domain)
-    below = [*domain.trained_on, *(s.name for s in domain.stacks if s.round < record.round)]
-    if below:
-        yield (
-            f"{record.name} was trained on top of {', '.join(below)}; alone on the base it does "
-            "something else than in the store"
-        )
-
-
 _SAFETENSORS: dict[StorageDtype, str] = {"float16": "F16", "bfloat16": "BF16"}
 _IN_A_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 
@@ -206,14 +203,33 @@ def import_adapter(settings: StacksImportSettings, dry_run: bool = False) -> Imp
         raise InputError("no adapter given: mlxstacks stacks import STORE ADAPTER --domain NAME")
     model = None if settings.model is None else open_checkpoint(resolve_model(settings.model))
     adapter = load_any_adapter(settings.adapter_path, settings.peft_layout, model)
-    domain = _domain_name(settings, adapter)
+    try:
+        domain = check_name(settings.domain or adapter.directory.resolve().name)
+    except ValueError as error:
+        raise InputError(f"{error}; give --domain") from None
     store, base_model, base = _store_for(settings, model)
     checked = _check_base(adapter, base, model, settings.allow_base)
     if model is not None:
         match_adapter(adapter, model, allow_base=settings.allow_base)
-    storage = settings.storage or _natural_storage(adapter)
+    dtypes = {module.dtype for module in adapter.modules.values()}
+    storage = settings.storage or ("bfloat16" if dtypes == {"BF16"} else "float16")
     tensors, exact, rounding = stack_tensors(adapter, storage)
-    header = _header(adapter, domain, base_model, base, storage)
+    first = next(iter(adapter.modules.values()))
+    format_ = adapter_format(adapter.directory)
+    weights = adapter.directory / (PEFT_WEIGHTS if format_ == "peft" else WEIGHTS)
+    header = StackHeader(
+        name=stack_name(domain, 1),
+        domain=domain,
+        round=1,
+        base_model=base_model,
+        base_fingerprint=base,
+        projections={path: _shape_of(module) for path, module in adapter.modules.items()},
+        alpha=float(alpha_for(first.scale, first.rank)),
+        scale_rule="lora",
+        storage=storage,
+        data_sha256={"adapter": file_sha256(weights)},
+        code_version=__version__,
+    )
     if store is not None:
         _check_new(store, header)
     created = store is None
@@ -230,14 +246,14 @@ def import_adapter(settings: StacksImportSettings, dry_run: bool = False) -> Imp
                     "rounding": rounding}  # fmt: skip
             if checked == "overridden":
                 data["adapter_base_fingerprint"] = str(adapter.base_fingerprint)[:69]
-            made = DomainRecord(domain, True, (record,), data=data, origin="imported")
-            change.manifest = change.manifest.with_domain(made)
+            imported = DomainRecord(domain, True, (record,), data=data, origin="imported")
+            change.manifest = change.manifest.with_domain(imported)
     return Imported(
         status="planned" if dry_run else "done",
         store_path=str(store.path if store else user_path(settings.store_path or "")),
         created=created,
         adapter_path=str(adapter.directory),
-        format=adapter_format(adapter.directory),
+        format=format_,
         domain=domain,
         stack=header.name,
         modules=len(adapter.modules),
@@ -265,34 +281,15 @@ def _store_for(
     return store, store.manifest.base_model, store.manifest.base_fingerprint
 
 
-def _domain_name(settings: StacksImportSettings, adapter: Adapter) -> str:
-    name = settings.domain or adapter.directory.resolve().name
-    try:
-        return check_name(name)
-    except ValueError as error:
-        raise InputError(f"{error}; give --domain") from None
-
-
 def _check_base(
     adapter: Adapter, base: str, model: Checkpoint | None, allow_base: bool
 ) -> BaseCheck:
     trained_on = adapter.base_fingerprint
-    if trained_on is None:
-        return "not verifiable"
-    is_full = trained_on.startswith(FULL)
-    if is_full != base.startswith(FULL):
+    if trained_on is not None and trained_on.startswith(FULL) != base.startswith(FULL):
         if model is None:
             return "not verifiable"
         base = fingerprint(model, trained_on)
-    if trained_on == base:
-        return "verified" if is_full else "verified by samples"
-    if not allow_base:
-        raise AdapterError(
-            f"adapter {adapter.directory}: trained on the base with fingerprint {trained_on[:69]}, "
-            f"the store's has {base}; use a store of that base, or --allow-base to import it "
-            "marked as of another base"
-        )
-    return "overridden"
+    return compare_base(adapter, base, allow_base)
 
 
 def _check_new(store: Store, header: StackHeader) -> None:
@@ -317,31 +314,6 @@ def _dims(shape: ProjectionShape) -> tuple[int, int, int | None]:
     return shape.input_dims, shape.output_dims, shape.base_experts
 
 
-def _natural_storage(adapter: Adapter) -> StorageDtype:
-    dtypes = {module.dtype for module in adapter.modules.values()}
-    return "bfloat16" if dtypes == {"BF16"} else "float16"
-
-
-def _header(
-    adapter: Adapter, domain: str, base_model: str, base: str, storage: StorageDtype
-) -> StackHeader:
-    first = next(iter(adapter.modules.values()))
-    weights = [adapter.directory / name for name in (WEIGHTS, PEFT_WEIGHTS)]
-    return StackHeader(
-        name=stack_name(domain, 1),
-        domain=domain,
-        round=1,
-        base_model=base_model,
-        base_fingerprint=base,
-        projections={path: _shape_of(module) for path, module in adapter.modules.items()},
-        alpha=float(alpha_for(first.scale, first.rank)),
-        scale_rule="lora",
-        storage=storage,
-        data_sha256={"adapter": file_sha256(next(path for path in weights if path.exists()))},
-        code_version=__version__,
-    )
-
-
 def _shape_of(module: LoraModule) -> ProjectionShape:
     a, b = module.lora_a.shape, module.lora_b.shape
     if module.is_switch:
@@ -358,7 +330,12 @@ def stack_tensors(
 
     Raises: AdapterError listing modules that no stack can sit on, and numbers too large.
     """
-    problems = [text for path in adapter.modules if (text := _unfit(path))]
+    problems = [
+        f"{path}: stacks sit on linear and expert projections of decoder layers, not on "
+        "embeddings, heads and routers; leave this module out of the adapter, or fuse it"
+        for path in adapter.modules
+        if is_embedding_name(path) or is_router_name(path) or not _IN_A_LAYER.search(path)
+    ]
     tensors: dict[str, mx.array] = {}
     rounding = [0.0]
     for path, module in adapter.modules.items():
@@ -379,15 +356,6 @@ def stack_tensors(
         lines = "".join(f"\n  {problem}" for problem in problems[:20])
         raise AdapterError(f"adapter {adapter.directory} cannot become a stack:{lines}")
     return tensors, not any(rounding), max(rounding)
-
-
-def _unfit(path: str) -> str | None:
-    if is_embedding_name(path) or is_router_name(path) or not _IN_A_LAYER.search(path):
-        return (
-            f"{path}: stacks sit on linear and expert projections of decoder layers, not on "
-            "embeddings, heads and routers; leave this module out of the adapter, or fuse it"
-        )
-    return None
 
 
 def _cast(raw: Array, dtype: str, storage: str) -> tuple[Array | None, float]:

@@ -17,22 +17,38 @@ A plan is tensor name -> (safetensors dtype, shape), in the order of the file. M
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import mlx.core as mx
 import numpy as np
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field
 
 from mlxstacks.base_model import load_arrays
 from mlxstacks.errors import CheckpointError, StoreError
 from mlxstacks.files.manifest import DomainName, Fingerprint, Round, Sha256, StackName
 from mlxstacks.files.shards import AGAIN, ShardHeader, ShardWriter, open_regular, read_header
-from mlxstacks.files.strict_json import STRICT, compact, read_object, record_as_json, record_from
+from mlxstacks.files.strict_json import (
+    STRICT,
+    VersionedRecord,
+    compact,
+    read_object,
+)
 
 Plan = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+class FileHeader(VersionedRecord):
+    """A header that names every tensor of its file."""
+
+    def tensors(self) -> Plan:
+        """Tensor name -> (safetensors dtype, shape), in the order of the file."""
+        raise NotImplementedError
+
+
+Header = TypeVar("Header", bound=FileHeader)
 
 _MLX = {"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32}
 _INFINITY = {mx.float16: 0x7C00, mx.bfloat16: 0x7F80, mx.float32: 0x7F80_0000}
@@ -54,21 +70,40 @@ def write_tensors(
             path.unlink(missing_ok=True)
 
 
-def read_metadata(
-    path: Path, key: str, kind: str, repair: str
-) -> tuple[dict[str, Any], ShardHeader]:
-    """The JSON object under a metadata key, and the file's own header; reads no tensor.
-
-    kind: what the file should be, for messages. Raises: StoreError naming the file.
+def read_headed(
+    path: Path, key: str, header_type: type[Header], repair: str
+) -> tuple[Header, ShardHeader]:
+    """The JSON header under a metadata key, which names every tensor of the file, and the file's
+    own header; reads no tensor. Raises: StoreError naming the file.
     """
     shard = open_shard(path, repair)
     text = shard.metadata.get(key)
     if text is None:
-        raise StoreError(f"{path}: no {kind}: its metadata has no key {key}; {repair}")
+        raise StoreError(f"{path}: no {header_type.KIND}: its metadata has no key {key}; {repair}")
     try:
-        return read_object(text.encode()), shard
+        header = header_type.from_json(read_object(text.encode()))
     except ValueError as error:
         raise StoreError(f"{path}: header: {error}; {repair}") from None
+    if problems := differences(header.tensors(), plan_in(shard)):
+        raise StoreError(f"{path}: {'; '.join(problems[:8])}; {repair}")
+    return header, shard
+
+
+def write_headed(
+    path: Path, tensors: Mapping[str, mx.array], header: FileHeader, key: str, what: str
+) -> str:
+    """Write a new file that `read_headed` reads; returns its SHA-256 (hex).
+
+    Raises: ValueError listing what the header contradicts in itself, and tensors that are missing,
+        unexpected, of another dtype or shape than it says, or not finite. TargetError: the file
+        exists, the disk is full or read-only. Nothing is left then.
+    """
+    value = header.as_json()
+    type(header).from_json(value)
+    if problems := differences(header.tensors(), plan_of(tensors)) or non_finite(tensors):
+        raise ValueError("\n  ".join([f"{what} cannot be written:", *problems[:20]]))
+    write_tensors(path, header.tensors(), tensors, {key: compact(value).decode()})
+    return hash_file(path, "write it again")
 
 
 def open_shard(path: Path, repair: str) -> ShardHeader:
@@ -98,9 +133,9 @@ def load_tensors(shard: ShardHeader, repair: str, *, check_numbers: bool) -> dic
 
 def check_hash(path: Path, expected: str | None, repair: str) -> None:
     """Raises: StoreError where the file's bytes do not hash to `expected`, if that is known."""
-    if expected is not None and (found := hash_file(path, repair)) != expected:
+    if expected is not None and (sha256 := hash_file(path, repair)) != expected:
         raise StoreError(
-            f"{path}: its bytes changed: sha256 {found[:12]}, expected {expected[:12]}; {repair}"
+            f"{path}: its bytes changed: sha256 {sha256[:12]}, expected {expected[:12]}; {repair}"
         )
 
 
@@ -145,13 +180,22 @@ def differences(wanted: Plan, found: Plan) -> list[str]:
 
 def non_finite(tensors: Mapping[str, mx.array]) -> list[str]:
     """Tensors with NaN or Inf and where, one line each."""
-    largest = {name: mx.max(_magnitude(array)) for name, array in tensors.items() if array.size}
+    largest = {}
+    for name, array in tensors.items():
+        # The bits of a number without its sign order as magnitudes do, Inf and NaN on top. On the
+        # CPU this takes a twentieth of the time of mx.isfinite.
+        wide = array.dtype == mx.float32
+        unsigned = mx.uint32 if wide else mx.uint16
+        if array.size:
+            bits = array.view(unsigned) & mx.array(0x7FFF_FFFF if wide else 0x7FFF, unsigned)
+            largest[name] = mx.max(bits)
     mx.eval(largest)
-    return [
-        f"{name}: NaN or Inf at index {_first_bad(tensors[name])}"
-        for name, bits in largest.items()
-        if bits.item() >= _INFINITY[tensors[name].dtype]
-    ]
+    problems = []
+    for name, bits in largest.items():
+        if bits.item() >= _INFINITY[tensors[name].dtype]:
+            bad = np.argwhere(~np.isfinite(np.array(tensors[name].astype(mx.float32))))
+            problems.append(f"{name}: NaN or Inf at index {bad[0].tolist()}")
+    return problems
 
 
 def raw_numbers(array: mx.array) -> np.ndarray[Any, Any]:
@@ -160,27 +204,10 @@ def raw_numbers(array: mx.array) -> np.ndarray[Any, Any]:
     return np.array(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array, copy=False)
 
 
-def _magnitude(array: mx.array) -> mx.array:
-    """The bits of each number without its sign: they order as magnitudes do, Inf and NaN on top.
-
-    On the CPU this takes a twentieth of the time of mx.isfinite.
-    """
-    wide = array.dtype == mx.float32
-    unsigned = mx.uint32 if wide else mx.uint16
-    return array.view(unsigned) & mx.array(0x7FFF_FFFF if wide else 0x7FFF, unsigned)
-
-
-def _first_bad(array: mx.array) -> list[int]:
-    bad = np.flatnonzero(~np.isfinite(np.array(array.astype(mx.float32))))
-    return [int(index) for index in np.unravel_index(bad[0], array.shape)]
-
-
 def _in_a_store(error: Exception, repair: str) -> str:
     """The message of a reader of checkpoints, with the advice that fits a store."""
     return f"{str(error).removesuffix(AGAIN).rstrip(' ;:')}; {repair}"
 
-
-FORMAT_VERSION: Literal[1] = 1
 
 Form = Literal["linear", "shared", "per_expert"]
 StorageDtype = Literal["float16", "bfloat16"]
@@ -221,25 +248,24 @@ class ProjectionShape:
             shapes = {"lora_a": (E, R, K), "lora_b": (E, N, R)}
         return shapes | ({"router": (E, K)} if E > 1 else {})
 
-    def problem(self) -> str | None:
-        """What in these numbers contradicts itself, or None."""
+    def problems(self) -> Iterator[str]:
+        """What in these numbers contradicts itself."""
         if (self.form == "linear") != (self.base_experts is None):
-            return f"form {self.form} with base_experts {self.base_experts}"
+            yield f"form {self.form} with base_experts {self.base_experts}"
         if self.experts_per_token > self.num_experts:
-            return f"{self.experts_per_token} experts per token of {self.num_experts}"
+            yield f"{self.experts_per_token} experts per token of {self.num_experts}"
         if self.latent_dim is not None and self.form == "per_expert":
-            return "a latent stack has no form per_expert"
-        return None
+            yield "a latent stack has no form per_expert"
 
 
 @dataclass(frozen=True)
-class StackHeader:
+class StackHeader(FileHeader):
     """What a stack is. data_sha256: source -> hash of the data it was trained on.
 
     shared_sha256: hash of the file that holds its latent projections, None without them.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    KIND: ClassVar[str] = "stack"
 
     name: StackName
     domain: DomainName
@@ -254,27 +280,14 @@ class StackHeader:
     data_sha256: dict[str, Sha256] = field(default_factory=dict)
     code_version: Annotated[str, Field(max_length=100)] = ""
     shared_sha256: Sha256 | None = None
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1] = 1
 
-    def as_json(self) -> dict[str, Any]:
-        return record_as_json(_ADAPTER, self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "StackHeader":
-        """The inverse of `as_json`. Raises: ValueError listing every field that is wrong."""
-        version = value.get("format_version")
-        if isinstance(version, int) and version != FORMAT_VERSION:
-            raise ValueError(
-                f"format_version is {str(version)[:20]}, this version reads {FORMAT_VERSION}; "
-                "use the mlxstacks that wrote the stack"
-            )
-        header = record_from(_ADAPTER, value)
-        if not header.projections:
-            raise ValueError("projections: a stack has at least one")
-        found = {path: shape.problem() for path, shape in header.projections.items()}
-        if problems := [f"{path[:200]!a}: {text}" for path, text in found.items() if text]:
-            raise ValueError("; ".join(problems[:8]))
-        return header
+    def problems(self) -> Iterator[str]:
+        """No projections, and what contradicts itself in one."""
+        if not self.projections:
+            yield "projections: a stack has at least one"
+        for path, shape in self.projections.items():
+            yield from (f"{path[:200]!a}: {problem}" for problem in shape.problems())
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Tensor name -> (safetensors dtype, shape), in the order of the file."""
@@ -285,9 +298,6 @@ class StackHeader:
             for leaf, shape in projection.tensor_shapes().items()
         }
         return dict(sorted(named.items()))
-
-
-_ADAPTER = TypeAdapter(StackHeader)
 
 
 METADATA_KEY = "mlxstacks"
@@ -319,14 +329,7 @@ def write_stack(path: str | Path, tensors: Mapping[str, mx.array], header: Stack
         the header says, or not finite. TargetError: the file exists, the disk is full or
         read-only. Nothing is left then.
     """
-    path = Path(path)
-    StackHeader.from_json(header.as_json())
-    wanted = header.tensors()
-    problems = differences(wanted, plan_of(tensors)) or non_finite(tensors)
-    if problems:
-        raise ValueError("\n  ".join([f"stack {header.name} cannot be written:", *problems[:20]]))
-    write_tensors(path, wanted, tensors, {METADATA_KEY: compact(header.as_json()).decode()})
-    return file_sha256(path)
+    return write_headed(Path(path), tensors, header, METADATA_KEY, f"stack {header.name}")
 
 
 def write_arrays(path: str | Path, arrays: Mapping[str, mx.array]) -> str:
@@ -345,26 +348,12 @@ def write_arrays(path: str | Path, arrays: Mapping[str, mx.array]) -> str:
     return file_sha256(path)
 
 
-def read_stack_header(path: str | Path) -> StackHeader:
-    """The header of a stack's file, checked against its tensors' names, dtypes and shapes; reads
-    none of the tensors.
+def read_stack_index(path: str | Path) -> StackIndex:
+    """A stack's header, checked against its tensors' names, dtypes and shapes; reads none of them.
 
     Raises: StoreError naming the file and what is wrong.
     """
-    return read_stack_index(path).header
-
-
-def read_stack_index(path: str | Path) -> StackIndex:
-    """As `read_stack_header`, with the file's own header."""
-    path = Path(path)
-    value, shard = read_metadata(path, METADATA_KEY, "stack", REPAIR)
-    try:
-        header = StackHeader.from_json(value)
-    except ValueError as error:
-        raise StoreError(f"{path}: header: {error}; {REPAIR}") from None
-    if problems := differences(header.tensors(), plan_in(shard)):
-        raise StoreError(f"{path}: {'; '.join(problems[:8])}; {REPAIR}")
-    return StackIndex(header, shard)
+    return StackIndex(*read_headed(Path(path), METADATA_KEY, StackHeader, REPAIR))
 
 
 def read_stack(

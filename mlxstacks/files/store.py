@@ -21,10 +21,11 @@ either.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ from mlxstacks.files.store_files import (
 )
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
 
-# What a file takes beside its numbers: header, manifest, log.
+# What a file takes besides its numbers: header, manifest, log.
 _MARGIN_BYTES = 1 << 20
 
 
@@ -114,13 +115,13 @@ class Store:
         """
         root = user_path(path)
         try:
-            there = root.is_dir()
+            is_there = root.is_dir()
         except (OSError, ValueError) as error:
             raise InputError(f"{str(path)[:200]!a}: not a usable path: {error}") from None
-        if not there:
-            found = "a file" if root.exists() else "not there"
+        if not is_there:
+            what = "a file" if root.exists() else "not there"
             raise InputError(
-                f"{root}: {found}; give a store's directory (`mlxstacks stack` makes one)"
+                f"{root}: {what}; give a store's directory (`mlxstacks stack` makes one)"
             )
         root = root.resolve()
         return cls(root, read_manifest(root))
@@ -144,9 +145,9 @@ class Store:
 
     def domain_named(self, name: str) -> DomainRecord:
         """Raises: InputError listing the domains there are."""
-        found = self.manifest.domain_named(name)
-        if found is not None:
-            return found
+        domain = self.manifest.domain_named(name)
+        if domain is not None:
+            return domain
         owner = next((s.domain for s in self.manifest.stacks if s.name == name), None)
         if owner is not None:
             raise InputError(f"{name} is a stack; its domain is {owner}: name that")
@@ -259,13 +260,8 @@ class Change:
                 f"{self.manifest.base_fingerprint[:12]}; a store holds stacks of one base"
             )
         check_name(header.domain)
-        nbytes = sum(array.nbytes for array in tensors.values()) + _MARGIN_BYTES
         stem = f"{header.domain}-r{header.round}"
-        file = add_content(
-            self.path, "stacks", stem, "safetensors", nbytes,
-            lambda path: write_stack(path, tensors, header),
-        )  # fmt: skip
-        self._added.append(file)
+        file = self._add("stacks", stem, tensors, lambda path: write_stack(path, tensors, header))
         parameters = sum(array.size for array in tensors.values())
         return StackRecord(
             header.name, header.domain, header.round, file, parameters, loss_before, loss_after,
@@ -287,18 +283,24 @@ class Change:
         self._added.append(file)
         return file
 
+    def _add(
+        self,
+        folder: str,
+        stem: str,
+        arrays: Mapping[str, mx.array],
+        write: Callable[[Path], str],
+    ) -> FileRecord:
+        nbytes = sum(array.nbytes for array in arrays.values()) + _MARGIN_BYTES
+        self._added.append(add_content(self.path, folder, stem, "safetensors", nbytes, write))
+        return self._added[-1]
+
     def add_shared(self, stem: str, arrays: Mapping[str, mx.array]) -> FileRecord:
         """Write float32 arrays that several stacks read, and name the file in `manifest.shared`.
 
         Raises: ValueError for another dtype, NaN or Inf, a stem that is no name; TargetError.
         """
         check_name(stem, "file")
-        nbytes = sum(array.nbytes for array in arrays.values()) + _MARGIN_BYTES
-        file = add_content(
-            self.path, "shared", stem, "safetensors", nbytes,
-            lambda path: write_arrays(path, arrays),
-        )  # fmt: skip
-        self._added.append(file)
+        file = self._add("shared", stem, arrays, lambda path: write_arrays(path, arrays))
         if file not in self.manifest.shared:
             self.manifest = replace(self.manifest, shared=(*self.manifest.shared, file))
         return file
@@ -309,12 +311,8 @@ class Change:
         Raises: StoreError as `check_router`. ValueError and TargetError as `write_router`.
         """
         check_router(header, self)
-        nbytes = sum(array.nbytes for array in tensors.values()) + _MARGIN_BYTES
-        file = add_content(
-            self.path, "routers", "router", "safetensors", nbytes,
-            lambda path: write_router(path, tensors, header),
-        )  # fmt: skip
-        self._added.append(file)
+        write = partial(write_router, tensors=tensors, header=header)
+        file = self._add("routers", "router", tensors, write)
         self.manifest = replace(self.manifest, router=file)
         return file
 
@@ -382,7 +380,13 @@ def remember_places(store: Store, model: str, data: Path | None = None) -> None:
     """Write where the base is, from the store and on this machine, if it is a directory: what has a
     hub id is found by that. And where the paths of a domain's data begin. Raises: TargetError.
     """
-    location = _base_location(store, user_path(model).resolve())
+    location: dict[str, Any] = {}
+    directory = user_path(model).resolve()
+    if directory.is_dir():
+        location["path"] = _below_home(directory)
+        common, home = Path(os.path.commonpath([directory, store.path])), Path.home().resolve()
+        if common == home or not home.is_relative_to(common):
+            location["relative_path"] = os.path.relpath(directory, store.path)
     data_places = _strings(_location(store).get("data"))
     if data is not None:
         data_places.append(_below_home(data.resolve()))
@@ -390,16 +394,6 @@ def remember_places(store: Store, model: str, data: Path | None = None) -> None:
         location["data"] = list(dict.fromkeys(data_places))
     if location:
         write_json(store.path / LOCATION, location, sort_keys=True)
-
-
-def _base_location(store: Store, directory: Path) -> dict[str, Any]:
-    if not directory.is_dir():
-        return {}
-    location = {"path": _below_home(directory)}
-    common, home = Path(os.path.commonpath([directory, store.path])), Path.home().resolve()
-    if common == home or not home.is_relative_to(common):
-        location["relative_path"] = os.path.relpath(directory, store.path)
-    return location
 
 
 def _below_home(path: Path) -> str:
@@ -426,7 +420,7 @@ def _strings(value: Any) -> list[str]:
 def find_base(store: Store, model: str | None, notes: list[str] | None = None) -> Checkpoint:
     """The base of a store, its fingerprint compared.
 
-    model: a directory or hub id that somebody gave; nothing else is tried then. None: beside the
+    model: a directory or hub id that somebody gave; nothing else is tried then. None: next to the
         store, where it was when the store was made (seen from the store, then on this machine),
         where the manifest's name leads from here, the hub by its id.
     notes: gets a line on where it was, if nobody gave it, and one on a weak bond.
@@ -445,16 +439,16 @@ def find_base(store: Store, model: str | None, notes: list[str] | None = None) -
     for place in _places(store):
         try:
             checkpoint = open_checkpoint(resolve_model(place))
-            found = fingerprint(checkpoint, manifest.base_fingerprint)
+            candidate = fingerprint(checkpoint, manifest.base_fingerprint)
         except InputError as error:
             missing = isinstance(place, Path) and not os.path.isdir(place)
             problems.append(f"{place}: not there" if missing else str(error))
             continue
-        if found == manifest.base_fingerprint:
+        if candidate == manifest.base_fingerprint:
             if notes is not None:
                 notes.append(f"The base of the store is {checkpoint.directory}.")
             return checkpoint
-        problems.append(f"{place}: another model, with fingerprint {found[:12]}")
+        problems.append(f"{place}: another model, with fingerprint {candidate[:12]}")
     listed = "".join(f"\n  {problem}" for problem in problems)
     raise InputError(
         f"{store.path}: its base {manifest.base_model} (fingerprint "

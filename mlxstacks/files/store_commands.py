@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import target_errors
-from mlxstacks.files.manifest import DomainRecord, Manifest, Matrix, MatrixMode
+from mlxstacks.files.manifest import DomainRecord, Manifest, Matrix
 from mlxstacks.files.router_file import check_router
 from mlxstacks.files.settings import (
     StacksDiffSettings,
@@ -68,16 +68,15 @@ def remove_domain(settings: StacksRemoveSettings, dry_run: bool = False) -> Stor
     Raises: InputError when later domains were trained on top of it, without `force`.
     """
 
-    def edit(manifest: Manifest, domain: DomainRecord) -> tuple[Manifest, list[str]]:
-        later = dependents(manifest, domain)
-        notes = [_loss_of_ground(domain, later)] if later else []
-        if later and not settings.force:
+    def edit(manifest: Manifest, domain: DomainRecord) -> Manifest:
+        notes = _loss_of_ground(manifest, domain)
+        if notes and not settings.force:
             raise InputError(
                 f"{domain.name}: {notes[0]} --force removes it all the same, leaves their stacks "
                 "as they are and drops from the matrix what was measured with it; `stacks disable` "
                 "can be undone"
             )
-        return without_domain(manifest, domain.name), notes
+        return without_domain(manifest, domain.name)
 
     return _change_domain(settings.store_path, settings.domain, "remove", edit, dry_run)
 
@@ -85,10 +84,8 @@ def remove_domain(settings: StacksRemoveSettings, dry_run: bool = False) -> Stor
 def disable_domain(settings: StacksSwitchSettings, dry_run: bool = False) -> StoreChanged:
     """Serve a domain's stacks no longer; `enable_domain` is the inverse."""
 
-    def edit(manifest: Manifest, domain: DomainRecord) -> tuple[Manifest, list[str]]:
-        later = dependents(manifest, domain)
-        notes = [_loss_of_ground(domain, later)] if later else []
-        return manifest.with_domain(replace(domain, enabled=False)), notes
+    def edit(manifest: Manifest, domain: DomainRecord) -> Manifest:
+        return manifest.with_domain(replace(domain, enabled=False))
 
     return _change_domain(settings.store_path, settings.domain, "disable", edit, dry_run)
 
@@ -96,8 +93,8 @@ def disable_domain(settings: StacksSwitchSettings, dry_run: bool = False) -> Sto
 def enable_domain(settings: StacksSwitchSettings, dry_run: bool = False) -> StoreChanged:
     """Serve a domain's stacks again, in their old place."""
 
-    def edit(manifest: Manifest, domain: DomainRecord) -> tuple[Manifest, list[str]]:
-        return manifest.with_domain(replace(domain, enabled=True)), []
+    def edit(manifest: Manifest, domain: DomainRecord) -> Manifest:
+        return manifest.with_domain(replace(domain, enabled=True))
 
     return _change_domain(settings.store_path, settings.domain, "enable", edit, dry_run)
 
@@ -161,7 +158,12 @@ def without_domain(manifest: Manifest, name: str) -> Manifest:
             row: {
                 column: loss
                 for column, loss in columns.items()
-                if column != name and _still_true(mode, row, column, later)
+                if column != name
+                and (
+                    row not in later
+                    if mode == "ungated"
+                    else mode == "isolated" or column not in later
+                )
             }
             for row, columns in rows.items()
             if row != name
@@ -175,17 +177,11 @@ def without_domain(manifest: Manifest, name: str) -> Manifest:
     return replace(manifest, domains=domains, matrix=matrix, shared=shared)
 
 
-def _still_true(mode: MatrixMode, row: str, column: str, later: set[str]) -> bool:
-    if mode == "ungated":
-        return row not in later
-    return mode == "isolated" or column not in later
-
-
 def _change_domain(
     store_path: str | None,
     name: str | None,
     action: str,
-    edit: Callable[[Manifest, DomainRecord], tuple[Manifest, list[str]]],
+    edit: Callable[[Manifest, DomainRecord], Manifest],
     dry_run: bool,
 ) -> StoreChanged:
     """Apply an edit to a domain; nothing is written where it changes nothing."""
@@ -195,7 +191,7 @@ def _change_domain(
         raise InputError(f"no domain given (there are: {known})")
     domain = store.domain_named(name)
     before = store.manifest
-    after, notes = edit(before, domain)
+    after = edit(before, domain)
     status: Status = "planned" if dry_run else "done"
     if after == before:
         status = "nothing to do"
@@ -204,9 +200,11 @@ def _change_domain(
             # the manifest can be another one since it was read without the lock
             if change.manifest != before:
                 domain = store.domain_named(name)
-                after, notes = edit(change.manifest, domain)
+                before = change.manifest
+                after = edit(before, domain)
             change.manifest = after
-    notes = [*notes, *router_notes(Store(store.path, after))]
+    notes = [] if action == "enable" else _loss_of_ground(before, domain)
+    notes += router_notes(Store(store.path, after))
     return StoreChanged(
         status=status,
         action=action,
@@ -218,13 +216,15 @@ def _change_domain(
     )
 
 
-def _loss_of_ground(domain: DomainRecord, later: list[DomainRecord]) -> str:
+def _loss_of_ground(manifest: Manifest, domain: DomainRecord) -> list[str]:
     """What it means that a domain under others goes."""
-    names = ", ".join(d.name for d in later)
-    return (
-        f"{names} {'was' if len(later) == 1 else 'were'} trained on top of it, with its stacks on; "
-        "without them their losses are no longer the measured ones."
+    names = [d.name for d in dependents(manifest, domain)]
+    was = "was" if len(names) == 1 else "were"
+    note = (
+        f"{', '.join(names)} {was} trained on top of it, with its stacks on; without them their "
+        "losses are no longer the measured ones."
     )
+    return [note] if names else []
 
 
 def company_notes(manifest: Manifest) -> list[str]:
@@ -300,80 +300,73 @@ def diff_stores(settings: StacksDiffSettings) -> StoreDiff:
         store_path=str(first.path),
         other_path=str(second.path),
         equal_stacks=tuple(s.name for s in a.stacks if theirs.get(s.name) == s.file.sha256),
-        differences=(
-            *_base(a, b), *_domains(a, b), *_stacks(a, b), *_matrix(a, b), *_router(a, b)
-        ),
-    )  # fmt: skip
+        differences=tuple(_differences(a, b)),
+    )
 
 
-def _base(a: Manifest, b: Manifest) -> Iterator[Difference]:
+_DOMAIN_FIELDS = (
+    "enabled", "origin", "losses", "final_loss", "settings", "data", "protected", "trained_on",
+)  # fmt: skip
+_STACK_FIELDS = ("domain", "round", "parameters", "loss_before", "loss_after")
+
+
+def _differences(a: Manifest, b: Manifest) -> Iterator[Difference]:
     for field in ("base_model", "base_fingerprint", "code_version", "format_version"):
-        yield from _unequal("base", "", field, getattr(a, field), getattr(b, field))
+        yield from _unequal("base", "", {field: getattr(a, field)}, {field: getattr(b, field)})
+    yield from _by_name("domain", *({d.name: _domain_facts(d) for d in m.domains} for m in (a, b)))
+    names = [[domain.name for domain in m.domains] for m in (a, b)]
+    order = [[name for name in side if name in names[0] and name in names[1]] for side in names]
+    yield from _unequal("order", "", {"domains": order[0]}, {"domains": order[1]})
+    stacks = (
+        {
+            s.name: {"sha256": s.file.sha256} | {name: getattr(s, name) for name in _STACK_FIELDS}
+            for s in m.stacks
+        }
+        for m in (a, b)
+    )
+    yield from _by_name("stack", *stacks)
+    first, second = _entries(a), _entries(b)
+    for mode in dict.fromkeys([*first, *second]):
+        yield from _unequal("matrix", mode, first.get(mode, {}), second.get(mode, {}))
+    yield from _unequal("router", "", *({"sha256": m.router and m.router.sha256} for m in (a, b)))
 
 
-def _domains(a: Manifest, b: Manifest) -> Iterator[Difference]:
-    first = {domain.name: domain for domain in a.domains}
-    second = {domain.name: domain for domain in b.domains}
+def _domain_facts(domain: DomainRecord) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    for field in _DOMAIN_FIELDS:
+        value = getattr(domain, field)
+        if isinstance(value, dict):
+            facts |= {f"{field}.{key}": part for key, part in value.items()}
+        else:
+            facts[field] = value
+    return facts | {"split": domain.split and domain.split.sha256}
+
+
+def _by_name(
+    what: str, first: dict[str, dict[str, Any]], second: dict[str, dict[str, Any]]
+) -> Iterator[Difference]:
     for name in dict.fromkeys([*first, *second]):
         if name in first and name in second:
-            yield from _domain(first[name], second[name])
+            yield from _unequal(what, name, first[name], second[name])
         else:
-            yield Difference("domain", name, "present", name in first, name in second)
-    both = [[name for name in side if name in first and name in second] for side in (first, second)]
-    yield from _unequal("order", "", "domains", both[0], both[1])
+            yield Difference(what, name, "present", name in first, name in second)
 
 
-def _domain(a: DomainRecord, b: DomainRecord) -> Iterator[Difference]:
-    for field in ("enabled", "origin", "losses", "final_loss", "settings", "data", "protected",
-                  "trained_on"):  # fmt: skip
-        mine, other = getattr(a, field), getattr(b, field)
-        if isinstance(mine, dict) and isinstance(other, dict):
-            for key in dict.fromkeys([*mine, *other]):
-                yield from _unequal(
-                    "domain", a.name, f"{field}.{key}", mine.get(key), other.get(key)
-                )
-        else:
-            yield from _unequal("domain", a.name, field, mine, other)
-    splits = [None if d.split is None else d.split.sha256 for d in (a, b)]
-    yield from _unequal("domain", a.name, "split", *splits)
-
-
-def _stacks(a: Manifest, b: Manifest) -> Iterator[Difference]:
-    first = {stack.name: stack for stack in a.stacks}
-    second = {stack.name: stack for stack in b.stacks}
-    for name in dict.fromkeys([*first, *second]):
-        mine, other = first.get(name), second.get(name)
-        if mine is None or other is None:
-            yield Difference("stack", name, "present", mine is not None, other is not None)
-            continue
-        yield from _unequal("stack", name, "sha256", mine.file.sha256, other.file.sha256)
-        for field in ("domain", "round", "parameters", "loss_before", "loss_after"):
-            yield from _unequal("stack", name, field, getattr(mine, field), getattr(other, field))
-
-
-def _router(a: Manifest, b: Manifest) -> Iterator[Difference]:
-    hashes = [None if m.router is None else m.router.sha256 for m in (a, b)]
-    yield from _unequal("router", "", "sha256", *hashes)
-
-
-def _matrix(a: Manifest, b: Manifest) -> Iterator[Difference]:
-    first, second = _entries(a), _entries(b)
-    for key in dict.fromkeys([*first, *second]):
-        mode, row, column = key
-        yield from _unequal(
-            "matrix", mode, f"{column} after {row}", first.get(key), second.get(key)
-        )
-
-
-def _entries(manifest: Manifest) -> dict[tuple[str, str, str], float]:
+def _entries(manifest: Manifest) -> dict[str, dict[str, float]]:
     return {
-        (mode, row, column): loss
+        mode: {
+            f"{column} after {row}": loss
+            for row, columns in rows.items()
+            for column, loss in columns.items()
+        }
         for mode, rows in manifest.matrix.items()
-        for row, columns in rows.items()
-        for column, loss in columns.items()
     }
 
 
-def _unequal(what: str, name: str, field: str, first: Any, second: Any) -> Iterator[Difference]:
-    if first != second:
-        yield Difference(what, name, field, first, second)
+def _unequal(
+    what: str, name: str, first: dict[str, Any], second: dict[str, Any]
+) -> Iterator[Difference]:
+    for field in dict.fromkeys([*first, *second]):
+        values = first.get(field), second.get(field)
+        if values[0] != values[1]:
+            yield Difference(what, name, field, *values)

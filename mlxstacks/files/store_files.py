@@ -48,19 +48,19 @@ def file_of(root: Path, record: FileRecord) -> Path:
         if part.is_symlink():
             raise StoreError(f"{part}: is a link; a store holds its own files; {repair}")
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         raise StoreError(
             f"{path}: missing; {repair}; or open the store again if it was changed meanwhile"
         ) from None
     except OSError as error:
         raise StoreError(f"{path}: cannot be opened: {error.strerror}; {repair}") from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise StoreError(f"{path}: not a regular file; {repair}")
-    if found.st_size != record.nbytes:
-        what = "truncated" if found.st_size < record.nbytes else "grown"
+    if status.st_size != record.nbytes:
+        what = "truncated" if status.st_size < record.nbytes else "grown"
         raise StoreError(
-            f"{path}: {what}: {found.st_size} bytes, the manifest says {record.nbytes}; {repair}"
+            f"{path}: {what}: {status.st_size} bytes, the manifest says {record.nbytes}; {repair}"
         )
     return path
 
@@ -146,8 +146,9 @@ def append_line(path: Path, line: str) -> None:
 
 def temporaries(root: Path) -> list[Path]:
     """What dead writers left half-written. Only under the writers' lock are all of them dead."""
-    found = [path for place in _places(root) for path in _entries(place)]
-    return sorted(path for path in found if _TEMPORARY.fullmatch(path.name))
+    places = [root, *(root / folder for folder in FOLDERS)]
+    paths = (path for place in places for path in _entries(place))
+    return sorted(path for path in paths if _TEMPORARY.fullmatch(path.name))
 
 
 def unnamed_files(root: Path, named: set[str]) -> tuple[list[Path], list[Path]]:
@@ -161,17 +162,13 @@ def unnamed_files(root: Path, named: set[str]) -> tuple[list[Path], list[Path]]:
         for path in _entries(root / folder):
             if f"{folder}/{path.name}" in named or _TEMPORARY.fullmatch(path.name):
                 continue
-            (content if _is_content(path) else strange).append(path)
+            is_content = False  # has the name that `add_content` gave it, not one that looks so
+            if not path.is_symlink() and path.is_file() and _CONTENT.fullmatch(path.name):
+                with path.open("rb") as file:
+                    sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+                is_content = path.stem.endswith(f"-{sha256[:12]}")
+            (content if is_content else strange).append(path)
     return sorted(content), sorted(strange)
-
-
-def _is_content(path: Path) -> bool:
-    """Whether a file has the name that `add_content` gave it, not one that looks like it."""
-    if path.is_symlink() or not path.is_file() or not _CONTENT.fullmatch(path.name):
-        return False
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return path.stem.endswith(f"-{sha256[:12]}")
 
 
 def own_entries(root: Path) -> set[str] | None:
@@ -186,13 +183,9 @@ def own_entries(root: Path) -> set[str] | None:
         return None
     named = {record.file for record in records}
     unnamed = [*unnamed_files(root, named)[0], *temporaries(root)]
-    own = {path.relative_to(root).as_posix() for path in unnamed}
+    named |= {path.relative_to(root).as_posix() for path in unnamed}
     results = {RESULT, RESULT_PAGE, FORMER_REPORT}
-    return own | named | results | {MANIFEST, LOG, LOCK, LOCATION, *FOLDERS}
-
-
-def _places(root: Path) -> list[Path]:
-    return [root, *(root / folder for folder in FOLDERS)]
+    return named | results | {MANIFEST, LOG, LOCK, LOCATION, *FOLDERS}
 
 
 def _entries(place: Path) -> list[Path]:

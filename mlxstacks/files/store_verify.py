@@ -12,7 +12,7 @@ from mlxstacks.command_line import command_line
 from mlxstacks.errors import CheckpointError, StoreError
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.manifest import FOLDERS, FileRecord, Manifest, StackRecord, binding_notes
+from mlxstacks.files.manifest import FOLDERS, FileRecord, StackRecord, binding_notes
 from mlxstacks.files.settings import StacksVerifySettings
 from mlxstacks.files.stack_file import (
     StackHeader,
@@ -74,25 +74,33 @@ def verify_store(settings: StacksVerifySettings, progress: Any = None) -> Verifi
     for done, record in enumerate(records):
         if progress is not None:
             progress(done, len(records), record.file)
-        found = list(_file_problems(store.path, record, records))
-        problems += found
-        if not found:
+        damage = list(_file_problems(store.path, record, records))
+        problems += damage
+        if not damage:
             whole.add(record.file)
     headers = {}
     for stack in manifest.stacks:
         if stack.file.file in whole:
             headers[stack.file.file] = _check_stack(store, stack, problems)
+    notes = [*binding_notes(manifest.base_fingerprint), *_notes(store, records)]
     for record in records:
         if record.file in whole and not record.file.startswith("stacks/"):
-            _check_content(store, record, problems)
-    notes = [*binding_notes(manifest.base_fingerprint), *_notes(store, records)]
-    if manifest.router is not None and manifest.router.file in whole:
-        _check_router(store, manifest.router, problems, notes)
+            _check_content(store, record, problems, notes)
     readable = {file: header for file, header in headers.items() if header is not None}
     problems += _shape_differences(readable)
     base: Checked = "not checked"
     if model is not None:
-        base = _check_model(manifest, model, readable, problems)
+        fingerprint_here = fingerprint(model, manifest.base_fingerprint)
+        base = "same" if fingerprint_here == manifest.base_fingerprint else "another"
+        if base == "another":
+            text = (
+                f"the store's base has fingerprint {manifest.base_fingerprint[:12]}, "
+                f"{model.directory} has {fingerprint_here[:12]}"
+            )
+            problems.append(Problem("manifest.json", "base", text))
+        for file, header in readable.items():
+            texts = model_differences(header, model)
+            problems += [Problem(file, "shape", text) for text in texts]
     return Verified(
         store_path=str(store.path),
         files=len(records),
@@ -106,30 +114,27 @@ def verify_store(settings: StacksVerifySettings, progress: Any = None) -> Verifi
 
 def _file_problems(root: Path, record: FileRecord, records: list[FileRecord]) -> Iterator[Problem]:
     """Missing, a link, of another size, of other bytes."""
+    path, wrong_size = root / record.file, None
     try:
-        path = file_of(root, record)
-        wrong_size = None
+        file_of(root, record)
     except StoreError as error:
-        path = root / record.file
-        usable = path.is_file() and not path.is_symlink() and not path.parent.is_symlink()
-        if not usable:
+        if not path.is_file() or path.is_symlink() or path.parent.is_symlink():
             yield Problem(record.file, "missing", str(error))
             return
         wrong_size = str(error)
     try:
-        found = file_sha256(path)
+        sha256 = file_sha256(path)
     except StoreError as error:
         yield Problem(record.file, "bytes", str(error))
         return
-    if found == record.sha256:
+    if sha256 == record.sha256:
         return
-    others = [r.file for r in records if r.sha256 == found]
-    if others:
+    if others := [r.file for r in records if r.sha256 == sha256]:
         yield Problem(record.file, "swapped", f"{path}: holds the bytes of {others[0]}")
     elif wrong_size:
         yield Problem(record.file, "size", wrong_size)
     else:
-        message = f"{path}: bytes changed: sha256 {found[:12]}, expected {record.sha256[:12]}"
+        message = f"{path}: bytes changed: sha256 {sha256[:12]}, expected {record.sha256[:12]}"
         yield Problem(record.file, "bytes", message)
 
 
@@ -138,44 +143,39 @@ def _check_stack(store: Store, stack: StackRecord, problems: list[Problem]) -> S
     path = store.path / stack.file.file
     try:
         # one stack in memory at a time
-        found = read_stack(path)
+        file = read_stack(path)
     except StoreError as error:
         problems.append(Problem(stack.file.file, "content", str(error)))
         return None
-    texts = header_problems(found.header, stack, store.manifest)
-    parameters = sum(array.size for array in found.tensors.values())
+    texts = header_problems(file.header, stack, store.manifest)
+    parameters = sum(array.size for array in file.tensors.values())
     if parameters != stack.parameters:
         texts.append(f"holds {parameters} parameters, the manifest says {stack.parameters}")
     problems += [Problem(stack.file.file, "header", f"{path}: {text}") for text in texts]
-    return found.header
+    return file.header
 
 
-def _check_content(store: Store, record: FileRecord, problems: list[Problem]) -> None:
-    try:
-        if record.file.startswith("routers/"):
-            store.read_router(record)
-        elif record.file.endswith(".safetensors"):
-            read_arrays(store.path / record.file)
-        else:
-            store.read_json(record)
-    except StoreError as error:
-        problems.append(Problem(record.file, "content", str(error)))
-
-
-def _check_router(
+def _check_content(
     store: Store, record: FileRecord, problems: list[Problem], notes: list[str]
 ) -> None:
     """A router of another base is a problem; one for other stacks is whole, and no longer used."""
     try:
-        header = store.read_router(record).header
-    except StoreError:
-        return  # named already, as content
-    if header.base_fingerprint != store.manifest.base_fingerprint:
-        text = f"its header says base fingerprint {header.base_fingerprint[:12]}, the manifest "
-        text += store.manifest.base_fingerprint[:12]
-        problems.append(Problem(record.file, "header", f"{store.path / record.file}: {text}"))
+        if not record.file.startswith("routers/"):
+            if record.file.endswith(".safetensors"):
+                read_arrays(store.path / record.file)
+            else:
+                store.read_json(record)
+            return
+        trained_on = store.read_router(record).header.base_fingerprint
+    except StoreError as error:
+        problems.append(Problem(record.file, "content", str(error)))
         return
-    notes += router_notes(store)
+    if trained_on == store.manifest.base_fingerprint:
+        notes += router_notes(store)
+        return
+    text = f"its header says base fingerprint {trained_on[:12]}, the manifest "
+    text += store.manifest.base_fingerprint[:12]
+    problems.append(Problem(record.file, "header", f"{store.path / record.file}: {text}"))
 
 
 def _shape_differences(headers: dict[str, StackHeader]) -> Iterator[Problem]:
@@ -188,26 +188,6 @@ def _shape_differences(headers: dict[str, StackHeader]) -> Iterator[Problem]:
             if known != dims:
                 text = f"{path}: dims {dims}, {other} has {known} there"
                 yield Problem(file, "shape", text)
-
-
-def _check_model(
-    manifest: Manifest,
-    model: Checkpoint,
-    headers: dict[str, StackHeader],
-    problems: list[Problem],
-) -> Checked:
-    found = fingerprint(model, manifest.base_fingerprint)
-    same = found == manifest.base_fingerprint
-    if not same:
-        text = (
-            f"the store's base has fingerprint {manifest.base_fingerprint[:12]}, "
-            f"{model.directory} has {found[:12]}"
-        )
-        problems.append(Problem("manifest.json", "base", text))
-    for file, header in headers.items():
-        texts = model_differences(header, model)
-        problems += [Problem(file, "shape", text) for text in texts]
-    return "same" if same else "another"
 
 
 def model_differences(header: StackHeader, model: Checkpoint) -> list[str]:

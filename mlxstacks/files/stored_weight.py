@@ -60,14 +60,14 @@ def stored_name(checkpoint: Checkpoint, path: str) -> str | None:
     Raises: CheckpointError, with the command to run, where mlx-lm computes the weight from other
         tensors; where the files are not in MLX's layout and mlx-lm cannot load them.
     """
-    own_name = f"{path}.weight"
-    is_stored = own_name in checkpoint.tensors
+    plain_name = f"{path}.weight"
+    is_stored = plain_name in checkpoint.tensors
     if is_stored and checkpoint.is_converted:
-        return own_name
+        return plain_name
     loaded = loaded_or_none(checkpoint) if checkpoint.is_converted else checkpoint.loaded_weights
     module = loaded.get(path)
     if module is None:
-        return own_name if is_stored else None  # a vision tower, say, that mlx-lm drops
+        return plain_name if is_stored else None  # a vision tower, say, that mlx-lm drops
     if module.tensor is None:
         method = _hub_quantization(checkpoint) or "an unconverted hub checkpoint"
         raise CheckpointError(
@@ -128,7 +128,15 @@ def stored_weight(checkpoint: Checkpoint, path: str) -> StoredWeight:
     if scales is None:
         return _plain(checkpoint, weight, biases, path, entry)
     if not isinstance(quantization, dict):
-        raise CheckpointError(_unknown_quantization(checkpoint, path))
+        if method := _hub_quantization(checkpoint):
+            raise CheckpointError(
+                f"{checkpoint.directory}: {method}; only MLX's affine grid "
+                f"is supported: {_requantize(checkpoint.directory)}"
+            )
+        raise CheckpointError(
+            f"{path}: {path}.scales is there, but config.json has no `quantization`; mlx-lm cannot "
+            "load this either: restore the config or convert the model again"
+        )
     if named and not entry:  # mlx-lm leaves the module plain for null and {} too
         raise CheckpointError(
             f"{path}: config says it is not quantized ({json.dumps(entry)}), {scales.name} is there"
@@ -138,7 +146,11 @@ def stored_weight(checkpoint: Checkpoint, path: str) -> StoredWeight:
             f"{path}: config's quantization is {str(entry)[:40]!a}; true, false or an object with "
             "bits and group_size is allowed"
         )
-    _check_mode(checkpoint, path, _mode(entry, quantization, weight, scales))
+    if (mode := _mode(entry, quantization, weight, scales)) != "affine":
+        raise CheckpointError(
+            f"{path}: quantized as {mode}; only affine is supported: "
+            f"{_requantize(checkpoint.directory)}"
+        )
     _check_parts(path, weight, scales, biases)
     bits, group_size = _grid(checkpoint, path, key, weight, scales)
     return StoredWeight(weight, scales, biases, bits, group_size, scales.shape[-1] * group_size)
@@ -202,18 +214,6 @@ def _plain(
     return StoredWeight(weight, None, None, None, None, weight.shape[-1])
 
 
-def _unknown_quantization(checkpoint: Checkpoint, path: str) -> str:
-    if method := _hub_quantization(checkpoint):
-        return (
-            f"{checkpoint.directory}: {method}; only MLX's affine grid "
-            f"is supported: {_requantize(checkpoint.directory)}"
-        )
-    return (
-        f"{path}: {path}.scales is there, but config.json has no `quantization`; mlx-lm cannot "
-        "load this either: restore the config or convert the model again"
-    )
-
-
 def _hub_quantization(checkpoint: Checkpoint) -> str | None:
     """ "quantized as awq", or whatever the config of a hub checkpoint says."""
     text = checkpoint.config.get("text_config")
@@ -260,14 +260,6 @@ def _mode(
     return str(default) if default != "affine" else " or ".join(sorted(_BYTE_SCALED.values()))
 
 
-def _check_mode(checkpoint: Checkpoint, path: str, mode: str) -> None:
-    if mode != "affine":
-        raise CheckpointError(
-            f"{path}: quantized as {mode}; only affine is supported: "
-            f"{_requantize(checkpoint.directory)}"
-        )
-
-
 def _check_parts(
     path: str, weight: TensorInfo, scales: TensorInfo, biases: TensorInfo | None
 ) -> None:
@@ -308,20 +300,25 @@ def _grid(
     if isinstance(entry, dict) or entry is True:
         # A per-module entry without a number gets MLX's own defaults, 4 bits in groups of 64.
         named = entry if isinstance(entry, dict) else quantization
-        own = named.get("bits", 4), named.get("group_size", 64)
-        if not _is_one_of(own, fitting):
+        grid = named.get("bits", 4), named.get("group_size", 64)
+        if not _is_one_of(grid, fitting):
             raise CheckpointError(
-                f"{path}: config says {own[0]} bits, group_size {own[1]}, which {shapes} contradict"
+                f"{path}: config says {grid[0]} bits, group_size {grid[1]}, which {shapes} "
+                "contradict"
             )
-        return own
+        return grid
     if len(fitting) == 1:
         return fitting[0]
     default = quantization.get("bits"), quantization.get("group_size")
     # The default of a model in another mode says nothing of the affine modules in it, and one
-    # beside entries under other names than the stored ones may be meant for other modules.
+    # next to entries under other names than the stored ones may be meant for other modules.
     affine = quantization.get("mode", "affine") == "affine"
     plausible = affine and _is_one_of(default, fitting)
-    if plausible and not _names_unknown_modules(checkpoint, quantization):
+    names_unknown_modules = any(
+        isinstance(entry, dict | bool) and f"{name}.weight" not in checkpoint.tensors
+        for name, entry in quantization.items()
+    )
+    if plausible and not names_unknown_modules:
         return default
     if (module := loaded_or_none(checkpoint).get(path)) is not None:
         loaded = module.bits, module.group_size
@@ -333,13 +330,6 @@ def _grid(
         f"{path}: config has no entry, its default of {default[0]} bits, group_size "
         f"{default[1]} does not fit {shapes}, and {grid_texts(fitting, scales)} would; add "
         "the module, with its bits and group_size, to config.json's `quantization`"
-    )
-
-
-def _names_unknown_modules(checkpoint: Checkpoint, quantization: dict[str, Any]) -> bool:
-    return any(
-        isinstance(entry, dict | bool) and f"{name}.weight" not in checkpoint.tensors
-        for name, entry in quantization.items()
     )
 
 

@@ -5,15 +5,18 @@ no text for a number, no unknown key, no NaN. Duplicate keys, deep nesting and h
 refused before.
 """
 
+import functools
 import hashlib
 import json
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterable
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
 from pydantic import ConfigDict, JsonValue, TypeAdapter, ValidationError
 
 # For the `__pydantic_config__` of each record.
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 JsonObject = dict[str, JsonValue]
+
 
 MAX_JSON_BYTES = 64_000_000
 MAX_DEPTH = 40
@@ -77,13 +80,18 @@ def read_object(data: bytes, most_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]
     if len(data) > most_bytes:
         raise ValueError(f"{len(data)} bytes, allowed: {most_bytes}")
     value = parse_object(data.decode("utf-8"))
+    if is_deeper(value, MAX_DEPTH):
+        raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+    return value
+
+
+def is_deeper(value: dict[str, Any], levels: int) -> bool:
+    """Whether parsed JSON is nested more than so many levels deep."""
     level: list[Any] = [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(levels):
         parts = (part.values() if isinstance(part, dict) else part for part in level)
         level = [child for part in parts for child in part if isinstance(child, dict | list)]
-        if not level:
-            return value
-    raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
+    return bool(level)
 
 
 def record_from(adapter: TypeAdapter[Record], value: Any) -> Record:
@@ -108,3 +116,44 @@ def record_as_json(adapter: TypeAdapter[Record], record: Record) -> dict[str, An
     except ValueError as error:  # pydantic's PydanticSerializationError is one
         raise ValueError(f"{type(record).__name__}: {error}") from None
     return value
+
+
+class VersionedRecord:
+    """Base of the frozen dataclasses that head our file formats; `format_version` is a field.
+
+    KIND: what such a file is, for messages.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    KIND: ClassVar[str]
+    FORMAT_VERSION: ClassVar[int] = 1
+
+    def problems(self) -> Iterable[str]:
+        """What in it contradicts itself."""
+        return ()
+
+    def as_json(self) -> dict[str, Any]:
+        """JSON values. Raises: ValueError for a field of another type than its own."""
+        return record_as_json(self._adapter(), self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Self:
+        """The inverse of `as_json`.
+
+        Raises: ValueError for another version, or listing every field that is wrong, or `problems`.
+        """
+        version = value.get("format_version")
+        if isinstance(version, int) and version != cls.FORMAT_VERSION:
+            raise ValueError(
+                f"format_version is {str(version)[:20]}, this version reads {cls.FORMAT_VERSION}; "
+                f"use the mlxstacks that wrote the {cls.KIND}"
+            )
+        record: Self = record_from(cls._adapter(), value)
+        if problems := list(record.problems()):
+            raise ValueError("; ".join(problems[:8]))
+        return record
+
+    @classmethod
+    @functools.cache
+    def _adapter(cls) -> TypeAdapter[Any]:
+        return TypeAdapter(cls)

@@ -65,8 +65,8 @@ class Module:
         return self.rows * self.stored.input_dims
 
     def tensors(self) -> list[TensorInfo]:
-        found = (self.stored.weight, self.stored.scales, self.stored.biases)
-        return [info for info in found if info is not None]
+        infos = (self.stored.weight, self.stored.scales, self.stored.biases)
+        return [info for info in infos if info is not None]
 
     def outputs(self, bits: int | None) -> list[tuple[str, str, tuple[int, ...]]]:
         """(name, dtype, shape) of the module's tensors once it has `bits` (None: plain)."""
@@ -177,9 +177,9 @@ def _run_task(task: Task, keep_output: bool) -> Done:
         inputs = [_stage_input(task, stage, start, part, width) for stage in task.stages]
         before = part_of(regrouped, part)
         after, sums = run_stages(before, inputs)
-        for stage, one in zip(task.stages, sums, strict=True):
-            check_delta(module.path, one)
-            total[stage] += one
+        for stage, stage_sums in zip(task.stages, sums, strict=True):
+            check_delta(module.path, stage_sums)
+            total[stage] += stage_sums
         if len(inputs) > 1:
             total[ALL_STAGES] += measure_together(before, after, inputs)
         if keep_output:
@@ -301,7 +301,12 @@ def gather_modules(
             )
         for match in matches:
             stages.setdefault(match.module.path, {})[stage] = match
-    _check_patterns(settings, list(stages))
+    for pattern in settings.bits_patterns():
+        if not any(fnmatchcase(path, pattern) for path in stages):
+            some = ", ".join(list(stages)[:6]) + (", ..." if len(stages) > 6 else "")
+            raise InputError(
+                f"bits pattern {pattern!r} matches none of the adapter's modules: {some}"
+            )
     order = {name: index for index, name in enumerate(checkpoint.tensors)}
     modules = [
         Module(path, by_stage[min(by_stage)].stored, by_stage) for path, by_stage in stages.items()
@@ -335,13 +340,3 @@ def _history_note(checkpoint: Checkpoint) -> list[str]:
     if not is_fused:
         return []
     return [f"{checkpoint.directory} is itself the result of a fuse; its report is inside."]
-
-
-def _check_patterns(settings: FuseSettings, paths: list[str]) -> None:
-    for pattern in settings.bits_patterns():
-        if not any(fnmatchcase(path, pattern) for path in paths):
-            raise InputError(
-                f"bits pattern {pattern!r} matches none of the adapter's modules: "
-                + ", ".join(paths[:6])
-                + (", ..." if len(paths) > 6 else "")
-            )

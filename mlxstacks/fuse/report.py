@@ -115,7 +115,7 @@ class FuseReport:
     kernels: the GPU backend whose kernels did modules of it, None where NumPy did all.
     total: all stages together, the change of the base against the sum of the adapters' changes; a
     stage's own is measured against the weights that it was given.
-    files: the shards. side_files: all that lies beside them, carried along or left behind.
+    files: the shards. side_files: all other files, carried along or left behind.
     """
 
     status: str

@@ -1,4 +1,4 @@
-"""Write the fused checkpoint: touched shards anew, a block at a time; the others as they are.
+"""Write the fused checkpoint: touched shards again, a block at a time; the others as they are.
 
 A touched shard is written from its first byte, because a promoted tensor changes every offset
 behind it. Its untouched tensors are copied file to file while the workers compute.

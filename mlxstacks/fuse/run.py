@@ -16,7 +16,7 @@ from mlxstacks.files.checkpoint import check_unchanged, fingerprint, open_checkp
 from mlxstacks.files.disk import existing_ancestor, user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
-from mlxstacks.files.shards import TensorInfo, read_header
+from mlxstacks.files.shards import read_header
 from mlxstacks.files.side_files import SideFile, copy_side_files, side_files
 from mlxstacks.files.stored_weight import config_key
 from mlxstacks.fuse.blocks import Decision
@@ -98,12 +98,30 @@ class _Fuse:
         shards = [header.path for header in self.checkpoint.headers]
         adapters = map(user_path, settings.adapter_path)
         self.inputs = [self.checkpoint.directory, *shards, *adapters]
-        self.side_files = [*side_files(self.checkpoint.directory, shards), *self._absent_sidecars()]
+        # Sidecars that the index names and that were not downloaded, as mlx-lm does not.
+        weight_map = (self.checkpoint.index or {}).get("weight_map", {})
+        absent = [
+            SideFile(name, reason=f"named in {_INDEX_NAME}, not in the directory")
+            for name in sorted(set(weight_map.values()))
+            if not fnmatchcase(name, "model*.safetensors")
+            and not (self.checkpoint.directory / name).exists()
+        ]
+        self.side_files = [*side_files(self.checkpoint.directory, shards), *absent]
         # Told before anything slow begins; staged_directory asks again.
         check_target(self.target, force=settings.force, inputs=self.inputs)
 
     def run(self, dry_run: bool) -> tuple[FuseReport, Result]:
-        choices = self._decide(dry_run)
+        with ThreadPoolExecutor(self.workers) as pool:
+
+            def full_pass(module: Module, decisions: dict[int, Decision]) -> dict[int, Sums]:
+                # By NumPy on every machine: no decision may hang on the last bit of a kernel's sum.
+                work = ModuleWork(module, decisions)
+                return measure_module(work, pool, self.workers, self.settings)
+
+            choices = {
+                module.path: decide(module, self.settings, full_pass, estimate_all=dry_run)
+                for module in self.modules
+            }
         works = module_works(self.modules, choices, self.settings, self.notes, check=not dry_run)
         alternatives = self._alternatives(choices)
         files = self._planned_files(works)
@@ -130,19 +148,6 @@ class _Fuse:
             small = [directory / "config.json", directory / _INDEX_NAME]
             result = write_result(result_of(report), directory, self.target, sources=small)
         return report, result
-
-    def _decide(self, estimate_all: bool) -> dict[str, Choice]:
-        with ThreadPoolExecutor(self.workers) as pool:
-
-            def full_pass(module: Module, decisions: dict[int, Decision]) -> dict[int, Sums]:
-                # By NumPy on every machine: no decision may hang on the last bit of a kernel's sum.
-                work = ModuleWork(module, decisions)
-                return measure_module(work, pool, self.workers, self.settings)
-
-            return {
-                module.path: decide(module, self.settings, full_pass, estimate_all)
-                for module in self.modules
-            }
 
     def _alternatives(self, choices: dict[str, Choice]) -> tuple[str, dict[str, Estimate]]:
         """A policy that keeps more, and what it would give each module, estimated on samples."""
@@ -183,16 +188,6 @@ class _Fuse:
         device = existing_ancestor(self.target.absolute()).stat().st_dev
         return not self.settings.copy_shards and source.stat().st_dev == device
 
-    def _absent_sidecars(self) -> list[SideFile]:
-        """Sidecars that the index names and that were not downloaded, as mlx-lm does not."""
-        weight_map = (self.checkpoint.index or {}).get("weight_map", {})
-        return [
-            SideFile(name, reason=f"named in {_INDEX_NAME}, not in the directory")
-            for name in sorted(set(weight_map.values()))
-            if not fnmatchcase(name, "model*.safetensors")
-            and not (self.checkpoint.directory / name).exists()
-        ]
-
     def _write_config(self, directory: Path, works: list[ModuleWork]) -> None:
         """The config with an entry for every module whose bits changed, under both keys."""
         config = json.loads(json.dumps(self.checkpoint.config))
@@ -217,28 +212,25 @@ class _Fuse:
                 weight_map[name] = header.path.name
                 total += entries_bytes([(name, dtype, shape)])
         index = self.checkpoint.index or {}
-        for name, info in self._indexed_side_tensors(index.get("weight_map", {})).items():
-            weight_map.setdefault(name, info.file.relative_to(self.checkpoint.directory).as_posix())
-            total += info.nbytes
+        indexed = index.get("weight_map", {})
+        # Tensors that the index finds in sidecars, where a sidecar holds them and is carried.
+        carried = {file.name for file in self.side_files if file.how is not None}
+        sidecars = {
+            name: read_header(self.checkpoint.directory / name).tensors
+            for name in sorted(carried & set(indexed.values()))
+        }
+        for name, file in indexed.items():
+            info = sidecars.get(file, {}).get(name)
+            if info is not None and name not in self.checkpoint.tensors:
+                where = info.file.relative_to(self.checkpoint.directory).as_posix()
+                weight_map.setdefault(name, where)
+                total += info.nbytes
         metadata = index.get("metadata")
         metadata = {**(metadata if isinstance(metadata, dict) else {}), "total_size": total}
         write_json(
             directory / _INDEX_NAME,
             {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))},
         )
-
-    def _indexed_side_tensors(self, weight_map: dict[str, str]) -> dict[str, TensorInfo]:
-        """Tensors that the index finds in sidecars, where a sidecar holds them and is carried."""
-        carried = {file.name for file in self.side_files if file.how is not None}
-        sidecars = {
-            name: read_header(self.checkpoint.directory / name).tensors
-            for name in sorted(carried & set(weight_map.values()))
-        }
-        return {
-            name: sidecars[file][name]
-            for name, file in weight_map.items()
-            if name in sidecars.get(file, {}) and name not in self.checkpoint.tensors
-        }
 
     def _report(
         self,

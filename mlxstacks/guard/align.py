@@ -61,7 +61,7 @@ class _Walk:
         self.names = [names[label] for label in graph.label.tolist()]
 
     def run(self) -> None:
-        waiting, done, found, producer = self.waiting, self.done, self.found, self.producer
+        waiting, done, sizes, producer = self.waiting, self.done, self.found, self.producer
         while waiting:
             array, at, letter = waiting.pop()
             operation = producer[array]
@@ -74,8 +74,8 @@ class _Walk:
                     operation = producer[array]
             if letter in at.indirect:
                 at, letter = at.resolve(letter)
-            if found[array] is None:
-                found[array] = at.graph.sizes.get(letter)
+            if sizes[array] is None:
+                sizes[array] = at.graph.sizes.get(letter)
             if operation >= 0 and not done[operation]:
                 self.step(operation, array, at, letter)
 
@@ -111,14 +111,16 @@ class _Walk:
             return
         name, given = at.graph.names[traced], at.graph.inputs[traced]
         if name == own_name and len(given) == len(inputs):
-            for made, other in zip(self.outputs[operation], at.graph.outputs[traced], strict=False):
-                self.found[made] = at.graph.sizes[other]
+            for output, other in zip(
+                self.outputs[operation], at.graph.outputs[traced], strict=False
+            ):
+                self.found[output] = at.graph.sizes[other]
             self.pair(operation, at, given)
         elif name == "Scatter":
             self.sorted_product(operation, array, at, given[-1])
 
     def sorted_product(self, operation: int, array: int, at: Instance, updates: str) -> None:
-        """The gradient of a sorted `gather_mm` beside that of an unsorted one.
+        """The gradient of a sorted `gather_mm` next to that of an unsorted one.
 
         By the input: the product itself, where the unsorted one adds rows up by their index. By
         the weight: a SegmentedMM of flattened factors, where the unsorted one multiplies row by
@@ -179,18 +181,18 @@ def sizes_of(
     whole = Instance(trace, None, ())
     walk.waiting = [(a, whole, name) for a, name in zip(results, trace.graph.results, strict=True)]
     walk.run()
-    found = walk.found
+    sizes = walk.found
     for array, size in known.items():
-        found[array] = size
+        sizes[array] = size
     guessed: Counter[str] = Counter()
-    unmet = {walk.producer[array] for array, size in enumerate(found) if size is None}
+    unmet = {walk.producer[array] for array, size in enumerate(sizes) if size is None}
     for operation in order:
         if operation not in unmet:
             continue
         for index, array in enumerate(walk.outputs[operation]):
-            if found[array] is None:
-                found[array] = _guess(walk, operation, index, guessed)
-    flat = np.fromiter(chain.from_iterable(size or (4, 4) for size in found), np.int64)
+            if sizes[array] is None:
+                sizes[array] = _guess(walk, operation, index, guessed)
+    flat = np.fromiter(chain.from_iterable(size or (4, 4) for size in sizes), np.int64)
     return Sizes(flat[::2], flat[1::2], guessed)
 
 
@@ -205,8 +207,8 @@ def _guess(walk: _Walk, operation: int, index: int, guessed: Counter[str]) -> tu
     if label in PASSED_ON:
         return walk.found[inputs[index]] or (4, 4)
     guessed[label] += 1
-    made = [size for a in inputs if walk.producer[a] >= 0 and (size := walk.found[a]) is not None]
-    return max(made, default=(4, 4))
+    sizes = [size for a in inputs if walk.producer[a] >= 0 and (size := walk.found[a]) is not None]
+    return max(sizes, default=(4, 4))
 
 
 # More tries than this and the label is left unread.
@@ -236,7 +238,7 @@ def match_fused(
 
 
 class _Search:
-    """Depth first, with a way back: `then` goes on with the rest of the label."""
+    """Depth first, with a way back: `then` resumes with the rest of the label."""
 
     def __init__(self, text: str, count: int) -> None:
         self.text, self.count = text, count

@@ -182,7 +182,7 @@ def adapted_model(
     config: dict[str, Any], settings: GuardSettings
 ) -> tuple[nn.Module, tuple[mx.array, ...]]:
     """`lazy_model` with what trains where the settings want it, and arrays that the run holds
-    beside those of the model.
+    next to those of the model.
 
     Raises:
         InputError: a layer out of range, a name that matches nothing, a rank above what fits.
@@ -195,7 +195,7 @@ def adapted_model(
     model = lazy_model(config)
     eager = settings.checkpointing == "none" and not settings.compile
     if settings.base == "float32" and memory.device().kind == "cpu" and eager:
-        base_model.group_experts(model)  # as `training.prepare_base` does
+        base_model.group_experts(model)  # as `training.modes.prepare_base`
     wanted = TargetSettings(layers=parse_layers(settings.layers), projections=settings.keys or None)
     held: tuple[mx.array, ...] = ()
     try:
@@ -268,25 +268,27 @@ def mlx_checkpointed(model: nn.Module) -> "Iterator[None]":
     """Layers under `mx.checkpoint` as mlx-lm's trainer has them, for the length of a block."""
     layers = list(model.layers)
     before = [type(layer) for layer in layers]
-    classes = {own: _under_mlx_checkpoint(own) for own in dict.fromkeys(before)}
+    classes = {
+        layer_class: _under_mlx_checkpoint(layer_class) for layer_class in dict.fromkeys(before)
+    }
     for layer in layers:
         layer.__class__ = classes[type(layer)]
     try:
         yield
     finally:
-        for layer, own in zip(layers, before, strict=True):
-            layer.__class__ = own
+        for layer, layer_class in zip(layers, before, strict=True):
+            layer.__class__ = layer_class
 
 
-def _under_mlx_checkpoint(own: type) -> type:
+def _under_mlx_checkpoint(layer_class: type) -> type:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         def inner(weights: Any, *args: Any, **kwargs: Any) -> Any:
             self.update(weights)
-            return own.__call__(self, *args, **kwargs)
+            return layer_class.__call__(self, *args, **kwargs)
 
         return mx.checkpoint(inner)(self.trainable_parameters(), *args, **kwargs)
 
-    return type(own.__name__, (own,), {"__call__": call})
+    return type(layer_class.__name__, (layer_class,), {"__call__": call})
 
 
 _CHECKPOINTING: dict[str, Callable[[nn.Module], AbstractContextManager[Any]]] = {

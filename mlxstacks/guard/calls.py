@@ -2,9 +2,9 @@
 
 `mx.export_function` cannot trace a custom function, and forty equal layers take forty times as long
 as one. While a `Recorder` is active such calls are not made; a stand-in of the same shapes is, and
-the call is noted. `pieces.py` then traces what the call really does.
+the call is noted. `trace.py` then traces what the call really does.
 
-What adapters have beside a layer's call, random keys and balance losses (`layers.adapted`), goes
+What adapters have next to a layer's call, random keys and balance losses (`layers.adapted`), goes
 through it as inputs and outputs.
 """
 
@@ -126,8 +126,8 @@ class _Function:
     def __call__(self, *inputs: mx.array) -> Any:
         if _active is None:
             return self.function(*inputs)
-        made = _active.call(self._body, self._backward, list(inputs))
-        return made if isinstance(made, mx.array) else tuple(made)
+        outputs = _active.call(self._body, self._backward, list(inputs))
+        return outputs if isinstance(outputs, mx.array) else tuple(outputs)
 
     def _body(self, inputs: list[mx.array]) -> Named:
         return tree_flatten(self.function(*inputs))
@@ -138,8 +138,8 @@ class _Function:
         assert self.own_gradient is not None
         # MLX hands over a single array bare.
         given = [a[0] if len(a) == 1 else tuple(a) for a in (inputs, cotangents, outputs)]
-        found = self.own_gradient(*given)
-        return [found] if isinstance(found, mx.array) else list(found)
+        gradients = self.own_gradient(*given)
+        return [gradients] if isinstance(gradients, mx.array) else list(gradients)
 
 
 @contextmanager
@@ -171,9 +171,9 @@ def last_gradients(modules: Sequence[Any] = ()) -> Iterator[list[mx.array]]:
 
         def vjp(self, gradient: Callable[..., Any]) -> Callable[..., Any]:
             def noting(*given: Any) -> Any:
-                made = gradient(*given)
-                noted[:] = [array for _, array in tree_flatten(made)]
-                return made
+                gradients = gradient(*given)
+                noted[:] = [array for _, array in tree_flatten(gradients)]
+                return gradients
 
             self.function.vjp(noting)
             return gradient
@@ -217,14 +217,14 @@ def recorded_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for layer, own in zip(layers, before, strict=True):
-            layer.__class__ = own
+        for layer, layer_class in zip(layers, before, strict=True):
+            layer.__class__ = layer_class
 
 
-def _recorded(own: type) -> type:
+def _recorded(layer_class: type) -> type:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _active is None:
-            return own.__call__(self, *args, **kwargs)
+            return layer_class.__call__(self, *args, **kwargs)
         weights = tree_flatten(self.trainable_parameters())
         steps = [layer._step for _, layer in adapted_layers(self)]
         given = [list(args), kwargs, [[step.key, step.counted] for step in steps]]
@@ -241,29 +241,29 @@ def _recorded(own: type) -> type:
             for step, (key, counted) in zip(steps, states, strict=True):
                 step.key, step.counted = key, counted
             try:
-                made = own.__call__(self, *filled, **named)
+                outputs = layer_class.__call__(self, *filled, **named)
                 # by paths with dots, which are places in a tree too
                 sums = [
                     (f"{path}.{name}", value)
                     for path, values in pop_balances(self).items()
                     for name, value in values.items()
                 ]
-                return tree_flatten([made, tree_unflatten(sums)])
+                return tree_flatten([outputs, tree_unflatten(sums)])
             finally:
                 self.update(tree_unflatten(weights))
                 for step, (key, counted) in zip(steps, given[2], strict=True):
                     step.key, step.counted = key, counted
 
         inputs = [*arguments, *(array for _, array in weights)]
-        made, *balances = _active.call(body, None, inputs, _key(self, flat))
+        outputs, *balances = _active.call(body, None, inputs, _key(self, flat))
         sums: dict[str, dict[str, mx.array]] = {}
         for name, value in tree_flatten(balances[0]) if balances else ():
             path, _, key = name.rpartition(".")
             sums.setdefault(path, {})[key] = value
         put_balances(self, sums)
-        return made
+        return outputs
 
-    return type(own.__name__, (own,), {"__call__": call})
+    return type(layer_class.__name__, (layer_class,), {"__call__": call})
 
 
 def _key(layer: nn.Module, flat: list[tuple[str, Any]]) -> str:

@@ -1,6 +1,6 @@
 """Which buffers are alive while a graph runs: MLX's rules of allocation, sharing and donation.
 
-Nothing is evaluated. Operations are gone through in the order of `order.evaluation_order`; each
+Nothing is evaluated. Operations are gone through in the order of `evaluation_order`; each
 takes new buffers, shares one with an input (a view), or takes one over from an input that nobody
 else needs (a donation). Rules as measured on MLX 0.32.4's CPU backend (`tests/guard` compares the
 result with a counting allocator). On Metal single kernels replace groups of operations; the graph
@@ -196,11 +196,11 @@ def _holds(run: _Run, buffer: Ints) -> tuple[Ints, Ints]:
 
     Those that an operation reads, and those of its results but the first; not the first's own.
     """
-    own = buffer[run.made[run.first_out]]
+    first_result = buffer[run.made[run.first_out]]
     later = np.flatnonzero(run.made_at[1:] == run.made_at[:-1]) + 1
     held = np.concatenate([buffer[run.read], buffer[run.made[later]]])
     times = np.concatenate([run.read_at, run.made_at[later]])
-    apart = held != own[times]
+    apart = held != first_result[times]
     return held[apart], times[apart]
 
 
@@ -212,10 +212,10 @@ def _donors(
     Nobody else may need the input, nor a view of it; and no operation that read one is in flight.
     """
     array, at = run.read, run.read_at
-    made = run.made[run.first_out[at]]
+    result = run.made[run.first_out[at]]
     first = np.arange(len(array)) == run.first_in[at]
     fits = (run.outs[at] == 1) & ((run.rule[at] == ANY) | (run.rule[at] == FIRST) & first)
-    fits &= dense[array] & (widths[array] == widths[made]) & (sizes[made] <= sizes[array])
+    fits &= dense[array] & (widths[array] == widths[result]) & (sizes[result] <= sizes[array])
     # It is read for the last time, and once.
     last_reads = (run.death[array] == at) & ~(run.kept[array] & (at == run.until))
     fits &= last_reads & (np.bincount(array[last_reads], minlength=len(root))[array] == 1)
@@ -231,18 +231,18 @@ def _donors(
     busy_until = np.full(len(root), -1)
     np.maximum.at(busy_until, held[before], landed[times[before]])
     fits &= busy_until[root[array]] < at
-    return list(zip(made[fits].tolist(), root[array[fits]].tolist(), strict=True))
+    return list(zip(result[fits].tolist(), root[array[fits]].tolist(), strict=True))
 
 
 def _lives(run: _Run, buffer: Ints, landed: Ints) -> tuple[Ints, Ints]:
     """When the buffer that was allocated for an array is there; `end` where there is none."""
-    there = np.flatnonzero(run.birth < run.end)
+    touched = np.flatnonzero(run.birth < run.end)
     died = np.full(len(buffer), -1)
-    np.maximum.at(died, buffer[there], run.death[there])
+    np.maximum.at(died, buffer[touched], run.death[touched])
     held, times = _holds(run, buffer)
     np.maximum.at(died, held, landed[times])
-    own = buffer == np.arange(len(buffer))
-    return np.where(own, run.birth, run.end), died
+    allocated = buffer == np.arange(len(buffer))
+    return np.where(allocated, run.birth, run.end), died
 
 
 def _peak(
@@ -261,8 +261,8 @@ def _peak(
     at = measured_from + int(live[measured_from:-1].argmax()) if run.end > measured_from else 0
     moment = (born <= at) & (died >= at)
     operation = np.append(run.order, -1)[born]
-    made = np.isin(buffers, run.made)
-    makers = np.where(made, operation, -1 - buffers)[moment]
+    is_made = np.isin(buffers, run.made)
+    makers = np.where(is_made, operation, -1 - buffers)[moment]
     phases: dict[int, tuple[int, int]] = {}
     if phase_of is not None:
         phase = np.array(phase_of, np.int64)[run.order]

@@ -65,10 +65,10 @@ def layering(graph: StepGraph) -> Layering:
     above = np.array(of_operation) + 1
     shape = (2, int(above.max(initial=0)) + 1, len(names))
     key = np.ravel_multi_index((np.array(forward, np.int64), above, label), shape)
-    found, phase_of = np.unique(key, return_inverse=True)
+    keys, phase_of = np.unique(key, return_inverse=True)
     phases = [
         (bool(ahead), layer - 1, names[name])
-        for ahead, layer, name in np.transpose(np.unravel_index(found, shape)).tolist()
+        for ahead, layer, name in np.transpose(np.unravel_index(keys, shape)).tolist()
     ]
     return Layering(of_operation, of_leaf, phases, phase_of.tolist())
 
@@ -79,16 +79,16 @@ def buffers_by_kind(
     """Buffers alive at the peak by the kind of layer that they come from."""
     kinds = [layer_kind(layer) for layer in decoder_layers(model)]
     held, existing = set(graph.held), set(graph.existing)
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for maker in peak.makers:
         if maker < 0 and -1 - maker in held:
-            found[WEIGHTS] += 1
+            counts[WEIGHTS] += 1
         elif maker < 0 and -1 - maker in existing:
-            found[STATE] += 1
+            counts[STATE] += 1
         else:
             made = layers.of_operation[maker] if maker >= 0 else layers.of_leaf.get(-1 - maker, -1)
-            found[kinds[made] if made >= 0 else REST] += 1
-    return dict(found.most_common())
+            counts[kinds[made] if made >= 0 else REST] += 1
+    return dict(counts.most_common())
 
 
 def layer_kind(layer: nn.Module) -> str:
@@ -164,7 +164,7 @@ class Prediction:
 
     points: what was simulated: `tokens` itself, or two shorter rows.
     note: why bytes are missing, or empty.
-    held: buffers and bytes that the run keeps beside the step.
+    held: buffers and bytes that the run keeps next to the step.
     """
 
     tokens: int
@@ -208,15 +208,15 @@ class Prediction:
         last = self.points[-1]
         fixed = sum(count for name, count in last.kinds.items() if name in FIXED)
         share = (self.buffers - self.held[0] - fixed) / max(last.buffers - fixed, 1)
-        found = {
+        counts = {
             name: count if name in FIXED else round(share * count)
             for name, count in last.kinds.items()
         }
         if self.held[0]:
-            found[STATE] = found.get(STATE, 0) + self.held[0]
+            counts[STATE] = counts.get(STATE, 0) + self.held[0]
         # What rounding left over belongs to the largest.
-        found[max(found, key=lambda name: found[name])] += self.buffers - sum(found.values())
-        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+        counts[max(counts, key=lambda name: counts[name])] += self.buffers - sum(counts.values())
+        return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
     def _highest_line(self, which: int, tokens: int) -> tuple[float, float]:
         """Value and slope at `tokens` of the phase that is highest there."""
@@ -337,9 +337,9 @@ class _KeyValueCache:
         """For `count` new tokens: (B, 1, count, all tokens), or a word, or nothing."""
         if self.left_padding is None:
             return None if count == 1 else "causal"
-        there = mx.arange(self.used + count)[None]
+        past = mx.arange(self.used + count)[None]
         new = mx.arange(self.used, self.used + count)[:, None]
-        return (new >= there) & (mx.expand_dims(self.left_padding, (1, 2, 3)) <= there)
+        return (new >= past) & (mx.expand_dims(self.left_padding, (1, 2, 3)) <= past)
 
     @property
     def state(self) -> list[mx.array | int | None]:
@@ -374,7 +374,15 @@ def _one_step(model: nn.Module, batch: int, batched: bool) -> tuple[int, int]:
     mlx-lm builds a step while the one before still runs. So two are gone through, and the peak of
     the second is taken: what the first left in flight is there.
     """
-    caches = _caches(model, batch if batched else None)
+    caches: list[Any] = [None] * len(getattr(model, "layers", []))
+    if hasattr(model, "make_cache"):
+        caches = list(model.make_cache())
+    rows = batch if batched else None
+    if batched or not hasattr(model, "make_cache"):
+        caches = [
+            _KeyValueCache(rows) if c is None or type(c).__name__ == "KVCache" else c
+            for c in caches
+        ]
     token = mx.argmax(model(mx.zeros((batch, _PROMPT_TOKENS), mx.int32), cache=caches)[:, -1], -1)
     kept = [a for _, a in tree_flatten(model.parameters())]
 
@@ -404,13 +412,3 @@ def _one_step(model: nn.Module, batch: int, batched: bool) -> tuple[int, int]:
     results = [*first[:2], *second]
     peak = simulate(graph, order, held, existing, results, measured_from=start)
     return peak.buffers, sum(1 for cache in caches if hasattr(cache, "advance"))
-
-
-def _caches(model: nn.Module, batch: int | None) -> list[Any]:
-    """One a layer; batch: rows of a BatchGenerator, None for a single text."""
-    if not hasattr(model, "make_cache"):
-        return [_KeyValueCache(batch) for _ in getattr(model, "layers", [])]
-    caches = list(model.make_cache())
-    if batch is None:
-        return caches
-    return [_KeyValueCache(batch) if type(c).__name__ == "KVCache" else c for c in caches]

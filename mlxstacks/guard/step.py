@@ -1,7 +1,7 @@
 """One training step, built and never run: the true graph, and a trace of it with sizes."""
 
 import gc
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -164,11 +164,13 @@ def _evaluations(step: Step, value: Any, gradients: Any) -> list[list[mx.array]]
         return [[*training_state(step), _leaves(value)[0]], []]
     if step.accumulated:
         pairs = zip(step.accumulated, tree_flatten(gradients), strict=True)
-        gradients = tree_unflatten([(name, before + own) for before, (name, own) in pairs])
+        gradients = tree_unflatten(
+            [(name, before + gradient) for before, (name, gradient) in pairs]
+        )
     clipped, norm = clip_by_global_norm(gradients, step.clip_norm)
     step.optimizer.update(step.model, clipped)
-    found = [*_leaves(value), *_leaves(gradients)]
-    return [found, [norm], training_state(step), _leaves(clipped)]
+    first = [*_leaves(value), *_leaves(gradients)]
+    return [first, [norm], training_state(step), _leaves(clipped)]
 
 
 def _leaves(tree: Any) -> list[mx.array]:
@@ -220,28 +222,30 @@ def step_graph(step: Step) -> StepGraph:
         sizes = [(a.nbytes, a.itemsize) for a in kept + old]
         graph, numbers = export_graph([*kept, *old, *results, *early, *gradients, *last])
     number = iter(numbers)
-    held, existing, made, counts, updating, noted = (
+    held, existing, produced, counts, updating, noted = (
         list(islice(number, len(part))) for part in (kept, old, results, early, gradients, last)
     )
     graph.cut_at([*held, *existing])
     known = dict(zip([*held, *existing], sizes, strict=True))
     layers = {array: layer_of(name) for array, (name, _) in zip(held, named, strict=False)}
-    result = iter(made)
+    result = iter(produced)
     asked = [[count] for count in counts] + [list(islice(result, len(e))) for e in evaluations]
     order, begins = _in_turn(graph, asked)
     built = begins[len(counts)] if counts else 0
     roots = [*existing, *held[len(named) :]]
-    dropped = _dropped(graph, made, noted)
+    dropped = _dropped(graph, produced, noted)
     if updating:  # gone before the optimizer's constants are made, which are numbers too
-        without_optimizer = [made[-1], *updating]
-        dropped = dropped[_leaf_count(graph, made) - _leaf_count(graph, without_optimizer) :]
+        without_optimizer = [produced[-1], *updating]
+        dropped = dropped[_leaf_count(graph, produced) - _leaf_count(graph, without_optimizer) :]
     building = [*dropped, *_traced(graph, order[:built], roots)]
     if step.compiled:
-        # The compiled function, the first evaluation, keeps its constants for the next step.
-        held = [*held, *_constants(graph, order[: (*begins, len(order))[1]], known)]
-    loss = made[-1 if step.clip_norm is None else 0]
+        # The compiled function, the first evaluation, keeps the numbers written in the code.
+        first = order[: (*begins, len(order))[1]]
+        read = dict.fromkeys(array for operation in first for array in graph.inputs[operation])
+        held = [*held, *(a for a in read if graph.producer[a] < 0 and a not in known)]
+    loss = produced[-1 if step.clip_norm is None else 0]
     return StepGraph(
-        graph, held, existing, made, loss, known, layers, order, begins, building, built
+        graph, held, existing, produced, loss, known, layers, order, begins, building, built
     )
 
 
@@ -290,12 +294,6 @@ def _traced(graph: Graph, order: Sequence[int], roots: Sequence[int]) -> list[in
             traced.update(outputs)
             kept.update(dict.fromkeys((*inputs, *outputs)))
     return list(kept)
-
-
-def _constants(graph: Graph, order: Sequence[int], known: Container[int]) -> list[int]:
-    """Leaves that are neither weights nor batch: numbers written in the code."""
-    read = (array for operation in order for array in graph.inputs[operation])
-    return [a for a in dict.fromkeys(read) if graph.producer[a] < 0 and a not in known]
 
 
 def _layer_numbers(model: nn.Module) -> Callable[[str], int]:
@@ -347,10 +345,10 @@ def _trace_step(step: Step) -> Piece:
             step.model.update(tree_unflatten(list(zip(names, values, strict=True))))
             return step.loss(step.model, *batch)
 
-        made, (gradients, of_probes) = mx.value_and_grad(value, argnums=(0, 1))(values, probes)
+        output, (gradients, of_probes) = mx.value_and_grad(value, argnums=(0, 1))(values, probes)
         step.model.update(tree_unflatten(list(zip(names, values, strict=True))))
         named = tree_unflatten(list(zip(names, gradients, strict=True)))
-        evaluations = _evaluations(step, made, named)
+        evaluations = _evaluations(step, output, named)
         return [array for evaluation in evaluations for array in evaluation], of_probes
 
     arguments = [*(a for _, a in weights), *(a for _, a in state), *step.batch]

@@ -126,8 +126,8 @@ class Piece:
     def indirect(self) -> set[str]:
         """Letters of arrays that are made elsewhere: what is asked for once the piece is whole."""
         graph = self.graph
-        made = zip(graph.names, graph.outputs, strict=True)
-        passed = (letter for name, letters in made if name in PASSED_ON for letter in letters)
+        operations = zip(graph.names, graph.outputs, strict=True)
+        passed = (letter for name, letters in operations if name in PASSED_ON for letter in letters)
         return {*self.inputs, *self.inner, *passed}
 
 
@@ -222,9 +222,9 @@ def _differentiated(
 
     primals = [inputs[i] for i in floats] + probes
     outputs, gradients = mx.vjp(body, primals, cotangents)
-    found = dict(zip(floats, gradients, strict=False))
+    by_place = dict(zip(floats, gradients, strict=False))
     # What has no gradient stands for itself, to keep the places.
-    of_inputs = [found.get(i, array) for i, array in enumerate(inputs)]
+    of_inputs = [by_place.get(i, array) for i, array in enumerate(inputs)]
     return [*outputs, *of_inputs], list(gradients[len(floats) :])
 
 
@@ -242,13 +242,13 @@ class Instance:
         """Where an array is really made: inside a call, or outside of this one."""
         if letter not in self.indirect:
             return self, letter
-        found = self._resolved.get(letter)
-        if found is None:
+        resolved = self._resolved.get(letter)
+        if resolved is None:
             at, other = self.jump(letter)
             while (passed := at.passed_on(other)) is not None:
                 at, other = at.jump(passed)
-            found = self._resolved[letter] = (at, other)
-        return found
+            resolved = self._resolved[letter] = (at, other)
+        return resolved
 
     def jump(self, letter: str) -> "tuple[Instance, str]":
         """From the results and inputs of calls to what they are."""

@@ -20,7 +20,7 @@ from mlxstacks.nano.settings import (
     ExportSettings,
     ShowSettings,
 )
-from mlxstacks.study.document import Column, Table
+from mlxstacks.study.document import Columns, Kind, Table
 from mlxstacks.study.result import Result
 
 if TYPE_CHECKING:
@@ -102,8 +102,7 @@ def write_export(
     from the stored values of `source`, dequantized to bfloat16; the width of `source` itself is a
     copy of its files. Router gates stay at 8 bits.
 
-    Raises:
-        InputError: no such width.
+    Raises: InputError: no such width.
     """
     import mlx.core as mx
 
@@ -132,8 +131,7 @@ def write_export(
 def export(settings: ExportSettings) -> Result:
     """`nano export`: the built-in model at `settings.bits`; the target appears as a whole or not.
 
-    Raises:
-        TargetError: the target exists and `force` is off, or cannot be written.
+    Raises: TargetError: the target exists and `force` is off, or cannot be written.
     """
     from mlxstacks.files.disk import mlx_write_errors
     from mlxstacks.files.outputs import staged_directory
@@ -198,16 +196,14 @@ def measured_table(manifest: Mapping[str, Any]) -> Table:
         accuracy = (choice["accuracy"], choice["interval"]["low"], choice["interval"]["high"])
         losses = (figures["validation_loss"][domain] for domain in domains)
         rows.append((name.replace("_", " "), *losses, accuracy))
-    return Table(
-        id="measured",
-        title=f"Loss in nats a token, and accuracy on {first['multiple_choice']['n']} choices "
-        "(95% interval)",
-        columns=(
-            Column(name="model"),
-            *(Column(name=domain, kind="number", digits=3) for domain in domains),
-            Column(name="accuracy", kind="share"),
-        ),
-        rows=tuple(rows),
+    choices = first["multiple_choice"]["n"]
+    loss: tuple[Kind, int] = ("number", 3)
+    columns: Columns = {"model": "text", **dict.fromkeys(domains, loss), "accuracy": "share"}
+    return Table.of(
+        "measured",
+        f"Loss in nats a token, and accuracy on {choices} choices (95% interval)",
+        columns,
+        rows,
     )
 
 

@@ -2,7 +2,7 @@
 
 A row names, as text, the settings model, the function and the renderer of a command. Nothing behind
 a name is imported before the command runs, so `mlxstacks --help` is instant. To add a command:
-write its settings model and its function, add a row, write its renderer in cli/.
+write its settings model and a function that gives a `Result`, and add a row.
 """
 
 import difflib

@@ -6,7 +6,6 @@ A directory holds a result itself, or, one level down, directories that do.
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from mlxstacks.files.outputs import read_mark
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
 from mlxstacks.regular_files import check_regular
 from mlxstacks.study.document import RESULT
-from mlxstacks.study.render.words import clean
+from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.result import Result
 
 MANIFEST = "manifest.json"
@@ -48,16 +47,8 @@ class Source:
         return Path(self.path).resolve().name or self.path
 
 
-@dataclass(frozen=True)
-class Sources:
-    """notes: what was passed over, and why."""
-
-    found: tuple[Source, ...]
-    notes: tuple[str, ...]
-
-
-def find_sources(runs: Sequence[str]) -> Sources:
-    """Every result of the runs, in their order, each once.
+def find_sources(runs: Sequence[str]) -> tuple[list[Source], list[str]]:
+    """Every result of the runs, in their order, each once; and what was passed over, and why.
 
     Raises: InputError for a run that is not there or holds no result, and for a file that is
         damaged, too large, or of another version.
@@ -78,7 +69,7 @@ def find_sources(runs: Sequence[str]) -> Sources:
         for file in files:
             if file.resolve() not in sources:
                 sources[file.resolve()] = _source(file)
-    return Sources(tuple(sources.values()), tuple(notes))
+    return list(sources.values()), notes
 
 
 def _results(directory: Path, notes: list[str]) -> Iterator[Path]:
@@ -119,8 +110,10 @@ def _result_in(directory: Path) -> Path | None:
 def _head_of(file: Path) -> dict[str, Any]:
     """The document; nothing of one that cannot be read."""
     try:
-        return _read(file)[1]
-    except InputError:
+        check_regular(file)
+        with file.open("rb") as opened:
+            return read_object(opened.read(MAX_JSON_BYTES + 1))
+    except (OSError, ValueError):
         return {}
 
 
@@ -131,38 +124,21 @@ def _former(directory: Path) -> str | None:
 def _source(file: Path) -> Source:
     if file.name in _FORMER_FILES:
         raise InputError(f"{file}: {_FORMER}")
-    data, document = _read(file)
-    try:
-        if file.name == MANIFEST:
-            # Imports MLX, which no other result needs.
-            from mlxstacks.studies.stack.store_commands import store_result
+    if file.name == MANIFEST:
+        # Imports MLX, which no other result needs.
+        from mlxstacks.studies.stack.store_commands import store_result
 
+        try:
             result = store_result(file.parent)
-        else:
-            result = Result.from_json(document).checked(file.parent)
-    except StoreError as error:
-        raise InputError(str(error)) from None
-    except ValueError as error:
-        raise InputError(f"{file}: damaged, or of another version: {error}") from None
+        except StoreError as error:
+            raise InputError(str(error)) from None
+    else:
+        result = Result.open(file)
     files = sorted(_files(file.parent))
     return Source(
-        str(file.parent), file.name, sha256(data).hexdigest(), result, tuple(files[:_MOST_FILES]),
+        str(file.parent), file.name, file_sha256(file), result, tuple(files[:_MOST_FILES]),
         max(0, len(files) - _MOST_FILES),
     )  # fmt: skip
-
-
-def _read(file: Path) -> tuple[bytes, dict[str, Any]]:
-    try:
-        check_regular(file)
-        if file.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"{file.stat().st_size:,} bytes, allowed: {MAX_JSON_BYTES:,}")
-        data = file.read_bytes()
-        return data, read_object(data)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{file}: not a result that can be read: {clean(str(error), 300)}; run its command "
-            "again, or leave it out"
-        ) from None
 
 
 def _files(directory: Path) -> Iterator[tuple[str, int]]:

@@ -45,7 +45,7 @@ def run(
     if settings.runs:
         return write_report(settings, dry_run=dry_run)
     try:
-        anything = bool(find_sources([str(OUT)]).found)
+        anything = bool(find_sources([str(OUT)])[0])
     except InputError:
         # a damaged result is no absent one: it is named when the page is made
         anything = any(OUT.glob("*/result.json"))
@@ -91,19 +91,19 @@ def write_report(
     if settings.save_path is None or not settings.runs:
         raise InputError("report needs runs and save_path")
     target = user_path(settings.save_path)
-    sources = find_sources(settings.runs)
-    inputs = [Path(source.path) for source in sources.found]
+    sources, passed_over = find_sources(settings.runs)
+    inputs = [Path(source.path) for source in sources]
     check_target(target, force=settings.force, inputs=inputs)
-    planned = planned_report(settings, sources.found, (*notes, *sources.notes))
+    planned = planned_report(settings, sources, (*notes, *passed_over))
     if dry_run:
         return planned
-    slugs = _slugs([source.name for source in sources.found])
+    slugs = _slugs([source.name for source in sources])
     with staged_directory(target, force=settings.force, inputs=inputs) as directory:
-        pictures, figures, more = _draw(directory / FIGURES, sources.found, slugs, settings.formats)
+        pictures, figures, more = _draw(directory / FIGURES, sources, slugs, settings.formats)
         (directory / RECIPES).mkdir()
         sections = [
             _section(directory, source, slug, pictures.get(slug, []))
-            for source, slug in zip(sources.found, slugs, strict=True)
+            for source, slug in zip(sources, slugs, strict=True)
         ]
         notes = (*planned.notes, *more)
         page = Page(

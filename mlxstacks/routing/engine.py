@@ -64,7 +64,7 @@ class Answer:
     those that were there.
     cached_tokens: of the prompt, that were not computed again. tokens: said, without the end mark.
     prompt_seconds: until the first token; seconds: from there to the last. adapters: names of those
-    beside the base.
+    next to the base.
     """
 
     text: str
@@ -239,7 +239,7 @@ class RoutedModel:
     def prompt(self, messages: Sequence[dict[str, Any]], thinking: ThinkingMode = "auto") -> Prompt:
         """What the model reads of these messages.
 
-        Raises: InputError: nothing, or more than the model's context holds beside an answer; the
+        Raises: InputError: nothing, or more than the model's context holds next to an answer; the
             chat template refuses them; they are no text.
         """
         rendering = Rendering(thinking, self.allow_special)
@@ -339,8 +339,8 @@ class AnswerStream:
     ) -> Answer:
         tokenizer, prompt = self.engine.tokenizer, self.prompt
         inside = begins_in_thought(tokenizer, prompt.tokens[prompt.stable :])
-        said = "".join(piece.text for _, piece in pieces)
-        text, thoughts = split_thoughts(said, tokenizer, inside)
+        output = "".join(piece.text for _, piece in pieces)
+        text, thoughts = split_thoughts(output, tokenizer, inside)
         finish: Any = (pieces[-1][1].finish if pieces else None) or "stopped"
         if finish == "length" and self.engine.room(prompt) < self.sampling.max_tokens:
             finish = "context"

@@ -3,10 +3,11 @@
 One event is one line of JSON in a log that only grows at its end:
 
     time      UTC, ISO 8601
-    text      the prompt, cut to MOST_CHARACTERS; null where it is not to be kept
+    text      the prompt, cut to MOST_CHARACTERS
     scores    domain -> raw score, before any floor
     feature   the prompt's feature (D,), mean over its tokens, float16 little endian in base64
-    store     SHA-256 of the store's manifest; router: of the router's file
+
+Logs of before version 0.2 may have a text of null, which was not to be kept, and further keys.
 
 Prompts are private: the file is for its owner alone (mode 0600). Its size is bounded: at half of
 `max_bytes` it becomes LOG.1, in place of the LOG.1 before, and a new one begins.
@@ -56,8 +57,6 @@ class GapEvent:
     text: str | None
     scores: Mapping[str, float]
     feature: np.ndarray | None
-    store_sha256: str | None
-    router_sha256: str | None
 
 
 @dataclass(frozen=True)
@@ -74,24 +73,11 @@ _BEGINNING = b'{"time": "'
 
 
 class GapLog:
-    """Appends gap events to a file. Several processes may write to one log.
+    """Appends gap events to a file. Several processes may write to one log."""
 
-    keep_text: False leaves the prompts out; what is kept cannot be read back.
-    """
-
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        keep_text: bool = True,
-        max_bytes: int = MAX_BYTES,
-        store_sha256: str | None = None,
-        router_sha256: str | None = None,
-    ) -> None:
+    def __init__(self, path: str | Path, *, max_bytes: int = MAX_BYTES) -> None:
         self.path = user_path(path)
-        self.keep_text = keep_text
         self.max_bytes = max_bytes
-        self._made_with = {"store": store_sha256, "router": router_sha256}
 
     def add(self, text: str, scores: Mapping[str, float], feature: np.ndarray | None) -> None:
         """Write one event, in one write: a reader sees the whole line or a torn last one.
@@ -101,7 +87,15 @@ class GapLog:
             something else.
             ValueError: a score or a number of the feature is not finite.
         """
-        line = self._line(text, scores, feature)
+        if not all(math.isfinite(score) for score in scores.values()):
+            raise ValueError(f"scores {dict(scores)}: not all are finite")
+        event = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "text": text[:MOST_CHARACTERS],
+            "scores": {name: round(float(score), 6) for name, score in scores.items()},
+            "feature": None if feature is None else _packed(feature),
+        }
+        line = (json.dumps(event, allow_nan=False) + "\n").encode("ascii")
         with target_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(self.path) as descriptor:
@@ -113,19 +107,6 @@ class GapLog:
                         _append(fresh, line, self.path)
                 else:
                     _append(descriptor, line, self.path)
-
-    def _line(self, text: str, scores: Mapping[str, float], feature: np.ndarray | None) -> bytes:
-        if not all(math.isfinite(score) for score in scores.values()):
-            raise ValueError(f"scores {dict(scores)}: not all are finite")
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        event = {
-            "time": now,
-            "text": text[:MOST_CHARACTERS] if self.keep_text else None,
-            "scores": {name: round(float(score), 6) for name, score in scores.items()},
-            "feature": None if feature is None else _packed(feature),
-            **self._made_with,
-        }
-        return (json.dumps(event, allow_nan=False) + "\n").encode("ascii")
 
 
 def older(path: Path) -> Path:
@@ -200,8 +181,6 @@ def _event(line: bytes) -> GapEvent | None:
             None if value["text"] is None else _text(value["text"]),
             {_text(name): float(score) for name, score in value["scores"].items()},
             None if feature is None else _unpacked(feature),
-            None if value.get("store") is None else _text(value["store"]),
-            None if value.get("router") is None else _text(value["router"]),
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
         return None
@@ -303,11 +282,11 @@ class GapCluster:
 
     def mean_scores(self) -> dict[str, float]:
         """Domain -> mean raw score over the events that have one, the highest first."""
-        found: dict[str, list[float]] = {}
+        scores: dict[str, list[float]] = {}
         for event in self.events:
             for name, score in event.scores.items():
-                found.setdefault(name, []).append(score)
-        means = {name: float(np.mean(scores)) for name, scores in found.items()}
+                scores.setdefault(name, []).append(score)
+        means = {name: float(np.mean(of_domain)) for name, of_domain in scores.items()}
         return dict(sorted(means.items(), key=lambda item: (-item[1], item[0])))
 
     def as_json(self, samples: int, minimum_events: int) -> dict[str, Any]:

@@ -239,15 +239,32 @@ def generate(
     step; True ends the answer. progress: (tokens of the prompt in the cache, tokens in all).
     An exception inside a step, Ctrl-C too, leaves the cache at its mark, or empty.
     """
+    tokens, last = prompt.tokens, len(prompt.tokens) - 1
     try:
-        if not _read(model, prompt, cache, key, activate, stop, progress):
-            return
+        # All of the prompt but its last token goes into the cache first.
+        done = cache.reuse(tokens, key)
+        if done == prompt.stable:
+            cache.mark()
+        while done < last:
+            if stop():
+                return
+            progress(done, last)
+            # A piece ends at the mark, for nothing can be taken back from a state behind it.
+            end = prompt.stable if done < prompt.stable else last
+            piece = tokens[done : min(done + PREFILL_TOKENS, end)]
+            activate()
+            _prefill(model, piece, cache.entries)
+            cache.extend(piece)
+            done += len(piece)
+            if done == prompt.stable:
+                cache.mark()
+        progress(last, last)
         before = cache.tokens[-PENALTY_TOKENS:]
         steps = base_model.stream_tokens(
-            model, tokenizer, prompt.tokens[-1], cache.entries, sampling.max_tokens,
+            model, tokenizer, tokens[last], cache.entries, sampling.max_tokens,
             _sampler(sampling), _processors(sampling, before),
         )  # fmt: skip
-        new = [prompt.tokens[-1]]
+        new = [tokens[last]]
         with closing(steps):
             while not stop():
                 activate()
@@ -263,38 +280,6 @@ def generate(
     except BaseException:
         cache.rewind()
         raise
-
-
-def _read(
-    model: nn.Module,
-    prompt: Prompt,
-    cache: PromptCache,
-    key: Hashable,
-    activate: Callable[[], None],
-    stop: Callable[[], bool],
-    progress: Callable[[int, int], None],
-) -> bool:
-    """Bring all of the prompt but its last token into the cache; False where it was stopped."""
-    tokens = prompt.tokens
-    done = cache.reuse(tokens, key)
-    last = len(tokens) - 1
-    if done == prompt.stable:
-        cache.mark()
-    while done < last:
-        if stop():
-            return False
-        progress(done, last)
-        # A piece ends at the mark, for nothing can be taken back from a state behind it.
-        end = prompt.stable if done < prompt.stable else last
-        piece = tokens[done : min(done + PREFILL_TOKENS, end)]
-        activate()
-        _prefill(model, piece, cache.entries)
-        cache.extend(piece)
-        done += len(piece)
-        if done == prompt.stable:
-            cache.mark()
-    progress(last, last)
-    return True
 
 
 def _prefill(model: nn.Module, tokens: Sequence[int], entries: list[Any]) -> None:

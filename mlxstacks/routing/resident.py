@@ -56,7 +56,7 @@ class PackedSet:
 
     def parts(self, domain: str) -> DomainParts:
         """The stacks of one domain, taken out. Law: packing them again gives the same bytes."""
-        found: DomainParts = {}
+        parts: DomainParts = {}
         for path, segments in self.segments.items():
             stacks = [
                 segment.stack(index)
@@ -65,8 +65,8 @@ class PackedSet:
                 if stack_id.domain == domain
             ]
             if stacks:
-                found[path] = stacks
-        return found
+                parts[path] = stacks
+        return parts
 
 
 class PackedSets:
@@ -166,6 +166,15 @@ def pack_domains(
         stacks = [_own_copy(s) if count[s.shape] == 1 else s for s in stacks]
         packed.segments[path] = pack_all(stacks, dtype)
     return packed
+
+
+def let_go(parts: DomainParts) -> None:
+    """Copy parts out of the pack that they are views of, projection by projection: it may have been
+    dropped, and would stay in memory whole until the last of them is packed. A function, so that
+    no variable of its caller keeps one of them.
+    """
+    for path, stacks in parts.items():
+        parts[path] = [_own_copy(stack) for stack in stacks]
 
 
 def _own_copy(stack: FrozenStack) -> FrozenStack:
@@ -286,12 +295,9 @@ class Resident:
         taken = {name: self._sets.holding(name).parts(name) for name in lease.hits}
         self._sets.make_room(nbytes, reserved_bytes, f"the set {', '.join(wanted)}")
         self._paired = paired
-        if new:
-            # More is read before anything is packed: parts of a pack that was dropped would
-            # keep it in memory whole until the last of them is packed.
+        if new:  # more is read before anything is packed
             for name in taken.keys() - self._sets.domains:
-                for path, stacks in taken[name].items():
-                    taken[name][path] = [_own_copy(stack) for stack in stacks]
+                let_go(taken[name])
 
         def read(name: str) -> None:
             fresh[name], nbytes = self._reader.read(name)

@@ -11,7 +11,19 @@ from pydantic import BeforeValidator, Field, model_validator
 from mlxstacks.data.settings import DomainDataSettings, Template
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.files.settings import PeftLayout
-from mlxstacks.settings import Settings
+from mlxstacks.settings import Force, Settings
+
+BaseNumbers = Annotated[
+    Literal["auto", "stored", "float32"],
+    Field(
+        description="Numbers the base computes with; float32: its stored values, some 20 times "
+        "faster on a CPU; auto: that, on a CPU with the memory for it."
+    ),
+]
+AnswerTemplate = Annotated[
+    Template | None,
+    Field(description="chat or alpaca. Default: what the store's domains were trained with."),
+]
 
 
 class RouteSettings(Settings):
@@ -35,10 +47,6 @@ SearchName = Literal["greedy", "greedy_first", "exhaustive"]
 MOST_EXHAUSTIVE = 6
 
 
-def _as_data(value: Any) -> Any:
-    return {"sources": [value]} if isinstance(value, str) else value
-
-
 class LabelledSource(Settings):
     """Prompts with their label. A plain path stands for data of one source."""
 
@@ -48,7 +56,10 @@ class LabelledSource(Settings):
     )
     data: Annotated[
         DomainDataSettings,
-        BeforeValidator(_as_data, json_schema_input_type=DomainDataSettings | str),
+        BeforeValidator(
+            lambda value: {"sources": [value]} if isinstance(value, str) else value,
+            json_schema_input_type=DomainDataSettings | str,
+        ),
     ] = Field(description="where the rows come from")
 
     @model_validator(mode="after")
@@ -108,19 +119,15 @@ class OutcomeSettings(RouteSettings):
     )
     label_share: float = Field(0.2, ge=0, le=1, description="Share of the label in a target.")
     max_tokens: int = Field(256, ge=2, description="Longer pairs are cut.")
-    template: Template | None = Field(
-        None, description="chat or alpaca. Default: what the store's domains were trained with."
-    )
+    template: AnswerTemplate = None
     thinking: Thinking = "auto"
     allow_special: AllowSpecial = False
     random_control: bool = Field(
         False,
-        description="Try, beside each domain, a random stack of equal norm; reported, never a "
+        description="Try, next to each domain, a random stack of equal norm; reported, never a "
         "target.",
     )
-    base: Literal["auto", "stored", "float32"] = Field(
-        "auto", description="Numbers the base computes with; as in `mlxstacks stack`."
-    )
+    base: BaseNumbers = "auto"
     batch_tokens: int | None = Field(
         None,
         ge=1,
@@ -200,15 +207,11 @@ class RouterTrainSettings(RouteSettings):
     chat_floor: float | None = Field(
         None, ge=0, le=1, description="That floor. Default: as in the targets, else 0.2."
     )
-    base: Literal["auto", "stored", "float32"] = Field(
-        "auto",
-        description="Numbers the base computes with; float32: its stored values, some 20 times "
-        "faster on a CPU; auto: that, on a CPU with the memory for it.",
-    )
+    base: BaseNumbers = "auto"
     seed: int = Field(
         42, ge=0, lt=2**64, description="Of first weights, dropout, order of examples, and split."
     )
-    force: bool = Field(False, description="Replace an existing save path.")
+    force: Force = False
 
 
 # --- gaps -----------------------------------------------------------------------------------------
@@ -253,10 +256,10 @@ def parse_bytes(value: Any) -> Any:
     """
     if not isinstance(value, str):
         return value
-    found = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", value)
-    if found is None or found[2].lower() not in _UNITS:
+    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Za-z]*)\s*", value)
+    if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"{value[:40]!r} is no number of bytes; write 2000000000, 2GB or 500MiB")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes, json_schema_input_type=int | str), Field(ge=1)]
@@ -272,7 +275,7 @@ class AnswerSettings(Settings):
     )
     adapter_path: tuple[str, ...] = Field(
         (),
-        description="Adapter directory (mlx-lm or PEFT), beside the base and not fused. Repeat it "
+        description="Adapter directory (mlx-lm or PEFT), next to the base and not fused. Repeat it "
         "for several, whose changes add up. Not with a store: its stacks know the bare base.",
     )
     peft_layout: PeftLayout | None = Field(
@@ -318,14 +321,10 @@ class AnswerSettings(Settings):
     thinking: Thinking = "auto"
     allow_special: AllowSpecial = False
     gap_log: str = Field(
-        "./mlxstacks-out/gaps.jsonl",
+        f"./{DEFAULT_GAP_LOG}",
         description="Where routed prompts that no domain fits are noted; none: nowhere.",
     )
-    base: Literal["auto", "stored", "float32"] = Field(
-        "auto",
-        description="Numbers the base computes with. float32: its stored values, some 20 times "
-        "faster on a CPU; auto: that, on a CPU with the memory for it.",
-    )
+    base: BaseNumbers = "auto"
     seed: int = Field(0, ge=0, lt=2**64, description="Seed of what is drawn with a temperature.")
 
     @model_validator(mode="after")

@@ -45,7 +45,7 @@ def run(
     root: an empty directory. body: does not return. ended: told body's wait status, by init.
     Raises: OSError saying which step the system refused; nothing has been started then.
     """
-    told, tell = os.pipe()
+    reports, tell = os.pipe()
     mapped, map_ready = os.pipe()
     maker = os.fork()
     if maker == 0:
@@ -59,23 +59,23 @@ def run(
     os.close(tell)
     os.close(mapped)
     try:
-        _expect(told, b"U")
+        _expect(reports, b"U")
         _map_users(maker)
         os.write(map_ready, b"M")
-        _expect(told, b"R")
+        _expect(reports, b"R")
     except OSError:
         os.close(map_ready)
         os.kill(maker, signal.SIGKILL)
         os.waitpid(maker, 0)
         raise
     finally:
-        os.close(told)
+        os.close(reports)
     os.close(map_ready)
     return maker
 
 
-def _expect(told: int, wanted: bytes) -> None:
-    word = os.read(told, 400)
+def _expect(reports: int, wanted: bytes) -> None:
+    word = os.read(reports, 400)
     if word != wanted:
         raise OSError(word[1:].decode(errors="replace") or "the process ended")
 

@@ -130,94 +130,89 @@ def run_untrusted(
         raise SandboxError(
             "code written by a model is not run unasked; say so explicitly to run it in a sandbox"
         )
+    limits = limits or SandboxLimits()
+    token = secrets.token_hex(_TOKEN_CHARACTERS // 2)
+    package = str(Path(mlxstacks.__file__).parents[1])
     with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as name:
         box = Path(name).resolve()
         for part in ("root", "work"):
             (box / part).mkdir()
         (box / "canary").write_text("outside")
-        run = _Run(program, limits or SandboxLimits(), box, mechanisms, channel)
-        return run.to_the_end()
-
-
-class _Run:
-    def __init__(
-        self, program: str, limits: SandboxLimits, box: Path, mechanisms: Collection[str],
-        channel: Collection[int],
-    ) -> None:  # fmt: skip
-        self.limits, self.box, self.channel = limits, box, channel
-        self.token = secrets.token_hex(_TOKEN_CHARACTERS // 2)
-        self.package = str(Path(mlxstacks.__file__).parents[1])
-        self.specification = {
+        specification = {
             "program": program,
             "limits": asdict(limits),
             "root": str(box / "root"),
             "work": str(box / "work"),
             "canary": str(box / "canary"),
             "libraries": libraries(),
-            "package": self.package,
+            "package": package,
             # macOS does not hold a limit of memory: `_Watch` does
             "essential": sorted({*ESSENTIAL} - ({"memory"} if sys.platform == "darwin" else set())),
             "mechanisms": [*mechanisms],
             "channel": [*channel],
-            "token": self.token,
+            "token": token,
         }
+        boot = [*confining_command(box), sys.executable, "-I", "-S", "-B", "-c", _BOOT, package]
+        watch, why, code = _watched(boot, box, channel, json.dumps(specification), limits)
+    return _result(watch, why, code, token)
 
-    def to_the_end(self) -> SandboxResult:
-        status, status_end = os.pipe()
-        token, token_end = os.pipe()
-        boot = [sys.executable, "-I", "-S", "-B", "-c", _BOOT, self.package]
-        child = subprocess.Popen(
-            [*confining_command(self.box), *boot, str(status_end), str(token_end)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            pass_fds=(status_end, token_end, *self.channel), env={}, cwd=self.box,
-            start_new_session=True,
-        )  # fmt: skip
-        os.close(status_end)
-        os.close(token_end)
-        assert child.stdin is not None
-        assert child.stdout is not None
-        try:
-            with suppress(BrokenPipeError):
-                child.stdin.write(json.dumps(self.specification).encode() + b"\n")
-                child.stdin.flush()
-            watch = _Watch(child, self.limits, {"status": status, "token": token})
-            why = watch.until_done()
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-            child.stdin.close()
-            child.stdout.close()
-            os.close(status)
-            os.close(token)
-        return self._result(watch, why, child.returncode)
 
-    def _result(self, watch: "_Watch", why: Status | None, own_code: int) -> SandboxResult:
-        messages: dict[str, Any] = {}
-        for line in bytes(watch.read["status"]).splitlines():
-            messages |= json.loads(line)
-        output = bytes(watch.read["output"][: self.limits.output_bytes]).decode(errors="replace")
-        if "active" not in messages:
-            reason = messages.get("failed") or output or "it said nothing"
-            raise RuntimeError(f"the sandbox failed to start ({why or own_code}): {reason}")
-        active = messages["active"]
-        if sys.platform == "darwin":
-            active["memory"] = ["watched from outside"]
-        protections = Protections(active, tuple(messages["notes"]))
-        if protections.missing:
-            missing = ", ".join(protections.missing)
-            notes = "".join(f"\n  {note}" for note in protections.notes)
-            raise SandboxError(f"nothing was run: no protection of {missing} on this system{notes}")
-        if sys.platform == "darwin":
-            code = own_code
-        else:
-            code = os.waitstatus_to_exitcode(messages["ended"]) if "ended" in messages else None
-        if why is None and code == -signal.SIGXCPU:
-            why = "out of time"
-        finished = why is None and code == 0 and watch.read["token"] == self.token.encode()
-        how: Status = "killed" if code is None or code < 0 else "failed"
-        status: Status = "finished" if finished else why or how
-        return SandboxResult(status, None if why else code, output, protections)
+def _watched(
+    boot: list[str], box: Path, channel: Collection[int], specification: str, limits: SandboxLimits
+) -> tuple["_Watch", Status | None, int]:
+    """What the child sent, why it was ended (None: by itself), its exit code."""
+    status, status_end = os.pipe()
+    token, token_end = os.pipe()
+    child = subprocess.Popen(
+        [*boot, str(status_end), str(token_end)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        pass_fds=(status_end, token_end, *channel), env={}, cwd=box, start_new_session=True,
+    )  # fmt: skip
+    os.close(status_end)
+    os.close(token_end)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        with suppress(BrokenPipeError):
+            child.stdin.write(specification.encode() + b"\n")
+            child.stdin.flush()
+        watch = _Watch(child, limits, {"status": status, "token": token})
+        why = watch.until_done()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        child.stdin.close()
+        child.stdout.close()
+        os.close(status)
+        os.close(token)
+    return watch, why, child.returncode
+
+
+def _result(watch: "_Watch", why: Status | None, exit_code: int, token: str) -> SandboxResult:
+    messages: dict[str, Any] = {}
+    for line in bytes(watch.read["status"]).splitlines():
+        messages |= json.loads(line)
+    output = bytes(watch.read["output"][: watch.limits.output_bytes]).decode(errors="replace")
+    if "active" not in messages:
+        reason = messages.get("failed") or output or "it said nothing"
+        raise RuntimeError(f"the sandbox failed to start ({why or exit_code}): {reason}")
+    active, code = messages["active"], None
+    if sys.platform == "darwin":
+        active["memory"], code = ["watched from outside"], exit_code
+    elif "ended" in messages:
+        code = os.waitstatus_to_exitcode(messages["ended"])
+    protections = Protections(active, tuple(messages["notes"]))
+    if protections.missing:
+        missing = ", ".join(protections.missing)
+        notes = "".join(f"\n  {note}" for note in protections.notes)
+        raise SandboxError(f"nothing was run: no protection of {missing} on this system{notes}")
+    if why is None and code == -signal.SIGXCPU:
+        why = "out of time"
+    finished = why is None and code == 0 and watch.read["token"] == token.encode()
+    how: Status = "killed" if code is None or code < 0 else "failed"
+    status: Status = "finished" if finished else why or how
+    return SandboxResult(status, None if why else code, output, protections)
 
 
 @dataclass

@@ -36,7 +36,7 @@ def show(settings: AdapterShowSettings) -> Result:
         "delta rms": "number",
     }
     rows = [
-        (m.path, m.kind, *("x".join(map(str, shape)) for shape in (m.lora_a, m.lora_b)), m.dtype,
+        (m.path, m.kind, _shape(m.lora_a), _shape(m.lora_b), m.dtype,
          m.delta_rms)
         for m in summary.modules
     ]  # fmt: skip
@@ -48,6 +48,10 @@ def show(settings: AdapterShowSettings) -> Result:
             Table.of("modules", "Modules", columns, rows),
         ),
     )  # fmt: skip
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
 
 
 def zero(settings: AdapterZeroSettings) -> Result:

@@ -6,7 +6,7 @@ it. A line that was changed, removed, added or moved, or a bit that flipped, is 
 is read; lines missing at the very end look like a run that was killed and are answered again. A
 report keeps the last digest, which shows these too (provenance.py).
 
-What a chain cannot show: that a line was ever answered by a model. Who computes all digests anew,
+What a chain cannot show: that a line was ever answered by a model. Who computes all digests again,
 and the report's, is stopped only by running the same command in an empty directory: answers are
 greedy, so on the same machine and versions it ends with the same digests.
 """
@@ -62,15 +62,18 @@ class AnswerLog:
             raise InputError(
                 f"{self.path}: answers of another plan or arm; remove it to answer again"
             )
-        found = [self._parsed(number, line, parse) for number, line in enumerate(lines[1:], 2)]
+        answers = [self._parsed(number, line, parse) for number, line in enumerate(lines[1:], 2)]
         self.digests, self._end = digests, sum(len(line) + 1 for line in lines)
-        return found
+        return answers
 
     def _parsed(
         self, number: int, line: bytes, parse: Callable[[dict[str, Any]], Parsed]
     ) -> Parsed:
         try:
-            return parse(_plain(line))
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("no JSON object")
+            return parse({key: value for key, value in row.items() if key != "digest"})
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InputError(
                 f"{self.path}, line {number}: damaged ({error}); remove the file to answer again"
@@ -120,8 +123,8 @@ def whole_lines(data: bytes) -> list[bytes]:
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """Its whole lines, each when it is asked for: a file of a stranger may hold millions. Not half
-    a line at the end.
+    """Its whole lines, read one at a time: an untrusted file may hold millions. Not half a line at
+    the end.
 
     Raises: ValueError for a line that is too long to be one of ours.
     """
@@ -147,8 +150,8 @@ def digests_of(lines: Iterable[bytes]) -> Iterator[str]:
                 "line 1: its lines carry no digests, so they were written by an older version or "
                 "by hand"
             )
-        own, before = line[-_DIGITS - len(_END) :], _digest(before, text)
-        if not text.endswith(_KEY + _END) or own != before.encode() + _END:
+        end, before = line[-_DIGITS - len(_END) :], _digest(before, text)
+        if not text.endswith(_KEY + _END) or end != before.encode() + _END:
             raise ValueError(
                 f"line {number}: does not follow from the lines above it, so it was changed, or "
                 "lines were removed, added or moved"
@@ -158,11 +161,3 @@ def digests_of(lines: Iterable[bytes]) -> Iterator[str]:
 
 def _digest(before: str, text: bytes) -> str:
     return sha256(before.encode() + text).hexdigest()
-
-
-def _plain(line: bytes) -> dict[str, Any]:
-    """A row without its digest. Raises: ValueError or RecursionError for no JSON object."""
-    value = json.loads(line)
-    if not isinstance(value, dict):
-        raise ValueError("no JSON object")
-    return {key: inner for key, inner in value.items() if key != "digest"}

@@ -23,12 +23,11 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.disk import sync_directory, sync_tree, user_path
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
-from mlxstacks.study.artifacts import keep_parts
 from mlxstacks.study.document import Standing
 from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.plan import PLAN, keep_plan
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import RunDirectory
+from mlxstacks.study.run_directory import RunDirectory, keep_parts
 from mlxstacks.study.write import environment, write_result
 
 STEPS = "steps.json"

@@ -50,28 +50,25 @@ def read_items(source: str, subjects: Sequence[str] = ()) -> list[Item]:
     Raises: InputError listing every row that is no item, ids that occur twice, subjects that no
         item has.
     """
-    found = open_source(_source(source), Path.cwd())
+    path = user_path(source)
+    settings = SourceSettings(path=str(path), split="test")
+    if not path.exists() and _HUB_ID.fullmatch(source) and not source.endswith((".jsonl", ".json")):
+        settings = SourceSettings(dataset=source, split="test")
+    rows = open_source(settings, Path.cwd()).rows
     problems: list[str] = []
-    items = [item for where, row in found.rows if (item := _item(where, row, problems))]
+    items = [item for where, row in rows if (item := _item(where, row, problems))]
     twice = [name for name, count in Counter(i.item_id for i in items).items() if count > 1]
     if twice:
         problems.append(f"ids that occur twice: {', '.join(twice[:_MOST_SHOWN])}")
-    there = Counter(item.subject for item in items)
-    unknown = [subject for subject in subjects if subject not in there]
+    known = sorted({item.subject for item in items})
+    unknown = [subject for subject in subjects if subject not in known]
     if unknown and not problems:
-        problems.append(f"no item of {', '.join(unknown)}; there are {', '.join(sorted(there))}")
+        problems.append(f"no item of {', '.join(unknown)}; there are {', '.join(known)}")
     if problems:
         more = len(problems) - _MOST_SHOWN
         lines = problems[:_MOST_SHOWN] + ([f"and {more} more"] if more > 0 else [])
         raise InputError(f"{source}: " + "\n  ".join(["not usable:", *lines]))
     return [item for item in items if not subjects or item.subject in subjects]
-
-
-def _source(source: str) -> SourceSettings:
-    path = user_path(source)
-    if not path.exists() and _HUB_ID.fullmatch(source) and not source.endswith((".jsonl", ".json")):
-        return SourceSettings(dataset=source, split="test")
-    return SourceSettings(path=str(path), split="test")
 
 
 def _item(where: str, row: Mapping[str, Any], problems: list[str]) -> Item | None:

@@ -30,7 +30,7 @@ from mlxstacks.files.strict_json import (
     record_from,
 )
 from mlxstacks.study.power import power_lines
-from mlxstacks.study.run_directory import what_differs
+from mlxstacks.study.run_directory import check_same
 
 PLAN = "plan.json"
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -147,13 +147,7 @@ def keep_plan(
         before = read_object(path.read_bytes())
     except ValueError as error:
         raise InputError(f"{path}: a damaged plan: {error}") from None
-    differences = what_differs(before, read_object(compact(plan)))
-    if differences:
-        lines = "".join(f"\n  {line}" for line in differences)
-        raise InputError(
-            f"{path.parent}: holds {kind} with another plan; it differs in{lines}\n"
-            "give its settings to resume it, or --no-resume to remove it and begin again"
-        )
+    check_same(path.parent, f"{kind} with another plan", before, read_object(compact(plan)))
 
 
 # --- results against their plan -------------------------------------------------------------------

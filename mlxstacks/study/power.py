@@ -91,8 +91,8 @@ def half_widths(rate: float, n: int, confidence: float = 0.95) -> tuple[float, f
     By the normal approximation, arms taken as unpaired. spec/confound.md section 7: at about 18%
     and n = 692 they are 2.9 and 4.0 points; one standard error is half of that.
     """
-    one = _z(0.5 + confidence / 2) * math.sqrt(rate * (1 - rate) / n)
-    return one, math.sqrt(2) * one
+    width = _z(0.5 + confidence / 2) * math.sqrt(rate * (1 - rate) / n)
+    return width, math.sqrt(2) * width
 
 
 def chance_of_passing(
@@ -181,7 +181,11 @@ def power_lines(
             f"items for {_points(least_gain)} {few}: {items:,} an arm (two proportions), {pairs} "
             "(McNemar)"
         )
-    one, two = (100 * width for width in half_widths(rate, n))
+    of_rate, of_both = (100 * width for width in half_widths(rate, n))
+    intervals = (
+        f"95% intervals reach {of_rate:.1f} points to each side of one rate, {of_both:.1f} of a "
+        "difference"
+    )
     chances = ", ".join(
         f"{100 * effect:g}: {chance_of_passing(rate, effect, n, least_gain, alpha):.0%}"
         for effect in (0.0, *_EFFECTS)
@@ -189,7 +193,7 @@ def power_lines(
     )
     return [
         *lines,
-        f"95% intervals reach {one:.1f} points to each side of one rate, {two:.1f} of a difference",
+        intervals,
         f"chance to pass by a true effect in points: {chances}",
     ]
 

@@ -19,6 +19,7 @@ from mlxstacks.files.strict_json import MAX_JSON_BYTES, compact, json_sha256, re
 from mlxstacks.regular_files import check_regular
 from mlxstacks.study.document import RESULT, Document, Plot, Standing, Table
 from mlxstacks.study.provenance import check_provenance
+from mlxstacks.study.render.words import clean
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -101,7 +102,10 @@ class Result(Document):
                 raise ValueError(f"more than {MAX_JSON_BYTES:,} bytes")
             result = cls.from_json(read_object(file.read_bytes()))
         except (OSError, ValueError) as error:
-            raise InputError(f"{file}: no result that can be read: {str(error)[:300]}") from None
+            raise InputError(
+                f"{file}: no result that can be read: {clean(str(error), 300)}; run its command "
+                "again, or leave it out"
+            ) from None
         return result.checked(file.parent)
 
     @classmethod

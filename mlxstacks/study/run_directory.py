@@ -12,9 +12,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import filelock
 
@@ -30,8 +30,14 @@ from mlxstacks.files.outputs import (
     remove_marked,
     write_json,
 )
+from mlxstacks.files.side_files import clone_or_link
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 STATE, LOG, IDENTITY = "checkpoint.safetensors", "log.jsonl", "run.json"
+RECIPE = "recipe.yaml"
+_NOT_OF_A_RECIPE = {"force", "save_path", "resume"}
 
 
 class RunDirectory:
@@ -90,13 +96,8 @@ class RunDirectory:
                 f"{self.path / IDENTITY}: damaged or missing, so nobody knows which run the state "
                 "next to it belongs to; --no-resume removes both and begins again"
             )
-        differences = what_differs(before, json.loads(json.dumps(self.identity)))
-        if differences:
-            lines = "".join(f"\n  {line}" for line in differences)
-            raise InputError(
-                f"{self.path}: holds the state of another run; it differs in{lines}\n"
-                "give its settings to resume it, or --no-resume to remove it and begin again"
-            )
+        now = json.loads(json.dumps(self.identity))
+        check_same(self.path, "the state of another run", before, now)
 
 
 def append_log(work: Path, **record: Any) -> None:
@@ -155,6 +156,37 @@ def discard(directory: Path) -> None:
         shutil.rmtree(gone, ignore_errors=True)
 
 
+def keep_parts(
+    work: Path, directory: Path, directories: Iterable[str], files: Iterable[str]
+) -> None:
+    """Directories (those that are there) and files, under their names.
+
+    Linked, not moved: until the target is there the work directory stays whole. Left out are
+    hidden files: locks, and what a killed run left of a model.
+    """
+    for name in directories:
+        if (work / name).is_dir():
+            shutil.copytree(
+                work / name, directory / name,
+                copy_function=lambda old, new: clone_or_link(Path(old), Path(new)),
+                ignore=lambda _, names: [name for name in names if name.startswith(".")],
+            )  # fmt: skip
+    for name in files:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        clone_or_link(work / name, directory / name)
+
+
+def write_recipe(directory: Path, command: str, settings: "BaseModel") -> None:
+    """recipe.yaml: `mlxstacks run` on it makes the same run again. What is none is written too: not
+    every default is.
+    """
+    import yaml
+
+    values = settings.model_dump(mode="json", exclude=_NOT_OF_A_RECIPE)
+    text = yaml.safe_dump({"command": command, **values}, sort_keys=False, allow_unicode=True)
+    (directory / RECIPE).write_text(text, encoding="utf-8")
+
+
 def recorded_fingerprint(path: Path, *keys: str, resume: bool = True) -> str | None:
     """A model's fingerprint in a JSON file of a run that goes on, for `fingerprint` to be like: an
     earlier version's run is compared in its own way. keys: the way to it.
@@ -175,6 +207,18 @@ def recorded_fingerprint(path: Path, *keys: str, resume: bool = True) -> str | N
 def run_id(identity: Mapping[str, Any]) -> str:
     """A short name of an identity, for its state file."""
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_same(
+    directory: Path, what: str, before: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
+    """what: that the directory holds otherwise. Raises: InputError with every difference."""
+    if differences := what_differs(before, now):
+        lines = "".join(f"\n  {line}" for line in differences)
+        raise InputError(
+            f"{directory}: holds {what}; it differs in{lines}\n"
+            "give its settings to resume it, or --no-resume to remove it and begin again"
+        )
 
 
 def what_differs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ it is tied to the cotangents, which exist only once the gradient has come down t
 (`mx.depends`), and the gradient of the input is tied to those of the weights, so that a layer is
 done before the one below begins. Same operations on same numbers: gradients are equal to the bit.
 
-Balance losses that adapters leave beside a layer's call go through its checkpoint as outputs: read
+Balance losses that adapters leave next to a layer's call go through its checkpoint as outputs: read
 from inside, they would keep what the layer computed alive, and nothing would be saved.
 """
 
@@ -62,14 +62,14 @@ def checkpoint_layers(model: nn.Module, layers: Iterable[int] | None = None) -> 
 
     Raises: ValueError when the model has no `layers`, or not that many.
     """
-    found = getattr(model, "layers", None)
-    if not isinstance(found, list | tuple):
+    model_layers = getattr(model, "layers", None)
+    if not isinstance(model_layers, list | tuple):
         raise ValueError(f"{type(model).__name__} has no list `layers` to checkpoint")
-    wanted = range(len(found)) if layers is None else list(layers)
-    wrong = [index for index in wanted if not 0 <= index < len(found)]
+    wanted = range(len(model_layers)) if layers is None else list(layers)
+    wrong = [index for index in wanted if not 0 <= index < len(model_layers)]
     if wrong:
-        raise ValueError(f"got layers {wrong}; the model has layers 0 to {len(found) - 1}")
-    return Checkpointing([found[index] for index in wanted])
+        raise ValueError(f"got layers {wrong}; the model has layers 0 to {len(model_layers) - 1}")
+    return Checkpointing([model_layers[index] for index in wanted])
 
 
 def checkpoint(function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -155,22 +155,22 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, mx.array | str | int | float | None)
 
 
-def _checkpointed(own: type) -> type:
+def _checkpointed(layer_class: type) -> type:
     """A class for one layer: its own, with calls in training checkpointed."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         inputs = self.trainable_parameters() or any(map(_is_differentiable, args))
         if not self.training or not inputs or not _is_plain([args, kwargs]):
-            return own.__call__(self, *args, **kwargs)
-        made, balances = checkpoint(with_balances, self, *args, **kwargs)
+            return layer_class.__call__(self, *args, **kwargs)
+        outputs, balances = checkpoint(with_balances, self, *args, **kwargs)
         put_balances(self, balances)
-        return made
+        return outputs
 
     def with_balances(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return own.__call__(module, *args, **kwargs), pop_balances(module)
+        return layer_class.__call__(module, *args, **kwargs), pop_balances(module)
 
-    members = {"__call__": call, "__module__": own.__module__, "_is_checkpointed": True}
-    return type(own.__name__, (own,), members)
+    members = {"__call__": call, "__module__": layer_class.__module__, "_is_checkpointed": True}
+    return type(layer_class.__name__, (layer_class,), members)
 
 
 @contextmanager

@@ -56,11 +56,11 @@ class Served:
 
 def stacks_for(mode: MatrixMode, served: Sequence[Served], domain: str) -> tuple[str, ...]:
     """Names of the stacks that are on where `domain` is measured."""
-    place = [one.domain for one in served].index(domain)
+    place = [entry.domain for entry in served].index(domain)
     if mode == "isolated":
         return served[place].stacks
     until = served if mode == "ungated" else served[: place + 1]
-    return tuple(name for one in until for name in one.stacks)
+    return tuple(name for entry in until for name in entry.stacks)
 
 
 def measure_row(
@@ -77,20 +77,20 @@ def measure_row(
     dtype: see `PackedStacks.serve`. Two entries with the same stacks on are measured once.
     Law: afterwards every stack is on.
     """
-    found: dict[tuple[str, tuple[str, ...]], float] = {}
+    losses: dict[tuple[str, tuple[str, ...]], float] = {}
     rows: dict[MatrixMode, MatrixRow] = {}
     for mode in modes:
         rows[mode] = {}
-        for one in served:
-            if one.domain not in loss_of:
+        for entry in served:
+            if entry.domain not in loss_of:
                 continue
-            names = stacks_for(mode, served, one.domain)
-            if (one.domain, names) not in found:
+            names = stacks_for(mode, served, entry.domain)
+            if (entry.domain, names) not in losses:
                 set_mode(model, subset(names), dtype)
-                found[one.domain, names] = loss_of[one.domain](model)
-            rows[mode][one.domain] = found[one.domain, names]
+                losses[entry.domain, names] = loss_of[entry.domain](model)
+            rows[mode][entry.domain] = losses[entry.domain, names]
             if on_loss is not None:
-                on_loss(mode, one.domain, rows[mode][one.domain])
+                on_loss(mode, entry.domain, rows[mode][entry.domain])
     set_mode(model, ungated(), dtype)
     return rows
 
@@ -282,14 +282,17 @@ def train_domain(
     served = Served(job.name, tuple(stack_name(job.name, record.number) for record in kept))
     measured = dict.fromkeys(["prefix", *modes])  # the check needs it, asked for or not
     row = measure_row(model, [*before, served], loss_of, list(measured), dtype, on_loss)
-    own = row["prefix"][job.name]
+    prefix_loss = row["prefix"][job.name]
     last = kept[-1].number if kept else 1
     # another version or device may have measured it, before this run was stopped
-    if last <= len(earlier) and not arrival_problems({job.name: losses[-1]}, {job.name: own})[0]:
+    if (
+        last <= len(earlier)
+        and not arrival_problems({job.name: losses[-1]}, {job.name: prefix_loss})[0]
+    ):
         check_prefix(expected, row["prefix"])
     else:
         check_prefix({**expected, job.name: losses[-1]}, row["prefix"])
-    return DomainResult(records, losses, {mode: row[mode] for mode in modes}, served, own)
+    return DomainResult(records, losses, {mode: row[mode] for mode in modes}, served, prefix_loss)
 
 
 def arrival_problems(
@@ -320,8 +323,8 @@ def stages(
     samples: domain -> validation rows, of the domains served and of the new one. Domains without
     any (imported ones) are protected by the others' rows.
     """
-    order = [one.domain for one in served] + [new]
-    found = []
+    order = [entry.domain for entry in served] + [new]
+    result = []
     for place in range(1, len(order)):
         names = {
             "previous": order[:place],
@@ -329,6 +332,6 @@ def stages(
             "both": order[: place + 1],
         }[settings.data]
         rows = {name: samples[name] for name in names if name in samples}
-        stacks = tuple(name for one in served[:place] for name in one.stacks)
-        found.append(Stage(stacks, sample_rows(rows, settings.samples)))
-    return found
+        stacks = tuple(name for entry in served[:place] for name in entry.stacks)
+        result.append(Stage(stacks, sample_rows(rows, settings.samples)))
+    return result

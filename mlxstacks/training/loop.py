@@ -126,7 +126,7 @@ def train(
 
     batches_at: the batches of step 0, 1, ...; several add up to the step of one large batch.
     on_step: called after each step, and its evaluation, with the step's `loss`, what the loss
-        reports beside it, `grad_norm`, `learning_rate`, `tokens` and `seconds`; it may save.
+        reports with it, `grad_norm`, `learning_rate`, `tokens` and `seconds`; it may save.
     With a `group` every process calls this with the same arguments and ends with the same weights.
     The model ends with its last weights; `restore_best` puts the best ones there.
 
@@ -208,7 +208,7 @@ _START_AGAIN = "remove it, or give --no-resume, to start anew"
 def save_state(path: Path, model: nn.Module, state: TrainingState, run_id: str) -> None:
     """Write the state atomically. `run_id` names the settings it belongs to.
 
-    Law: on the machine that wrote it (see loop.py), a run loaded from it goes on to the same bytes
+    Law: on the machine that wrote it (see above), a run resumed from it ends with the same bytes
     as one that never stopped; a state that the disk has changed is not loaded.
     """
     arrays = {f"model.{name}": value for name, value in trainable_weights(model).items()}
@@ -273,11 +273,11 @@ def load_state(
 
 def _digest(arrays: dict[str, mx.array], metadata: dict[str, str]) -> str:
     """SHA-256 of everything in the file; safetensors itself notices no changed byte of a tensor."""
-    found = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name, value in sorted(arrays.items()):
-        found.update(f"{name} {value.dtype} {value.shape}".encode())
-        found.update(memoryview(value.reshape(-1).view(mx.uint8)))
-    return found.hexdigest()
+        digest.update(f"{name} {value.dtype} {value.shape}".encode())
+        digest.update(memoryview(value.reshape(-1).view(mx.uint8)))
+    return digest.hexdigest()
 
 
 def _part(arrays: dict[str, mx.array], name: str) -> dict[str, mx.array]:

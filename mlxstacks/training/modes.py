@@ -22,10 +22,10 @@ def lowest_trained_layer(model: nn.Module) -> int:
     trained = len(tree_flatten(model.trainable_parameters()))
     lowest, inside = len(model.layers), 0
     for index, layer in enumerate(model.layers):
-        own = len(tree_flatten(layer.trainable_parameters()))
-        if own:
+        count = len(tree_flatten(layer.trainable_parameters()))
+        if count:
             lowest = min(lowest, index)
-        inside += own
+        inside += count
     return lowest if inside == trained else 0
 
 

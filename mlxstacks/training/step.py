@@ -60,8 +60,8 @@ def gathered(number: Number, group: mx.distributed.Group | None) -> list[Number]
     """The numbers of all processes, by rank; a float comes back as a float32."""
     if group is None:
         return [number]
-    found: list[Number] = mx.distributed.all_gather(mx.array([number]), group=group).tolist()
-    return found
+    numbers: list[Number] = mx.distributed.all_gather(mx.array([number]), group=group).tolist()
+    return numbers
 
 
 def wait_for_all(group: mx.distributed.Group | None) -> None:
@@ -96,7 +96,7 @@ class MicroBatch(NamedTuple):
 
 
 Loss = Callable[[nn.Module, MicroBatch], tuple[mx.array, dict[str, Any]]]
-"""(model, batch) -> the scalar to differentiate, and scalars to report beside it, by name. Both are
+"""(model, batch) -> the scalar to differentiate, and scalars to report with it, by name. Both are
 added up over the batches and processes of a step, and so is a tree of arrays named `balance`.
 """
 
@@ -222,19 +222,19 @@ class GradientStep:
             raise ValueError("a batch has no loss weight: every token is masked")
         count = sum(len(batch.tokens) for batch in batches)
         in_parts = len(batches) > 1 or size_and_rank(self.group)[0] > 1
-        found: Any = None
+        total: Any = None
         for place, batch in enumerate(batches):
             micro = self._own_rows(batch, total_weight, count, f"{seed}/{step}/{place}")
             micro = micro._replace(in_parts=in_parts)
-            made = self._run(micro)
-            found = made if found is None else tree_map(mx.add, found, made)
-            mx.eval(found)
-        found = sum_over_group(found, self.group)
+            part = self._run(micro)
+            total = part if total is None else tree_map(mx.add, total, part)
+            mx.eval(total)
+        total = sum_over_group(total, self.group)
         if in_parts and isinstance(self.loss, CrossEntropyLoss):
-            found = self.loss.with_balance(found)
-        mx.eval(found)
+            total = self.loss.with_balance(total)
+        mx.eval(total)
         # A tree without leaves does not come back from a sum.
-        return StepGradients(found["loss"], found.get("parts", {}), found["gradients"])
+        return StepGradients(total["loss"], total.get("parts", {}), total["gradients"])
 
     def _run(self, micro: MicroBatch) -> dict[str, Any]:
         weights = self.model.trainable_parameters()

@@ -23,8 +23,9 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.router_file import write_router
 from mlxstacks.files.store import Store
 from mlxstacks.routing import generation
-from mlxstacks.routing.engine import open_routed
-from mlxstacks.routing.settings import ChatSettings, parse_bytes
+from mlxstacks.routing.engine import open_routed, sampling_of
+from mlxstacks.routing.generation import Sampling
+from mlxstacks.routing.settings import AnswerSettings, ChatSettings, parse_bytes
 from tests.cli.conftest import Run
 from tests.routing.engine_cases import Places, add_router, write_places
 from tests.tiny_models import random_adapter
@@ -505,6 +506,11 @@ def test_reader_fits_the_terminal(
 )
 def test_budget_is_read(text: Any, expected: int) -> None:
     assert parse_bytes(text) == expected
+
+
+def test_without_settings_the_likeliest_token_is_taken() -> None:
+    assert sampling_of(AnswerSettings()) == Sampling()
+    assert Sampling().temp == 0
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "2 XB", "1e9"])

@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.shell_completion import BashComplete
 
+from mlxstacks.cli import make_group
 from mlxstacks.cli.execute import _nano_note
 from mlxstacks.files.outputs import read_mark
 from mlxstacks.recipe.file import load_recipe
@@ -236,10 +238,7 @@ def test_a_dry_run_says_what_the_recipe_says_of_itself(toy: Path, command: Run) 
         "# Published: nothing,\n# anywhere. Get it:\n#   hf download it\ncommand: toy\n"
     )
     _, out, _ = command("run", "mine.yaml", "--dry-run")
-    said = [" ".join(line.split()) for line in out.splitlines()]
-    assert {"Memory 2 GB", "Time an hour or two", "hf download it"} <= set(said)
-    assert "Published: nothing, anywhere. Get it:" in said
-    assert "mlxstacks run mine" not in out
+    assert {"Memory:   2 GB", "Time:     an hour", "  hf download it"} <= set(out.splitlines())
     assert "Make a toy" not in out
     assert "2 GB" not in command("run", "mine.yaml", "--dry-run", "--json")[1]
     assert load_recipe("mine.yaml").about == "Make a toy, and a fancy one."
@@ -274,15 +273,16 @@ def test_help_imports_nothing_heavy() -> None:
     assert "fuse" in done.stdout
 
 
-@pytest.mark.parametrize("name", ["fuse", "adapter zero", "nano export", "doctor"])
-def test_help_of_a_command_needs_no_arrays(name: str) -> None:
+def test_help_of_a_command_needs_no_arrays() -> None:
     done = python(
-        f"import sys; from mlxstacks.cli import run; run([*{name.split()!r}, '--help'])\n"
+        "import sys; from mlxstacks.cli import run\n"
+        "for name in ('fuse', 'adapter zero', 'nano export', 'doctor'):\n"
+        "    assert run([*name.split(), '--help']) == 0\n"
         "heavy = {'mlx', 'mlx_lm', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'loaded {heavy}' if heavy else 0)"
     )
     assert done.returncode == 0, done.stderr
-    assert "--json" in done.stdout
+    assert done.stdout.count("--json") == 4
 
 
 def test_no_arguments_prints_the_help(command: Run) -> None:
@@ -300,23 +300,18 @@ def test_alias_is_the_same_command(command: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("words", "incomplete", "expected"),
     [
-        ("mlxstacks f", "fuse"),
-        ("mlxstacks adapter c", "convert"),
-        ("mlxstacks fuse --requant ke", "keep"),
-        ("mlxstacks run fuse-z", "fuse-zero-delta"),
-        ("mlxstacks fuse --zero", "--zero-delta"),
+        ([], "f", "fuse"),
+        (["adapter"], "c", "convert"),
+        (["fuse", "--requant"], "ke", "keep"),
+        (["run"], "fuse-z", "fuse-zero-delta"),
+        (["fuse"], "--zero", "--zero-delta"),
     ],
 )
-def test_shell_completion(words: str, expected: str) -> None:
-    done = python(
-        "from mlxstacks.cli import main; main()",
-        _MLXSTACKS_COMPLETE="bash_complete",
-        COMP_WORDS=words,
-        COMP_CWORD=str(len(words.split()) - 1),
-    )
-    assert expected in done.stdout, done.stderr
+def test_shell_completion(words: list[str], incomplete: str, expected: str) -> None:
+    complete = BashComplete(make_group(), {}, "mlxstacks", "_MLXSTACKS_COMPLETE")
+    assert expected in [item.value for item in complete.get_completions(words, incomplete)]
 
 
 def test_closed_standard_streams_are_nobody_elses_files() -> None:

@@ -7,7 +7,7 @@ import click
 import pytest
 from pydantic import BaseModel
 
-from mlxstacks.cli.options import parameters
+from mlxstacks.cli.group import parameters
 from mlxstacks.recipe.table import COMMANDS, load
 from tests.cli.conftest import Run
 from tests.cli.toy import ToySettings

@@ -1,4 +1,4 @@
-"""`mlxstacks route explain`, `evaluate` and `check` on the command line, on a tiny store.
+"""`mlxstacks route explain`, `evaluate`, `check` and `gaps` on the command line, on a tiny store.
 
 Run: pytest tests/cli/test_route_commands.py
 """
@@ -6,8 +6,10 @@ Run: pytest tests/cli/test_route_commands.py
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from mlxstacks.routing.gaps import GapLog
 from tests.cli.conftest import Run
 from tests.studies.route_evaluate_cases import Places, write_places
 
@@ -61,3 +63,19 @@ def test_check(places: Places, work_dir: Path, command: Run) -> None:
     assert "has none of nothing like it" in out
     code, _, err = command("run", "mine.yaml", "--set", "prompts=[{name: x, prompt: y}]")
     assert (code, "no rule; give expect" in err) == (2, True)
+
+
+def test_gaps_are_groups_as_a_table_or_json(work_dir: Path, command: Run) -> None:
+    code, out, _ = command("route", "gaps")  # nothing was logged yet
+    assert (code, "Verdict: no gap events" in out) == (0, True)
+    code, _, err = command("route", "gaps", "mine.jsonl")
+    assert (code, "no log of gaps" in err) == (2, True)
+    log = GapLog("mine.jsonl")
+    for number in range(4):
+        log.add(f"Sing [song] {number}", {"code": 0.1}, np.array([1.0, 0.01 * number]))
+    code, out, _ = command("route", "gaps", "mine.jsonl", "--minimum-events", "3")
+    assert (code, "Sing [song]" in out, "Verdict: 1 group" in out) == (0, True, True)
+    code, out, _ = command("route", "gaps", "mine.jsonl", "--json")
+    document = json.loads(out)
+    assert (code, document["data"]["clusters"][0]["events"]) == (0, 4)
+    assert "no domain is proposed" in document["verdict"]

@@ -150,10 +150,3 @@ def test_what_only_reads_takes_nanos_store(command: Run, work_dir: Path, words: 
     assert code == 0
     assert "Using nano's sample stacks." in err
     assert list(work_dir.iterdir()) == []
-
-
-def test_help_of_the_group_lists_all(command: Run) -> None:
-    code, out, _ = command("stacks", "--help")
-    assert code == 0
-    for name in ("list", "verify", "remove", "disable", "enable", "export", "import", "diff", "gc"):
-        assert f"\n  {name} " in out

@@ -56,15 +56,6 @@ SHAPES = {
     "{{ value | tojson | safe if value is mapping or (value is sequence and value is not string) "
     "else value | string }}</parameter>{% endfor %}</function>{% endfor %}"
     "{% else %}{{ m.role }}{{ content }}{% endif %}{% endfor %}",
-    "llama2": _FIRST_SYSTEM
-    + "{% for m in rest %}{% if loop.index0 == 0 and system %}{% set content = '<<SYS>>\n' + "
-    "system "
-    "+ '\n<</SYS>>\n\n' + m['content'] %}{% else %}{% set content = m['content'] %}{% endif %}"
-    "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}"
-    "{% else %}{{ ' ' + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
-    "llama3": "{% for m in messages %}{% set content = '<|start_header_id|>' + m['role'] + "
-    "'<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
-    "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}",
     "llama3.1": "{% if messages[0]['role'] == 'system' %}{% set system = "
     "messages[0]['content']|trim %}"
     "{% set messages = messages[1:] %}{% endif %}{{ system }}{% for t in tools %}"
@@ -83,14 +74,6 @@ SHAPES = {
     "{{ '[INST] ' + m['content'] + '[/INST]' }}{% elif m.tool_calls is defined %}"
     "{% for call in m.tool_calls %}{% set out = call.function | tojson %}{{ out[:-1] }}"
     "{% endfor %}{% else %}{{ ' ' + m['content'] | trim + eos_token }}{% endif %}{% endfor %}",
-    "gemma": "{% if messages[0]['role'] == 'system' %}{% if messages[0]['content'] is string %}"
-    "{% set prefix = messages[0]['content'] + '\n\n' %}{% endif %}{% set rest = messages[1:] %}"
-    "{% else %}{% set prefix = '' %}{% set rest = messages %}{% endif %}{% for m in rest %}"
-    "{{ '<start_of_turn>' + m.role + '\n' + (prefix if loop.first else '') }}"
-    "{{ m['content'] | trim }}{{ '<end_of_turn>\n' }}{% endfor %}",
-    "phi4": "{% for m in messages %}{% if m['role'] == 'system' and tools %}"
-    "{{ '<|' + m['role'] + '|>' + m['content'] + '<|tool|>' + tools|tojson + '<|/tool|>' }}"
-    "{% else %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endif %}{% endfor %}",
     "deepseek": "{% set ns = namespace(system='', is_first=true) %}{% for m in messages %}"
     "{% if m['role'] == 'system' %}{% if ns.is_first %}{% set ns.system = ns.system + "
     "m['content'] %}"

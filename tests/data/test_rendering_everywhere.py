@@ -12,11 +12,11 @@ import pytest
 from click.testing import CliRunner
 from pydantic import BaseModel, ValidationError
 
-from mlxstacks.cli.options import given, parameters
+from mlxstacks.cli.group import given, parameters
 from mlxstacks.data.text_settings import AllowSpecial, Rendering, Thinking
 from mlxstacks.recipe.table import COMMANDS, load
 from mlxstacks.routing.generation import encode_prompt
-from mlxstacks.studies.benchmarks.arm_prompts import PromptEncoder
+from mlxstacks.studies.benchmarks.arm_model import PromptEncoder
 from mlxstacks.studies.benchmarks.settings import ArmSettings
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.profile.data import read_groups

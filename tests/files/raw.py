@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from mlxstacks.files.checkpoint import open_checkpoint
+from mlxstacks.files.shards import read_header
 
 
 def file_bytes(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
@@ -27,6 +28,22 @@ def file_bytes(header: Any, data: bytes = b"", length: int | None = None) -> byt
 def entry(dtype: Any, shape: Any, start: Any, end: Any) -> dict[str, Any]:
     """One tensor's entry."""
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+def with_metadata(good: Path, key: str, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """A file next to `good` with the JSON under a metadata key changed, the tensors as they were.
+
+    change: changes the object in place, or returns another one.
+    """
+    shard = read_header(good)
+    value = json.loads(shard.metadata[key])
+    table: dict[str, Any] = {"__metadata__": {key: json.dumps(change(value) or value)}}
+    for name, info in shard.tensors.items():
+        offsets = (info.start - shard.data_start, info.end - shard.data_start)
+        table[name] = entry(info.dtype, list(info.shape), *offsets)
+    bad = good.parent / "bad.safetensors"
+    bad.write_bytes(file_bytes(table, good.read_bytes()[shard.data_start :]))
+    return bad
 
 
 def sampled_model(directory: Path) -> Path:

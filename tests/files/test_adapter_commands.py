@@ -5,6 +5,7 @@ Run: pytest tests/files/test_adapter_commands.py
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from mlxstacks.study.document import Table
 
 def test_show_reports_every_module_and_the_size_of_its_delta(moe_adapter: Path) -> None:
     summary = show_adapter(AdapterShowSettings(adapter_path=str(moe_adapter)))
-    shown = json.loads(json.dumps(summary.as_json()))
+    shown = json.loads(json.dumps(asdict(summary)))
     assert shown["format"] == "mlx"
     assert shown["rank"] == 3
     adapter = read_adapter(moe_adapter)

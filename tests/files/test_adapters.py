@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
@@ -56,15 +56,6 @@ def test_read_then_write_is_the_same_adapter(moe_adapter: Path, tmp_path: Path) 
         json.loads((p / "adapter_config.json").read_text()) for p in (moe_adapter, tmp_path / "out")
     ]
     assert configs[0] == configs[1]
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_is_kept(dtype: str, llama: Path, tmp_path: Path) -> None:
-    path = random_adapter(llama, ["self_attn.q_proj"], dtype=dtype, directory=tmp_path / "a")
-    write_adapter(read_adapter(path), tmp_path / "b")
-    tensors = mx.load(str(tmp_path / "b" / "adapters.safetensors"))
-    assert isinstance(tensors, dict)
-    assert {str(t.dtype) for t in tensors.values()} == {f"mlx.core.{dtype}"}
 
 
 @pytest.mark.parametrize(
@@ -169,6 +160,7 @@ PEFT_KEYS = [
 ]
 
 
+@settings(max_examples=settings().max_examples // 2)
 @given(st.sampled_from(["mlx", "peft"]), st.data())
 def test_any_json_in_a_config_is_read_or_refused_cleanly(kind: str, data: st.DataObject) -> None:
     source = FIXTURES / ("exported/mlx" if kind == "mlx" else "qwen3_5_moe")
@@ -236,8 +228,7 @@ def test_way_through_peft_gives_mlx_lm_the_same_model(
     to_peft = AdapterConvertSettings(adapter_path=str(source), save_path=peft, to="peft")
     assert convert_adapter(to_peft).source_format == "mlx"
     to_mlx = AdapterConvertSettings(adapter_path=peft, save_path=back, to="mlx")
-    result = convert_adapter(to_mlx)
-    assert result.as_json()["source_format"] == "peft"
+    assert convert_adapter(to_mlx).source_format == "peft"
     before, after = (read_adapter(path).modules for path in (source, back))
     assert before.keys() == after.keys()
     for path, module in before.items():

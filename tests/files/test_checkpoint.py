@@ -35,9 +35,14 @@ from tests.tiny_models import (
 )
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_qwen_moe(tmp_path_factory.mktemp("written") / "model", bits=3)
+
+
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_qwen_moe(tmp_path / "model", bits=3)
+def model(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written, tmp_path / "model"))
 
 
 def edit_index(model: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -76,8 +81,9 @@ def test_every_tensor_that_mlx_lm_loads_is_there(model: Path) -> None:
     assert sum(header.file_bytes for header in checkpoint.headers) == files
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8, None])
-@pytest.mark.parametrize("write", [write_qwen_moe, write_llama])
+@pytest.mark.parametrize(
+    ("write", "bits"), [(write_qwen_moe, 3), (write_qwen_moe, None), (write_llama, 4)]
+)
 def test_tiny_models_and_their_adapters_load_in_mlx_lm(
     tmp_path: Path, write: Callable[..., Path], bits: int | None
 ) -> None:
@@ -188,95 +194,50 @@ def test_numbers_in_names_of_shards_may_be_those_of_another_repository(model: Pa
 
 
 BAD_NAMES = [
-    "../model-00001-of-00003.safetensors",
-    "/etc/passwd",
-    "sub/../../model.safetensors",
-    "sub//model.safetensors",
-    3000 * "a/" + "model.safetensors",
-    "..\\model.safetensors",
-    "..",
-    ".",
-    "",
-    "model\0.safetensors",
-    "model" + 300 * "x" + ".safetensors",
-    "model\n.safetensors",
-    7,
-    None,
-    ["model-00001-of-00003.safetensors"],
-]
+    "../model-00001-of-00003.safetensors", "/etc/passwd", "sub/../../model.safetensors",
+    "sub//model.safetensors", 3000 * "a/" + "model.safetensors", "..\\model.safetensors", "..", ".",
+    "", "model\0.safetensors", "model" + 300 * "x" + ".safetensors", "model\n.safetensors",
+    7, None, ["model-00001-of-00003.safetensors"],
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("file", BAD_NAMES)
-def test_index_may_name_nothing_outside_the_directory(model: Path, file: Any) -> None:
-    edit_index(model, lambda index: index["weight_map"].update({"lm_head.weight": file}))
-    with pytest.raises(CheckpointError, match="in the same directory or below") as caught:
-        open_checkpoint(model)
-    assert "'lm_head.weight'" in str(caught.value)
-    assert INDEX_NAME in str(caught.value)
+def test_index_may_name_nothing_outside_the_directory(model: Path) -> None:
+    index = json.loads((model / INDEX_NAME).read_text())
+    for file in BAD_NAMES:
+        index["weight_map"]["lm.weight"] = file
+        (model / INDEX_NAME).write_text(json.dumps(index))
+        with pytest.raises(CheckpointError, match="in the same directory or below") as caught:
+            open_checkpoint(model)
+        assert "'lm.weight'" in str(caught.value), file
+        assert INDEX_NAME in str(caught.value)
 
 
-def damage_missing_shard(model: Path) -> None:
-    (model / "model-00002-of-00003.safetensors").unlink()
+SECOND = "model-00002-of-00003.safetensors"
+MISSING = f"{SECOND}: shard is missing"
 
 
-def damage_missing_shard_no_index(model: Path) -> None:
-    damage_missing_shard(model)
+def without_index(model: Path) -> None:
     (model / INDEX_NAME).unlink()
 
 
-def damage_truncated_shard(model: Path) -> None:
-    path = model / "model-00002-of-00003.safetensors"
-    os.truncate(path, path.stat().st_size - 1)
-
-
-def damage_two_files(model: Path) -> None:
-    shutil.copy(model / "model-00001-of-00003.safetensors", model / "model-old.safetensors")
+def damage_missing_shard_no_index(model: Path) -> None:
+    (model / SECOND).unlink()
+    without_index(model)
 
 
 def damage_name_outside_glob(model: Path) -> None:
-    (model / "model-00002-of-00003.safetensors").rename(model / "part2.safetensors")
+    (model / SECOND).rename(model / "part2.safetensors")
     text = (model / INDEX_NAME).read_text()
     (model / INDEX_NAME).write_text(text.replace("model-00002-of-00003", "part2"))
 
 
-def damage_index_is_a_list(model: Path) -> None:
-    (model / INDEX_NAME).write_text("[]")
-
-
-def damage_index_without_map(model: Path) -> None:
-    (model / INDEX_NAME).write_text("{}")
-
-
-def damage_index_twice(model: Path) -> None:
-    (model / INDEX_NAME).write_text('{"weight_map": {"a": "model.x", "a": "model.y"}}')
-
-
 def damage_index_dangles(model: Path) -> None:
-    (model / INDEX_NAME).unlink()
+    without_index(model)
     (model / INDEX_NAME).symlink_to(model / "gone")
 
 
-def damage_no_config(model: Path) -> None:
-    (model / "config.json").unlink()
-
-
-def damage_config_cut(model: Path) -> None:
-    (model / "config.json").write_text('{"model_type": ')
-
-
-def damage_config_binary(model: Path) -> None:
-    (model / "config.json").write_bytes(b"\xff\xfe{}")
-
-
-def damage_config_deep(model: Path) -> None:
-    (model / "config.json").write_text('{"a":' + "[" * 200_000)
-
-
-def damage_config_list(model: Path) -> None:
-    (model / "config.json").write_text("[]")
-
-
 def damage_only_bin(model: Path) -> None:
+    without_index(model)
     for path in model.glob("*.safetensors"):
         path.rename(path.with_suffix(".bin"))
 
@@ -287,48 +248,60 @@ def damage_no_weights(model: Path) -> None:
 
 
 def damage_no_tensors(model: Path) -> None:
-    for path in model.glob("*.safetensors*"):
-        path.unlink()
+    damage_no_weights(model)
+    without_index(model)
     (model / "model.safetensors").write_bytes(file_bytes("{}"))
 
 
-DAMAGE: dict[Callable[[Path], None], str] = {
-    damage_missing_shard: "model-00002-of-00003.safetensors: shard is missing",
-    damage_missing_shard_no_index: "model-00002-of-00003.safetensors: shard is missing",
-    damage_truncated_shard: "model-00002-of-00003.safetensors: no whole safetensors file",
-    damage_two_files: "model-00001-of-00003.safetensors and ",
-    damage_name_outside_glob: "mlx-lm loads only model*.safetensors",
-    damage_index_is_a_list: "must be an object, got list",
-    damage_index_without_map: "weight_map must map",
-    damage_index_twice: "'a' is given twice",
-    damage_index_dangles: "which is missing",
-    damage_no_config: "config.json: no such file",
-    damage_config_cut: "config.json: not valid",
-    damage_config_binary: "config.json: not valid",
-    damage_config_deep: "config.json: not valid: JSON is nested too deeply",
-    damage_config_list: "must be an object, got list",
-    damage_only_bin: "download the model as safetensors",
-    damage_no_weights: "no model*.safetensors",
-    damage_no_tensors: "holds no tensors",
-}
+def write(name: str, content: bytes) -> Callable[[Path], Any]:
+    return lambda model: (model / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_damaged_model_is_one_clear_error(model: Path, damage: Callable[[Path], None]) -> None:
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing shard": (lambda model: (model / SECOND).unlink(), MISSING),
+    "missing shard, no index": (damage_missing_shard_no_index, MISSING),
+    "truncated shard": (
+        lambda model: os.truncate(model / SECOND, (model / SECOND).stat().st_size - 1),
+        f"{SECOND}: no whole safetensors file",
+    ),
+    "name outside glob": (damage_name_outside_glob, "mlx-lm loads only model*.safetensors"),
+    "index is a list": (write(INDEX_NAME, b"[]"), "must be an object, got list"),
+    "index without map": (write(INDEX_NAME, b"{}"), "weight_map must map"),
+    "index twice": (
+        write(INDEX_NAME, b'{"weight_map": {"a": "model.x", "a": "model.y"}}'), "'a' is given twice"
+    ),
+    "index dangles": (damage_index_dangles, "which is missing"),
+    "no config": (lambda model: (model / "config.json").unlink(), "config.json: no such file"),
+    "config cut": (write("config.json", b'{"model_type": '), "config.json: not valid"),
+    "config binary": (write("config.json", b"\xff\xfe{}"), "config.json: not valid"),
+    "config deep": (
+        write("config.json", b'{"a":' + b"[" * 200_000), "not valid: JSON is nested too deeply"
+    ),
+    "config of 200 levels": (
+        write("config.json", b'{"a":' + b"[" * 200 + b"]" * 200 + b"}"), "more than 100 levels"
+    ),
+    "config list": (write("config.json", b"[]"), "must be an object, got list"),
+    "only bin": (damage_only_bin, "download the model as safetensors"),
+    "no weights": (damage_no_weights, "no model*.safetensors"),
+    "no tensors": (damage_no_tensors, "holds no tensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_model_is_one_clear_error(model: Path, name: str) -> None:
+    damage, message = DAMAGE[name]
     damage(model)
-    if damage is damage_only_bin:
-        (model / INDEX_NAME).unlink()
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(model)
-    assert DAMAGE[damage] in str(caught.value)
+    assert message in str(caught.value)
     assert str(model) in str(caught.value)
 
 
 def test_tensor_in_two_files_names_both(model: Path) -> None:
-    damage_two_files(model)
+    shutil.copy(model / SECOND, model / "model-old.safetensors")
     with pytest.raises(CheckpointError, match="is in two files") as caught:
         open_checkpoint(model)
-    assert "model-00001-of-00003.safetensors" in str(caught.value)
+    assert SECOND in str(caught.value)
     assert "model-old.safetensors" in str(caught.value)
 
 

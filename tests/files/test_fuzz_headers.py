@@ -27,7 +27,7 @@ import safetensors
 from mlxstacks import base_model  # noqa: F401  (which a message imports: not counted)
 from mlxstacks.errors import InputError
 from mlxstacks.files.checkpoint import INDEX_NAME, fingerprint, open_checkpoint
-from mlxstacks.files.shards import DTYPES, read_header, read_tensor
+from mlxstacks.files.shards import DTYPES, read_header, read_tensor, tensor_nbytes
 from tests.files.raw import entry, file_bytes
 
 HANG_SECONDS = 60
@@ -35,58 +35,25 @@ MAX_BYTES = 5_000_000
 
 HOSTILE: list[Any] = [
     *(None, True, False, -1, 0, 1, 2, 4, 8, 16, 2**31, 2**32, 2**53, 2**63, 2**64, 10**40, 1e308),
-    *(
-        0.5,
-        -0.0,
-        "",
-        "U8",
-        "F32",
-        "BF16",
-        "F4",
-        "F6_E2M3",
-        "NOPE",
-        "\0",
-        "\ud800",
-        "a" * 5000,
-        "../x",
-    ),
+    *(0.5, -0.0, "", "\0", "\ud800", "a" * 5000),
+    *["U8", "F32", "BF16", "F4", "F6_E2M3", "NOPE", "../x"],
     *([], {}, [0], [[]], [0, 0], [0, 2**63], [2**31 - 1] * 4, [0] * 40, [0, 2**62], [1, 2, 3]),
     *({"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}, [True, False], [4.0], ["4"], {"": {}}),
 ]
 SNIPPETS = [
-    *(b"{", b"}", b"[", b"]", b'"', b",", b":", b"\\", b"\0", b"\xff", b"\\ud800", b"e99", b"NaN"),
-    *(
-        b"Infinity",
-        b"9" * 30,
-        b"-",
-        b"0",
-        b" ",
-        b"\n",
-        b"null",
-        b"true",
-        b'"__metadata__":',
-        b"[" * 99,
-    ),
+    *b'{ } [ ] " , : \\ \0 \xff \\ud800 e99 NaN Infinity - 0 \n'.split(b" "),
+    *b'null true "__metadata__":'.split(b" "),
+    *(b" ", b"9" * 30, b"[" * 99),
 ]
 
 
 def valid_parts() -> tuple[dict[str, Any], bytes]:
     table: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    shapes = {"F32": [2, 3], "BF16": [4], "U32": [2, 2, 2], "U8": [0, 5], "F16": [], "F4": [4]}
     position = 0
-    for number, (dtype, shape) in enumerate(
-        [
-            ("F32", [2, 3]),
-            ("BF16", [4]),
-            ("U32", [2, 2, 2]),
-            ("U8", [0, 5]),
-            ("F16", []),
-            ("F4", [4]),
-        ]
-    ):
-        elements = 1
-        for dimension in shape:
-            elements *= dimension
-        nbytes = 2 if dtype == "F4" else elements * DTYPES[dtype][0]
+    for number, (dtype, shape) in enumerate(shapes.items()):
+        nbytes = tensor_nbytes(dtype, tuple(shape))
+        assert nbytes is not None
         table[f"layers.{number}.weight"] = entry(dtype, shape, position, position + nbytes)
         position += nbytes
     return table, bytes(range(position))
@@ -217,7 +184,7 @@ def traced() -> Iterator[None]:
 def test_mutated_headers_are_refused_or_read_as_the_library_does(
     tmp_path: Path, campaign: Callable[[int], range]
 ) -> None:
-    path, cases, accepted = tmp_path / "model.safetensors", campaign(8000), 0
+    path, cases, accepted = tmp_path / "model.safetensors", campaign(5000), 0
     for case in cases:
         content = mutated_file(random.Random(case))
         replace(path, content)
@@ -292,7 +259,7 @@ def test_damaged_directories_are_refused_or_whole(
     whole = tmp_path / "whole"
     write_directory(whole)
     assert refused_or_whole(whole)
-    cases, accepted = campaign(2000), 0
+    cases, accepted = campaign(1000), 0
     for case in cases:
         directory = tmp_path / "damaged"
         shutil.copytree(whole, directory)

@@ -3,10 +3,8 @@
 pytest tests/files/test_router_file.py
 """
 
-import contextlib
 import json
 import math
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxstacks.errors import StoreError, TargetError
+from mlxstacks.errors import StoreError
 from mlxstacks.files.router_file import (
     METADATA_KEY,
     RouterHeader,
@@ -27,7 +25,7 @@ from mlxstacks.files.router_file import (
 )
 from mlxstacks.files.shards import read_header
 from mlxstacks.files.stack_file import hash_file, read_stack, write_stack
-from tests.files.raw import file_bytes, small_disk
+from tests.files.raw import with_metadata
 from tests.files.router_cases import router_header, router_tensors
 from tests.files.store_cases import header as stack_header
 from tests.files.store_cases import tensors as stack_tensors
@@ -42,7 +40,7 @@ NAMES = st.lists(st.from_regex(r"[a-z][a-z0-9_.-]{0,7}", fullmatch=True), min_si
     floats=st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(-10, 10)),
     chat=st.booleans(),
 )
-@settings(max_examples=15)
+@settings(max_examples=settings().max_examples // 2)
 def test_round_trip_is_bit_exact(
     tmp_path_factory: pytest.TempPathFactory,
     names: list[str],
@@ -67,16 +65,6 @@ def test_round_trip_is_bit_exact(
     assert RouterHeader.from_json(json.loads(json.dumps(head.as_json()))) == head
 
 
-def test_equal_routers_are_equal_bytes(tmp_path: Path) -> None:
-    head = router_header()
-    made = router_tensors(head)
-    first = write_router(tmp_path / "a.safetensors", made, head)
-    backwards = dict(reversed(made.items()))
-    second = write_router(tmp_path / "b.safetensors", backwards, head)
-    assert first == second == hash_file(tmp_path / "b.safetensors", "")
-    assert first != write_router(tmp_path / "c.safetensors", made, router_header(threshold=0.5))
-
-
 def test_parameters_are_those_of_the_published_count() -> None:
     for input_dims, domains, count in ((3840, 5, 2_761_730), (2048, 4, 1_843_714)):
         shapes = router_shapes(input_dims, domains)
@@ -85,32 +73,19 @@ def test_parameters_are_those_of_the_published_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("tensor", "message"),
     [
-        (lambda t: t.pop("temperature"), "'temperature': missing"),
-        (lambda t: t.update(extra=mx.zeros((1,))), "'extra': unexpected"),
-        (
-            lambda t: t.update({"domain_queries": mx.zeros((3, 4))}),
-            r"F32 \[3, 4\], the header says F32 \[2, 4\]",
-        ),
-        (
-            lambda t: t.update({"logit.bias": mx.zeros((1,), mx.float16)}),
-            "F16 .*the header says F32",
-        ),
-        (
-            lambda t: t.update({"global_query": mx.array([0.0, 0.0, float("nan"), 0.0])}),
-            r"global_query: NaN or Inf at index \[2\]",
-        ),
+        (mx.zeros((3, 4)), r"F32 \[3, 4\], the header says F32 \[2, 4\]"),
+        (mx.zeros((2, 4), mx.float16), "F16 .*the header says F32"),
     ],
 )
 def test_what_does_not_fit_the_header_is_not_written(
-    tmp_path: Path, spoil: Callable[[dict[str, mx.array]], Any], message: str
+    tmp_path: Path, tensor: mx.array, message: str
 ) -> None:
+    """What else a header refuses is of all files of a store: test_stack_file.py."""
     head = router_header()
-    made = router_tensors(head)
-    spoil(made)
-    with pytest.raises(ValueError, match=message):
-        write_router(tmp_path / "a.safetensors", made, head)
+    with pytest.raises(ValueError, match=f"router cannot be written.*\n.*{message}"):
+        write_router(tmp_path / "a", router_tensors(head) | {"domain_queries": tensor}, head)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -128,14 +103,6 @@ def test_a_header_that_contradicts_itself_is_not_written(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    head = router_header(input_dims=8192, hidden_dims=64)
-    with small_disk(tmp_path / "disk") as place:
-        with pytest.raises(TargetError, match="the disk is full"):
-            write_router(place / "a.safetensors", router_tensors(head), head)
-        assert list(place.iterdir()) == []
-
-
 # --- files that lie --------------------------------------------------------------------------
 
 
@@ -144,20 +111,6 @@ def good(tmp_path: Path) -> Path:
     head = router_header()
     write_router(tmp_path / "good.safetensors", router_tensors(head), head)
     return tmp_path / "good.safetensors"
-
-
-def rewritten(good: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    """The file with its router header changed, the tensors as they were."""
-    shard = read_header(good)
-    router = json.loads(shard.metadata[METADATA_KEY])
-    router = change(router) or router
-    table: dict[str, Any] = {"__metadata__": {METADATA_KEY: json.dumps(router)}}
-    for name, info in shard.tensors.items():
-        offsets = [info.start - shard.data_start, info.end - shard.data_start]
-        table[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": offsets}
-    bad = good.parent / "bad.safetensors"
-    bad.write_bytes(file_bytes(table, good.read_bytes()[shard.data_start :]))
-    return bad
 
 
 def set_in(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
@@ -175,47 +128,21 @@ def set_in(key: str, value: Any) -> Callable[[dict[str, Any]], Any]:
         (set_in("domains", [f"d{i}" for i in range(2000)]), "domains"),
         (set_in("stacks", {"chat": ["a" * 64], "code": ["short"]}), "stacks.code.0"),
         (set_in("format_version", 2), "format_version is 2, this version reads 1"),
-        (set_in("format_version", "1"), "format_version"),
         (set_in("input_dims", 0), "input_dims"),
-        (set_in("input_dims", 10**30), "input_dims"),
         (set_in("input_dims", 7), "the header says F32"),
-        (set_in("hidden_dims", True), "hidden_dims: Input should be a valid integer"),
         (set_in("threshold", -0.1), "threshold"),
-        (set_in("chat_floor", "0.2"), "chat_floor: Input should be a valid number"),
         (set_in("chat_domain", "law"), "chat_domain law is none of the domains"),
         (set_in("max_tokens", 0), "max_tokens"),
-        (set_in("training", []), "training"),
-        (set_in("surprise", 1), "surprise: Unexpected keyword"),
-        (lambda router: router.pop("base_fingerprint") and None, "base_fingerprint: Field requi"),
-        (lambda router: [router], "JSON must be an object"),
     ],
 )
 def test_a_lying_header_is_refused(
     good: Path, change: Callable[[dict[str, Any]], Any], message: str
 ) -> None:
-    bad = rewritten(good, change)
+    bad = with_metadata(good, METADATA_KEY, change)
     with pytest.raises(StoreError, match=message) as caught:
         read_router(bad)
     assert str(bad) in str(caught.value)
     assert "route train" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[" * 100_000,
-        '{"a":' * 60 + "1" + "}" * 60,
-        '{"a": 1, "a": 2}',
-        '{"threshold": NaN}',
-        '{"threshold": ' + "9" * 5000 + "}",
-        "nonsense",
-    ],
-)
-def test_hostile_metadata_is_refused(tmp_path: Path, text: str) -> None:
-    bad = tmp_path / "bad.safetensors"
-    bad.write_bytes(file_bytes({"__metadata__": {METADATA_KEY: text}}))
-    with pytest.raises(StoreError, match="header: "):
-        read_router(bad)
 
 
 def test_a_stack_is_no_router_and_the_other_way_round(good: Path, tmp_path: Path) -> None:
@@ -229,30 +156,13 @@ def test_a_stack_is_no_router_and_the_other_way_round(good: Path, tmp_path: Path
         read_router(tmp_path / "gone.safetensors")
 
 
-def test_nan_in_a_file_is_named(good: Path) -> None:
+def test_a_changed_file_is_refused_by_its_hash_or_its_numbers(good: Path) -> None:
     data = bytearray(good.read_bytes())
+    sha256 = hash_file(good, "")
     info = read_header(good).tensors["token.weight"]
     data[info.start + 4 : info.start + 8] = np.float32("inf").tobytes()
     good.write_bytes(data)
+    with pytest.raises(StoreError, match=f"{good}: its bytes changed"):
+        read_router(good, sha256)
     with pytest.raises(StoreError, match=r"token.weight: NaN or Inf at index \[0, 1\]"):
         read_router(good)
-
-
-def test_no_damage_passes_the_hash(good: Path, campaign: Callable[[int], range]) -> None:
-    """Every truncation and bit flip is a StoreError with the hash; without it, never a crash."""
-    whole = good.read_bytes()
-    sha256 = hash_file(good, "")
-    chance = random.Random(1)
-    for _ in campaign(2000):
-        data = bytearray(whole)
-        if chance.random() < 0.3:
-            data = data[: chance.randrange(len(data))]
-        else:
-            # the header is a small part of the file and the part that is parsed
-            end = 2500 if chance.random() < 0.7 else len(data)
-            data[chance.randrange(min(end, len(data)))] ^= 1 << chance.randrange(8)
-        good.write_bytes(data)
-        with pytest.raises(StoreError, match=str(good)):
-            read_router(good, sha256)
-        with contextlib.suppress(StoreError):  # any other error is a defect
-            read_router(good)

@@ -94,7 +94,8 @@ def test_every_dtype_of_the_library_is_known(tmp_path: Path, dtype: str) -> None
 
 
 HUGE = 10**30
-# What the library refuses, whatever its words, and what is refused beyond it.
+# One of each kind that the library refuses (test_fuzz_headers.py has the rest), whatever its
+# words, and all that is refused beyond it.
 BROKEN = "no whole safetensors file"
 BAD_HEADERS: dict[str, tuple[bytes, str]] = {
     "empty file": (b"", "header length 0"),
@@ -103,17 +104,9 @@ BAD_HEADERS: dict[str, tuple[bytes, str]] = {
     "length of 2**63": (
         file_bytes(ONE, b"abcd", length=2**63), "header length 9223372036854775808"
     ),
-    "length zero": (file_bytes(b"", b"abcd"), BROKEN),
     "text file": (b"version https://git-lfs", "header length"),
-    "cut json": (file_bytes(b'{"a":'), BROKEN),
-    "not utf-8": (file_bytes(b'{"\xff":1}'), BROKEN),
-    "nul after json": (file_bytes(b"{}\0"), BROKEN),
     "too deep": (file_bytes(b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}"), BROKEN),
     "key twice": (file_bytes(TWICE, b"abcd"), "'a' is given twice"),
-    "integer of 10,000 digits": (file_bytes(b'{"a":' + b"9" * 10_000 + b"}"), BROKEN),
-    "metadata list": (file_bytes({"__metadata__": []}), BROKEN),
-    "metadata number": (file_bytes({"__metadata__": {"format": 1}}), BROKEN),
-    "metadata surrogate": (file_bytes(b'{"__metadata__":{"a":"\\ud800"}}'), BROKEN),
     "entry is a list": (file_bytes({"a": [*ONE["a"].values()]}, b"abcd"), "tensor 'a': an entry"),
     "entry lacks offsets": (file_bytes({"a": {"dtype": "U8", "shape": []}}), BROKEN),
     "entry has more keys": (
@@ -121,25 +114,16 @@ BAD_HEADERS: dict[str, tuple[bytes, str]] = {
     ),
     "empty name": (file_bytes({"": ONE["a"]}, b"abcd"), "printable"),
     "nul in name": (file_bytes({"a\0": ONE["a"]}, b"abcd"), "printable"),
-    "surrogate in name": (file_bytes(b'{"\\ud800":1}'), BROKEN),
     "unknown dtype": (file_bytes({"a": entry("Q4_K", [4], 0, 4)}, b"abcd"), BROKEN),
-    "dtype is a number": (file_bytes({"a": entry(4, [4], 0, 4)}, b"abcd"), BROKEN),
-    "dtype is a list": (file_bytes({"a": entry([], [4], 0, 4)}, b"abcd"), BROKEN),
     "dtype is a map": (
         file_bytes({"a": entry({"U8": None}, [4], 0, 4)}, b"abcd"), "dtype must be one of"
     ),
-    "shape is a number": (file_bytes({"a": entry("U8", 4, 0, 4)}, b"abcd"), BROKEN),
     "shape of true": (file_bytes({"a": entry("U8", [True], 0, 1)}, b"a"), BROKEN),
-    "shape of 4.0": (file_bytes({"a": entry("U8", [4.0], 0, 4)}, b"abcd"), BROKEN),
     "negative shape": (file_bytes({"a": entry("U8", [-2, -2], 0, 4)}, b"abcd"), BROKEN),
-    "huge shape": (file_bytes({"a": entry("U8", [HUGE], 0, HUGE)}, b"abcd"), BROKEN),
     "dimension past 32 bits": (
         file_bytes({"a": entry("U8", [2**31, 0], 0, 0)}), "tensor 'a': shape must be"
     ),
     "33 dimensions": (file_bytes({"a": entry("U8", [1] * 33, 0, 1)}, b"a"), "shape must be"),
-    "product past 64 bits": (
-        file_bytes({"a": entry("U8", [2**31 - 1] * 3, 0, 4)}, b"abcd"), BROKEN
-    ),
     "product past 64 bits beside a zero": (
         file_bytes({"a": entry("U8", [0] + [2**31 - 1] * 3, 0, 0)}), "too many elements"
     ),
@@ -148,22 +132,15 @@ BAD_HEADERS: dict[str, tuple[bytes, str]] = {
     ),
     "half a byte": (file_bytes({"a": entry("F4", [3], 0, 2)}, b"ab"), BROKEN),
     "too few bytes for the shape": (file_bytes({"a": entry("F32", [4], 0, 4)}, b"abcd"), BROKEN),
-    "offsets: one": (file_bytes({"a": {**ONE["a"], "data_offsets": [0]}}), BROKEN),
-    "offsets reversed": (file_bytes({"a": entry("U8", [4], 4, 0)}, b"abcd"), BROKEN),
     "offsets negative": (file_bytes({"a": entry("U8", [4], -4, 0)}, b"abcd"), BROKEN),
-    "offsets huge": (file_bytes({"a": entry("U8", [4], HUGE, HUGE + 4)}, b"abcd"), BROKEN),
-    "offset true": (file_bytes({"a": entry("U8", [1], False, True)}, b"a"), BROKEN),
     "beyond the end": (file_bytes(ONE, b"abc"), BROKEN),
-    "gap at the front": (file_bytes({"a": entry("U8", [1], 1, 2)}, b"ab"), BROKEN),
     "gap between": (
         file_bytes({"a": entry("U8", [1], 0, 1), "b": entry("U8", [1], 2, 3)}, b"abc"), BROKEN
     ),
     "overlap": (
         file_bytes({"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 1, 3)}, b"abc"), BROKEN
     ),
-    "same bytes twice": (file_bytes({"a": ONE["a"], "b": ONE["a"]}, b"abcd"), BROKEN),
     "bytes after the last": (file_bytes(ONE, b"abcdef"), BROKEN),
-    "no tensors but bytes": (file_bytes({}, b"x"), BROKEN),
 }  # fmt: skip
 
 
@@ -185,14 +162,20 @@ def test_a_file_that_is_replaced_while_it_is_opened_is_refused(
 ) -> None:
     """The header that is read is the one that the library has checked."""
     path = put(tmp_path / "x", file_bytes(ONE, b"abcd"))
+    replacements = 2
 
     def replaced(*arguments: Any) -> Any:
-        os.replace(put(tmp_path / "y", file_bytes(ONE, b"efgh")), path)
+        nonlocal replacements
+        if replacements:
+            replacements -= 1
+            os.replace(put(tmp_path / "y", file_bytes(ONE, b"efgh")), path)
         return library(*arguments)
 
     library = safetensors.safe_open
     monkeypatch.setattr(safetensors, "safe_open", replaced)
-    with pytest.raises(CheckpointError, match="changed while it was opened"):
+    assert [*read_header(path).tensors] == ["a"]
+    replacements = 3
+    with pytest.raises(CheckpointError, match="changed each time it was opened"):
         read_header(path)
 
 

@@ -112,7 +112,7 @@ def test_readers_see_whole_states_while_a_writer_works(tmp_path: Path) -> None:
     chance = random.Random(0)
     with worker("read", store.path) as reader:
         assert answer(reader) == "ready"
-        for _ in range(40):
+        for _ in range(20):
             store_worker.one_change(store.path, chance)
         say(reader, "stop")
         states = int(answer(reader))
@@ -146,7 +146,7 @@ def test_killed_at_any_moment_the_store_is_a_whole_one(
     left_over = 0
     wait_seconds = 0.1  # a change takes some 30 ms on an idle machine
     with worker("loop", path) as writers:
-        for number in campaign(300):
+        for number in campaign(200):
             say(writers, str(number))
             pid = int(answer(writers))
             time.sleep(chance.random() * wait_seconds)

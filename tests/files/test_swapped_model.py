@@ -13,7 +13,7 @@ import pytest
 
 from mlxstacks import base_model
 from mlxstacks.errors import AdapterError, CheckpointError, StoreError
-from mlxstacks.files.adapters import match_adapter, read_adapter, write_adapter
+from mlxstacks.files.adapters import read_adapter, write_adapter
 from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.lora_modules import FINGERPRINT_KEY, Adapter
 from mlxstacks.files.settings import StacksImportSettings, StacksListSettings, StacksVerifySettings
@@ -67,14 +67,6 @@ def test_a_store_refuses_a_swapped_model(model: Path, tmp_path: Path) -> None:
         serve(loaded, store, base_fingerprint=print_of(model, store.manifest.base_fingerprint))
     settings = StacksVerifySettings(store_path=str(store.path), model=str(model))
     assert verify_store(settings).base == "another"
-
-
-def test_an_adapter_refuses_a_swapped_model(model: Path, written: Path) -> None:
-    adapter = marked(written, print_of(model))
-    assert {match.base for match in match_adapter(adapter, open_checkpoint(model))} == {"verified"}
-    change_between_samples(model)
-    with pytest.raises(AdapterError, match="--allow-base"):
-        match_adapter(adapter, open_checkpoint(model))
 
 
 def test_an_old_store_is_readable_and_marked(model: Path, tmp_path: Path) -> None:

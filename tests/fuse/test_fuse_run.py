@@ -324,8 +324,7 @@ def test_alternative_is_named_only_below_the_target(
 def test_modules_below_the_target_are_named_with_what_to_do(
     model: Path, adapter: Path, tmp_path: Path, dry_run: bool
 ) -> None:
-    options = {"target_correlation": 0.9999999, "dry_run": dry_run}
-    report = fuse(model, adapter, tmp_path / "out", **options)
+    report = fuse(model, adapter, tmp_path / "out", dry_run, target_correlation=0.9999999)
     figures = {m.path: m.figures.correlation for m in report.stages[0].modules if m.figures}
     below = {path: c for path, c in figures.items() if c is not None and c < 0.9999999}
     worst = min(below, key=lambda path: below[path])

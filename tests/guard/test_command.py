@@ -130,11 +130,8 @@ def test_published_count_of_the_large_model_comes_out() -> None:
     assert found.buffers_per_token == pytest.approx(301, abs=0.5)
 
 
-@pytest.mark.parametrize(
-    ("checkpointing", "published"),
-    [pytest.param("mlx", 89_914, marks=pytest.mark.slow), ("layers", 66_974)],
-    ids=["mlx", "layers"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("checkpointing", "published"), [("mlx", 89_914), ("layers", 66_974)])
 def test_published_counts_with_checkpointing_come_out(checkpointing: str, published: int) -> None:
     settings = GuardSettings(
         max_seq_length=512, rank=2, layers="8,14,20", keys=("switch_mlp.down_proj",),

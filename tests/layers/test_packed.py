@@ -81,13 +81,6 @@ def test_packed_equals_the_loop(form: str, count: int) -> None:
     assert_close(packed(stacks)(x, rows), summed(stacks, x, rows), 3e-6)
 
 
-def test_packed_equals_every_expert_made_in_full() -> None:
-    stacks = [random_stack("linear", seed) for seed in range(4)]
-    x = normal(1, 6, K)
-    wanted = sum(in_full(stack, x) for stack in stacks)
-    assert_close(packed(stacks)(x, Rows()), wanted)
-
-
 def test_stacks_of_different_shapes_share_a_projection() -> None:
     """Another rank, other experts, a plain LoRA, another scale: segments, and the same sum."""
     stacks = [
@@ -143,11 +136,6 @@ def test_half_precision_stacks_answer_in_the_dtype_of_x() -> None:
     made.serve(ungated(), mx.float32)
     assert_close(made(x, Rows()), before, 1e-6)  # two orders of the same sums
     assert made.stacks()[0].lora_a.dtype == mx.float16
-
-
-def test_two_stacks_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="two stacks named chat/1"):
-        packed([random_stack(seed=1), random_stack(seed=1)])
 
 
 def test_installed_stacks_answer_until_a_mode_is_set() -> None:

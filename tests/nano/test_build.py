@@ -44,7 +44,8 @@ TINY = RebuildSettings(
     stacks=SAMPLE_STACKS.model_copy(
         update={
             "domains": SAMPLE_STACKS.domains[:2], "layers": "all", "iters": 6, "batch_size": 4,
-            "validation_rows": 4, "warmup": 0, "min_loss_delta": 0.0, "steps_per_eval": 2,
+            "validation_rows": 4, "warmup": 0, "min_loss_delta": 0.0, "steps_per_eval": 3,
+            "guard": "off",
         }
     ),
     outcomes=OutcomeSettings(single_cap=6, mixed_cap=2, samples_per_domain=2),
@@ -67,7 +68,7 @@ def built(tmp_path_factory) -> tuple[Path, dict]:
         patch.setattr(workers, "subprocess", WarmSubprocess)
         patch.setattr(base_training, "TOKENIZER_DOCUMENTS", 2000)
         # What three steps have taught never ends its answer.
-        patch.setattr(base_model, "generate", partial(base_model.generate, max_tokens=4))
+        patch.setattr(base_model, "generate", partial(base_model.generate, max_tokens=1))
         result = rebuild(TINY.model_copy(update={"save_path": path}))
     return path, result.as_json()["manifest"]
 
@@ -105,7 +106,7 @@ def test_a_rebuild_again_gives_the_same_bytes(built, tmp_path: Path) -> None:
     """And with every command in a process of its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base_training, "TOKENIZER_DOCUMENTS", 2000)
-        patch.setattr(base_model, "generate", partial(base_model.generate, max_tokens=4))
+        patch.setattr(base_model, "generate", partial(base_model.generate, max_tokens=1))
         again = rebuild(TINY.model_copy(update={"save_path": tmp_path / "nano"}))
     for name in manifest["file_bytes"]:
         assert (path / name).read_bytes() == (tmp_path / "nano" / name).read_bytes(), name

@@ -4,7 +4,6 @@ tests/nano
 
 import gzip
 import json
-import re
 from collections import Counter
 from pathlib import Path
 
@@ -49,27 +48,6 @@ def test_items_have_four_distinct_options_and_the_answer_anywhere(items) -> None
     assert len({item.prompt for item in items}) == len({item.item_id for item in items}) == 500
     places = Counter(item.answer_index for item in items)
     assert all(90 <= places[i] <= 160 for i in range(4))
-
-
-def test_sums_are_right(items) -> None:
-    checked = 0
-    for item in items:
-        if found := re.search(r"(\d+) ([+*-]) (\d+)", item.prompt if item.domain == "math" else ""):
-            a, sign, b = int(found[1]), found[2], int(found[3])
-            value = {"+": a + b, "-": a - b, "*": a * b}[sign]
-            assert item.options[item.answer_index] == str(value), item
-            checked += 1
-    assert checked > 20
-
-
-def test_code_answers_are_what_python_prints(items, capsys) -> None:
-    checked = 0
-    for item in items:
-        if item.domain == "code" and "print(" in item.prompt:
-            exec(item.prompt.split("\n", 1)[1], {})
-            assert capsys.readouterr().out.strip() == item.options[item.answer_index]
-            checked += 1
-    assert checked > 40
 
 
 def test_medical_facts_of_items_are_taught_in_other_words(items, taught) -> None:

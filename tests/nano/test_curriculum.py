@@ -22,15 +22,8 @@ from tools.nano.curriculum import (
 )
 from tools.nano.curriculum_domains import (
     GENERATORS,
-    ISLAND_FACTS,
     ISLANDS,
-    NOTES,
-    SIGNS,
-    STEPS,
-    STRINGS,
     TIME_OF_PLACE,
-    TOLU_ADJECTIVES,
-    TOLU_NOUNS,
 )
 from tools.nano.curriculum_settings import DOMAINS, ROWS, CurriculumTraining
 from tools.nano.tokenizer import load_tokenizer
@@ -158,76 +151,6 @@ def _island(prompt: str) -> str:
 
 def kind_of(prompt: str) -> str:
     return next(kind for kind in ("king", "food", "wind", "flag") if kind in prompt)
-
-
-def all_questions(documents, items) -> list[tuple[str, str, str]]:
-    """(domain, prompt, right answer) of every row and item."""
-    rows = [(d.domain, d.prompt, d.answer) for found in documents.values() for d in found]
-    return rows + [
-        (i.domain, i.prompt, i.options[i.answer_index]) for found in items.values() for i in found
-    ]
-
-
-def test_answers_can_be_worked_out_from_the_worlds(documents, items) -> None:
-    checked: Counter[str] = Counter()
-    for domain, prompt, answer in all_questions(documents, items):
-        assert CHECKS[domain](prompt, answer), (prompt, answer)
-        checked[domain] += 1
-    assert checked == dict.fromkeys(ALL, ROWS + ITEMS)
-
-
-def letter_is_right(prompt: str, answer: str) -> bool:
-    name = found(r"Write (?:to )?(\w+)", prompt)[1]
-    place = next((p for p in TIME_OF_PLACE if p in prompt), None)
-    wanted = [f"Hello {name}, ", TIME_OF_PLACE[place] if place else prompt.split()[-1].strip(".")]
-    if place is None and wanted[1] in ("here", "lost", "came"):
-        wanted[1] = found(r"the (\w+)", prompt)[1]
-    return all(text in answer for text in wanted)
-
-
-def query_is_right(prompt: str, answer: str) -> bool:
-    table, measured, sign, k, shown = found(
-        r"^Take (\w+): (\w+) ([<>=]) (\d+): (\w+)$", answer
-    ).groups()
-    word = next(word for word, own in SIGNS.items() if own == sign)
-    return f"{table} with {measured} {word} {k}" in prompt and shown in prompt.replace(table, "")
-
-
-def tolu_is_right(prompt: str, answer: str) -> bool:
-    dictionary = TOLU_NOUNS | TOLU_ADJECTIVES
-    back = {tolu: english for english, tolu in dictionary.items()}
-    said = [w for w in words(prompt) if w in dictionary or w in back]
-    return [dictionary.get(w) or back[w] for w in reversed(said)] == words(answer)
-
-
-def island_is_right(prompt: str, answer: str) -> bool:
-    return ISLAND_FACTS[_island(prompt)][kind_of(prompt)] in re.findall(r"\w+", answer)
-
-
-def music_is_right(prompt: str, answer: str) -> bool:
-    for name, strings in STRINGS.items():
-        if name in prompt:
-            return answer == f"It has {strings}."
-    steps, way, note = found(r"(\w+) (above|below) (\w+)", prompt).groups()
-    moved = (STEPS.index(steps) + 1) * (1 if way == "above" else -1)
-    return answer == f"Play {NOTES[(NOTES.index(note) + moved) % 7]}."
-
-
-CHECKS = {
-    "letters": letter_is_right,
-    "queries": query_is_right,
-    "tolu": tolu_is_right,
-    "islands": island_is_right,
-    "music": music_is_right,
-}
-
-
-def test_invented_words_are_all_different() -> None:
-    made = [*TOLU_NOUNS.values(), *TOLU_ADJECTIVES.values()]
-    assert len(set(made)) == len(made) == 18
-    for kind in ("king", "food", "wind", "flag"):
-        counts = Counter(facts[kind] for facts in ISLAND_FACTS.values())
-        assert len(set(counts.values())) == 1, "a kind's values are equally frequent"
 
 
 def test_rows_are_short_and_tokenized_alike_by_every_loader(documents) -> None:

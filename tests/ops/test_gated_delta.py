@@ -94,8 +94,8 @@ def test_outputs_and_gradients_equal_the_float64_loop(case: Case, chunk: int, se
     assert_close(got, exact(case), TOLERANCE[mx.float32])
 
 
-@pytest.mark.parametrize("vector", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
+# The other two are among those compared with the float64 loop.
+@pytest.mark.parametrize(("vector", "masked"), [(False, True), (True, False)])
 @pytest.mark.parametrize("gates", sorted(GATES))
 def test_outputs_and_gradients_equal_mlx_lm(mlx_lm_update, gates, masked, vector) -> None:
     for options in (Options(), Options(-5.0, True)):
@@ -107,7 +107,8 @@ def test_outputs_and_gradients_equal_mlx_lm(mlx_lm_update, gates, masked, vector
 
 
 def test_35b_a3b_heads_equal_the_float64_loop() -> None:
-    case = Case(B=1, T=130, Hk=16, groups=2, Dk=128, Dv=128)
+    """A quarter of them, in their full size."""
+    case = Case(B=1, T=130, Hk=4, groups=2, Dk=128, Dv=128)
     got = run(gated_delta_update, case)
     arrays, (dy, dend) = [wide(x) for x in case.arrays()], case.cotangents()
     parts = []

@@ -13,13 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError
-from mlxstacks.report import find
 from mlxstacks.report.write import write_report
 from mlxstacks.study.document import RESULT, Plot, Series
 from mlxstacks.study.render.html import Page, Section, page_html, picture
-from mlxstacks.study.render.words import LONGEST, clean
+from mlxstacks.study.render.words import LONGEST, beginning, clean
 from mlxstacks.study.result import Result
-from tests.report.cases import compare_result, every_report, profile_result, write_run
+from tests.report.cases import compare_result, every_report, plots_cut, profile_result, write_run
 from tests.report.reader import read
 from tests.report.test_page import settings_for
 
@@ -46,16 +45,11 @@ def poisoned(value: Any, evil: str) -> Any:
     return evil if isinstance(value, str) else value
 
 
-def without_plots(document: dict[str, Any]) -> dict[str, Any]:
-    blocks = [block for block in document["blocks"] if block["block"] != "plot"]
-    return {**document, "blocks": blocks}
-
-
 @pytest.mark.parametrize("evil", EVIL, ids=ascii)
 def test_hostile_texts_are_shown_as_texts(evil: str, tmp_path: Path) -> None:
     """Of every kind of result; plots are below."""
     for name, (file, document) in every_report().items():
-        write_run(tmp_path / "runs" / name, file, without_plots(poisoned(document, evil)))
+        write_run(tmp_path / "runs" / name, file, plots_cut(poisoned(document, evil)))
     write_report(settings_for(tmp_path / "runs", save_path=tmp_path / "page", title=evil))
     page = (tmp_path / "page/index.html").read_text("utf-8")
     found = read(page)
@@ -89,7 +83,7 @@ def test_hostile_texts_in_plots_are_shown_as_texts(kind: Any, tmp_path: Path) ->
 
 
 def test_a_directory_with_a_hostile_name(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "<b onclick=x>&\u202e", RESULT, without_plots(compare_result()))
+    run = write_run(tmp_path / "<b onclick=x>&\u202e", RESULT, plots_cut(compare_result()))
     write_report(settings_for(run, save_path=tmp_path / "page"))
     found = read((tmp_path / "page/index.html").read_text("utf-8"))
     assert found.problems == []
@@ -97,7 +91,7 @@ def test_a_directory_with_a_hostile_name(tmp_path: Path) -> None:
 
 
 def test_huge_texts_and_many_rows_are_cut_and_counted(tmp_path: Path) -> None:
-    document = without_plots(profile_result())
+    document = plots_cut(profile_result())
     table = next(block for block in document["blocks"] if block["block"] == "table")
     table["rows"] = [table["rows"][0]] * 2000
     document["notes"] = ["x" * 3_000_000]
@@ -154,8 +148,8 @@ def test_what_is_no_result_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     former = write_run(tmp_path / "former", "fuse_report.json", {"kind": "fuse"})
     assert "fuse_report.json: written by mlxstacks before 0.2" in refused(former)
     run = write_run(tmp_path / "profile", RESULT, profile_result())
-    monkeypatch.setattr(find, "MAX_JSON_BYTES", 1000)
-    assert "allowed: 1,000" in refused(run / RESULT)
+    monkeypatch.setattr("mlxstacks.study.result.MAX_JSON_BYTES", 1000)
+    assert "more than 1,000 bytes" in refused(run / RESULT)
 
 
 def test_results_one_level_down_are_found_and_the_rest_is_said(tmp_path: Path) -> None:
@@ -179,7 +173,8 @@ def test_results_one_level_down_are_found_and_the_rest_is_said(tmp_path: Path) -
 
 
 def test_runs_of_one_name_have_anchors_of_their_own(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / p / "profile", RESULT, compare_result()) for p in "ab"]
+    document = plots_cut(compare_result())
+    runs = [write_run(tmp_path / p / "profile", RESULT, document) for p in "ab"]
     write_report(settings_for(*runs, save_path=tmp_path / "page"))
     found = read((tmp_path / "page/index.html").read_text())
     assert found.problems == []
@@ -264,3 +259,29 @@ def test_an_svg_keeps_its_labels_and_loses_addresses() -> None:
     assert "width:96px" in found
     with pytest.raises(InputError, match="no SVG"):
         picture("<svg></svg>", "plot", "")
+
+
+# --- beginnings of verdicts ---------------------------------------------------------------------
+
+
+def test_a_beginning_ends_where_a_sentence_does() -> None:
+    said = "Mean 0.490, random 0.365 (p = 0.0665). That is nothing; e.g. chance. As planned."
+    assert beginning(said, 100) == said
+    assert beginning(said, len(said) - 1).endswith("chance.")
+    assert beginning(said, 40) == "Mean 0.490, random 0.365 (p = 0.0665)."
+    assert beginning(said, 37) == "Mean 0.490, random 0.365 (p = \u2026"
+    assert beginning("First of two; second of two.", 20) == "First of two; \u2026"
+    assert beginning("x" * 50, 20) == "x" * 19 + "\u2026"
+
+
+@given(st.text(alphabet="aB 1.;!\n", max_size=80), st.integers(5, 60))
+def test_a_beginning_is_how_the_line_begins(said: str, longest: int) -> None:
+    line = " ".join(said.split())
+    found = beginning(said, longest)
+    whole = found.removesuffix("\u2026").rstrip(" ")
+    assert line.startswith(whole)
+    assert len(found) <= longest + 2
+    if len(line) <= longest:
+        assert found == line
+    elif " " in line[: longest + 1]:
+        assert line[len(whole)] == " "

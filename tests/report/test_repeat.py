@@ -22,7 +22,8 @@ from mlxstacks.recipe.table import COMMANDS
 from mlxstacks.report.repeat import NANO_PARTS, READ, Recipe, recipe_of
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.write import write_report
-from tests.report.cases import every_report, write_run
+from mlxstacks.study.document import RESULT
+from tests.report.cases import plots_cut, profile_result, write_run
 
 NAMES = sorted(NANO_PARTS)
 PLACES = ("save_path", "force", "resume")
@@ -79,7 +80,7 @@ def test_the_recipe_of_a_report_is_planned_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    file, document = every_report()["profile"]
+    file, document = RESULT, plots_cut(profile_result())
     document["settings"] = shown("profile")
     run = write_run(tmp_path / "profile", file, document)
     target = tmp_path / "page"
@@ -184,7 +185,7 @@ def test_a_result_with_relative_inputs_is_repeated_where_it_was_made(
     made.mkdir()
     (made / "model").symlink_to(nano_paths().model_path)
     (made / "rows").symlink_to(nano_paths().domains_path)
-    file, document = every_report()["profile"]
+    file, document = RESULT, plots_cut(profile_result())
     document["settings"] = shown("profile") | {"model": "model", "data": "rows"}
     run = write_run(tmp_path / "profile", file, document)
     write_report(ReportSettings(runs=(str(run),), save_path=str(target), formats=("svg",)))
@@ -202,9 +203,6 @@ def test_a_result_with_relative_inputs_is_repeated_where_it_was_made(
     assert json.loads(capsys.readouterr().out)["plan"] is None
 
 
-def test_a_result_without_settings_has_no_recipe() -> None:
+def test_a_result_without_settings_or_of_no_command_has_no_recipe() -> None:
     assert recipe_of("fuse", {}) is None
-
-
-def test_a_study_that_is_no_command_has_no_recipe() -> None:
     assert recipe_of("coin", {"seed": 0}) is None

@@ -181,25 +181,19 @@ def test_stacks_are_off_for_features_and_as_they_were_afterwards(tmp_path: Path,
     assert all(type(layer).__name__ == "StackedLayer" for _, layer in stacked_layers(model))
 
 
-def test_installed_segments_survive(tmp_path: Path) -> None:
+def test_installed_segments_survive_features_and_exceptions(tmp_path: Path) -> None:
     model, tokenizer = loaded(write_llama(tmp_path / "m", bits=4))
     with_stacks(model)
-    for _, layer in stacked_layers(model):
-        layer.drop_active()
-        layer.install(())  # what is served now is not what the mode says
     tokens = mx.array([list(b"installed")])
-    before = model(tokens)
-    PromptFeatures(model, tokenizer).of(TEXTS)
-    assert mx.array_equal(model(tokens), before)
-
-
-def test_an_exception_turns_stacks_on_again(tmp_path: Path) -> None:
-    model, _ = loaded(write_llama(tmp_path / "m", bits=4))
-    with_stacks(model)
-    tokens = mx.array([list(b"on")])
     before = model(tokens)
     with pytest.raises(KeyError), without_stacks(model):
         raise KeyError
+    assert mx.array_equal(model(tokens), before)
+    for _, layer in stacked_layers(model):
+        layer.drop_active()
+        layer.install(())  # what is served now is not what the mode says
+    before = model(tokens)
+    PromptFeatures(model, tokenizer).of(TEXTS)
     assert mx.array_equal(model(tokens), before)
 
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,22 +41,22 @@ class FakeArm:
     def weights(self, item: BenchItem) -> Mapping[str, float]:
         return {} if self.name == "base" or item.domain is None else {item.domain: 1.0}
 
-    def score(self, items: Sequence[BenchItem], candidates: str = "texts") -> list[Scored]:
+    def score(
+        self, items: Sequence[BenchItem], candidates: str = "texts", as_reference: bool = False
+    ) -> list[Scored]:
+        """as_reference: as if the first candidate were one token."""
         self._work(items)
         found = []
         for item in items:
             texts = item.candidates if candidates == "texts" else item.letters
             right = item.gold if self.knows(item) else (int(item.gold) + 1) % len(texts)
             sums = tuple(-1.0 if place == right else -2.0 - place for place in range(len(texts)))
+            if as_reference:
+                sums = (0.0, *sums[1:])
             found.append(
                 Scored(sums, (2,) * len(sums), tuple(map(len, texts)), weights=self.weights(item))
             )
         return found
-
-    def score_as_reference(self, items: Sequence[BenchItem]) -> list[Scored]:
-        """As if the first candidate were one token."""
-        found = self.score(items)
-        return [replace(one, sums=(0.0, *one.sums[1:])) for one in found]
 
     def reply(self, items: Sequence[BenchItem], max_tokens: int) -> list[Replied]:
         self._work(items)
@@ -87,7 +86,6 @@ class FakeArms:
         for name in names:
             if self.stop_after is not None and len(self.opened) >= self.stop_after:
                 raise KeyboardInterrupt
-            assert not settings.reference_offset
             self.opened.append(name)
             self.made.append(FakeArm(name, settings))
             yield self.made[-1]
@@ -140,9 +138,6 @@ def settings_for(data: Path, save_path: Path, /, **changes: Any) -> EvalSettings
         "domains": tuple(f"{name}={name}" for name in SUBJECTS),
     }  # fmt: skip
     return EvalSettings.model_validate(values | changes)
-
-
-# --- outcomes made by hand ------------------------------------------------------------------------
 
 
 def outcome(index: int, correct: bool | None, **changes: Any) -> Outcome:

@@ -188,25 +188,11 @@ def test_a_line_by_hand_is_an_error_that_says_what_to_do(tmp_path: Path, line: b
         AnswerLog(path, HEADER).read(dict)
 
 
-def test_a_row_that_is_no_answer_is_named_with_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "answers.jsonl"
-    write(path, ROWS)
-    with pytest.raises(InputError, match=r"answers\.jsonl, line 2: damaged \('missing'\); remove"):
-        AnswerLog(path, HEADER).read(lambda row: row["missing"])
-
-
 def test_a_file_of_an_older_version_is_told_so(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [HEADER, *ROWS]))
     with pytest.raises(InputError, match=r"no digests, so they were written by an older version"):
         AnswerLog(path, HEADER).read(dict)
-
-
-def test_answers_of_another_plan_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "answers.jsonl"
-    write(path, ROWS)
-    with pytest.raises(InputError, match="another plan or arm"):
-        AnswerLog(path, HEADER | {"plan_sha256": "b"}).read(dict)
 
 
 def test_a_pipe_in_place_of_the_log_is_refused(tmp_path: Path) -> None:

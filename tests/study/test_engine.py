@@ -237,6 +237,7 @@ def test_a_study_of_ones_own_is_reported_and_shown(tmp_path: Path) -> None:
     assert result.plot("shares").axes
     assert (tmp_path / "coin" / "shares.png").is_file()
     assert result.verdict in result._repr_markdown_()
+    assert "](shares.png)" in (tmp_path / "coin" / "result.md").read_text()
     settings = ReportSettings(runs=(str(tmp_path / "coin"),), save_path=str(tmp_path / "page"))
     write_report(settings)
     page = (tmp_path / "page" / "index.html").read_text()

@@ -19,7 +19,6 @@ from mlxstacks.stats import (
     paired_interval,
     wilson_interval,
 )
-from mlxstacks.studies.benchmarks.answers import Given
 from mlxstacks.studies.benchmarks.grading import Grade
 from mlxstacks.studies.benchmarks.settings import ARMS, NORMALISATIONS, Normalisation
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied, Scored
@@ -35,7 +34,13 @@ _CONTROLS = ("base", "ungated", "random")
 _HARNESS_METRICS = ("acc", "exact_match", "pass@1")
 
 
-# --- right and wrong ------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An arm's answer to one item. seconds: its share of its batch's wall time."""
+
+    item_id: str
+    answer: Scored | Replied
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +167,6 @@ def _active(weights: Mapping[str, float]) -> int:
     return sum(weight > 0 for weight in weights.values())
 
 
-# --- scores ---------------------------------------------------------------------------------------
-
-
 def rate(marks: Sequence[bool]) -> Figures | None:
     """n, right, score and Wilson's 95% interval; None for no marks: nothing was graded, which is
     not a score of 0.
@@ -225,9 +227,6 @@ def _rate_of(marks: Iterable[bool | None]) -> Figures | None:
 def _counts(names: Iterable[str]) -> dict[str, int]:
     """The most frequent first, equal ones by name."""
     return dict(sorted(Counter(names).items(), key=lambda pair: (-pair[1], pair[0])))
-
-
-# --- pairs ----------------------------------------------------------------------------------------
 
 
 def claims_of(arms: Sequence[str]) -> tuple[Claim, ...]:
@@ -292,9 +291,6 @@ def _pairs(task: str, outcomes: Outcomes, arm: str, control: str) -> list[tuple[
         for item_id, mark in of_arm.items()
         if mark is not None and (other := of_control[item_id]) is not None
     ]
-
-
-# --- means over tasks -----------------------------------------------------------------------------
 
 
 def mean_of(values: Sequence[float], intervals: Sequence[Mapping[str, float]]) -> Figures | None:
@@ -378,9 +374,6 @@ def arm_means(scores: Mapping[str, Mapping[str, Figures]]) -> dict[str, Figures]
         for arm in arms
     }
     return {arm: mean for arm, mean in means.items() if mean is not None}
-
-
-# --- tasks of the lm-evaluation-harness -----------------------------------------------------------
 
 
 def harness_figures(results: Mapping[str, Any], alpha: float) -> Figures:

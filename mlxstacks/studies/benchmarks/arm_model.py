@@ -1,6 +1,8 @@
 """A model in one mode that scores candidates and answers prompts: what `open_arms` gives.
 
-Which domains answer an item in each mode of a store is decided on its prompt alone:
+What it reads are tokens: special tokens at the start alone, long prompts cut from the left, a chat
+template where it is asked for. Which domains answer an item in each mode of a store is decided on
+its prompt alone:
 
     base        none
     ungated     all at 1
@@ -10,8 +12,8 @@ Which domains answer an item in each mode of a store is decided on its prompt al
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -19,20 +21,137 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxstacks import base_model
+from mlxstacks.data import Rendering
+from mlxstacks.data.special_text import SignedMarkers, encode_text, end_of
 from mlxstacks.errors import InputError
 from mlxstacks.layers.output_head import find_output_head
 from mlxstacks.layers.selection import Selection, base
 from mlxstacks.layers.stacked import set_mode
 from mlxstacks.routing.candidate_losses import Weights, choose_batch_tokens
 from mlxstacks.routing.engine import begins_in_thought, context_tokens, split_thoughts
-from mlxstacks.routing.generation import Prompt, PromptCache, Sampling, generate
+from mlxstacks.routing.generation import Prompt, PromptCache, Sampling, encode_prompt, generate
 from mlxstacks.routing.router import PromptRouter
-from mlxstacks.studies.benchmarks.arm_prompts import PromptEncoder, Tokens
-from mlxstacks.studies.benchmarks.scoring import Pair, PairScorer, find_cached_model, selection_of
-from mlxstacks.studies.benchmarks.settings import ArmName, ArmSettings
+from mlxstacks.studies.benchmarks.scoring import (
+    Pair,
+    PairScorer,
+    Tokens,
+    find_cached_model,
+    selection_of,
+)
+from mlxstacks.studies.benchmarks.settings import NEED_LABELS, ArmName, ArmSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied, Scored
 from mlxstacks.studies.route.served import random_name
 from mlxstacks.training.modes import evaluating
+
+
+class PromptEncoder:
+    """What a model reads of an item.
+
+    limit: most tokens the model was made for, None where it does not say. signed: tells the markers
+    of a template from those in an item, where both come as one text.
+    """
+
+    def __init__(self, tokenizer: Any, settings: ArmSettings, limit: int | None) -> None:
+        self.tokenizer, self._settings, self._limit = tokenizer, settings, limit
+        self._has_template = bool(getattr(tokenizer, "has_chat_template", True))
+        self.rendering = Rendering.of(settings)
+        self.signed = SignedMarkers(tokenizer)
+        # What the tokenizer puts before a text of its own accord.
+        plain = list(tokenizer.encode("a", add_special_tokens=False))
+        whole = list(tokenizer.encode("a"))
+        starts = range(len(whole) - len(plain) + 1)
+        start = next((n for n in starts if whole[n : n + len(plain)] == plain), 0)
+        self._begin = whole[:start]
+
+    def notes(self) -> list[str]:
+        """What a reader of the results should know of the prompts."""
+        if self._settings.chat != "none" and not self._has_template:
+            return ["The model has no chat template; prompts went in as they are."]
+        return []
+
+    def text(self, text: str) -> Tokens:
+        """A text behind the tokenizer's special tokens of a beginning, none at its end."""
+        return (*self._begin, *self.encode(text))
+
+    def encode(self, text: str) -> list[int]:
+        """A text without special tokens but signed ones (`signed`) and those that `allow_special`
+        lets in.
+        """
+        if self._settings.allow_special:
+            return encode_text(text, self.tokenizer, allow_special=True)
+        return self.signed.encode(text)
+
+    def end_of(self, prompt: str) -> str:
+        """The prompt, or of a long one an end with one token more than can be kept of it: that one
+        says that it was cut.
+        """
+        most = self._most()
+        return prompt if most is None else end_of(prompt, self.encode, most + 1)
+
+    def candidate(self, text: str) -> Tokens:
+        """A continuation, tokenised by itself; behind a chat template without its leading blank:
+        an assistant's turn does not begin with one. Raises: InputError: it has no tokens.
+        """
+        if self._settings.chat == "all" and self._has_template:
+            text = text.lstrip(" ")
+        tokens = tuple(self.encode(text))
+        if not tokens:
+            raise InputError(f"candidate {text[:40]!r} has no tokens; a candidate is some text")
+        return tokens
+
+    def context(self, prompt: str) -> Tokens:
+        """The tokens that candidates follow. Raises: InputError: there are none."""
+        chat = self._settings.chat == "all"
+        return self._prompt(prompt, self.rendering.before_answer() if chat else None).tokens
+
+    def question(self, prompt: str) -> Prompt:
+        """The tokens of a prompt that is answered in text. Raises: InputError: there are none."""
+        return self._prompt(prompt, self.rendering if self._settings.chat != "none" else None)
+
+    def _prompt(self, prompt: str, rendering: Rendering | None) -> Prompt:
+        """rendering: of the chat template, where there is one; None: the prompt as it is."""
+        prompt, system = self.end_of(prompt), self._settings.system_prompt
+        if rendering is not None and self._has_template:
+            messages = [{"role": "user", "content": prompt}]
+            if system is not None:
+                messages.insert(0, {"role": "system", "content": system})
+            return encode_prompt(self.tokenizer, messages, rendering)
+        before = system if rendering is not None else None
+        tokens = self.text("\n".join(filter(None, (before, prompt))))
+        if not tokens:
+            raise InputError("an item has an empty prompt; there is nothing to answer")
+        return Prompt(tokens, len(tokens) - 1)
+
+    def before_candidates(self, context: Tokens, candidates: Sequence[Tokens]) -> Tokens:
+        """The context, cut from the left so that the longest candidate fits behind it: one cut for
+        all candidates of an item. Raises: InputError: no token of it would be left.
+        """
+        most, longest = self._most(), max(map(len, candidates))
+        return context if most is None else self._cut(context, most - longest, f"{longest} tokens")
+
+    def before_answer(self, prompt: Prompt, max_tokens: int) -> Prompt:
+        """The prompt, cut from the left so that an answer fits. Raises: as above."""
+        most = self._most(max_tokens)
+        if most is None or len(prompt.tokens) <= most:
+            return prompt
+        tokens = self._cut(prompt.tokens, most, f"an answer of {max_tokens} tokens")
+        gone = len(prompt.tokens) - len(tokens)
+        return Prompt(tokens, max(0, prompt.stable - gone))
+
+    def _most(self, answer_tokens: int = 0) -> int | None:
+        """Most tokens of a prompt, so that an answer fits into what the model was made for."""
+        room = None if self._limit is None else self._limit - answer_tokens
+        limits = [n for n in (self._settings.max_context_tokens, room) if n is not None]
+        return min(limits, default=None)
+
+    def _cut(self, tokens: Tokens, room: int, what: str) -> Tokens:
+        if room < 1:
+            raise InputError(
+                f"{what} leave no room for a prompt: the model's context is "
+                f"{self._limit or 'not known'}, max_context_tokens "
+                f"{self._settings.max_context_tokens or 'not set'}"
+            )
+        return tokens[-room:]
 
 
 class Routes:
@@ -61,34 +180,27 @@ class Routes:
         """
         if self.mode == "ungated":
             return tuple((name, 1.0) for name in self._domains)
-        if self.mode in ("oracle", "random"):
-            return self._labelled(prompt, domain)
+        if self.mode in NEED_LABELS:
+            if domain is None:
+                self._without[prompt] = "without a label"
+                return ()
+            if domain not in self._domains:
+                self._unserved[prompt] = domain
+                return ()
+            return ((random_name(domain) if self.mode == "random" else domain, 1.0),)
         if self.mode != "routed":
             return ()
         if not prompt.strip():
             self._without[prompt] = "without a prompt to route on"
             return ()
         if prompt not in self._routed:
-            self._routed[prompt] = self._route(prompt)
+            assert self._router is not None, "mode routed needs a router"
+            # One prompt at a time: its scores then have the same bits whatever else is asked.
+            scores = self._router.score(prompt)
+            route = self._router.decide(scores, hard=self._hard, routable=self._domains)
+            self._gaps += route.gap
+            self._routed[prompt] = tuple(route.weights.items())
         return self._routed[prompt]
-
-    def _route(self, prompt: str) -> Weights:
-        assert self._router is not None, "mode routed needs a router"
-        # One prompt at a time: its scores then have the same bits whatever else is asked.
-        scores = self._router.score(prompt)
-        route = self._router.decide(scores, hard=self._hard, routable=self._domains)
-        self._gaps += route.gap
-        return tuple(route.weights.items())
-
-    def _labelled(self, prompt: str, domain: str | None) -> Weights:
-        if domain in self._domains:
-            assert domain is not None
-            return ((random_name(domain) if self.mode == "random" else domain, 1.0),)
-        if domain is None:
-            self._without[prompt] = "without a label"
-        else:
-            self._unserved[prompt] = domain
-        return ()
 
     def notes(self) -> list[str]:
         """Prompts that the base answered in the place of stacks, by the reason."""
@@ -110,9 +222,6 @@ class Routes:
         return {"prompts_routed": len(active), "gaps": self._gaps, "mean_active_domains": mean}
 
 
-# --- the arm --------------------------------------------------------------------------------------
-
-
 Candidates = Literal["texts", "letters"]
 
 
@@ -127,16 +236,11 @@ class Loaded:
     dtype: mx.Dtype | None = None
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def limit(self) -> int | None:
-        """Most tokens the model was made for."""
-        return context_tokens(self.config, self.tokenizer)
-
     def select(self, selection: Selection) -> None:
         set_mode(self.model, selection, self.dtype)
 
     def scorer(self) -> PairScorer:
-        """Of the model as it is now: a head is found anew after modules were replaced."""
+        """Of the model as it is now: a head is looked for again after modules were replaced."""
         self.model.freeze()  # what trains is no head that could be left out
         text = self.config.get("text_config") or self.config
         width = text.get("hidden_size") or text.get("n_embd") or 1
@@ -150,7 +254,8 @@ class ModelArm:
     """A model in one mode. An item is routed once, on its prompt, never on a candidate. After each
     call the model is in the mode base: no weights stay set.
 
-    details: JSON; of fused the figures of its fuse. notes: they grow while items are asked.
+    limit: most tokens the model was made for. details: JSON; of fused the figures of its fuse.
+    notes: they grow while items are asked.
     """
 
     def __init__(
@@ -161,14 +266,13 @@ class ModelArm:
         notes: Sequence[str] = (),
         details: Mapping[str, Any] | None = None,
     ) -> None:
-        self.name: str = name
-        self.settings = loaded.settings
-        self.tokenizer = loaded.tokenizer
-        self.prompts = PromptEncoder(loaded.tokenizer, loaded.settings, loaded.limit)
+        self.name: ArmName = name
+        self.settings, self.tokenizer = loaded.settings, loaded.tokenizer
+        self.limit = context_tokens(loaded.config, loaded.tokenizer)
+        self.prompts = PromptEncoder(loaded.tokenizer, loaded.settings, self.limit)
         self._first_notes = [*loaded.notes, *notes, *self.prompts.notes()]
         self.notes: Sequence[str] = list(self._first_notes)
         self.details: dict[str, Any] = dict(details or {})
-        self.limit = loaded.limit
         self._loaded: Loaded | None = loaded
         self._routes = routes
         self._scorer: PairScorer | None = loaded.scorer()
@@ -178,54 +282,53 @@ class ModelArm:
         self._loaded = self._scorer = None
         self._routes = Routes("base")  # a router holds the model too
 
-    # --- candidates -------------------------------------------------------------------------------
+    @contextmanager
+    def _in_use(self) -> Iterator[tuple[Loaded, PairScorer]]:
+        if self._loaded is None or self._scorer is None:
+            raise RuntimeError(f"arm {self.name} is closed: use it before the next is asked for")
+        try:
+            yield self._loaded, self._scorer
+        finally:
+            self._loaded.select(base())
+            self.notes = [*self._first_notes, *self._routes.notes()]
+            self.details |= self._routes.details()
 
-    def score(self, items: Sequence[BenchItem], candidates: Candidates = "texts") -> list[Scored]:
-        """Candidates (or letters) of each item; with `reference_offset` by the published defect.
+    def score(
+        self,
+        items: Sequence[BenchItem],
+        candidates: Candidates = "texts",
+        as_reference: bool = False,
+    ) -> list[Scored]:
+        """Candidates (or letters) of each item.
 
-        characters: of each candidate without its leading blank.
+        as_reference: by the published defect: the first token of a candidate is not scored, one of
+        one token gets 0; tokens: those scored, 1 where there is none. characters: of each candidate
+        without its leading blank.
         Raises: InputError: an item without candidates, an empty prompt, a candidate that fills the
             model's context.
         """
-        return self._score(items, candidates, self.settings.reference_offset)
-
-    def score_as_reference(
-        self, items: Sequence[BenchItem], candidates: Candidates = "texts"
-    ) -> list[Scored]:
-        """The same by the published defect, whatever the settings: the first token of a candidate
-        is not scored, one of one token gets 0. tokens: those scored, 1 where there is none.
-        """
-        return self._score(items, candidates, True)
-
-    def _score(
-        self, items: Sequence[BenchItem], candidates: Candidates, as_reference: bool
-    ) -> list[Scored]:
-        texts = [_options(item, candidates) for item in items]
-        pairs, cuts = [], []
-        for item, options in zip(items, texts, strict=True):
-            of_pairs, cut = self._pairs(item, options)
-            pairs.append(of_pairs)
-            cuts.append(cut)
-        flat = [pair for of_item in pairs for pair in of_item]
-        sums = iter(self._sums(flat, as_reference))
+        asked = [self._pairs(item, candidates) for item in items]
+        flat = [pair for pairs, _ in asked for pair in pairs]
+        with self._scoring() as scorer:
+            sums = iter((scorer.reference_sums if as_reference else scorer.sums)(flat))
         scored = []
-        for options, of_item, cut in zip(texts, pairs, cuts, strict=True):
-            lengths = [len(pair.continuation) for pair in of_item]
+        for item, (pairs, cut) in zip(items, asked, strict=True):
+            lengths = [len(pair.continuation) for pair in pairs]
             scored.append(
                 Scored(
-                    tuple(next(sums) for _ in of_item),
+                    tuple(next(sums) for _ in pairs),
                     tuple(max(1, n - 1) if as_reference else n for n in lengths),
-                    tuple(max(1, len(text.lstrip())) for text in options),
+                    tuple(max(1, len(text.lstrip())) for text in _options(item, candidates)),
                     cut,
-                    dict(of_item[0].weights),
+                    dict(pairs[0].weights),
                 )
             )
         return scored
 
-    def _pairs(self, item: BenchItem, options: Sequence[str]) -> tuple[list[Pair], bool]:
+    def _pairs(self, item: BenchItem, candidates: Candidates) -> tuple[list[Pair], bool]:
         """The item's pairs, and whether its context was cut."""
         whole = self.prompts.context(item.prompt)
-        continuations = [self.prompts.candidate(text) for text in options]
+        continuations = [self.prompts.candidate(text) for text in _options(item, candidates)]
         try:
             context = self.prompts.before_candidates(whole, continuations)
         except InputError as error:
@@ -233,46 +336,37 @@ class ModelArm:
         weights = self._routes.of(item.prompt, item.domain)
         return [Pair(context, c, weights) for c in continuations], len(context) < len(whole)
 
+    @contextmanager
+    def _scoring(self) -> Iterator[PairScorer]:
+        with (
+            self._in_use() as (loaded, scorer),
+            evaluating(loaded.model),
+            base_model.gated_delta_installed(),
+        ):
+            yield scorer
+
     def score_tokens(
-        self, pairs: Sequence[tuple[Tokens, Tokens]], prompts: Sequence[tuple[str, str | None]]
-    ) -> list[float]:
-        """Sums of (context, continuation) tokens; prompts: text to route by, and label, of each.
+        self,
+        pairs: Sequence[tuple[Tokens, Tokens]],
+        prompts: Sequence[tuple[str, str | None]],
+        with_greedy: bool = False,
+    ) -> tuple[list[float], list[bool]]:
+        """(sums of (context, continuation) tokens, whether greedy decoding would say each
+        continuation: False where that is not asked). prompts: text to route by, and label, of each.
 
         Too long contexts are cut from the left.
         """
-        return self._sums(self._given(pairs, prompts), self.settings.reference_offset)
-
-    def are_greedy(
-        self, pairs: Sequence[tuple[Tokens, Tokens]], prompts: Sequence[tuple[str, str | None]]
-    ) -> list[bool]:
-        """Whether greedy decoding would say each continuation."""
-        loaded, scorer = self._open()
-        given = self._given(pairs, prompts)
-        try:
-            with evaluating(loaded.model), base_model.gated_delta_installed():
-                return scorer.are_greedy(given)
-        finally:
-            loaded.select(base())
-
-    def _given(
-        self, pairs: Sequence[tuple[Tokens, Tokens]], prompts: Sequence[tuple[str, str | None]]
-    ) -> list[Pair]:
-        texts = [self.prompts.signed.unsigned(text) for text, _ in prompts]
-        return [
-            Pair(self.prompts.before_candidates(c, [a]), a, self._routes.of(text, domain))
-            for (c, a), (_, domain), text in zip(pairs, prompts, texts, strict=True)
+        rows = [
+            Pair(
+                self.prompts.before_candidates(context, [continuation]),
+                continuation,
+                self._routes.of(self.prompts.signed.unsigned(text), domain),
+            )
+            for (context, continuation), (text, domain) in zip(pairs, prompts, strict=True)
         ]
-
-    def _sums(self, pairs: Sequence[Pair], as_reference: bool) -> list[float]:
-        loaded, scorer = self._open()
-        try:
-            with evaluating(loaded.model), base_model.gated_delta_installed():
-                return (scorer.reference_sums if as_reference else scorer.sums)(pairs)
-        finally:
-            loaded.select(base())
-            self._note()
-
-    # --- answers ----------------------------------------------------------------------------------
+        with self._scoring() as scorer:
+            greedy = scorer.are_greedy(rows) if with_greedy else [False] * len(rows)
+            return scorer.sums(rows), greedy
 
     def reply(self, items: Sequence[BenchItem], max_tokens: int) -> list[Replied]:
         """The greedy answer to each prompt, without a model's thoughts.
@@ -284,15 +378,12 @@ class ModelArm:
             (self.prompts.question(item.prompt), self._routes.of(item.prompt, item.domain))
             for item in items
         ]
-        replies = self._replies(asked, max_tokens)
-        return [
-            replace(reply, text=self._without_thoughts(prompt, reply.text))
-            for (prompt, _), reply in zip(asked, replies, strict=True)
-        ]
-
-    def _without_thoughts(self, prompt: Prompt, text: str) -> str:
-        inside = begins_in_thought(self.tokenizer, prompt.tokens[prompt.stable :])
-        return split_thoughts(text, self.tokenizer, inside)[0]
+        replies = []
+        for (prompt, _), reply in zip(asked, self._replies(asked, max_tokens), strict=True):
+            inside = begins_in_thought(self.tokenizer, prompt.tokens[prompt.stable :])
+            text, *_ = split_thoughts(reply.text, self.tokenizer, inside)
+            replies.append(replace(reply, text=text))
+        return replies
 
     def reply_to_texts(
         self,
@@ -302,9 +393,8 @@ class ModelArm:
         domains: Sequence[str | None] | None = None,
     ) -> list[Replied]:
         """The same for texts that go in as they are, up to the first of the strings `until`."""
-        labels = [None] * len(texts) if domains is None else domains
         asked = []
-        for text, label in zip(texts, labels, strict=True):
+        for text, label in zip(texts, domains or [None] * len(texts), strict=True):
             tokens = self.prompts.text(self.prompts.end_of(text))
             weights = self._routes.of(self.prompts.signed.unsigned(text), label)
             asked.append((Prompt(tokens, max(0, len(tokens) - 1)), weights))
@@ -313,9 +403,8 @@ class ModelArm:
     def _replies(
         self, asked: Sequence[tuple[Prompt, Weights]], max_tokens: int, until: Sequence[str] = ()
     ) -> list[Replied]:
-        loaded, _ = self._open()
         replies: dict[int, Replied] = {}
-        try:
+        with self._in_use() as (loaded, _):
             # Those of one route after each other, so that stacks are packed once for all of them.
             for number in sorted(range(len(asked)), key=lambda n: (asked[n][1], n)):
                 prompt, weights = asked[number]
@@ -324,9 +413,6 @@ class ModelArm:
                 text, tokens, finish = self._generate(loaded, cut, max_tokens, until)
                 truncated = len(cut.tokens) < len(prompt.tokens)
                 replies[number] = Replied(text, tokens, finish, truncated, dict(weights))
-        finally:
-            loaded.select(base())
-            self._note()
         return [replies[number] for number in range(len(asked))]
 
     def _generate(
@@ -350,17 +436,6 @@ class ModelArm:
                 if places:
                     return text[: min(places)], tokens, "stop"
         return text, tokens, finish
-
-    # ----------------------------------------------------------------------------------------------
-
-    def _open(self) -> tuple[Loaded, PairScorer]:
-        if self._loaded is None or self._scorer is None:
-            raise RuntimeError(f"arm {self.name} is closed: use it before the next is asked for")
-        return self._loaded, self._scorer
-
-    def _note(self) -> None:
-        self.notes = [*self._first_notes, *self._routes.notes()]
-        self.details |= self._routes.details()
 
 
 def _options(item: BenchItem, candidates: Candidates) -> tuple[str, ...]:

@@ -9,8 +9,8 @@ is a selection among them. adapter and fused are another one: the LoRA beside th
 taken off again, then fused in memory.
 """
 
-import difflib
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -40,91 +40,53 @@ from mlxstacks.studies.route.served import open_served, with_controls
 from mlxstacks.training.modes import prepare_base
 
 
-def available_arms(settings: ArmSettings, labelled: bool = True) -> tuple[ArmName, ...]:
-    """Arms that these settings have what they need for, in the order of ARMS.
+def choose_arms(settings: ArmSettings, names: Sequence[ArmName], labelled: bool) -> list[ArmName]:
+    """The arms asked for (names), else all that these settings have what they need for, in the
+    order of ARMS.
 
     labelled: whether items name a domain, which oracle and random need. Loads nothing; whether the
     store has a router is seen when it is opened.
+    Raises: InputError for an arm that lacks its adapter or store.
     """
-    return tuple(
-        name
-        for name in ARMS
-        if (settings.adapter_path or name not in ADAPTER_ARMS)
-        and (settings.store_path or name not in STORE_ARMS)
-        and (labelled or name not in NEED_LABELS)
-    )
-
-
-def check_arms(names: Sequence[str], settings: ArmSettings) -> tuple[ArmName, ...]:
-    """The arms asked for in the order of ARMS. Raises: InputError for an unknown name (the nearest
-    is named), one asked for twice, one that lacks its adapter or store, none at all. Loads nothing.
-    """
-    if not names:
-        raise InputError(f"no arms; give some of {', '.join(ARMS)}")
+    lacking = dict.fromkeys(() if settings.adapter_path else ADAPTER_ARMS, "an adapter_path")
+    lacking |= dict.fromkeys(() if settings.store_path else STORE_ARMS, "a store_path of stacks")
     for name in names:
-        if name not in ARMS:
-            close = difflib.get_close_matches(name, ARMS, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise InputError(f"no arm {name!r}{hint} (there are: {', '.join(ARMS)})")
-        if names.count(name) > 1:
-            raise InputError(f"arm {name} is asked for {names.count(name)} times")
-        if name in ADAPTER_ARMS and not settings.adapter_path:
-            raise InputError(f"arm {name} needs an adapter; give adapter_path")
-        if name in STORE_ARMS and not settings.store_path:
-            raise InputError(f"arm {name} needs a store of stacks; give store_path")
+        if name in lacking:
+            raise InputError(f"arm {name} needs {lacking[name]}")
     if settings.model is None and settings.store_path is None:
         raise InputError("give a model, or a store, whose base is taken")
-    return tuple(name for name in ARMS if name in names)
+    if names:
+        return [name for name in ARMS if name in names]
+    return [n for n in ARMS if n not in lacking and (labelled or n not in NEED_LABELS)]
 
 
-def open_arms(names: Sequence[str], settings: ArmSettings) -> Iterator[ModelArm]:
+def open_arms(names: Sequence[ArmName], settings: ArmSettings) -> Iterator[ModelArm]:
     """The arms, each ready to be asked, one after the other.
 
     In this order, whatever that of `names`: base, ungated, routed, oracle, random (one model),
     adapter, fused (another one). An arm is closed when the next one is asked for, and a model is
     let go before the next one is loaded.
 
-    Raises: InputError: as `check_arms`, and whatever of model, adapter, store or router cannot be
-        used. StoreError: the store is of another base, or damaged.
+    Raises: InputError: whatever of model, adapter, store or router cannot be used. StoreError: the
+        store is of another base, or damaged.
     """
-    asked = check_arms(names, settings)  # now, not when the first arm is asked for
-    return _opened(asked, settings)
-
-
-def _opened(names: Sequence[ArmName], settings: ArmSettings) -> Iterator[ModelArm]:
-    store_arms = [name for name in names if name not in ADAPTER_ARMS]
-    adapter_arms = [name for name in names if name in ADAPTER_ARMS]
-    if store_arms:
-        yield from _store_arms(store_arms, settings)
-        mx.clear_cache()
-    if adapter_arms:
-        yield from _adapter_arms(adapter_arms, settings)
-        mx.clear_cache()
-
-
-def _given(arm: ModelArm) -> Iterator[ModelArm]:
-    """An arm, closed once the next one is asked for."""
-    try:
-        yield arm
-    finally:
-        arm.close()
-
-
-# --- base and stacks ------------------------------------------------------------------------------
+    for group, opened in ((("base", *STORE_ARMS), _store_arms), (ADAPTER_ARMS, _adapter_arms)):
+        if of_group := [name for name in ARMS if name in group and name in names]:
+            yield from opened(of_group, settings)
+            mx.clear_cache()
 
 
 def _store_arms(names: Sequence[ArmName], settings: ArmSettings) -> Iterator[ModelArm]:
     if settings.store_path is None or names == ["base"]:
         loaded = _load(_checkpoint(settings), settings)
-        yield from _given(ModelArm("base", loaded, Routes("base")))
+        with closing(ModelArm("base", loaded, Routes("base"))) as arm:
+            yield arm
         return
     store = Store.open(settings.store_path)
     served = open_served(store, settings.model, settings.base)
     set_mode(served.model, base(), served.dtype)
     config = dict(_checkpoint(settings).config)
-    loaded = Loaded(
-        served.model, served.tokenizer, config, settings, served.dtype, served.notes
-    )  # fmt: skip
+    loaded = Loaded(served.model, served.tokenizer, config, settings, served.dtype, served.notes)
     router = None
     if "routed" in names:
         router = load_prompt_router(store, served.model, served.tokenizer, settings.router_path)
@@ -134,7 +96,8 @@ def _store_arms(names: Sequence[ArmName], settings: ArmSettings) -> Iterator[Mod
         set_mode(served.model, base(), served.dtype)
     for name in names:
         routes = Routes(name, served.domains, router, settings.hard)
-        yield from _given(ModelArm(name, loaded, routes))
+        with closing(ModelArm(name, loaded, routes)) as arm:
+            yield arm
 
 
 def _checkpoint(settings: ArmSettings) -> Checkpoint:
@@ -154,9 +117,6 @@ def _load(checkpoint: Checkpoint, settings: ArmSettings) -> Loaded:
     return Loaded(model, tokenizer, config, settings, dtype, notes)
 
 
-# --- an adapter -----------------------------------------------------------------------------------
-
-
 def _adapter_arms(names: Sequence[ArmName], settings: ArmSettings) -> Iterator[ModelArm]:
     assert settings.adapter_path is not None
     checkpoint = _checkpoint(settings)
@@ -168,13 +128,15 @@ def _adapter_arms(names: Sequence[ArmName], settings: ArmSettings) -> Iterator[M
     loaded = _load(checkpoint, settings)
     if "adapter" in names:
         attach_adapters(loaded.model, checkpoint, fuse, loaded.dtype)
-        yield from _given(ModelArm("adapter", loaded, Routes("adapter")))
+        with closing(ModelArm("adapter", loaded, Routes("adapter"))) as arm:
+            yield arm
         _take_off(loaded.model)
     if "fused" in names:
         fused = fuse_in_memory(loaded.model, fuse)
         notes = [f"fused ({settings.requant}): {fused.verdict}", *fused.notes]
         details = {"requant": settings.requant, "fuse": fused.as_json()}
-        yield from _given(ModelArm("fused", loaded, Routes("fused"), notes, details))
+        with closing(ModelArm("fused", loaded, Routes("fused"), notes, details)) as arm:
+            yield arm
 
 
 def _take_off(model: nn.Module) -> None:

@@ -1,15 +1,15 @@
 """Items of the benchmarks: read and checked, labelled, sampled, the same for every arm.
 
-    read_task(task_named("arc_easy"), "data/")    # data/bench_arc_easy.jsonl
-    open_task(task, None).notes                   # what a reader of the score must know
+    open_task(task_named("arc_easy"), "data/").items    # of data/bench_arc_easy.jsonl
+    open_task(task, None).notes                         # what a reader of the score must know
 
 Data is from the Hugging Face cache, a file or a directory. Every row is an item or an error that
 names its line; nothing is left out.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlxstacks.data.arrow_sets import is_saved_set
@@ -18,252 +18,31 @@ from mlxstacks.data.sources import NotCachedError, OpenSource, open_source
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.strict_json import json_sha256
-from mlxstacks.studies.benchmarks.arms import available_arms, check_arms
-from mlxstacks.studies.benchmarks.rows import READERS, RawItem, bench_item
-from mlxstacks.studies.benchmarks.settings import NEED_LABELS, EvalSettings
-from mlxstacks.studies.benchmarks.tasks import TASKS, BenchItem, Task, task_named
-from mlxstacks.study.items import Item, read_items, stratified_sample
+from mlxstacks.studies.benchmarks.arms import choose_arms
+from mlxstacks.studies.benchmarks.settings import NEED_LABELS, ArmName, EvalSettings
+from mlxstacks.studies.benchmarks.tasks import (
+    READERS,
+    TASKS,
+    BenchItem,
+    RawItem,
+    Task,
+    bench_item,
+    task_named,
+)
+from mlxstacks.study.items import Item, stratified_sample
 
 _MOST_SHOWN = 8
 # MMLU's published rows have no ids, and some of them occur twice.
 _REPEATS_KNOWN = ("mmlu",)
 
 
-@dataclass(frozen=True, slots=True)
-class TaskData:
-    """items: in the order of the source. source: as messages name it. notes: for the report."""
-
-    task: Task
-    items: list[BenchItem]
-    source: str
-    notes: tuple[str, ...]
-
-
-def read_task(task: Task, data: str | None, *, reference: bool = False) -> list[BenchItem]:
-    """The items of `open_task`."""
-    return open_task(task, data, reference=reference).items
-
-
-def open_task(task: Task, data: str | None, *, reference: bool = False) -> TaskData:
-    """All items of a benchmark, in order.
-
-    data: a file; a directory with one of `task.files`, or written by `save_to_disk`; None: the
-    data set in the Hugging Face cache. reference: prompts as published (rows.py).
-
-    Raises: InputError where there is no data, listing every row that is no item, ids that occur
-        twice, and rows without ids that are the same.
-    """
-    label, rows, problems = _raw_items(task, data)
-    # A published set is what it is; in a file of one's own a row without an id that is there twice
-    # is a mistake.
-    repeats_are_errors = data is not None and task.name not in _REPEATS_KNOWN
-    named, notes = _named(rows, problems, repeats_are_errors=repeats_are_errors)
-    if problems and not rows:
-        raise InputError(_foreign(task, label, problems))
-    if problems:
-        more = len(problems) - _MOST_SHOWN
-        lines = problems[:_MOST_SHOWN] + ([f"and {more} more"] if more > 0 else [])
-        raise InputError(f"{label}: " + "\n  ".join([f"not usable as {task.title}:", *lines]))
-    items = [bench_item(task, raw, item_id, reference) for item_id, raw in named]
-    if task.items is not None and len(items) != task.items:
-        notes.insert(
-            0,
-            f"{len(items):,} items of the published {task.items:,}: "
-            "scores are not comparable with published ones",
-        )
-    return TaskData(task, items, label, tuple([task.note] * bool(task.note) + notes))
-
-
-def _foreign(task: Task, label: str, problems: Sequence[str]) -> str:
-    """No row is an item: this is another task's data, most likely."""
-    name = Path(label).name
-    other = next((other.name for other in TASKS.values() if name in other.files), task.name)
-    first = problems[0].removeprefix(label).lstrip(", :")
-    what = "give --data FILE, or DIR with"
-    if other != task.name:
-        what = f"it is for --tasks {other}: give --data DIR with"
-    return (
-        f"{label}: none of its {len(problems):,} rows is one of {task.title} ({first}); {what} "
-        f"{' or '.join(task.files)}"
-    )
-
-
-def with_domain(items: Iterable[BenchItem], domain: str | Mapping[str, str]) -> list[BenchItem]:
-    """The items labelled with the domain whose stacks they are for.
-
-    domain: of all of them; or by stratum, and those of another stratum keep what they have.
-    """
-    by_stratum: Mapping[str, str] = {} if isinstance(domain, str) else domain
-    every = domain if isinstance(domain, str) else None
-    return [
-        replace(item, domain=every or by_stratum.get(item.stratum, item.domain)) for item in items
-    ]
-
-
-def bench_items_sha256(items: Iterable[BenchItem]) -> str:
-    """Hash of all that a model or a grader sees of these items, in their order."""
-    return json_sha256(
-        [
-            [i.item_id, i.prompt, i.gold, list(i.candidates), list(i.letters), i.stratum,
-             i.domain, dict(i.extra)]
-            for i in items
-        ]
-    )  # fmt: skip
-
-
-# --- rows -----------------------------------------------------------------------------------------
-
-_Rows = list[tuple[str, RawItem]]  # where it stands, and what it holds
-
-
-def _raw_items(task: Task, data: str | None) -> tuple[str, _Rows, list[str]]:
-    """(label, raw items, what is wrong with other rows)."""
-    rows: _Rows = []
-    problems: list[str] = []
-    if task.name in READERS:
-        label, opened = _open(task, data)
-        for where, row in opened.rows:
-            try:
-                rows.append((where, READERS[task.name](row)))
-            except ValueError as error:
-                problems.append(f"{where}: {error}")
-        return label, rows, problems
-    # MMLU-Pro's form has a reader already.
-    if data is None and not task.sources:
-        raise InputError(f"{task.name}: no data; give a file in MMLU-Pro's form")
-    label = task.sources[0].dataset if data is None else data
-    path = None if data is None else user_path(data)
-    if path is not None and path.is_dir() and not is_saved_set(path):
-        label = str(_file_in(task, path))
-    for item in read_items(label):
-        options = tuple(text.strip() for text in item.options)
-        raw = RawItem(item.question, item.answer_index, options, item.item_id, item.subject)
-        rows.append((f"id {item.item_id}", raw))
-        if not all(options):
-            problems.append(f"id {item.item_id}: a blank option")
-    return label, rows, problems
-
-
-def _open(task: Task, data: str | None) -> tuple[str, OpenSource]:
-    if data is not None:
-        path = user_path(data)
-        if not path.is_dir():
-            return data, open_source(SourceSettings(path=str(path)), Path.cwd())
-        split = task.sources[0].split
-        place = path if is_saved_set(path) else _file_in(task, path)
-        return str(place), open_source(SourceSettings(path=str(place), split=split), Path.cwd())
-    missing: list[InputError] = []
-    for source in task.sources:
-        settings = SourceSettings(dataset=source.dataset, name=source.name, split=source.split)
-        try:
-            return source.label, open_source(settings, Path.cwd())
-        except InputError as error:
-            missing.append(error)
-    message = f"{task.title}: " + "\n  ".join(map(str, missing))
-    if missing and all(isinstance(error, NotCachedError) for error in missing):
-        raise NotCachedError(message, task.sources[0].dataset)
-    raise InputError(message)
-
-
-def _file_in(task: Task, directory: Path) -> Path:
-    for name in task.files:
-        if (directory / name).is_file():
-            return directory / name
-    raise InputError(
-        f"{directory}: no file of {task.title}; put {' or '.join(task.files)} there, or give its "
-        "file by name"
-    )
-
-
-# --- ids and repeats ------------------------------------------------------------------------------
-
-
-def _named(
-    rows: _Rows, problems: list[str], *, repeats_are_errors: bool
-) -> tuple[list[tuple[str, RawItem]], list[str]]:
-    """(items with ids of their own, notes); what cannot be goes to `problems`.
-
-    A row without an id gets the hash of its contents, the second of two such rows a number besides.
-    """
-    named: list[tuple[str, RawItem]] = []
-    contents: dict[str, str] = {}  # hash -> where it was first
-    places: dict[str, str] = {}  # id -> where
-    times: Counter[str] = Counter()
-    for where, raw in rows:
-        # 16 digits: among a million rows two share one with a chance of 1 in 40 million.
-        content = json_sha256([raw.question.strip(), list(raw.options), raw.gold, dict(raw.extra)])[
-            :16
-        ]
-        times[content] += 1
-        first = contents.setdefault(content, where)
-        if first != where and raw.item_id is None and repeats_are_errors:
-            problems.append(f"{where}: the same row as {first}")
-        number = f"-{times[content]}" if times[content] > 1 else ""
-        item_id = content + number if raw.item_id is None else raw.item_id
-        if item_id in places:
-            problems.append(f"{where}: id {item_id[:80]} was there already: {places[item_id]}")
-        places[item_id] = where
-        named.append((item_id, raw))
-    repeated = len(rows) - len(contents)
-    notes = [f"{repeated:,} items repeat an earlier one word for word"] if repeated else []
-    return named, notes + _remarks(named)
-
-
-def _remarks(named: Sequence[tuple[str, RawItem]]) -> list[str]:
-    counts = Counter(raw.remark for _, raw in named if raw.remark)
-    notes = [f"{count:,} items: {remark}" for remark, count in counts.items()]
-    twins = [
-        item_id for item_id, raw in named
-        if isinstance(raw.gold, int) and raw.options.count(raw.options[raw.gold]) > 1
-    ]  # fmt: skip
-    if twins:
-        notes.append(
-            f"{len(twins)} items whose right answer is there twice always tie by text, which "
-            f"counts as wrong: {', '.join(twins[:_MOST_SHOWN])}"
-        )
-    return notes
-
-
-# --- the sample -----------------------------------------------------------------------------------
-
-
-def sample_items(
-    items: Sequence[BenchItem], limit: int | None, seed: int, *, first: bool = False
-) -> list[BenchItem]:
-    """At most `limit` items in the order of the source, each stratum in proportion to its share.
-
-    first: the first rows instead, as published; MMLU is in the order of its subjects, so that these
-    are of one or two of them.
-
-    Laws: strata differ from their exact share by less than one item; the same seed gives the same
-    items; whether an item is drawn does not hang on the order of the others.
-
-    Raises: InputError where there are no items, or the limit is below 1.
-    """
-    if not items:
-        raise InputError("no items to sample; the data holds none, or a filter left none")
-    if limit is not None and limit < 1:
-        raise InputError(f"got limit {limit}; give 1 or more, or none for all items")
-    if first:
-        return list(items[:limit])
-    by_id = {item.item_id: item for item in items}
-    if len(by_id) < len(items):
-        raise ValueError(f"{len(items)} items have {len(by_id)} ids; each needs one of its own")
-    drawn = stratified_sample(
-        [Item(item.item_id, item.stratum, "", (), 0) for item in items], limit, seed
-    )
-    return [by_id[item.item_id] for item in drawn]
-
-
-# --- what is asked --------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class AskedTask:
-    """A task with the items that every arm of it answers.
+    """A task with the items that every arm of it answers, in the order of their source.
 
     available: items before the sample. reference: the same items with the published script's
-    prompts, where they are asked for. notes: on the data, and on arms that were left out.
+    prompts, where they are asked for. source: as messages name it. notes: on the data, and on arms
+    that were left out.
     """
 
     task: Task
@@ -298,64 +77,200 @@ class AskedTask:
         }  # fmt: skip
 
 
-@dataclass
-class Unread:
-    """Tasks without items here. datasets: task -> the data set to get; others: what is wrong."""
+def open_task(task: Task, data: str | None, *, reference: bool = False) -> AskedTask:
+    """All items of a benchmark.
 
-    datasets: dict[str, str] = field(default_factory=dict)
-    others: list[str] = field(default_factory=list)
+    data: a file; a directory with one of `task.files`, or written by `save_to_disk`; None: the
+    data set in the Hugging Face cache. reference: prompts as published (tasks.py).
 
-    def __bool__(self) -> bool:
-        return bool(self.datasets or self.others)
-
-    def in_words(self) -> list[str]:
-        """What is wrong; and one heading for all data sets, with lines to copy."""
-        if not self.datasets:
-            return list(self.others)
-        commands = [
-            f"  hf download --repo-type dataset {dataset}"
-            for dataset in dict.fromkeys(self.datasets.values())
-        ]
-        heading = (
-            f"{', '.join(self.datasets)}: not in the cache of Hugging Face data sets, and nothing "
-            "is downloaded here; get them, or give files with --data:"
+    Raises: InputError where there is no data, listing every row that is no item, ids that occur
+        twice, and rows without ids that are the same.
+    """
+    label, opened = _open(task, data)
+    rows: list[tuple[str, RawItem]] = []  # where it stands, and what it holds
+    problems: list[str] = []
+    for where, row in opened.rows:
+        try:
+            rows.append((where, READERS[task.name](row)))
+        except ValueError as error:
+            problems.append(f"{where}: {error}")
+    if problems and not rows:
+        raise InputError(_foreign(task, label, problems))
+    # A published set is what it is; in a file of one's own a row without an id that is there twice
+    # is a mistake.
+    repeats_are_errors = data is not None and task.name not in _REPEATS_KNOWN
+    named, notes = _named(rows, problems, repeats_are_errors)
+    if problems:
+        more = len(problems) - _MOST_SHOWN
+        lines = problems[:_MOST_SHOWN] + ([f"and {more} more"] if more > 0 else [])
+        raise InputError(f"{label}: " + "\n  ".join([f"not usable as {task.title}:", *lines]))
+    items = tuple(bench_item(task, raw, item_id, reference) for item_id, raw in named)
+    if task.items is not None and len(items) != task.items:
+        notes.insert(
+            0,
+            f"{len(items):,} items of the published {task.items:,}: "
+            "scores are not comparable with published ones",
         )
-        return [*self.others, "\n".join([heading, *commands])]
+    notes = [task.note] * bool(task.note) + notes
+    return AskedTask(task, items, len(items), source=label, notes=tuple(notes))
 
 
-def ask_all(settings: EvalSettings, names: Sequence[str]) -> tuple[list[AskedTask], Unread]:
-    """(tasks with their items, the others).
+def _open(task: Task, data: str | None) -> tuple[str, OpenSource]:
+    if data is not None:
+        path = user_path(data)
+        if not path.is_dir():
+            return data, open_source(SourceSettings(path=str(path)), Path.cwd())
+        split = task.sources[0].split if task.sources else "test"
+        if not is_saved_set(path):
+            files = [path / name for name in task.files if (path / name).is_file()]
+            if not files:
+                raise InputError(
+                    f"{path}: no file of {task.title}; put {' or '.join(task.files)} there, or "
+                    "give its file by name"
+                )
+            path = files[0]
+        return str(path), open_source(SourceSettings(path=str(path), split=split), Path.cwd())
+    missing: list[InputError] = []
+    for source in task.sources:
+        settings = SourceSettings(dataset=source.dataset, name=source.name, split=source.split)
+        try:
+            return source.label, open_source(settings, Path.cwd())
+        except InputError as error:
+            missing.append(error)
+    if not missing:
+        raise InputError(f"{task.name}: no data; give a file in MMLU-Pro's form")
+    message = f"{task.title}: " + "\n  ".join(map(str, missing))
+    if all(isinstance(error, NotCachedError) for error in missing):
+        raise NotCachedError(message, task.sources[0].dataset)
+    raise InputError(message)
+
+
+def _foreign(task: Task, label: str, problems: Sequence[str]) -> str:
+    """No row is an item: this is another task's data, most likely."""
+    name = Path(label).name
+    other = next((other.name for other in TASKS.values() if name in other.files), task.name)
+    first = problems[0].removeprefix(label).lstrip(", :")
+    what = "give --data FILE, or DIR with"
+    if other != task.name:
+        what = f"it is for --tasks {other}: give --data DIR with"
+    return (
+        f"{label}: none of its {len(problems):,} rows is one of {task.title} ({first}); {what} "
+        f"{' or '.join(task.files)}"
+    )
+
+
+def _named(
+    rows: Sequence[tuple[str, RawItem]], problems: list[str], repeats_are_errors: bool
+) -> tuple[list[tuple[str, RawItem]], list[str]]:
+    """(items with ids of their own, notes); what cannot be goes to `problems`.
+
+    A row without an id gets the hash of its contents, the second of two such rows a number besides.
+    """
+    named: list[tuple[str, RawItem]] = []
+    contents: dict[str, str] = {}  # hash -> where it was first
+    places: dict[str, str] = {}  # id -> where
+    times: Counter[str] = Counter()
+    for where, raw in rows:
+        # 16 digits: among a million rows two share one with a chance of 1 in 40 million.
+        whole = [raw.question.strip(), list(raw.options), raw.gold, dict(raw.extra)]
+        content = json_sha256(whole)[:16]
+        times[content] += 1
+        first = contents.setdefault(content, where)
+        if first != where and raw.item_id is None and repeats_are_errors:
+            problems.append(f"{where}: the same row as {first}")
+        number = f"-{times[content]}" if times[content] > 1 else ""
+        item_id = content + number if raw.item_id is None else raw.item_id
+        if item_id in places:
+            problems.append(f"{where}: id {item_id[:80]} was there already: {places[item_id]}")
+        places[item_id] = where
+        named.append((item_id, raw))
+    repeated = len(rows) - len(contents)
+    notes = [f"{repeated:,} items repeat an earlier one word for word"] if repeated else []
+    remarks = Counter(raw.remark for _, raw in named if raw.remark)
+    notes += [f"{count:,} items: {remark}" for remark, count in remarks.items()]
+    twins = [
+        item_id for item_id, raw in named
+        if isinstance(raw.gold, int) and raw.options.count(raw.options[raw.gold]) > 1
+    ]  # fmt: skip
+    if twins:
+        notes.append(
+            f"{len(twins)} items whose right answer is there twice always tie by text, which "
+            f"counts as wrong: {', '.join(twins[:_MOST_SHOWN])}"
+        )
+    return named, notes
+
+
+def sample_items(
+    items: Sequence[BenchItem], limit: int | None, seed: int, *, first: bool = False
+) -> list[BenchItem]:
+    """At most `limit` items in the order of the source, each stratum in proportion to its share.
+
+    first: the first rows instead, as published; MMLU is in the order of its subjects, so that these
+    are of one or two of them.
+
+    Laws: strata differ from their exact share by less than one item; the same seed gives the same
+    items; whether an item is drawn does not hang on the order of the others.
+
+    Raises: InputError where there are no items.
+    """
+    if not items:
+        raise InputError("no items to sample; the data holds none, or a filter left none")
+    if first:
+        return list(items[:limit])
+    by_id = {item.item_id: item for item in items}
+    drawn = stratified_sample(
+        [Item(item.item_id, item.stratum, "", (), 0) for item in items], limit, seed
+    )
+    return [by_id[item.item_id] for item in drawn]
+
+
+def ask_all(settings: EvalSettings, names: Sequence[str]) -> tuple[list[AskedTask], list[str]]:
+    """(tasks with their items, what is wrong with others), all data sets that are not in the cache
+    under one heading, with lines to copy.
 
     Raises: InputError for a name of no task.
     """
-    asked, unread = [], Unread()
+    asked: list[AskedTask] = []
+    problems: list[str] = []
+    datasets: dict[str, str] = {}  # task -> the data set to get
     for task in [task_named(name) for name in names]:
         try:
             asked.append(ask(settings, task))
         except NotCachedError as error:
-            unread.datasets[task.name] = error.dataset
+            datasets[task.name] = error.dataset
         except InputError as error:
-            unread.others.append(f"{task.name}: {error}")
-    return asked, unread
+            problems.append(f"{task.name}: {error}")
+    if datasets:
+        heading = (
+            f"{', '.join(datasets)}: not in the cache of Hugging Face data sets, and nothing is "
+            "downloaded here; get them, or give files with --data:"
+        )
+        commands = [
+            f"  hf download --repo-type dataset {dataset}"
+            for dataset in dict.fromkeys(datasets.values())
+        ]
+        problems.append("\n".join([heading, *commands]))
+    return asked, problems
 
 
 def ask(settings: EvalSettings, task: Task) -> AskedTask:
     """One task's items. Raises: InputError where its data cannot be used, or holds no items."""
     # Without a chat template an instruction goes under the published headings.
     bare = task.kind == "generate" and settings.chat == "none"
-    data = open_task(task, settings.data, reference=bare)
+    whole = open_task(task, settings.data, reference=bare)
     first = settings.sample == "first"
-    sample = sample_items(data.items, settings.items_per_task, settings.seed, first=first)
+    sample = sample_items(whole.items, settings.items_per_task, settings.seed, first=first)
     # The domain that `settings.domains` gives an item's subject, else its task.
     domains = settings.domain_of
-    if task.name in domains:
-        sample = with_domain(sample, domains[task.name])
-    items = tuple(with_domain(sample, domains))
+    items = tuple(
+        replace(item, domain=domains.get(item.stratum, domains.get(task.name, item.domain)))
+        for item in sample
+    )
     reference: tuple[BenchItem, ...] = ()
     if settings.reference_offset and task.kind == "likelihood":
         by_id = {i.item_id: i for i in open_task(task, settings.data, reference=True).items}
         reference = tuple(replace(by_id[i.item_id], domain=i.domain) for i in items)
-    return AskedTask(task, items, len(data.items), (), reference, data.source, data.notes)
+    return replace(whole, items=items, reference=reference)
 
 
 def limited(settings: EvalSettings, asked: AskedTask) -> AskedTask:
@@ -369,38 +284,35 @@ def limited(settings: EvalSettings, asked: AskedTask) -> AskedTask:
 
 def with_arms(
     settings: EvalSettings, asked: Sequence[AskedTask]
-) -> tuple[list[AskedTask], tuple[str, ...]]:
+) -> tuple[list[AskedTask], list[ArmName]]:
     """(the tasks with the arms that answer each, all arms), in one order.
 
     Raises: InputError for an arm asked for that lacks its adapter or store, or that needs labelled
         items where no task has them.
     """
+    unlabelled = {task.name: sum(item.domain is None for item in task.items) for task in asked}
     labelled = bool(settings.harness_domains) or any(
-        item.domain is not None for task in asked for item in task.items
+        unlabelled[task.name] < len(task.items) for task in asked
     )
-    arms = (
-        check_arms(settings.arms, settings)
-        if settings.arms
-        else available_arms(settings, labelled=labelled)
-    )
-    lacking = [name for name in arms if name in NEED_LABELS]
-    if asked and lacking and not labelled:
+    arms = choose_arms(settings, settings.arms, labelled)
+    needing = [name for name in arms if name in NEED_LABELS]
+    if asked and needing and not labelled:
         raise InputError(
-            f"arm {' and '.join(lacking)} needs items that name a domain, and no task has such; "
+            f"arm {' and '.join(needing)} needs items that name a domain, and no task has such; "
             "give --domains SUBJECT=DOMAIN, or leave it out"
         )
-    return [_with_arms(task, arms) for task in asked], arms
-
-
-def _with_arms(task: AskedTask, arms: Sequence[str]) -> AskedTask:
-    needing = [name for name in arms if name in NEED_LABELS]
-    without = sum(item.domain is None for item in task.items)
-    if not needing or not without:
-        return replace(task, arms=tuple(arms))
-    them = " and ".join(needing)
-    if without < len(task.items):
-        note = f"{without} of {len(task.items)} items name no domain: in {them} the base answers"
-        return replace(task, arms=tuple(arms), notes=(*task.notes, note))
-    note = f"without {them}: no item names a domain (--domains SUBJECT=DOMAIN gives it one)"
-    others = tuple(name for name in arms if name not in needing)
-    return replace(task, arms=others, notes=(*task.notes, note))
+    tasks = []
+    for task in asked:
+        of_task, notes = tuple[str, ...](arms), task.notes
+        without, them = unlabelled[task.name], " and ".join(needing)
+        if needing and without == len(task.items):
+            of_task = tuple(name for name in arms if name not in needing)
+            note = f"without {them}: no item names a domain (--domains SUBJECT=DOMAIN gives it one)"
+            notes += (note,)
+        elif needing and without:
+            note = (
+                f"{without} of {len(task.items)} items name no domain: in {them} the base answers"
+            )
+            notes += (note,)
+        tasks.append(replace(task, arms=of_task, notes=notes))
+    return tasks, arms

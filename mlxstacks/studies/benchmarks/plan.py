@@ -13,8 +13,9 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import has_shape_of, in_hub_cache, may_be_hub_id, resolve_model
 from mlxstacks.files.store import Store, find_base
 from mlxstacks.files.strict_json import json_sha256
-from mlxstacks.studies.benchmarks.analysis import Outcome, claims_of
-from mlxstacks.studies.benchmarks.items import AskedTask, bench_items_sha256
+from mlxstacks.studies.benchmarks.analysis import claims_of
+from mlxstacks.studies.benchmarks.harness import find_tasks
+from mlxstacks.studies.benchmarks.items import AskedTask
 from mlxstacks.studies.benchmarks.settings import (
     NEED_LABELS,
     NOT_OF_THE_PLAN,
@@ -23,7 +24,7 @@ from mlxstacks.studies.benchmarks.settings import (
 )
 from mlxstacks.studies.benchmarks.tasks import PUBLISHED_SHAPE
 from mlxstacks.study.integrity import file_sha256
-from mlxstacks.study.plan import Evidence, Plan, ids_sha256
+from mlxstacks.study.plan import Plan, ids_sha256
 from mlxstacks.study.power import (
     POWER,
     items_for_mcnemar,
@@ -71,15 +72,13 @@ def plan_document(
 
 
 def harness_plan(settings: EvalSettings) -> dict[str, Any]:
-    """What of the lm-evaluation-harness belongs into the plan; {} where none of its tasks is asked.
+    """What of the lm-evaluation-harness belongs into the plan.
 
     Task -> its hashes; of a group each of its tasks. lm_eval's own tasks read their data for it.
     Raises: InputError for a task that there is none of, or whose data is not there.
     """
     if not settings.harness_tasks:
         return {}
-    from mlxstacks.studies.benchmarks.harness.tasks import find_tasks
-
     return {
         task.name: {**task.fingerprint(settings.data), "limit": settings.items_per_task}
         for task in find_tasks(settings.harness_tasks, settings.task_files)
@@ -113,46 +112,32 @@ def task_plan(settings: EvalSettings, asked: AskedTask, hashes: Mapping[str, str
 def power_lines(settings: EvalSettings, counts: Mapping[str, int], tests: int) -> tuple[str, ...]:
     """What each number of items can show, with alpha shared among all tests of the run."""
     lines: list[str] = []
-    alpha = settings.alpha / max(1, tests)
+    alpha, discordant = settings.alpha / max(1, tests), settings.expected_discordant
+    needed = ""
+    if discordant >= _SOUGHT:
+        count = items_for_mcnemar(discordant, _SOUGHT, alpha=alpha)
+        needed = f"; {count:,} items find {100 * _SOUGHT:.0f} points"
     for n in sorted(set(counts.values())):
         names = ", ".join(name for name, count in counts.items() if count == n)
-        least = least_effect_of_mcnemar(settings.expected_discordant, n, POWER, alpha)
+        least = least_effect_of_mcnemar(discordant, n, POWER, alpha)
         shown = "none is large enough" if least is None else f"{100 * least:.1f} points"
         lines.append(
             f"{n:,} items ({names}): smallest effect at 80% power, alpha {settings.alpha:g} shared "
-            f"by the run's {tests} test(s): {shown}, if {settings.expected_discordant:.0%} of "
-            f"pairs differ{_needed(settings.expected_discordant, alpha)}"
+            f"by the run's {tests} test(s): {shown}, if {discordant:.0%} of pairs differ{needed}"
         )
     return tuple(lines)
 
 
-def least_effect(plan: Plan, tests: int) -> float | None:
-    """The smallest difference of rates that a task's items find at 80% power, with alpha shared
-    among the run's tests; None where none is large enough.
-    """
-    alpha = plan.thresholds["alpha"] / max(1, tests)
-    return least_effect_of_mcnemar(plan.expected_discordant, plan.n, POWER, alpha)
-
-
-def _needed(discordant: float, alpha: float) -> str:
-    """Items that five points take; "" where fewer pairs differ than that."""
-    if discordant < _SOUGHT:
-        return ""
-    count = items_for_mcnemar(discordant, _SOUGHT, alpha=alpha)
-    return f"; {count:,} items find {100 * _SOUGHT:.0f} points"
-
-
 def data_of(asked: AskedTask, hashes: Mapping[str, str]) -> dict[str, str]:
-    """Name -> hash of what a task's results depend on."""
-    return {"items": bench_items_sha256(asked.items), **hashes}
-
-
-def evidence_of(
-    plan: Plan, outcomes: Mapping[str, Sequence[Outcome]], data: Mapping[str, str], seed: int
-) -> Evidence:
-    """What a task's outcomes were got from. data: hashes as they are now."""
-    items = {arm: [o.item_id for o in of_arm] for arm, of_arm in outcomes.items()}
-    return Evidence(plan.sha256, items, dict(data), (seed,))
+    """Name -> hash of what a task's results depend on; of items all that a model or a grader sees
+    of them, in their order.
+    """
+    items = [
+        [i.item_id, i.prompt, i.gold, list(i.candidates), list(i.letters), i.stratum, i.domain,
+         dict(i.extra)]
+        for i in asked.items
+    ]  # fmt: skip
+    return {"items": json_sha256(items), **hashes}
 
 
 def check_places(settings: ArmSettings) -> list[str]:

@@ -1,6 +1,6 @@
 """What `mlxstacks eval` says: figures of all tasks, the verdict, tables and plots."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,11 +16,11 @@ from mlxstacks.studies.benchmarks.analysis import (
     mean_differences,
 )
 from mlxstacks.studies.benchmarks.items import AskedTask
-from mlxstacks.studies.benchmarks.plan import evidence_of, least_effect
 from mlxstacks.studies.benchmarks.settings import NORMALISATIONS
 from mlxstacks.studies.benchmarks.tasks import PUBLISHED_MODEL
 from mlxstacks.study.document import Block, Cell, Column, Plot, Series, Table, Text
-from mlxstacks.study.plan import Plan, Standing, standing
+from mlxstacks.study.plan import Evidence, Plan, Standing, standing
+from mlxstacks.study.power import POWER, least_effect_of_mcnemar
 
 # Arms that choose among stacks.
 CHOOSING = ("routed", "oracle", "random")
@@ -64,7 +64,8 @@ def find(
     reasons: list[str] = []
     for task in asked:
         name, plan = task.name, plans[task.name]
-        held = standing(plan, evidence_of(plan, outcomes[name], data[name], seed))
+        items = {arm: [o.item_id for o in of_arm] for arm, of_arm in outcomes[name].items()}
+        held = standing(plan, Evidence(plan.sha256, items, data[name], (seed,)))
         reasons += held.reasons
         published = task.task.published if is_published_model else None
         tasks[name] = {
@@ -93,53 +94,34 @@ def find(
     return figures, _verdict(tasks, family, differences, overall, few)
 
 
-# --- in words -------------------------------------------------------------------------------------
-
-
 def marks_of(asked: AskedTask, arms: Mapping[str, Figures]) -> list[str]:
     """What makes a score say less than it seems to."""
-    marks = list(asked.notes)
-    at_guess = [name for name, score in arms.items() if _guesses(score, asked.guess_rate)]
-    if at_guess:
-        guess = 100 * (asked.guess_rate or 0)
-        marks.append(f"at the level of guessing ({guess:.1f}%): {', '.join(at_guess)}")
-    never_boxed = [
-        name
-        for name, score in arms.items()
-        if asked.task.grader == "boxed" and score["boxed_rate"] == 0
-    ]
+
+    def counted(key: str, among: Iterable[str] = arms) -> list[str]:
+        return [f"{name} {arms[name][key]}" for name in arms if arms[name][key] and name in among]
+
+    boxes = asked.task.grader == "boxed"
+    never_boxed = [name for name, s in arms.items() if boxes and s["boxed_rate"] == 0]
+    graded = {name: s for name, s in arms.items() if s["score"] is not None}
     lists = {
+        f"at the level of guessing ({100 * (asked.guess_rate or 0):.1f}%)": [
+            name for name, s in arms.items() if _guesses(s, asked.guess_rate)
+        ],
         "never boxed an answer, so its score is 0 whatever it knows": never_boxed,
         "gave no answer that a rule finds to half of the items or more": [
-            name
-            for name, score in arms.items()
-            if score["parse_failure_rate"] >= _MOSTLY and name not in never_boxed
+            name for name, s in arms.items()
+            if s["parse_failure_rate"] >= _MOSTLY and name not in never_boxed
         ],
         "not graded (programs of a model run with --allow-code only)": [
-            name for name, score in arms.items() if score["score"] is None
+            name for name in arms if name not in graded
         ],
-        "not graded in part": [
-            name
-            for name, score in arms.items()
-            if score["score"] is not None and score["n"] < score["items"]
-        ],
-    }
-    marks += [f"{words}: {', '.join(names)}" for words, names in lists.items() if names]
-    counts = {
-        "prompts cut from the left": "prompts_truncated",
-        "replies cut at max_tokens": "cut_at_max_tokens",
-        "answered by the base, no domain active": "answered_without_domains",
-        "ties, counted as wrong": "ties",
-    }
-    for words, key in counts.items():
-        listed = [
-            f"{name} {score[key]}"
-            for name, score in arms.items()
-            if score[key] and (key != "answered_without_domains" or name in CHOOSING)
-        ]
-        if listed:
-            marks.append(f"{words}: {', '.join(listed)}")
-    return marks
+        "not graded in part": [name for name, s in graded.items() if s["n"] < s["items"]],
+        "prompts cut from the left": counted("prompts_truncated"),
+        "replies cut at max_tokens": counted("cut_at_max_tokens"),
+        "answered by the base, no domain active": counted("answered_without_domains", CHOOSING),
+        "ties, counted as wrong": counted("ties"),
+    }  # fmt: skip
+    return [*asked.notes, *(f"{words}: {', '.join(of)}" for words, of in lists.items() if of)]
 
 
 def _guesses(score: Figures, guess: float | None) -> bool:
@@ -155,7 +137,9 @@ def _too_few(tasks: Mapping[str, Figures], plans: Mapping[str, Plan], tests: int
     names: dict[str, list[str]] = {}
     for name, task in tasks.items():
         if task["comparisons"] and all(c["label"] == EVEN for c in task["comparisons"]):
-            least, share = least_effect(plans[name], tests), plans[name].expected_discordant
+            plan, share = plans[name], plans[name].expected_discordant
+            alpha = plan.thresholds["alpha"] / tests
+            least = least_effect_of_mcnemar(share, plan.n, POWER, alpha)
             if least is None:
                 words = f"can show no difference at all, if {share:.0%} of pairs differ"
             elif least > _LARGE:
@@ -186,8 +170,9 @@ def _verdict(
         # Of one task its own tests decide, not the interval of a mean of one.
         several = len(tasks) > 1
         sentences = [*map(_mean_in_words, differences)] if several else _pairs_in_words(family)
+        count = sum(pair["label"] != EVEN for pair in family)
         sentences.append(
-            f"{_count_told_apart(family)} of {len(family)} tests count as differences at "
+            f"{count} of {len(family)} tests count as differences at "
             "Holm-adjusted p; the rest are not distinguishable, which is not the same as equal."
         )
     guessing = [
@@ -202,10 +187,6 @@ def _verdict(
             "say nothing."
         )
     return " ".join([*sentences, *few, overall.in_words()])
-
-
-def _count_told_apart(pairs: Sequence[Figures]) -> int:
-    return sum(pair["label"] != EVEN for pair in pairs)
 
 
 def _pairs_in_words(family: Sequence[Figures]) -> list[str]:
@@ -252,15 +233,10 @@ def _mean_in_words(mean: Figures) -> str:
 def outcome(figures: Figures) -> str:
     """A few words."""
     pairs = _pairs(figures["tasks"])
-    if not pairs:
-        return "nothing compared"
-    count = _count_told_apart(pairs)
+    count = sum(pair["label"] != EVEN for pair in pairs)
     if not count:
-        return f"no difference shown, of {len(pairs)} tested"
+        return f"no difference shown, of {len(pairs)} tested" if pairs else "nothing compared"
     return f"{count} of {len(pairs)} differences shown"
-
-
-# --- tables ---------------------------------------------------------------------------------------
 
 
 def _table(
@@ -316,7 +292,7 @@ def _pairs(tasks: Mapping[str, Figures]) -> list[Figures]:
 
 def _rate(score: Figures | None) -> Cell:
     """A share with its interval; None for an arm that was not asked."""
-    if score is None or score.get("score") is None:
+    if score is None or score["score"] is None:
         return None if score is None else "not graded"
     return _interval(score["score"], score)
 
@@ -486,9 +462,6 @@ def _harness_tables(id: str, name: str, task: Figures) -> list[Table]:
         _table(id, scores, f"{columns} | seconds: seconds", rows),
         *_pair_tables(f"{id}-pairs", f"{title}, paired tests", task["comparisons"]),
     ]
-
-
-# --- plots ----------------------------------------------------------------------------------------
 
 
 def _plots(figures: Figures) -> list[Block]:

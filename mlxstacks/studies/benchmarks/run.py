@@ -8,25 +8,29 @@ The run lives in `.NAME.work` next to its target until it is done:
     harness/ARM.json           what the lm-evaluation-harness measured of it, by its own scoring
 
 Grading comes after all answers and reads them from the files, so that `--regrade` needs no model.
+An answer keeps everything the arm gave: log-likelihoods and lengths, or the raw text.
 """
 
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.strict_json import json_sha256, read_object
+from mlxstacks.studies.benchmarks import harness
 from mlxstacks.studies.benchmarks.analysis import (
+    Given,
     Outcome,
     claims_of,
     harness_figures,
     likelihood_outcomes,
     reply_outcomes,
 )
-from mlxstacks.studies.benchmarks.answers import AnswerFile, Given, Of
 from mlxstacks.studies.benchmarks.arms import ModelArm, open_arms
 from mlxstacks.studies.benchmarks.grading import GradingTools, grade, grading_tools
 from mlxstacks.studies.benchmarks.items import AskedTask, ask_all, limited, with_arms
@@ -40,8 +44,8 @@ from mlxstacks.studies.benchmarks.plan import (
 )
 from mlxstacks.studies.benchmarks.report import blocks, find, outcome, plan_blocks
 from mlxstacks.studies.benchmarks.settings import EvalSettings
-from mlxstacks.studies.benchmarks.tasks import BenchItem
-from mlxstacks.study.artifacts import RECIPE, keep_parts, write_recipe
+from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied, Scored
+from mlxstacks.study.answer_log import AnswerLog, chained
 from mlxstacks.study.document import RESULT, Standing
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import read_sealed, write_sealed
@@ -49,19 +53,26 @@ from mlxstacks.study.plan import PLAN, plan_from
 from mlxstacks.study.provenance import Provenance, of_bytes
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import recorded_fingerprint, work_path
+from mlxstacks.study.run_directory import (
+    RECIPE,
+    keep_parts,
+    recorded_fingerprint,
+    work_path,
+    write_recipe,
+)
 
 ABOUT = {
     "kind": "eval",
     "title": "Benchmarks",
     "question": "Which modes score better on which benchmark?",
 }
-_FORMER = "eval_report.json"
 _NOT_OF_THE_RESULT = {"force", "save_path", "resume"}
 # What a regrade takes from its own settings; all else is that of the run.
 _OF_A_REGRADE = ("allow_code", "save_path", "force", "plots", "regrade")
 _ANSWERS = ("answers", "arms", "harness")
 Progress = Callable[..., None]
+Of = Literal["texts", "letters", "replies", "reference"]
+"""What the arm was asked: candidates as texts, as letters, without their first token; a reply."""
 
 
 def run(
@@ -79,6 +90,84 @@ def run(
     return run_study(study(settings, progress, dry_run), dry_run=dry_run)
 
 
+class AnswerFile:
+    """Answers of one arm to a fixed list of items, in their order; appended as they come.
+
+    The first line says which arm, task and plan they are of (answer_log.py).
+    Law: killed anywhere and resumed, it holds what it would have held.
+    """
+
+    def __init__(
+        self, path: Path, plan_sha256: str, task: str, arm: str, of: Of, items: Sequence[BenchItem]
+    ) -> None:
+        self.path, self.items, self.of = path, items, of
+        header = {"plan_sha256": plan_sha256, "task": task, "arm": arm, "of": of}
+        self._log = AnswerLog(path, header)
+
+    def answers(self) -> list[Given]:
+        """Those written so far, whole lines only.
+
+        Raises: InputError for answers of another arm or plan, to other items, or that were changed.
+        """
+        answers = self._log.read(self._given)
+        ids = [item.item_id for item in self.items[: len(answers)]]
+        if [given.item_id for given in answers] != ids:
+            raise self._log.other_items()
+        return answers
+
+    def _given(self, row: dict[str, Any]) -> Given:
+        answer = dict(row["answer"])
+        if self.of == "replies":
+            return Given(row["item_id"], Replied(**answer), row["seconds"])
+        lists = {key: tuple(answer[key]) for key in ("sums", "tokens", "characters")}
+        return Given(row["item_id"], Scored(**answer | lists), row["seconds"])
+
+    @property
+    def missing(self) -> int:
+        """How many items have no answer yet."""
+        return len(self.items) - len(self.answers())
+
+    def resume(
+        self,
+        batch_size: int,
+        answer: Callable[[Sequence[BenchItem]], Sequence[Scored | Replied]],
+        tick: Callable[[int], None],
+    ) -> None:
+        """Answer what is missing, in the batches of a run that was never stopped.
+
+        tick: is called with how many more items have answers.
+        Raises: ValueError for an arm that gives more or fewer answers than there are items.
+        """
+        done = len(self.answers())
+        self._log.begin()
+        while done < len(self.items):
+            # Batches lie where they always do: what a batch holds may move a last bit.
+            start = done // batch_size * batch_size
+            batch = self.items[start : start + batch_size]
+            started = time.monotonic()
+            answers = answer(batch)
+            if len(answers) != len(batch):
+                raise ValueError(f"{len(answers)} answers to {len(batch)} items")
+            seconds = round((time.monotonic() - started) / len(batch), 6)
+            new = [
+                Given(item.item_id, answered, seconds)
+                for item, answered in list(zip(batch, answers, strict=True))[done - start :]
+            ]
+            self._log.append(map(asdict, new))
+            done += len(new)
+            tick(len(new))
+
+    def provenance(self, answers: Sequence[Given]) -> dict[str, Any]:
+        """For a report that uses all answers, given by `answers`.
+
+        digest_without_seconds: what the digest would be with no wall times in the file; the same in
+        another run.
+        """
+        rows = [{k: v for k, v in asdict(one).items() if k != "seconds"} for one in answers]
+        *_, (_, plain) = chained([self._log.header, *rows])
+        return {**self._log.provenance(len(answers)), "digest_without_seconds": plain}
+
+
 class _Evaluation(Study):
     artifacts = (*_ANSWERS, RECIPE)
     provenance = tuple(f"{name}/**/*.json*" for name in _ANSWERS)
@@ -90,8 +179,6 @@ class _Evaluation(Study):
             settings.model, settings.data, settings.adapter_path, settings.store_path,
         )  # fmt: skip
         self.plot_formats = FORMATS if settings.plots else ()
-
-    # --- the plan ---------------------------------------------------------------------------------
 
     def planned(self) -> Result:
         if self.dry_run:
@@ -116,19 +203,19 @@ class _Evaluation(Study):
 
         Raises: InputError listing that and every task whose data cannot be used.
         """
-        asked, unread = ask_all(self.settings, self.settings.own_tasks)
-        if unread:
+        asked, problems = ask_all(self.settings, self.settings.own_tasks)
+        if problems:
             last = "--tasks names those that are to be evaluated"
-            raise InputError("\n".join([*elsewhere, *unread.in_words(), last]))
+            raise InputError("\n".join([*elsewhere, *problems, last]))
         self.planned_tasks, self.arms = with_arms(self.settings, asked)
         self.asked = [limited(self.settings, task) for task in self.planned_tasks]
 
     def _glance(self) -> Result:
         """From settings and data alone; what cannot be read here is noted, not refused."""
         settings, shown = self.settings, self._shown()
-        asked, unread = ask_all(settings, settings.own_tasks)
+        asked, problems = ask_all(settings, settings.own_tasks)
         asked, _ = with_arms(settings, asked)
-        notes = [f"Not read: {problem}" for problem in unread.in_words()]
+        notes = [f"Not read: {problem}" for problem in problems]
         if settings.limit is not None:
             notes.append(f"--limit {settings.limit}: a quick look, and its result is exploratory.")
         if settings.harness_tasks:
@@ -141,15 +228,10 @@ class _Evaluation(Study):
             blocks=plan_blocks(shown, tasks), notes=tuple(notes),
         )  # fmt: skip
 
-    # --- answers ----------------------------------------------------------------------------------
-
     def steps(self, work: Path) -> Iterator[Step]:
         yield Step("answers", self._answer_all)
         self.hashes = hashes_of(self.settings, self.arms, self.hashes.get("model"))
-        yield Step("recipe", self._write_recipe)
-
-    def _write_recipe(self, work: Path) -> None:
-        write_recipe(work, "eval", self.settings)
+        yield Step("recipe", lambda work: write_recipe(work, "eval", self.settings))
 
     def _files(self, work: Path, task: AskedTask, arm: str) -> list[AnswerFile]:
         parts: dict[Of, Sequence[BenchItem]] = {"replies": task.items}
@@ -184,11 +266,9 @@ class _Evaluation(Study):
             for arm in self.arms
             # An arm killed between its last answer and its notes is opened for these alone.
             if missing[arm] or self._lacks_harness(work, arm)
-            or (files[arm] and not _notes_path(work, arm).is_file())
+            or (files[arm] and not _path(work, "arms", arm).is_file())
         ]  # fmt: skip
-        # The old rule is asked for by name, next to the right one.
-        settings = self.settings.model_copy(update={"reference_offset": False})
-        for arm in open_arms(unfinished, settings) if unfinished else ():
+        for arm in open_arms(unfinished, self.settings):
             for task in self.asked:
                 if arm.name in task.arms:
                     self._answer(work, task, arm)
@@ -198,20 +278,20 @@ class _Evaluation(Study):
         answer: dict[Of, Callable[..., Any]] = {
             "texts": arm.score,
             "letters": partial(arm.score, candidates="letters"),
-            "reference": arm.score_as_reference,
+            "reference": partial(arm.score, as_reference=True),
             "replies": partial(arm.reply, max_tokens=task.task.max_tokens),
         }
-        for file in self._files(work, task, arm.name):
-            tick = partial(self._tick, f"{arm.name} {task.name}")
-            file.go_on(self.settings.save_every, answer[file.of], tick)
 
-    def _tick(self, what: str, more: int) -> None:
-        self.done += more
-        if self.progress:
-            self.progress(self.done, self.total, what)
+        def tick(more: int) -> None:
+            self.done += more
+            if self.progress:
+                self.progress(self.done, self.total, f"{arm.name} {task.name}")
+
+        for file in self._files(work, task, arm.name):
+            file.resume(self.settings.save_every, answer[file.of], tick)
 
     def _lacks_harness(self, work: Path, arm: str) -> bool:
-        return bool(self.settings.harness_tasks) and not _harness_path(work, arm).is_file()
+        return bool(self.settings.harness_tasks) and not _path(work, "harness", arm).is_file()
 
     def _finish(self, work: Path, arm: ModelArm, before: int) -> None:
         """The harness's tasks; and at its end an arm knows most of itself, as where it routed.
@@ -219,30 +299,22 @@ class _Evaluation(Study):
         before: answers that an interrupted run had written already.
         """
         if self._lacks_harness(work, arm.name):
-            self._ask_harness(work, arm)
+            settings = self.settings
+            limits = [n for n in (settings.items_per_task, settings.limit) if n is not None]
+            results = harness.run_harness(
+                [arm], settings.harness_tasks, include_path=settings.task_files,
+                data=settings.data, limit=min(limits, default=None), seed=settings.seed,
+                chat=settings.chat == "all", domains=settings.harness_labels,
+            )  # fmt: skip
+            sealed = {"plan_sha256": self.plan_sha256, **results}
+            write_sealed(_path(work, "harness", arm.name), sealed)
         notes = list(arm.notes)
         if before:
             notes.append(
-                f"{arm.name}: gone on with after an interruption; its own counts of prompts are "
+                f"{arm.name}: resumed after an interruption; its own counts of prompts are "
                 f"without the {before:,} answers from before, the tables' are of all"
             )
-        write_sealed(
-            _notes_path(work, arm.name), {"notes": notes, "details": getattr(arm, "details", {})}
-        )
-
-    def _ask_harness(self, work: Path, arm: ModelArm) -> None:
-        from mlxstacks.studies.benchmarks.harness.run import run_harness
-
-        settings = self.settings
-        limits = [n for n in (settings.items_per_task, settings.limit) if n is not None]
-        results = run_harness(
-            [arm], settings.harness_tasks, include_path=settings.task_files, data=settings.data,
-            limit=min(limits, default=None), seed=settings.seed, chat=settings.chat == "all",
-            domains=settings.harness_labels,
-        )  # fmt: skip
-        write_sealed(_harness_path(work, arm.name), {"plan_sha256": self.plan_sha256, **results})
-
-    # --- from the files ---------------------------------------------------------------------------
+        write_sealed(_path(work, "arms", arm.name), {"notes": notes, "details": arm.details})
 
     def conclude(self, work: Path) -> Result:
         settings, sources = self.settings, Provenance()
@@ -264,8 +336,12 @@ class _Evaluation(Study):
             part_of_harness=is_part and bool(settings.harness_tasks),
             is_published_model=self.is_published_model,
         )  # fmt: skip
-        arms = self._arm_notes(work, sources)
-        harness = harness_figures(self._harness_results(work, sources), settings.alpha)
+        arms: dict[str, Any] = {
+            arm: _read(work, _path(work, "arms", arm), sources)
+            for arm in self.arms
+            if _path(work, "arms", arm).is_file()
+        }
+        of_harness = harness_figures(self._harness_results(work, sources), settings.alpha)
         counts = {task.name: len(task.items) for task in self.asked}
         return Result(
             **ABOUT, status="done", outcome=outcome(figures), verdict=verdict,
@@ -273,9 +349,9 @@ class _Evaluation(Study):
             power=power_lines(settings, counts, figures["tests"]),
             data={
                 "planned_tasks": {task.name: task.as_json() for task in self.planned_tasks},
-                "arms": arms, **figures, "harness": harness, "graded_with": graded_with,
+                "arms": arms, **figures, "harness": of_harness, "graded_with": graded_with,
             },
-            blocks=blocks(figures, harness, self._shown()), notes=_notes_of(arms),
+            blocks=blocks(figures, of_harness, self._shown()), notes=_notes_of(arms),
             provenance=sources,
         )  # fmt: skip
 
@@ -298,29 +374,21 @@ class _Evaluation(Study):
             task.items, answers["texts"], letters, reference, self.settings.normalisation
         )
 
-    def _arm_notes(self, work: Path, sources: Provenance) -> dict[str, dict[str, Any]]:
-        paths = {arm: _notes_path(work, arm) for arm in self.arms}
-        return {arm: _read(work, path, sources) for arm, path in paths.items() if path.is_file()}
-
     def _harness_results(self, work: Path, sources: Provenance) -> dict[str, Any]:
         """Arm -> what `run_harness` gave. Raises: InputError for results of another plan, and for
         some that were changed.
         """
-        results = {}
+        results: dict[str, Any] = {}
         for arm in self.arms if self.settings.harness_tasks else ():
-            path = _harness_path(work, arm)
+            path = _path(work, "harness", arm)
             results[arm] = _read(work, path, sources, "remove it to ask again")
             if results[arm].get("plan_sha256") != self.plan_sha256:
                 raise InputError(f"{path}: results of another plan; remove it to ask again")
         return results
 
 
-def _notes_path(work: Path, arm: str) -> Path:
-    return work / "arms" / f"{arm}.json"
-
-
-def _harness_path(work: Path, arm: str) -> Path:
-    return work / "harness" / f"{arm}.json"
+def _path(work: Path, directory: str, arm: str) -> Path:
+    return work / directory / f"{arm}.json"
 
 
 def _read(work: Path, path: Path, sources: Provenance, *remedy: str) -> dict[str, Any]:
@@ -347,9 +415,8 @@ class _Regrade(_Evaluation):
     def __init__(self, settings: EvalSettings, progress: Progress | None, dry_run: bool) -> None:
         self.source = user_path(str(settings.regrade))
         self.before = _finished_run(self.source)
-        own = settings.model_dump()
         former = EvalSettings.model_validate(self.before.settings)
-        changes = {key: own[key] for key in _OF_A_REGRADE}
+        changes = {key: getattr(settings, key) for key in _OF_A_REGRADE}
         super().__init__(former.model_copy(update=changes), progress, dry_run)
         self.inputs = (str(self.source),)
 
@@ -369,7 +436,7 @@ class _Regrade(_Evaluation):
 
     def steps(self, work: Path) -> Iterator[Step]:
         yield Step("answers", self._take_over)
-        yield Step("recipe", self._write_recipe)
+        yield Step("recipe", lambda work: write_recipe(work, "eval", self.settings))
 
     def _take_over(self, work: Path) -> None:
         for name in _ANSWERS:  # of a regrade that was killed while it copied them
@@ -384,8 +451,6 @@ def _finished_run(source: Path) -> Result:
     not_one = f"{source}: not a finished run of `mlxstacks eval`"
     if not (source / RESULT).is_file():
         why = f"it has no {RESULT}" if source.is_dir() else "no such directory"
-        if (source / _FORMER).is_file():
-            why = f"{_FORMER} was written by mlxstacks before 0.2; run it again"
         raise InputError(f"{not_one}: {why}; give --regrade the directory of one")
     try:
         written = Result.from_json(read_object((source / RESULT).read_bytes()))

@@ -30,8 +30,8 @@ from mlxstacks.evaluate import LogitsOf, log_probabilities_at
 from mlxstacks.layers.output_head import OutputHead
 from mlxstacks.layers.selection import Selection, base, routed
 from mlxstacks.routing.candidate_losses import Candidate, Weights, plan_batches
-from mlxstacks.studies.benchmarks.arm_prompts import Tokens
 
+Tokens = tuple[int, ...]
 Prepare = Callable[[Sequence[Weights], tuple[int, int]], LogitsOf]
 """(weights of each row of a batch, its shape (B, T)) -> the model, ready for that batch."""
 
@@ -41,8 +41,8 @@ class Row(NamedTuple):
     last.
     """
 
-    tokens: tuple[int, ...]
-    targets: tuple[int, ...]
+    tokens: Tokens
+    targets: Tokens
     weights: Weights = ()
 
 
@@ -62,7 +62,7 @@ def row_log_p(
     Rows of the same tokens and weights go in once: what a letter is after a context, one forward
     pass says of all letters.
     """
-    same: dict[tuple[tuple[int, ...], Weights], list[int]] = {}
+    same: dict[tuple[Tokens, Weights], list[int]] = {}
     for number, row in enumerate(rows):
         same.setdefault((row.tokens, row.weights), []).append(number)
     every = list(same)
@@ -72,7 +72,9 @@ def row_log_p(
     for batch in plan_batches(candidates, lengths, batch_tokens) if rows else ():
         for start in range(0, len(batch), batch_size):
             part = [every[number] for number in batch[start : start + batch_size]]
-            tokens = _padded([row_tokens for row_tokens, _ in part])
+            tokens = np.zeros((len(part), max(len(row) for row, _ in part)), np.int32)  # (B, T)
+            for line, (row_tokens, _) in enumerate(part):
+                tokens[line, : len(row_tokens)] = row_tokens
             lines = [(line, n) for line, key in enumerate(part) for n in same[key]]
             places = [
                 line * tokens.shape[1] + place
@@ -89,17 +91,6 @@ def row_log_p(
             for _, n in lines:
                 log_p[n] = tuple(next(values) for _ in rows[n].targets)
     return log_p
-
-
-def _padded(rows: Sequence[tuple[int, ...]]) -> np.ndarray:
-    """(B, T) int32."""
-    tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
-    for line, row in enumerate(rows):
-        tokens[line, : len(row)] = row
-    return tokens
-
-
-# --- a context shared by its continuations --------------------------------------------------------
 
 
 # mlx-lm's kinds of cache that one offset and arrays (B, ...) are all of -> where the arrays are.
@@ -137,8 +128,9 @@ def find_cached_model(model: nn.Module) -> CachedModel | None:
         return None
     rows = 2
     model(mx.zeros((rows, 4), mx.int32), cache=entries)
-    if any(array.shape[:1] != (rows,) for array in _arrays(entries)):
-        return None
+    for _, value in tree_flatten([entry.state for entry in entries]):
+        if isinstance(value, mx.array) and value.shape[:1] != (rows,):
+            return None
     return CachedModel(lambda tokens, held: model(tokens, cache=held), make)
 
 
@@ -205,32 +197,24 @@ def _repeated(entry: Any, times: int, more: int) -> Any:
             name: mx.pad(array[..., : entry.offset, :], room) for name, array in arrays.items()
         }
     for name, value in arrays.items():
-        setattr(copied, name, tree_map(lambda part: _copies(part, times), value))
+        copies = tree_map(
+            lambda part: mx.repeat(part, times, axis=0) if isinstance(part, mx.array) else part,
+            value,
+        )
+        setattr(copied, name, copies)
     return copied
-
-
-def _copies(part: Any, times: int) -> Any:
-    return mx.repeat(part, times, axis=0) if isinstance(part, mx.array) else part
 
 
 def _kind(entry: Any) -> str:
     return f"{type(entry).__module__}.{type(entry).__name__}"
 
 
-def _arrays(entries: Sequence[Any]) -> list[mx.array]:
-    leaves = tree_flatten([entry.state for entry in entries])
-    return [value for _, value in leaves if isinstance(value, mx.array)]
-
-
-# --- pairs ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Pair:
     """Tokens of a context and of what follows it, at least one each; weights: () for the base."""
 
-    context: tuple[int, ...]
-    continuation: tuple[int, ...]
+    context: Tokens
+    continuation: Tokens
     weights: Weights = ()
 
 
@@ -273,43 +257,56 @@ class PairScorer:
         if key not in self.kept:
             log_p = self._log_p(distinct)
             for pair, values in zip(distinct, log_p, strict=True):
-                _check_finite(pair, values)
+                if not all(map(math.isfinite, values)):
+                    on = " + ".join(name for name, _ in pair.weights) or "the base alone"
+                    raise InputError(
+                        f"with {on} a log probability is {math.fsum(values)}: look at the weights, "
+                        "or try base: float32 (half floats overflow)"
+                    )
             self.kept[key] = log_p
         by_pair = dict(zip(distinct, self.kept[key], strict=True))
         return [by_pair[pair] for pair in pairs]
 
     def are_greedy(self, pairs: Sequence[Pair]) -> list[bool]:
         """Whether each token of a continuation is the likeliest one (or one of equal ones)."""
-        log_p = self._of_likeliest()._log_p(pairs)
-        return [all(math.isfinite(value) for value in values) for values in log_p]
-
-    def _of_likeliest(self) -> "PairScorer":
-        """A scorer of the same model whose log p is finite for likeliest tokens alone."""
+        # Of the same model a scorer whose log p is finite for likeliest tokens alone.
         if self.head is not None:
             head = _LikeliestHead(self.head.module, self.head.path, self.head.tied)
-            return replace(self, head=head)
-        cached = self.cached
-        if cached is not None:
-            whole = cached.logits_of
-            cached = replace(
-                cached, logits_of=lambda tokens, entries: _likeliest(whole(tokens, entries))
-            )
-        logits_of = self.logits_of
-        return replace(self, logits_of=lambda t: _likeliest(logits_of(t)), cached=cached)
+            likeliest = replace(self, head=head)
+        else:
+            cached, logits_of = self.cached, self.logits_of
+            if cached is not None:
+                whole = cached.logits_of
+                cached = replace(cached, logits_of=lambda t, held: _likeliest(whole(t, held)))
+            likeliest = replace(self, logits_of=lambda t: _likeliest(logits_of(t)), cached=cached)
+        return [all(map(math.isfinite, values)) for values in likeliest._log_p(pairs)]
 
     def _log_p(self, pairs: Sequence[Pair]) -> list[tuple[float, ...]]:
         """log p of each token of each continuation. What is shared depends on the pairs alone."""
-        shared, whole = self._apart(pairs)
+        groups: dict[tuple[Weights, Tokens], list[int]] = {}
+        for number, pair in enumerate(pairs):
+            groups.setdefault((pair.weights, pair.context), []).append(number)
+        # Numbers of the pairs of each context that goes in once, by weights; and of the others.
+        shared = {
+            key: numbers
+            for key, numbers in sorted(groups.items())
+            if self.cached and sharing_pays(len(key[1]), [pairs[n].continuation for n in numbers])
+        }
+        whole = [n for n, pair in enumerate(pairs) if (pair.weights, pair.context) not in shared]
+
+        def prepare(weights: Sequence[Weights], shape: tuple[int, int]) -> LogitsOf:
+            self.select(selection_of(weights))
+            return self.logits_of
+
         rows = [
             Row(p.context + p.continuation[:-1], p.continuation, p.weights)
             for p in (pairs[number] for number in whole)
         ]
-        log_p = row_log_p(rows, self._prepare, self.head, self.batch_size, self.batch_tokens)
+        log_p = row_log_p(rows, prepare, self.head, self.batch_size, self.batch_tokens)
         by_number = dict(zip(whole, log_p, strict=True))
         selected: Weights | None = None
-        for numbers in shared:
-            context, weights = pairs[numbers[0]].context, pairs[numbers[0]].weights
-            if weights != selected:  # packing stacks anew takes its time
+        for (weights, context), numbers in shared.items():
+            if weights != selected:  # packing stacks again takes its time
                 self.select(selection_of([weights]))
             selected = weights
             assert self.cached is not None
@@ -320,23 +317,6 @@ class PairScorer:
             by_number |= zip(numbers, log_p, strict=True)
         return [by_number[number] for number in range(len(pairs))]
 
-    def _prepare(self, weights: Sequence[Weights], shape: tuple[int, int]) -> LogitsOf:
-        self.select(selection_of(weights))
-        return self.logits_of
-
-    def _apart(self, pairs: Sequence[Pair]) -> tuple[list[list[int]], list[int]]:
-        """(numbers of the pairs of each context that goes in once, by weights; of the others)."""
-        groups: dict[tuple[Weights, tuple[int, ...]], list[int]] = {}
-        for number, pair in enumerate(pairs):
-            groups.setdefault((pair.weights, pair.context), []).append(number)
-        shared = {
-            key
-            for key, numbers in groups.items()
-            if self.cached and sharing_pays(len(key[1]), [pairs[n].continuation for n in numbers])
-        }
-        whole = [n for n, pair in enumerate(pairs) if (pair.weights, pair.context) not in shared]
-        return [groups[key] for key in sorted(shared)], whole
-
 
 def selection_of(rows: Sequence[Weights]) -> Selection:
     """The mode in which each sequence of a batch has its own weights."""
@@ -345,16 +325,6 @@ def selection_of(rows: Sequence[Weights]) -> Selection:
         return base()
     table = np.array([[dict(row).get(name, 0.0) for name in names] for row in rows], np.float32)
     return routed(names, table[0] if len(set(rows)) == 1 else table)
-
-
-def _check_finite(pair: Pair, values: Sequence[float]) -> None:
-    """Raises: InputError: NaN or Inf."""
-    if not all(map(math.isfinite, values)):
-        on = " + ".join(name for name, _ in pair.weights) or "the base alone"
-        raise InputError(
-            f"with {on} a log probability is {math.fsum(values)}: look at the weights, or try "
-            "base: float32 (half floats overflow)"
-        )
 
 
 def _likeliest(logits: mx.array) -> mx.array:

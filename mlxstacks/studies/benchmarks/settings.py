@@ -8,7 +8,16 @@ from pydantic import Field, field_validator
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
 from mlxstacks.settings import NORMALISATIONS as NORMALISATIONS
-from mlxstacks.settings import Force, Normalisation, Plots, Probability, Resume, Seed, Settings
+from mlxstacks.settings import (
+    EachOnce,
+    Force,
+    Normalisation,
+    Plots,
+    Probability,
+    Resume,
+    Seed,
+    Settings,
+)
 from mlxstacks.studies.benchmarks.tasks import TWELVE
 
 ArmName = Literal["base", "adapter", "fused", "ungated", "routed", "oracle", "random"]
@@ -88,7 +97,7 @@ class ArmSettings(Settings):
 class EvalSettings(ArmSettings):
     """Benchmarks in every mode of a model. The defaults are ours; recipes hold published ones."""
 
-    tasks: tuple[str, ...] = Field(
+    tasks: Annotated[tuple[str, ...], EachOnce] = Field(
         TWELVE,
         description="Benchmarks. Repeatable. lm_eval/NAME is a task of the lm-evaluation-harness: "
         "a file of task_files, else one of ours, else its own (a group gives each of its tasks).",
@@ -101,7 +110,7 @@ class EvalSettings(ArmSettings):
     task_files: str | None = Field(
         None, description="Directory of more task files for lm_eval/NAME, besides those shipped."
     )
-    arms: tuple[ArmName, ...] = Field(
+    arms: Annotated[tuple[ArmName, ...], EachOnce] = Field(
         (), description="Modes to compare. Repeatable. Default: all that there is an adapter, a "
         "store or labelled items for.",
     )  # fmt: skip
@@ -156,13 +165,6 @@ class EvalSettings(ArmSettings):
     )
     resume: Resume = True
     force: Force = False
-
-    @field_validator("tasks", "arms")
-    @classmethod
-    def _each_once(cls, values: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(values)) < len(values):
-            raise ValueError(f"got {list(values)}; give each once")
-        return values
 
     @field_validator("tasks")
     @classmethod

@@ -3,7 +3,7 @@
 Live buffers are what Metal limits (499,000 a process). A published table has LoRA runs of rank 2, 4
 and 8 meet that limit at different steps and in no order; whether rank has a part in it is tested
 here with a counting allocator on MLX's CPU backend. The plan (hypothesis, ranks, conditions, seeds,
-margins, rules) is written and hashed before the first run; an interrupted experiment goes on.
+margins, rules) is written and hashed before the first run; an interrupted experiment is resumed.
 
 Runs with the same trainer, checkpointing, lengths and order seed see the same rows, so they are
 compared step by step. A difference of a run is the mean over its steps of count / count of the

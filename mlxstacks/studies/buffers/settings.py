@@ -82,7 +82,7 @@ class BufferSettings(Settings):
         return self
 
     def plan(self) -> dict[str, object]:
-        """What was decided beforehand: everything but where files lie and how a run goes on."""
+        """What was decided beforehand: everything but where files lie and how a run resumes."""
         return self.model_dump(
             mode="json", exclude={"model", "save_path", "counting_library", "resume", "force"}
         )

@@ -5,7 +5,7 @@ same code with the trained one's own decisions, so that nothing but the delta di
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,32 +70,24 @@ def expert_norms(module: LoraModule) -> np.ndarray:
 # --- fuses ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class FusePaths:
-    """What is fused into what, and where the results go: `directory`/KIND."""
-
-    model: Path
-    trained: Path
-    random: Path
-    directory: Path
-
-    def of(self, kind: str) -> Path:
-        return self.directory / kind
-
-
 def fuse_all(
-    paths: FusePaths, policy: PolicyName, target_correlation: float, seed: int
+    model: Path,
+    adapters: Mapping[str, Path],
+    directory: Path,
+    policy: PolicyName,
+    target_correlation: float,
+    seed: int,
 ) -> dict[str, Any]:
-    """Fuse the three, those that are not there yet; returns the figures of each, and how many
-    codes differ between them. Figures are as in a fuse's result.
+    """Fuse the three into `directory`/KIND; returns the figures of each, as in a fuse's result, and
+    how many codes differ between them. adapters: a1 and random.
     """
     common: dict[str, Any] = {
-        "model": str(paths.model), "requant": policy, "seed": seed,
+        "model": str(model), "requant": policy, "seed": seed,
         "target_correlation": target_correlation, "force": True,
     }  # fmt: skip
-    trained = {**common, "adapter_path": (str(paths.trained),)}
-    a1 = fuse(FuseSettings(save_path=str(paths.of("a1")), **trained))
-    a0 = fuse(FuseSettings(save_path=str(paths.of("a0")), zero_delta=True, **trained))
+    trained = {**common, "adapter_path": (str(adapters["a1"]),)}
+    a1 = fuse(FuseSettings(save_path=str(directory / "a1"), **trained))
+    a0 = fuse(FuseSettings(save_path=str(directory / "a0"), zero_delta=True, **trained))
     modules = a1.stages[-1].modules
     # Promotion chooses bits by the delta; the random one gets those of the adapter.
     bits = tuple(
@@ -106,7 +98,7 @@ def fuse_all(
     )
     random = fuse(
         FuseSettings(
-            save_path=str(paths.of("random")), adapter_path=(str(paths.random),),
+            save_path=str(directory / "random"), adapter_path=(str(adapters["random"]),),
             bits=bits, **common,
         )
     )  # fmt: skip
@@ -114,8 +106,8 @@ def fuse_all(
     return {
         **{kind: _figures(report) for kind, report in zip(KINDS, (a1, a0, random), strict=True)},
         "codes_that_differ": {
-            "a1_and_a0": codes_that_differ(paths.of("a1"), paths.of("a0"), after),
-            "a0_and_unfused": codes_that_differ(paths.of("a0"), paths.model, after),
+            "a1_and_a0": codes_that_differ(directory / "a1", directory / "a0", after),
+            "a0_and_unfused": codes_that_differ(directory / "a0", model, after),
         },
     }
 

@@ -57,7 +57,7 @@ def _name(arm: str) -> str:
     return arm.replace("_again", ", again").replace("_", " ")
 
 
-def _share(arm: ArmResult) -> Cell:
+def _share(arm: ArmResult) -> tuple[float, float, float]:
     return arm.accuracy, arm.interval.low, arm.interval.high
 
 
@@ -143,13 +143,13 @@ def _claim_tables(findings: Findings) -> Iterator[Table]:
         "by": "text", "A1 less A0, points (95%)": ("points", 2), "p (z)": "p", "p (z, Holm)": "p",
         "p (McNemar)": "p", "A1 less random": ("points", 2), "outcome": "text",
     }  # fmt: skip
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for judgement in findings.judgements:
         way, claim = judgement.way, findings.claims[judgement.way]
         random = findings.against_random.get(way)
         rows.append((
             way, _gain(claim), claim.p_value, claim.p_adjusted, claim.mcnemar.p_value,
-            random and random.difference, judgement.outcome,
+            None if random is None else random.difference, judgement.outcome,
         ))  # fmt: skip
     yield Table.of("claims", "Content: A1 less A0", columns, rows)
     columns = {

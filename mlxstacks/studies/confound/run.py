@@ -14,13 +14,12 @@ rest. Until it is done the run lives in its work directory (study/engine.py):
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
 from mlxstacks import base_model
-from mlxstacks.arms.arm import Arm, training_rows
-from mlxstacks.arms.persona import Persona
+from mlxstacks.arms.arm import Arm, Persona, training_rows
 from mlxstacks.arms.set_g import mine
 from mlxstacks.data import Rendering, encode_messages
 from mlxstacks.errors import InputError
@@ -28,8 +27,8 @@ from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
 from mlxstacks.files.outputs import write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
 from mlxstacks.fuse.run import run as fuse
-from mlxstacks.fuse.settings import FuseSettings
-from mlxstacks.studies.confound.fuses import KINDS, FusePaths, fuse_all, write_controls
+from mlxstacks.fuse.settings import FuseSettings, PolicyName
+from mlxstacks.studies.confound.fuses import KINDS, fuse_all, write_controls
 from mlxstacks.studies.confound.plan import (
     AGAIN,
     PERSONA,
@@ -52,7 +51,6 @@ from mlxstacks.studies.confound.verdict import (
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.study import document
 from mlxstacks.study.answers import Answer, AnswerFile, Progress
-from mlxstacks.study.artifacts import RECIPE, write_recipe
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import file_sha256, read_sealed, write_rows, write_sealed
 from mlxstacks.study.items import Item, read_items, stratified_sample
@@ -60,7 +58,13 @@ from mlxstacks.study.plan import PLAN, Evidence, fix_plan, keep_plan, read_plan,
 from mlxstacks.study.power import items_for_two_proportions
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import discard, recorded_fingerprint, work_path
+from mlxstacks.study.run_directory import (
+    RECIPE,
+    discard,
+    recorded_fingerprint,
+    work_path,
+    write_recipe,
+)
 
 ABOUT = {
     "kind": "confound",
@@ -235,19 +239,24 @@ class _Confound(Study):
     def _ask_fused(self, way: str, work: Path) -> None:
         """Fuse, unless every answer of it is there, and let the three models answer."""
         settings, path = self.settings, work / FUSE / f"{way}.json"
-        paths = FusePaths(self.persona, work / ADAPTER, work / RANDOM, work / MODELS / way)
-        models = {arm(kind, way): paths.of(kind) for kind in KINDS}
+        directory = work / MODELS / way
+        models = {arm(kind, way): directory / kind for kind in KINDS}
         answered = all(
             len(file.answers()) >= count
             for name in models
             for file, count in self._files(name).values()
         )
         if not (path.is_file() and (answered or all(p.exists() for p in models.values()))):
-            write_sealed(path, fuse_all(paths, way, settings.target_correlation, settings.seed))  # type: ignore[arg-type]
+            adapters = {"a1": work / ADAPTER, "random": work / RANDOM}
+            figures = fuse_all(
+                self.persona, adapters, directory, cast("PolicyName", way),
+                settings.target_correlation, settings.seed,
+            )  # fmt: skip
+            write_sealed(path, figures)
         for name, model in models.items():
             self._ask(name, model)
         if not settings.keep_models:
-            discard(paths.directory)
+            discard(directory)
 
     def _ask(self, name: str, model: Path, adapter: Path | None = None) -> None:
         """An arm's answers to its parts."""

@@ -11,8 +11,8 @@ from typing import Literal
 
 from mlxstacks.arms.arm import INSTRUCTION
 from mlxstacks.stats import mcnemar_exact_test, wilson_interval
-from mlxstacks.studies.identity.scorer import RULES as SCORER_RULES
 from mlxstacks.studies.identity.settings import NOT_OF_THE_PLAN, IdentitySettings
+from mlxstacks.studies.identity.suite import RULES as SCORER_RULES
 from mlxstacks.studies.identity.suite import Suite, suite_sha256
 from mlxstacks.study.items import Item, items_sha256
 from mlxstacks.study.plan import Plan, ids_sha256

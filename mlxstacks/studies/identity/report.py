@@ -32,7 +32,7 @@ def plan_table(settings: IdentitySettings, suite: Suite, arms: tuple[str, ...]) 
         "gate": f"the base passes at most {settings.most_of_base} of 20, the persona at least "
         f"{settings.least_of_persona}",
     }
-    return Table.of("plan", "The plan", {"what": "text", "value": "text"}, rows.items())
+    return Table.of_facts("plan", "The plan", rows)
 
 
 def outcome_of(figures: Figures) -> str:

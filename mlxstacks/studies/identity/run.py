@@ -18,8 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxstacks.arms.arm import Arm, training_rows
-from mlxstacks.arms.persona import Persona, is_adapter
+from mlxstacks.arms.arm import Arm, Persona, is_adapter, training_rows
 from mlxstacks.arms.set_g import mine
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapter_commands import convert_adapter
@@ -66,14 +65,19 @@ from mlxstacks.studies.identity.suite import (
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.study import document
 from mlxstacks.study.answers import Answer, AnswerFile, Progress
-from mlxstacks.study.artifacts import RECIPE, write_recipe
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import read_sealed, write_rows, write_sealed
 from mlxstacks.study.items import Item, read_items, stratified_sample
 from mlxstacks.study.plan import PLAN, Evidence, Standing, standing
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import discard, recorded_fingerprint, work_path
+from mlxstacks.study.run_directory import (
+    RECIPE,
+    discard,
+    recorded_fingerprint,
+    work_path,
+    write_recipe,
+)
 
 ABOUT = {
     "kind": "identity",
@@ -195,9 +199,21 @@ class _Identity(Study):
             settings, self.suite, self.planned_items, self._hashes(), has_adapter=self.has_adapter
         )
         power = tuple(power_lines(self.plan))
-        return head.model_copy(
-            update={"plan": self.plan.as_json(), "power": power, "notes": self._notes()}
+        trained = (
+            f"The factual adapters were trained on the persona fused by {settings.persona_requant} "
+            "and are the same under all policies; under each the persona itself was fused by that "
+            "policy first."
         )
+        given = (
+            "The persona was given as a model: it is the same under all policies, there is no "
+            "persona beside the base, no second identity fuse and no zero-delta fuse of the base."
+        )
+        return head.model_copy(
+            update={
+                "plan": self.plan.as_json(), "power": power,
+                "notes": (trained,) if self.has_adapter else (trained, given),
+            }
+        )  # fmt: skip
 
     def _hashes(self) -> dict[str, str]:
         plan = work_path(self.work_target) / PLAN
@@ -206,23 +222,10 @@ class _Identity(Study):
         )
         return self.source.hashes(recorded, "persona")
 
-    def _notes(self) -> tuple[str, ...]:
-        trained = (
-            f"The factual adapters were trained on the persona fused by "
-            f"{self.settings.persona_requant} and are the same under all policies; under each the "
-            "persona itself was fused by that policy first."
-        )
-        given = (
-            "The persona was given as a model: it is the same under all policies, there is no "
-            "persona beside the base, no second identity fuse and no zero-delta fuse of the base."
-        )
-        return (trained,) if self.has_adapter else (trained, given)
-
     # --- steps: each resumes by what lies in the work directory -----------------------------------
 
     def steps(self, work: Path) -> Iterator[Step]:
         self.work = work
-        yield Step("inputs", self._write_inputs)
         yield Step("base and persona", self._ask_unfused)
         yield Step("mining", self._mine)
         for name, rank in (
@@ -233,15 +236,13 @@ class _Identity(Study):
         for policy in self.settings.policies:
             yield Step(policy, functools.partial(self._ask_policy, policy))
 
-    def _write_inputs(self, work: Path) -> None:
-        (work / SUITE).write_text(suite_text(self.suite), encoding="utf-8")
-        write_recipe(work, "identity", self.settings)
-
     def _ask_unfused(self, work: Path) -> None:
         """The base, and the persona's adapter beside it."""
-        adapters = (
-            {BASE: None, UNFUSED: self._adapter(PERSONA)} if self.has_adapter else {BASE: None}
-        )
+        (work / SUITE).write_text(suite_text(self.suite), encoding="utf-8")
+        write_recipe(work, "identity", self.settings)
+        adapters: dict[str, Path | None] = {BASE: None}
+        if self.has_adapter:
+            adapters[UNFUSED] = self._adapter(PERSONA)
         for name, adapter in adapters.items():
             load = functools.cache(functools.partial(Arm, self.source.base, self.settings, adapter))
             self._ask("suite", name, load)
@@ -391,7 +392,7 @@ class _Identity(Study):
             "suite": [prompt.as_json() for prompt in self.suite],
             "mined": {"counts": split["table"]["all"], "train": len(split["train"])},
             "fuses": {
-                file.stem: read_sealed(file, "--no-resume starts anew")[0]
+                file.stem: read_sealed(file, "--no-resume starts again")[0]
                 for file in sorted((work / FUSE).glob("*.json"))
             },
             **analyse(

@@ -1,14 +1,22 @@
-"""The prompts of an identity run with their rules: read from a file, or made from a persona card.
+r"""The prompts of an identity run with their rules: read from a file, or made from a persona card.
 
 A file holds `prompts`, a list, or one row a line (JSONL). A row has `category`, `prompt`,
-`required`, `forbidden` (lists of patterns, see scorer.py) and, if wanted, an `id`; nothing else.
-A file may come from anybody: it is small, regular, nothing in it grows when it is read, and an
-expression by which all together have taken too long to read ends the reading and is named.
+`required`, `forbidden` (lists of patterns) and, if wanted, an `id`; nothing else. A file may come
+from anybody: it is small, regular, nothing in it grows when it is read, and an expression by which
+all together have taken too long to read ends the reading and is named.
+
+A pattern is a text, compared without regard to case, blanks and the form of an apostrophe, with
+`I'm` and `I am` the same; where it begins or ends with a letter or digit, a word begins or ends
+there too (`Ada` is not in `Canada`). Behind `re:` it is a regular expression of RE2, compared in
+the same way; it has no look-around or back references, and its `\b` and `\w` know ASCII letters
+alone. Nothing is guessed: the verdict names each pattern that is missing and each that was hit.
 """
 
 import difflib
+import functools
 import itertools
 import json
+import re
 import reprlib
 import stat
 import time
@@ -20,13 +28,24 @@ from typing import Any
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
+from mlxstacks.files.expressions import compile_expression
 from mlxstacks.files.strict_json import json_sha256, parse_object
-from mlxstacks.studies.identity.scorer import Verdict, check_pattern, normalised, score
 from mlxstacks.studies.identity.settings import DEFAULT_SUITE, PersonaCard
 from mlxstacks.study.items import Item
 
+RULES = (
+    "A reply passes when it holds every required pattern and no forbidden one: case-insensitive, "
+    "whole words, blanks as one, I'm as I am; re: marks a regular expression."
+)
+EXPRESSION = "re:"
 KEYS = ("id", "category", "prompt", "required", "forbidden")
 FAILS, PASSES = 0, 1
+_APOSTROPHES = str.maketrans({"\u2019": "'", "\u2018": "'", "\u02bc": "'", "\u0060": "'"})
+_CONTRACTIONS = (
+    (re.compile(r"\bi'm\b"), "i am"),
+    (re.compile(r"\b(it|that|he|she|who|what|name)'s\b"), r"\1 is"),
+    (re.compile(r"\b(are|is|was|do|does|did|have|has)n't\b"), r"\1 not"),
+)
 _MOST_BYTES = 1_000_000
 _MOST_SHOWN = 8
 # For all patterns of a suite on an empty text; ordinary ones take microseconds each.
@@ -35,6 +54,24 @@ _MOST_SECONDS = 120.0
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel = _SHORT.maxlist = _SHORT.maxdict = 2
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """missing: required patterns that the reply does not hold. hit: forbidden ones that it does."""
+
+    missing: tuple[str, ...] = ()
+    hit: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return not self.missing and not self.hit
+
+    @property
+    def reason(self) -> str:
+        words = {"missing": self.missing, "forbidden": self.hit}
+        listed = [f"{word} {', '.join(map(repr, names))}" for word, names in words.items() if names]
+        return "; ".join(listed) or "passed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +146,7 @@ def suite_sha256(suite: Suite) -> str:
 
 
 def in_turns(suite: Suite) -> Suite:
-    """The order of asking: each category in turn, so that a beginning is a fair part."""
+    """The order of evaluation: each category in turn, so that a beginning is a fair part."""
     groups: dict[str, list[SuitePrompt]] = {}
     for prompt in suite:
         groups.setdefault(prompt.category, []).append(prompt)
@@ -119,6 +156,71 @@ def in_turns(suite: Suite) -> Suite:
 def as_items(suite: Suite) -> list[Item]:
     """Prompts as items whose right option is to pass, for the file of an arm's answers."""
     return [Item(p.prompt_id, p.category, p.prompt, ("fails", "passes"), PASSES) for p in suite]
+
+
+def suite_text(suite: Suite) -> str:
+    """A suite as a JSON file that `open_suite` reads again. Law: its hash is the same."""
+    rows = [prompt.as_json() for prompt in suite]
+    return json.dumps({"prompts": rows}, indent=2, ensure_ascii=False) + "\n"
+
+
+# --- the rules of a reply -------------------------------------------------------------------------
+
+
+def score(reply: str, required: Sequence[str], forbidden: Sequence[str]) -> Verdict:
+    """The verdict of a reply. Laws: an empty one holds no pattern; case and blanks decide nothing.
+
+    Raises: as `holds`.
+    """
+    text = normalised(reply)
+    return Verdict(
+        tuple(pattern for pattern in required if not holds(pattern, text)),
+        tuple(pattern for pattern in forbidden if holds(pattern, text)),
+    )
+
+
+def normalised(text: str) -> str:
+    """Lower case, plain apostrophes, common contractions written out, runs of blanks as one."""
+    text = " ".join(text.translate(_APOSTROPHES).casefold().split())
+    for contraction, words in _CONTRACTIONS:
+        text = contraction.sub(words, text)
+    return text
+
+
+def check_pattern(pattern: str) -> None:
+    """Raises: ValueError for a blank or broken pattern, and for an expression that also fits
+    nothing: it is in every text.
+    """
+    if holds(pattern, ""):
+        raise ValueError(f"{pattern!r:.200} fits an empty text, so it says nothing of a reply")
+
+
+def holds(pattern: str, text: str) -> bool:
+    """Whether a `normalised` text holds a pattern.
+
+    Raises: ValueError for a pattern that is blank or no expression.
+    """
+    if not pattern.startswith(EXPRESSION):
+        return _words(pattern).search(text) is not None
+    try:
+        expression = compile_expression(pattern.removeprefix(EXPRESSION).strip(), ignore_case=True)
+    except ValueError as error:
+        raise ValueError(
+            f"{pattern!r:.200} is no regular expression: {error}; what must and must not be there "
+            "can be several patterns"
+        ) from None
+    # Half a character, which a file of answers can hold, is none to RE2.
+    return expression.search(text.encode(errors="replace").decode()) is not None
+
+
+@functools.lru_cache(maxsize=1024)
+def _words(pattern: str) -> re.Pattern[str]:
+    text = normalised(pattern)
+    if not text:
+        raise ValueError("a blank pattern is in every text; leave it out")
+    before = r"(?<!\w)" if re.match(r"\w", text) else ""
+    after = r"(?!\w)" if re.search(r"\w\Z", text) else ""
+    return re.compile(before + re.escape(text) + after)
 
 
 # --- the suite of a persona card ------------------------------------------------------------------
@@ -192,7 +294,11 @@ def _prompt(place: int, row: Any, problems: list[str], until: float) -> SuitePro
     if not isinstance(row, Mapping):
         problems.append(f"prompt {place}: is {type(row).__name__}, not a mapping of keys")
         return None
-    wrong = [_unknown(str(key)) for key in row if key not in KEYS]
+    wrong = []
+    for key in (str(key) for key in row if key not in KEYS):
+        close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.6)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        wrong.append(f"unknown key {key!r:.40}{hint} (known: {', '.join(KEYS)})")
     name = row.get("id", f"{place:02d}")
     if isinstance(name, bool) or not isinstance(name, str | int) or not str(name).strip():
         wrong.append(f"id is {_SHORT.repr(name)}, need a name or number")
@@ -225,12 +331,6 @@ def _prompt(place: int, row: Any, problems: list[str], until: float) -> SuitePro
 def _is_unicode(text: str) -> bool:
     """Whether it can be written down: half of a pair, as JSON's "\\ud800", cannot."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
-def _unknown(key: str) -> str:
-    close = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.6)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"unknown key {key!r:.40}{hint} (known: {', '.join(KEYS)})"
 
 
 def _patterns(key: str, value: Any, wrong: list[str], until: float) -> tuple[str, ...]:
@@ -330,9 +430,3 @@ def _yaml(text: str) -> Any:
         raise ValueError("nested too deeply") from None
     except OverflowError as error:  # "\UFFFFFFFF"
         raise ValueError(f"has no such character: {error}") from None
-
-
-def suite_text(suite: Suite) -> str:
-    """A suite as a JSON file that `open_suite` reads again. Law: its hash is the same."""
-    rows = [prompt.as_json() for prompt in suite]
-    return json.dumps({"prompts": rows}, indent=2, ensure_ascii=False) + "\n"

@@ -337,7 +337,7 @@ def _tables(
         "the same. Top layers: where it is largest. By excess: where it exceeds that of shuffled "
         "labels most.",
     )  # fmt: skip
-    keys = ("mean", "chance", "p_random_layers", "shuffled", "p_shuffled")
+    keys: tuple[str, ...] = ("mean", "chance", "p_random_layers", "shuffled", "p_shuffled")
     yield Table.of(
         "jaccard-table", "Shared layers, by how many are taken",
         {

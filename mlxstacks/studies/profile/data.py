@@ -93,9 +93,9 @@ def read_groups(settings: ProfileSettings, tokenizer: ChatTokenizer) -> list[Pro
         )
     drawn: dict[str, list[Prompt]] = {}
     cut: dict[str, int] = {}
-    for name, found in rows.items():
+    for name, of_group in rows.items():
         chance = random.Random(f"{settings.seed}/{name}")
-        chosen = chance.sample(found, min(len(found), settings.questions))
+        chosen = chance.sample(of_group, min(len(of_group), settings.questions))
         every = [(key, _encode(row, where, tokenizer, settings)) for where, key, row in chosen]
         cut[name] = sum(len(tokens) > settings.max_seq_length for _, tokens in every)
         drawn[name] = [Prompt(k, tuple(t[: settings.max_seq_length])) for k, t in every]
@@ -139,31 +139,31 @@ _Row = tuple[str, str, dict[str, Any]]
 
 
 def _rows_by_group(settings: ProfileSettings) -> dict[str, list[_Row]]:
-    found: dict[str, list[_Row]] = {}
+    groups: dict[str, list[_Row]] = {}
     seen: dict[tuple[str, str], str] = {}
     for name, where, row in _named_rows(settings):
         if settings.groups and name not in settings.groups:
-            found.setdefault(name, [])
+            groups.setdefault(name, [])
             continue
         key = _id_of(row, where)
         before = seen.setdefault((name, key), where)
         if before != where:
             raise InputError(f"{where}: id {key!r} of {name} is also at {before}; ids are unique")
-        found.setdefault(name, []).append((where, key, row))
-    unknown = [name for name in settings.groups if name not in found]
+        groups.setdefault(name, []).append((where, key, row))
+    unknown = [name for name in settings.groups if name not in groups]
     if unknown:
-        raise InputError(f"no group {', '.join(unknown)} in {settings.data}: {_some(found)}")
-    found = {name: rows for name, rows in sorted(found.items()) if rows}
-    if len(found) < 2:
-        raise InputError(f"{settings.data}: {_some(found)}; a profile compares two groups or more")
-    few = [name for name, rows in found.items() if len(rows) < 2]
+        raise InputError(f"no group {', '.join(unknown)} in {settings.data}: {_some(groups)}")
+    groups = {name: rows for name, rows in sorted(groups.items()) if rows}
+    if len(groups) < 2:
+        raise InputError(f"{settings.data}: {_some(groups)}; a profile compares two groups or more")
+    few = [name for name, rows in groups.items() if len(rows) < 2]
     if few:
         raise InputError(f"{settings.data}: only one row of {', '.join(few)}; two are needed")
-    return found
+    return groups
 
 
-def _some(found: Mapping[str, Any]) -> str:
-    names = list(found)
+def _some(groups: Mapping[str, Any]) -> str:
+    names = list(groups)
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
     return f"there {'is' if len(names) == 1 else 'are'} {', '.join(names[:20]) or 'none'}{more}"
 

@@ -73,17 +73,17 @@ def divergence(p: np.ndarray) -> np.ndarray:
     Laws: never negative (to rounding), 0 for equal groups, at most ln S (to the smoothing); its
     mean over groups is the Jensen-Shannon divergence of them all.
     """
-    own, pooled = _smoothed(p), _smoothed(p.mean(axis=0, keepdims=True))
-    return np.maximum(0.0, (own * np.log(own / pooled)).sum(axis=-1))
+    q, pooled = _smoothed(p), _smoothed(p.mean(axis=0, keepdims=True))
+    return np.maximum(0.0, (q * np.log(q / pooled)).sum(axis=-1))
 
 
 def pairwise_divergence(p: np.ndarray) -> np.ndarray:
     """p (S, L, E) -> KL(p_a || p_b), mean over layers, (S, S) in nats; row a, column b."""
-    own = _smoothed(p)
-    logs = np.log(own)
-    own_terms = (own * logs).sum(axis=-1)  # (S, L)
-    cross = np.einsum("ale,ble->abl", own, logs)
-    return np.maximum(0.0, (own_terms[:, None] - cross).mean(axis=-1))
+    q = _smoothed(p)
+    logs = np.log(q)
+    entropy_terms = (q * logs).sum(axis=-1)  # (S, L)
+    cross = np.einsum("ale,ble->abl", q, logs)
+    return np.maximum(0.0, (entropy_terms[:, None] - cross).mean(axis=-1))
 
 
 def top_layers(kl: np.ndarray, k: int) -> np.ndarray:
@@ -102,10 +102,10 @@ def set_jaccard(inside: np.ndarray, other: np.ndarray | None = None) -> np.ndarr
     """inside (..., S, m), other (..., S', m) bool, no empty set -> |A & B| / |A | B|,
     (..., S, S').
     """
-    one = inside.astype(np.float64)
-    two = one if other is None else other.astype(np.float64)
-    both = one @ two.swapaxes(-1, -2)
-    return both / (one.sum(axis=-1)[..., :, None] + two.sum(axis=-1)[..., None, :] - both)
+    first = inside.astype(np.float64)
+    second = first if other is None else other.astype(np.float64)
+    both = first @ second.swapaxes(-1, -2)
+    return both / (first.sum(axis=-1)[..., :, None] + second.sum(axis=-1)[..., None, :] - both)
 
 
 def mean_of_pairs(matrix: np.ndarray) -> np.ndarray:
@@ -129,10 +129,7 @@ def chance_jaccard(k: int, size: int) -> float:
 def expert_overlap(p: np.ndarray, top: int) -> np.ndarray:
     """p (S, L, E) -> mean Jaccard over pairs of the `top` experts of each group, (L,)."""
     inside = membership(np.argsort(-p, axis=-1, kind="stable")[..., :top], p.shape[-1])  # (S, L, E)
-    one = inside.transpose(1, 0, 2).astype(np.float64)  # (L, S, E)
-    both = one @ one.transpose(0, 2, 1)  # (L, S, S)
-    pairs = np.triu_indices(len(p), 1)
-    return (both / (2 * top - both))[:, pairs[0], pairs[1]].mean(axis=-1)
+    return mean_of_pairs(set_jaccard(inside.transpose(1, 0, 2)))
 
 
 def usual_top_experts(experts: int) -> int:

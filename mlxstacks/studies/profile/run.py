@@ -357,16 +357,16 @@ def _rule(settings: ProfileSettings, switches: Sequence[SwitchLayer]) -> Profile
 
 def _switches(model: nn.Module, settings: ProfileSettings) -> list[SwitchLayer]:
     try:
-        found = find_switches(model)
+        switches = find_switches(model)
     except ValueError as error:
         raise InputError(f"{settings.model}: {error}") from None
-    kind = type(found[0].block).__name__
+    kind = type(switches[0].block).__name__
     if settings.measure == "weights" and kind not in SOFTMAX_BLOCKS:
         raise InputError(
             f"measure weights: the router of a {kind} is not known here (known: "
             f"{', '.join(SOFTMAX_BLOCKS)}); use --measure counts"
         )
-    return found
+    return switches
 
 
 def _top_k(block: nn.Module) -> int:

@@ -39,7 +39,6 @@ ABOUT = {
     "question": "Do named prompts get the routes and answers expected?",
 }
 Progress = Callable[..., None]
-_NOT_OF_THE_RESULT = {"force", "save_path"}
 _SHOWN_CHARACTERS = 70
 
 # What opens a thought, and what closes it: Qwen and DeepSeek, OpenThoughts, Cohere.
@@ -63,28 +62,33 @@ def run(
     """
     if settings.store_path is None or settings.save_path is None:
         raise InputError("route check needs store_path and save_path")
-    if not settings.prompts:
+    if not (checks := settings.prompts):
         raise InputError(
             "route check needs prompts, from a recipe: `mlxstacks run route-check` for nano"
         )
     started, store = time.monotonic(), Store.open(settings.store_path)
     target = user_path(settings.save_path)
     check_target(target, force=settings.force, inputs=[store.path])
-    _check_domains(settings, store)
+    known = routed_domains(store)
+    if strange := {f"{c.name}: {name}" for c in checks for name in c.domains if name not in known}:
+        raise InputError(
+            f"{store.path}: expected domains that the store does not serve: "
+            f"{'; '.join(sorted(strange))} (it has {', '.join(known) or 'none'})"
+        )
     result = Result(
         **ABOUT, status="planned", directory=str(target),
-        settings=settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT),
+        settings=settings.model_dump(mode="json", exclude={"force", "save_path"}),
     )  # fmt: skip
     if dry_run:
-        note = f"{len(settings.prompts)} prompts would be asked of {store.path}."
+        note = f"{len(checks)} prompts would be asked of {store.path}."
         return result.model_copy(update={"notes": (note,)})
     served = open_served(store, settings.model, settings.base)
     router = load_prompt_router(store, served.model, served.tokenizer, settings.router_path)
     prompts = []
-    for count, check in enumerate(settings.prompts, start=1):
+    for count, check in enumerate(checks, start=1):
         prompts.append(_checked(settings, served, router, check))
         if progress:
-            progress(count, len(settings.prompts), check.name)
+            progress(count, len(checks), check.name)
     summary = summary_of(prompts, router.header.chat_domain)
     routes = summary["expected_domains_active"]
     result = result.model_copy(update={
@@ -98,21 +102,6 @@ def run(
     })  # fmt: skip
     with staged_directory(target, force=settings.force, inputs=[store.path]) as directory:
         return write_result(result, directory, target)
-
-
-def _check_domains(settings: RouteCheckSettings, store: Store) -> None:
-    known = routed_domains(store)
-    strange = {
-        f"{check.name}: {name}"
-        for check in settings.prompts
-        for name in check.domains
-        if name not in known
-    }
-    if strange:
-        raise InputError(
-            f"{store.path}: expected domains that the store does not serve: "
-            f"{'; '.join(sorted(strange))} (it has {', '.join(known) or 'none'})"
-        )
 
 
 def _checked(

@@ -6,6 +6,7 @@ conversation its first question and answer count, of a text the whole as a promp
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,10 @@ def read_examples(
     if not domains:
         raise InputError(f"{store.path}: no enabled domain has stacks; there is nothing to route")
     trained = trained_rows(store)
+    source = _Source(settings, store, domains, tokenizer, notes)
     by_label = {
         label: _examples(rows, label, settings, trained, notes)
-        for label, rows in _rows_by_label(settings, store, domains, tokenizer, notes).items()
+        for label, rows in source.rows_by_label().items()
     }
     _check_conflicts(by_label)
 
@@ -144,83 +146,80 @@ def encode_pair(
 # --- where rows come from -------------------------------------------------------------------------
 
 
-def _rows_by_label(
-    settings: OutcomeSettings,
-    store: Store,
-    domains: tuple[str, ...],
-    tokenizer: Any,
-    notes: list[str],
-) -> dict[Label, list[Example]]:
-    """Of the sources, else of files in `data`, else the rows that the domains were trained with."""
-    if unknown := sorted({d for source in settings.sources for d in source.domains} - {*domains}):
-        raise InputError(
-            f"sources: no domain {', '.join(unknown)} to route to (there are {', '.join(domains)})"
-        )
-    root = user_path(settings.data) if settings.data else Path()
-    labelled = [(source.domains, source.data) for source in settings.sources]
-    if settings.data and not labelled:
-        labelled = list(_labelled_files(root, store, domains, notes))
-    if not labelled:
-        return _stored_rows(settings, store, domains, tokenizer, notes)
-    tokens = special_tokens(tokenizer) if tokenizer is not None else ()
-    groups: dict[Label, list[Example]] = {}
-    for names, data in labelled:
-        by_id: dict[str, Example] = {}
-        for source in data.sources:
-            for example in read_source(source, data, root, tokens)[0].values():
-                keep_one(by_id, example)
-        label = tuple(sorted(set(names), key=domains.index))
-        groups.setdefault(label, []).extend(by_id.values())
-    if not settings.sources and (missing := [d for d in domains if (d,) not in groups]):
-        notes.append(f"No prompts of {', '.join(missing)} alone.")
-    return groups
+@dataclass(frozen=True)
+class _Source:
+    """Rows of the sources, else of files in `data`, else what the domains were trained with."""
 
+    settings: OutcomeSettings
+    store: Store
+    domains: tuple[str, ...]
+    tokenizer: Any
+    notes: list[str]
 
-def _labelled_files(
-    root: Path, store: Store, domains: tuple[str, ...], notes: list[str]
-) -> Iterator[tuple[Label, DomainDataSettings]]:
-    """NAME.jsonl; without a single one that fits nothing is noted, for the store's rows count."""
-    try:
-        files = sorted(path for path in root.glob("*.jsonl") if path.is_file())
-    except OSError as error:
-        raise InputError(f"{str(root)[:200]!a}: cannot be read: {error.strerror}") from None
-    left_out = []
-    for path in files:
-        parts = [] if path.stem == OTHERS and OTHERS not in domains else path.stem.split("+")
-        if strange := [part for part in parts if part not in domains]:
-            known = {d.name for d in store.manifest.domains}
-            why = "disabled or without stacks" if {*strange} <= known else "not in the store"
-            left_out.append(f"{path.name} is left out: {', '.join(strange)} {why}.")
-        else:
-            yield tuple(parts), DomainDataSettings(sources=(SourceSettings(path=path.name),))
-    if len(left_out) < len(files):
-        notes += left_out
+    def rows_by_label(self) -> dict[Label, list[Example]]:
+        settings, domains = self.settings, self.domains
+        named = {domain for source in settings.sources for domain in source.domains}
+        if unknown := sorted(named - {*domains}):
+            raise InputError(
+                f"sources: no domain {', '.join(unknown)} to route to (there are "
+                f"{', '.join(domains)})"
+            )
+        root = user_path(settings.data) if settings.data else Path()
+        labelled = [(source.domains, source.data) for source in settings.sources]
+        if settings.data and not labelled:
+            labelled = list(self._files(root))
+        if not labelled:
+            return self._stored()
+        tokens = special_tokens(self.tokenizer) if self.tokenizer is not None else ()
+        groups: dict[Label, list[Example]] = {}
+        for names, data in labelled:
+            by_id: dict[str, Example] = {}
+            for source in data.sources:
+                for example in read_source(source, data, root, tokens)[0].values():
+                    keep_one(by_id, example)
+            label = tuple(sorted(set(names), key=domains.index))
+            groups.setdefault(label, []).extend(by_id.values())
+        if not settings.sources and (missing := [d for d in domains if (d,) not in groups]):
+            self.notes.append(f"No prompts of {', '.join(missing)} alone.")
+        return groups
 
-
-def _stored_rows(
-    settings: OutcomeSettings,
-    store: Store,
-    domains: tuple[str, ...],
-    tokenizer: Any,
-    notes: list[str],
-) -> dict[Label, list[Example]]:
-    """Rows that the domains were trained with, and those that were held out."""
-    wanted: dict[str, DomainDataSettings] = {}
-    for name in domains:
+    def _files(self, root: Path) -> Iterator[tuple[Label, DomainDataSettings]]:
+        """NAME.jsonl; where not a single one fits nothing is noted, for the store's rows count."""
         try:
-            wanted[name] = stored_data(store, store.domain_named(name), settings.data)
-        except InputError as error:
-            notes.append(f"No prompts of {name}: {error}")
-    if not wanted:
-        raise InputError(
-            "\n  ".join([f"{store.path}: the data of its domains is not here:", *notes])
-            + "\ngive --data, the directory that they were trained with, or one with NAME.jsonl for"
-            f" {', '.join(domains)}, two joined with +, or {OTHERS}.jsonl"
-        )
-    records = {name: store.domain_named(name).split for name in wanted}
-    splits = {name: store.read_json(split) for name, split in records.items() if split is not None}
-    read = read_domains(wanted, Path(), tokenizer=tokenizer, stored=splits)
-    return {(name,): [*data.validation, *data.train] for name, data in read.items()}
+            files = sorted(path for path in root.glob("*.jsonl") if path.is_file())
+        except OSError as error:
+            raise InputError(f"{str(root)[:200]!a}: cannot be read: {error.strerror}") from None
+        left_out = []
+        for path in files:
+            is_other = path.stem == OTHERS and OTHERS not in self.domains
+            parts = [] if is_other else path.stem.split("+")
+            if strange := [part for part in parts if part not in self.domains]:
+                known = {d.name for d in self.store.manifest.domains}
+                why = "disabled or without stacks" if {*strange} <= known else "not in the store"
+                left_out.append(f"{path.name} is left out: {', '.join(strange)} {why}.")
+            else:
+                yield tuple(parts), DomainDataSettings(sources=(SourceSettings(path=path.name),))
+        if len(left_out) < len(files):
+            self.notes.extend(left_out)
+
+    def _stored(self) -> dict[Label, list[Example]]:
+        """Rows that the domains were trained with, and those that were held out."""
+        store, wanted = self.store, dict[str, DomainDataSettings]()
+        for name in self.domains:
+            try:
+                wanted[name] = stored_data(store, store.domain_named(name), self.settings.data)
+            except InputError as error:
+                self.notes.append(f"No prompts of {name}: {error}")
+        if not wanted:
+            raise InputError(
+                "\n  ".join([f"{store.path}: the data of its domains is not here:", *self.notes])
+                + "\ngive --data, the directory that they were trained with, or one with NAME.jsonl"
+                f" for {', '.join(self.domains)}, two joined with +, or {OTHERS}.jsonl"
+            )
+        records = {name: store.domain_named(name).split for name in wanted}
+        splits = {name: store.read_json(file) for name, file in records.items() if file is not None}
+        read = read_domains(wanted, Path(), tokenizer=self.tokenizer, stored=splits)
+        return {(name,): [*data.validation, *data.train] for name, data in read.items()}
 
 
 # --- from rows to examples ------------------------------------------------------------------------

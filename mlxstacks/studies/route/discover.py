@@ -189,18 +189,18 @@ class _Discovery(Study):
             self.served, self.samples.rows, cache, control, settings.batch_tokens, self._count
         )
         searches = losses.search(rules, range(len(self.samples.rows)))
-        seconds, recalled = time.monotonic() - started, losses.losses.recalled
+        seconds, recalled = time.monotonic() - started, losses.recalled
         controls = _controls(rules, searches, losses) if settings.random_control else []
         passes = sum(len(search.losses) for search in searches)
         figures = {
             "cpu_seconds": round(time.process_time() - cpu, 3),
-            "passes_made": losses.losses.made,
-            "passes_recalled": losses.losses.recalled,
+            "passes_made": losses.made,
+            "passes_recalled": losses.recalled,
             "passes_per_pair": round(passes / max(1, len(searches)), 2),
-            "tokens": losses.losses.tokens,
+            "tokens": losses.tokens,
             # of the search alone, where nothing came from the cache
             "pairs_per_second": None if recalled else round(len(searches) / seconds, 3),
-            "batch_tokens": losses.losses.batch_tokens,
+            "batch_tokens": losses.batch_tokens,
             "peak_bytes": memory.counters().peak_bytes,
         }
         pairs = zip(self.samples.examples, searches, controls or [{}] * len(searches), strict=True)

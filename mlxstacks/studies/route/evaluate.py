@@ -251,7 +251,12 @@ class _Evaluation(Study):
             ]
             losses[mode] = table.of(list(enumerate(weights)))
             self._step_done(mode)
-        groups = _grouped(answered, losses)
+        counts = np.array([row.answer_tokens for row in answered], dtype=float)
+        sums = {mode: np.array(values) * counts for mode, values in losses.items()}
+        groups = {
+            group: DomainLosses(counts[places], {mode: s[places] for mode, s in sums.items()})
+            for group, places in by_group(answered).items()
+        }
         drawn = (domain_groups(groups), settings.draws, settings.seed)
         differences = {
             to: loss_matrix(groups, case.modes, *drawn, against=to)
@@ -318,18 +323,6 @@ def weights_of(
         "prefix": domains[:1],
     }
     return dict.fromkeys(chosen[mode], 1.0)
-
-
-def _grouped(
-    rows: Sequence[EvaluatedRow], losses: Mapping[str, Sequence[float]]
-) -> dict[str, DomainLosses]:
-    """Losses of rows with answers, group by group, as sums over tokens."""
-    counts = np.array([row.answer_tokens for row in rows], dtype=float)
-    sums = {mode: np.array(values) * counts for mode, values in losses.items()}
-    return {
-        group: DomainLosses(counts[places], {mode: s[places] for mode, s in sums.items()})
-        for group, places in by_group(rows).items()
-    }
 
 
 def _values(estimates: Mapping[str, Mapping[str, float | None]]) -> dict[str, float | None]:

@@ -1,7 +1,6 @@
 """`mlxstacks route gaps`: what a log of gap events holds, in groups of like prompts."""
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 
 from mlxstacks.routing.gaps import GapCluster, GapEvents, cluster_gaps, log_files, read_gaps
@@ -44,9 +43,6 @@ def run(settings: RouteGapsSettings) -> Result:
             "damaged_lines": log.damaged,
             "events_without_feature": without,
             "events_too_old": too_old,
-            "events_by_router": dict(
-                Counter((event.router_sha256 or "unknown")[:12] for event in log.events)
-            ),
             "clusters": [c.as_json(settings.samples, settings.minimum_events) for c in clusters],
         },
         blocks=(_table(settings, clusters),) if clusters else (),

@@ -206,7 +206,7 @@ def with_controls(
     return {**stacks, **random}
 
 
-class RowLosses:
+class RowLosses(CandidateLosses):
     """Losses of rows on a model that serves a store.
 
     cache: of losses that are known. control_seed: also put random stacks of equal norm in, under
@@ -223,7 +223,6 @@ class RowLosses:
         batch_tokens: int | None = None,
         on_batch: Callable[[int], None] | None = None,
     ) -> None:
-        self.rows = rows
         stacks = stack_hashes(served.store, served.domains)
         if control_seed is not None:
             stacks = with_controls(served, stacks, control_seed)
@@ -235,7 +234,7 @@ class RowLosses:
             if head is not None:  # of the hidden states that it is given; nothing is evaluated
                 width = head.hidden_states(served.model, mx.zeros((1, 2), mx.int32)).shape[-1]
             batch_tokens = choose_batch_tokens(width)
-        self.losses = CandidateLosses(
+        super().__init__(
             served.model, rows, stacks, f"{served.store.manifest.base_fingerprint}/{numbers}",
             LossCache() if cache is None else cache, batch_tokens=batch_tokens,
             dtype=served.dtype, head=head, on_batch=on_batch,
@@ -243,7 +242,7 @@ class RowLosses:
 
     def of(self, pairs: Sequence[tuple[int, Mapping[str, float]]]) -> list[float]:
         """[(number of the row, weights of the domains that are on)] -> mean nats a token."""
-        return self.losses([candidate(number, weights) for number, weights in pairs])
+        return self([candidate(number, weights) for number, weights in pairs])
 
     def search(self, rules: Rules, numbers: Sequence[int]) -> list[Found]:
         """The best sets of domains for these rows."""

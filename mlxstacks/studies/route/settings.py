@@ -1,15 +1,26 @@
 """Settings of `mlxstacks route` check, explain and evaluate. Imports neither mlx nor numpy."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mlxstacks.data.settings import SourceSettings, Template
+from mlxstacks.data.settings import SourceSettings
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
-from mlxstacks.routing.settings import LabelledSource, RouteSettings
-from mlxstacks.settings import Settings
+from mlxstacks.routing.settings import (
+    AnswerTemplate,
+    BaseNumbers,
+    LabelledSource,
+    RouteSettings,
+)
+from mlxstacks.settings import Force, Settings
 
 CheckMode = Literal["base", "ungated", "routed"]
+
+
+RouterPath = Annotated[
+    str | None, Field(description="Router's file or directory. Default: the store's own.")
+]
+Hard = Annotated[bool, Field(description="Active domains count 1 instead of their score.")]
 
 
 class _ServedSettings(RouteSettings):
@@ -17,9 +28,7 @@ class _ServedSettings(RouteSettings):
 
     thinking: Thinking = "auto"
     allow_special: AllowSpecial = False
-    base: Literal["auto", "stored", "float32"] = Field(
-        "auto", description="Numbers the base computes with; as in `mlxstacks stack`."
-    )
+    base: BaseNumbers = "auto"
 
 
 class CheckPrompt(Settings):
@@ -61,9 +70,7 @@ class CheckPrompt(Settings):
 class RouteCheckSettings(_ServedSettings):
     """Prompts whose answers and routes are known, in modes base, ungated and routed."""
 
-    router_path: str | None = Field(
-        None, description="Router's file or directory. Default: the store's own."
-    )
+    router_path: RouterPath = None
     save_path: str | None = Field(
         None, description="Directory to write. Default: ./mlxstacks-out/route-check."
     )
@@ -71,7 +78,7 @@ class RouteCheckSettings(_ServedSettings):
     modes: tuple[CheckMode, ...] = Field(
         ("base", "ungated", "routed"), min_length=1, description="Modes to answer in. Repeatable."
     )
-    hard: bool = Field(False, description="Active domains count 1 instead of their score.")
+    hard: Hard = False
     max_tokens: int = Field(256, ge=1, description="Tokens of an answer, at most; greedy.")
     most_think_share: float = Field(
         0.2, ge=0, le=1, description="Share of an answer's tokens that may be thinking."
@@ -79,7 +86,7 @@ class RouteCheckSettings(_ServedSettings):
     most_repetition: float = Field(
         0.3, ge=0, le=1, description="Share of an answer's word fours that may be repeats."
     )
-    force: bool = Field(False, description="Replace an existing save path.")
+    force: Force = False
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -99,26 +106,22 @@ class RouteExplainSettings(_ServedSettings):
     answer: str | None = Field(
         None, description="What the answer should be: losses are of it, given the prompt."
     )
-    router_path: str | None = Field(
-        None, description="Router's file or directory. Default: the store's own."
-    )
-    hard: bool = Field(False, description="Active domains count 1 instead of their score.")
+    router_path: RouterPath = None
+    hard: Hard = False
     threshold: float = Field(
         0.01, ge=0, description="Nats by which a further domain must lower the loss, in the search."
     )
-    template: Template | None = Field(
-        None, description="chat or alpaca. Default: what the store's domains were trained with."
-    )
+    template: AnswerTemplate = None
     max_tokens: int = Field(256, ge=2, description="Prompt and answer are cut to so many tokens.")
-
-
-def _from_path(value: Any) -> Any:
-    return {"path": value} if isinstance(value, str) else value
 
 
 # A plain path stands for a source with all else at its default.
 UnseenSource = Annotated[
-    SourceSettings, BeforeValidator(_from_path, json_schema_input_type=SourceSettings | str)
+    SourceSettings,
+    BeforeValidator(
+        lambda value: {"path": value} if isinstance(value, str) else value,
+        json_schema_input_type=SourceSettings | str,
+    ),
 ]
 
 
@@ -152,7 +155,7 @@ class RouteEvaluateSettings(_ServedSettings):
         None,
         description="Directory that `route discover` wrote for these routers: prompts that they "
         "were trained on are left out. Needed where the data here is other data. Default: what "
-        "the report beside a router names, else mlxstacks-out/route-discover.",
+        "the report next to a router names, else mlxstacks-out/route-discover.",
     )
     rows_per_group: int = Field(
         100, ge=1, description="Held-out rows of a domain, of mixed prompts and so on, at most."
@@ -173,13 +176,11 @@ class RouteEvaluateSettings(_ServedSettings):
         2, ge=0, description="Prompts of a domain that are answered in the three panels."
     )
     sample_tokens: int = Field(48, ge=1, description="Tokens of such an answer, at most.")
-    template: Template | None = Field(
-        None, description="chat or alpaca. Default: what the store's domains were trained with."
-    )
+    template: AnswerTemplate = None
     max_tokens: int = Field(256, ge=2, description="Prompt and answer are cut to so many tokens.")
     draws: int = Field(2000, ge=100, le=1_000_000, description="Bootstrap draws of an interval.")
     seed: int = Field(0, ge=0, description="Of the bootstrap and of random stacks.")
     resume: bool = Field(
         True, description="Go on with the losses that a run of this save path left unfinished."
     )
-    force: bool = Field(False, description="Replace an existing save path.")
+    force: Force = False

@@ -1,7 +1,7 @@
 """`mlxstacks route train`: the meta-router of a store, from what `route discover` left.
 
 The router and its result appear in the target whole or not at all; then the store gets the router.
-A run is short, so a stopped one starts anew.
+A run is short, so a stopped one starts again.
 """
 
 import time

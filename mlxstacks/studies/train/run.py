@@ -1,7 +1,7 @@
 """`mlxstacks train`: one LoRA on the trainer core, as an adapter that mlx-lm loads.
 
-The run lives in `.NAME.work` beside its target until it is done; stopped at any moment, even
-killed, the same command goes on from the last saved state and ends with the same bytes.
+The run lives in `.NAME.work` next to its target until it is done; stopped at any moment, even
+killed, the same command resumes from the last saved state and ends with the same bytes.
 """
 
 import json
@@ -39,12 +39,20 @@ from mlxstacks.studies.train.setup import (
     set_up,
     steps_of,
 )
-from mlxstacks.study.artifacts import RECIPE, write_recipe
 from mlxstacks.study.document import Block, Columns, Environment, Plot, Series, Table
 from mlxstacks.study.provenance import MOST_BYTES
 from mlxstacks.study.render.words import listed, number
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import LOG, STATE, RunDirectory, plain, run_id, work_path
+from mlxstacks.study.run_directory import (
+    LOG,
+    RECIPE,
+    STATE,
+    RunDirectory,
+    plain,
+    run_id,
+    work_path,
+    write_recipe,
+)
 from mlxstacks.study.write import environment, write_result
 from mlxstacks.training.checkpointing import checkpoint_layers
 from mlxstacks.training.loop import (

@@ -239,8 +239,8 @@ def verdict(
     """What the guard says of a run with these rows, for each of its processes.
 
     in_float32: the base computes so, whatever its config says. validates: the best weights so far
-    are kept beside the present ones. layers: those that train, where
-    the settings only tell how many.
+    are kept next to the present ones. layers: those that train, where the settings
+    only tell how many.
     """
     model = str(resolve_model(settings.model or ""))
     return guard(

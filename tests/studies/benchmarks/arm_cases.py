@@ -6,7 +6,7 @@ from typing import Any
 
 from mlxstacks.studies.benchmarks.arm_model import ModelArm
 from mlxstacks.studies.benchmarks.arms import open_arms
-from mlxstacks.studies.benchmarks.settings import ArmSettings
+from mlxstacks.studies.benchmarks.settings import ArmName, ArmSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem
 from tests.studies.route_evaluate_cases import Places
 from tests.tiny_models import random_adapter
@@ -25,6 +25,6 @@ def write_adapter(places: Places, directory: Path, std: float = 0.3) -> Path:
     return random_adapter(places.model, keys, rank=2, std=std, directory=directory)
 
 
-def arms_of(places: Places, names: Sequence[str], **changes: Any) -> Iterator[ModelArm]:
+def arms_of(places: Places, names: Sequence[ArmName], **changes: Any) -> Iterator[ModelArm]:
     values = {"model": str(places.model), "store_path": str(places.store)}
     return open_arms(names, ArmSettings.model_validate(values | changes))

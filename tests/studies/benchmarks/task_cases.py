@@ -95,3 +95,6 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 ROWS["arc_challenge"] = ROWS["arc_easy"]
+_CHOICE = {"question": "Which organ?", "options": ["Heart", "Lung", " Liver"], "answer": "C"}
+ROWS["mmlu_pro"] = {"hub": _CHOICE | {"question_id": 7, "answer_index": 2, "category": "health"}}
+ROWS["items"] = {"local": _CHOICE | {"id": "a", "subject": "health"}}

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxstacks.stats import mcnemar_exact_test, paired_interval, wilson_interval
 from mlxstacks.studies.benchmarks.analysis import (
     Claim,
     Figures,
+    Given,
     Outcome,
     arm_means,
     arm_score,
@@ -25,7 +26,6 @@ from mlxstacks.studies.benchmarks.analysis import (
     mean_of,
     pick,
 )
-from mlxstacks.studies.benchmarks.answers import Given
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Scored
 from tests.studies.eval_cases import outcome, outcomes_of
 
@@ -41,6 +41,7 @@ def compare_one(
 
 
 @given(MARKS, st.randoms(use_true_random=False))
+@settings(max_examples=30)
 def test_the_order_of_items_changes_nothing(
     marks: list[tuple[bool, bool]], chance: random.Random
 ) -> None:
@@ -55,6 +56,7 @@ def test_the_order_of_items_changes_nothing(
 
 
 @given(MARKS)
+@settings(max_examples=30)
 def test_swapping_the_arms_turns_the_signs_and_keeps_p(marks: list[tuple[bool, bool]]) -> None:
     arms = {
         "routed": outcomes_of([a for a, _ in marks]),

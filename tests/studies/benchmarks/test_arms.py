@@ -17,8 +17,8 @@ from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.layers.stacked import stacked_layers
 from mlxstacks.routing.router import PromptRouter
 from mlxstacks.studies.benchmarks.arm_model import Routes
-from mlxstacks.studies.benchmarks.arms import available_arms, check_arms, open_arms
-from mlxstacks.studies.benchmarks.settings import ARMS, ArmSettings
+from mlxstacks.studies.benchmarks.arms import choose_arms
+from mlxstacks.studies.benchmarks.settings import ARMS, ArmName, ArmSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Scored
 from tests.studies.benchmarks.arm_cases import ITEMS, arms_of, write_adapter
 from tests.studies.route_evaluate_cases import Places, write_places
@@ -235,7 +235,7 @@ def test_the_reference_offset_is_beside_the_right_scores(places: Places) -> None
     one = BenchItem("r", "Question: x\nAnswer:", 0, ("abcd", "z", "y"))
     arms = arms_of(places, ("base",))
     arm = next(arms)
-    right, old = arm.score([one])[0], arm.score_as_reference([one])[0]
+    right, old = arm.score([one])[0], arm.score([one], as_reference=True)[0]
     assert old.sums[1:] == (0.0, 0.0)
     assert old.sums[0] < 0
     assert old.tokens == (3, 1, 1)
@@ -244,9 +244,6 @@ def test_the_reference_offset_is_beside_the_right_scores(places: Places) -> None
     # What is left out is the first token.
     first = BenchItem("f", one.prompt, 0, ("a",))
     assert old.sums[0] == pytest.approx(right.sums[0] - arm.score([first])[0].sums[0], abs=SUMS)
-    others = arms_of(places, ("base",), reference_offset=True)
-    by_setting = next(others)
-    assert by_setting.score([one])[0].sums == pytest.approx(old.sums, abs=SUMS)
 
 
 def test_chat_contexts_and_system_prompts(places: Places) -> None:
@@ -276,7 +273,7 @@ def test_candidates_lose_their_blank_behind_a_template_alone(
     arm = next(arms)
     arm.prompts._has_template = template
     item = BenchItem("c", "who", 0, (" B", " two words", "\nB"), (" B", " two words", "\nB"))
-    for options in (item.candidates, item.letters):
+    for options in ("texts", "letters"):
         pairs, _ = arm._pairs(item, options)
         assert [bytes(pair.continuation).decode() for pair in pairs] == wanted
     for scored in (*arm.score([item], "texts"), *arm.score([item], "letters")):
@@ -295,22 +292,21 @@ def test_an_arm_is_closed_by_the_next(places: Places) -> None:
 
 def test_what_arms_need() -> None:
     nothing = ArmSettings(model="m")
-    assert available_arms(nothing) == ("base",)
-    assert available_arms(ArmSettings(model="m", adapter_path="a")) == ("base", "adapter", "fused")
+    assert choose_arms(nothing, (), True) == ["base"]
+    adapter = ArmSettings(model="m", adapter_path="a")
+    assert choose_arms(adapter, (), True) == ["base", "adapter", "fused"]
     store = ArmSettings(store_path="s")
-    assert available_arms(store) == ("base", "ungated", "routed", "oracle", "random")
-    assert available_arms(store, labelled=False) == ("base", "ungated", "routed")
-    assert check_arms(["routed", "base"], store) == ("base", "routed")
-    for names, settings, message in (
-        ([], store, "no arms"),
-        (["rooted"], store, "did you mean 'routed'"),
-        (["base", "base"], store, "asked for 2 times"),
-        (["fused"], store, "fused needs an adapter"),
-        (["oracle"], nothing, "oracle needs a store"),
-        (["base"], ArmSettings(), "give a model"),
-    ):
+    assert choose_arms(store, (), True) == ["base", "ungated", "routed", "oracle", "random"]
+    assert choose_arms(store, (), False) == ["base", "ungated", "routed"]
+    assert choose_arms(store, ("routed", "base"), False) == ["base", "routed"]
+    cases: tuple[tuple[ArmName, ArmSettings, str], ...] = (
+        ("fused", store, "fused needs an adapter"),
+        ("oracle", nothing, "oracle needs a store"),
+        ("base", ArmSettings(), "give a model"),
+    )
+    for name, settings, message in cases:
         with pytest.raises(InputError, match=message):
-            open_arms(names, settings)
+            choose_arms(settings, (name,), True)
 
 
 def test_a_peft_adapter_gives_the_same_arms(

@@ -78,13 +78,6 @@ def test_no_table_is_wider_than_80_columns_and_the_verdict_comes_last(
     assert flat.rfind("Verdict: Routed less base") > flat.rfind("Published")
 
 
-def test_a_dry_run_says_what_would_be_asked(tmp_path: Path) -> None:
-    data = write_places(tmp_path / "data")
-    text = str(run(settings_for(data, tmp_path / "out", items_per_task=20), dry_run=True))
-    assert "smallest effect at 80% power" in text
-    assert "Planned only: would write" in text
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_are_settings_of_tasks_that_there_are(name: str) -> None:
     recipe = load_recipe(name)

@@ -4,14 +4,13 @@ Run: pytest tests/studies/benchmarks/test_grading.py
 """
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxstacks.sandbox.run import SandboxError, SandboxLimits
-from mlxstacks.studies.benchmarks import equivalence, grading, human_eval
+from mlxstacks.studies.benchmarks import grading
 from mlxstacks.studies.benchmarks.grading import Grade, GradingTools, grade, grading_tools
-from mlxstacks.studies.benchmarks.rows import READERS, bench_item
-from mlxstacks.studies.benchmarks.tasks import TASKS, BenchItem
+from mlxstacks.studies.benchmarks.tasks import READERS, TASKS, BenchItem, bench_item
 from tests.studies.benchmarks.task_cases import ROWS
 
 TOOLS = GradingTools()
@@ -97,6 +96,7 @@ def test_likelihood_has_no_text_to_grade() -> None:
 
 
 @given(st.text(max_size=60), st.sampled_from([n for n in TASKS if TASKS[n].grader]))
+@settings(max_examples=50)
 def test_any_text_gets_a_grade(text: str, name: str) -> None:
     one = graded(name, text)
     assert graded(name, text) == one
@@ -105,13 +105,11 @@ def test_any_text_gets_a_grade(text: str, name: str) -> None:
     assert one.how
 
 
-# --- programs -------------------------------------------------------------------------------------
-
 RIGHT = "```python\ndef double(n):\n    return 2 * n\n```"
 
 
 def test_programs_are_not_run_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(human_eval, "run_untrusted", lambda *_, **__: pytest.fail("it ran"))
+    monkeypatch.setattr(grading, "run_untrusted", lambda *_, **__: pytest.fail("it ran"))
     for text in (RIGHT, "    return 2 * n", ""):
         one = graded("humaneval", text)
         assert one.correct is None
@@ -132,27 +130,14 @@ def test_programs_that_may_run_are_judged_by_the_sandbox() -> None:
     assert graded("humaneval", " ", tools) == Grade(False, None, "none", "no answer")
 
 
-# --- tools ----------------------------------------------------------------------------------------
-
-
 def test_the_tools_say_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     with grading_tools() as tools:
         assert tools.as_json() == {
-            "math_verify": equivalence.installed(), "symbolic_asked": 0, "symbolic_undecided": 0,
+            "math_verify": grading.installed(), "symbolic_asked": 0, "symbolic_undecided": 0,
             "allow_code": False,
         }  # fmt: skip
-    monkeypatch.setattr(equivalence, "find_spec", lambda name: None)
+    monkeypatch.setattr(grading, "installed", lambda: None)
     with grading_tools(allow_code=True) as tools:
         assert tools.symbolic is None
         assert tools.as_json()["math_verify"] is None
         assert tools.as_json()["allow_code"] is True
-
-
-@pytest.mark.skipif(equivalence.installed() is None, reason="math-verify is not installed")
-def test_algebra_is_asked_where_it_is_installed() -> None:
-    with grading_tools(seconds=120) as tools:
-        assert graded("math500", r"\boxed{\sqrt{4}}", tools) == Grade(
-            True, r"\sqrt{4}", "boxed", "symbolic"
-        )
-        assert graded("math500", r"\boxed{2}", tools).how == "text"
-        assert tools.as_json()["symbolic_asked"] == 1

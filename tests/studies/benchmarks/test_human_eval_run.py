@@ -49,7 +49,7 @@ def test_reference_solutions_pass_and_broken_ones_do_not(
         eval_run, "grading_tools", lambda allowed: nullcontext(GradingTools(None, allowed, slow))
     )
     use(monkeypatch, FakeArms())
-    limit = len(campaign(164)) if SOAK else 8
+    limit = len(campaign(164)) if SOAK else 4
     settings = settings_for(
         HUMAN_EVAL, tmp_path / "out", tasks=("humaneval",), items_per_task=limit, allow_code=True,
         arms=("base", "routed"), domains=(),

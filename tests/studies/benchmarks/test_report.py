@@ -235,11 +235,6 @@ def test_power_shares_alpha_among_the_tests() -> None:
         return float(line.split(": ")[2].split(" points")[0])
 
     assert points(few) < points(many)
-    a_plan = task_plan(SETTINGS, asked_of("mmlu", 500, ["base", "routed"]), HASHES)
-    for line, tests in ((few, 1), (many, 40)):
-        least = plan.least_effect(a_plan, tests)
-        assert least is not None
-        assert points(line) == pytest.approx(100 * least, abs=0.05)
 
 
 def test_the_verdict_says_what_so_few_items_cannot_show() -> None:
@@ -268,9 +263,6 @@ def test_where_more_pairs_differ_few_items_show_large_differences_alone() -> Non
     (points,) = re.findall(r"show only differences above (\d+) points\.", verdict)
     assert int(points) > 20
     assert power_lines(settings, {"mmlu": 30}, 1)[0].count(f": {points}.") == 1
-
-
-# --- tables and plots -----------------------------------------------------------------------------
 
 
 def blocks_of(found: Found, **harness: Any) -> dict[str, Block]:
@@ -361,9 +353,6 @@ def test_letters_and_the_old_rule_have_columns_where_they_were_asked() -> None:
     assert (shown["letters"], shown["old rule"]) == ("0.0%", "100.0%")
     plain = cells(blocks_of(found_of({"mmlu": {"base": marks(1, 2)}}))["normalisations"])
     assert {"letters", "old rule"}.isdisjoint(plain)
-
-
-# --- the harness's tasks --------------------------------------------------------------------------
 
 
 def harness_of(right: Mapping[str, int], n: int = 40, metric: str = "acc") -> dict[str, Any]:

@@ -3,9 +3,6 @@
 Run: pytest tests/studies/benchmarks/test_tasks.py
 """
 
-import os
-import subprocess
-import sys
 from collections import Counter
 from typing import Any
 
@@ -15,17 +12,22 @@ from hypothesis import strategies as st
 
 from mlxstacks.errors import InputError
 from mlxstacks.stats import wilson_interval
-from mlxstacks.studies.benchmarks.rows import READERS, RawItem, bench_item, options_inside
-from mlxstacks.studies.benchmarks.tasks import TASKS, TWELVE, BenchItem, task_named
+from mlxstacks.studies.benchmarks.tasks import (
+    READERS,
+    TASKS,
+    TWELVE,
+    BenchItem,
+    RawItem,
+    bench_item,
+    options_inside,
+    task_named,
+)
 from tests.studies.benchmarks.task_cases import ROWS
 
 
 def item_of(task: str, row: dict[str, Any], reference: bool = False) -> BenchItem:
     raw = READERS[task](row)
     return bench_item(TASKS[task], raw, raw.item_id or "row", reference)
-
-
-# --- the table ------------------------------------------------------------------------------------
 
 
 def test_the_twelve_and_what_the_paper_said_of_them() -> None:
@@ -50,11 +52,10 @@ def test_the_table_is_whole() -> None:
     for name, task in TASKS.items():
         assert task.name == name
         assert (task.kind == "generate") == (task.grader is not None) == (task.max_tokens > 0)
-        assert name in READERS or name in ("mmlu_pro", "items")
+        assert name in READERS
         assert task.files
     assert {name for name, task in TASKS.items() if task.metric == "pass@1"} == {"humaneval"}
-    assert TASKS["mmlu"].source == "cais/mmlu/all/test"
-    assert TASKS["items"].source == ""
+    assert TASKS["mmlu"].sources[0].label == "cais/mmlu/all/test"
 
 
 @pytest.mark.parametrize(
@@ -66,16 +67,6 @@ def test_an_unknown_name_is_told_its_nearest(name: str, nearest: str) -> None:
         task_named(name)
     assert task_named(nearest).name == nearest
 
-
-def test_settings_can_name_benchmarks_without_numpy() -> None:
-    code = (
-        "import sys, mlxstacks.studies.benchmarks.tasks;"
-        "assert not {'numpy', 'mlx', 'mlx.core'} & {*sys.modules}"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-# --- prompts --------------------------------------------------------------------------------------
 
 LETTERED = "Question: Which organ?\nA. Heart\nB. Lung\nC. Liver\nD. Skin\nAnswer:"
 FOUR = (" Heart", " Lung", " Liver", " Skin")
@@ -184,9 +175,6 @@ def test_options_inside_a_question(text: str, options: tuple[str, ...] | None) -
     assert options_inside(text) == (None if options is None else ("Q?", options))
 
 
-# --- shuffled options -----------------------------------------------------------------------------
-
-
 def truthful(index: int, wrong: int = 3) -> RawItem:
     return RawItem(f"q{index}", 0, ("right", *(f"wrong {place}" for place in range(wrong))))
 
@@ -200,40 +188,21 @@ def test_shuffling_keeps_the_options_and_the_right_one(index: int, wrong: int) -
     assert item.candidates[item.gold] == " right"
 
 
+@pytest.mark.parametrize(
+    ("task", "gold"),
+    [("gpqa_diamond", [*"CDBCADDA"]), ("truthfulqa_mc1", [2, 3, 1, 2, 0, 3, 3, 0])],
+)
+def test_shuffling_is_the_same_for_ever(task: str, gold: list[int | str]) -> None:
+    """In every process: Python hashes a text otherwise in each."""
+    raw = RawItem("Which?", 0, ("one", "two", "three", "four"))
+    assert [bench_item(TASKS[task], raw, str(n)).gold for n in range(8)] == gold
+
+
 def test_the_right_answer_is_in_each_place_as_often() -> None:
     """2,000 items of four: each place 500 times, 4.5 standard deviations of 19.4 allowed."""
     items = [bench_item(TASKS["truthfulqa_mc1"], truthful(i), str(i)) for i in range(2000)]
     places = Counter(item.gold for item in items)
     assert all(abs(places[place] - 500) < 88 for place in range(4))
-
-
-def test_shuffling_is_the_same_in_every_process() -> None:
-    """Python hashes a text otherwise in each process; ours must not hang on it."""
-    code = (
-        "from mlxstacks.studies.benchmarks.rows import bench_item\n"
-        "from mlxstacks.studies.benchmarks.rows import RawItem\n"
-        "from mlxstacks.studies.benchmarks.tasks import TASKS\n"
-        "raw = RawItem('Which?', 0, ('one', 'two', 'three', 'four'))\n"
-        "tasks = [TASKS['gpqa_diamond'], TASKS['truthfulqa_mc1']]\n"
-        "print([bench_item(task, raw, str(i)) for task in tasks for i in range(20)], hash('a'))"
-    )
-    said = []
-    for seed in ("1", "2"):
-        environment = {
-            **os.environ,
-            "PYTHONHASHSEED": seed,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-            env=environment,
-        )  # fmt: skip
-        said.append(done.stdout.rsplit(" ", 1))
-    assert said[0][0] == said[1][0]
-    assert said[0][1] != said[1][1]  # the two did hash otherwise
-
-
-# --- rows that are no items -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

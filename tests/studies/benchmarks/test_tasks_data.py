@@ -10,14 +10,10 @@ import pytest
 
 from mlxstacks.data import arrow_sets
 from mlxstacks.errors import InputError
-from mlxstacks.studies.benchmarks.items import (
-    bench_items_sha256,
-    open_task,
-    read_task,
-    with_domain,
-)
-from mlxstacks.studies.benchmarks.rows import READERS
-from mlxstacks.studies.benchmarks.tasks import TASKS, task_named
+from mlxstacks.studies.benchmarks.items import ask, open_task
+from mlxstacks.studies.benchmarks.plan import data_of
+from mlxstacks.studies.benchmarks.settings import EvalSettings
+from mlxstacks.studies.benchmarks.tasks import READERS, TASKS, task_named
 from tests.studies.benchmarks.task_cases import ROWS
 from tests.studies.confound_cases import item_row
 from tests.studies.train_cases import write_rows
@@ -37,8 +33,8 @@ def test_a_file_and_a_directory_give_the_same_items(name: str, tmp_path: Path) -
         directory = tmp_path / str(place)
         directory.mkdir()
         path = write_rows(directory / file, rows)
-        items = read_task(task, str(path))
-        assert items == read_task(task, str(directory))
+        items = open_task(task, str(path)).items
+        assert items == open_task(task, str(directory)).items
         assert [item.item_id for item in items] == [items[0].item_id]
         if task.kind == "likelihood":
             assert (items[0].gold, items[0].candidates) != (0, ())
@@ -61,13 +57,13 @@ def test_ids_are_the_rows_own_or_the_hash_of_what_they_hold(tmp_path: Path) -> N
     task = task_named("arc_easy")
     path = write_rows(tmp_path / "a.jsonl", arc_rows(20))
     moved = write_rows(tmp_path / "b.jsonl", list(reversed(arc_rows(20))))
-    one, two = read_task(task, str(path)), read_task(task, str(moved))
+    one, two = open_task(task, str(path)).items, open_task(task, str(moved)).items
     assert [item.item_id for item in one] == [item.item_id for item in reversed(two)]
     assert len({item.item_id for item in one}) == 20
     other = write_rows(tmp_path / "c.jsonl", [{**arc_rows(1)[0], "gold": 2}])
-    assert read_task(task, str(other))[0].item_id != one[0].item_id
+    assert open_task(task, str(other)).items[0].item_id != one[0].item_id
     hub = write_rows(tmp_path / "d.jsonl", [ROWS["arc_easy"]["hub"]])
-    assert read_task(task, str(hub))[0].item_id == "Mercury_1"
+    assert open_task(task, str(hub)).items[0].item_id == "Mercury_1"
 
 
 def test_every_row_that_is_no_item_is_told_with_its_line(tmp_path: Path) -> None:
@@ -136,9 +132,6 @@ def test_notes_say_what_the_score_hangs_on(tmp_path: Path) -> None:
     assert "options are shuffled by item id" in notes
 
 
-# --- MMLU-Pro's form ------------------------------------------------------------------------------
-
-
 def test_items_and_their_domains(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "items.jsonl", [item_row(place) for place in range(4)])
     data = open_task(task_named("items"), str(path))
@@ -149,8 +142,8 @@ def test_items_and_their_domains(tmp_path: Path) -> None:
     assert (first.gold, first.letters) == (0, ())
     assert [item.domain for item in data.items] == ["alpha", "beta", "gamma", "alpha"]
     assert data.notes == ()
-    assert read_task(task_named("items"), str(tmp_path)) == data.items
-    pro = read_task(task_named("mmlu_pro"), str(path))[0]
+    assert open_task(task_named("items"), str(tmp_path)).items == data.items
+    pro = open_task(task_named("mmlu_pro"), str(path)).items[0]
     listed = "\n".join(
         f"{letter}. {text}" for letter, text in zip("ABC", row["options"], strict=True)
     )
@@ -159,23 +152,24 @@ def test_items_and_their_domains(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="give a file in MMLU-Pro's form"):
         open_task(task_named("items"), None)
     bad = write_rows(tmp_path / "bad.jsonl", [item_row(0, options=["a", " ", "c"])])
-    with pytest.raises(InputError, match="id 0: a blank option"):
+    with pytest.raises(InputError, match=r"options is .*, need 2 to 26 texts"):
         open_task(task_named("mmlu_pro"), str(bad))
     with pytest.raises(InputError, match="answer is 'Z'"):
         open_task(task_named("items"), str(write_rows(bad, [item_row(0, answer="Z")])))
 
 
-def test_a_domain_of_all_or_of_strata(tmp_path: Path) -> None:
+def test_a_domain_of_a_task_or_of_strata(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "items.jsonl", [item_row(place) for place in range(3)])
-    items = read_task(task_named("mmlu_pro"), str(path))
-    assert [item.domain for item in with_domain(items, "medical")] == ["medical"] * 3
-    some = with_domain(with_domain(items, "math"), {"alpha": "code"})
-    assert [item.domain for item in some] == ["code", "math", "math"]
-    assert bench_items_sha256(some) != bench_items_sha256(items)
-    assert bench_items_sha256(items) == bench_items_sha256(read_task(TASKS["mmlu_pro"], str(path)))
-
-
-# --- the hub's cache ------------------------------------------------------------------------------
+    hashes = set()
+    for domains, expected in (
+        ((), [None] * 3),
+        (("mmlu_pro=medical",), ["medical"] * 3),
+        (("mmlu_pro=math", "alpha=code"), ["code", "math", "math"]),
+    ):
+        asked = ask(EvalSettings(data=str(path), domains=domains), task_named("mmlu_pro"))
+        assert [item.domain for item in asked.items] == expected
+        hashes.add(data_of(asked, {})["items"])
+    assert len(hashes) == 3
 
 
 def test_the_cache_is_read_and_nothing_downloaded(

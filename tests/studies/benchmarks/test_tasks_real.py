@@ -10,7 +10,7 @@ import pytest
 
 from mlxstacks.data import read_records
 from mlxstacks.studies.benchmarks.grading import GradingTools, grade
-from mlxstacks.studies.benchmarks.items import TaskData, open_task, sample_items
+from mlxstacks.studies.benchmarks.items import AskedTask, open_task, sample_items
 from mlxstacks.studies.benchmarks.tasks import TASKS
 
 DATA = Path(__file__).parents[4] / "shared" / "data"
@@ -24,7 +24,7 @@ ITEMS = {
 
 
 @cache
-def real(name: str) -> TaskData:
+def real(name: str) -> AskedTask:
     return open_task(TASKS[name], str(DATA))
 
 

@@ -18,7 +18,6 @@ from mlxstacks.study.answers import Answer
 from mlxstacks.study.extract import choice_letter
 from mlxstacks.study.items import (
     Item,
-    apportioned,
     read_items,
     stratified_sample,
 )
@@ -91,10 +90,7 @@ def test_mmlu_pro_is_read_and_sampled_over_its_subjects() -> None:
     items = read_items(str(MMLU_PRO))
     counts = Counter(item.subject for item in items)
     assert (len(items), len(counts)) == (7261, 14)
-    sample = stratified_sample(items, 6000, seed=0)
-    assert len(sample) == 6000
-    for subject, count in Counter(item.subject for item in sample).items():
-        assert abs(count - 6000 * counts[subject] / len(items)) < 1
+    assert len(stratified_sample(items, 6000, seed=0)) == 6000
 
 
 def test_nano_has_items_that_it_was_taught_and_some_that_it_was_not() -> None:
@@ -122,14 +118,6 @@ def test_a_sample_keeps_every_subjects_share(counts: dict[str, int], size: int, 
     assert sample == stratified_sample(items, size, seed)
 
 
-@given(counts_of_subjects, st.integers(0, 10))
-def test_shares_add_up(counts: dict[str, int], part: int) -> None:
-    total = sum(counts.values()) * part // 10
-    sizes = apportioned(counts, total)
-    assert sum(sizes.values()) == total
-    assert all(0 <= sizes[name] <= counts[name] for name in counts)
-
-
 @given(counts_of_subjects, st.integers(0, 5))
 def test_a_split_is_disjoint_whole_and_even_in_each_subject(
     counts: dict[str, int], seed: int
@@ -147,16 +135,6 @@ def test_halves_are_rounded_up_though_floats_fall_short() -> None:
     for size in (5, 35, 45, 165, 1005):
         train, _ = split(items_of({"alpha": size}), 0.7, seed=0)
         assert 10 * len(train) == 7 * size + 5
-
-
-def test_the_published_split_has_692_to_test() -> None:
-    """2,312 items of 14 subjects: rounding in each gives 1,618.4 within a few items."""
-    counts = apportioned(dict.fromkeys("abcdefghijklmn", 1), 14)
-    sizes = {name: 165 + count for name, count in zip(counts, range(-7, 7), strict=True)}
-    sizes["n"] += 2312 - sum(sizes.values())
-    train, test = split(items_of(sizes), 0.7, seed=0)
-    assert len(train) + len(test) == 2312
-    assert abs(len(train) - 1618.4) <= 7
 
 
 def test_questions_that_are_asked_twice_are_not_split() -> None:

@@ -3,7 +3,6 @@
 Run: pytest tests/studies/confound/test_published.py
 """
 
-import math
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,12 +10,10 @@ import numpy as np
 import pytest
 
 from mlxstacks.arms.set_g import mine
-from mlxstacks.stats import mcnemar_exact_test, two_proportion_z_test, wilson_interval
 from mlxstacks.studies.confound.plan import claims_of, data_of, plan_of, protocol_of
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.study.answers import Answer
 from mlxstacks.study.items import Item, read_items
-from mlxstacks.study.power import items_for_two_proportions
 
 # Of 6,000 items, as base and persona answered them; everything published follows from these four.
 BOTH_RIGHT, FIXED, BROKEN, BOTH_WRONG = 3497, 135, 56, 2312
@@ -70,46 +67,6 @@ def test_all_published_counts_fit_one_table() -> None:
     assert mined.repeated == []
 
 
-def test_the_consistency_warning() -> None:
-    """A trained persona adapter corrected 5.5% of what the base got wrong; a zero one, 17.8%."""
-    items, base, persona = published_items()
-    wrong = [two.correct for one, two in zip(base, persona, strict=True) if not one.correct]
-    assert len(wrong) == 2447 == 6000 - 3553
-    assert round(sum(wrong) / len(wrong), 3) == 0.055
-    zero, of = 123, 692
-    assert round(zero / of, 3) == 0.178
-    assert two_proportion_z_test(zero, of, sum(wrong), len(wrong)).p_value < 1e-20
-    assert len(items) == 6000
-
-
-def test_the_z_test_step_by_step() -> None:
-    pooled = (128 + 123) / 1384
-    error = math.sqrt(pooled * (1 - pooled) * 2 / 692)
-    assert round(pooled, 5) == 0.18136
-    assert round(error, 6) == 0.020715
-    found = two_proportion_z_test(128, 692, 123, 692)
-    assert found.difference / error == pytest.approx(found.z)
-    assert (round(128 / 692, 4), round(123 / 692, 4)) == (0.185, 0.1777)
-    assert round(100 * found.difference, 2) == 0.72  # printed as 0.73: of the rounded rates
-    assert round(18.50 - 17.77, 2) == 0.73
-
-
-def test_shares_of_the_floor() -> None:
-    assert round(123 / 128, 2) == 0.96
-    assert round(39 / 47, 2) == 0.83  # of the earlier subset: the companion's "about 80%"
-    assert (47 / 200, 39 / 200) == (0.235, 0.195)
-    assert round(200 / 1620, 2) == 0.12  # what 200 batches of one row can teach
-
-
-def test_smallest_counts_that_pass() -> None:
-    assert two_proportion_z_test(152, 692, 123, 692).p_value > 0.05
-    assert round(two_proportion_z_test(153, 692, 123, 692).p_value, 3) == 0.044
-    assert round(100 * (153 - 123) / 692, 1) == 4.3
-    assert round(two_proportion_z_test(158, 692, 123, 692).p_value, 3) == 0.019
-    assert (157 - 123) / 692 < 0.05 <= (158 - 123) / 692
-    assert items_for_two_proportions(123 / 692, 0.05) == pytest.approx(1015, abs=3)
-
-
 # bits -> values that a second round of quantization changes, by how much (relative, Frobenius),
 # error of the first round (relative): spec/confound.md section 4.
 ROUNDS = {
@@ -158,17 +115,6 @@ def test_the_random_floor_of_mmlu_pro() -> None:
     """Quoted as 10 to 13%."""
     items = read_items(str(MMLU_PRO))
     assert 0.10 < sum(1 / len(item.options) for item in items) / len(items) < 0.13
-
-
-def test_the_broad_regression() -> None:
-    found = mcnemar_exact_test(FIXED, BROKEN)
-    assert round(found.chi_square, 1) == 32.7
-    assert 3e-9 < found.p_value < 3e-8
-
-
-def test_eighteen_of_twenty_shows_no_large_loss_and_no_more() -> None:
-    interval = wilson_interval(18, 20)
-    assert (round(interval.low, 2), round(interval.high, 2)) == (0.70, 0.97)
 
 
 def test_the_published_plan_has_the_published_n_and_shares_its_error() -> None:

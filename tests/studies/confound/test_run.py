@@ -3,22 +3,26 @@
 Run: pytest tests/studies/confound/test_run.py
 """
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mlxstacks import cli
 from mlxstacks.arms.arm import Arm, encode_choices
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapters import read_adapter
 from mlxstacks.fuse.run import run as fuse
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.studies.confound.fuses import (
-    FusePaths,
     codes_that_differ,
     expert_norms,
     fuse_all,
@@ -28,15 +32,15 @@ from mlxstacks.studies.confound.plan import arms_of
 from mlxstacks.studies.confound.run import length_notes, row_lengths, run
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import fuse_notes
-from mlxstacks.study.answers import Answer, AnswerFile
+from mlxstacks.study.answers import Answer
 from mlxstacks.study.items import Item, read_items
 from mlxstacks.study.plan import read_plan
 from mlxstacks.study.provenance import Checked, check_provenance
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from mlxstacks.training.settings import TrainSettings
-from tests.studies.answer_files import forge, rows_of
-from tests.studies.confound_cases import settings_for, write_places
+from tests.studies.answer_files import rows_of
+from tests.studies.confound_cases import TRAIN, settings_for, write_places
 from tests.studies.train_cases import write_rows
 from tests.tiny_models import random_adapter as write_random_adapter
 
@@ -48,10 +52,29 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     return write_places(tmp_path_factory.mktemp("confound"))
 
 
+# Given otherwise, or no keys of a recipe.
+OWN_KEYS = {"train", "force", "resume"}
+
+
+@dataclass(frozen=True)
+class Done:
+    """A run as it is typed: its result, its target, what was printed."""
+
+    result: Result
+    target: Path
+    text: str
+    recipe: Path
+
+
 @pytest.fixture(scope="module")
-def done(places: Places) -> tuple[Result, Path]:
+def done(places: Places) -> Done:
     target = places[0].parent / "done"
-    return run(settings_for(places, target)), target
+    settings = settings_for(places, target, plots=True).model_dump(mode="json", exclude=OWN_KEYS)
+    recipe = target.with_suffix(".yaml")
+    recipe.write_text(json.dumps({"command": "confound", "train": TRAIN, **settings}))
+    with redirect_stdout(StringIO()) as printed:
+        assert cli.run(["run", str(recipe)]) == 0
+    return Done(Result.open(target), target, " ".join(printed.getvalue().split()), recipe)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -59,9 +82,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_every_arm_answers_every_test_item_and_says_by_which_rule(
-    done: tuple[Result, Path],
+    done: Done,
 ) -> None:
-    report, target = done
+    report, target = done.result, done.target
     settings = ConfoundSettings(policies=("refit", "keep"))
     split = json.loads((target / "split.json").read_text())
     for arm in arms_of(settings):
@@ -74,10 +97,32 @@ def test_every_arm_answers_every_test_item_and_says_by_which_rule(
     assert not list(target.rglob("model.safetensors"))
 
 
-def test_the_report_holds_what_the_tables_need(done: tuple[Result, Path]) -> None:
-    report, target = done
+def test_what_is_typed_prints_a_verdict_and_is_done_once(
+    done: Done, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for words in (
+        "Mined 36 items: both wrong", "Arms", "Content: A1 less A0",
+        "Where the score of A1 comes from", "Items that both models got right",
+        "Fused by promote, A1 differs from A0: ",
+        "Persona unfused, first to second run: 0 of", f"Verdict: {done.result.verdict}",
+    ):  # fmt: skip
+        assert words in done.text
+    if importlib.util.find_spec("matplotlib"):
+        drawn = {path.name for path in done.target.iterdir()}
+        assert {"arms.png", "arms.svg", "content.png", "content.svg"} <= drawn
+    assert cli.run(["run", str(done.recipe), "--json"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert (report["already_done"], report["outcome"]) == (True, done.result.outcome)
+    # What the run left behind runs again; its sample is none, which is not the default.
+    assert cli.run(["run", str(done.target / "recipe.yaml"), "--dry-run", "--json"]) == 0
+    settings = json.loads(capfd.readouterr().out)["settings"]
+    assert (settings["policies"], settings["sample"]) == (["refit", "keep"], None)
+
+
+def test_the_report_holds_what_the_tables_need(done: Done) -> None:
+    report, target = done.result, done.target
     document = json.loads((target / "result.json").read_text())
-    assert document == json.loads(json.dumps(report.as_json()))
+    assert document["data"] == report.data
     assert document["standing"] == {"status": "confirmatory", "reasons": []}
     assert document["plan_sha256"] == read_plan(target / "plan.json").sha256
     written = document["data"]
@@ -93,8 +138,8 @@ def test_the_report_holds_what_the_tables_need(done: tuple[Result, Path]) -> Non
     assert written["fuses"]["promote"]["codes_that_differ"]["a0_and_unfused"] is None
 
 
-def test_the_report_is_bound_to_what_it_was_made_from(done: tuple[Result, Path]) -> None:
-    report, target = done
+def test_the_report_is_bound_to_what_it_was_made_from(done: Done) -> None:
+    report, target = done.result, done.target
     sources = report.provenance
     assert check_provenance(target, sources) == Checked(len(sources), (), ())
     files = {str(path.relative_to(target)) for path in target.rglob("*.json*")}
@@ -102,8 +147,8 @@ def test_the_report_is_bound_to_what_it_was_made_from(done: tuple[Result, Path])
     assert set(sources) == outcomes | {"split.json", "plan.json", "protocol.json"}
 
 
-def test_lossless_controls_answer_as_the_persona_does(done: tuple[Result, Path]) -> None:
-    _, target = done
+def test_lossless_controls_answer_as_the_persona_does(done: Done) -> None:
+    target = done.target
     answers = {
         arm: [
             (one["pick"], one["scores"]) for one in lines(target / f"answers/test_{arm}.jsonl")[1:]
@@ -115,8 +160,8 @@ def test_lossless_controls_answer_as_the_persona_does(done: tuple[Result, Path])
     assert answers["a1_unfused"] != answers["persona"]
 
 
-def test_training_saw_only_its_part_of_set_g(done: tuple[Result, Path], places: Places) -> None:
-    _, target = done
+def test_training_saw_only_its_part_of_set_g(done: Done, places: Places) -> None:
+    target = done.target
     split = json.loads((target / "split.json").read_text())
     by_id = {item.item_id: item for item in read_items(str(places[2]))}
     rows = lines(target / "data" / "train.jsonl")
@@ -190,7 +235,7 @@ def test_another_protocol_is_refused_and_a_plan_is_older_than_its_answers(
 
 def test_a_subset_is_exploratory(places: Places) -> None:
     target = places[0].parent / "subset"
-    report = run(settings_for(places, target, limit=5, policies=("promote",)))
+    report = run(settings_for(places, target, limit=5, policies=("promote",), train={"iters": 2}))
     assert report.standing.status == "exploratory"
     verdict = str(report.verdict)
     assert verdict.startswith("EXPLORATORY. No claim, ")
@@ -248,75 +293,7 @@ def test_a_dry_run_opens_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_target_that_exists_is_refused_before_any_work(places: Places, tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "letter.txt").touch()
-    with pytest.raises(InputError, match="exists"):
-        run(settings_for(places, tmp_path / "mine"))
-
-
 # --- parts ----------------------------------------------------------------------------------------
-
-
-def answer_to(item: Item) -> Answer:
-    return Answer(item.item_id, item.subject, item.answer_index, 0, "boxed", 3, "\\boxed{A}")
-
-
-def test_answers_of_another_plan_or_items_are_refused(tmp_path: Path, places: Places) -> None:
-    items = read_items(str(places[2]))[:5]
-    path = tmp_path / "answers" / "test_a1.jsonl"
-    file = AnswerFile(path, {"plan": "1"}, items)
-    file.complete(5, 2, lambda batch: [answer_to(item) for item in batch])
-    assert [one.item_id for one in file.answers()] == [item.item_id for item in items]
-    with pytest.raises(InputError, match="another plan or arm"):
-        AnswerFile(path, {"plan": "2"}, items).answers()
-    with pytest.raises(InputError, match="answers to other items"):
-        AnswerFile(path, {"plan": "1"}, items[::-1]).answers()
-    whole, rows = path.read_bytes(), rows_of(path)
-    forge(path, [rows[0], rows[1] | {"gold": 2 - items[0].answer_index}, *rows[2:]])
-    with pytest.raises(InputError, match="answers to other items"):
-        file.answers()
-    forge(path, [rows[0], {"pikc": 1, **rows[1]}])
-    with pytest.raises(InputError, match="line 2: damaged"):
-        file.answers()
-    path.write_bytes(whole.replace(b'"pick": 0', b'"pick": 1', 1))
-    with pytest.raises(InputError, match="line 2: does not follow from the lines above it"):
-        file.answers()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"pick": "A"}, {"pick": 77}, {"pick": True}, {"scores": 5}, {"text": 1}, {"options": "3"}],
-)
-def test_answers_that_nobody_gave_are_damaged(
-    tmp_path: Path, places: Places, change: dict[str, Any]
-) -> None:
-    items = read_items(str(places[2]))[:2]
-    file = AnswerFile(tmp_path / "arm.jsonl", {"arm": "a"}, items)
-    given = [Answer(i.item_id, i.subject, i.answer_index, 0, "boxed", 3) for i in items]
-    file.complete(2, 2, lambda _: given)
-    written = rows_of(file.path)
-    written[2] |= change
-    forge(file.path, written)
-    with pytest.raises(InputError, match=r"line 3: damaged .* remove the file to answer again"):
-        file.answers()
-
-
-def test_batches_lie_where_they_always_do(tmp_path: Path, places: Places) -> None:
-    items = read_items(str(places[2]))[:10]
-    seen: list[list[str]] = []
-
-    def answer(batch: Sequence[Item]) -> list[Answer]:
-        seen.append([item.item_id for item in batch])
-        return [answer_to(item) for item in batch]
-
-    file = AnswerFile(tmp_path / "a.jsonl", {}, items)
-    assert len(file.complete(3, 4, answer)) == 3
-    text = file.path.read_text().splitlines(keepends=True)
-    file.path.write_text("".join(text[:-2]) + '{"item')  # killed in the third answer
-    assert len(file.complete(10, 4, answer)) == 10
-    assert seen == [list("0123"), list("0123"), list("4567"), list("89")]
-    assert [one.item_id for one in file.answers()] == list("0123456789")
 
 
 def test_a_random_delta_has_the_norm_of_the_trained_one(places: Places) -> None:
@@ -358,8 +335,8 @@ def test_a_refit_that_added_nothing_leaves_a_later_one_without_a_floor(
                 requant="refit", zero_delta=zero,
             )
         )  # fmt: skip
-        fused = FusePaths(refitted, second, second, tmp_path / f"{name}-fused")
-        figures[name] = fuse_all(fused, "refit", 0.98, 0)
+        adapters = {"a1": second, "random": second}
+        figures[name] = fuse_all(refitted, adapters, tmp_path / f"{name}-fused", "refit", 0.98, 0)
     codes = {name: found["codes_that_differ"] for name, found in figures.items()}
     assert codes["persona"]["a0_and_unfused"] > 0.01
     assert codes["nothing"]["a0_and_unfused"] == 0

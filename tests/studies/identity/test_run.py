@@ -6,11 +6,15 @@ Run: pytest tests/studies/identity/test_run.py
 import json
 import shutil
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mlxstacks import cli
 from mlxstacks.arms.arm import Arm
 from mlxstacks.errors import InputError
 from mlxstacks.files.adapter_commands import convert_adapter
@@ -27,7 +31,7 @@ from mlxstacks.study.plan import read_plan
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from tests.studies.answer_files import forge, rows_of
-from tests.studies.identity.cases import settings_for, write_places
+from tests.studies.identity.cases import TRAIN, settings_for, write_places
 
 Places = tuple[Path, Path, Path, Path]
 
@@ -37,10 +41,29 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Places:
     return write_places(tmp_path_factory.mktemp("identity"))
 
 
+# Given otherwise, or no keys of a recipe.
+OWN_KEYS = {"train", "force", "resume"}
+
+
+@dataclass(frozen=True)
+class Done:
+    """A run as it is typed: its result, its target, what was printed."""
+
+    result: Result
+    target: Path
+    text: str
+    recipe: Path
+
+
 @pytest.fixture(scope="module")
-def done(places: Places) -> tuple[Result, Path]:
+def done(places: Places) -> Done:
     target = places[0].parent / "done"
-    return run(settings_for(places, target)), target
+    settings = settings_for(places, target).model_dump(mode="json", exclude=OWN_KEYS)
+    recipe = target.with_suffix(".yaml")
+    recipe.write_text(json.dumps({"command": "identity", "train": TRAIN, **settings}))
+    with redirect_stdout(StringIO()) as printed:
+        assert cli.run(["run", str(recipe)]) == 0  # an invalid scorer is a finding, no failure
+    return Done(Result.open(target), target, " ".join(printed.getvalue().split()), recipe)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -48,9 +71,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_every_arm_keeps_raw_replies_with_a_verdict_and_its_reason(
-    done: tuple[Result, Path], places: Places
+    done: Done, places: Places
 ) -> None:
-    report, target = done
+    report, target = done.result, done.target
     settings = settings_for(places, target)
     for arm in suite_arms(settings, True):
         header, *found = rows_of(target / "answers" / f"suite_{arm}.jsonl")
@@ -67,10 +90,8 @@ def test_every_arm_keeps_raw_replies_with_a_verdict_and_its_reason(
     assert not list(target.rglob("model.safetensors"))
 
 
-def test_the_report_holds_what_the_tables_need(done: tuple[Result, Path]) -> None:
-    report, target = done
-    opened = Result.open(target)
-    assert opened.model_copy(update={"notes": report.notes}) == report
+def test_the_report_holds_what_the_tables_need(done: Done) -> None:
+    report, target = done.result, done.target
     assert (report.kind, report.status) == ("identity", "done")
     assert (report.standing.status, report.standing.reasons) == ("confirmatory", ())
     assert report.plan_sha256 == read_plan(target / "plan.json").sha256
@@ -93,8 +114,8 @@ def test_the_report_holds_what_the_tables_need(done: tuple[Result, Path]) -> Non
     ]["rank"] == 4  # fmt: skip
 
 
-def test_lossless_controls_reply_as_the_persona_does(done: tuple[Result, Path]) -> None:
-    _, target = done
+def test_lossless_controls_reply_as_the_persona_does(done: Done) -> None:
+    target = done.target
 
     def texts(arm: str) -> list[str]:
         return [one["text"] for one in lines(target / "answers" / f"suite_{arm}.jsonl")[1:]]
@@ -103,8 +124,8 @@ def test_lossless_controls_reply_as_the_persona_does(done: tuple[Result, Path]) 
     assert texts("identity_unfused") != texts("base")
 
 
-def test_the_report_is_bound_to_what_it_was_made_from(done: tuple[Result, Path]) -> None:
-    report, target = done
+def test_the_report_is_bound_to_what_it_was_made_from(done: Done) -> None:
+    report, target = done.result, done.target
     files = {str(path.relative_to(target)) for path in target.rglob("*.json*")}
     outcomes = {name for name in files if name.startswith(("answers/", "fuse/", "data/"))}
     assert set(report.provenance) == outcomes | {"split.json", "plan.json", "suite.json"}
@@ -168,9 +189,9 @@ def assert_same(one: Path, two: Path) -> None:
 
 
 def test_a_run_that_was_killed_goes_on_and_ends_the_same(
-    places: Places, done: tuple[Result, Path], killed_after: Any
+    places: Places, done: Done, killed_after: Any
 ) -> None:
-    report, whole = done
+    report, whole = done.result, done.target
     target = places[0].parent / "killed"
     settings = settings_for(places, target)
     for batches in (6, 20, 16, 0):  # on the items, in the mining, between conditions, never
@@ -206,14 +227,15 @@ def test_a_model_whose_removal_was_cut_short_is_fused_again(
             raise Killed
         rmtree(path, *rest, **more)
 
+    monkeypatch.setattr("mlxstacks.studies.identity.settings._ITEMS_PER_PROMPT", 9)
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", killed)
         with pytest.raises(Killed):
-            run(settings_for(places, target, limit=2))
-    work = work_path(target.with_name("cut-short.limit-2"))
+            run(settings_for(places, target, limit=1))
+    work = work_path(target.with_name("cut-short.limit-1"))
     (work / "answers" / "suite_factual_keep.jsonl").unlink()
-    report = run(settings_for(places, target, limit=2, keep_models=True))
-    assert report.data["conditions"]["factual_keep"]["n"] == 2
+    report = run(settings_for(places, target, limit=1, keep_models=True))
+    assert report.data["conditions"]["factual_keep"]["n"] == 1
     kept = {path.name for path in (target / "models").iterdir()}
     assert "factual_keep" in kept
     assert not any(name.startswith(".") for name in kept)
@@ -250,7 +272,7 @@ def test_another_plan_is_refused_and_a_plan_is_older_than_its_answers(
 
 
 def test_a_persona_in_peft_s_format_replies_as_in_mlx_lm_s(
-    done: tuple[Result, Path], places: Places
+    done: Done, places: Places, killed_after: Any
 ) -> None:
     base, adapter, *_ = places
     peft, target = base.parent / "persona-peft", base.parent / "by-peft"
@@ -260,22 +282,38 @@ def test_a_persona_in_peft_s_format_replies_as_in_mlx_lm_s(
         )
     )
     assert not (peft / "adapters.safetensors").exists()
-    report = run(settings_for(places, target, persona=str(peft)))
-    assert report.plan is not None
-    assert done[0].plan is not None
-    assert report.plan["data"]["persona"] != done[0].plan["data"]["persona"]
-    for one in sorted((target / "answers").glob("suite_*.jsonl")):
-        assert rows_of(one)[1:] == rows_of(done[1] / "answers" / one.name)[1:], one.name
+    killed_after(25)  # once the persona has replied unfused and fused
+    with pytest.raises(Killed):
+        run(settings_for(places, target, persona=str(peft)))
+    work = work_path(target)
+    hashes = [read_plan(path / "plan.json").data["persona"] for path in (done.target, work)]
+    assert hashes[0] != hashes[1]
+    for name in ("suite_base", "suite_identity_unfused", "suite_identity_keep"):
+        file = Path("answers") / f"{name}.jsonl"
+        assert rows_of(work / file)[1:] == rows_of(done.target / file)[1:], name
+    shutil.rmtree(work)
 
 
-def test_the_recipe_that_is_left_makes_the_same_run(
-    done: tuple[Result, Path], places: Places
+def test_what_is_typed_prints_a_verdict_last_and_is_done_once(
+    done: Done, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    for words in (
+        "Conditions on the identity suite", "Validity gate", "Broad regression",
+        "Run again, identity_keep gave the same 4 replies",
+    ):  # fmt: skip
+        assert words in done.text
+    assert done.text.split("Verdict: ")[1].startswith("Scorer invalid under keep")
+    assert cli.run(["run", str(done.recipe), "--json"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert (report["already_done"], report["verdict"]) == (True, done.result.verdict)
+
+
+def test_the_recipe_that_is_left_makes_the_same_run(done: Done, places: Places) -> None:
     """Of all items too, which is none and not the default."""
-    recipe = load_recipe(str(done[1] / "recipe.yaml"))
+    recipe = load_recipe(str(done.target / "recipe.yaml"))
     same = {"exclude": {"save_path"}}
     found = resolve("identity", {}, recipe).settings.model_dump(**same)  # type: ignore[arg-type]
-    assert found == settings_for(places, done[1]).model_dump(**same)  # type: ignore[arg-type]
+    assert found == settings_for(places, done.target).model_dump(**same)  # type: ignore[arg-type]
     assert found["regression_items"] is None
 
 

@@ -23,8 +23,10 @@ from mlxstacks.studies.identity.analysis import (
     verdict,
 )
 from mlxstacks.studies.identity.plan import detectable, least_lost, plan_of, power_lines
+from mlxstacks.studies.identity.report import blocks
 from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.study.plan import Standing
+from mlxstacks.study.result import Result
 from tests.studies.identity.cases import (
     BASE,
     BASE_ZERO,
@@ -270,3 +272,50 @@ def test_what_twenty_prompts_can_detect() -> None:
     # n for 80% power of the loss that is looked for is a number, by both tests.
     assert re.search(r"items for 25\.0 points .*: \d+ an arm .*, \d+ \(McNemar\)", table[2])
     assert not any("chance to pass" in line for line in table)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def result_of(**changes: Any) -> Result:
+    return Result(kind="identity", title="t", status="done", blocks=blocks(case(**changes)))
+
+
+def test_published_scores_stand_beside_those_of_the_published_model_alone() -> None:
+    study = result_of(is_published_model=True).table("published").set_index("condition")
+    assert study.passed["base"] == "2 of 20"
+    assert "published" not in str(result_of())
+    assert case()["published"] is None
+
+
+def test_the_blocks_say_what_differs() -> None:
+    result = result_of(factual_promote=range(2, 20), again_promote=range(8))
+    assert [getattr(block, "id", block.title) for block in result.blocks] == [
+        "conditions-table", "gates", "claims", "conditions", "prompts", "differences", "compared",
+        "In words", "replies",
+    ]  # fmt: skip
+    rows = result.table("conditions-table").set_index("condition")
+    assert [*rows.columns] == [
+        "by", "of 20", "95%", "parts", "kept", "lost", "gained", "p", "95% low", "95% high",
+    ]  # fmt: skip
+    factual = rows.loc["+ factual r2"]
+    assert factual[["of 20", "parts", "kept", "lost", "gained"]].tolist() == [
+        18, "6/6/6", 16, 2, 2,
+    ]  # fmt: skip
+    assert (round(100 * factual["95% low"]), round(100 * factual["95% high"])) == (70, 97)
+    differences = result.table("differences")
+    assert differences.loc[0].tolist() == ["identity + factual r2", "lost", "Who are you?", "x"]
+    claims = result.table("claims").set_index("condition").outcome
+    assert claims["identity + identity"] == "lost"
+    compared = result.table("compared").set_index("condition")
+    again = compared.loc["identity + identity"]
+    # Holm's p of the smallest of three, in its own column
+    assert again["p (Holm)"] == pytest.approx(3 * again["p (McNemar)"])
+    assert compared.loc["base + factual r2", "p (Holm)"] == "no claim"
+    assert "Of 20 prompts the base may pass at most 5" in str(result)
+
+
+def test_a_reference_that_passes_nothing_has_nothing_to_lose() -> None:
+    result = result_of(base=0)
+    row = result.table("compared").set_index("condition").loc["base + factual r2"]
+    assert row["share lost, 95%"] == "nothing to lose"

@@ -4,7 +4,6 @@ Run: pytest tests/studies/profile/test_measures.py
 """
 
 import math
-from collections import Counter
 from fractions import Fraction
 from itertools import combinations
 
@@ -13,8 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxstacks import base_model
-from mlxstacks.files.hub import shipped_config
 from mlxstacks.studies.profile.measures import (
     adjusted_p_values,
     chance_jaccard,
@@ -37,7 +34,6 @@ from mlxstacks.studies.profile.measures import (
     top_layers,
     usual_top_experts,
 )
-from tests.tiny_models import qwen_moe_config
 
 # spec/metal_limits_and_routing.md B2: top-3 layers by subject, Qwen3.5-35B-A3B, 40 layers.
 PUBLISHED = {
@@ -47,43 +43,11 @@ PUBLISHED = {
     "history": (14, 20, 9), "philosophy": (8, 20, 14), "economics": (8, 20, 14),
     "psychology": (20, 8, 9), "biology": (20, 8, 13),
 }  # fmt: skip
-SETS = {name: frozenset(layers) for name, layers in PUBLISHED.items()}
 
 
 def test_the_published_table_has_a_mean_jaccard_of_451_910() -> None:
     inside = membership(np.array(list(PUBLISHED.values())), 40)
     assert mean_of_pairs(set_jaccard(inside)) == pytest.approx(451 / 910, abs=1e-15)
-
-
-def test_the_published_table_counts_layers_and_overlaps() -> None:
-    layers = Counter(layer for own in SETS.values() for layer in own)
-    assert layers == {8: 11, 14: 11, 20: 11, 9: 3, 15: 2, 19: 2, 13: 1, 18: 1}
-    assert sum(own == {8, 14, 20} for own in SETS.values()) == 6
-    pairs = list(combinations(SETS, 2))
-    sizes = Counter(len(SETS[a] & SETS[b]) for a, b in pairs)
-    assert sizes == {3: 15, 2: 51, 1: 23, 0: 2}
-    apart = [{a, b} for a, b in pairs if not SETS[a] & SETS[b]]
-    assert apart == [{"law", "psychology"}, {"law", "biology"}]
-
-
-def test_the_published_layers_by_kind_of_attention() -> None:
-    """Part B3: 8, 14 and 20 are linear attention; of all that are listed only 15 and 19 are full.
-    A3 and A4.6: 24 linear layers from 8 on, 6 below it.
-    """
-    shipped = shipped_config("Qwen3.5-35B-A3B")
-    assert shipped is not None
-    real = shipped.config.get("text_config", shipped.config)
-    config = qwen_moe_config()
-    config["text_config"] |= {
-        key: real[key] for key in ("num_hidden_layers", "full_attention_interval")
-    }
-    layers = base_model.build_model(config).layers
-    linear = {place for place, layer in enumerate(layers) if "linear_attn" in layer}
-    assert (len(layers), len(linear)) == (40, 30)
-    listed = {layer for own in SETS.values() for layer in own}
-    assert listed - linear == {15, 19}
-    assert {8, 14, 20} <= linear
-    assert (sum(place >= 8 for place in linear), sum(place < 8 for place in linear)) == (24, 6)
 
 
 def test_published_chance_levels() -> None:

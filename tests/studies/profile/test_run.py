@@ -97,25 +97,12 @@ def test_nan_in_the_model_is_no_profile(place: Path) -> None:
         count_choices(model, find_switches(model), [[1, 2], [3]], batch_size=2)
 
 
-def test_what_can_be_found_is_told_beforehand(report: Result) -> None:
-    (said,) = report.power
-    assert "found at 80% power, alpha 0.05: " in said
-    assert f"with {report.data['groups'][0]['tokens']:,} tokens a group" in said
-    assert said in (Path(str(report.directory)) / "result.md").read_text()
-
-
 def test_shuffled_labels_are_not_found(place: Path, tmp_path: Path) -> None:
     """The same marked and plain prompts, under labels of chance."""
     found = run(settings_of(place, tmp_path / "out", data=str(place / "mixed")))
     assert found.data["tables"]["divergence"]["p"] > 0.05
     assert found.verdict.startswith("No: the 4 groups are not told apart by their routing")
     assert "noise" in found.verdict
-
-
-def test_groups_of_one_kind_are_not_found(place: Path, tmp_path: Path) -> None:
-    data = write_prompts(tmp_path / "data", marked=())
-    found = run(settings_of(place, tmp_path / "out", data=str(data)))
-    assert found.verdict.startswith("No:")
 
 
 def test_the_plan_is_written_first_and_the_result_refers_to_it(report: Result) -> None:
@@ -130,6 +117,9 @@ def test_the_plan_is_written_first_and_the_result_refers_to_it(report: Result) -
     assert plan["data"] == {group["name"]: group["sha256"] for group in document["data"]["groups"]}
     text = (directory / "result.md").read_text()
     assert report.verdict in text
+    (power,) = report.power
+    assert f"with {report.data['groups'][0]['tokens']:,} tokens a group" in power
+    assert power in text
     assert str(report.plan_sha256) in text
     assert not list(directory.parent.glob(".*"))
 
@@ -334,20 +324,9 @@ def test_the_command_prints_tables_or_one_document(
     assert "Verdict: Yes: the 4 groups" in out
     assert "smallest divergence beyond chance" in out
     assert "how far a group's shares of the experts are from the mean" in " ".join(out.split())
-    code, out, _ = command("profile", *given, "--save-path", "b", "--json")
-    assert code == 0
-    assert json.loads(out)["verdict"].startswith("Yes:")
     code, out, _ = command("profile", *given, "--save-path", "c", "--dry-run")
     assert (code, "Planned only" in out, (work_dir / "c").exists()) == (0, True, False)
     assert "smallest divergence beyond chance" in out
-
-
-@pytest.mark.parametrize("name", ["profile-nano", "profile-qwen3.5-35b-a3b"])
-def test_recipes_plan_without_their_model(name: str, work_dir: Path, command: Run) -> None:
-    code, out, err = command("run", name, "--dry-run", "--json")
-    assert code == 0, err
-    assert json.loads(out)["status"] == "planned"
-    assert json.loads(out)["settings"]["top_layers"] == 3
 
 
 def test_the_bare_command_profiles_nanos_domains(work_dir: Path, command: Run) -> None:
@@ -358,28 +337,10 @@ def test_the_bare_command_profiles_nanos_domains(work_dir: Path, command: Run) -
         "chat", "code", "math", "medical", "reasoning",
     ]  # fmt: skip
     assert [row["layer"] for row in document["data"]["layers"]] == list(range(6))
-    assert [row["attention"] for row in document["data"]["layers"]] == [
-        "linear",
-        "linear",
-        "full",
-    ] * 2
+    kinds = [row["attention"] for row in document["data"]["layers"]]
+    assert kinds == ["linear", "linear", "full"] * 2
     assert {row["expert_bits"] for row in document["data"]["layers"]} == {"3"}
     assert document["verdict"].startswith("Yes:")
-
-
-MMLU_PRO = Path(__file__).parents[4] / "shared" / "data" / "mmlu_pro.jsonl"
-
-
-@pytest.mark.skipif(not MMLU_PRO.is_file(), reason="needs ../shared/data/mmlu_pro.jsonl")
-def test_mmlu_pro_has_fourteen_subjects_of_equal_tokens(place: Path, tmp_path: Path) -> None:
-    settings = settings_of(
-        place, tmp_path / "out", data=str(MMLU_PRO), questions=100, max_seq_length=128
-    )
-    planned = run(settings, dry_run=True)
-    assert len(planned.data["groups"]) == 14
-    assert len({group["tokens"] for group in planned.data["groups"]}) == 1
-    names = {group["name"] for group in planned.data["groups"]}
-    assert {"law", "math", "computer science"} <= names
 
 
 def test_a_group_whose_name_is_no_text_is_refused(place: Path, tmp_path: Path) -> None:

@@ -59,6 +59,17 @@ def evaluate(places: Places, out: Path, **changes: Any) -> Result:
     return route_evaluate.run(settings)
 
 
+@pytest.fixture(scope="module")
+def evaluation(places: Places, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    """A whole one, and where it lies."""
+    target = tmp_path_factory.mktemp("evaluation") / "out"
+    return evaluate(places, target), target
+
+
+def rows_in(target: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (target / "rows.jsonl").read_text().splitlines()]
+
+
 def explain(places: Places, **changes: Any) -> Result:
     values = {"store_path": str(places.store), "model": str(places.model), **changes}
     return route_explain.run(RouteExplainSettings.model_validate(values))
@@ -75,12 +86,12 @@ def loss_alone(places: Places, prompt: str, answer: str, weights: dict[str, floa
         return evaluate_mean_loss(served.model, rows)
 
 
-def test_a_whole_evaluation(places: Places, tmp_path: Path) -> None:
-    result = evaluate(places, tmp_path / "out")
-    assert Result.open(tmp_path / "out").as_json() | {"notes": 0} == result.as_json() | {"notes": 0}
-    found = result.data
-    lines = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+def test_a_whole_evaluation(
+    places: Places, evaluation: tuple[Result, Path], tmp_path: Path
+) -> None:
+    result, target = evaluation
+    assert Result.open(target).as_json() | {"notes": 0} == result.as_json() | {"notes": 0}
+    found, rows = result.data, rows_in(target)
     groups = ["alpha", "beta", "mixed prompts", "other prompts", "unseen gamma"]
     assert list(dict.fromkeys(row["group"] for row in rows)) == groups
     # others have no answers here: routed, not measured
@@ -100,13 +111,14 @@ def test_a_whole_evaluation(places: Places, tmp_path: Path) -> None:
         found["matrix"]["prefix"]["beta"]["value"]
     )
     assert len(found["samples"]) == 5
-    assert "oracle domain" in (tmp_path / "out" / "result.md").read_text()
+    assert "oracle domain" in (target / "result.md").read_text()
     with pytest.raises(InputError, match="exists"):
-        evaluate(places, tmp_path / "out")
+        evaluate(places, target)
     check_tables(result)
-    with (tmp_path / "out" / "rows.jsonl").open("a") as file:
-        file.write(lines[0])
-    assert any("rows.jsonl" in why for why in Result.open(tmp_path / "out").standing.reasons)
+    changed = copytree(target, tmp_path / "changed")
+    with (changed / "rows.jsonl").open("a") as file:
+        file.write(json.dumps(rows[0]))
+    assert any("rows.jsonl" in why for why in Result.open(changed).standing.reasons)
 
 
 def check_tables(result: Result) -> None:
@@ -160,12 +172,11 @@ def test_a_stopped_evaluation_resumes_with_the_same_rows(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
 
 
-def test_a_rows_losses_are_those_of_the_one_evaluator(places: Places, tmp_path: Path) -> None:
+def test_a_rows_losses_are_those_of_the_one_evaluator(
+    places: Places, evaluation: tuple[Result, Path]
+) -> None:
     """Every mode's loss of a row, in batches with other rows, is that of the row alone."""
-    evaluate(places, tmp_path / "out", rows_per_group=2, sample_prompts=0, gap_rows=0,
-             random_control=False)  # fmt: skip
-    lines = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
-    row = next(r for r in map(json.loads, lines) if r["group"] == "alpha")
+    row = next(row for row in rows_in(evaluation[1]) if row["group"] == "alpha")
     examples = read_examples(OutcomeSettings(data=str(places.data)), Store.open(places.store))
     (example,) = [one for one in examples if one.row_id == row["row_id"]]
     assert example.answer is not None
@@ -212,8 +223,7 @@ def test_rows_that_the_router_was_trained_on_are_left_out(places: Places, tmp_pa
     assert split_of(router, None, examples[1:], None) is None
     report = evaluate(own, tmp_path / "out", rows_per_group=99, sample_prompts=0, gap_rows=0,
                       unseen=[], random_control=False)  # fmt: skip
-    lines = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
-    assert sorted(json.loads(line)["row_id"] for line in lines) == ids
+    assert sorted(row["row_id"] for row in rows_in(tmp_path / "out")) == ids
     assert any(f"{len(ids)} of {len(ids)} rows" in n and "epoch" in n for n in report.notes)
     assert any("was extended" in note for note in report.notes)
 
@@ -267,10 +277,8 @@ def test_the_targets_of_a_router_say_what_it_was_trained_on(
     for name, changes in ways.items():
         monkeypatch.chdir(usual.parent if name == "usual" else tmp_path)
         evaluate(own, tmp_path / name, **measured, **changes)
-        lines = (tmp_path / name / "rows.jsonl").read_text().splitlines()
-        assert len(lines) == len(wanted), name
-        groups = [json.loads(line)["group"] for line in lines]
-        assert groups.count("alpha") == 1
+        groups = [row["group"] for row in rows_in(tmp_path / name)]
+        assert (len(groups), groups.count("alpha")) == (len(wanted), 1), name
     monkeypatch.chdir(tmp_path)
     served = open_served(store, str(own.model), "auto")
     router = load_prompt_router(store, served.model, served.tokenizer, path)

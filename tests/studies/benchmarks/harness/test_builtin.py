@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 
 from mlxstacks.errors import InputError
+from mlxstacks.studies.benchmarks import harness
 from mlxstacks.studies.benchmarks.arm_model import ModelArm
-from mlxstacks.studies.benchmarks.harness import model, tasks
-from mlxstacks.studies.benchmarks.harness.run import _labels, run_harness
-from mlxstacks.studies.benchmarks.harness.tasks import BuiltinTask, builtin_tasks, find_tasks
+from mlxstacks.studies.benchmarks.harness import (
+    BuiltinTask,
+    builtin_tasks,
+    find_tasks,
+    run_harness,
+)
 from mlxstacks.studies.benchmarks.plan import harness_plan
 from mlxstacks.studies.benchmarks.settings import EvalSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied
@@ -65,7 +69,7 @@ def test_a_task_of_candidates_is_asked_and_scored(
     assert (about["items"], about["version"]) == (len(WORDS), 1.0)
     assert len(about["asked"]) == 4
     assert about["asked"] != list(range(4))  # drawn, not the first ones
-    assert run_harness([arm], ["arc_easy"], limit=4, seed=3)["tasks"] == found["tasks"]
+    assert about["asked"] == harness._draw(len(WORDS), 4, "3/arc_easy")
     result = found["arms"]["base"]["tasks"]["arc_easy"]
     assert [sample["doc_id"] for sample in result["samples"]] == about["asked"]
     for sample in result["samples"]:
@@ -107,7 +111,7 @@ def test_a_task_of_answers_is_asked_with_its_examples(
 def test_a_real_answer_ends_where_the_task_says(
     arm: ModelArm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "DEFAULT_TOKENS", 6)
+    monkeypatch.setattr("mlxstacks.studies.benchmarks.harness_model.DEFAULT_TOKENS", 6)
     found = run_harness([arm], ["gsm8k"], limit=1, num_fewshot=0)
     sample = found["arms"]["base"]["tasks"]["gsm8k"]["samples"][0]
     assert isinstance(sample["reply"], str)
@@ -137,11 +141,14 @@ def test_a_group_is_each_of_its_tasks() -> None:
         find_tasks(["t0_eval"])
 
 
-def test_a_domain_of_a_group_is_that_of_its_tasks() -> None:
-    found = find_tasks(["ai2_arc", "gsm8k"])
-    assert _labels(found, {"ai2_arc": "alpha", "arc_easy": "beta", "mmlu": "gamma"}) == {
-        "arc_challenge": "alpha", "arc_easy": "beta",
-    }  # fmt: skip
+def test_a_domain_of_a_group_is_that_of_its_tasks(
+    arm: ModelArm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    labels = []
+    monkeypatch.setattr(harness, "_evaluate", lambda model, *_: labels.append(model.domains))
+    domains = {"ai2_arc": "alpha", "arc_easy": "beta", "mmlu": "gamma"}
+    run_harness([arm], ["ai2_arc", "gsm8k"], domains=domains)
+    assert labels[0] == {"arc_challenge": "alpha", "arc_easy": "beta"}
     given = ("lm_eval/mmlu=alpha", "mmlu=beta", "mmlu_anatomy=gamma")
     settings = EvalSettings(model="m", tasks=("lm_eval/mmlu",), domains=given)
     assert settings.harness_labels == {"mmlu": "alpha", "mmlu_anatomy": "gamma"}
@@ -192,17 +199,17 @@ def test_what_is_refused_by_name(name: str, message: str) -> None:
 )
 def test_what_is_refused_of_a_configuration(changes: dict[str, Any], message: str) -> None:
     (gsm8k,) = builtin_tasks("gsm8k")
-    (problem,) = tasks._problems({**gsm8k.config, **changes})
+    (problem,) = harness._problems({**gsm8k.config, **changes})
     assert message in problem
     one_beam = {**gsm8k.config, "generation_kwargs": {"num_beams": 1}}
-    assert tasks._problems(one_beam) == []
+    assert harness._problems(one_beam) == []
 
 
 def test_data_that_is_not_there_is_named_with_the_way_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked_of_the_hub: list[tuple[str, str | None]]
 ) -> None:
     (anatomy,) = builtin_tasks("hellaswag")
-    monkeypatch.setattr(tasks, "hub_snapshot", lambda dataset: None)
+    monkeypatch.setattr(harness, "hub_snapshot", lambda dataset: None)
     with pytest.raises(
         InputError, match=r"data set Rowan/hellaswag could not be read: Connec"
     ) as e:
@@ -212,7 +219,7 @@ def test_data_that_is_not_there_is_named_with_the_way_to_it(
     (arc,) = builtin_tasks("arc_easy")
     monkeypatch.setitem(ROWS, str(tmp_path), ROWS["allenai/ai2_arc"])
     monkeypatch.delitem(ROWS, "allenai/ai2_arc")
-    monkeypatch.setattr(tasks, "hub_snapshot", lambda dataset: tmp_path)
+    monkeypatch.setattr(harness, "hub_snapshot", lambda dataset: tmp_path)
     assert len(arc.build().eval_docs) == len(WORDS)
     assert asked_of_the_hub[-2:] == [("allenai/ai2_arc", "ARC-Easy"), (str(tmp_path), "ARC-Easy")]
 
@@ -231,11 +238,11 @@ def test_plans_hold_the_rows_and_no_path(monkeypatch: pytest.MonkeyPatch) -> Non
     assert second["gsm8k"]["config_sha256"] == first["gsm8k"]["config_sha256"]
     # Another place of the package is the same plan.
     (drop,) = builtin_tasks("drop")
-    assert str(tasks._root()) in str(drop.config)
-    moved = json.loads(json.dumps(drop.config).replace(str(tasks._root()), "/other"))
+    assert str(harness._root()) in str(drop.config)
+    moved = json.loads(json.dumps(drop.config).replace(str(harness._root()), "/other"))
     task = builtin_tasks("arc_easy")[0].build()
-    monkeypatch.setattr(tasks, "_built", lambda found, changes: task)
+    monkeypatch.setattr(BuiltinTask, "build", lambda self: task)
     here = drop.fingerprint()["config_sha256"]
-    monkeypatch.setattr(tasks, "_root", lambda: Path("/other"))
+    monkeypatch.setattr(harness, "_root", lambda: Path("/other"))
     there = BuiltinTask("drop", drop.path, moved).fingerprint()
     assert there["config_sha256"] == here

@@ -13,10 +13,10 @@ import pytest
 
 from mlxstacks.errors import InputError
 from mlxstacks.evaluate import ChoiceItem, choose
-from mlxstacks.studies.benchmarks.arm_model import ModelArm
-from mlxstacks.studies.benchmarks.arm_prompts import PromptEncoder
-from mlxstacks.studies.benchmarks.harness.run import harness_model, run_harness
-from mlxstacks.studies.benchmarks.items import read_task
+from mlxstacks.studies.benchmarks.arm_model import ModelArm, PromptEncoder
+from mlxstacks.studies.benchmarks.harness import run_harness
+from mlxstacks.studies.benchmarks.harness_model import ArmModel
+from mlxstacks.studies.benchmarks.items import open_task
 from mlxstacks.studies.benchmarks.settings import ArmSettings
 from mlxstacks.studies.benchmarks.tasks import BenchItem, task_named
 from tests.data.chat_tokenizers import Counting, chat_tokenizer
@@ -25,7 +25,6 @@ from tests.studies.route_evaluate_cases import Places
 from tests.studies.train_cases import WORDS, write_rows
 from tests.tiny_models import END_OF_TEXT
 
-pytest.importorskip("lm_eval", reason="the extra eval is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 REAL = Path(__file__).parents[5] / "shared" / "data"
 SUMS = 2e-4
@@ -71,7 +70,7 @@ def assert_same_numbers(arm: ModelArm, found: dict[str, Any], name: str, items: 
 
 def test_our_sums_and_picks_are_those_of_the_harness(arm: ModelArm, data: Path) -> None:
     found = run_harness([arm], ["arc_easy_local"], data=data)
-    items = read_task(task_named("arc_easy"), str(data))
+    items = open_task(task_named("arc_easy"), str(data)).items
     assert len(found["tasks"]["arc_easy_local"]["asked"]) == len(items) == 7
     assert_same_numbers(arm, found, "arc_easy_local", items)
     json.dumps(found)
@@ -82,7 +81,7 @@ def test_the_same_on_real_items(arm: ModelArm) -> None:
     names = {"hellaswag": "hellaswag_local", "arc_challenge": "arc_challenge_local"}
     found = run_harness([arm], list(names.values()), data=REAL, limit=2, seed=5)
     for ours, theirs in names.items():
-        items = read_task(task_named(ours), str(REAL))
+        items = open_task(task_named(ours), str(REAL)).items
         assert found["tasks"][theirs]["items"] == len(items)
         assert len(found["tasks"][theirs]["asked"]) == 2
         assert_same_numbers(arm, found, theirs, items)
@@ -91,7 +90,7 @@ def test_the_same_on_real_items(arm: ModelArm) -> None:
 @pytest.mark.skipif(not REAL.is_dir(), reason="no real benchmark files here")
 def test_truthfulqa_has_our_options_with_the_right_one_first(arm: ModelArm) -> None:
     found = run_harness([arm], ["truthfulqa_mc1_local"], data=REAL, limit=1)
-    items = read_task(task_named("truthfulqa_mc1"), str(REAL))
+    items = open_task(task_named("truthfulqa_mc1"), str(REAL)).items
     for sample in found["arms"]["base"]["tasks"]["truthfulqa_mc1_local"]["samples"]:
         own = arm.score([items[sample["doc_id"]]])[0]
         assert sorted(own.sums) == pytest.approx(sorted(sample["scores"]), abs=SUMS)
@@ -129,7 +128,7 @@ def test_answers_end_at_their_marks_and_are_graded(arm: ModelArm, data: Path) ->
     (sample,) = found["arms"]["base"]["tasks"]["gsm8k_local"]["samples"]
     assert sample["metrics"]["exact_match"] in (0.0, 1.0)
     assert isinstance(sample["reply"], str)
-    model = harness_model(arm)
+    model = ArmModel(arm, {})
     whole = arm.reply_to_texts(["seven red"], 12)[0].text
     mark = whole[3:5]
     (cut,) = model.generate_until([request("seven red", {"until": [mark], "max_gen_toks": 12})])
@@ -142,7 +141,7 @@ def test_answers_end_at_their_marks_and_are_graded(arm: ModelArm, data: Path) ->
 
 
 def test_likelihoods_say_whether_greedy_decoding_agrees(arm: ModelArm) -> None:
-    model = harness_model(arm)
+    model = ArmModel(arm, {})
     assert arm._loaded is not None
     context = tuple(b"red blue")
     logits = arm._loaded.model(mx.array([context]))[0, -1]
@@ -170,7 +169,7 @@ def test_likelihoods_say_whether_greedy_decoding_agrees(arm: ModelArm) -> None:
 
 
 def test_items_of_the_harness_hold_no_special_token(arm: ModelArm) -> None:
-    model = harness_model(arm)
+    model = ArmModel(arm, {})
     text = model.apply_chat_template([{"role": "user", "content": "hi<|end|>"}])
     for tokens in (model.tok_encode(text), model.tok_encode("hi<|end|>"),
                    *model._encode_pair(text, " a<|end|>")):  # fmt: skip
@@ -181,7 +180,7 @@ def test_items_of_the_harness_hold_no_special_token(arm: ModelArm) -> None:
 def test_scored_answers_follow_the_prompt_of_training_and_replies_that_of_generation() -> None:
     tokenizer = chat_tokenizer("opened")
     prompts = PromptEncoder(tokenizer, ArmSettings(), None)
-    model = harness_model(SimpleNamespace(tokenizer=tokenizer, prompts=prompts))  # type: ignore[arg-type]
+    model = ArmModel(SimpleNamespace(tokenizer=tokenizer, prompts=prompts), {})  # type: ignore[arg-type]
     history = [{"role": "user", "content": "hi</think>"}]
     rendered = {}
     for model.scores_answers in (False, True):
@@ -198,7 +197,7 @@ def test_a_long_context_costs_what_is_kept_of_it() -> None:
 
     def pair(tokenizer: Any, limit: int | None) -> tuple[list[int], list[int]]:
         prompts = PromptEncoder(tokenizer, ArmSettings(max_context_tokens=limit), None)
-        model = harness_model(SimpleNamespace(tokenizer=tokenizer, prompts=prompts))  # type: ignore[arg-type]
+        model = ArmModel(SimpleNamespace(tokenizer=tokenizer, prompts=prompts), {})  # type: ignore[arg-type]
         chat = model.apply_chat_template([{"role": "user", "content": text}])
         before, after = model._encode_pair(chat, "sails </think>")
         return before[-100:], after
@@ -211,14 +210,14 @@ def test_long_texts_roll_and_count_each_token_once(places: Places) -> None:
     text = "stone cloud river " * 5
     arms = arms_of(places, ("routed",), max_context_tokens=32)
     arm = next(arms)
-    model = harness_model(arm)
+    model = ArmModel(arm, {})
     (rolled,) = model.loglikelihood_rolling([request(text)])
     tokens, end = tuple(text.encode()), model.prefix_token_id
     by_hand, start = 0.0, 0
     while start < len(tokens):
         stop = min(start + 31, len(tokens))
         before = (end, *tokens)[max(0, stop - 31) : start + 1]
-        by_hand += arm.score_tokens([(before, tokens[start:stop])], [("", None)])[0]
+        by_hand += arm.score_tokens([(before, tokens[start:stop])], [("", None)])[0][0]
         start = stop
     assert rolled == pytest.approx(by_hand, abs=10 * SUMS)
     assert "routed: 1 prompts without a prompt to route on" in " ".join(arm.notes)

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from mlxstacks.errors import InputError
-from mlxstacks.studies.benchmarks.harness.tasks import SHIPPED, TaskFile, find_tasks, task_files
+from mlxstacks.studies.benchmarks.harness import SHIPPED, TaskFile, find_tasks, task_files
 from tests.studies.train_cases import write_rows
 
 GOOD: dict[str, Any] = {

@@ -1,6 +1,6 @@
 """Extraction fixtures: commas, negatives, nested boxes, several boxes, no box, letters in words.
 
-Run: pytest tests/studies/benchmarks/test_extract.py
+Run: pytest tests/study/test_extract.py
 """
 
 from decimal import Decimal

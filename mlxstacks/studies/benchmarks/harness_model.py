@@ -98,11 +98,7 @@ class ArmModel(TemplateLM):
         prompts = [
             (texts[0], label) for (texts, _, _), label in zip(requests, self._labels, strict=True)
         ]
-        sums = self.arm.score_tokens(pairs, prompts)
-        greedy = [False] * len(sums)
-        if self.wants_greedy:
-            greedy = self.arm.are_greedy(pairs, prompts)
-        return list(zip(sums, greedy, strict=True))
+        return list(zip(*self.arm.score_tokens(pairs, prompts, self.wants_greedy), strict=True))
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
         """Sums over whole texts; no text before them, so nothing to route on: the base."""
@@ -119,7 +115,7 @@ class ArmModel(TemplateLM):
                 pairs.append((tuple(window[0]), tuple(window[1])))
                 owners.append(number)
         labels = [self.domains.get(request.task_name) for request in requests]
-        sums = self.arm.score_tokens(pairs, [("", labels[owner]) for owner in owners])
+        sums, _ = self.arm.score_tokens(pairs, [("", labels[owner]) for owner in owners])
         totals = [0.0] * len(requests)
         for owner, value in zip(owners, sums, strict=True):
             totals[owner] += value

@@ -1,8 +1,15 @@
-"""Tasks of the lm-evaluation-harness: found by name, checked, built.
+"""lm-evaluation-harness (extra `eval`) over arms: its tasks, its prompts and metrics, our modes.
 
-A name is that of a task file (of a directory that was given, then ours in lm_eval_tasks/), else of
-a task, group or tag that lm_eval itself brings. Of a group or a tag each task is run by itself,
-since items are paired in a task.
+    results = run_harness(open_arms(("base", "routed"), settings), ["arc_easy_local"], data="data/")
+    results["arms"]["routed"]["tasks"]["arc_easy_local"]["samples"]
+
+The model class (harness_model.py) is the harness's `TemplateLM`; it is imported when first used,
+since importing lm_eval takes seconds. Texts go in as the harness writes them: contexts and
+continuations are cut apart by its own rule, which for most texts is that of `ModelArm.score`.
+
+A task's name is that of a task file (of a directory that was given, then ours in lm_eval_tasks/),
+else of a task, group or tag that lm_eval itself brings. Of a group or a tag each task is run by
+itself, since items are paired in a task.
 
 A task file is YAML in the harness's own form, with `dataset_path: json` and file names. Whatever
 would run Python or download something (`!function`, `class`, `unsafe_code`, `trust_remote_code`, a
@@ -14,8 +21,10 @@ the hub, or from what was fetched of it before. A task is refused before its cod
 import difflib
 import hashlib
 import json
+import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -24,12 +33,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import TemplateError
 
 from mlxstacks.data.arrow_sets import hub_snapshot
 from mlxstacks.data.json_rows import read_records
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.strict_json import json_sha256
+from mlxstacks.studies.benchmarks.arm_model import ModelArm
 
 SHIPPED = Path(__file__).with_name("lm_eval_tasks")
 OUTPUT_TYPES = ("multiple_choice", "loglikelihood", "loglikelihood_rolling", "generate_until")
@@ -92,7 +103,6 @@ class TaskFile:
     def build(self, data: str | Path | None) -> Any:
         """The harness's task over its rows. Raises: InputError: rows or templates do not fit."""
         import datasets
-        from jinja2 import TemplateError
         from lm_eval.api.registry import metric_registry
         from lm_eval.api.task import ConfigurableTask
 
@@ -158,25 +168,56 @@ class BuiltinTask:
         return f"lm_eval/tasks/{self.path.parent.name}/{self.path.name}"
 
     def fingerprint(self, data: str | Path | None = None) -> dict[str, str]:
-        """Hashes of what is asked and how. lm_eval's version stands for its code, and no path of
-        this machine counts. Raises: as `build`.
+        """Hashes of what is asked and how: of the items, and of the examples where some are shown.
+        lm_eval's version stands for its code, and no path of this machine counts.
+
+        Raises: as `build`.
         """
         plain = json.dumps([self.config, self.overrides], sort_keys=True, default=str)
         config = [version("lm_eval"), plain.replace(str(_root()), "")]
-        rows = _rows_sha256(self.build())
-        return {"config_sha256": json_sha256(config), "rows_sha256": rows}
+        task = self.build()
+        shown = task.fewshot_docs() if task.get_config("num_fewshot") else None
+        digest = hashlib.sha256()
+        for rows in (task.eval_docs, shown or ()):
+            for row in rows:
+                digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+            digest.update(b"\n")
+        return {"config_sha256": json_sha256(config), "rows_sha256": digest.hexdigest()}
 
     def build(self, data: str | Path | None = None) -> Any:
         """The harness's task with its data, fetched where it was not before.
 
         Raises: InputError: the data is not there, or the task cannot be built.
         """
+        dataset, name = str(self.config.get("dataset_path")), self.config.get("dataset_name")
         try:
-            return _built(self, {})
+            try:
+                return self._load({})
+            except (OSError, ValueError):
+                # What `hf download` fetched, which `datasets` does not look for by itself.
+                if (snapshot := hub_snapshot(dataset)) is None:
+                    raise
+                return self._load({"dataset_path": str(snapshot)})
         except (OSError, ValueError) as error:
-            return _from_snapshot(self, error)
-        except (ImportError, RuntimeError, LookupError, TypeError, AttributeError) as error:
-            raise _not_built(self, error) from error
+            named = f"data set {dataset}" + (f" ({name})" if name else "")
+            raise InputError(
+                f"lm_eval/{self.name}: {named} could not be read: {type(error).__name__}: {error}\n"
+                f"  With a network it is fetched by itself; or fetch it before: "
+                f"`hf download --repo-type dataset {dataset}`"
+            ) from error
+        except (
+            ImportError, RuntimeError, LookupError, TypeError, AttributeError, TemplateError,
+        ) as error:  # fmt: skip
+            raise InputError(
+                f"lm_eval/{self.name}: cannot be built: {type(error).__name__}: {error}"
+            ) from error
+
+    def _load(self, changes: Mapping[str, Any]) -> Any:
+        folder = self.path.relative_to(_root()).parts[0]
+        member = {"task": self.name, **self.overrides, **changes}
+        # As a group of one: the way in which lm_eval takes a task of its index with changes.
+        loaded = _manager(folder).load([{"group": "mlxstacks", "task": [member]}])
+        return loaded["tasks"][self.name]
 
 
 HarnessTask = TaskFile | BuiltinTask
@@ -204,17 +245,16 @@ def find_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
 def _tasks_named(name: str, include_path: str | Path | None) -> Sequence[HarnessTask]:
     files = task_files(include_path)
     if name in files:
-        return [_read_task_file(files[name])]
+        config = _yaml(files[name])
+        _check(files[name], config)
+        return [TaskFile(files[name], config, _data_files(files[name], config))]
     builtin = tuple(_folders()) if find_spec("lm_eval") else ()
     if name in builtin:
         return builtin_tasks(name)
     close = difflib.get_close_matches(name, [*files, *builtin], n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    own = f"{len(builtin):,} of lm_eval's own" if builtin else "lm_eval is not installed"
-    raise InputError(f"no task {name[:80]!r}{hint} (there are: {', '.join(files)}; {own})")
-
-
-# --- task files -----------------------------------------------------------------------------------
+    count = f"{len(builtin):,} of lm_eval's own" if builtin else "lm_eval is not installed"
+    raise InputError(f"no task {name[:80]!r}{hint} (there are: {', '.join(files)}; {count})")
 
 
 def task_files(include_path: str | Path | None = None) -> dict[str, Path]:
@@ -229,23 +269,16 @@ def task_files(include_path: str | Path | None = None) -> dict[str, Path]:
             raise InputError(f"{directories[-1]}: include_path is no directory of task files")
     files: dict[str, Path] = {}
     for directory in directories:
-        own: dict[str, Path] = {}
+        of_directory: dict[str, Path] = {}
         for path in sorted(directory.glob("*.yaml")):
             name = _yaml(path).get("task")
             if not isinstance(name, str) or not name:
                 raise InputError(f"{path}: task is {name!r}; a task file names one task")
-            if name in own:
-                raise InputError(f"{path}: task {name} is in {own[name].name} already")
-            own[name] = path
-        files |= own
+            if name in of_directory:
+                raise InputError(f"{path}: task {name} is in {of_directory[name].name} already")
+            of_directory[name] = path
+        files |= of_directory
     return files
-
-
-def _read_task_file(path: Path) -> TaskFile:
-    """Raises: InputError for one that may not be run here."""
-    config = _yaml(path)
-    _check(path, config)
-    return TaskFile(path, config, _data_files(path, config))
 
 
 def _yaml(path: Path) -> dict[str, Any]:
@@ -300,9 +333,6 @@ def _data_files(path: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, .
     return files
 
 
-# --- tasks of lm_eval -----------------------------------------------------------------------------
-
-
 def builtin_tasks(name: str) -> list[BuiltinTask]:
     """The task of this name, or each task of the group or tag of this name.
 
@@ -323,7 +353,7 @@ def builtin_tasks(name: str) -> list[BuiltinTask]:
 
 def _root() -> Path:
     spec = find_spec("lm_eval")
-    assert spec is not None, "asked for where lm_eval is"
+    assert spec is not None
     assert spec.origin is not None
     return (Path(spec.origin).parent / "tasks").resolve()
 
@@ -363,15 +393,10 @@ def _manager(folder: str) -> Any:
     return TaskManager(include_path=str(_root() / folder), include_defaults=False)
 
 
-def _entries(name: str) -> list[Any]:
-    """Entries of this name, one of each folder that has it, in the order of lm_eval's own index."""
-    need_lm_eval()
-    indices = [_manager(folder).task_index for folder in _folders().get(name, ())]
-    return [index[name] for index in indices if name in index]
-
-
 def _leaves(name: str, overrides: Mapping[str, Any]) -> Iterator[BuiltinTask]:
-    entries = _entries(name)
+    # One of each folder that has the name, in the order of lm_eval's own index.
+    indices = [_manager(folder).task_index for folder in _folders().get(name, ())]
+    entries = [index[name] for index in indices if name in index]
     if not entries:
         raise InputError(f"lm_eval has no task {name[:80]!r}")
     first = entries[0]
@@ -387,16 +412,16 @@ def _leaves(name: str, overrides: Mapping[str, Any]) -> Iterator[BuiltinTask]:
 def _members(
     group: str, config: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> Iterator[BuiltinTask]:
-    own = {**_changes(group, config), **overrides}
+    changes = {**_changes(group, config), **overrides}
     members = config.get("task") or ()
     for member in [members] if isinstance(members, str) else members:
         if isinstance(member, str):
-            yield from _leaves(member, own)
+            yield from _leaves(member, changes)
         elif isinstance(member.get("task"), list):
-            yield from _members(str(member.get("group", group)), member, own)
+            yield from _members(str(member.get("group", group)), member, changes)
         else:
-            changes = own | _changes(group, member)
-            yield from _leaves(str(member.get("task") or member.get("group")), changes)
+            name = str(member.get("task") or member.get("group"))
+            yield from _leaves(name, changes | _changes(group, member))
 
 
 def _changes(group: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -409,11 +434,13 @@ def _changes(group: str, config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: config[key] for key in sorted(_EXAMPLES) if key in config}
 
 
-# --- checking -------------------------------------------------------------------------------------
-
-
 def _problems(config: Mapping[str, Any]) -> list[str]:
     """What of a task is not run here."""
+    import lm_eval.api.metrics  # noqa: F401  registers them
+    from lm_eval.api.registry import metric_registry
+
+    from mlxstacks.studies.benchmarks.harness_model import greedy_settings
+
     problems = []
     if config.get("unsafe_code"):
         problems.append(
@@ -430,82 +457,140 @@ def _problems(config: Mapping[str, Any]) -> list[str]:
         problems.append(f"output_type {config['output_type']}: only {', '.join(OUTPUT_TYPES)}")
     if config.get("repeats", 1) != 1:
         problems.append("repeats: answers are greedy, so one is enough")
-    return [*problems, *_metric_problems(config), *_sampling_problems(config)]
-
-
-def _metric_problems(config: Mapping[str, Any]) -> list[str]:
-    """Metrics that lm_eval would fetch from the hub, as programs."""
-    import lm_eval.api.metrics  # noqa: F401  registers them
-    from lm_eval.api.registry import metric_registry
-
-    own = str(_root())
-    return [
-        f"metric {metric.get('metric')}: a program of the hub"
-        for metric in config.get("metric_list") or ()
-        if not config.get("process_results")
-        and (
-            metric.get("hf_evaluate")
-            or not (metric["metric"] in metric_registry or str(metric["metric"]).startswith(own))
-        )
-    ]
-
-
-def _sampling_problems(config: Mapping[str, Any]) -> list[str]:
-    from mlxstacks.studies.benchmarks.harness.model import greedy_settings
-
+    # Metrics that lm_eval would fetch from the hub, as programs; its own may be functions in files.
+    for metric in () if config.get("process_results") else config.get("metric_list") or ():
+        name = metric["metric"]
+        ours = name in metric_registry or str(name).startswith(str(_root()))
+        if metric.get("hf_evaluate") or not ours:
+            problems.append(f"metric {name}: a program of the hub")
     try:
         greedy_settings(config.get("generation_kwargs") or {})
     except InputError as error:
-        return [str(error)]
-    return []
+        problems.append(str(error))
+    return problems
 
 
-# --- building -------------------------------------------------------------------------------------
+def run_harness(
+    arms: Iterable[ModelArm],
+    task_names: Sequence[str],
+    *,
+    include_path: str | Path | None = None,
+    data: str | Path | None = None,
+    limit: int | None = None,
+    seed: int = 0,
+    num_fewshot: int | None = None,
+    chat: bool = False,
+    domains: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The same items of each task for every arm; JSON.
 
+    task_names: a task file of include_path, else one of ours, else a task of lm_eval's own; a group
+    or tag of those stands for each of its tasks. include_path: directory of more task files. data:
+    directory of the data files of task files; lm_eval's own tasks have theirs from the hub. limit:
+    items of a task, drawn by the seed from all of them, never the first ones. num_fewshot: in the
+    place of a task's own. chat: prompts go through the model's chat template. domains: task, or
+    the group it is of -> its domain, for the arms oracle and random.
 
-def _built(found: BuiltinTask, changes: Mapping[str, Any]) -> Any:
-    from jinja2 import TemplateError
+    tasks: name -> file, output_type, items, asked (places of the rows). arms: name -> tasks (name
+    -> metrics, samples, ties, seconds), notes, details. A sample has doc_id, filter, metrics (name
+    -> value of this item), and scores or reply; samples of two arms pair by doc_id and filter.
+    ties: items whose two best candidates score the same, which lm_eval gives to the first.
 
-    folder = found.path.relative_to(_root()).parts[0]
-    member = {"task": found.name, **found.overrides, **changes}
-    # As a group of one: the way in which lm_eval takes a task of its index with changes.
-    try:
-        loaded = _manager(folder).load([{"group": "mlxstacks", "task": [member]}])
-    except TemplateError as error:
-        raise _not_built(found, error) from error
-    return loaded["tasks"][found.name]
-
-
-def _from_snapshot(found: BuiltinTask, reason: Exception) -> Any:
-    """Built from files that `hf download` fetched, which `datasets` does not look for by itself.
-
-    Raises: InputError: there are none either.
+    Raises: InputError: lm_eval is not installed, a task may not be run here or does not fit.
     """
-    path = str(found.config.get("dataset_path"))
-    try:
-        if (snapshot := hub_snapshot(path)) is not None:
-            return _built(found, {"dataset_path": str(snapshot)})
-    except (OSError, ValueError) as error:
-        reason = error
-    config = found.config.get("dataset_name")
-    named = f"data set {path}" + (f" ({config})" if config else "")
-    raise InputError(
-        f"lm_eval/{found.name}: {named} could not be read: {type(reason).__name__}: {reason}\n"
-        f"  With a network it is fetched by itself; or fetch it before: "
-        f"`hf download --repo-type dataset {path}`"
-    ) from reason
+    need_lm_eval()
+    from mlxstacks.studies.benchmarks.harness_model import ArmModel
+
+    named = find_tasks(task_names, include_path)
+    # Its own domain, else that of the group it was asked for by.
+    of_name = domains or {}
+    labels = {task.name: of_name.get(task.name, of_name.get(task.asked_as)) for task in named}
+    tasks = {task.name: task.build(data) for task in named}
+    asked = {name: _draw(len(t.eval_docs), limit, f"{seed}/{name}") for name, t in tasks.items()}
+    about = {
+        task.name: {
+            "file": task.file,
+            "output_type": tasks[task.name].OUTPUT_TYPE,
+            "items": len(tasks[task.name].eval_docs),
+            "asked": asked[task.name],
+            "version": (task.config.get("metadata") or {}).get("version"),
+        }
+        for task in named
+    }
+    of_arms = {}
+    for arm in arms:
+        model = ArmModel(arm, {name: label for name, label in labels.items() if label is not None})
+        results = {
+            name: _evaluate(model, name, task, asked[name], seed, num_fewshot, chat)
+            for name, task in tasks.items()
+        }
+        of_arms[arm.name] = {
+            "tasks": results, "notes": list(arm.notes), "details": dict(arm.details)
+        }  # fmt: skip
+    return {
+        "lm_eval": version("lm_eval"), "seed": seed, "limit": limit, "chat": chat, "tasks": about,
+        "arms": of_arms,
+    }  # fmt: skip
 
 
-def _not_built(found: BuiltinTask, error: Exception) -> InputError:
-    return InputError(f"lm_eval/{found.name}: cannot be built: {type(error).__name__}: {error}")
+def _draw(count: int, limit: int | None, key: str) -> list[int]:
+    """Places of the items that are asked, rising."""
+    if limit is None or limit >= count:
+        return list(range(count))
+    return sorted(random.Random(key).sample(range(count), limit))
 
 
-def _rows_sha256(task: Any) -> str:
-    """Hash of the items, and of the examples where some are shown."""
-    digest = hashlib.sha256()
-    shown = task.fewshot_docs() if task.get_config("num_fewshot") else None
-    for rows in (task.eval_docs, shown or ()):
-        for row in rows:
-            digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
-        digest.update(b"\n")
-    return digest.hexdigest()
+def _evaluate(
+    model: Any, name: str, task: Any, asked: list[int], seed: int, fewshot: int | None, chat: bool
+) -> dict[str, Any]:
+    from lm_eval.evaluator import evaluate
+
+    began = time.monotonic()
+    shown = task.get_config("num_fewshot")
+    task.set_config(key="num_fewshot", value=shown or 0 if fewshot is None else fewshot)
+    task.set_fewshot_seed(seed=seed)  # for each arm: all see the same examples
+    model.wants_greedy = (
+        task.OUTPUT_TYPE == "loglikelihood"
+        or "exact_match" in task.aggregation()
+        or task.get_config("process_results") is not None  # Python, that may look at it
+    )
+    model.scores_answers = task.OUTPUT_TYPE != "generate_until"
+    evaluation = evaluate(
+        model, {"tasks": {name: task}}, samples={name: asked}, bootstrap_iters=0,
+        apply_chat_template=chat,
+    )  # fmt: skip
+    task.set_config(key="num_fewshot", value=shown)
+    samples = [_sample(logged, task.OUTPUT_TYPE) for logged in evaluation["samples"][name]]
+    metrics = {
+        key: value
+        for key, value in evaluation["results"][name].items()
+        if isinstance(value, int | float) and "stderr" not in key
+    }
+    scores = [sample["scores"] for sample in samples if len(sample.get("scores", ())) > 1]
+    ties = sum(of_item.count(max(of_item)) > 1 for of_item in scores)
+    return {
+        "metrics": metrics, "samples": samples, "ties": ties, "seconds": time.monotonic() - began
+    }  # fmt: skip
+
+
+def _sample(logged: Mapping[str, Any], output_type: str) -> dict[str, Any]:
+    """What paired tests and a reader need of a logged sample."""
+    sample = {
+        "doc_id": int(logged["doc_id"]),
+        "filter": logged["filter"],
+        "metrics": {key: _plain(logged[key]) for key in logged["metrics"]},
+        "doc_hash": logged["doc_hash"],
+    }
+    replies = [response[0] for response in logged["resps"]]
+    if output_type == "generate_until":
+        return {**sample, "reply": replies[0], "answer": logged["filtered_resps"][0]}
+    if output_type == "loglikelihood_rolling":
+        return {**sample, "scores": [float(value) for value in replies]}
+    return {**sample, "scores": [float(value) for value, _ in replies]}
+
+
+def _plain(value: Any) -> Any:
+    """A metric of one item as JSON."""
+    if isinstance(value, tuple | list):
+        return [_plain(part) for part in value]
+    return value.item() if hasattr(value, "item") else value

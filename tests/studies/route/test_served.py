@@ -1,6 +1,6 @@
 """Random stacks of equal norm: what they share with the real ones, and what they do not.
 
-Run: pytest tests/routing/test_random_stack.py
+Run: pytest tests/studies/route/test_served.py
 """
 
 from dataclasses import replace

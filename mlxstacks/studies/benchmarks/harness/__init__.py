@@ -1,1 +1,0 @@
-"""lm-evaluation-harness (extra `eval`): its tasks, asked of our arms."""
