@@ -62,11 +62,11 @@ from mlxstacks.study.run_directory import (
     IDENTITY,
     LOG,
     append_log,
+    check_same,
     claim_work,
     forget_log_lines,
     lock_work,
     plain,
-    what_differs,
     work_path,
 )
 from mlxstacks.training.boost import Parts, RoundRecord
@@ -133,14 +133,9 @@ class StackWork:
                 "work next to it belongs to; --no-resume removes that and trains the domain again "
                 "(domains that are in the store stay)"
             )
-        if before is not None and (differences := what_differs(before, now)):
-            lines = "".join(f"\n  {line}" for line in differences)
-            raise InputError(
-                f"{self.path}: holds the unfinished domain {before.get('name')}; what comes next "
-                f"differs in{lines}\n"
-                "give its settings to resume it, or --no-resume to forget it (domains that are in "
-                "the store stay)"
-            )
+        if before is not None:
+            what = f"the unfinished domain {before.get('name')} (domains in the store stay)"
+            check_same(self.path, what, before, now)
         write_json(self.path / IDENTITY, now)
 
     @property

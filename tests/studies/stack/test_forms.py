@@ -116,12 +116,13 @@ def test_cumulative_directions_grow_and_are_found_again(places: Places, tmp_path
 
 
 def test_a_disabled_domain_is_neither_served_nor_measured(places: Places, tmp_path: Path) -> None:
-    store = train_store(places, tmp_path / "store", **SHORT, keys=("q_proj",))
+    changes = {**SHORT, "iters": 6, "keys": ("q_proj",)}
+    store = train_store(places, tmp_path / "store", **changes)
     arguments = ["stacks", "disable", str(store.path), "alpha"]
     assert run_command_line(arguments) == 0
     data = write_domains(tmp_path / "data", ("beta", "gamma"))
     settings = settings_for(
-        places[0], data, store.path, **{**SHORT, "domains": ("beta", "gamma")}, keys=("q_proj",)
+        places[0], data, store.path, **{**changes, "domains": ("beta", "gamma")}
     )
     report = stack_run.run(settings)
     assert list(report.data["matrix"]["ungated"]["gamma"]) == ["beta", "gamma"]
