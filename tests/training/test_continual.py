@@ -6,7 +6,9 @@ Run: pytest tests/training/test_continual.py
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,6 +27,7 @@ from mlxstacks.layers.packed import FrozenStack
 from mlxstacks.layers.settings import StackSettings, TargetSettings
 from mlxstacks.layers.stacked import StackedLayer, stacked_layers
 from mlxstacks.layers.targets import find_targets
+from mlxstacks.training import continual
 from mlxstacks.training.continual import (
     DriftError,
     Served,
@@ -39,6 +42,7 @@ from mlxstacks.training.continual import (
     sample_rows,
     stacks_for,
     stages,
+    train_domain,
 )
 from mlxstacks.training.settings import (
     DomainSettings,
@@ -226,3 +230,29 @@ def test_logits_are_not_made_for_directions(tmp_path: Path) -> None:
 
     rows = collect_delta_rows(model, [mx.array([1, 2, 3])], forward)
     assert {len(found) for found in rows.values()} == {1}
+
+
+def test_a_stages_directions_are_those_of_its_stacks_alone() -> None:
+    model, settings = frozen_model(), NullSpaceSettings(directions=2, scope="cumulative")
+    stage = Stage(("a-r1",), [mx.array([1, 2, 3]), mx.array([4, 5])])
+    among_others = protected_bases(model, [stage], settings, 0)
+    for _, layer in stacked_layers(model):
+        layer.set_stacks([s for s in layer.stacks.stacks() if s.id.name == "a-r1"])
+    alone = protected_bases(model, [stage], settings, 0)
+    assert among_others.keys() == alone.keys()
+    assert all(mx.array_equal(among_others[p].vectors, alone[p].vectors) for p in alone)
+
+
+@pytest.mark.parametrize(("measured", "refused"), [(1.0, False), (1.00001, False), (1.1, True)])
+def test_a_resumed_domain_may_differ_by_rounding(
+    monkeypatch: pytest.MonkeyPatch, measured: float, refused: bool
+) -> None:
+    """Another machine measured its rounds before the run was stopped."""
+    record = Mock(kept=True, number=1, loss_before=2.0, loss_after=1.0)
+    job, keeper = Mock(), Mock(rounds=lambda: [record])
+    job.name = "a"
+    monkeypatch.setattr(continual, "boost_domain", lambda *_: [record])
+    monkeypatch.setattr(continual, "measure_row", lambda *_: {"prefix": {"a": measured}})
+    with pytest.raises(DriftError) if refused else nullcontext():
+        result = train_domain(Mock(), job, keeper, [], Mock(), [], {})
+        assert result.losses == (2.0, 1.0)
