@@ -8,6 +8,7 @@ refused before.
 import functools
 import hashlib
 import json
+import math
 from collections.abc import Iterable
 from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
@@ -47,11 +48,16 @@ def parse_object(text: str, *, unique_keys: bool = True) -> dict[str, Any]:
 
     Raises:
         ValueError: not JSON, not an object, nested too deeply, or (unique_keys) a key given twice,
-            NaN or Infinity, which some configs of models have.
+            or a number that float64 cannot hold: some configs of models have Infinity.
     """
     strict: dict[str, Any] = {}
     if unique_keys:
-        strict = {"object_pairs_hook": _unique_object, "parse_constant": refuse_constant}
+        strict = {
+            "object_pairs_hook": _unique_object,
+            "parse_constant": refuse_constant,
+            "parse_int": functools.partial(_finite, int),
+            "parse_float": functools.partial(_finite, float),
+        }
     try:
         value = json.loads(text, **strict)
     except RecursionError:
@@ -64,6 +70,13 @@ def parse_object(text: str, *, unique_keys: bool = True) -> dict[str, Any]:
 def refuse_constant(name: str) -> NoReturn:
     """For `parse_constant` of `json.loads`."""
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(kind: type[int] | type[float], text: str) -> int | float:
+    """Every reader may take it for a float."""
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text[:20]}... is beyond float64")
+    return kind(text)
 
 
 def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -114,6 +114,8 @@ HEAD = '"kind": "fuse", "title": "t", "schema_version": 1, "status": "done", "se
         ("{" * 5, "Expecting"),
         (f"{{{HEAD}, {HEAD}}}", "twice"),
         (f'{{{HEAD}, "data": {{"a": NaN}}}}', "NaN is not a JSON number"),
+        (f'{{{HEAD}, "data": {{"a": 1{"0" * 400}}}}}', "beyond float64"),
+        (f'{{{HEAD}, "data": {{"a": -1e999}}}}', "beyond float64"),
         (f'{{{HEAD}, "verdict": 7}}', "verdict: Input should be a valid string"),
         (f'{{{HEAD}, "blocks": {{"a": 1}}}}', "blocks: Input should be a valid array"),
         (f'{{{HEAD}, "plan_sha256": "0"}}', "plan_sha256: String should match"),
