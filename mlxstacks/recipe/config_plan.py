@@ -253,7 +253,7 @@ def plan_of_settings(name: str, resolved: "Resolved") -> Result:
 def _planned(
     name: str, settings: Any, writes: list[str], data: dict[str, Any], blocks: Sequence[Block]
 ) -> Result:
-    words = f"{name} would write {', '.join(writes)}." if writes else f"{name} writes nothing."
+    words = f"{name} would write {', '.join(writes)}." if writes else f"{name} writes no directory."
     return Result(
         kind=name, title=f"Plan of {name}", status="planned", outcome="planned",
         settings=settings.model_dump(mode="json"), data=data,

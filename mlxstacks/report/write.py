@@ -139,7 +139,8 @@ def planned_report(
     rows = [(r["name"], r["kind"], r["outcome"] or r["status"], r["standing"]) for r in runs]
     table = Table.of("runs", "Results", columns, rows)
     return Result(
-        **ABOUT, status="planned", notes=tuple(notes), blocks=(table,), data={"runs": runs},
+        **ABOUT, status="planned", notes=tuple(notes), data={"runs": runs},
+        blocks=(table,) if runs else (),
         settings=settings.model_dump(mode="json", exclude={"force", "save_path"}),
         outcome=f"{len(runs)} result{'' if len(runs) == 1 else 's'}, {marks} exploratory",
         directory=str(user_path(settings.save_path or "")),

@@ -63,6 +63,14 @@ def test_a_table_without_room_is_told_row_by_row(width: int) -> None:
         assert text.index("arm 1") < text.index("1,006") < text.index("arm 2")
 
 
+def test_no_head_of_a_column_is_cut() -> None:
+    columns = ["cell", "status", "trained", "buffers", "bytes", "guard", "seconds", "at least"]
+    row = ["rank-2_seed-0_layers-all", "planned", "20,736", "786", "28.7 MB", "fits", None, 6.2]
+    for width in range(79, 110):
+        words = printed(output.table(columns, [row]), width).split()
+        assert {"least", "buffers"} <= set(words), width
+
+
 def test_numbers_go_right_and_markup_is_text() -> None:
     text = printed(output.table(["a [b]", "n"], [["[red]x[/red]", 1], ["y", 1234], ["z", None]]))
     assert "a [b]" in text

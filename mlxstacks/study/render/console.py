@@ -154,17 +154,27 @@ class Table:
                 yield Padding(details(shown), (0, 0, 0, 2))
             yield Text("")
             return
+        full_width = sum(map(self._full_width, range(len(widths)))) + 3 * len(widths) - 1
         title = Text(self.title) if self.title is not None else None  # may hold [brackets]
         grid = Grid(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
         for index, column in enumerate(self.columns):
-            justify: Literal["left", "right"] = "right" if self._is_numeric(index) else "left"
-            grid.add_column(Text(column), justify=justify, overflow="fold", min_width=widths[index])
+            numeric = self._is_numeric(index)
+            justify: Literal["left", "right"] = "right" if numeric else "left"
+            # rich takes what is missing from all columns alike, and cuts the last one
+            most = widths[index] if numeric and full_width > options.max_width else None
+            grid.add_column(
+                Text(column), justify=justify, overflow="fold", min_width=widths[index],
+                max_width=most,
+            )  # fmt: skip
         for row in self.rows:
             grid.add_row(*[Text(cell_text(cell)) for cell in row])
         yield grid
 
     def _is_numeric(self, index: int) -> bool:
         return all(_is_number(row[index]) for row in self.rows)
+
+    def _full_width(self, index: int) -> int:
+        return max(map(len, [self.columns[index], *(cell_text(row[index]) for row in self.rows)]))
 
     def _least_width(self, index: int) -> int:
         """Of a column of numbers the head may wrap between words, a number never; texts fold."""
