@@ -26,6 +26,7 @@ from mlxstacks.studies.benchmarks.scoring import (
     find_cached_model,
     sharing_pays,
 )
+from mlxstacks.studies.benchmarks.settings import ArmName
 from mlxstacks.training.modes import evaluating
 from tests.studies.benchmarks.arm_cases import arms_of, write_adapter
 from tests.studies.benchmarks.test_arm_scoring import VOCABULARY, log_p, stub
@@ -308,7 +309,7 @@ def contexts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_every_arm_shares_long_contexts(
     places: Places, contexts: list[int], tmp_path: Path
 ) -> None:
-    names = ("base", "ungated", "adapter")
+    names: tuple[ArmName, ...] = ("base", "ungated", "adapter")
     adapter = str(write_adapter(places, tmp_path / "adapter"))
     of_arm = {}
     for arm in arms_of(places, names, adapter_path=adapter):
