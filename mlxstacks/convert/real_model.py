@@ -30,7 +30,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 EXPERTS, TOP_K = 4, 2
 # Part of the directory's name: raise it when the converted bytes change.
-VERSION = 1
+VERSION = 2
 
 _MANIFEST = "manifest.json"
 
