@@ -8,6 +8,7 @@ import os
 import pwd
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -213,3 +214,16 @@ def c_function(name: str) -> Callable[..., int] | None:
     if function is not None:
         function.restype = ctypes.c_int
     return function
+
+
+_sync_file_range = c_function("sync_file_range") if sys.platform == "linux" else None
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def start_writeback(descriptor: int) -> None:
+    """Ask Linux to start writing a file now, so that a later fsync has less to wait for. A hint:
+    its failure changes nothing that fsync does not do.
+    """
+    if _sync_file_range is not None:
+        whole = ctypes.c_int64(0)  # from byte 0, length 0: to the end of the file
+        _sync_file_range(descriptor, whole, whole, _SYNC_FILE_RANGE_WRITE)

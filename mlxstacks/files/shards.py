@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from mlxstacks.errors import CheckpointError, TargetError
-from mlxstacks.files.disk import target_errors, write_all
+from mlxstacks.files.disk import start_writeback, target_errors, write_all
 from mlxstacks.files.strict_json import parse_object
 from mlxstacks.ops.affine import Array
 
@@ -309,6 +309,7 @@ def _numpy_dtype(info: TensorInfo) -> np.dtype[Any]:
 Chunk = bytes | bytearray | memoryview | np.ndarray[Any, np.dtype[Any]]
 
 COPY_BYTES = 4 << 20
+_WRITEBACK_BYTES = 8 << 20
 # what copy_file_range answers where it cannot serve two files; plain reads and writes can
 _NO_RANGE_COPY = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM}
 
@@ -342,7 +343,7 @@ class ShardWriter:
             self._next[name], self._end[name] = position, position + nbytes
             position += nbytes
         self.bytes_total = position
-        self._descriptor = -1
+        self._descriptor, self._unsynced = -1, 0
         with target_errors(self.path, self.bytes_total):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             try:
@@ -369,7 +370,7 @@ class ShardWriter:
         offset = self._reserve(name, data.nbytes)
         with target_errors(self.path, self.bytes_total):
             write_all(self._descriptor, data, offset)
-        self._next[name] += data.nbytes
+        self._advance(name, data.nbytes)
 
     def copy(self, info: TensorInfo, name: str | None = None) -> None:
         """Copy a whole tensor from another file, inside the kernel where it can.
@@ -393,7 +394,7 @@ class ShardWriter:
                 _copy_range(source, info, self._descriptor, offset)
         finally:
             os.close(source)
-        self._next[name] += info.nbytes
+        self._advance(name, info.nbytes)
 
     def close(self) -> int:
         """Check that nothing is missing, sync the file, return its size in bytes."""
@@ -437,6 +438,13 @@ class ShardWriter:
         if nbytes > room:
             raise ValueError(f"{self.path}: tensor {name!r}: {nbytes} bytes given, {room} are left")
         return self._next[name]
+
+    def _advance(self, name: str, nbytes: int) -> None:
+        self._next[name] += nbytes
+        self._unsynced += nbytes
+        if self._unsynced >= _WRITEBACK_BYTES:
+            start_writeback(self._descriptor)
+            self._unsynced = 0
 
 
 def _header(
