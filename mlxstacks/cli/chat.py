@@ -110,20 +110,20 @@ class Chat:
                 self.compare(text, record=True)
             else:
                 with answers.stoppable() as stop, answers.reading() as progress:
-                    asked = self.conversation.ask(text, stop=stop, progress=progress)
-                    answers.write_answer(asked)
-                self._about(asked)
+                    answering = self.conversation.ask(text, stop=stop, progress=progress)
+                    answers.write_answer(answering)
+                self._about(answering)
         except _SURVIVED as error:
             self.say(f"error: {error}", style="red")
         except KeyboardInterrupt:  # the second one, in the middle of a step
             self.say("Stopped; the answer is forgotten.")
         self._show_notes()
 
-    def _about(self, asked: "Asked") -> None:
-        if asked.turn is None:
+    def _about(self, answering: "Asked") -> None:
+        if answering.turn is None:
             self.say("Stopped before the first token; the question is forgotten.")
         else:
-            self.say(answers.status_line(asked.turn), style="dim")
+            self.say(answers.status_line(answering.turn), style="dim")
 
     def compare(self, text: str, *, again: bool = False, record: bool = False) -> None:
         """Answers of base, ungated and routed: streamed under their names, or, in a wide terminal,
@@ -138,18 +138,18 @@ class Chat:
                     break
                 try:
                     if record and mode == "routed":
-                        asked = self.conversation.ask(text, stop=stop)
+                        answering = self.conversation.ask(text, stop=stop)
                     else:
-                        asked = self.conversation.compared(text, mode, again=again, stop=stop)
+                        answering = self.conversation.compared(text, mode, again=again, stop=stop)
                     if wide:
-                        for _ in asked:
+                        for _ in answering:
                             pass
                     else:
                         self.say(f"{mode}:", style="bold")
-                        answers.write_answer(asked)
-                        self._about(asked)
-                    if asked.turn is not None:
-                        turns[mode] = asked.turn
+                        answers.write_answer(answering)
+                        self._about(answering)
+                    if answering.turn is not None:
+                        turns[mode] = answering.turn
                 except _SURVIVED as error:
                     self.say(f"{mode}: error: {error}", style="red")
         self.compared += [turn.as_json() for turn in turns.values()]

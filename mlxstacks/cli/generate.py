@@ -116,15 +116,15 @@ def _answer(
     if settings.compare:
         output.write(f"{mode}:")
     with answers.reading() as progress:
-        asked = conversation.ask(job.question, progress=progress)
-        answers.write_answer(asked)
-    assert asked.turn is not None  # nobody can stop it but Ctrl-C, which ends the command
-    line = answers.status_line(asked.turn)
+        answering = conversation.ask(job.question, progress=progress)
+        answers.write_answer(answering)
+    assert answering.turn is not None  # nobody can stop it but Ctrl-C, which ends the command
+    line = answers.status_line(answering.turn)
     if several or settings.compare:
         output.write(f"{line}\n")
     else:
         output.note(line)
-    about = asked.turn.as_json()
+    about = answering.turn.as_json()
     del about["question"]
     return about
 

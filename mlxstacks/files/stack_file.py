@@ -17,6 +17,7 @@ A plan is tensor name -> (safetensors dtype, shape), in the order of the file. M
 
 import hashlib
 import os
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,9 +44,9 @@ Plan = Mapping[str, tuple[str, tuple[int, ...]]]
 class FileHeader(VersionedRecord):
     """A header that names every tensor of its file."""
 
+    @abstractmethod
     def tensors(self) -> Plan:
         """Tensor name -> (safetensors dtype, shape), in the order of the file."""
-        raise NotImplementedError
 
 
 Header = TypeVar("Header", bound=FileHeader)

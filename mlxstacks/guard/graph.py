@@ -186,7 +186,7 @@ def evaluation_order(graph: Graph, outputs: Sequence[int], width: int | None = N
     maker, reader = maker[is_made], reader[is_made]
     count = len(graph.label)
     makers = Rows.of_lengths(maker, np.bincount(reader, minlength=count)).tuples
-    asked = (np.bincount(maker, minlength=count) + np.bincount(first, minlength=count)).tolist()
+    uses = (np.bincount(maker, minlength=count) + np.bincount(first, minlength=count)).tolist()
     # From the outputs downwards; what does not fit the width waits on a stack.
     listed: list[int] = []
     ahead: deque[int] = deque()
@@ -202,7 +202,7 @@ def evaluation_order(graph: Graph, outputs: Sequence[int], width: int | None = N
             if len(ahead) >= width:
                 waiting.append(needs[place:])
                 break
-            asked[operation] -= 1
-            if not asked[operation]:
+            uses[operation] -= 1
+            if not uses[operation]:
                 ahead.append(operation)
     return listed[::-1]

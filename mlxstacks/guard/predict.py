@@ -86,8 +86,8 @@ def buffers_by_kind(
         elif maker < 0 and -1 - maker in existing:
             counts[STATE] += 1
         else:
-            made = layers.of_operation[maker] if maker >= 0 else layers.of_leaf.get(-1 - maker, -1)
-            counts[kinds[made] if made >= 0 else REST] += 1
+            layer = layers.of_operation[maker] if maker >= 0 else layers.of_leaf.get(-1 - maker, -1)
+            counts[kinds[layer] if layer >= 0 else REST] += 1
     return dict(counts.most_common())
 
 
