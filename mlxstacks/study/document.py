@@ -126,7 +126,7 @@ Block = Annotated[Table | Plot | Text, Field(discriminator="block")]
 
 
 class Environment(_Part):
-    """Where a result was made."""
+    """Where a result was made. seconds, peak_bytes: None for a run that was resumed."""
 
     device: str | None = None
     versions: dict[str, str] = Field(default_factory=dict)
