@@ -47,9 +47,9 @@ def write_places(directory: Path) -> tuple[Path, Path]:
 
 
 def settings_for(model: Path, data: Path, save_path: Path, **changes: Any) -> StackRunSettings:
-    """Two rounds of eight short steps each domain, evaluated and saved on the way."""
+    """Two rounds of four short steps each domain, evaluated and saved on the way."""
     values: dict[str, Any] = {
-        "model": str(model), "data": str(data), "save_path": str(save_path), "iters": 8,
+        "model": str(model), "data": str(data), "save_path": str(save_path), "iters": 4,
         "validation_rows": 6, "batch_size": 2, "learning_rate": 1e-2, "max_seq_length": 64,
         "keys": ("q_proj", "linear_attn.out_proj", "switch_mlp.down_proj"),
         "stack": {"rank": 2, "num_experts": 3}, "min_loss_delta": 1e-4, "steps_per_eval": 4,
