@@ -71,7 +71,7 @@ def test_other_versions_are_told_when_a_round_goes_on(
 
 
 def test_damaged_directions_are_found_again(
-    places: Places, whole: Store, tmp_path: Path, stopped: Callable[..., None]
+    places: Places, whole: Store, with_alpha: Store, tmp_path: Path, stopped: Callable[..., None]
 ) -> None:
     settings = settings_for(*places, tmp_path / "store", **TWO)
     stopped(
