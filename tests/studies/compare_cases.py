@@ -12,7 +12,7 @@ from mlxstacks.studies.compare.settings import CompareSettings
 from mlxstacks.study.run_directory import plain
 
 RUN: dict[str, Any] = {
-    "domains": ["alpha", "beta"], "validation_rows": 6, "rounds": 1, "iters": 2, "batch_size": 2,
+    "domains": ["alpha", "beta"], "validation_rows": 4, "rounds": 1, "iters": 2, "batch_size": 2,
     "learning_rate": 3e-3, "max_seq_length": 64, "steps_per_eval": 2, "steps_per_report": 1,
     "save_every": 1, "keys": ["q_proj"],
     "stack": {"rank": 2, "num_experts": 2, "experts_per_token": 1}, "null_space": None,

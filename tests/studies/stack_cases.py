@@ -16,7 +16,12 @@ from tests.studies.train_cases import WORDS, write_rows, write_tiny_model
 
 DOMAINS = ("alpha", "beta", "gamma")
 # Changes of `settings_for`: two domains on one kind of projection.
-TWO: dict[str, Any] = {"domains": ("alpha", "beta"), "iters": 6, "keys": ("q_proj",)}
+TWO: dict[str, Any] = {
+    "domains": ("alpha", "beta"),
+    "iters": 6,
+    "validation_rows": 4,
+    "keys": ("q_proj",),
+}
 # What comes of two words, one rule a domain.
 _RULES = {
     "alpha": lambda first, second: f"{second} {first}",
