@@ -16,7 +16,7 @@ PlotFormat = Literal["png", "svg"]
 
 
 class ProfileSettings(Settings):
-    """Do groups of prompts (subjects, domains) go to other experts, and in which layers?"""
+    """Do groups of prompts (subjects, domains) use different experts, and in which layers?"""
 
     model: str | None = Field(
         None,

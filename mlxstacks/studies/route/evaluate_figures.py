@@ -202,7 +202,7 @@ _COMPARED = {"base": ("ungated", "routed"), "random_stack": ("oracle_domain", "r
 
 
 def outcome(data: Mapping[str, Any]) -> str:
-    return f"routed less base {in_words(data['differences']['base']['routed'][ALL])}"
+    return f"routed - base {in_words(data['differences']['base']['routed'][ALL])}"
 
 
 def verdict(data: Mapping[str, Any]) -> str:
