@@ -177,8 +177,8 @@ def verdict(tables: Mapping[str, Any], alpha: float) -> str:
     if kl["p"] >= alpha:
         return (
             f"No: no difference in routing between the {groups} groups is shown ({numbers}). An "
-            f"excess below about {kl['least_visible_excess_nats']:.2g} nats cannot be seen with this "
-            "many prompts. Which layers are on top is noise then, shared or not."
+            f"excess below about {kl['least_visible_excess_nats']:.2g} nats cannot be seen with so "
+            "few prompts. Which layers are on top is noise then, shared or not."
         )
     clear = sum(row["p_adjusted"] < alpha for row in rows)
     yes = (
