@@ -162,7 +162,7 @@ def gate(
         state = "persona fails"
         why = (
             f"the persona passes fewer than {least}; it was given as a model, so whether its fuse "
-            "lost it cannot be told"
+            "lost it is not known"
         )
     elif unfused >= least:
         state = "lost in its fuse"
@@ -404,7 +404,7 @@ def credit(
         more = "more" if against_zero["net"] > 0 else "fewer"
         judged = f"{more} right answers by the persona itself"
     return (
-        f"{words}; {fuse}. Beside that base it is {_change(against_zero)}: {judged}."
+        f"{words}; {fuse}. Next to that base it is {_change(against_zero)}: {judged}."
         f"{_form(persona)}"
     )
 
