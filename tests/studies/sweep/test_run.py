@@ -24,6 +24,7 @@ from mlxstacks.study.run_directory import work_path
 from tests.counting_allocator import available, library
 from tests.studies.sweep_cases import FATAL_RANK, Cells, adapters, sweep_settings
 from tests.studies.train_cases import write_data, write_tiny_model
+from tests.warm import WarmSubprocess
 
 NAME = "rank-{}_seed-{}_layers-all_switch_mlp.down_proj"
 
@@ -41,6 +42,7 @@ def swept(
     """Ranks 2 and 4, two seeds. One cell has a process of its own, as all have in a sweep."""
     target = tmp_path_factory.mktemp("sweep") / "out"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child_process, "subprocess", WarmSubprocess)
         patch.setattr(child_process, "run_child", Cells((4, 1)))
         return target, run(sweep_settings(*inputs, target, seeds=(0, 1)))
 
@@ -268,6 +270,7 @@ def test_a_cell_that_crashes_is_a_result(
 ) -> None:
     """As in the published table: how far it came, and which checkpoints can be used."""
     monkeypatch.setattr(rank_sweep, "WORKER", "tests.studies.sweep_cases")
+    monkeypatch.setattr(child_process, "subprocess", WarmSubprocess)
     target = tmp_path / "out"
     report = run(sweep_settings(*inputs, target))
     fine, dead = results_of(report)
