@@ -25,6 +25,7 @@ from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
 from mlxstacks.studies.identity.plan import item_arms, suite_arms
 from mlxstacks.studies.identity.run import run
+from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.study.answers import Answer
 from mlxstacks.study.items import Item
 from mlxstacks.study.plan import read_plan
@@ -131,27 +132,6 @@ def test_the_report_is_bound_to_what_it_was_made_from(done: Done) -> None:
     assert set(report.provenance) == outcomes | {"split.json", "plan.json", "suite.json"}
 
 
-def test_what_lies_beside_the_answers_cannot_be_edited_unseen(
-    places: Places, killed_after: Any
-) -> None:
-    """Figures of a fuse are refused; rows to train on follow from answers and are made again."""
-    target = places[0].parent / "edited"
-    killed_after(33)
-    with pytest.raises(Killed):
-        run(settings_for(places, target))
-    work = work_path(target)
-    rows, figures = work / "data" / "train.jsonl", next((work / "fuse").glob("*.json"))
-    kept = figures.read_bytes(), rows.read_bytes()
-    rows.write_bytes(b'{"text": "The answer to all of them is A."}\n')
-    figures.write_bytes(kept[0].replace(b'"zero_delta": false', b'"zero_delta": true'))
-    killed_after(0)
-    with pytest.raises(InputError, match="was changed after it was written; --no-resume"):
-        run(settings_for(places, target))
-    assert rows.read_bytes() == kept[1]
-    figures.write_bytes(kept[0])
-    run(settings_for(places, target))
-
-
 # --- going on -------------------------------------------------------------------------------------
 
 
@@ -188,15 +168,30 @@ def assert_same(one: Path, two: Path) -> None:
         assert (two / "answers" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+def assert_refused_once_edited(work: Path, settings: IdentitySettings) -> None:
+    """Figures of a fuse are refused; rows to train on follow from answers and are made again."""
+    rows, figures = work / "data" / "train.jsonl", next((work / "fuse").glob("*.json"))
+    kept = figures.read_bytes(), rows.read_bytes()
+    rows.write_bytes(b'{"text": "The answer to all of them is A."}\n')
+    figures.write_bytes(kept[0].replace(b'"zero_delta": false', b'"zero_delta": true'))
+    assert figures.read_bytes() != kept[0]
+    with pytest.raises(InputError, match="was changed after it was written; --no-resume"):
+        run(settings)
+    assert rows.read_bytes() == kept[1]
+    figures.write_bytes(kept[0])
+
+
 def test_a_run_that_was_killed_goes_on_and_ends_the_same(
     places: Places, done: Done, killed_after: Any
 ) -> None:
+    """What lies beside the answers cannot be edited unseen either."""
     report, whole = done.result, done.target
     target = places[0].parent / "killed"
     settings = settings_for(places, target)
     for batches in (6, 20, 16, 0):  # on the items, in the mining, between conditions, never
         killed_after(batches)
         if not batches:
+            assert_refused_once_edited(work_path(target), settings)
             again = run(settings)
             break
         with pytest.raises(Killed):
