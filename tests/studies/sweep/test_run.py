@@ -39,7 +39,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def swept(
     inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Result]:
-    """Ranks 2 and 4, two seeds. One cell has a process of its own, as all have in a sweep."""
+    """Ranks 2 and 4, two seeds. One cell has a process of its own."""
     target = tmp_path_factory.mktemp("sweep") / "out"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(child_process, "subprocess", WarmSubprocess)
@@ -244,8 +244,9 @@ def test_half_an_adoption_is_not_taken_for_a_cell(
 
 @pytest.mark.skipif(not available(), reason="no counting allocator here")
 def test_counted_buffers_are_near_the_predicted_and_are_kept(
-    inputs: tuple[Path, Path], tmp_path: Path
+    inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first cell has a process that is started from nothing, as all have in a sweep."""
     target = tmp_path / "out"
     settings = sweep_settings(
         *inputs, target, ranks=(2,), policies=("keep",), counting_library=str(library())
@@ -258,6 +259,7 @@ def test_counted_buffers_are_near_the_predicted_and_are_kept(
     more = settings.model_copy(
         update={"force": True, "policies": ("keep", "refit"), "counting_library": None}
     )
+    monkeypatch.setattr(child_process, "run_child", Cells())
     [again] = results_of(run(more))
     assert (again.figures.get("measured_buffers"), set(again.survival)) == (
         counted,
