@@ -14,6 +14,7 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import read_mark
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
 from mlxstacks.regular_files import check_regular
+from mlxstacks.report.conclude_again import check_conclusion
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.result import Result
@@ -133,7 +134,10 @@ def _source(file: Path) -> Source:
         except StoreError as error:
             raise InputError(str(error)) from None
     else:
-        result = Result.open(file)
+        written = Result.read(file)
+        result = written.checked(file.parent)
+        if result.standing == written.standing:
+            result = check_conclusion(result, file.parent)
     files = sorted(_files(file.parent))
     return Source(
         str(file.parent), file.name, file_sha256(file), result, tuple(files[:_MOST_FILES]),

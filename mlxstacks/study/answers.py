@@ -60,6 +60,11 @@ class Answer:
         return self.rule in ("boxed", LIKELIHOOD)
 
 
+def read_answers(log: AnswerLog) -> list[Answer]:
+    """Those written so far. Raises: as `AnswerLog.read`."""
+    return log.read(_parse)
+
+
 AnswerItems = Callable[[Sequence[Item]], Sequence[Answer]]
 Progress = Callable[..., None]
 _parse = partial(record_from, TypeAdapter(Answer))
@@ -80,7 +85,7 @@ class AnswerFile:
 
         Raises: InputError for answers of another arm or plan, to other items, or that were changed.
         """
-        answers: list[Answer] = self._log.read(_parse)
+        answers = read_answers(self._log)
         about = [(a.item_id, a.subject, a.gold, a.options) for a in answers]
         if about != [
             (item.item_id, item.subject, item.answer_index, len(item.options))

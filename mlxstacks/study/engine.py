@@ -27,7 +27,7 @@ from mlxstacks.study.document import Standing
 from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.plan import PLAN, keep_plan
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import RunDirectory, keep_parts
+from mlxstacks.study.run_directory import RunDirectory, keep_parts, work_path
 from mlxstacks.study.write import environment, write_result
 
 STEPS = "steps.json"
@@ -118,6 +118,7 @@ def run_study(study: Study, *, dry_run: bool = False) -> Result:
         planned = planned.model_copy(update={"plan_sha256": json_sha256(planned.plan)})
     if dry_run:
         return planned
+    resumes = settings.resume and work_path(study.work_target).exists()
     directory = RunDirectory(study.work_target, {"kind": planned.kind}, resume=settings.resume)
     try:
         work = directory.path
@@ -126,7 +127,8 @@ def run_study(study: Study, *, dry_run: bool = False) -> Result:
             keep_plan(work / PLAN, planned.plan, f"results of {planned.kind}", results)
         for step in study.steps(work):
             run_step(step, work, planned.plan_sha256)
-        result = _finished(planned, study.conclude(work), time.monotonic() - started)
+        seconds = None if resumes else time.monotonic() - started
+        result = _finished(planned, study.conclude(work), seconds)
         with staged_directory(target, force=settings.force) as staged:
             paths = [name for name in (PLAN, *study.artifacts) if (work / name).exists()]
             keep_parts(
@@ -142,8 +144,8 @@ def run_study(study: Study, *, dry_run: bool = False) -> Result:
     return result
 
 
-def _finished(planned: Result, concluded: Result, seconds: float) -> Result:
-    """The planned head with what the conclusion says."""
+def _finished(planned: Result, concluded: Result, seconds: float | None) -> Result:
+    """The planned head with what the conclusion says. seconds: None for a run that was resumed."""
     concluded_fields = {
         name: getattr(concluded, name)
         for name in concluded.model_fields_set

@@ -15,14 +15,14 @@ from mlxstacks.study.result import Result
 MARKDOWN = "result.md"
 
 
-def environment(seconds: float) -> Environment:
-    """Of this process."""
+def environment(seconds: float | None) -> Environment:
+    """Of this process. seconds: None where it made only a part; then neither is known."""
     device = memory.device()
     return Environment(
         device=f"{device.name} ({device.kind})",
         versions={name: version(name) for name in ("mlxstacks", "mlx", "mlx-lm", "numpy")},
-        seconds=round(seconds, 1),
-        peak_bytes=memory.peak_resident_bytes(),
+        seconds=None if seconds is None else round(seconds, 1),
+        peak_bytes=None if seconds is None else memory.peak_resident_bytes(),
     )
 
 

@@ -31,6 +31,7 @@ from mlxstacks.files.disk import user_path
 from mlxstacks.stats import MeanInterval, mean_interval
 from mlxstacks.studies.buffers.arms import Arm, ArmRecord, adapted_model, arms_of
 from mlxstacks.studies.buffers.settings import BufferSettings
+from mlxstacks.study.answer_log import whole_lines
 from mlxstacks.study.buffer_counter import preload
 from mlxstacks.study.child_process import how_it_ended, run_child
 from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Standing, Table
@@ -404,13 +405,7 @@ class _Buffers(Study):
             yield Step(f"rank {together[0].rank}", partial(self._run_arms, together))
 
     def conclude(self, work: Path) -> Result:
-        records = _kept_records(work)
-        analysis = analyse(self.settings, [records[arm] for arm in self.arms])
-        return Result(
-            **ABOUT, status="done", outcome=analysis.outcome, verdict=analysis.verdict,
-            data={"arms": len(self.arms), "analysis": asdict(analysis)},
-            blocks=blocks(analysis, self.settings.margin),
-        )  # fmt: skip
+        return concluded(self.settings, work)
 
     def _run_arms(self, together: list[Arm], work: Path) -> None:
         """One process for the arms of these that have no record yet."""
@@ -418,6 +413,10 @@ class _Buffers(Study):
         missing = [vars(arm) for arm in together if arm not in records]
         if not missing:
             return
+
+        if (work / RECORDS).is_file():  # without half a line, which a kill leaves
+            lines = whole_lines((work / RECORDS).read_bytes())
+            (work / RECORDS).write_bytes(b"".join(line + b"\n" for line in lines))
 
         def keep(message: dict[str, Any]) -> None:
             record = ArmRecord.of(message)
@@ -433,18 +432,25 @@ class _Buffers(Study):
         if code:
             raise RuntimeError(
                 f"a counting process ended early, {how_it_ended(code, log)} (all of it in {log}); "
-                f"{len(records)} of {len(self.arms)} runs are kept, the same command goes on"
+                f"{len(records)} of {len(self.arms)} runs are kept; the same command resumes"
             )
+
+
+def concluded(settings: BufferSettings, directory: Path) -> Result:
+    """The result of the records in `directory`. Raises: KeyError for an arm without one."""
+    records = _kept_records(directory)
+    arms = [arm for together in arms_of(settings) for arm in together]
+    analysis = analyse(settings, [records[arm] for arm in arms])
+    return Result(
+        **ABOUT, status="done", outcome=analysis.outcome, verdict=analysis.verdict,
+        data={"arms": len(arms), "analysis": asdict(analysis)},
+        blocks=blocks(analysis, settings.margin),
+    )  # fmt: skip
 
 
 def _kept_records(work: Path) -> dict[Arm, ArmRecord]:
     """What the processes wrote; a half-written last line does not count."""
     path = work / RECORDS
-    if not path.is_file():
-        return {}
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        path.write_bytes(whole)
-    records = [ArmRecord.of(json.loads(line)) for line in whole.splitlines()]
+    lines = whole_lines(path.read_bytes()) if path.is_file() else []
+    records = [ArmRecord.of(json.loads(line)) for line in lines]
     return {record.arm: record for record in records}

@@ -129,21 +129,7 @@ class _Comparison(Study):
             yield Step(_cell_name(arm, seed), partial(self._run_cell, arm, seed, place))
 
     def conclude(self, work: Path) -> Result:
-        settings = self.settings
-        files = [work / CELLS / f"{_cell_name(arm, seed)}.json" for arm, seed in self.cells]
-        records = [_read_record(file) for file in files]
-        results = analyse(settings, records)
-        return Result(
-            **ABOUT, status="done", verdict=verdict(settings, results),
-            outcome=", ".join(f"{result.arm}: {result.outcome}" for result in results[1:]),
-            data={
-                "budgets": self.budgets,
-                "arms": [asdict(result) for result in results],
-                "cells": [_record_json(record) for record in records],
-            },
-            blocks=blocks(settings, self.budgets, results, records),
-            notes=tuple(_how_cells_ended(records)),
-        )  # fmt: skip
+        return concluded(self.settings, self.budgets, work)
 
     def _run_cell(self, arm: ArmSettings, seed: int, place: int, work: Path) -> None:
         """Run a cell's process to its end, however it ends; not where it has a result already, or,
@@ -171,6 +157,26 @@ class _Comparison(Study):
         else:
             record = CellRecord(arm.name, seed, ended["status"], ended["reason"])
         write_json(path, _record_json(record))
+
+
+def concluded(
+    settings: CompareSettings, budgets: dict[str, dict[str, int]], directory: Path
+) -> Result:
+    """The result of the cells in `directory`. Raises: InputError for one that is missing."""
+    cells = [_cell_name(arm, seed) for seed in settings.seeds for arm in settings.arms]
+    records = [_read_record(directory / CELLS / f"{name}.json") for name in cells]
+    results = analyse(settings, records)
+    return Result(
+        **ABOUT, status="done", verdict=verdict(settings, results),
+        outcome=", ".join(f"{result.arm}: {result.outcome}" for result in results[1:]),
+        data={
+            "budgets": budgets,
+            "arms": [asdict(result) for result in results],
+            "cells": [_record_json(record) for record in records],
+        },
+        blocks=blocks(settings, budgets, results, records),
+        notes=tuple(_how_cells_ended(records)),
+    )  # fmt: skip
 
 
 def _budget(settings: StackRunSettings, planned: dict[str, Any]) -> dict[str, int]:

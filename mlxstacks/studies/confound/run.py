@@ -12,7 +12,7 @@ rest. Until it is done the run lives in its work directory (study/engine.py):
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -43,6 +43,7 @@ from mlxstacks.studies.confound.report import OUTCOMES, blocks, plan_table
 from mlxstacks.studies.confound.settings import ConfoundSettings
 from mlxstacks.studies.confound.verdict import (
     Criterion,
+    Findings,
     answer_notes,
     find,
     fuse_notes,
@@ -50,11 +51,12 @@ from mlxstacks.studies.confound.verdict import (
 )
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.study import document
-from mlxstacks.study.answers import Answer, AnswerFile, Progress
+from mlxstacks.study.answer_log import AnswerLog
+from mlxstacks.study.answers import Answer, AnswerFile, Progress, read_answers
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import file_sha256, read_sealed, write_rows, write_sealed
 from mlxstacks.study.items import Item, read_items, stratified_sample
-from mlxstacks.study.plan import PLAN, Evidence, fix_plan, keep_plan, read_plan, standing
+from mlxstacks.study.plan import PLAN, Evidence, Plan, fix_plan, keep_plan, read_plan, standing
 from mlxstacks.study.power import items_for_two_proportions
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
@@ -283,43 +285,89 @@ class _Confound(Study):
         for name in arms_of(settings):
             for part, (file, count) in self._files(name).items():
                 answers[part][name] = file.answers()[:count]
-        fuses: dict[str, Any] = {
-            way: read_sealed(work / FUSE / f"{way}.json")[0]
-            for way in settings.ways
-            if way != "unfused"
-        }
+        fuses = _fuses(settings, work)
         data = data_of(
             self.mined, read_object((work / PROTOCOL).read_bytes()),
             file_sha256(work / DATA / "train.jsonl"),
             fingerprint(open_checkpoint(self.persona), self.persona_sha256),
         )  # fmt: skip
         # Of the plan as it lies there: one that was changed meanwhile is another plan.
-        items = {
-            name: [answer.item_id for answer in given] for name, given in answers["test"].items()
-        }
-        evidence = Evidence(read_plan(work / PLAN).sha256, items, data, (settings.seed,))
-        findings = find(
-            answers["test"], answers["right"], self._mining_file(PERSONA).answers(),
-            ways=settings.ways, criterion=Criterion(settings.least_gain, settings.alpha),
-            standing=standing(self.plan, evidence), seed=settings.seed,
+        findings = _found(
+            settings, self.plan, answers, self._mining_file(PERSONA).answers(),
+            read_plan(work / PLAN).sha256, data,
         )  # fmt: skip
-        mined, reached = self.mined.as_json(), findings.standing
         notes = [
             *(answer_notes(findings.arms) if settings.scoring == "generate" else []),
             *self.mined.notes, *length_notes(self.mined.train, self.lengths, settings),
             *fuse_notes(fuses),
         ]  # fmt: skip
-        return Result(
-            **ABOUT, status="done", outcome=OUTCOMES[findings.outcome], verdict=verdict(findings),
-            standing=document.Standing(status=reached.status, reasons=reached.reasons),
-            plan=self.plan.as_json(), plan_sha256=self.plan.sha256,
-            power=tuple(self.plan.power_lines()), notes=tuple(notes),
-            data={
-                "planned_arms": list(arms_of(settings)), "mined": mined, "fuses": fuses,
-                **findings.as_json(),
-            },
-            blocks=blocks(findings, fuses, mined, settings),
-        )  # fmt: skip
+        result = _concluded(settings, self.plan, self.mined.as_json(), fuses, findings)
+        return result.model_copy(update={"notes": tuple(notes)})
+
+
+def _found(
+    settings: ConfoundSettings, plan: Plan, answers: dict[str, dict[str, list[Answer]]],
+    mined: Sequence[Answer], plan_sha256: str, data: Mapping[str, str],
+) -> Findings:  # fmt: skip
+    """answers: part (test, right) -> arm -> answers. mined: the persona's when Set G was mined."""
+    items = {name: [answer.item_id for answer in given] for name, given in answers["test"].items()}
+    return find(
+        answers["test"], answers["right"], mined, ways=settings.ways,
+        criterion=Criterion(settings.least_gain, settings.alpha), seed=settings.seed,
+        standing=standing(plan, Evidence(plan_sha256, items, data, (settings.seed,))),
+    )  # fmt: skip
+
+
+def _fuses(settings: ConfoundSettings, work: Path) -> dict[str, Any]:
+    """Policy -> what its fuses did to the weights."""
+    policies = (way for way in settings.ways if way != "unfused")
+    return {policy: read_sealed(work / FUSE / f"{policy}.json")[0] for policy in policies}
+
+
+def _concluded(
+    settings: ConfoundSettings, plan: Plan, mined: dict[str, Any], fuses: dict[str, Any],
+    findings: Findings,
+) -> Result:  # fmt: skip
+    reached = findings.standing
+    return Result(
+        **ABOUT, status="done", outcome=OUTCOMES[findings.outcome], verdict=verdict(findings),
+        standing=document.Standing(status=reached.status, reasons=reached.reasons),
+        plan=plan.as_json(), plan_sha256=plan.sha256, power=tuple(plan.power_lines()),
+        data={
+            "planned_arms": list(arms_of(settings)), "mined": mined, "fuses": fuses,
+            **findings.as_json(),
+        },
+        blocks=blocks(findings, fuses, mined, settings),
+    )  # fmt: skip
+
+
+def conclude_again(settings: ConfoundSettings, directory: Path) -> Result:
+    """What follows from the answers, the plan and the figures that lie in a finished run.
+
+    The hashes of models and items are those of the plan. Raises: InputError for a missing or
+    changed file.
+    """
+    plan = read_plan(directory / PLAN)
+    protocol_sha256 = json_sha256(read_object((directory / PROTOCOL).read_bytes()))
+
+    def read(of: str, name: str, fixed_by: dict[str, str]) -> list[Answer]:
+        path = directory / ANSWERS / f"{of}_{name}.jsonl"
+        return read_answers(AnswerLog(path, {**fixed_by, "of": of, "arm": name}))
+
+    names = {"test": arms_of(settings), "right": right_arms_of(settings)}
+    answers = {
+        part: {
+            name: read(part, name, {"plan_sha256": plan.sha256})[: settings.limit or plan.n]
+            for name in arms
+        }
+        for part, arms in names.items()
+    }
+    rows_sha256 = file_sha256(directory / DATA / "train.jsonl")
+    data = {**plan.data, "protocol": protocol_sha256, "train_rows": rows_sha256}
+    mined = read("mining", PERSONA, {"protocol_sha256": protocol_sha256})
+    findings = _found(settings, plan, answers, mined, plan.sha256, data)
+    split = read_object((directory / SPLIT).read_bytes())
+    return _concluded(settings, plan, split, _fuses(settings, directory), findings)
 
 
 # --- lengths of the training rows -----------------------------------------------------------------

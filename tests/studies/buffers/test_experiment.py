@@ -16,6 +16,7 @@ from mlxstacks.study.buffer_counter import counter, preload
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from tests.counting_allocator import available, library
+from tests.studies.conclusions import assert_its_files_give_edits_away
 from tests.studies.train_cases import write_tiny_model
 from tests.warm import WarmSubprocess
 
@@ -73,6 +74,7 @@ def test_counts_are_real_and_an_interrupted_experiment_goes_on(model: Path, tmp_
         assert all(peak > record["before"] for peak in record["peaks"])
         assert all(n > 1_000 for n in record["peak_bytes"])
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert_its_files_give_edits_away(target, "analysis.controls.mlx-lm, checkpointing off")
 
 
 @needs_counting

@@ -19,6 +19,7 @@ from mlxstacks.study import child_process
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from tests.studies.compare_cases import Cells, compare_settings, stacks
+from tests.studies.conclusions import assert_its_files_give_edits_away
 from tests.studies.stack_cases import hashes, write_places
 
 CELLS = {f"{arm}_seed-{seed}" for arm in ("free", "kept-out") for seed in (0, 1)}
@@ -215,3 +216,7 @@ def test_an_arm_that_cannot_run_is_named(places: tuple[Path, Path], tmp_path: Pa
     arms = ({"name": "a"}, {"name": "big", "change": {"stack": {"rank": 500}}})
     with pytest.raises(InputError, match=r"^arm big: cannot put adapters here"):
         run(compare_settings(places, tmp_path / "out", arms=arms))
+
+
+def test_another_conclusion_than_the_cells_is_seen(compared: tuple[Path, Result]) -> None:
+    assert_its_files_give_edits_away(compared[0], "arms.0.means.task_loss.mean")

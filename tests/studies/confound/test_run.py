@@ -40,6 +40,7 @@ from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from mlxstacks.training.settings import TrainSettings
 from tests.studies.answer_files import rows_of
+from tests.studies.conclusions import assert_its_files_give_edits_away
 from tests.studies.confound_cases import TRAIN, settings_for, write_places
 from tests.studies.train_cases import write_rows
 from tests.tiny_models import random_adapter as write_random_adapter
@@ -102,7 +103,7 @@ def test_what_is_typed_prints_a_verdict_and_is_done_once(
     done: Done, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for words in (
-        "Mined 36 items: both wrong", "Arms", "Content: A1 less A0",
+        "Mined 36 items: both wrong", "Arms", "Content: A1 - A0",
         "Where the score of A1 comes from", "Items that both models got right",
         "Fused by promote, A1 differs from A0: ",
         "Persona unfused, first to second run: 0 of", f"Verdict: {done.result.verdict}",
@@ -378,3 +379,7 @@ def test_settings_that_cannot_be_meant(changes: dict[str, Any], message: str) ->
 def test_promote_and_unfused_are_always_among_the_ways() -> None:
     assert ConfoundSettings(policies=("refit",)).ways == ("refit", "promote", "unfused")
     assert ConfoundSettings(policies=("promote", "keep")).ways == ("promote", "keep", "unfused")
+
+
+def test_another_conclusion_than_the_answers_is_seen(done: Done) -> None:
+    assert_its_files_give_edits_away(done.target, "arms.persona.correct")

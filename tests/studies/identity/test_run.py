@@ -32,6 +32,7 @@ from mlxstacks.study.plan import read_plan
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from tests.studies.answer_files import forge, rows_of
+from tests.studies.conclusions import assert_its_files_give_edits_away
 from tests.studies.identity.cases import TRAIN, settings_for, write_places
 
 Places = tuple[Path, Path, Path, Path]
@@ -383,3 +384,7 @@ def test_missing_inputs_are_told_before_anything_is_written(
         run(settings_for(places, target, **changes))
     assert not target.exists()
     assert not work_path(target).exists()
+
+
+def test_another_conclusion_than_the_replies_is_seen(done: Done) -> None:
+    assert_its_files_give_edits_away(done.target, "conditions.base.passed")

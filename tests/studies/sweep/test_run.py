@@ -22,6 +22,7 @@ from mlxstacks.study import child_process
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from tests.counting_allocator import available, library
+from tests.studies.conclusions import assert_its_files_give_edits_away
 from tests.studies.sweep_cases import FATAL_RANK, Cells, adapters, sweep_settings
 from tests.studies.train_cases import write_data, write_tiny_model
 from tests.warm import WarmSubprocess
@@ -363,3 +364,7 @@ def test_names_of_cells_are_theirs_alone(inputs: tuple[Path, Path], tmp_path: Pa
     assert len(set(names)) == len(names) == 2 * 2 * 4 * 3
     assert max(map(len, names)) <= 120
     assert not work_path(tmp_path / "out").exists()
+
+
+def test_another_conclusion_than_the_cells_is_seen(swept: tuple[Path, Result]) -> None:
+    assert_its_files_give_edits_away(swept[0], "matrix.0.means.last_validation_loss.mean")

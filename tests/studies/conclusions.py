@@ -1,0 +1,27 @@
+"""A finished run whose result is edited and sealed again: its own files give the edit away."""
+
+import json
+from pathlib import Path
+
+from mlxstacks.report.conclude_again import check_conclusion
+from mlxstacks.study.result import Result
+
+
+def assert_its_files_give_edits_away(target: Path, figure: str) -> None:
+    """figure: path in `data` of a number that follows from the files."""
+    result = Result.open(target)
+    again = check_conclusion(result, target)
+    assert again == result.model_copy(update={"notes": again.notes})
+    assert again.notes[-1] == "Conclusion drawn again from its files: the same figures."
+    edits = {"verdict": "All is well.", "outcome": "It works.", "blocks": (), "failed_gate": "no"}
+    assert check_conclusion(result.model_copy(update=edits), target) == again
+    data = json.loads(json.dumps(result.as_json()["data"]))
+    *path, last = figure.split(".")
+    place = data
+    for name in path:
+        place = place[int(name) if isinstance(place, list) else name]
+    place[last] += 1
+    for forged, named in ((data, figure), ({**result.data, "score": 0.987}, "score")):
+        found = check_conclusion(result.model_copy(update={"data": forged}), target)
+        reason = f"other figures follow from its files: {named}"
+        assert found.standing.reasons == (*result.standing.reasons, reason)
