@@ -156,11 +156,10 @@ def mcnemar_exact_test(gained: int, lost: int) -> McNemarTest:
         raise ValueError(f"got {gained} gained and {lost} lost; need counts of 0 or more")
     if not gained + lost:
         return McNemarTest(0, 0, 1.0, 0.0)
-    pairs, ways, tail = gained + lost, 1, 1  # binomial coefficients, in integers
-    for k in range(1, min(gained, lost) + 1):
-        ways = ways * (pairs - k + 1) // k
-        tail += ways
-    p_value = min(1.0, 2 * tail / 2**pairs)
+    from scipy.special import bdtr
+
+    pairs = gained + lost
+    p_value = min(1.0, 2 * float(bdtr(min(gained, lost), pairs, 0.5)))
     return McNemarTest(gained, lost, p_value, (gained - lost) ** 2 / pairs)
 
 
