@@ -547,11 +547,11 @@ def test_a_real_llama_keeps_its_story_at_zero_delta(tmp_path: Path) -> None:
     adapter = random_adapter(
         tmp_path / "q", ["mlp.gate_proj", "self_attn.q_proj"], rank=2, std=0.02, num_layers=5
     )
-    before = generate(*load(str(tmp_path / "q")), prompt="Once upon a time", max_tokens=20)
+    before = generate(*load(str(tmp_path / "q")), prompt="Once upon a time", max_tokens=8)
     report = fuse(tmp_path / "q", adapter, tmp_path / "zero", zero_delta=True)
     assert report.total is not None
     assert report.total.artifact == 0.0
-    after = generate(*load(str(tmp_path / "zero")), prompt="Once upon a time", max_tokens=20)
+    after = generate(*load(str(tmp_path / "zero")), prompt="Once upon a time", max_tokens=8)
     assert after == before
     trained = fuse(tmp_path / "q", adapter, tmp_path / "trained")
     assert trained.total is not None

@@ -27,6 +27,7 @@ from mlxstacks.layers.stack_files import fixed_pairs, pair_tensors
 from mlxstacks.layers.stacked import set_mode
 from mlxstacks.routing.resident import PackedSets, Resident
 from mlxstacks.routing.stack_reader import ResidentStats
+from tests.conftest import SOAK
 from tests.files.store_cases import BASE, header, tensors
 from tests.layers.build import assert_close
 from tests.routing.resident_cases import (
@@ -149,7 +150,7 @@ def test_one_shape_answers_bit_for_bit(tmp_path: Path) -> None:
     asked=st.lists(st.sets(st.sampled_from(NAMES), max_size=3), min_size=1, max_size=4),
     room=st.sampled_from([None, 1.0, 1.6]),
 )
-@settings(max_examples=10)
+@settings(max_examples=15 if SOAK else 10)
 def test_no_order_of_loading_mixes_domains(
     shared_store: Store,
     full: FullyResident,
