@@ -25,7 +25,8 @@ def test_what_was_written_reads_back(tmp_path: Path) -> None:
 def test_what_is_larger_than_a_stranger_s_json_may_be_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert MOST_SEALED_BYTES > read_object.__defaults__[0] == MAX_JSON_BYTES
+    assert read_object.__defaults__ == (MAX_JSON_BYTES,)
+    assert MOST_SEALED_BYTES > MAX_JSON_BYTES
     monkeypatch.setattr(read_object, "__defaults__", (100,))
     large = {"samples": "x" * 101}
     write_sealed(tmp_path / "base.json", large)
