@@ -145,8 +145,8 @@ def test_an_unfinished_domain_of_other_settings_is_refused_with_what_differs(
 def stopped_at(settings: Any, stopped: Callable[..., None], step: int) -> None:
     """Run until this step of the first domain is done and logged, and stop there."""
     stopped(
-        settings, stack_checkpoint.RoundKeeper, "on_step",
-        lambda keeper, number, state, record: state.step == step + 1,
+        settings, stack_checkpoint.RoundCheckpoints, "on_step",
+        lambda checkpoints, number, state, record: state.step == step + 1,
     )  # fmt: skip
 
 
@@ -240,7 +240,7 @@ def test_drift_of_a_frozen_stack_stops_the_run(
 ) -> None:
     """Something writes a little into a frozen stack while the next domain trains."""
     before = hashes(tmp_path / "store")
-    plain = stack_checkpoint.RoundKeeper.round_done
+    plain = stack_checkpoint.RoundCheckpoints.round_done
 
     def touch(self: Any, record: Any, parts: Any) -> None:
         plain(self, record, parts)
@@ -252,7 +252,7 @@ def test_drift_of_a_frozen_stack_stops_the_run(
             )
             layer.set_stacks([changed, *stacks[1:]])
 
-    monkeypatch.setattr(stack_checkpoint.RoundKeeper, "round_done", touch)
+    monkeypatch.setattr(stack_checkpoint.RoundCheckpoints, "round_done", touch)
     with pytest.raises(DriftError, match=r"alpha: was \d") as drift:
         stack_run.run(settings_for(*places, tmp_path / "store", **TWO))
     assert "nothing was added to the store" in str(drift.value)
