@@ -6,11 +6,8 @@ python -m pytest tests/test_bench_metal.py
 import dataclasses
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +21,6 @@ from mlxstacks.ops import kernels
 from tests import metal_emulator
 from tests.cases import TOLERANCES
 
-ROOT = Path(__file__).resolve().parent.parent
 COPY = Spread(1e9, 0.9e9, 1.1e9)
 
 no_metal = pytest.mark.skipif(mx.metal.is_available(), reason="this machine has a Metal device")
@@ -39,11 +35,9 @@ KERNELS = ("requant", "dequant", "expert_delta", "stack_sum")
 
 
 @no_metal
-def test_quick_run_without_a_metal_device() -> None:
-    command = [sys.executable, "-m", "benchmarks.bench_metal", "--quick", "--rounds", "2"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+def test_quick_run_without_a_metal_device(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_metal.main(["--quick", "--rounds", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("No Metal device")
     result = json.loads(lines[-1])
     rows = result["rows"]

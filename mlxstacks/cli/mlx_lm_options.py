@@ -91,7 +91,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "--fine-tune-type": "LoRA alone is trained; leave it out for that, DoRA and full "
         "fine-tuning are mlx_lm.lora's",
         "--optimizer": "AdamW alone is used; --weight-decay 0, the default, makes it Adam",
-        "--resume-adapter-file": "a run goes on from its own last state; to build on an adapter, "
+        "--resume-adapter-file": "a run resumes from its own last state; to build on an adapter, "
         "fuse it (`mlxstacks fuse`) and train on the result",
         "--test": _TEST,
         "--test-batches": _TEST,
