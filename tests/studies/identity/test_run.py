@@ -232,10 +232,10 @@ def test_a_model_whose_removal_was_cut_short_is_fused_again(
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", killed)
         with pytest.raises(Killed):
-            run(settings_for(places, target, limit=1))
+            run(settings_for(places, target, max_prompts=1))
     work = work_path(target.with_name("cut-short.limit-1"))
     (work / "answers" / "suite_factual_keep.jsonl").unlink()
-    report = run(settings_for(places, target, limit=1, keep_models=True))
+    report = run(settings_for(places, target, max_prompts=1, keep_models=True))
     assert report.data["conditions"]["factual_keep"]["n"] == 1
     kept = {path.name for path in (target / "models").iterdir()}
     assert "factual_keep" in kept
@@ -329,7 +329,9 @@ def test_a_persona_that_is_a_model_has_fewer_conditions_and_a_subset_is_explorat
         )
     )
     target = base.parent / "given"
-    report = run(settings_for(places, target, persona=str(persona), limit=2, keep_models=True))
+    report = run(
+        settings_for(places, target, persona=str(persona), max_prompts=2, keep_models=True)
+    )
     assert set(report.data["conditions"]) == {
         "base", "identity_rerun", "identity_keep", "factual_keep", "factual_second_keep",
         "zero_keep", "base_factual_keep",
@@ -352,7 +354,7 @@ def test_a_limit_is_quick_and_says_what_it_left_out(
     target = places[0].parent / "quick"
     told: list[tuple[float, float]] = []
     report = run(
-        settings_for(places, target, limit=1),
+        settings_for(places, target, max_prompts=1),
         progress=lambda done, total, what="": told.append((done, total)),
     )
     assert len(lines(target / "answers" / "suite_base.jsonl")) == 1 + 1
