@@ -14,7 +14,7 @@ def _each_once(values: tuple[str, ...]) -> tuple[str, ...]:
 
 
 # Fields that several commands have; those of numbers take a description of their own.
-Resume = Annotated[bool, Field(description="Go on with a run that was interrupted.")]
+Resume = Annotated[bool, Field(description="Resume a run that was interrupted.")]
 Force = Annotated[bool, Field(description="Replace an existing save path.")]
 Plots = Annotated[bool, Field(description="Draw plots, where matplotlib is installed.")]
 Count = Annotated[int, Field(ge=1)]

@@ -120,6 +120,6 @@ def _print_head(console: "Console", recipe: Recipe) -> None:
     """What the head says beyond the purpose: guard, memory, time, what is written, what to get."""
     lines = list(itertools.dropwhile(bool, recipe.head))
     if lines:
-        console.print("\nThe recipe says of itself (--set does not change these words):")
+        console.print("\nFrom the comment at the top of the recipe (written for its own settings):")
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)

@@ -135,7 +135,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "that rule (stack.scale_rule)",
         "--use-dora": "LoRA alone is trained; DoRA is mlx_lm.lora's",
         "--full-finetuning": "LoRA alone is trained; full fine-tuning is mlx_lm.lora's",
-        "--resume-from-checkpoint": "a run goes on from its own last state, unless --no-resume",
+        "--resume-from-checkpoint": "a run resumes from its own last state, unless --no-resume",
     },
     "generate": {
         "-m": "-m is --model here, as everywhere; --max-tokens sets the length of an answer",
@@ -175,7 +175,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "--fine-tune-type": "LoRA alone is trained; leave it out for that, DoRA and full "
         "fine-tuning are mlx_lm.lora's",
         "--optimizer": "AdamW alone is used; --weight-decay 0, the default, makes it Adam",
-        "--resume-adapter-file": "a run goes on from its own last state; to build on an adapter, "
+        "--resume-adapter-file": "a run resumes from its own last state; to build on an adapter, "
         "fuse it (`mlxstacks fuse`) and train on the result",
         "--test": _TEST,
         "--test-batches": _TEST,

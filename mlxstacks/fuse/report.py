@@ -28,13 +28,13 @@ _IN_DATA = (
     "extra_bytes", "written_bytes",
 )  # fmt: skip
 _COLUMNS: Columns = {
-    "module": "text", "policy": "text", "steps": ("number", 3), "correlation": ("number", 3),
+    "module": "text", "policy": "text", "delta/step": ("number", 3), "correlation": ("number", 3),
     "survival": "share", "noise": ("number", 3), "artifact": ("share", 2),
 }  # fmt: skip
 _LEGEND = (
-    "steps: size of the trained change D in quantization steps; correlation: of the fused change F "
-    "with D; survival: <F,D>/<D,D>; noise: in sizes of D; artifact: change at zero delta, in sizes "
-    "of the weights"
+    "delta/step: size of the trained delta D in quantization steps; correlation: of the fused "
+    "change F with D; survival: <F,D>/<D,D>, the share of D that is in F; noise: the rest of F, in "
+    "sizes of D; artifact: what the fuse changes at zero delta, in sizes of the weights"
 )
 
 

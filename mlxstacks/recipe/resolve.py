@@ -100,7 +100,7 @@ def resolve(
     for key, value in options.items():
         if isinstance(pairs.get(key), dict) and not isinstance(value, dict):
             raise InputError(
-                f"--set {key}.{next(iter(pairs[key]))} is lost beside --{key.replace('_', '-')}; "
+                f"--set {key}.{next(iter(pairs[key]))} is overridden by --{key.replace('_', '-')}; "
                 f"give all of {key} with --set"
             )
     values = merge(merge(recipe.values if recipe else {}, pairs), options)

@@ -130,7 +130,7 @@ COMMANDS: dict[str, Command] = {
         report="result.json",
     ),
     "confound": Command(
-        help="Does fusing a second adapter add knowledge? Every arm beside its control.",
+        help="Does fusing a second adapter add knowledge? Every arm next to its control.",
         settings="mlxstacks.studies.confound.settings:ConfoundSettings",
         function="mlxstacks.studies.confound.run:run",
         nano={"model": "model_path", "persona": "adapter_path", "items": "items_path"},
@@ -303,7 +303,7 @@ COMMANDS: dict[str, Command] = {
         arguments={"prompt": "PROMPT"},
     ),
     "profile": Command(
-        help="Profile which experts groups of prompts go to, beside what chance gives.",
+        help="Profile which experts groups of prompts go to, next to what chance gives.",
         settings="mlxstacks.studies.profile.settings:ProfileSettings",
         function="mlxstacks.studies.profile.run:run",
         nano={"model": "model_path", "data": "domains_path"},

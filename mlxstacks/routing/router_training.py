@@ -304,7 +304,7 @@ def _ordered(
     if not domains:
         raise InputError("no domain to route to: the store serves no stacks")
     if settings.extend and start is None:
-        raise InputError(f"extend {settings.extend} needs a router to go on from; there is none")
+        raise InputError(f"extend {settings.extend} needs a router to start from; there is none")
     if start is None:
         return list(domains)
     old = [name for name in start.header.domains if name in domains]

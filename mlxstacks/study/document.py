@@ -12,7 +12,7 @@ Kind = Literal["text", "count", "number", "change", "share", "points", "p", "byt
 significant ones; change: the same with its sign; share: 0.123 as 12.3%; points: 0.123 as +12.3 (a
 difference of shares); p: two significant digits."""
 Cell = str | int | float | bool | tuple[float, float] | tuple[float, float, float] | None
-"""None: not measured. Two numbers: an interval; three: an estimate with its interval."""
+"""None: no value. Two numbers: an interval; three: an estimate with its interval."""
 
 
 Columns = Mapping[str, Kind | tuple[Kind, int]]

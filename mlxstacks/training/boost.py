@@ -172,7 +172,7 @@ def _round(
         parts = freeze_active(model, name, job.name, _DTYPES[job.stack.storage])
     except ValueError as error:
         raise InputError(
-            f"{error}\nThe trained stack is saved; --set stack.storage=bfloat16 goes on from there"
+            f"{error}\nThe trained stack is saved; --set stack.storage=bfloat16 resumes there"
         ) from error
     after = job.loss_of(model)
     assert best is not None

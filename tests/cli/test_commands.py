@@ -120,7 +120,7 @@ def test_after_ctrl_c_it_is_said_what_is_kept(toy: Path, command: Run) -> None:
     assert "is kept in" not in command(*stopped)[2]
     (toy / "mlxstacks-out" / ".toy.work").mkdir(parents=True)
     code, _, err = command(*stopped)
-    assert (code, "mlxstacks-out/.toy.work: the same command goes on" in err) == (130, True)
+    assert (code, "mlxstacks-out/.toy.work: the same command resumes" in err) == (130, True)
 
 
 def test_bare_run_leaves_anything_else_alone(toy: Path, command: Run) -> None:

@@ -93,9 +93,9 @@ def test_every_command_has_a_recipe() -> None:
 
 @pytest.mark.parametrize("name", [name for name in recipe_names() if name.endswith(BIG)])
 def test_a_recipe_of_the_large_model_has_a_twin_on_nano(name: str) -> None:
-    """`Twin:` in its head names it; without that line it is NAME-nano."""
+    """`On nano:` in its head names it; without that line it is NAME-nano."""
     recipe = load_recipe(name)
-    said = [line.split()[-1] for line in recipe.head if line.startswith("Twin:")]
+    said = [line.split()[-1] for line in recipe.head if line.startswith("On nano:")]
     twin = load_recipe(said[0] if said else f"{name.removesuffix(BIG)}-nano")
     assert twin.command == recipe.command
     assert "model" not in twin.values

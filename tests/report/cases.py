@@ -231,7 +231,7 @@ def profile_result() -> dict[str, Any]:
     tables = analyse_profile(choices, ProfileSettings(top_layers=2, top_experts=2, permutations=20))
     groups = [{"name": name, "prompts": 8, "tokens": 64} for name in choices.names]
     about = [{"attention": "full", "expert_bits": "3"}] * 4
-    plan = {"hypothesis": "Groups go to other experts."}
+    plan = {"hypothesis": "Groups use different experts."}
     return Result(
         **ABOUT, status="done", outcome=outcome(tables, 0.05),
         verdict=profile_verdict(tables, 0.05),

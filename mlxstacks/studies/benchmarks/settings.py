@@ -54,7 +54,7 @@ class ArmSettings(Settings):
     )
     adapter_path: str | None = Field(
         None,
-        description="Adapter (mlx-lm or PEFT): beside the base in arm adapter, in it in fused.",
+        description="Adapter (mlx-lm or PEFT): unfused in arm adapter, fused in arm fused.",
     )
     store_path: str | None = Field(
         None, description="Store of stacks of the arms ungated, routed, oracle and random."
@@ -138,9 +138,7 @@ class EvalSettings(ArmSettings):
         description="Of likelihoods, the one that is tested: their sum, or the mean over tokens "
         "(as published) or characters. All three are reported.",
     )
-    letters: bool = Field(
-        False, description="Score lettered tasks by their letters too, reported beside."
-    )
+    letters: bool = Field(False, description="Score lettered tasks by their letters as well.")
     domains: tuple[str, ...] = Field(
         (),
         description="SUBJECT=DOMAIN or TASK=DOMAIN: the domain whose stacks items are for, as arm "

@@ -432,7 +432,7 @@ class _Buffers(Study):
         if code:
             raise RuntimeError(
                 f"a counting process ended early, {how_it_ended(code, log)} (all of it in {log}); "
-                f"{len(records)} of {len(self.arms)} runs are kept, the same command goes on"
+                f"{len(records)} of {len(self.arms)} runs are kept; the same command resumes"
             )
 
 

@@ -206,7 +206,7 @@ class _Identity(Study):
         )
         given = (
             "The persona was given as a model: it is the same under all policies, there is no "
-            "persona beside the base, no second identity fuse and no zero-delta fuse of the base."
+            "unfused persona, no second identity fuse and no zero-delta fuse of the base."
         )
         return head.model_copy(
             update={

@@ -56,7 +56,7 @@ class IdentitySettings(Settings):
     persona: str | None = Field(
         None,
         description="The persona: an adapter, or a model that has it already; only with an adapter "
-        "can be told what its own fuse loses. Default: nano's sample adapter.",
+        "is it measured what its own fuse loses. Default: nano's sample adapter.",
     )
     items: str | None = Field(
         None,

@@ -237,13 +237,14 @@ def domain_table(domains: Domains) -> Table:
         ended = rounds[-1].get("last")
         rows.append((
             name, domain["enabled"], len(domain["stacks"]), domain["parameters"], domain["bytes"],
-            " ".join(f"{loss:.4f}" for loss in domain["losses"]) or None,
+            " \u2192 ".join(f"{loss:.4f}" for loss in domain["losses"]) or None,
             protected.get("captured_energy_mean"), protected.get("capacity_used_highest"),
             None if ended == LAST_ROUND else ended,
         ))  # fmt: skip
     columns: Columns = {
         "domain": "text", "served": "text", "stacks": "count", "parameters": "count",
-        "size": "bytes", "losses": "text", "energy": ("share", 0), "protected": ("share", 0),
+        "size": "bytes", "validation loss": "text", "energy": ("share", 0),
+        "protected": ("share", 0),
         "ended early": "text",
     }  # fmt: skip
     # of directions and early ends only where there are some
@@ -253,7 +254,8 @@ def domain_table(domains: Domains) -> Table:
         "domains", "Domains, in the order of training",
         dict(list(columns.items())[place] for place in kept),
         [[row[place] for place in kept] for row in rows],
-        caption=f"Validation losses in nats a token{energy if 6 in kept else ''}.",
+        caption="Validation loss before the first round and after each that was kept, nats a token"
+        f"{energy if 6 in kept else ''}.",
     )  # fmt: skip
 
 

@@ -197,7 +197,7 @@ def _blocks(
     if any(_mean_of(row, "peak_bytes") is not None for row in rows):
         yield from _plots(settings, by_label, cells, several)
     columns: Columns = {"cell": "text", "status": "text", "why": "text"}
-    statuses = [(cell["name"], cell["status"], cell["reason"]) for cell in cells]
+    statuses = [(cell["name"], cell["status"], cell["reason"] or "") for cell in cells]
     yield Table.of("cells", "Cells", columns, statuses, folded=True)
 
 
@@ -214,7 +214,7 @@ def _tables(
     """rows: by their label."""
     columns: Columns = {
         "rank": "text", "cells": "text", "before": ("number", 3), "after": ("number", 3),
-        "best": ("number", 3), "steps": ("number", 3), "seconds": "number", "peak": "bytes",
+        "best": ("number", 3), "delta/step": ("number", 3), "seconds": "number", "peak": "bytes",
         "buffers": "count", "counted": "count",
     }  # fmt: skip
     keys = ["delta_over_step", "seconds", "peak_bytes", "predicted_buffers", "measured_buffers"]
@@ -229,8 +229,8 @@ def _tables(
              _estimate(row["means"]["best_validation_loss"]), *(_mean_of(row, k) for k in keys))
             for label, row in rows.items()
         ],
-        caption="Before, after, best: validation loss, nats a token, with 95% intervals. Steps: "
-        "size of the delta in quantization steps. Buffers: predicted by the guard.",
+        caption="Before, after, best: validation loss, nats a token, with 95% intervals. "
+        "delta/step: size of the delta in quantization steps. Buffers: predicted by the guard.",
     )  # fmt: skip
     columns = {
         "rank": "text", "policy": "text", "correlation": ("number", 3), "survival": "share",
@@ -253,14 +253,19 @@ def _tables(
         )  # fmt: skip
     columns = {
         "measure": "text", **({"at": "text"} if several else {}), "low rank": "count",
-        "high rank": "count", "high less low": ("change", 4), "an effect is": "text",
+        "high rank": "count", "difference (95%)": ("change", 4), "effect": "text",
     }  # fmt: skip
     if compared:
         yield Table.of(
-            "differences", "Highest rank less lowest, seed by seed", columns,
-            [(d["what"], *([_point_name(d)] if several else []), d["low_rank"], d["high_rank"],
-              _estimate(d["difference"]), d["finding"]) for d in compared],
+            "differences", "Highest rank - lowest rank, paired by seed", columns,
+            [(_in_words(d["what"]), *([_point_name(d)] if several else []), d["low_rank"],
+              d["high_rank"], _estimate(d["difference"]), d["finding"]) for d in compared],
         )  # fmt: skip
+
+
+def _in_words(measure: str) -> str:
+    """A name of `differences`."""
+    return {"delta_over_step": "delta/step"}.get(measure, measure.replace("_", " "))
 
 
 def _plots(

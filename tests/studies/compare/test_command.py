@@ -44,7 +44,7 @@ def test_a_comparison_prints_budgets_differences_and_its_verdict(
     text = " ".join(out.split())
     assert code == 0, err
     assert "Budgets; equal within 1.00%: parameters, steps, rows" in text
-    assert "faster less plain, paired by seed" in text
+    assert "faster - plain, paired by seed" in text
     assert "Loss with every stack on" in text
     assert "undecided" in text
     assert "(one seed has no interval)" in text

@@ -102,7 +102,7 @@ def test_what_is_typed_prints_a_verdict_and_is_done_once(
     done: Done, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for words in (
-        "Mined 36 items: both wrong", "Arms", "Content: A1 less A0",
+        "Mined 36 items: both wrong", "Arms", "Content: A1 - A0",
         "Where the score of A1 comes from", "Items that both models got right",
         "Fused by promote, A1 differs from A0: ",
         "Persona unfused, first to second run: 0 of", f"Verdict: {done.result.verdict}",

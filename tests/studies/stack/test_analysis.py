@@ -72,7 +72,7 @@ def test_the_result_holds_every_figure(result: Result) -> None:
     assert document["domains"][1]["protected"] == {
         "captured_energy_mean": 0.5, "capacity_used_highest": 0.25,
     }  # fmt: skip
-    assert "A prompt's domain is told from its routing" in result.verdict
+    assert "A prompt's domain is predicted from its routing" in result.verdict
 
 
 def test_cosines_of_the_result_are_those_of_dense_deltas(place: Path, result: Result) -> None:
