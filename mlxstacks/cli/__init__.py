@@ -20,6 +20,7 @@ from mlxstacks import __version__
 from mlxstacks.cli import output
 from mlxstacks.cli.execute import BAD_INPUT, FAILED, GATE, INTERRUPTED
 from mlxstacks.cli.group import TableGroup
+from mlxstacks.cli.init import init_command
 from mlxstacks.cli.recipes import list_command, run_command
 from mlxstacks.cli.shell import completion_command
 from mlxstacks.errors import InputError, ResourceLimitError, StoreError
@@ -38,6 +39,7 @@ def make_group() -> click.Group:
     special = {
         "run": run_command(),
         "recipes": list_command(),
+        "init": init_command(),
         "completion": completion_command(),
     }
     context = {
