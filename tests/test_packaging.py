@@ -113,8 +113,8 @@ def test_what_is_installed_finds_itself_its_recipes_and_kernels(
     not (ROOT / "mlxstacks/assets/nano").is_dir(), reason="the built-in model is not built yet"
 )
 def test_installed_command_plans_on_nano(elsewhere: Path, tmp_path: Path) -> None:
-    command: list[str | Path] = [elsewhere / "bin/mlxstacks", "run", "fuse-refit", "--dry-run"]
-    done = run(*command, cwd=tmp_path, PYTHONPATH=str(elsewhere))
+    words = "run", "fuse-refit", "--dry-run"
+    done = run(elsewhere / "bin" / "mlxstacks", *words, cwd=tmp_path, PYTHONPATH=str(elsewhere))
     assert "mlxstacks-out/fuse" in done.stdout
     assert list(tmp_path.iterdir()) == []
 

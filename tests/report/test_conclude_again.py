@@ -1,5 +1,9 @@
-"""What makes a conclusion another one than the files bear out. Run: pytest tests/report"""
+"""A conclusion drawn again: what differs, and what is not ours to read. Run: pytest tests/report
 
+That each study draws its own again is held next to its runs (tests/studies/conclusions.py).
+"""
+
+import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -8,76 +12,120 @@ import pytest
 
 from mlxstacks.report import conclude_again
 from mlxstacks.report.conclude_again import check_conclusion
-from mlxstacks.study.document import Environment
+from mlxstacks.report.find import find_sources
+from mlxstacks.study.document import RESULT, Environment
 from mlxstacks.study.result import Result
+from tests.report.cases import sweep_result, write_run
 
-DATA = {"rows": [{"mean": 0.3, "n": 3}, {"mean": None, "n": 0}], "words": "as it is"}
+ROWS = [{"mean": 0.3, "n": 3}, {"mean": None, "n": 0}]
+DATA = {"rows": ROWS, "words": "as it is"}
 HERE = Environment(versions={"mlxstacks": version("mlxstacks")})
 
 
-def reasons(
+def checked(
     monkeypatch: pytest.MonkeyPatch, directory: Path, drawn: Any = None, **about: Any
-) -> tuple[str, ...]:
-    """Of a result whose files give `drawn`; an exception is raised."""
-
-    def draw(result: Result, given: Path) -> Any:
-        assert given == directory
-        if isinstance(drawn, Exception):
-            raise drawn
-        return {"verdict": "It falls.", "data": drawn or {}}
-
-    monkeypatch.setitem(conclude_again._DRAW, "coin", draw)
-    (directory / "answers.json").write_text("[]")
+) -> Result:
+    """A result whose files give `drawn`; an exception is raised."""
     head = {
         "kind": "coin", "title": "Coin", "status": "done", "verdict": "It falls.", "data": DATA,
         "environment": HERE, "provenance": {"answers.json": {}},
     }  # fmt: skip
-    return check_conclusion(Result(**{**head, **about}), directory).standing.reasons
+
+    def draw(result: Result, copy: Path) -> Result:
+        assert [path.name for path in copy.iterdir()] == ["answers.json"]
+        assert copy.resolve() != directory.resolve()
+        if isinstance(drawn, Exception):
+            raise drawn
+        return Result(**{**head, "verdict": "It fell.", "data": drawn or {}})
+
+    monkeypatch.setitem(conclude_again._DRAW, "coin", draw)
+    for name in ("answers.json", "more.json"):
+        (directory / name).write_text("[]")
+    return check_conclusion(Result(**{**head, **about}), directory)
+
+
+def data(mean: Any, n: int = 3, **more: Any) -> dict[str, Any]:
+    return {**DATA, "rows": [{"mean": mean, "n": n}, ROWS[1]], **more}
+
+
+@pytest.mark.parametrize("drawn", [DATA, data(0.3 + 1e-8), data(0.3, words="other words")])
+def test_the_same_figures_are_shown_as_they_are_drawn(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drawn: Any
+) -> None:
+    result = checked(monkeypatch, tmp_path, drawn)
+    assert (result.verdict, result.standing.reasons) == ("It fell.", ())
+    assert result.notes == ("Conclusion drawn again from its files: the same figures.",)
 
 
 @pytest.mark.parametrize(
     ("drawn", "named"),
     [
-        (DATA, None),
-        ({"rows": [{"mean": 0.3 + 1e-8}, {"n": 0}]}, None),  # the last digits of another machine
-        ({"words": "as it is"}, None),  # nothing is said of the rest
-        ({"rows": [{"mean": 0.31}, {}]}, "data.rows.0.mean"),
-        ({"rows": [{"mean": 0.3 + 1e-6}, {}]}, "data.rows.0.mean"),
-        ({"rows": [{"n": 4}, {"mean": 0.0}]}, "data.rows.0.n, data.rows.1.mean"),
-        ({"rows": [{}]}, "data.rows"),
-        ({"words": "other", "more": 1}, "data.words, data.more"),
-        ({"rows": {"0": 1}}, "data.rows"),
+        (data(0.31), "rows.0.mean"),
+        (data(0.3 + 1e-6), "rows.0.mean"),
+        (data("0.3"), "rows.0.mean"),
+        (data(0.3, n=4), "rows.0.n"),
+        ({**DATA, "rows": ROWS[:1]}, "rows"),
+        ({**DATA, "rows": {"0": 1}}, "rows"),
+        (data(0.3, more=1), "more"),
+        ({"rows": ROWS}, "words"),
+        ({}, "rows, words"),
     ],
 )
-def test_what_differs_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drawn: Any, named: str | None
+def test_other_figures_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drawn: Any, named: str
 ) -> None:
-    expected = (f"another {named} follows from the files next to it",) if named else ()
-    assert reasons(monkeypatch, tmp_path, drawn) == expected
+    result = checked(monkeypatch, tmp_path, drawn)
+    assert result.standing.status == "exploratory"
+    assert result.standing.reasons == (f"other figures follow from its files: {named}",)
 
 
-def test_a_verdict_is_named_before_what_was_found_earlier(
+def test_files_of_which_nothing_follows_are_told_without_what_is_in_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    found = reasons(monkeypatch, tmp_path, DATA, verdict="All is well.")
-    assert found == ("another verdict follows from the files next to it",)
+    [reason] = checked(monkeypatch, tmp_path, ZeroDivisionError("secret")).standing.reasons
+    assert reason == (
+        "conclusion not drawn again: its files do not have what it takes (ZeroDivisionError)"
+    )
 
 
-def test_files_of_which_nothing_can_be_made_are_told(
+@pytest.mark.parametrize("drawn", [data(0.31), ValueError()])
+def test_another_version_may_have_computed_otherwise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, drawn: Any
+) -> None:
+    older = Environment(versions={"mlxstacks": "0.0.1"})
+    result = checked(monkeypatch, tmp_path, drawn, environment=older)
+    assert (result.verdict, result.standing.reasons) == ("It falls.", ())
+    assert result.notes == (
+        "Conclusion not drawn again: it was made by mlxstacks 0.0.1, this is another.",
+    )
+
+
+def test_a_kind_without_a_command_is_noted_and_a_plan_has_no_conclusion(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    [reason] = reasons(monkeypatch, tmp_path, ZeroDivisionError("x" * 999))
-    assert reason == f"nothing follows from the files next to it: {'x' * 200}"
+    other = checked(monkeypatch, tmp_path, kind="Sweep")
+    assert other.notes == ("Conclusion not drawn again: no command is called Sweep.",)
+    for about in ({"kind": "fuse"}, {"status": "planned"}):
+        assert checked(monkeypatch, tmp_path, **about).notes == ()
 
 
-@pytest.mark.parametrize(
-    "about",
-    [
-        {"kind": "toss"}, {"status": "planned"}, {"provenance": {"absent.json": {}}},
-        {"environment": Environment(versions={"mlxstacks": "0.0.1"})},
-    ],
-)  # fmt: skip
-def test_what_cannot_be_compared_is_left_as_it_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, about: dict[str, Any]
-) -> None:
-    assert reasons(monkeypatch, tmp_path, {"words": "other"}, **about) == ()
+@pytest.mark.parametrize("how", ["pipe", "link", "named link", "many cells"])
+def test_nothing_but_plain_files_that_are_named_is_read(tmp_path: Path, how: str) -> None:
+    """A stranger's sweep with something else among its cells: neither waited for nor shown."""
+    (secret := tmp_path / "secret.json").write_text('{"secret": "hunter2"}')
+    result = Result.from_json(sweep_result()).model_copy(update={"environment": HERE})
+    if how == "named link":
+        entry = {"cells/zzz.json": {"sha256": "0" * 64}}
+        result = result.model_copy(update={"provenance": entry})
+    if how == "many cells":
+        settings = {**result.settings, "ranks": [*range(1, 2000)], "seeds": [*range(3000)]}
+        result = result.model_copy(update={"settings": settings})
+    run = write_run(tmp_path / "run", RESULT, result.as_json())
+    (run / "cells").mkdir()
+    if how == "pipe":
+        os.mkfifo(run / "cells" / "zzz.json")
+    else:
+        (run / "cells" / "zzz.json").symlink_to(secret)
+    [source], _ = find_sources([str(run)])
+    assert "hunter2" not in str(source.result)
+    assert source.result.standing.status == "exploratory"

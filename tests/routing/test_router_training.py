@@ -71,7 +71,7 @@ def examples_of(*domains: str, each: int = 24) -> list[RouterExample]:
     return found + [example(f"nothing t{i}") for i in range(each // 2)]
 
 
-SETTINGS = RouterTrainSettings(hidden_dims=16, learning_rate=3e-2, batch_size=12, epochs=4)
+SETTINGS = RouterTrainSettings(hidden_dims=16, learning_rate=2e-2, batch_size=12, epochs=4)
 
 
 def train(domains: list[str], settings: RouterTrainSettings = SETTINGS, **more: Any) -> Any:

@@ -85,7 +85,7 @@ def analyse(
     figures["regression"], figures["regression_words"] = regression(answers, settings)
     figures["published"] = published() if is_published_model else None
     prompts = {prompt.prompt_id: prompt.prompt for prompt in suite}
-    order = list(prompts)
+    order = {name: place for place, name in enumerate(prompts)}
     figures["replies"] = {
         name: [
             {
@@ -93,7 +93,7 @@ def analyse(
                 "prompt": prompts[reply.item_id], "passed": reply.correct, "reason": reply.rule,
                 "text": reply.text,
             }
-            for reply in sorted(given, key=lambda reply: order.index(reply.item_id))
+            for reply in sorted(given, key=lambda reply: order[reply.item_id])
         ]
         for name, given in replies.items()
     }  # fmt: skip
