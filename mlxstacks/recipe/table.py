@@ -21,6 +21,7 @@ class Command:
     function: takes the settings, and `dry_run` and `progress` where its signature has them.
     render: takes a rich console and the result.
     arguments: settings given by position, in order, with the name the usage line shows.
+    needs: settings without a default that the function does not ask for itself in a dry run.
     nano: settings that come from the built-in model when they are not given, with the attribute
         of `nano_paths()`. A `model` that is given turns the others off: they belong to nano.
     optional: those of `nano` that a model of the user's own may go without.
@@ -38,6 +39,7 @@ class Command:
     function: str
     render: str = "mlxstacks.study.render.console:print_result"
     arguments: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
     nano: Mapping[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
     report: str | None = None
@@ -226,6 +228,7 @@ COMMANDS: dict[str, Command] = {
         settings="mlxstacks.files.settings:StacksDiffSettings",
         function="mlxstacks.studies.stack.store_commands:diff_stores",
         arguments={"store_path": "STORE", "other_path": "OTHER"},
+        needs=("store_path", "other_path"),
     ),
     "stacks gc": Command(
         help="Remove files of a store that nothing names any more.",
@@ -264,7 +267,8 @@ COMMANDS: dict[str, Command] = {
         settings="mlxstacks.studies.route.settings:RouteExplainSettings",
         function="mlxstacks.studies.route.explain:run",
         prepare="mlxstacks.recipe.on_nano:route",
-        arguments={"prompt": "PROMPT"},
+        arguments={"prompt": "PROMPT", "store_path": "STORE"},
+        needs=("prompt",),
         nano={"store_path": "store_path"},
     ),
     "route gaps": Command(
@@ -330,6 +334,9 @@ COMMANDS: dict[str, Command] = {
         function="mlxstacks.doctor:doctor",
     ),
 }
+
+# Commands on a model, for `init`. What `stack compare` compares is for whoever asks to say.
+STARTERS = tuple(n for n, row in COMMANDS.items() if "model" in row.nano and n != "stack compare")
 
 # A second name for a command.
 ALIASES = {"zero": "adapter zero"}

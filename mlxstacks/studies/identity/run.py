@@ -164,7 +164,7 @@ class _Identity(Study):
         parts = (ANSWERS, DATA, FUSE, FACTUAL, SECOND, SPLIT, SUITE, RECIPE)
         self.artifacts = (*parts, MODELS) if settings.keep_models else parts
         # The split and the adapters of a quick look are not those of the whole run.
-        self.part = "" if settings.limit is None else f".limit-{settings.limit}"
+        self.part = "" if settings.max_prompts is None else f".limit-{settings.max_prompts}"
         self._progress = progress
 
     # --- before the first answer ------------------------------------------------------------------
@@ -192,7 +192,7 @@ class _Identity(Study):
         every = read_items(str(settings.items))
         self.planned_items = stratified_sample(every, settings.regression_items, settings.seed)
         self.items = stratified_sample(self.planned_items, settings.most_items, settings.seed)
-        self.suite_items = as_items(in_turns(self.suite))[: settings.limit]
+        self.suite_items = as_items(in_turns(self.suite))[: settings.max_prompts]
         self.prompts = {prompt.prompt_id: prompt for prompt in self.suite}
         self.source = Persona(str(settings.model), str(settings.persona))
         total = len(self.suite_items) * len(self.suite_arms) + len(self.items) * len(self.item_arms)
