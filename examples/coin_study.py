@@ -1,6 +1,6 @@
 """A study of one's own: does a coin fall on heads more often than a fair one?
 
-    python examples/coin_study.py mlxstacks-out/coin      # stopped, it goes on where it was
+    python examples/coin_study.py mlxstacks-out/coin      # stopped, it resumes where it was
     mlxstacks report mlxstacks-out/coin                   # one page, its table and its plot
 
 In a notebook the last line of `result = toss("mlxstacks-out/coin"); result` shows the same.

@@ -70,7 +70,7 @@ def _imported(file: Path, source: str) -> Iterator[str]:
     package = module_name(file).split(".")
     if file.name != "__init__.py":
         package = package[:-1]
-    for node in ast.walk(ast.parse(source)):
+    for node in _statements(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -81,6 +81,14 @@ def _imported(file: Path, source: str) -> Iterator[str]:
             # `from mlxstacks import data` names the submodule, not the package.
             if len(submodules) < len(node.names):
                 yield base
+
+
+def _statements(block: ast.AST) -> Iterator[ast.AST]:
+    """At any depth; what is in expressions is left aside, for no import is."""
+    for name in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for node in getattr(block, name, ()):
+            yield node
+            yield from _statements(node)
 
 
 def own_imports(file: Path) -> set[str]:

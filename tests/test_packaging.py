@@ -1,4 +1,5 @@
-"""The wheel: built from a copy of the sources, installed elsewhere, and used from there.
+"""The source distribution, made from a copy of the sources; the wheel, made from that, installed
+elsewhere, and used from there.
 
 Run: pytest tests/test_packaging.py
 """
@@ -14,9 +15,11 @@ from pathlib import Path
 import pytest
 
 import mlxstacks
+from mlxstacks.cli import make_group
+from mlxstacks.cli.shell import shell_files
 
 ROOT = Path(__file__).resolve().parent.parent
-CARRIED = ("mlxstacks", "kernels", "recipes", "pyproject.toml", "README.md", "LICENSE")
+CARRIED = ("mlxstacks", "kernels", "recipes", "pyproject.toml", "README.md", "LICENSE", "setup.py")
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -34,7 +37,9 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Compl
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built without network from a copy, so that nothing is left in the sources."""
+    """The wheel, by way of the source distribution; without network, and from a copy, so that
+    nothing is left in the sources.
+    """
     source = tmp_path_factory.mktemp("source")
     for name in CARRIED:
         if (ROOT / name).is_dir():
@@ -44,8 +49,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(ROOT / name, source / name)
     built = tmp_path_factory.mktemp("built")
-    pip = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index"]
-    run(*pip, "--wheel-dir", built, source, cwd=source)
+    build = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.argv[1])"
+    run(sys.executable, "-c", build.format("sdist"), built, cwd=source)
+    [archive] = built.glob("*.tar.gz")
+    shutil.unpack_archive(archive, built, filter="data")
+    run(
+        sys.executable, "-c", build.format("wheel"), built, cwd=built / archive.stem[: -len(".tar")]
+    )
     [found] = built.glob("*.whl")
     return found
 
@@ -54,8 +64,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def elsewhere(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory that holds the installed wheel and nothing of the sources."""
     target = tmp_path_factory.mktemp("installed")
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--target"]
-    run(*pip, target, wheel, cwd=target)
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--no-compile"]
+    run(*pip, "--target", target, wheel, cwd=target)
     return target
 
 
@@ -73,7 +83,8 @@ def test_wheel_holds_every_file(wheel: Path) -> None:
     missing = sorted(expected - names)
     assert not missing, "not in the wheel: see [tool.setuptools] in pyproject.toml"
     surplus = {n for n in names - expected if ".dist-info/" not in n}
-    assert not surplus
+    share = f"mlxstacks-{mlxstacks.__version__}.data/data/share/"
+    assert surplus == {share + path for path in shell_files(make_group())}
 
 
 def test_every_folder_with_code_is_listed() -> None:
@@ -84,32 +95,26 @@ def test_every_folder_with_code_is_listed() -> None:
     assert listed == expected | {"mlxstacks._kernels", "mlxstacks._recipes"}
 
 
-def test_installed_command_works_from_elsewhere(elsewhere: Path, tmp_path: Path) -> None:
-    script = elsewhere / "bin" / "mlxstacks"
-    done = run(script, "--help", cwd=tmp_path, PYTHONPATH=str(elsewhere))
-    assert "fuse" in done.stdout
-    where = "import mlxstacks, sys; print(mlxstacks.__file__)"
-    done = run(sys.executable, "-c", where, cwd=tmp_path, PYTHONPATH=str(elsewhere))
-    assert Path(done.stdout.strip()).is_relative_to(elsewhere)
-
-
-def test_installed_command_finds_recipes_and_kernels(elsewhere: Path, tmp_path: Path) -> None:
+def test_what_is_installed_finds_itself_its_recipes_and_kernels(
+    elsewhere: Path, tmp_path: Path
+) -> None:
     code = (
-        "from mlxstacks.resources import resource_dir as d\n"
-        "print(d('kernels') / 'README.md', d('recipes') / 'fuse-refit.yaml', sep='\\n')"
+        "import mlxstacks; from mlxstacks.resources import resource_dir as d\n"
+        "places = d('kernels') / 'README.md', d('recipes') / 'fuse-refit.yaml'\n"
+        "print(mlxstacks.__file__, *places, sep='\\n')"
     )
     done = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(elsewhere))
     paths = [Path(line) for line in done.stdout.splitlines()]
+    assert len(paths) == 3
     assert all(path.is_file() and path.is_relative_to(elsewhere) for path in paths), paths
 
 
 @pytest.mark.skipif(
     not (ROOT / "mlxstacks/assets/nano").is_dir(), reason="the built-in model is not built yet"
 )
-@pytest.mark.parametrize("words", [["fuse"], ["run", "fuse-refit"]], ids=" ".join)
-def test_installed_fuse_plans_on_nano(elsewhere: Path, tmp_path: Path, words: list[str]) -> None:
-    script = elsewhere / "bin" / "mlxstacks"
-    done = run(script, *words, "--dry-run", cwd=tmp_path, PYTHONPATH=str(elsewhere))
+def test_installed_command_plans_on_nano(elsewhere: Path, tmp_path: Path) -> None:
+    words = "run", "fuse-refit", "--dry-run"
+    done = run(elsewhere / "bin" / "mlxstacks", *words, cwd=tmp_path, PYTHONPATH=str(elsewhere))
     assert "mlxstacks-out/fuse" in done.stdout
     assert list(tmp_path.iterdir()) == []
 

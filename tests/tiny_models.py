@@ -24,6 +24,9 @@ from mlx.utils import tree_flatten, tree_map_with_path
 NUM_LAYERS = 2
 VOCAB_SIZE = 320
 END_OF_TEXT = 256  # the 256 bytes come first
+# Files of the checkpoints that this process wrote, by all that they follow from: a copy costs
+# nothing beside building the model and drawing its weights.
+_WRITTEN: dict[str, dict[str, bytes]] = {}
 
 
 def qwen_moe_config(
@@ -149,16 +152,24 @@ def write_model(
     overrides: path ending -> {"bits": ..., "group_size": ...}, written per module to the config.
     extra_tensors: added as they are (vision towers, mtp heads).
     """
+    directory.mkdir(parents=True, exist_ok=True)
+    asked = repr((config, bits, group_size, shards, dtype, seed, unquantized, overrides, tokenizer))
+    if not extra_tensors and asked in _WRITTEN:
+        for name, content in _WRITTEN[asked].items():
+            (directory / name).write_bytes(content)
+        return directory
     model = _random_model(config, getattr(mx, dtype), seed)
     if bits is not None:
         model, config = _quantize(model, config, bits, group_size, unquantized, overrides or {})
     tensors = dict(tree_flatten(model.parameters()))
     tensors.update(extra_tensors or {})
-    directory.mkdir(parents=True, exist_ok=True)
+    new = not any(directory.iterdir())
     save_sharded(directory, tensors, shards)
     _save_config(config, directory / "config.json")
     if tokenizer:
         write_tokenizer(directory)
+    if new and not extra_tensors:
+        _WRITTEN[asked] = {path.name: path.read_bytes() for path in directory.iterdir()}
     return directory
 
 

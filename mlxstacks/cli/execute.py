@@ -83,8 +83,8 @@ def _say_what_is_kept(resolved: Resolved) -> None:
     work = work_path(resolved.target)
     if work.is_dir():
         output.note(  # below the terminal's ^C
-            f"\nWhat was done is kept in {work}: the same command goes on from there, with "
-            "--no-resume it begins again."
+            f"\nWhat was done is kept in {work}: the same command resumes; with "
+            "--no-resume it starts again."
         )
 
 

@@ -292,7 +292,7 @@ def compare_base(adapter: Adapter, base: str, allow_base: bool) -> BaseCheck:
     if not allow_base:
         raise AdapterError(
             f"adapter {adapter.directory}: trained on the base with fingerprint {trained_on[:69]}, "
-            f"this one has {base}; use that base, or --allow-base to go on with this one"
+            f"this one has {base}; use that base, or --allow-base to use this one"
         )
     return "overridden"
 

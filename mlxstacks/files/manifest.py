@@ -194,10 +194,8 @@ class Manifest(VersionedRecord):
                     yield f"stack {stack.name}: says domain {stack.domain}, stands in {domain.name}"
         known = {domain.name for domain in self.domains}
         for mode, rows in self.matrix.items():
-            strangers = {*rows, *(column for row in rows.values() for column in row)} - known
-            yield from (
-                f"matrix {mode} names {name[:80]!a}, no domain" for name in sorted(strangers)
-            )
+            unknown = {*rows, *(column for row in rows.values() for column in row)} - known
+            yield from (f"matrix {mode} names {name[:80]!a}, no domain" for name in sorted(unknown))
         shared = {record.sha256 for record in self.shared}
         for stack in self.stacks:
             if stack.shared_sha256 is not None and stack.shared_sha256 not in shared:

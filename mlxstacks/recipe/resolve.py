@@ -100,7 +100,7 @@ def resolve(
     for key, value in options.items():
         if isinstance(pairs.get(key), dict) and not isinstance(value, dict):
             raise InputError(
-                f"--set {key}.{next(iter(pairs[key]))} is lost beside --{key.replace('_', '-')}; "
+                f"--set {key}.{next(iter(pairs[key]))} is overridden by --{key.replace('_', '-')}; "
                 f"give all of {key} with --set"
             )
     values = merge(merge(recipe.values if recipe else {}, pairs), options)
@@ -114,6 +114,11 @@ def resolve(
     written = set(recipe.values) - set(pairs) - set(options) if recipe else ()
     where = f"recipe {recipe.path}: " if recipe else ""
     settings = validate(settings_class, values, {**dict.fromkeys(written, where), "": where})
+    missing = [key for key in row.needs if getattr(settings, key) is None]
+    if missing:
+        keys = ", ".join(f"{row.arguments[key]} (--{key.replace('_', '-')})" for key in missing)
+        usage = " ".join(["mlxstacks", name, *(row.arguments[key] for key in row.needs)])
+        raise InputError(f"{where}{name} needs {keys}: {usage}")
     target = None
     if writes:
         try:

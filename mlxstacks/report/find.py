@@ -134,7 +134,10 @@ def _source(file: Path) -> Source:
         except StoreError as error:
             raise InputError(str(error)) from None
     else:
-        result = check_conclusion(Result.open(file), file.parent)
+        written = Result.read(file)
+        result = written.checked(file.parent)
+        if result.standing == written.standing:
+            result = check_conclusion(result, file.parent)
     files = sorted(_files(file.parent))
     return Source(
         str(file.parent), file.name, file_sha256(file), result, tuple(files[:_MOST_FILES]),

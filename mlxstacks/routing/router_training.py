@@ -87,9 +87,9 @@ def rows_of(
 
     Raises: InputError: an example is of a domain that is not among `domains`, or nothing is left.
     """
-    if strangers := {name for example in examples for name in example.label} - {*domains}:
+    if unknown := {name for example in examples for name in example.label} - {*domains}:
         raise InputError(
-            f"examples are of {', '.join(sorted(strangers))}, which the store does not serve "
+            f"examples are of {', '.join(sorted(unknown))}, which the store does not serve "
             f"(it serves {', '.join(domains)}); run `mlxstacks route discover` again"
         )
     kept = [e for e in examples if e.row_id in discovered or not oracle_only]
@@ -304,7 +304,7 @@ def _ordered(
     if not domains:
         raise InputError("no domain to route to: the store serves no stacks")
     if settings.extend and start is None:
-        raise InputError(f"extend {settings.extend} needs a router to go on from; there is none")
+        raise InputError(f"extend {settings.extend} needs a router to start from; there is none")
     if start is None:
         return list(domains)
     old = [name for name in start.header.domains if name in domains]

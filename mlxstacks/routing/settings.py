@@ -158,7 +158,7 @@ class RouterTrainSettings(RouteSettings):
     )
     extend: Literal["new", "all"] | None = Field(
         None,
-        description="Go on from the store's router, for domains that it does not know: new trains "
+        description="Start from the store's router, for domains that it does not know: new trains "
         "nothing but their queries, so that old domains keep their scores to the bit; all trains "
         "everything from there.",
     )

@@ -7,6 +7,7 @@ when the report was made, and are held here against what lies beside it now.
 
 import hashlib
 import os
+import shutil
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -68,6 +69,29 @@ def check_provenance(directory: Path, provenance: Mapping[str, Any]) -> Checked:
             other.append(f"{name} is not what the report was made from: {error}")
     same = len(provenance) - len(other) - len(missing)
     return Checked(same, tuple(other), tuple(missing))
+
+
+def copy_named(
+    directory: Path, provenance: Mapping[str, Any], target: Path, most_bytes: int
+) -> None:
+    """Copy the files of a report to `target`, so that what reads them there meets plain files that
+    are named, and nothing else: no link, no pipe, no file that was laid next to them.
+
+    Raises: ValueError for one that is not there or not to be read, and for too many bytes.
+    """
+    root, left = directory.resolve(), most_bytes
+    for name in provenance:
+        file = _opened(root, name)
+        if file is None:
+            raise ValueError(f"{name:.200} is not there")
+        with file:
+            left -= os.fstat(file.fileno()).st_size
+            if left < 0:
+                raise ValueError(f"its files have more than {most_bytes:,} bytes")
+            copy = target / (root / name).resolve().relative_to(root)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with copy.open("wb") as written:
+                shutil.copyfileobj(file, written)
 
 
 def _opened(root: Path, name: str) -> BufferedReader | None:

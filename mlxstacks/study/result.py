@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from mlxstacks.errors import InputError
+from mlxstacks.errors import InputError, need
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, compact, json_sha256, read_object
 from mlxstacks.regular_files import check_regular
 from mlxstacks.study.document import RESULT, Document, Plot, Standing, Table
@@ -34,6 +34,7 @@ class Result(Document):
 
     def table(self, id: str) -> Any:
         """A table as a pandas DataFrame, an interval in two columns more. Raises: KeyError."""
+        need("pandas", "data")
         import pandas  # type: ignore[import-untyped]
 
         block = self._block(id, Table)
@@ -96,17 +97,21 @@ class Result(Document):
         Raises: InputError: no result of this version.
         """
         file = Path(path) / RESULT if Path(path).is_dir() else Path(path)
+        return cls.read(file).checked(file.parent)
+
+    @classmethod
+    def read(cls, file: Path) -> "Result":
+        """The document as it stands there. Raises: as `open`."""
         try:
             check_regular(file)
             if file.stat().st_size > MAX_JSON_BYTES:
                 raise ValueError(f"more than {MAX_JSON_BYTES:,} bytes")
-            result = cls.from_json(read_object(file.read_bytes()))
+            return cls.from_json(read_object(file.read_bytes()))
         except (OSError, ValueError) as error:
             raise InputError(
                 f"{file}: no result that can be read: {clean(str(error), 300)}; run its command "
                 "again, or leave it out"
             ) from None
-        return result.checked(file.parent)
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> "Result":

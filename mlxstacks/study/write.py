@@ -1,6 +1,7 @@
 """A result and what belongs to it, as files of a target."""
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,12 +16,17 @@ from mlxstacks.study.result import Result
 MARKDOWN = "result.md"
 
 
+@cache
+def _versions() -> dict[str, str]:
+    return {name: version(name) for name in ("mlxstacks", "mlx", "mlx-lm", "numpy")}
+
+
 def environment(seconds: float | None) -> Environment:
     """Of this process. seconds: None where it made only a part; then neither is known."""
     device = memory.device()
     return Environment(
         device=f"{device.name} ({device.kind})",
-        versions={name: version(name) for name in ("mlxstacks", "mlx", "mlx-lm", "numpy")},
+        versions=dict(_versions()),
         seconds=None if seconds is None else round(seconds, 1),
         peak_bytes=None if seconds is None else memory.peak_resident_bytes(),
     )

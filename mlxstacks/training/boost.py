@@ -106,7 +106,7 @@ class RoundRecord:
         return asdict(self)
 
 
-class Keeper(Protocol):
+class Checkpoints(Protocol):
     """Where the inner loop keeps what it needs to go on after it was stopped."""
 
     def rounds(self) -> list[RoundRecord]:
@@ -129,50 +129,50 @@ class Keeper(Protocol):
 def boost_domain(
     model: nn.Module,
     job: DomainJob,
-    keeper: Keeper,
+    checkpoints: Checkpoints,
     group: mx.distributed.Group | None = None,
     done: Sequence[RoundRecord] | None = None,
 ) -> list[RoundRecord]:
     """Train the stacks of one domain; afterwards the kept ones are frozen in the model.
 
-    done: what `keeper.rounds()` gave, where the caller has asked already.
+    done: what `checkpoints.rounds()` gave, where the caller has asked already.
     Raises:
         NonFiniteError: NaN or Inf in a step. The state before it is saved, its best weights in it.
         InputError: a trained stack does not fit the storage dtype; its state is saved.
     """
-    records = keeper.rounds() if done is None else list(done)
+    records = checkpoints.rounds() if done is None else list(done)
     while len(records) < job.rounds and not (records and records[-1].last):
-        records.append(_round(model, job, len(records) + 1, keeper, group))
+        records.append(_round(model, job, len(records) + 1, checkpoints, group))
     return records
 
 
 def _round(
-    model: nn.Module, job: DomainJob, number: int, keeper: Keeper, group: Any
+    model: nn.Module, job: DomainJob, number: int, checkpoints: Checkpoints, group: Any
 ) -> RoundRecord:
     start = time.monotonic()
     add_stack(model, job, number)
     set_training_modes(model)
-    state = keeper.load(model, number) or new_state(job.optimizer)
+    state = checkpoints.load(model, number) or new_state(job.optimizer)
     try:
         train(
             model, cross_entropy_loss(call_with_balance, job.balance_weight, job.head),
             lambda step: job.batches_at(number, step), job.optimizer, state,
             validation=Validation(job.loss_of, job.every, job.snapshot), group=group,
             compiled=job.compiled, seed=round_seed(job, number),
-            on_validation=lambda state, record: keeper.on_validation(number, state, record),
-            on_step=lambda state, record: keeper.on_step(number, state, record),
+            on_validation=lambda state, record: checkpoints.on_validation(number, state, record),
+            on_step=lambda state, record: checkpoints.on_step(number, state, record),
         )  # fmt: skip
     except FloatingPointError:
-        keeper.save(model, number, state)
+        checkpoints.save(model, number, state)
         raise
     restore_best(model, state)
-    keeper.save(model, number, state)
+    checkpoints.save(model, number, state)
     name, best = stack_name(job.name, number), state.best
     try:
         parts = freeze_active(model, name, job.name, _DTYPES[job.stack.storage])
     except ValueError as error:
         raise InputError(
-            f"{error}\nThe trained stack is saved; --set stack.storage=bfloat16 goes on from there"
+            f"{error}\nThe trained stack is saved; --set stack.storage=bfloat16 resumes there"
         ) from error
     after = job.loss_of(model)
     assert best is not None
@@ -191,7 +191,7 @@ def _round(
     )  # fmt: skip
     if not record.kept:
         remove_frozen(model, name)
-    keeper.round_done(record, parts if record.kept else None)
+    checkpoints.round_done(record, parts if record.kept else None)
     return record
 
 

@@ -32,7 +32,7 @@ from mlxstacks.layers.delta_rows import collect_delta_rows
 from mlxstacks.layers.nullspace import NullBasis, null_basis
 from mlxstacks.layers.selection import subset, ungated
 from mlxstacks.layers.stacked import set_mode, stacked_layers
-from mlxstacks.training.boost import DomainJob, Keeper, RoundRecord, boost_domain
+from mlxstacks.training.boost import Checkpoints, DomainJob, RoundRecord, boost_domain
 from mlxstacks.training.modes import evaluating
 from mlxstacks.training.settings import MatrixMode, NullSpaceSettings
 
@@ -260,7 +260,7 @@ class DomainResult:
 def train_domain(
     model: nn.Module,
     job: DomainJob,
-    keeper: Keeper,
+    checkpoints: Checkpoints,
     before: Sequence[Served],
     loss_of: LossOf,
     modes: Sequence[MatrixMode],
@@ -275,8 +275,8 @@ def train_domain(
     expected: prefix losses of earlier domains as this process measured them.
     Raises: DriftError where one of them is another now, in whatever modes; and as `boost_domain`.
     """
-    earlier = keeper.rounds()
-    records = boost_domain(model, job, keeper, group, earlier)
+    earlier = checkpoints.rounds()
+    records = boost_domain(model, job, checkpoints, group, earlier)
     kept = [record for record in records if record.kept]
     losses = (records[0].loss_before, *(record.loss_after for record in kept))
     served = Served(job.name, tuple(stack_name(job.name, record.number) for record in kept))

@@ -202,7 +202,7 @@ def restore_best(model: nn.Module, state: TrainingState) -> None:
         model.update(tree_unflatten(list(state.best.weights.items())))
 
 
-_START_AGAIN = "remove it, or give --no-resume, to start anew"
+_START_AGAIN = "remove it, or give --no-resume, to start again"
 
 
 def save_state(path: Path, model: nn.Module, state: TrainingState, run_id: str) -> None:

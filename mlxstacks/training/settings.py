@@ -137,7 +137,7 @@ class TrainSettings(Settings):
         description="Numbers the frozen base computes with. float32: its stored values, some 20 "
         "times faster on a CPU; auto: that, on a CPU with the memory for it.",
     )
-    resume: bool = Field(True, description="Go on from the last saved state of this recipe.")
+    resume: bool = Field(True, description="Resume from the last saved state of this recipe.")
     guard: Literal["refuse", "reshape", "warn", "off"] = Field(
         "refuse",
         description="A run that is predicted not to fit: refuse it, reshape it with the cheapest "
@@ -240,7 +240,7 @@ class StackRunSettings(Settings):
         "Default: nano's curriculum.",
     )
     save_path: str | None = Field(
-        None, description="The store: a new directory, or a store to go on with."
+        None, description="The store: a new directory, or a store to extend."
     )
     domains: tuple[Domain, ...] = Field(
         (),
@@ -335,9 +335,9 @@ class StackRunSettings(Settings):
         None, ge=1, description="Memory to stay within. Default: what a Metal device recommends."
     )
     resume: bool = Field(
-        True, description="Go on with a domain that was stopped; otherwise begin it again."
+        True, description="Resume a domain that was stopped; otherwise start it again."
     )
-    force: bool = Field(False, description="Remove an existing store and begin anew.")
+    force: bool = Field(False, description="Remove an existing store and start again.")
     seed: int = Field(42, ge=0, description="Seed of first weights, noise and order of the data.")
 
     @model_validator(mode="after")

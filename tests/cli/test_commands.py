@@ -55,7 +55,9 @@ def test_result_is_a_table_or_one_document(toy: Path, command: Run) -> None:
         (["toybox", "read", "--model", ""], 2, "a model of your own needs --adapter-path too"),
         (["toy", "--recipe", ""], 2, "recipe '': no such file"),
         (["run", "toi"], 2, "recipe 'toi': no such file"),
-        (["run"], 2, "Missing argument 'RECIPE'"),
+        (["run"], 2, "RECIPE is missing"),
+        (["stacks", "diff", "--dry-run"], 2, "stacks diff needs STORE (--store-path), OTHER"),
+        (["route", "explain", "--dry-run"], 2, "route explain needs PROMPT (--prompt)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -118,7 +120,7 @@ def test_after_ctrl_c_it_is_said_what_is_kept(toy: Path, command: Run) -> None:
     assert "is kept in" not in command(*stopped)[2]
     (toy / "mlxstacks-out" / ".toy.work").mkdir(parents=True)
     code, _, err = command(*stopped)
-    assert (code, "mlxstacks-out/.toy.work: the same command goes on" in err) == (130, True)
+    assert (code, "mlxstacks-out/.toy.work: the same command resumes" in err) == (130, True)
 
 
 def test_bare_run_leaves_anything_else_alone(toy: Path, command: Run) -> None:

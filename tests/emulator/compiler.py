@@ -134,8 +134,8 @@ def unavailable() -> str | None:
     if found is None:
         return "the Metal emulator needs a C++ compiler (clang++, else g++): none was found"
     try:
-        ctypes.CDLL(str(tools().folder / _LOADED))
         with tempfile.TemporaryFile(dir=objects_dir()):
+            ctypes.CDLL(str(tools().folder / _LOADED))
             return None
     except CompileError as error:
         if _works(found):

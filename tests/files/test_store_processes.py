@@ -112,7 +112,7 @@ def test_readers_see_whole_states_while_a_writer_works(tmp_path: Path) -> None:
     chance = random.Random(0)
     with worker("read", store.path) as reader:
         assert answer(reader) == "ready"
-        for _ in range(20):
+        for _ in range(8):
             store_worker.one_change(store.path, chance)
         say(reader, "stop")
         states = int(answer(reader))

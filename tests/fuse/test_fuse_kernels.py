@@ -131,8 +131,8 @@ def test_other_grids_and_adapters_are_those_of_numpy(
 def test_two_stages_and_rows_in_pieces_are_those_of_numpy(
     launches: list[str], model: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxstacks.fuse.module._WEIGHTS_PER_TASK", 7 * 128)
-    monkeypatch.setattr("mlxstacks.fuse.module.GROUPS_AT_ONCE", 3)
+    monkeypatch.setattr("mlxstacks.fuse.module._WEIGHTS_PER_TASK", 37 * 128)
+    monkeypatch.setattr("mlxstacks.fuse.module.GROUPS_AT_ONCE", 11)
     second = random_adapter(model, [DOWN], std=0.05, seed=4, directory=tmp_path / "second")
     by_both(model, [adapter, second], tmp_path / "auto", requant="auto")
     by_both(model, [adapter, second], tmp_path / "stochastic", requant="stochastic", seed=3)

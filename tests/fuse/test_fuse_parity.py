@@ -116,8 +116,8 @@ def test_refit_in_row_blocks_is_the_same(
     adapter = random_adapter(model, keys, rank=3, std=0.01)
     fuse(model, adapter, tmp_path / "whole", requant="refit")
     monkeypatch.setattr("mlxstacks.fuse.delta._LARGEST_PRODUCT", 64 * 64)
-    monkeypatch.setattr("mlxstacks.fuse.module._WEIGHTS_PER_TASK", 7 * 128)
-    monkeypatch.setattr("mlxstacks.fuse.module.GROUPS_AT_ONCE", 3)
+    monkeypatch.setattr("mlxstacks.fuse.module._WEIGHTS_PER_TASK", 37 * 128)
+    monkeypatch.setattr("mlxstacks.fuse.module.GROUPS_AT_ONCE", 11)
     fuse(model, adapter, tmp_path / "blocks", requant="refit")
     assert_same_bytes(tmp_path / "whole", tmp_path / "blocks")
 
@@ -130,7 +130,7 @@ def test_result_does_not_depend_on_blocks(
     adapter = random_adapter(model, [DOWN], rank=3, std=0.01)
     first = fuse(model, adapter, tmp_path / "whole", requant=requant).as_json()
     if requant != "stochastic":  # its draws are keyed by the block
-        monkeypatch.setattr("mlxstacks.fuse.module._WEIGHTS_PER_TASK", 7 * 128)
+        monkeypatch.setattr("mlxstacks.fuse.module._WEIGHTS_PER_TASK", 37 * 128)
     again = fuse(model, adapter, tmp_path / "again", requant=requant).as_json()
     assert_same_bytes(tmp_path / "whole", tmp_path / "again")
     assert (

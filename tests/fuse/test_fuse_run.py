@@ -2,6 +2,8 @@
 
 import json
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +32,7 @@ from tests.fuse.cases import assert_same_bytes, fuse, raw, tensors
 from tests.tiny_models import random_adapter, write_llama, write_qwen_moe
 
 DOWN = "mlp.switch_mlp.down_proj"
+Finished = Callable[..., tuple[FuseReport, Path]]
 LOSSLESS = ["keep", "nearest", "stochastic"]
 
 
@@ -44,6 +47,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adapter(model: Path) -> Path:
     """A delta of about a tenth of a step on the experts and an 8-bit gate."""
     return random_adapter(model, [DOWN, "mlp.gate"], rank=2, std=0.004)
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A fuse of the two with some options: its report and directory, made once and only read."""
+    directory = tmp_path_factory.mktemp("finished")
+
+    @cache
+    def one(**options: Any) -> tuple[FuseReport, Path]:
+        target = directory / "-".join(map(str, ["out", *options.values()]))
+        return fuse(model, adapter, target, **options), target
+
+    return one
 
 
 def modules(report: FuseReport, stage: int = 0) -> dict[str, Any]:
@@ -64,9 +80,9 @@ def test_zero_delta_keeps_every_byte(
 
 
 def test_zero_delta_refit_changes_codes_once_and_says_so(
-    model: Path, adapter: Path, tmp_path: Path
+    model: Path, finished: Finished, tmp_path: Path
 ) -> None:
-    first = fuse(model, adapter, tmp_path / "once", requant="refit", zero_delta=True)
+    first, _ = finished(requant="refit", zero_delta=True)
     assert first.total is not None
     assert first.total.codes_changed_at_zero is not None
     assert 0.05 < first.total.codes_changed_at_zero < 0.2
@@ -80,17 +96,17 @@ def test_zero_delta_refit_changes_codes_once_and_says_so(
     assert again.total.artifact == 0.0
 
 
-def test_zero_delta_takes_the_trained_decisions(model: Path, adapter: Path, tmp_path: Path) -> None:
-    trained = fuse(model, adapter, tmp_path / "trained")
-    control = fuse(model, adapter, tmp_path / "control", zero_delta=True)
+def test_zero_delta_takes_the_trained_decisions(model: Path, finished: Finished) -> None:
+    trained, fused = finished()
+    control, unchanged = finished(zero_delta=True)
     chosen = {name: (m["policy"], m["bits_after"]) for name, m in modules(trained).items()}
     assert {n: (m["policy"], m["bits_after"]) for n, m in modules(control).items()} == chosen
     assert any(policy.startswith("promote") for policy, _ in chosen.values())
-    names = tensors(tmp_path / "trained"), tensors(tmp_path / "control")
+    names = tensors(fused), tensors(unchanged)
     assert {n: (v.shape, v.dtype) for n, v in names[0].items()} == {
         n: (v.shape, v.dtype) for n, v in names[1].items()
     }
-    values_of_promoted_modules_are_those_of_the_base(model, tmp_path / "control", control)
+    values_of_promoted_modules_are_those_of_the_base(model, unchanged, control)
 
 
 def values_of_promoted_modules_are_those_of_the_base(
@@ -114,12 +130,12 @@ LEAVES = (("weight", mx.uint32), ("scales", mx.float32), ("biases", mx.float32))
 
 
 def test_zero_delta_equals_a_fuse_of_the_zeroed_adapter(
-    model: Path, adapter: Path, tmp_path: Path
+    model: Path, adapter: Path, finished: Finished, tmp_path: Path
 ) -> None:
     write_adapter(zero_adapter(read_adapter(adapter)), tmp_path / "zeros")
-    fuse(model, adapter, tmp_path / "control", requant="refit", zero_delta=True)
     fuse(model, tmp_path / "zeros", tmp_path / "fused", requant="refit")
-    assert_same_bytes(tmp_path / "control", tmp_path / "fused")
+    _, control = finished(requant="refit", zero_delta=True)
+    assert_same_bytes(control, tmp_path / "fused")
 
 
 def test_auto_keeps_what_refit_loses(model: Path, tmp_path: Path) -> None:
@@ -148,16 +164,16 @@ def step_sizes(model: Path, key: str) -> list[float]:
 
 
 def test_reported_figures_are_those_of_the_files(
-    model: Path, adapter: Path, tmp_path: Path
+    model: Path, adapter: Path, finished: Finished
 ) -> None:
     """Survival, correlation, noise and artifact again, from the tensors, in float64."""
-    report = fuse(model, adapter, tmp_path / "out", requant="refit")
-    control = fuse(model, adapter, tmp_path / "control", requant="refit", zero_delta=True)
+    report, fused = finished(requant="refit")
+    control, unchanged = finished(requant="refit", zero_delta=True)
     assert control.total is not None
     name = next(n for n in modules(report) if n.endswith(DOWN))
     learned = read_adapter(adapter).modules[name]
     delta = learned.scale * (learned.lora_b.astype(np.float64) @ learned.lora_a)
-    old, new, zero = (weight_of(d, name) for d in (model, tmp_path / "out", tmp_path / "control"))
+    old, new, zero = (weight_of(d, name) for d in (model, fused, unchanged))
     change, artifact = new - old, zero - old
     survival = (change * delta).sum() / (delta * delta).sum()
     found = modules(report)[name]["fidelity"]
@@ -236,17 +252,17 @@ def test_per_module_bits_load_in_mlx_lm(model: Path, adapter: Path, tmp_path: Pa
         assert getattr(found[name], "bits", None) == module["bits_after"]
 
 
-def test_several_adapters_are_fused_in_order(model: Path, adapter: Path, tmp_path: Path) -> None:
+def test_several_adapters_are_fused_in_order(
+    model: Path, adapter: Path, finished: Finished, tmp_path: Path
+) -> None:
     """Two stages in one pass are the two fuses one after the other."""
     second = random_adapter(
         model, [DOWN, "self_attn.v_proj"], std=0.02, seed=9, directory=tmp_path / "second"
     )
     for requant in ("refit", "auto", "dequantize"):
         both = fuse(model, [adapter, second], tmp_path / f"{requant}-both", requant=requant)
-        one = fuse(model, adapter, tmp_path / f"{requant}-one", requant=requant)
-        two = fuse(
-            tmp_path / f"{requant}-one", second, tmp_path / f"{requant}-two", requant=requant
-        )
+        one, fused = finished(requant=requant)
+        two = fuse(fused, second, tmp_path / f"{requant}-two", requant=requant)
         assert_same_bytes(tmp_path / f"{requant}-both", tmp_path / f"{requant}-two")
         for stage, alone in enumerate((one, two)):
             together = both.stages[stage].total
@@ -266,10 +282,10 @@ def test_fail_under_writes_the_files_and_reports_the_gate(
 
 
 def test_another_base_named_by_the_adapter_is_noted(
-    model: Path, adapter: Path, tmp_path: Path
+    model: Path, adapter: Path, finished: Finished, tmp_path: Path
 ) -> None:
     """mlx-lm writes the base's path and no fingerprint: all that can be done is to say so."""
-    assert fuse(model, adapter, tmp_path / "same").notes == []
+    assert finished()[0].notes == []
     other = shutil.copytree(model, tmp_path / "other")
     (note,) = fuse(other, adapter, tmp_path / "out").notes
     assert str(model) in note
@@ -285,8 +301,8 @@ def test_modules_outside_the_config_are_noted(model: Path, adapter: Path, tmp_pa
     assert "its config leaves out" in note
 
 
-def test_fuse_of_a_fused_model_is_noted(model: Path, adapter: Path, tmp_path: Path) -> None:
-    fuse(model, adapter, tmp_path / "model")
+def test_fuse_of_a_fused_model_is_noted(adapter: Path, finished: Finished, tmp_path: Path) -> None:
+    shutil.copytree(finished()[1], tmp_path / "model")
     (note,) = fuse(tmp_path / "model", adapter, tmp_path / "again").notes
     assert "itself the result of a fuse" in note
 
@@ -420,9 +436,9 @@ def test_dry_run_touches_nothing(model: Path, adapter: Path, tmp_path: Path) -> 
     ]
 
 
-def test_report_in_the_directory_is_the_report(model: Path, adapter: Path, tmp_path: Path) -> None:
-    report = fuse(model, adapter, tmp_path / "out")
-    saved = json.loads((tmp_path / "out" / "result.json").read_text())
+def test_report_in_the_directory_is_the_report(finished: Finished) -> None:
+    report, directory = finished()
+    saved = json.loads((directory / "result.json").read_text())
     assert saved["data"] == json.loads(json.dumps(report.as_json()))
     assert saved["data"]["stages"][0]["modules"][0]["base"] == "not verifiable"
 
@@ -531,11 +547,11 @@ def test_a_real_llama_keeps_its_story_at_zero_delta(tmp_path: Path) -> None:
     adapter = random_adapter(
         tmp_path / "q", ["mlp.gate_proj", "self_attn.q_proj"], rank=2, std=0.02, num_layers=5
     )
-    before = generate(*load(str(tmp_path / "q")), prompt="Once upon a time", max_tokens=20)
+    before = generate(*load(str(tmp_path / "q")), prompt="Once upon a time", max_tokens=8)
     report = fuse(tmp_path / "q", adapter, tmp_path / "zero", zero_delta=True)
     assert report.total is not None
     assert report.total.artifact == 0.0
-    after = generate(*load(str(tmp_path / "zero")), prompt="Once upon a time", max_tokens=20)
+    after = generate(*load(str(tmp_path / "zero")), prompt="Once upon a time", max_tokens=8)
     assert after == before
     trained = fuse(tmp_path / "q", adapter, tmp_path / "trained")
     assert trained.total is not None

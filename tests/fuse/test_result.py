@@ -59,7 +59,7 @@ def test_blocks() -> None:
     ids = ["fidelity-plot-1", "fidelity-1", "weights-1", "estimates-1", "files", "Files"]
     assert blocks == ids
     fidelity = result.table("fidelity-1")
-    figures = ["steps", "correlation", "survival", "noise", "artifact"]
+    figures = ["delta/step", "correlation", "survival", "noise", "artifact"]
     assert list(fidelity) == ["module", "policy", *figures]
     assert [*fidelity.module] == ["total of 3 modules", "1 down_proj", "0 down_proj", "2 down_proj"]
     assert fidelity.loc[1, figures].to_list() == [0.2, 0.1234, 0.5, 0.8, 0.01]

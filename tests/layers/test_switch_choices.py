@@ -64,7 +64,7 @@ TOKENS = mx.array([[5, 17, 2, 61, 9, 33, 8], [40, 41, 7, 7, 0, 0, 0]])
 
 
 @pytest.mark.parametrize("kind", [*CONFIGS, "qwen3_5_moe"])
-@pytest.mark.parametrize("tokens", [TOKENS, mx.tile(TOKENS, (3, 3))], ids=["unsorted", "sorted"])
+@pytest.mark.parametrize("tokens", [TOKENS, mx.tile(TOKENS, (3, 2))], ids=["unsorted", "sorted"])
 def test_logits_are_bit_equal_with_and_without_hearing(
     kind: str, tokens: mx.array, qwen: Any
 ) -> None:

@@ -1,6 +1,8 @@
 """The whole rebuild on a tiny shape, and its pieces. Run: pytest tests/nano/test_build.py"""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -20,19 +22,20 @@ from mlxstacks.nano.settings import Persona
 from mlxstacks.routing.settings import OutcomeSettings, RouterTrainSettings
 from mlxstacks.training.settings import OptimizerSettings
 from tests.warm import WarmSubprocess
-from tools.nano import base_training, sample_store, workers
+from tools.nano import base_training, measure, measure_store, sample_store, workers
 from tools.nano.__main__ import main
 from tools.nano.adapter_training import persona_documents
 from tools.nano.base_training import STATE_FILE, run_id
 from tools.nano.build import RebuildResult, _check_saved_state, rebuild, refit_layers
+from tools.nano.curriculum import curriculum_files
 from tools.nano.curriculum_settings import DOMAINS
 from tools.nano.identity import persona_prompts
 from tools.nano.measure import refit_in_place, switch_down_projections
 from tools.nano.settings import SAMPLE_STACKS, AdapterTraining, NanoShape, RebuildSettings
 
 TINY = RebuildSettings(
-    documents=120, batch_size=2, row_length=64, processes=1,
-    validation_per_domain=2, items_per_domain=3,
+    documents=40, batch_size=2, row_length=64, processes=1,
+    validation_per_domain=1, items_per_domain=2,
     shape=NanoShape(
         hidden_size=64, num_hidden_layers=3, num_experts=4, vocab_size=400, num_attention_heads=2,
         num_key_value_heads=1, head_dim=32, linear_num_key_heads=1, linear_num_value_heads=2,
@@ -43,12 +46,12 @@ TINY = RebuildSettings(
     ),
     stacks=SAMPLE_STACKS.model_copy(
         update={
-            "domains": SAMPLE_STACKS.domains[:2], "layers": "all", "iters": 6, "batch_size": 4,
-            "validation_rows": 4, "warmup": 0, "min_loss_delta": 0.0, "steps_per_eval": 3,
+            "domains": SAMPLE_STACKS.domains[:2], "layers": "all", "iters": 2, "batch_size": 2,
+            "validation_rows": 2, "warmup": 0, "min_loss_delta": 0.0, "steps_per_eval": 1,
             "guard": "off",
         }
     ),
-    outcomes=OutcomeSettings(single_cap=6, mixed_cap=2, samples_per_domain=2),
+    outcomes=OutcomeSettings(single_cap=4, mixed_cap=2, samples_per_domain=2),
     router=RouterTrainSettings(hidden_dims=8, epochs=2, validation_groups=4),
 )  # fmt: skip
 
@@ -59,16 +62,26 @@ def in_this_process(module: str, arguments: list[str], count: int) -> None:
     assert run_command_line(arguments) == 0
 
 
+@contextmanager
+def little_data() -> Iterator[None]:
+    """What a rebuild takes in full whatever its settings, cut short."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base_training, "TOKENIZER_DOCUMENTS", 400)
+        patch.setattr(sample_store, "curriculum_files", partial(curriculum_files, 12))
+        patch.setattr(measure, "persona_prompts", lambda *a, **k: persona_prompts(*a, **k)[:2])
+        patch.setattr(measure_store, "HELD_OUT_ROWS", 2)
+        # What three steps have taught never ends its answer.
+        patch.setattr(base_model, "generate", partial(base_model.generate, max_tokens=1))
+        yield
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> tuple[Path, dict]:
     """Base and adapter are trained in processes, as in a rebuild; what is long is shorter."""
     path = tmp_path_factory.mktemp("rebuild") / "nano"
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, little_data():
         patch.setattr(sample_store, "run_in_processes", in_this_process)
         patch.setattr(workers, "subprocess", WarmSubprocess)
-        patch.setattr(base_training, "TOKENIZER_DOCUMENTS", 2000)
-        # What three steps have taught never ends its answer.
-        patch.setattr(base_model, "generate", partial(base_model.generate, max_tokens=1))
         result = rebuild(TINY.model_copy(update={"save_path": path}))
     return path, result.as_json()["manifest"]
 
@@ -83,8 +96,8 @@ def test_a_rebuild_writes_model_samples_and_manifest(built) -> None:
     measured = manifest["measured"]
     assert set(measured["models"]) == {"as_trained_float32", "8_bit", "4_bit", "3_bit"}
     assert all(len(rows) == 2 for rows in measured["zero_delta_refit_of_down_proj"].values())
-    assert measured["adapter"]["identity_with"]["n"] == 20
-    assert measured["store"]["domains"]["islands"]["items"] == 3
+    assert measured["adapter"]["identity_with"]["n"] == 2
+    assert measured["store"]["domains"]["islands"]["items"] == 2
     assert [record["step"] for record in manifest["base_training"]["history"]] == [2, 3]
 
 
@@ -102,11 +115,9 @@ def test_the_store_of_a_rebuild_is_of_its_export(built, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rebuild_again_gives_the_same_bytes(built, tmp_path: Path) -> None:
-    path, manifest = built
     """And with every command in a process of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(base_training, "TOKENIZER_DOCUMENTS", 2000)
-        patch.setattr(base_model, "generate", partial(base_model.generate, max_tokens=1))
+    path, manifest = built
+    with little_data():
         again = rebuild(TINY.model_copy(update={"save_path": tmp_path / "nano"}))
     for name in manifest["file_bytes"]:
         assert (path / name).read_bytes() == (tmp_path / "nano" / name).read_bytes(), name

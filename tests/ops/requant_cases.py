@@ -159,13 +159,17 @@ def new_widths(policy: str, bits: int) -> list[int | None]:
     return [None, *affine.BITS] if policy == "refit" else [None]
 
 
-def reference_cases() -> Iterator[Case]:
-    """Every grid, policy and width."""
-    for grid in GRIDS:
-        for policy in POLICIES:
-            for number, wide in enumerate(new_widths(policy, grid.bits)):
-                source = ("dense", "rounded")[number % 2]
-                yield Case(grid, policy, wide, source=source, control=number % 3 == 0)
+def reference_cases(every: int = 1) -> Iterator[Case]:
+    """Every grid, policy and width; or of these a part in which each policy meets each grid, and
+    each width each number of bits.
+    """
+    for place, grid in enumerate(GRIDS):
+        found = [
+            Case(grid, policy, wide, source=("dense", "rounded")[n % 2], control=n % 3 == 0)
+            for policy in POLICIES
+            for n, wide in enumerate(new_widths(policy, grid.bits))
+        ]
+        yield from (case for n, case in enumerate(found) if (n + place) % every == 0)
 
 
 def kernel_cases(grids_of_policy: dict[str, list[Grid]]) -> Iterator[Case]:

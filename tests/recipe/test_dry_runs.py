@@ -93,16 +93,19 @@ def test_every_command_has_a_recipe() -> None:
 
 @pytest.mark.parametrize("name", [name for name in recipe_names() if name.endswith(BIG)])
 def test_a_recipe_of_the_large_model_has_a_twin_on_nano(name: str) -> None:
-    """`Twin:` in its head names it; without that line it is NAME-nano."""
+    """`On nano:` in its head names it; without that line it is NAME-nano."""
     recipe = load_recipe(name)
-    said = [line.split()[-1] for line in recipe.head if line.startswith("Twin:")]
+    said = [line.split()[-1] for line in recipe.head if line.startswith("On nano:")]
     twin = load_recipe(said[0] if said else f"{name.removesuffix(BIG)}-nano")
     assert twin.command == recipe.command
     assert "model" not in twin.values
 
 
 @pytest.mark.skipif(memory.device().kind != "cpu", reason="a compiled step has other counts")
-@pytest.mark.parametrize("name", ["train-qwen3.5-35b-a3b", "stack-qwen3.5-35b-a3b"])
+@pytest.mark.parametrize(
+    "name",
+    ["train-qwen3.5-35b-a3b", pytest.param("stack-qwen3.5-35b-a3b", marks=pytest.mark.slow)],
+)
 def test_the_guards_word_in_the_head_is_the_guards(name: str, offline: Path, command: Run) -> None:
     code, out, _ = command("run", name, "--dry-run", "--json")
     verdict = json.loads(out)["data"]["training"][0]["guard"]["verdict"]
@@ -111,6 +114,7 @@ def test_the_guards_word_in_the_head_is_the_guards(name: str, offline: Path, com
     assert code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(memory.device().kind != "cpu", reason="a compiled step has other counts")
 def test_the_guards_word_on_what_the_studies_train(offline: Path, command: Run) -> None:
     """Their plan does not ask the guard: `train` on the large model with their settings does."""

@@ -120,7 +120,7 @@ def test_data_is_a_path_or_says_how_it_is_read(work_dir: Path) -> None:
         with pytest.raises(InputError, match=message) as refused:
             data(*sets)
         assert "TrainDataSettings." not in str(refused.value)
-    with pytest.raises(InputError, match=r"--set data\.seed is lost beside --data; give all of"):
+    with pytest.raises(InputError, match=r"--set data\.seed is overridden by --data; give all of"):
         data("data.seed=3", data="rows.jsonl")
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -231,7 +232,7 @@ def profile_result() -> dict[str, Any]:
     tables = analyse_profile(choices, ProfileSettings(top_layers=2, top_experts=2, permutations=20))
     groups = [{"name": name, "prompts": 8, "tokens": 64} for name in choices.names]
     about = [{"attention": "full", "expert_bits": "3"}] * 4
-    plan = {"hypothesis": "Groups go to other experts."}
+    plan = {"hypothesis": "Groups use different experts."}
     return Result(
         **ABOUT, status="done", outcome=outcome(tables, 0.05),
         verdict=profile_verdict(tables, 0.05),
@@ -320,12 +321,20 @@ def write_run(directory: Path, file: str, document: Any) -> Path:
 
 
 def write_every(directory: Path) -> Path:
+    """A run of every kind; of every kind of plot one, for each takes half a second to draw."""
+    drawn: set[str] = set()
     for name, (file, document) in every_report().items():
-        write_run(directory / name, file, plots_cut(document, 1))
+        new = {block["kind"] for block in document["blocks"] if block["block"] == "plot"} - drawn
+        drawn |= new
+        write_run(directory / name, file, plots_cut(document, new))
     return directory
 
 
-def plots_cut(document: dict[str, Any], most: int = 0) -> dict[str, Any]:
-    """The document with its first plots alone: each takes half a second to draw."""
+def plots_cut(document: dict[str, Any], kinds: Iterable[str] = ()) -> dict[str, Any]:
+    """The document with the first plot of each of these kinds alone."""
     plots = [block for block in document["blocks"] if block["block"] == "plot"]
-    return {**document, "blocks": [b for b in document["blocks"] if b not in plots[most:]]}
+    kept = [next(plot for plot in plots if plot["kind"] == kind) for kind in kinds]
+    return {
+        **document,
+        "blocks": [b for b in document["blocks"] if b not in plots or b in kept],
+    }

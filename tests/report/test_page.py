@@ -100,7 +100,13 @@ def test_every_plot_is_a_file_and_changes_with_light_and_dark(
     made: tuple[Path, Result, str],
 ) -> None:
     directory, report, page = made
-    assert len(report.data["figures"]) == len(every_report())
+    kinds = {
+        block["kind"]
+        for _, document in every_report().values()
+        for block in document["blocks"]
+        if block["block"] == "plot"
+    }
+    assert len(report.data["figures"]) == len(kinds) == 4
     assert all((directory / "figures" / name).is_file() for name in report.data["figures"])
     assert "var(--series-0)" in page
     assert "#0072b2" not in page.partition("<body>")[2]
@@ -130,7 +136,7 @@ def test_equal_results_give_equal_bytes(made: tuple[Path, Result, str], tmp_path
 
 
 def test_what_is_exploratory_is_marked_everywhere(tmp_path: Path) -> None:
-    document = plots_cut(profile_result(), 1)
+    document = plots_cut(profile_result(), ["lines"])
     document["standing"] = {"status": "exploratory", "reasons": ["a subset, 3 of 60"]}
     run = write_run(tmp_path / "small", RESULT, document)
     report = write_report(settings_for(run, save_path=tmp_path / "page"))

@@ -101,12 +101,12 @@ def every(count: int) -> list[Candidate]:
 
 
 def test_batched_losses_are_those_of_one_by_one(model: nn.Module) -> None:
-    rows, wanted = rows_of(5), every(5)
+    rows, wanted = rows_of(3), every(3)
     expected = [one_by_one(model, rows[one.pair], dict(one.weights)) for one in wanted]
     for batch_tokens in (1, 64, 10_000):
         found = losses_on(model, rows, LossCache(), batch_tokens)(wanted)
         np.testing.assert_allclose(found, expected, atol=2e-5)
-    by_mix = np.array(expected).reshape(5, len(MIXES))
+    by_mix = np.array(expected).reshape(3, len(MIXES))
     assert (np.abs(np.diff(by_mix, axis=1)) > 1e-3).all(), "the stacks do nothing here"
 
 
@@ -136,16 +136,16 @@ def test_cache_answers_without_the_model(model: nn.Module) -> None:
 
 def test_resumed_work_ends_with_the_same_bits(model: nn.Module, tmp_path: Path) -> None:
     """Whatever whole lines a killed run has left, in any number."""
-    rows, path = rows_of(9, seed=5), tmp_path / "losses.jsonl"
+    rows, path = rows_of(6, seed=5), tmp_path / "losses.jsonl"
     cache = LossCache(path)
-    whole = losses_on(model, rows, cache, 120)(every(9))
+    whole = losses_on(model, rows, cache, 120)(every(6))
     cache.close()
     lines = path.read_bytes().splitlines(keepends=True)
     assert len(lines) > 4
     for kept in (0, 1, len(lines) // 2, len(lines) - 1):
         path.write_bytes(b"".join(lines[:kept]) + lines[kept][:11])
         resumed = LossCache(path)
-        assert losses_on(model, rows, resumed, 120)(every(9)) == whole
+        assert losses_on(model, rows, resumed, 120)(every(6)) == whole
         resumed.close()
 
 

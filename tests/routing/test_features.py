@@ -39,7 +39,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Loaded]:
         "llama": loaded(write_llama(root / "llama", bits=None, dtype="float32", hidden_size=64)),
         "tied": loaded(write_llama(root / "tied", bits=4, hidden_size=64, tied=True)),
         "four": loaded(write_model(root / "four", four, bits=4, group_size=64, shards=1)),
-        "moe": loaded(write_qwen_moe(root / "moe", bits=4)),
+        "moe": loaded(write_qwen_moe(root / "moe", bits=4, dtype="float32")),
     }
 
 
@@ -165,7 +165,7 @@ def with_stacks(model: nn.Module) -> None:
 @pytest.mark.parametrize("kind", ["llama", "moe"])
 def test_stacks_are_off_for_features_and_as_they_were_afterwards(tmp_path: Path, kind: str) -> None:
     write = write_llama if kind == "llama" else write_qwen_moe
-    model, tokenizer = loaded(write(tmp_path / kind, bits=4))
+    model, tokenizer = loaded(write(tmp_path / kind, bits=4, dtype="float32"))
     tokens = mx.array([list(b"which stacks answer?")])
     bare_logits, bare = model(tokens), PromptFeatures(model, tokenizer).of(TEXTS)
     with_stacks(model)
@@ -182,7 +182,7 @@ def test_stacks_are_off_for_features_and_as_they_were_afterwards(tmp_path: Path,
 
 
 def test_installed_segments_survive_features_and_exceptions(tmp_path: Path) -> None:
-    model, tokenizer = loaded(write_llama(tmp_path / "m", bits=4))
+    model, tokenizer = loaded(write_llama(tmp_path / "m", bits=4, dtype="float32"))
     with_stacks(model)
     tokens = mx.array([list(b"installed")])
     before = model(tokens)

@@ -27,6 +27,7 @@ from mlxstacks.layers.stack_files import fixed_pairs, pair_tensors
 from mlxstacks.layers.stacked import set_mode
 from mlxstacks.routing.resident import PackedSets, Resident
 from mlxstacks.routing.stack_reader import ResidentStats
+from tests.conftest import SOAK
 from tests.files.store_cases import BASE, header, tensors
 from tests.layers.build import assert_close
 from tests.routing.resident_cases import (
@@ -149,7 +150,7 @@ def test_one_shape_answers_bit_for_bit(tmp_path: Path) -> None:
     asked=st.lists(st.sets(st.sampled_from(NAMES), max_size=3), min_size=1, max_size=4),
     room=st.sampled_from([None, 1.0, 1.6]),
 )
-@settings(max_examples=15)
+@settings(max_examples=15 if SOAK else 10)
 def test_no_order_of_loading_mixes_domains(
     shared_store: Store,
     full: FullyResident,
@@ -439,7 +440,7 @@ def test_memory_while_a_set_is_changed_for_another(tmp_path: Path) -> None:
     """One domain is kept of four, three are read: what is dropped goes before these come."""
     model = small_model()
     paths = [p for p, m in model.named_modules() if "layers" in p and p.endswith("_proj")]
-    shapes = shapes_of(model, paths, rank=16, experts=64)
+    shapes = shapes_of(model, paths, rank=16, experts=32)
     store = Store.create(tmp_path / "store", "tiny", BASE)
     for index, name in enumerate("abcdefg"):
         add_domain(store, name, shapes, seed=index)

@@ -12,15 +12,16 @@ import mlx.core as mx
 
 from mlxstacks.files.stack_file import ProjectionShape
 from mlxstacks.files.store import Store
+from tests.conftest import SOAK
 from tests.files.store_cases import BASE
 from tests.routing.resident_cases import add_domain
 from tests.routing.resident_worker import PLACES, WIDTH
 
-STACKS, ROOM, SWITCHES = 16, 6, 100
+STACKS, ROOM, SWITCHES = 12, 6, 100 if SOAK else 40
 
 
-def test_memory_stays_within_the_budget_after_100_switches(tmp_path: Path) -> None:
-    """16 stacks of 4.2 MB in memory, room for 6; a lease asks for 1 to 3. At most 5% above it."""
+def test_memory_stays_within_the_budget_whatever_is_switched(tmp_path: Path) -> None:
+    """12 stacks of 4.2 MB in memory, room for 6; a lease asks for 1 to 3. At most 5% above it."""
     store = Store.create(tmp_path / "store", "tiny", BASE)
     shape = ProjectionShape("linear", 8, 64, 2, 1.0, WIDTH, WIDTH)
     for index in range(STACKS):

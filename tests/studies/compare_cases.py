@@ -1,6 +1,6 @@
 """Comparisons of a few seconds on the tiny hybrid model, their cells in this process.
 
-A process of its own for each cell costs seconds of imports; test_command.py has real ones.
+A process of its own for each cell costs a second; test_command.py has real ones.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,12 @@ from mlxstacks.studies.compare.settings import CompareSettings
 from mlxstacks.study.run_directory import plain
 
 RUN: dict[str, Any] = {
-    "domains": ["alpha", "beta"], "validation_rows": 6, "rounds": 1, "iters": 4, "batch_size": 2,
-    "learning_rate": 1e-2, "max_seq_length": 64, "steps_per_eval": 2, "steps_per_report": 1,
+    "domains": ["alpha", "beta"], "validation_rows": 4, "rounds": 1, "iters": 2, "batch_size": 2,
+    "learning_rate": 3e-3, "max_seq_length": 64, "steps_per_eval": 2, "steps_per_report": 1,
     "save_every": 1, "keys": ["q_proj"],
     "stack": {"rank": 2, "num_experts": 2, "experts_per_token": 1}, "null_space": None,
     "min_loss_delta": 0.0, "keep_plateau_stack": True, "patience": 100, "spike_threshold": 10.0,
+    "guard": "off",
 }  # fmt: skip
 ARMS = (
     {"name": "free"},

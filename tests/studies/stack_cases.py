@@ -16,7 +16,12 @@ from tests.studies.train_cases import WORDS, write_rows, write_tiny_model
 
 DOMAINS = ("alpha", "beta", "gamma")
 # Changes of `settings_for`: two domains on one kind of projection.
-TWO: dict[str, Any] = {"domains": ("alpha", "beta"), "iters": 6, "keys": ("q_proj",)}
+TWO: dict[str, Any] = {
+    "domains": ("alpha", "beta"),
+    "iters": 6,
+    "validation_rows": 4,
+    "keys": ("q_proj",),
+}
 # What comes of two words, one rule a domain.
 _RULES = {
     "alpha": lambda first, second: f"{second} {first}",
@@ -47,9 +52,9 @@ def write_places(directory: Path) -> tuple[Path, Path]:
 
 
 def settings_for(model: Path, data: Path, save_path: Path, **changes: Any) -> StackRunSettings:
-    """Two rounds of eight short steps each domain, evaluated and saved on the way."""
+    """Two rounds of four short steps each domain, evaluated and saved on the way."""
     values: dict[str, Any] = {
-        "model": str(model), "data": str(data), "save_path": str(save_path), "iters": 8,
+        "model": str(model), "data": str(data), "save_path": str(save_path), "iters": 4,
         "validation_rows": 6, "batch_size": 2, "learning_rate": 1e-2, "max_seq_length": 64,
         "keys": ("q_proj", "linear_attn.out_proj", "switch_mlp.down_proj"),
         "stack": {"rank": 2, "num_experts": 3}, "min_loss_delta": 1e-4, "steps_per_eval": 4,

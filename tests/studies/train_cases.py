@@ -38,9 +38,9 @@ def write_tiny_model(directory: Path) -> Path:
 
 
 def settings_for(model: Path, data: Path, save_path: Path, **changes: Any) -> TrainSettings:
-    """Twelve short steps, evaluated and saved on the way."""
+    """Eight short steps, evaluated and saved on the way."""
     values: dict[str, Any] = {
-        "model": str(model), "data": str(data), "save_path": str(save_path), "iters": 12,
+        "model": str(model), "data": str(data), "save_path": str(save_path), "iters": 8,
         "batch_size": 2, "rank": 2, "learning_rate": 1e-2, "scale": 8.0, "steps_per_eval": 4,
         "save_every": 5, "steps_per_report": 2, "dropout": 0.1, "guard": "off",
     }  # fmt: skip

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from mlxstacks.errors import InputError
-from mlxstacks.files.strict_json import MAX_JSON_BYTES
-from mlxstacks.study.integrity import read_sealed, write_rows, write_sealed
+from mlxstacks.files.strict_json import MAX_JSON_BYTES, read_object
+from mlxstacks.study.integrity import MOST_SEALED_BYTES, read_sealed, write_rows, write_sealed
 
 VALUE: dict[str, Any] = {"plan_sha256": "a", "arms": {"base": {"acc": 0.1, "n": (1, None, "Bär")}}}
 SAME = {"plan_sha256": "a", "arms": {"base": {"acc": 0.1, "n": [1, None, "Bär"]}}}
@@ -22,12 +22,15 @@ def test_what_was_written_reads_back(tmp_path: Path) -> None:
     assert read_sealed(path)[0] == {"10": 1, "9": 2}
 
 
-def test_what_is_larger_than_a_stranger_s_json_may_be_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "base.json"
-    large = {"samples": "x" * MAX_JSON_BYTES}
-    write_sealed(path, large)
-    assert path.stat().st_size > MAX_JSON_BYTES
-    assert read_sealed(path)[0] == large
+def test_what_is_larger_than_a_stranger_s_json_may_be_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read_object.__defaults__ == (MAX_JSON_BYTES,)
+    assert MOST_SEALED_BYTES > MAX_JSON_BYTES
+    monkeypatch.setattr(read_object, "__defaults__", (100,))
+    large = {"samples": "x" * 101}
+    write_sealed(tmp_path / "base.json", large)
+    assert read_sealed(tmp_path / "base.json")[0] == large
 
 
 def test_no_value_can_be_changed_unseen(tmp_path: Path) -> None:

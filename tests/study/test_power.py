@@ -24,6 +24,8 @@ FLOOR = 123 / 692
 
 def test_items_for_five_points_are_the_published_about_1015() -> None:
     assert items_for_two_proportions(FLOOR, 0.05) == pytest.approx(1015, abs=3)
+    # Bonferroni over four claims: (2.498 + 0.842)**2 / (1.960 + 0.842)**2 as many
+    assert items_for_two_proportions(FLOOR, 0.05, alpha=0.05 / 4) == pytest.approx(1442, abs=5)
 
 
 def test_items_of_pairs_by_hand() -> None:

@@ -108,7 +108,7 @@ def real_loss(model: nn.Module) -> float:
 
 
 class Memory:
-    """A keeper that forgets nothing and can stop the run."""
+    """A checkpoints that forgets nothing and can stop the run."""
 
     def __init__(self) -> None:
         self.done: list[RoundRecord] = []
@@ -140,12 +140,12 @@ class Memory:
 
 def test_a_spike_at_the_first_evaluation_falls_back_to_the_zeros(model: nn.Module) -> None:
     """1.02 -> 2.64, as published; the round ends as if it had not been."""
-    keeper = Memory()
-    (record,) = boost_domain(model, job_of(loss_of=scripted([1.02, 2.64, 1.02])), keeper)
+    checkpoints = Memory()
+    (record,) = boost_domain(model, job_of(loss_of=scripted([1.02, 2.64, 1.02])), checkpoints)
     assert (record.steps, record.best_step, record.kept) == (2, 0, False)
     assert "more than 0.1 above its best" in (record.ended or "")
     assert record.last == "the round gained nothing"
-    zeros = next(value for name, value in keeper.weights[1].items() if name.endswith("lora_b"))
+    zeros = next(value for name, value in checkpoints.weights[1].items() if name.endswith("lora_b"))
     assert not any(zeros)
     assert place_of(model).stacks.ids == []
     assert place_of(model).active is None
@@ -153,8 +153,8 @@ def test_a_spike_at_the_first_evaluation_falls_back_to_the_zeros(model: nn.Modul
 
 def test_patience_ends_a_round_and_the_best_weights_are_frozen(model: nn.Module) -> None:
     losses = [2.0, 1.5, 1.55, 1.56, 1.57, 1.58]
-    keeper = Memory()
-    (record,) = boost_domain(model, job_of(loss_of=scripted([*losses, 1.5])), keeper)
+    checkpoints = Memory()
+    (record,) = boost_domain(model, job_of(loss_of=scripted([*losses, 1.5])), checkpoints)
     assert (record.steps, record.best_step, record.kept) == (10, 2, True)
     assert record.ended == "4 evaluations in a row without a new best"
     assert (record.loss_before, record.loss_trained, record.loss_after) == (2.0, 1.5, 1.5)
@@ -163,17 +163,17 @@ def test_patience_ends_a_round_and_the_best_weights_are_frozen(model: nn.Module)
     other, until_two = SmallModel(), Memory()
     attach_stacks(other, find_targets(other, TargetSettings()))
     boost_domain(other, two, until_two)
-    assert keeper.weights[1] == until_two.weights[1]
+    assert checkpoints.weights[1] == until_two.weights[1]
 
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_plateau_rule_holds_from_round_1_on(model: nn.Module, keep: bool) -> None:
     losses = [2.0, 1.9995, 1.9995]
     job = job_of(loss_of=scripted(losses), rounds=3, every=100, keep_plateau_stack=keep)
-    keeper = Memory()
-    (record,) = boost_domain(model, job, keeper)
+    checkpoints = Memory()
+    (record,) = boost_domain(model, job, checkpoints)
     assert record.kept is keep
-    assert (keeper.parts[0] is not None) is keep
+    assert (checkpoints.parts[0] is not None) is keep
     assert record.last == "the round gained 0.00050, less than 0.002"
     assert len(place_of(model).stacks.ids) == int(keep)
 
@@ -227,7 +227,7 @@ def test_two_rounds_lower_the_loss_and_never_raise_it(model: nn.Module) -> None:
 
 
 def test_a_round_goes_on_where_it_was_stopped(model: nn.Module) -> None:
-    """The keeper gives back the state and the weights of a step in the middle."""
+    """The checkpoints gives back the state and the weights of a step in the middle."""
 
     class StoppedError(Exception):
         pass
@@ -253,13 +253,13 @@ def test_a_round_goes_on_where_it_was_stopped(model: nn.Module) -> None:
     job = job_of(rounds=2, min_loss_delta=0.0)
     boost_domain(model, job, whole)
     attach_stacks(stopped, find_targets(stopped, TargetSettings()))
-    keeper = Stopping()
+    checkpoints = Stopping()
     with pytest.raises(StoppedError):
-        boost_domain(stopped, job, keeper)
+        boost_domain(stopped, job, checkpoints)
     place_of(stopped).drop_active()
-    keeper.on_step = lambda *args: None  # type: ignore[method-assign]
-    boost_domain(stopped, job, keeper)
-    assert [replace(r, seconds=0, history=[], validation=[]) for r in keeper.done] == [
+    checkpoints.on_step = lambda *args: None  # type: ignore[method-assign]
+    boost_domain(stopped, job, checkpoints)
+    assert [replace(r, seconds=0, history=[], validation=[]) for r in checkpoints.done] == [
         replace(r, seconds=0, history=[], validation=[]) for r in whole.done
     ]
     for name in ("count-r1", "count-r2"):
@@ -301,11 +301,11 @@ def test_nan_stops_before_the_step_and_the_state_is_saved(model: nn.Module) -> N
             batches[0].weights[:] = np.nan
         return batches
 
-    keeper = Memory()
+    checkpoints = Memory()
     with pytest.raises(NonFiniteError, match="step 4"):
-        boost_domain(model, job_of(batches_at=poisoned), keeper)
-    assert keeper.saved == [(1, 3)]
-    assert keeper.done == []
+        boost_domain(model, job_of(batches_at=poisoned), checkpoints)
+    assert checkpoints.saved == [(1, 3)]
+    assert checkpoints.done == []
 
 
 def test_first_weights_and_noise_depend_on_seed_domain_and_round_alone(model: nn.Module) -> None:

@@ -249,10 +249,10 @@ def test_a_resumed_domain_may_differ_by_rounding(
 ) -> None:
     """Another machine measured its rounds before the run was stopped."""
     record = Mock(kept=True, number=1, loss_before=2.0, loss_after=1.0)
-    job, keeper = Mock(), Mock(rounds=lambda: [record])
+    job, checkpoints = Mock(), Mock(rounds=lambda: [record])
     job.name = "a"
     monkeypatch.setattr(continual, "boost_domain", lambda *_: [record])
     monkeypatch.setattr(continual, "measure_row", lambda *_: {"prefix": {"a": measured}})
     with pytest.raises(DriftError) if refused else nullcontext():
-        result = train_domain(Mock(), job, keeper, [], Mock(), [], {})
+        result = train_domain(Mock(), job, checkpoints, [], Mock(), [], {})
         assert result.losses == (2.0, 1.0)

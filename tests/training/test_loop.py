@@ -118,7 +118,7 @@ def test_a_damaged_state_is_refused_wherever_a_bit_is_wrong(tmp_path: Path) -> N
     damaged += [whole[:length] for length in (0, 1, 8, 100, header, len(whole) - 1)]
     for data in damaged:
         path.write_bytes(data)
-        with pytest.raises(InputError, match=r"s\.safetensors: .*to start anew"):
+        with pytest.raises(InputError, match=r"s\.safetensors: .*to start again"):
             load_state(path, model, SETTINGS, "one")
     assert weights_of(model) == before
 

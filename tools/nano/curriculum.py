@@ -9,6 +9,7 @@ import hashlib
 import json
 import random
 from collections.abc import Collection, Iterable
+from functools import cache
 
 from mlxstacks.errors import InputError
 from mlxstacks.nano.settings import HELD_OUT, HELD_OUT_DIRECTORY
@@ -53,12 +54,13 @@ def curriculum_items(domain: str, count: int, seed: int = SEED) -> list[Item]:
     return items
 
 
-def _draw(domain: str, count: int, seed: int, items: bool) -> list[Question]:
+@cache  # the rows of a domain are asked for again by its routing data and its samples
+def _draw(domain: str, count: int, seed: int, items: bool) -> tuple[Question, ...]:
     what = "items" if items else "rows"
     found = different_questions(domain, count, f"{seed}/{domain}/{what}", items=items)
     if len(found) < count:
         raise InputError(f"{domain}: {count} {what} asked for, it has {len(found)}")
-    return found
+    return tuple(found)
 
 
 def different_questions(

@@ -287,7 +287,7 @@ def _yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         if "!function" in str(error):
             raise InputError(
-                f"{path}: !function runs Python from beside the file; write it as a template"
+                f"{path}: !function runs Python from a file next to it; write it as a template"
             ) from None
         raise InputError(f"{path}: no task file: {error}") from error
     if not isinstance(config, dict):

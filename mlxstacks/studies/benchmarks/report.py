@@ -27,9 +27,8 @@ CHOOSING = ("routed", "oracle", "random")
 _MOSTLY = 0.5
 # Differences of rates that only a broken arm has.
 _LARGE = 0.2
-# Of a column with little room.
-_SHORT = {EVEN: "not told apart"}
 _MOST_OPEN_ROWS = 40
+_MOST_PAIRS_IN_WORDS = 3
 
 
 def find(
@@ -201,6 +200,9 @@ def _pairs_in_words(family: Sequence[Figures]) -> list[str]:
             f"{arm.capitalize()} is {label} than {_and(parts)}." for arm, parts in controls.items()
         ]
     even = [_points(c, f"{c['arm']} from {c['control']}") for c in family if c["label"] == EVEN]
+    if len(even) > _MOST_PAIRS_IN_WORDS:
+        of = "pairs" if len(even) == len(family) else "other pairs"
+        return [*sentences, f"Not distinguishable: {len(even)} {of}, in the table of paired tests."]
     return [*sentences, f"Not distinguishable: {_and(even)}."] if even else sentences
 
 
@@ -223,7 +225,7 @@ def _and(parts: Sequence[str]) -> str:
 def _mean_in_words(mean: Figures) -> str:
     low, high = 100 * mean["interval"]["low"], 100 * mean["interval"]["high"]
     words = (
-        f"{mean['arm'].capitalize()} less {mean['control']}: {100 * mean['mean']:+.1f} points in "
+        f"{mean['arm'].capitalize()} - {mean['control']}: {100 * mean['mean']:+.1f} points in "
         f"the mean of {mean['tasks']} tasks (95% {low:+.1f} to {high:+.1f}), {mean['in_words']}"
     )
     on = [f"{name} on {', '.join(mean[name])}" for name in ("better", "worse") if mean[name]]
@@ -263,7 +265,7 @@ def plan_blocks(settings: Mapping[str, Any], tasks: Mapping[str, Figures]) -> tu
     notes = tuple(f"{name}: {note}" for name, task in tasks.items() for note in task["notes"])
     parts: list[Block] = [_table("settings", "What would be asked", "setting | value", asked)]
     if rows:
-        columns = "task | kind | items: count | of: count | arms"
+        columns = "task | kind | items: count | available: count | arms"
         parts.append(_table("tasks", "Tasks", columns, rows))
     return (*parts, *([Text(title="On the data", paragraphs=notes)] if notes else []))
 
@@ -279,7 +281,7 @@ def blocks(figures: Figures, harness: Figures, settings: Mapping[str, Any]) -> t
             parts += _mean_tables(figures)
         marks = tuple(f"{name}: {mark}" for name, task in tasks.items() for mark in task["marks"])
         if marks:
-            parts.append(Text(title="What a reader of the scores must know", paragraphs=marks))
+            parts.append(Text(title="Notes on the scores", paragraphs=marks))
         parts += [*_how_tables(tasks), *_published_tables(tasks)]
     for number, (name, task) in enumerate(harness.get("tasks", {}).items(), 1):
         parts += _harness_tables(f"harness-{number}", name, task)
@@ -316,7 +318,7 @@ def _score_table(tasks: Mapping[str, Figures], normalisation: str) -> Table:
             for task in tasks.values()
         ]  # fmt: skip
         of_arms = "".join(f" | {arm}: share" for arm in arms)
-        columns = f"task | items: count | of: count | guessing: share{of_arms}"
+        columns = f"task | items: count | available: count | guessing: share{of_arms}"
         return _table("scores", f"Scores, with 95% intervals{by}", columns, rows)
     (task,) = tasks.values()
     guess = (
@@ -324,7 +326,7 @@ def _score_table(tasks: Mapping[str, Figures], normalisation: str) -> Table:
     )
     return _table(
         "scores", f"{task['title']}, {task['n']:,} of {task['available']:,} items{by}",
-        "arm | right: count | share, with its 95% interval: share",
+        "arm | right: count | score (95%): share",
         [[arm, score.get("right"), _rate(score)] for arm, score in task["arms"].items()],
         f"{guess}{share_note(task['n'])}.",
     )  # fmt: skip
@@ -356,7 +358,7 @@ def _name(pair: Figures) -> str:
 def _outcome_of(pair: Figures) -> str:
     """Few words, which a phone has room for; a star where the test alone says more."""
     label: str = pair["label"]
-    return _SHORT.get(label, label) + "*" * _starred(pair)
+    return str(label) + "*" * _starred(pair)
 
 
 def _mean_tables(figures: Figures) -> list[Table]:

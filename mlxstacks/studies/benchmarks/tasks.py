@@ -468,7 +468,7 @@ def gpqa(row: Mapping[str, Any]) -> RawItem:
     split = options_inside(question)
     if split is not None:
         return RawItem(split[0], place, split[1], name, stratum)
-    remark = "options could not be told apart, so they keep the published order"
+    remark = "options could not be separated, so they keep the published order"
     return RawItem(question, "ABCD"[place], (), name, stratum, remark=remark)
 
 

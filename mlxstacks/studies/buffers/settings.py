@@ -64,7 +64,7 @@ class BufferSettings(Settings):
     growth_margin: float = Field(
         1.0, gt=0, description="Buffers a step that a run may grow by and count as not growing."
     )
-    resume: bool = Field(True, description="Go on with an experiment that was interrupted.")
+    resume: bool = Field(True, description="Resume an experiment that was interrupted.")
     force: bool = Field(False, description="Replace an existing save path.")
 
     @model_validator(mode="after")

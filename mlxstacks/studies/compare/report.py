@@ -54,7 +54,7 @@ def _judged_plot(settings: CompareSettings, results: Sequence[ArmResult]) -> Ite
     judged = {r.arm: r.judged for r in results[1:] if r.judged is not None}
     if not judged:
         return
-    title = f"Arms less {results[0].arm}: {SUMMARY[settings.primary]}"
+    title = f"Difference to {results[0].arm}: {SUMMARY[settings.primary]}"
     words = ", ".join(f"{arm} {interval.mean:+.4g}" for arm, interval in judged.items())
     yield Plot(
         id="differences", title=title, kind="intervals", categories=tuple(judged),
@@ -96,8 +96,8 @@ def _curves(cells: Sequence[CellRecord]) -> Iterator[Plot]:
 def _tables_of_all(settings: CompareSettings, results: Sequence[ArmResult]) -> Iterator[Table]:
     """Outcomes, losses and what was spent, a row or a column an arm."""
     columns: Columns = {
-        "arm": "text", "mean": ("number", 4), "less control": "change", "seeds": "count",
-        "outcome": "text", "why": "text",
+        "arm": "text", "mean": ("number", 4), "difference (arm - control)": "change",
+        "seeds": "count", "outcome": "text", "why": "text",
     }  # fmt: skip
     rows: list[list[Cell]] = [
         [r.arm, _cell(r.means.get(settings.primary)), _cell(r.judged),
@@ -145,7 +145,7 @@ def _arm_tables(
 ) -> Iterator[Table]:
     difference = f"mean ({settings.confidence:.0%} interval)"
     yield Table.of(
-        f"arm-{place}", f"{result.arm} less {control.arm}, paired by seed",
+        f"arm-{place}", f"{result.arm} - {control.arm}, paired by seed",
         {"nats a token": "text", difference: "change", "n": "count"},
         [(label, _cell(interval), interval.n)
          for name, label in _measures([result])

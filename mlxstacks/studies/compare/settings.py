@@ -87,7 +87,7 @@ class CompareSettings(Settings):
         0.95, gt=0.5, lt=1, description="Of the intervals; shared out over the arms for verdicts."
     )
     retry: bool = Field(False, description="Run cells again that failed or crashed.")
-    resume: bool = Field(True, description="Go on with a comparison that was interrupted.")
+    resume: bool = Field(True, description="Resume a comparison that was interrupted.")
     force: bool = Field(False, description="Replace an existing save path.")
 
     @model_validator(mode="after")

@@ -95,17 +95,17 @@ def _arm_plot(findings: Findings) -> Plot:
 
 
 def _content_plot(findings: Findings) -> Plot:
-    """A1 less A0, and A1 less the random delta, by way."""
+    """A1 - A0, and A1 - the random delta, by policy."""
     claims, against_random = findings.claims, findings.against_random
     least_gain = 100 * findings.criterion.least_gain
     randoms = [against_random.get(way) for way in claims]
-    title = "Content: A1 less A0, by the way of fusing"
+    title = "Content by policy: A1 - A0"
     points = ", ".join(f"{way} {100 * claim.difference:+.3g}" for way, claim in claims.items())
     return Plot(
         id="content", title=title, kind="intervals", categories=tuple(claims),
         series=(
-            _series("A1 less A0", [_gain(claim) for claim in claims.values()]),
-            _series("A1 less random", [None if r is None else _gain(r) for r in randoms]),
+            _series("A1 - A0", [_gain(claim) for claim in claims.values()]),
+            _series("A1 - random", [None if r is None else _gain(r) for r in randoms]),
         ),
         x_label="percentage points, bootstrap 95% interval", form="{:.1f}",
         references={"no difference": 0.0, "least gain that counts": least_gain},
@@ -134,14 +134,14 @@ def _arm_table(findings: Findings, fuses: Mapping[str, Any], settings: ConfoundS
     return Table.of(
         "arms-table", "Arms", columns, rows,
         caption=f"Guessing gives {findings.guess_rate:.1%}. Correlation: of what the fuse realised "
-        "with the delta. Artifact: what the fuse does to the weights by itself.",
+        "with the delta. Artifact: what the fuse changes at zero delta, in sizes of the weights.",
     )  # fmt: skip
 
 
 def _claim_tables(findings: Findings) -> Iterator[Table]:
     columns: Columns = {
-        "by": "text", "A1 less A0, points (95%)": ("points", 2), "p (z)": "p", "p (z, Holm)": "p",
-        "p (McNemar)": "p", "A1 less random": ("points", 2), "outcome": "text",
+        "policy": "text", "A1 - A0, points (95%)": ("points", 2), "p (z)": "p", "p (z, Holm)": "p",
+        "p (McNemar)": "p", "A1 - random": ("points", 2), "outcome": "text",
     }  # fmt: skip
     rows: list[tuple[Cell, ...]] = []
     for judgement in findings.judgements:
@@ -151,9 +151,9 @@ def _claim_tables(findings: Findings) -> Iterator[Table]:
             way, _gain(claim), claim.p_value, claim.p_adjusted, claim.mcnemar.p_value,
             None if random is None else random.difference, judgement.outcome,
         ))  # fmt: skip
-    yield Table.of("claims", "Content: A1 less A0", columns, rows)
+    yield Table.of("claims", "Content: A1 - A0", columns, rows)
     columns = {
-        "by": "text", **dict.fromkeys(("floor", "content", "total"), ("points", 2)),
+        "policy": "text", **dict.fromkeys(("floor", "content", "total"), ("points", 2)),
         **dict.fromkeys(("floor share", "content share", "A0 / A1"), ("share", 0)),
     }  # fmt: skip
     yield Table.of(
@@ -163,8 +163,8 @@ def _claim_tables(findings: Findings) -> Iterator[Table]:
              p.published_floor_share)
             for way, p in findings.decomposition.items()
         ],
-        caption="A share has no value where the total is not positive; the differences that it is "
-        "made of have their 95% intervals above.",
+        caption="Floor: A0 - persona, what the fuse does by itself. Content: A1 - A0. Total: their "
+        "sum. Shares where the total is positive; 95% intervals of the differences are above.",
     )  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def _words(findings: Findings, fuses: Mapping[str, Any], mined: Mapping[str, Any
     lines = [f"Mined {sum(counts.values()):,} items: {listed}. Set G: {set_g}."]
     # The words continue the difference: "That is at least ..."
     lines += [
-        f"{judgement.way}: A1 less A0 is "
+        f"{judgement.way}: A1 - A0 is "
         f"{100 * findings.claims[judgement.way].difference:+.2f} points. {judgement.words}"
         for judgement in findings.judgements
     ]
@@ -211,7 +211,7 @@ def _more_tables(findings: Findings) -> Iterator[Table]:
         ]
         yield Table.of("right", "Items that both models got right", columns, right)
     columns = {
-        "by": "text", "A1 in form": "count", "A0 in form": "count", "p (McNemar)": "p",
+        "policy": "text", "A1 in form": "count", "A0 in form": "count", "p (McNemar)": "p",
         "both in form": "count", "of them A1 right": "count", "A0 right": "count",
     }  # fmt: skip
     rows = [(way, *astuple(form)) for way, form in findings.forms.items()]

@@ -285,11 +285,7 @@ class _Confound(Study):
         for name in arms_of(settings):
             for part, (file, count) in self._files(name).items():
                 answers[part][name] = file.answers()[:count]
-        fuses: dict[str, Any] = {
-            way: read_sealed(work / FUSE / f"{way}.json")[0]
-            for way in settings.ways
-            if way != "unfused"
-        }
+        fuses = _fuses(settings, work)
         data = data_of(
             self.mined, read_object((work / PROTOCOL).read_bytes()),
             file_sha256(work / DATA / "train.jsonl"),
@@ -300,23 +296,13 @@ class _Confound(Study):
             settings, self.plan, answers, self._mining_file(PERSONA).answers(),
             read_plan(work / PLAN).sha256, data,
         )  # fmt: skip
-        mined, reached = self.mined.as_json(), findings.standing
         notes = [
             *(answer_notes(findings.arms) if settings.scoring == "generate" else []),
             *self.mined.notes, *length_notes(self.mined.train, self.lengths, settings),
             *fuse_notes(fuses),
         ]  # fmt: skip
-        return Result(
-            **ABOUT, status="done", outcome=OUTCOMES[findings.outcome], verdict=verdict(findings),
-            standing=document.Standing(status=reached.status, reasons=reached.reasons),
-            plan=self.plan.as_json(), plan_sha256=self.plan.sha256,
-            power=tuple(self.plan.power_lines()), notes=tuple(notes),
-            data={
-                "planned_arms": list(arms_of(settings)), "mined": mined, "fuses": fuses,
-                **findings.as_json(),
-            },
-            blocks=blocks(findings, fuses, mined, settings),
-        )  # fmt: skip
+        result = _concluded(settings, self.plan, self.mined.as_json(), fuses, findings)
+        return result.model_copy(update={"notes": tuple(notes)})
 
 
 def _found(
@@ -332,12 +318,36 @@ def _found(
     )  # fmt: skip
 
 
-def read_findings(settings: ConfoundSettings, directory: Path) -> Findings:
-    """What follows from the answers and the plan that lie in a finished run.
+def _fuses(settings: ConfoundSettings, work: Path) -> dict[str, Any]:
+    """Policy -> what its fuses did to the weights."""
+    policies = (way for way in settings.ways if way != "unfused")
+    return {policy: read_sealed(work / FUSE / f"{policy}.json")[0] for policy in policies}
+
+
+def _concluded(
+    settings: ConfoundSettings, plan: Plan, mined: dict[str, Any], fuses: dict[str, Any],
+    findings: Findings,
+) -> Result:  # fmt: skip
+    reached = findings.standing
+    return Result(
+        **ABOUT, status="done", outcome=OUTCOMES[findings.outcome], verdict=verdict(findings),
+        standing=document.Standing(status=reached.status, reasons=reached.reasons),
+        plan=plan.as_json(), plan_sha256=plan.sha256, power=tuple(plan.power_lines()),
+        data={
+            "planned_arms": list(arms_of(settings)), "mined": mined, "fuses": fuses,
+            **findings.as_json(),
+        },
+        blocks=blocks(findings, fuses, mined, settings),
+    )  # fmt: skip
+
+
+def conclude_again(result: Result, directory: Path) -> Result:
+    """What follows from the answers, the plan and the figures that lie in a finished run.
 
     The hashes of models and items are those of the plan. Raises: InputError for a missing or
     changed file.
     """
+    settings = ConfoundSettings.model_validate(result.settings)
     plan = read_plan(directory / PLAN)
     protocol_sha256 = json_sha256(read_object((directory / PROTOCOL).read_bytes()))
 
@@ -356,7 +366,9 @@ def read_findings(settings: ConfoundSettings, directory: Path) -> Findings:
     rows_sha256 = file_sha256(directory / DATA / "train.jsonl")
     data = {**plan.data, "protocol": protocol_sha256, "train_rows": rows_sha256}
     mined = read("mining", PERSONA, {"protocol_sha256": protocol_sha256})
-    return _found(settings, plan, answers, mined, plan.sha256, data)
+    findings = _found(settings, plan, answers, mined, plan.sha256, data)
+    split = read_object((directory / SPLIT).read_bytes())
+    return _concluded(settings, plan, split, _fuses(settings, directory), findings)
 
 
 # --- lengths of the training rows -----------------------------------------------------------------

@@ -242,7 +242,8 @@ def _of_norm(findings: Findings, way: str) -> str | None:
         return None
     return (
         f"a random delta of equal norm scores {percent(random.control_count, random.n)}, too near "
-        f"to tell apart (p = {random.p_value:.2g}): this may be a larger disturbance, not content."
+        f"to be a difference (p = {random.p_value:.2g}): this may be a larger disturbance, not "
+        "content."
     )
 
 

@@ -85,7 +85,7 @@ def analyse(
     figures["regression"], figures["regression_words"] = regression(answers, settings)
     figures["published"] = published() if is_published_model else None
     prompts = {prompt.prompt_id: prompt.prompt for prompt in suite}
-    order = list(prompts)
+    order = {name: place for place, name in enumerate(prompts)}
     figures["replies"] = {
         name: [
             {
@@ -93,7 +93,7 @@ def analyse(
                 "prompt": prompts[reply.item_id], "passed": reply.correct, "reason": reply.rule,
                 "text": reply.text,
             }
-            for reply in sorted(given, key=lambda reply: order.index(reply.item_id))
+            for reply in sorted(given, key=lambda reply: order[reply.item_id])
         ]
         for name, given in replies.items()
     }  # fmt: skip
@@ -155,24 +155,24 @@ def gate(
     n, most, least = limits["n"], limits["most_of_base"], limits["least_of_persona"]
     if base > most:
         state = "base passes"
-        why = f"the untrained base passes more than {most}: it tells nothing apart"
+        why = f"the untrained base passes more than {most}, so passing says nothing of the persona"
     elif persona >= least:
         state, why = "valid", ""
     elif unfused is None:
         state = "persona fails"
         why = (
             f"the persona passes fewer than {least}; it was given as a model, so whether its fuse "
-            "lost it cannot be told"
+            "lost it is not known"
         )
     elif unfused >= least:
         state = "lost in its fuse"
         why = (
-            f"it does tell the persona beside the base from the base, but {policy} lost the "
-            f"persona in its own fuse (at least {least} are needed): nothing is left to preserve"
+            f"the unfused persona passes, but its own fuse by {policy} lost it (at least {least} "
+            "are needed): nothing is left to preserve"
         )
     else:
-        state, why = "no persona", f"not even beside the base does the persona pass {least}"
-    beside = "" if unfused is None else f", beside the base {unfused}"
+        state, why = "no persona", f"not even unfused does the persona pass {least}"
+    beside = "" if unfused is None else f", unfused {unfused}"
     scores = f"under {policy} (base {base}, persona {persona}{beside} of {n})"
     return {
         "policy": policy, "state": state, "base": base, "persona": persona, "unfused": unfused,
@@ -264,7 +264,7 @@ def missing_controls(policy: str, arms: Mapping[str, object], has_adapter: bool)
         arm("base_factual", policy): "the factual adapter on the base",
     }
     if has_adapter:
-        controls[UNFUSED] = "the persona beside the base, not fused"
+        controls[UNFUSED] = "the persona's adapter on the base, not fused"
     return [words for name, words in controls.items() if not arms.get(name)]
 
 
@@ -404,7 +404,7 @@ def credit(
         more = "more" if against_zero["net"] > 0 else "fewer"
         judged = f"{more} right answers by the persona itself"
     return (
-        f"{words}; {fuse}. Beside that base it is {_change(against_zero)}: {judged}."
+        f"{words}; {fuse}. Next to that base it is {_change(against_zero)}: {judged}."
         f"{_form(persona)}"
     )
 

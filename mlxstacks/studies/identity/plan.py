@@ -77,7 +77,7 @@ def arm(kind: str, policy: str) -> str:
 
 def label(name: str, settings: IdentitySettings) -> tuple[str, str]:
     """(condition, policy) of an arm in words; the policy is empty where it has none."""
-    loose = {BASE: "base", UNFUSED: "identity beside", RERUN: "identity rerun"}
+    loose = {BASE: "base", UNFUSED: "identity unfused", RERUN: "identity rerun"}
     if name in loose:
         return loose[name], settings.policies[0] if name == RERUN else ""
     kind, _, policy = name.rpartition("_")

@@ -84,20 +84,22 @@ def _conditions(figures: Figures) -> Table:
     first = next(iter(figures["conditions"].values()))
     parts = ", ".join(f"{name} ({part['n']})" for name, part in first["by_category"].items())
     columns: Columns = {
-        "condition": "text", "by": "text", f"of {first['n']}": "count", "95%": ("share", 0),
-        "parts": "text", "kept": "count", "lost": "count", "gained": "count", "p": "p",
+        "condition": "text", "policy": "text", f"passed of {first['n']}": "count",
+        "95% interval": ("share", 0), "by category": "text", "kept": "count", "lost": "count",
+        "gained": "count", "p": "p",
     }  # fmt: skip
     return Table.of(
         "conditions-table", "Conditions on the identity suite", columns, rows,
-        caption=f"Parts: {parts}. Kept, lost, gained: next to the persona alone by the same policy "
-        "(base: next to the base). p: McNemar's exact; of claims, by Holm.",
+        caption=f"Categories: {parts}. Kept, lost, gained: prompts, compared with the persona "
+        "alone by the same policy (base + factual: with the base). p: McNemar's exact; of claims, "
+        "Holm's.",
     )  # fmt: skip
 
 
 def _gates(figures: Figures) -> Table:
     limits = next(iter(figures["gates"].values()))["limits"]
     columns: Columns = {
-        "by": "text", "base": "count", "persona beside": "count", "persona fused": "count",
+        "policy": "text", "base": "count", "persona unfused": "count", "persona fused": "count",
         "scorer": "text",
     }  # fmt: skip
     names = ("policy", "base", "unfused", "persona", "state")
@@ -122,7 +124,7 @@ def _claims(figures: Figures) -> Iterator[Table]:
 
 
 def _condition_plot(figures: Figures) -> Plot:
-    """Prompts passed by every condition, with intervals, beside both lines of the gate."""
+    """Prompts passed by every condition, with intervals, with both lines of the gate."""
     conditions = figures["conditions"]
     n = max(condition["n"] for condition in conditions.values())
     names = tuple(_name(figures, arm) for arm in conditions)
@@ -181,15 +183,13 @@ def _differences(figures: Figures) -> Iterator[Table]:
         columns: Columns = {
             "condition": "text", "change": "text", "prompt": "text", "reply": "text"
         }  # fmt: skip
-        yield Table.of(
-            "differences", "Prompts with another verdict than the reference's", columns, rows
-        )
+        yield Table.of("differences", "Prompts that pass in one of the two only", columns, rows)
 
 
 def _compared(figures: Figures) -> Table:
     columns: Columns = {
-        "condition": "text", "beside": "text", "kept": "count", "lost": "count", "gained": "count",
-        "share lost, 95%": ("share", 0), "p (McNemar)": "p", "p (Holm)": "p",
+        "condition": "text", "compared with": "text", "kept": "count", "lost": "count",
+        "gained": "count", "share lost, 95%": ("share", 0), "p (McNemar)": "p", "p (Holm)": "p",
         "replies that differ": "count", "prompts lost": "text", "prompts gained": "text",
     }  # fmt: skip
     rows = [
@@ -208,9 +208,9 @@ def _compared(figures: Figures) -> Table:
 
 def _regression(figures: Figures) -> Iterator[Table]:
     columns: Columns = {
-        "arm": "text", "beside": "text", "items": "count", "right": "count", "before": "count",
-        "fixed": "count", "broken": "count", "net": ("change", 0), "p": "p",
-        "chi square": ("number", 2), "in form": "count", "in form before": "count",
+        "arm": "text", "compared with": "text", "items": "count", "right": "count",
+        "right there": "count", "fixed": "count", "broken": "count", "net": ("change", 0),
+        "p": "p", "chi square": ("number", 2), "in form": "count", "in form there": "count",
     }  # fmt: skip
     keys = ("n", "right", "reference_right", "fixed", "broken", "net", "p_value", "chi_square",
             "in_form", "reference_in_form")  # fmt: skip
@@ -221,7 +221,7 @@ def _regression(figures: Figures) -> Iterator[Table]:
     if rows:
         yield Table.of(
             "regression", "Broad regression: right answers gained and lost", columns, rows,
-            caption="Right before: of the arm beside. p: McNemar's exact. In form: boxed; of "
+            caption="There: of the arm compared with. p: McNemar's exact. In form: boxed; of "
             "likelihoods, no tie.",
         )  # fmt: skip
 

@@ -12,7 +12,7 @@ both get wrong. Until it is done the run lives in its work directory (study/engi
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +60,18 @@ from mlxstacks.studies.identity.suite import (
     as_items,
     in_turns,
     open_suite,
+    suite_of,
     suite_text,
 )
 from mlxstacks.studies.train import run as train_run
 from mlxstacks.study import document
-from mlxstacks.study.answers import Answer, AnswerFile, Progress
+from mlxstacks.study.answer_log import AnswerLog
+from mlxstacks.study.answers import Answer, AnswerFile, Progress, read_answers
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import read_sealed, write_rows, write_sealed
 from mlxstacks.study.items import Item, read_items, stratified_sample
-from mlxstacks.study.plan import PLAN, Evidence, Standing, standing
+from mlxstacks.study.plan import PLAN, Evidence, Standing, read_plan, standing
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import (
     RECIPE,
@@ -162,7 +164,7 @@ class _Identity(Study):
         parts = (ANSWERS, DATA, FUSE, FACTUAL, SECOND, SPLIT, SUITE, RECIPE)
         self.artifacts = (*parts, MODELS) if settings.keep_models else parts
         # The split and the adapters of a quick look are not those of the whole run.
-        self.part = "" if settings.limit is None else f".limit-{settings.limit}"
+        self.part = "" if settings.max_prompts is None else f".limit-{settings.max_prompts}"
         self._progress = progress
 
     # --- before the first answer ------------------------------------------------------------------
@@ -190,7 +192,7 @@ class _Identity(Study):
         every = read_items(str(settings.items))
         self.planned_items = stratified_sample(every, settings.regression_items, settings.seed)
         self.items = stratified_sample(self.planned_items, settings.most_items, settings.seed)
-        self.suite_items = as_items(in_turns(self.suite))[: settings.limit]
+        self.suite_items = as_items(in_turns(self.suite))[: settings.max_prompts]
         self.prompts = {prompt.prompt_id: prompt for prompt in self.suite}
         self.source = Persona(str(settings.model), str(settings.persona))
         total = len(self.suite_items) * len(self.suite_arms) + len(self.items) * len(self.item_arms)
@@ -206,7 +208,7 @@ class _Identity(Study):
         )
         given = (
             "The persona was given as a model: it is the same under all policies, there is no "
-            "persona beside the base, no second identity fuse and no zero-delta fuse of the base."
+            "unfused persona, no second identity fuse and no zero-delta fuse of the base."
         )
         return head.model_copy(
             update={
@@ -385,27 +387,10 @@ class _Identity(Study):
         for name, given in replies.items():
             check_verdicts(name, given, self.suite)
         reached = self._standing(replies)
-        split = read_object((work / SPLIT).read_bytes())
         config = open_checkpoint(self.source.base).config
-        figures: dict[str, Any] = {
-            "planned_arms": list(self.suite_arms),
-            "suite": [prompt.as_json() for prompt in self.suite],
-            "mined": {"counts": split["table"]["all"], "train": len(split["train"])},
-            "fuses": {
-                file.stem: read_sealed(file, "--no-resume starts again")[0]
-                for file in sorted((work / FUSE).glob("*.json"))
-            },
-            **analyse(
-                replies, answers, suite=self.suite, settings=settings,
-                has_adapter=self.has_adapter, standing=reached,
-                is_published_model=has_shape_of(config, PUBLISHED_MODEL),
-            ),
-        }  # fmt: skip
-        return Result(
-            **ABOUT, status="done", outcome=outcome_of(figures),
-            verdict=verdict(figures, settings, reached), data=figures, blocks=blocks(figures),
-            standing=document.Standing(status=reached.status, reasons=reached.reasons),
-            notes=flips_note(figures["compared"]),
+        return _concluded(
+            settings, work, self.suite, replies, answers, self.has_adapter, reached,
+            has_shape_of(config, PUBLISHED_MODEL),
         )  # fmt: skip
 
     def _standing(self, replies: Mapping[str, Sequence[Answer]]) -> Standing:
@@ -422,3 +407,56 @@ class _Identity(Study):
             planned_batches = "" if whole is None else f" of {whole}"
             reasons.append(f"factual adapters trained for {cut}{planned_batches} batches")
         return Standing(tuple(reasons))
+
+
+def _concluded(
+    settings: IdentitySettings, work: Path, suite: Suite, replies: Mapping[str, Sequence[Answer]],
+    answers: Mapping[str, Sequence[Answer]], has_adapter: bool, reached: Standing,
+    is_published_model: bool,
+) -> Result:  # fmt: skip
+    split = read_object((work / SPLIT).read_bytes())
+    figures: dict[str, Any] = {
+        "planned_arms": list(suite_arms(settings, has_adapter)),
+        "suite": [prompt.as_json() for prompt in suite],
+        "mined": {"counts": split["table"]["all"], "train": len(split["train"])},
+        "fuses": {
+            file.stem: read_sealed(file, "--no-resume starts again")[0]
+            for file in sorted((work / FUSE).glob("*.json"))
+        },
+        **analyse(
+            replies, answers, suite=suite, settings=settings, has_adapter=has_adapter,
+            standing=reached, is_published_model=is_published_model,
+        ),
+    }  # fmt: skip
+    return Result(
+        **ABOUT, status="done", outcome=outcome_of(figures),
+        verdict=verdict(figures, settings, reached), data=figures, blocks=blocks(figures),
+        standing=document.Standing(status=reached.status, reasons=reached.reasons),
+        notes=flips_note(figures["compared"]),
+    )  # fmt: skip
+
+
+def conclude_again(result: Result, directory: Path) -> Result:
+    """What follows from the replies and answers that lie in a finished run. Suite and standing are
+    those of its result.
+
+    Raises: InputError for a missing or changed file.
+    """
+    settings = IdentitySettings.model_validate(result.settings)
+    plan = read_plan(directory / PLAN)
+    suite = suite_of(result.data["suite"], "the suite in the result")
+    has_adapter = UNFUSED in plan.arms
+
+    def read(of: str, names: Iterable[str]) -> dict[str, list[Answer]]:
+        header = {"plan_sha256": plan.sha256, "of": of}
+        files = {name: directory / ANSWERS / f"{of}_{name}.jsonl" for name in names}
+        logs = {name: AnswerLog(path, {**header, "arm": name}) for name, path in files.items()}
+        return {name: read_answers(log) for name, log in logs.items()}
+
+    replies = read("suite", plan.arms)
+    for name, given in replies.items():
+        check_verdicts(name, given, suite)
+    return _concluded(
+        settings, directory, suite, replies, read("items", item_arms(settings, has_adapter)),
+        has_adapter, Standing(result.standing.reasons), bool(result.data["published"]),
+    )  # fmt: skip

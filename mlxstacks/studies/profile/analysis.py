@@ -1,4 +1,4 @@
-"""From choices of every prompt to figures, tables and plots, each beside what chance gives."""
+"""From choices of every prompt to figures, tables and plots, each with what chance gives."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,9 +176,9 @@ def verdict(tables: Mapping[str, Any], alpha: float) -> str:
     )
     if kl["p"] >= alpha:
         return (
-            f"No: the {groups} groups are not told apart by their routing ({numbers}). An excess "
-            f"below about {kl['least_visible_excess_nats']:.2g} nats cannot be seen with this many "
-            "prompts. Which layers are on top is noise then, shared or not."
+            f"No: no difference in routing between the {groups} groups is shown ({numbers}). An "
+            f"excess below about {kl['least_visible_excess_nats']:.2g} nats cannot be seen with so "
+            "few prompts. Which layers are on top is noise then, shared or not."
         )
     clear = sum(row["p_adjusted"] < alpha for row in rows)
     yes = (
@@ -280,7 +280,7 @@ def _plots(tables: Mapping[str, Any], names: list[str], counts: np.ndarray) -> I
                            ("shuffled labels", "shuffled_nats"))
     }  # fmt: skip
     spans = ", ".join(f"{label} {min(y):.3g} to {max(y):.3g}" for label, y in lines.items())
-    title = "Divergence by layer, beside shuffled labels"
+    title = "Divergence by layer, with that of shuffled labels"
     yield Plot(
         id="layers", title=title, kind="lines",
         series=tuple(Series(label=name, x=tuple(layers), y=tuple(y)) for name, y in lines.items()),
@@ -380,7 +380,7 @@ def _tables(
         "p": f"{experts['p']:.2g}",
         "of random experts": f"{experts['chance_of_random_experts']:.3f}",
     }
-    table = Table.of_facts("experts", "Do groups go to other experts?", facts)
+    table = Table.of_facts("experts", "Do groups use different experts?", facts)
     caption = "p: how often shuffled labels give so little in common."
     yield table.model_copy(update={"caption": caption})
 

@@ -119,11 +119,10 @@ def chance_jaccard(k: int, size: int) -> float:
 
     Raises: ValueError unless 1 <= k <= size.
     """
-    from scipy.stats import hypergeom
-
     if not 1 <= k <= size:
         raise ValueError(f"got {k} of {size}")
-    return float(hypergeom(size, k, k).expect(lambda shared: shared / (2 * k - shared)))
+    ways = {n: math.comb(k, n) * math.comb(size - k, k - n) for n in range(k + 1)}
+    return sum(w * n / (2 * k - n) for n, w in ways.items()) / math.comb(size, k)
 
 
 def expert_overlap(p: np.ndarray, top: int) -> np.ndarray:

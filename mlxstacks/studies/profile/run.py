@@ -58,8 +58,8 @@ ABOUT = {
     "question": "Do groups of prompts go to different experts, and where?",
 }
 HYPOTHESIS = (
-    "Groups of prompts go to other experts, and the layers where they do so most are the same for "
-    "all groups"
+    "Groups of prompts use different experts, and the layers where they do so most are the same "
+    "for all groups"
 )
 COUNTS = "routing_counts.safetensors"
 _NOT_OF_THE_RESULT = {"force", "save_path", "resume"}
@@ -316,7 +316,7 @@ def _per_prompt(
     if indices.size // indices.shape[-1] != len(real):
         raise ValueError(
             f"a mixture got {indices.size // indices.shape[-1]} tokens of {len(real)}; its choices "
-            "cannot be told apart by prompt"
+            "cannot be assigned to prompts"
         )
     chosen = np.array(indices).reshape(len(real), -1)[real].astype(np.int64)  # (tokens, top_k)
     cells = (owner[:, None] * shape[1] + chosen).reshape(-1)

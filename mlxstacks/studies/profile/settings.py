@@ -16,7 +16,7 @@ PlotFormat = Literal["png", "svg"]
 
 
 class ProfileSettings(Settings):
-    """Do groups of prompts (subjects, domains) go to other experts, and in which layers?"""
+    """Do groups of prompts (subjects, domains) use different experts, and in which layers?"""
 
     model: str | None = Field(
         None,
@@ -70,7 +70,7 @@ class ProfileSettings(Settings):
         200,
         ge=20,
         le=1_000_000,
-        description="Times that prompts are dealt to the groups anew, by chance.",
+        description="Permutations: times that prompts are assigned to the groups at random.",
     )
     halves: int = Field(
         20, ge=1, le=1_000_000, description="Times that each group is split in two by chance."
@@ -79,7 +79,7 @@ class ProfileSettings(Settings):
     plots: bool = Field(True, description="Draw plots, where matplotlib is installed.")
     plot_format: PlotFormat = Field("png", description="png, or svg for print.")
     seed: int = Field(0, ge=0, description="Of drawn prompts, permutations and halves.")
-    resume: bool = Field(True, description="Go on with a profile that was interrupted.")
+    resume: bool = Field(True, description="Resume a profile that was interrupted.")
     force: bool = Field(False, description="Replace an existing save path.")
 
     @model_validator(mode="after")

@@ -237,12 +237,12 @@ def summary_of(prompts: Sequence[Mapping[str, Any]], chat_domain: str | None) ->
             modes.setdefault(mode, []).append(answer["passed"])
     expected = [not p["missing_domains"] for p in prompts if p["expected_domains"]]
     several = [len(p["weights"]) > 1 for p in prompts]
-    beside_chat = [len(p["weights"].keys() - {chat_domain}) > 1 for p in prompts]
+    besides_chat = [len(p["weights"].keys() - {chat_domain}) > 1 for p in prompts]
     return {
         "answers": {mode: rate_json(sum(passed), len(passed)) for mode, passed in modes.items()},
         "expected_domains_active": rate_json(sum(expected), len(expected)),
         "more_than_one_active": rate_json(sum(several), len(several)),
-        "more_than_one_active_beside_chat": rate_json(sum(beside_chat), len(beside_chat)),
+        "more_than_one_active_besides_chat": rate_json(sum(besides_chat), len(besides_chat)),
     }
 
 

@@ -522,7 +522,7 @@ def _control_tables(control: Mapping[str, Any]) -> Iterator[Table]:
         "random, its own": "random_gain_own",
     }  # fmt: skip
     yield Table.of(
-        "twins", "Nats gained by one domain alone, and by its random twin",
+        "twins", "Nats gained by one domain alone, and by a random stack of equal norm",
         {"domain": "text", **dict.fromkeys(twins, ("change", 3))},
         (
             (name, *(cell(row[key]) for key in twins.values()))
@@ -555,7 +555,7 @@ def _sentences(data: Mapping[str, Any], outcomes: Sequence[Outcome]) -> Iterator
         )
         if control["floor_gain"]:
             yield (
-                "Chat at its floor, which is on beside every stack, real or random, gains "
+                "Chat at its floor, which is on with every stack, real or random, gains "
                 f"{_nats(control['floor_gain'])} alone."
             )
     if counts["samples_trained_on"]:

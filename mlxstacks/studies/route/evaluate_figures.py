@@ -202,7 +202,7 @@ _COMPARED = {"base": ("ungated", "routed"), "random_stack": ("oracle_domain", "r
 
 
 def outcome(data: Mapping[str, Any]) -> str:
-    return f"routed less base {in_words(data['differences']['base']['routed'][ALL])}"
+    return f"routed - base {in_words(data['differences']['base']['routed'][ALL])}"
 
 
 def verdict(data: Mapping[str, Any]) -> str:
@@ -255,7 +255,7 @@ def _sentences(data: Mapping[str, Any]) -> Iterator[str]:
     if alarms:
         yield f"False alarms on known domains: {rate_in_words(alarms)}."
     if detection and alarms and detection["low"] <= alarms["high"]:
-        yield "By scores unseen domains are not told from known ones."
+        yield "Scores do not separate unseen domains from known ones."
 
 
 def _words(name: str) -> str:

@@ -181,6 +181,6 @@ class RouteEvaluateSettings(_ServedSettings):
     draws: int = Field(2000, ge=100, le=1_000_000, description="Bootstrap draws of an interval.")
     seed: int = Field(0, ge=0, description="Of the bootstrap and of random stacks.")
     resume: bool = Field(
-        True, description="Go on with the losses that a run of this save path left unfinished."
+        True, description="Resume from the losses that a run of this save path left unfinished."
     )
     force: Force = False

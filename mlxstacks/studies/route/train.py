@@ -33,7 +33,7 @@ from mlxstacks.training.modes import prepare_base
 ABOUT = {
     "kind": "route train",
     "title": "Training of the router",
-    "question": "Can the right stacks be told from the prompt alone?",
+    "question": "Can the right stacks be predicted from the prompt alone?",
 }
 # Where a run reads and writes, not what it makes.
 _PLACES = {"force", "save_path", "store_path", "model", "targets", "install"}

@@ -199,7 +199,7 @@ def _separation_blocks(points: Figures | None) -> Iterator[Block]:
     title = "Routing of prompts, two principal components"
     if trained:
         title = (
-            f"Domain told from routing: {trained['accuracy']:.0%} (random routers "
+            f"Domain predicted from routing: {trained['accuracy']:.0%} (random routers "
             f"{random['accuracy']:.0%}, chance {trained['chance']:.0%})"
         )
         named = {
@@ -304,7 +304,7 @@ def verdict(geometry: Figures, routing: Figures | None) -> str:
             interval = separation["interval"]
             random = points["separation_of_random_routers"]["accuracy"]
             words.append(
-                f"A prompt's domain is told from its routing in {separation['accuracy']:.0%} "
+                f"A prompt's domain is predicted from its routing in {separation['accuracy']:.0%} "
                 f"({interval['low']:.0%} to {interval['high']:.0%}, chance "
                 f"{separation['chance']:.0%}), from that of random routers in {random:.0%}; "
                 f"silhouette {separation['silhouette']:.2f}."

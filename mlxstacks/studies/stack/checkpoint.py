@@ -8,7 +8,7 @@ A domain that is not done lives in `.NAME.work` next to the store NAME:
     training-2.safetensors    the last saved state of the round under way
     bases.safetensors         directions that the domain keeps out of
     log.jsonl                 one JSON object a line
-    anew.json, details.json   of the whole run: see `anew` and `details`
+    replacement.json, details.json   of the whole run: see `replacement` and `details`
 
 When it is done the store takes its stacks, split and row of the matrix in one change, and these
 files go. Below: which store that is, a new one, one to resume, or one to replace.
@@ -76,7 +76,7 @@ from mlxstacks.training.settings import StackRunSettings
 
 ROUNDS, BASES = "rounds.json", "bases.safetensors"
 # About the whole run, not the domain under way.
-ANEW, DETAILS = "anew.json", "details.json"
+REPLACEMENT, DETAILS = "replacement.json", "details.json"
 _VECTORS = "vectors"
 
 
@@ -110,7 +110,7 @@ class StackWork:
         files = list(self.path.iterdir()) if self.path.is_dir() else []
         # run.json last: what a killed process left of the rest still has an owner
         for path in sorted(files, key=lambda path: (path.name == IDENTITY, path.name)):
-            if path.name not in (ANEW, DETAILS, MARK):
+            if path.name not in (REPLACEMENT, DETAILS, MARK):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     # --- which domain -----------------------------------------------------------------------------
@@ -139,13 +139,13 @@ class StackWork:
         write_json(self.path / IDENTITY, now)
 
     @property
-    def anew(self) -> str | None:
+    def replacement(self) -> str | None:
         """Of a run with --force: "pending" until the old store was replaced, then "done"."""
-        record = _read(self.path / ANEW)
+        record = _read(self.path / REPLACEMENT)
         return None if record is None else str(record.get("state"))
 
-    def set_anew(self, state: str | None) -> None:
-        self._set(ANEW, None if state is None else {"state": state})
+    def set_replacement(self, state: str | None) -> None:
+        self._set(REPLACEMENT, None if state is None else {"state": state})
 
     @property
     def details(self) -> dict[str, Any]:
@@ -266,8 +266,8 @@ def _read(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-class RoundKeeper:
-    """Keeps rounds in the work directory; see boost.Keeper.
+class RoundCheckpoints:
+    """Keeps rounds in the work directory; see boost.Checkpoints.
 
     is_main: of the processes of a group the first one writes, all of them read.
     say: (share of the domain that is done, what).
@@ -389,7 +389,7 @@ def commit_domain(
 
     Raises: StoreError where the store is not what the domain was trained on any more.
     """
-    store, pending = setup.store, work.anew == "pending"
+    store, pending = setup.store, work.replacement == "pending"
     if store is None:
         is_filled = target.is_dir() and any(target.iterdir())
         store = Store.create(
@@ -434,7 +434,7 @@ def commit_domain(
             matrix.setdefault(mode, {})[plan.name] = row
         change.manifest = replace(change.manifest.with_domain(record), matrix=matrix)
     if pending:
-        work.set_anew("done")
+        work.set_replacement("done")
     work.hand_over_log(store)
     work.clear()
 
@@ -455,20 +455,20 @@ def check_store(target: Path, settings: StackRunSettings) -> None:
         raise TargetError(
             f"{target}: holds {names}, but no store (no manifest.json); choose another save path"
         )
-    anew = begins_anew(target, settings)
+    replaces = replaces_store(target, settings)
     # A store that is resumed may be there.
-    if is_filled and not anew and not (target / MANIFEST).exists():
+    if is_filled and not replaces and not (target / MANIFEST).exists():
         Store.open(target)
-    check_target(target, force=anew, inputs=inputs, owned=own_entries, extends=not anew)
+    check_target(target, force=replaces, inputs=inputs, owned=own_entries, extends=not replaces)
     if is_filled and not os.access(target, os.W_OK | os.X_OK):
         raise TargetError(f"{target}: not writable; choose another save path")
 
 
-def begins_anew(target: Path, settings: StackRunSettings) -> bool:
+def replaces_store(target: Path, settings: StackRunSettings) -> bool:
     """Whether a store that is there is to be replaced: --force, and not done by a run that was
     stopped since.
     """
-    state = StackWork(target, read_only=True).anew
+    state = StackWork(target, read_only=True).replacement
     if state == "pending" and not settings.force and settings.resume:
         raise InputError(
             f"{target}: a run with --force that would replace this store is unfinished; --force "

@@ -21,12 +21,12 @@ from mlxstacks.files.store import Store
 from mlxstacks.layers.selection import ungated
 from mlxstacks.layers.stacked import set_mode
 from mlxstacks.studies.stack.checkpoint import (
-    RoundKeeper,
+    RoundCheckpoints,
     StackWork,
-    begins_anew,
     check_store,
     commit_domain,
     read_report,
+    replaces_store,
 )
 from mlxstacks.studies.stack.plan import DomainPlan
 from mlxstacks.studies.stack.report import done_result, planned_result, round_details
@@ -81,7 +81,7 @@ def run(
         raise InputError("stack needs save_path")
     target = user_path(settings.save_path)
     check_store(target, settings)
-    resumes = not begins_anew(target, settings) and target.is_dir() and any(target.iterdir())
+    resumes = not replaces_store(target, settings) and target.is_dir() and any(target.iterdir())
     setup = set_up(settings, Store.open(target) if resumes else None)
     group = current_group()
     predicted = guarded(setup, size_and_rank(group)[0], plan_only=dry_run)
@@ -155,7 +155,7 @@ class _StackRun:
                 stacks = self.target.glob("stacks/*")
                 result = write_result(result, self.target, self.target, sources=stacks)
                 work.clear()
-                work.set_anew(None)
+                work.set_replacement(None)
                 work.set_details(None)
             wait_for_all(self.group)
             return result
@@ -168,12 +168,12 @@ class _StackRun:
         """Forget what the settings say to forget, and work that the store has taken already."""
         if not self.settings.resume:
             work.clear()
-            work.set_anew(None)
-        if begins_anew(self.target, self.settings):
-            if work.anew is None:
+            work.set_replacement(None)
+        if replaces_store(self.target, self.settings):
+            if work.replacement is None:
                 work.clear()
                 work.set_details(None)
-            work.set_anew("pending")
+            work.set_replacement("pending")
         elif work.identity is not None and self.setup.store is not None:
             name = str(work.identity.get("name"))
             if self.setup.store.manifest.domain_named(name) is not None:
@@ -243,10 +243,10 @@ class _StackRun:
             })  # fmt: skip
         wait_for_all(self.group)
         bases = self._bases(work, plan)
-        keeper = RoundKeeper(self.setup, work, plan, self.is_main, self._say)
+        checkpoints = RoundCheckpoints(self.setup, work, plan, self.is_main, self._say)
         try:
             result = train_domain(
-                self.model, self._job(plan, bases), keeper, self.setup.served, self.losses,
+                self.model, self._job(plan, bases), checkpoints, self.setup.served, self.losses,
                 self.settings.modes, expected, dtype=self.setup.served_dtype, group=self.group,
                 on_loss=lambda mode, domain, loss: self._say(1, f"{mode} loss of {domain}"),
             )  # fmt: skip
@@ -257,7 +257,7 @@ class _StackRun:
                 "broken row) and run again with --no-resume: domains in the store stay"
             ) from error
         details = round_details(
-            result.records, bases, self.setup, time.monotonic() - start, keeper.resumed_from
+            result.records, bases, self.setup, time.monotonic() - start, checkpoints.resumed_from
         )
         self.domains[plan.name] |= details
         if self.is_main:

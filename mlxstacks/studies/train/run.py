@@ -400,8 +400,8 @@ class _TrainRun:
         steps = gathered(state.step, self.group)
         if len(set(steps)) > 1:
             raise InputError(
-                f"{path}: the processes would go on from steps {steps}; only some of them see this "
-                "file. Put it where each of them reads it, or start anew with --no-resume"
+                f"{path}: the processes would resume from steps {steps}; only some see this "
+                "file. Put it where each of them reads it, or start again with --no-resume"
             )
         self.resumed_from = state.step
         if self.work is not None:

@@ -16,6 +16,7 @@ from mlxstacks.study.document import Document, Plot, Table, Text
 from mlxstacks.study.render.figures import INK, PAPER, RULE, SERIES, svg_of
 from mlxstacks.study.render.words import (
     LONGEST,
+    NO_VALUE,
     NOT_MEASURED,
     beginning,
     clean,
@@ -172,6 +173,7 @@ def _environment() -> Environment:
     )
     environment.filters["long"] = lambda text, longest: Markup(escape(clean(text, longest)))
     environment.filters["capital"] = lambda text: text[:1].upper() + text[1:]
+    environment.globals["no_value"] = Markup(f'<span class="missing">{NO_VALUE}</span>')
     environment.globals["missing"] = Markup(f'<span class="missing">{NOT_MEASURED}</span>')
     return environment
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from mlxstacks.study.document import Document, Plot, Table
-from mlxstacks.study.render.words import NOT_MEASURED, clean, format_cell
+from mlxstacks.study.render.words import NO_VALUE, clean, format_cell
 
 # What Markdown would read as its own.
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|!~$&])")
@@ -45,7 +45,7 @@ def _table(block: Table) -> str:
     columns = [_text(column.name) for column in block.columns]
     sides = [":---" if column.kind == "text" else "---:" for column in block.columns]
     rows = [
-        [_text(format_cell(cell, column) or NOT_MEASURED)
+        [_text(format_cell(cell, column) or NO_VALUE)
          for cell, column in zip(row, block.columns, strict=True)]
         for row in block.rows
     ]  # fmt: skip

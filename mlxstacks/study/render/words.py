@@ -8,6 +8,8 @@ from mlxstacks.memory import bytes_in_words
 from mlxstacks.study.document import Cell, Column
 
 NOT_MEASURED = "not measured"
+# Of a cell of a table: nothing to measure there, or not measured.
+NO_VALUE = "\u2013"
 LONGEST = 2_000
 # Marks that turn the direction of text, and invisible ones: what follows could look like ours.
 _HIDDEN = {*"\u200b\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2060"}
@@ -89,7 +91,7 @@ def listed(parts: Iterable[str], most: int = 40) -> str:
 
 
 def format_cell(cell: Cell, column: Column) -> str | None:
-    """A cell of a result's table as text; None: not measured."""
+    """A cell of a result's table as text; None: no value."""
     if cell is None or isinstance(cell, str):
         return cell
     if isinstance(cell, bool):

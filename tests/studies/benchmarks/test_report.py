@@ -72,7 +72,7 @@ def test_a_gain_a_loss_and_nothing_are_said_in_words() -> None:
         "mmlu": {"base": marks(90), "routed": marks(92)},
     })  # fmt: skip
     assert "better on arc_easy; worse on medqa." in found.verdict
-    assert "Routed less base: -1.3 points in the mean of 3 tasks" in found.verdict
+    assert "Routed - base: -1.3 points in the mean of 3 tasks" in found.verdict
     assert "not distinguishable" in found.verdict
     assert "2 of 3 tests count" in found.verdict
     assert found.verdict.endswith("As planned beforehand.")
@@ -92,6 +92,8 @@ def test_of_one_task_the_verdict_groups_what_is_better_worse_and_neither() -> No
     assert worse.startswith("Ungated is worse than base (-20.0 points")
     assert neither.startswith("Not distinguishable: random from base (+0.5 points")
     assert "4 of 5 tests count" in found.verdict
+    even = found_of({"medqa": dict.fromkeys(("base", "ungated", "routed", "random"), marks(100))})
+    assert even.verdict.startswith("Not distinguishable: 5 pairs, in the table of paired tests.")
 
 
 def test_scores_of_guessing_are_marked_and_so_is_the_verdict() -> None:
@@ -288,11 +290,11 @@ def test_the_tables_of_several_tasks_hold_scores_pairs_means_and_marks() -> None
     assert list(made) == [
         "means", "mean-differences", "differences", "task-arc-easy", "task-medqa",
         "task-humaneval", "scores", "pairs", "arm-means", "mean-differences-table",
-        "What a reader of the scores must know", "normalisations", "replies", "cost", "published",
+        "Notes on the scores", "normalisations", "replies", "cost", "published",
     ]  # fmt: skip
     assert outcome(found.figures) == "2 of 2 differences shown"
     assert cells(made["scores"]) == {
-        "task": "ARC-Easy", "items": "200", "of": "200", "guessing": "25.0%",
+        "task": "ARC-Easy", "items": "200", "available": "200", "guessing": "25.0%",
         "base": "50.0% (43.1 to 56.9)", "routed": "65.0% (58.2 to 71.3)",
     }  # fmt: skip
     assert cells(made["scores"], 2)["base"] == "not graded"
@@ -325,7 +327,7 @@ def test_one_task_has_a_row_an_arm_and_holms_p_next_to_the_tests_own() -> None:
     assert "Guessing gives 25.0%; shares are of n = 60" in table.caption
     assert cells(table, 2)["right"] == "7"
     row = cells(made["pairs"])
-    assert row["outcome"] == "not told apart*"
+    assert row["outcome"] == "not distinguishable*"
     assert (row["p (McNemar)"], row["p (Holm)"]) == ("0.016", "0.078")
     pairs = made["pairs"]
     assert isinstance(pairs, Table)
@@ -339,7 +341,7 @@ def test_a_mean_that_alone_is_clear_of_zero_has_a_star() -> None:
     marked = {"base": marks(0, 100), **dict.fromkeys(names, marks(3, 100))}
     made = blocks_of(found_of({"mmlu": marked, "medqa": marked}))["mean-differences-table"]
     assert isinstance(made, Table)
-    assert cells(made)["outcome"] == "not told apart*"
+    assert cells(made)["outcome"] == "not distinguishable*"
     assert made.caption.startswith("*: its 95% interval is clear of 0")
     two = {name: marked[name] for name in ("base", "routed")}
     made = blocks_of(found_of({"mmlu": two, "medqa": two}))["mean-differences-table"]

@@ -152,7 +152,7 @@ def test_gpqa_in_each_form(form: str) -> None:
 def test_gpqa_whose_options_cannot_be_told_apart_stays_whole() -> None:
     row = {"question": "A. of B. is what? (A) x", "answer": "C"}
     raw = READERS["gpqa_diamond"](row)
-    assert "could not be told apart" in raw.remark
+    assert "could not be separated" in raw.remark
     item = bench_item(TASKS["gpqa_diamond"], raw, "row")
     assert item.prompt.endswith(row["question"])
     assert (item.gold, item.letters) == ("C", LETTERS)

@@ -128,7 +128,7 @@ def test_notes_say_what_the_score_hangs_on(tmp_path: Path) -> None:
     inside = {"question": "No options", "answer": "A"}
     gpqa = write_rows(tmp_path / "gpqa.jsonl", [inside])
     notes = open_task(task_named("gpqa_diamond"), str(gpqa)).notes
-    assert "1 items: options could not be told apart, so they keep the published order" in notes
+    assert "1 items: options could not be separated, so they keep the published order" in notes
     assert "options are shuffled by item id" in notes
 
 

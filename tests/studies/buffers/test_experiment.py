@@ -38,7 +38,8 @@ def settings_for(model: Path, target: Path, **changes: object) -> BufferSettings
     values = {
         "model": str(model), "save_path": str(target), "counting_library": str(library()),
         "ranks": (2, 8), "layers": "all", "trainers": ("mlx-lm",), "checkpointing": ("off",),
-        "order_seeds": (0, 1), "fixed_tokens": 24, "longest_tokens": 128, "steps": 5,
+        "order_seeds": (0, 1), "fixed_tokens": 12, "longest_tokens": 64, "steps": 4,
+        "warmup_steps": 1,
     }  # fmt: skip
     return BufferSettings.model_validate(values | changes)
 
@@ -58,8 +59,8 @@ def test_counts_are_real_and_an_interrupted_experiment_goes_on(model: Path, tmp_
     before = records.read_bytes()
     assert before.count(b"\n") == 3
     records.write_bytes(before + b'{"half a li')
-    with pytest.raises(InputError, match=r"differs in\n  steps: was 5, now 6"):
-        run(settings_for(model, target, steps=6))
+    with pytest.raises(InputError, match=r"differs in\n  steps: was 4, now 5"):
+        run(settings_for(model, target, steps=5))
 
     report = run(settings)
     written = [json.loads(line) for line in (target / "arms.jsonl").read_text().splitlines()]

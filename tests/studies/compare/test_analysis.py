@@ -22,8 +22,10 @@ from mlxstacks.studies.compare.analysis import (
     measures,
     verdict,
 )
+from mlxstacks.studies.compare.report import blocks
 from mlxstacks.studies.compare.run import curve_of
 from mlxstacks.studies.compare.settings import ArmSettings, CompareSettings
+from mlxstacks.study.document import Plot
 
 RULE = CompareSettings.model_validate({"arms": [{"name": "base"}, {"name": "own"}]})
 LOSSES = st.lists(st.floats(0.1, 5.0), min_size=2, max_size=6)
@@ -120,6 +122,8 @@ def test_missing_cells_and_unequal_steps_decide_nothing() -> None:
     )  # fmt: skip
     short = analysed(*base, *cells("own", (0.5,) * 3, 8))[1]
     assert (short.outcome, short.reason) == ("undecided", "seed 0 did 8 steps, the control 10")
+    at_tolerance = analysed(*base, *cells("own", (0.5,) * 3, 8), tolerance=0.2)[1]
+    assert at_tolerance.outcome == "better"
     loose = analysed(*base, *cells("own", (0.5,) * 3, 8), equal=("rows",))[1]
     assert loose.outcome == "better"
     one = analysed(base[0], own[0], seeds=1)[1]
@@ -170,3 +174,22 @@ def test_a_curve_counts_the_steps_of_earlier_rounds_on() -> None:
                                     {"step": 2, "validation_loss": 1.0}]},
     ]  # fmt: skip
     assert curve_of(rounds) == [(0, 3.0), (4, 2.0), (4, 2.0), (6, 1.0)]
+
+
+def test_curves_are_means_over_seeds_at_the_steps_that_all_have() -> None:
+    base, own = cells("base", (1.0, 2.0)), cells("own", (0.5, 0.7))
+    curves = ([(0, 4.0), (5, 2.0)], [(0, 2.0), (5, 1.0), (9, 0.5)])
+    both = [
+        replace(cell, curves={"a": [(step, loss * scale) for step, loss in curve]})
+        for of_arm, scale in ((base, 1.0), (own, 0.5))
+        for cell, curve in zip(of_arm, curves, strict=True)
+    ]
+    settings = RULE.model_copy(update={"seeds": (0, 1)})
+    budget = {"parameters": 8, "steps": 10, "rows": 20}
+    results = analyse(settings, both)
+    made = blocks(settings, {"base": budget, "own": budget}, results, both)
+    [plot] = [block for block in made if getattr(block, "id", "") == "curves-1"]
+    assert isinstance(plot, Plot)
+    assert [(line.label, line.x, line.y) for line in plot.series] == [
+        ("base", (0, 5), (3.0, 1.5)), ("own", (0, 5), (1.5, 0.75)),
+    ]  # fmt: skip

@@ -12,8 +12,10 @@ import pytest
 from pydantic import ValidationError
 
 from mlxstacks.studies.compare.settings import CompareSettings, overlaid
+from mlxstacks.study import child_process
 from tests.studies.compare_cases import ARMS, RUN
 from tests.studies.stack_cases import write_places
+from tests.warm import WarmSubprocess
 
 Typed = Callable[..., tuple[int, str, str]]
 
@@ -30,21 +32,21 @@ def test_a_bare_plan_is_on_one_domain_of_nano(typed: Typed, work_dir: Path) -> N
 
 
 def test_a_comparison_prints_budgets_differences_and_its_verdict(
-    typed: Typed, work_dir: Path, tmp_path: Path
+    typed: Typed, work_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(child_process, "subprocess", WarmSubprocess)
     model, data = write_places(tmp_path / "inputs")
     recipe = tmp_path / "mine.yaml"
-    run_settings = RUN | {"iters": 2}
     arms: list[Any] = [{"name": "plain"}, {"name": "faster", "change": {"learning_rate": 0.02}}]
     recipe.write_text(json.dumps({
         "command": "stack compare", "model": str(model), "data": str(data), "arms": arms,
-        "seeds": [0], "run": run_settings,
+        "seeds": [0], "run": RUN,
     }))  # fmt: skip
     code, out, err = typed("run", str(recipe))
     text = " ".join(out.split())
     assert code == 0, err
     assert "Budgets; equal within 1.00%: parameters, steps, rows" in text
-    assert "faster less plain, paired by seed" in text
+    assert "faster - plain, paired by seed" in text
     assert "Loss with every stack on" in text
     assert "undecided" in text
     assert "(one seed has no interval)" in text

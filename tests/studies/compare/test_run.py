@@ -4,6 +4,7 @@ Run: pytest tests/studies/compare/test_run.py
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.studies.compare.analysis import CellRecord
 from mlxstacks.studies.compare.run import run
 from mlxstacks.studies.stack.run import run as run_stack
-from mlxstacks.study import child_process
+from mlxstacks.study import child_process, write
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import work_path
 from tests.studies.compare_cases import Cells, compare_settings, stacks
@@ -23,6 +24,12 @@ from tests.studies.conclusions import assert_its_files_give_edits_away
 from tests.studies.stack_cases import hashes, write_places
 
 CELLS = {f"{arm}_seed-{seed}" for arm in ("free", "kept-out") for seed in (0, 1)}
+
+
+def use(patch: pytest.MonkeyPatch, cells: Callable[..., int]) -> None:
+    """Let comparisons make their cells so, and draw nothing: test_command.py draws."""
+    patch.setattr(child_process, "run_child", cells)
+    patch.setattr(write, "write_figures", lambda *_: ([], []))
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +43,7 @@ def compared(
 ) -> tuple[Path, Result]:
     target = tmp_path_factory.mktemp("compare") / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(child_process, "run_child", Cells())
+        use(patch, Cells())
         return target, run(compare_settings(places, target))
 
 
@@ -82,12 +89,12 @@ def test_a_cell_is_the_run_that_stack_makes(
     assert cell.values["ungated_rise"] == pytest.approx(last["alpha"] - alpha, abs=1e-12)
     assert cell.values["ungated of beta"] == last["beta"]
     assert cell.values["isolated of beta"] == made.data["matrix"]["isolated"]["beta"]["beta"]
-    assert cell.values["steps"] == 8
+    assert cell.values["steps"] == 4
     assert cell.values["parameters"] == made.data["domains"]["alpha"]["parameters"] * 2
-    assert (cell.values["seconds"] or 0) > 0.1
+    assert (cell.values["seconds"] or 0) > 0.05
     rounds = made.data["domains"]["beta"]["rounds"]
     assert cell.values["balance_loss"] is not None
-    assert cell.curves["beta"][-1] == [4, rounds[0]["validation"][-1]["validation_loss"]]
+    assert cell.curves["beta"][-1] == [2, rounds[0]["validation"][-1]["validation_loss"]]
     other = stacks(target)
     alike = [name for name in other if name.startswith("free_seed-1/alpha")]
     assert other[alike[0]] == other[alike[0].replace("free", "kept-out")]
@@ -120,7 +127,7 @@ def test_an_interrupted_comparison_goes_on(
     """The process of the third cell dies in its second domain, then the comparison itself."""
     target = tmp_path / "out"
     settings = compare_settings(places, target)
-    monkeypatch.setattr(child_process, "run_child", Cells(fatal_seed=1))
+    use(monkeypatch, Cells(fatal_seed=1))
 
     def stop(done: float, total: int, what: str = "") -> None:
         if done >= 3:
@@ -132,7 +139,7 @@ def test_an_interrupted_comparison_goes_on(
     record = json.loads((work_path(target) / "cells" / "free_seed-1.json").read_text())
     assert (record["status"], record["reason"]) == ("crashed", "killed by SIGABRT")
     cells = Cells()
-    monkeypatch.setattr(child_process, "run_child", cells)
+    use(monkeypatch, cells)
     report = run(settings.model_copy(update={"retry": True}))
     assert cells.started == ["free_seed-1", "kept-out_seed-1"]
     assert stacks(target) == stacks(compared[0])
@@ -144,8 +151,8 @@ def test_an_interrupted_comparison_goes_on(
 def test_a_crash_is_a_result_and_leaves_the_question_undecided(
     places: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child_process, "run_child", Cells(fatal_seed=7))
-    report = run(compare_settings(places, tmp_path / "out", seeds=(7,), run={"iters": 2}))
+    use(monkeypatch, Cells(fatal_seed=7))
+    report = run(compare_settings(places, tmp_path / "out", seeds=(7,)))
     assert {cell.status for cell in cells_of(report)} == {"crashed"}
     assert "undecided (1 of 1 seeds have no pair of results)" in report.verdict
     assert sum("crashed: killed by SIGABRT" in note for note in report.notes) == 2
@@ -159,7 +166,7 @@ def test_another_plan_is_not_gone_on_with(
     def stop(*_: Any) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(child_process, "run_child", stop)
+    use(monkeypatch, stop)
     with pytest.raises(KeyboardInterrupt):
         run(compare_settings(places, target))
     with pytest.raises(InputError, match="another plan") as error:
@@ -174,8 +181,8 @@ def test_another_plan_is_not_gone_on_with(
     ("change", "problem"),
     [
         ({"stack": {"rank": 4}}, "parameters: "),
-        ({"iters": 5}, r"steps: 10 of b, 8 of a \(\+25.00%, allowed 1.00%\)"),
-        ({"batch_size": 4}, "rows: 32 of b, 16 of a"),
+        ({"iters": 3}, r"steps: 6 of b, 4 of a \(\+50.00%, allowed 1.00%\)"),
+        ({"batch_size": 4}, "rows: 16 of b, 8 of a"),
         ({"rounds": 2}, "parameters: "),
     ],
 )
@@ -207,7 +214,7 @@ def test_a_plan_counts_parameters_by_hand(places: tuple[Path, Path], tmp_path: P
     one_round, two_rounds = (report.data["budgets"][name] for name in ("one", "two"))
     assert two_rounds["parameters"] == domains * (4 * (inputs + outputs) + 4 * inputs)
     assert one_round["parameters"] == domains * 5 * (inputs + outputs)
-    assert (one_round["steps"], one_round["rows"]) == (8, 16)
+    assert (one_round["steps"], one_round["rows"]) == (4, 8)
     assert report.status == "planned"
     assert list(tmp_path.iterdir()) == []
 

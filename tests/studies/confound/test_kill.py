@@ -4,47 +4,48 @@ Run: pytest tests/studies/confound/test_kill.py
 """
 
 import json
+import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlxstacks.studies.confound.run import run
 from mlxstacks.study.run_directory import work_path
-from tests.studies.confound_cases import settings_for, write_places
+from tests.studies.confound_cases import TRAIN, settings_for, write_places
+from tests.warm import ended, start_command_line
 
-# The child kills itself when it is about to open, rename or remove its n-th file below its parent.
-PROGRAM = """
-import os, signal, sys
-left, below = int(sys.argv[2]), sys.argv[3]
-def heard(event, arguments):
-    global left
-    if event not in ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir", "os.rmdir"):
-        return
-    if event == "open" and isinstance(arguments[1], str) and "r" in arguments[1]:
-        return
-    if str(arguments[0]).startswith(below):
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-from mlxstacks.studies.confound.run import run
-from mlxstacks.studies.confound.settings import ConfoundSettings
-sys.addaudithook(heard)
-run(ConfoundSettings.model_validate_json(sys.argv[1]))
-"""
 OPERATIONS = 800  # of a whole run, about
 
 
-def start(settings_json: str, point: int, below: Path) -> int:
+def die_at(point: int, below: str) -> None:
+    """This process kills itself when it is about to open, rename or remove its `point`-th file
+    below a directory."""
+    left = point
+
+    def heard(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        if event not in ("open", "os.rename", "os.remove", "os.truncate", "os.mkdir", "os.rmdir"):
+            return
+        if event == "open" and isinstance(arguments[1], str) and "r" in arguments[1]:
+            return
+        if str(arguments[0]).startswith(below):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(heard)
+
+
+def start(recipe: Path, point: int, below: Path) -> int:
     """Exit status of a run that dies before its operation `point`."""
-    command = [sys.executable, "-c", PROGRAM, settings_json, str(point), str(below)]
-    done = subprocess.run(command, capture_output=True, check=False)
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr.decode()
-    return done.returncode
+    status = ended(start_command_line(["run", str(recipe)], partial(die_at, point, str(below))))
+    assert status in (0, -signal.SIGKILL)
+    return status
 
 
 def results(target: Path) -> dict[str, Any]:
@@ -76,16 +77,21 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(
     changes: dict[str, Any] = {"policies": ("promote",), "batch_size": 8, "train": {"iters": 4}}
     run(settings_for(places, whole, **changes))
     expected = results(whole)
-    settings = settings_for(places, killed, **changes).model_dump_json()
+    settings = settings_for(places, killed, **changes)
+    keys = settings.model_dump(mode="json", exclude={"train", "force", "resume"})
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        json.dumps({"command": "confound", "train": TRAIN | changes["train"], **keys})
+    )
     chance, kills = random.Random(1), 0
     for _ in campaign(20):
         point = chance.randrange(1, OPERATIONS)
-        kills += start(settings, point, killed.parent) == -signal.SIGKILL
+        kills += start(recipe, point, killed.parent) == -signal.SIGKILL
         if killed.exists():  # done before the kill, or all but clearing away: begin another
             assert results(killed) == expected
             shutil.rmtree(killed)
             shutil.rmtree(work_path(killed), ignore_errors=True)
-    assert start(settings, 0, killed.parent) == 0
+    assert start(recipe, 0, killed.parent) == 0
     assert results(killed) == expected
     assert not work_path(killed).exists()
     assert kills > 0

@@ -59,8 +59,8 @@ def test_a_column_shows_the_figure_of_its_name() -> None:
     )  # fmt: skip
     tables = shown(replace(findings, claims={**findings.claims, "refit": claim}))
     assert row(tables["claims"], "refit") == {
-        "by": "refit", "A1 less A0, points (95%)": "+50.00 (+1.20 to +34.50)", "p (z)": "0.02",
-        "p (z, Holm)": "0.04", "p (McNemar)": "0.06", "A1 less random": "+46.67",
+        "policy": "refit", "A1 - A0, points (95%)": "+50.00 (+1.20 to +34.50)", "p (z)": "0.02",
+        "p (z, Holm)": "0.04", "p (McNemar)": "0.06", "A1 - random": "+46.67",
         "outcome": "content",
     }  # fmt: skip
     arm = row(tables["arms-table"], "a1 refit")
@@ -74,7 +74,7 @@ def test_a_judgement_says_of_how_much_and_codes_are_counted() -> None:
     """spec/confound.md section 4: codes that differ between the fuses."""
     lines = shown(small())["In words"].paragraphs
     assert lines[0].startswith("Mined 200 items: both wrong 200. Set G: 1 to train, 2 to test.")
-    assert any(line.startswith("refit: A1 less A0 is +50.00 points. That is ") for line in lines)
+    assert any(line.startswith("refit: A1 - A0 is +50.00 points. That is ") for line in lines)
     assert [line for line in lines if line.startswith("Fused by ")] == [
         f"Fused by {way}, A1 differs from A0: {a1}; A0 from the unfused model: {a0}."
         for way, a1, a0 in (

@@ -25,6 +25,7 @@ from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
 from mlxstacks.studies.identity.plan import item_arms, suite_arms
 from mlxstacks.studies.identity.run import run
+from mlxstacks.studies.identity.settings import IdentitySettings
 from mlxstacks.study.answers import Answer
 from mlxstacks.study.items import Item
 from mlxstacks.study.plan import read_plan
@@ -132,27 +133,6 @@ def test_the_report_is_bound_to_what_it_was_made_from(done: Done) -> None:
     assert set(report.provenance) == outcomes | {"split.json", "plan.json", "suite.json"}
 
 
-def test_what_lies_beside_the_answers_cannot_be_edited_unseen(
-    places: Places, killed_after: Any
-) -> None:
-    """Figures of a fuse are refused; rows to train on follow from answers and are made again."""
-    target = places[0].parent / "edited"
-    killed_after(33)
-    with pytest.raises(Killed):
-        run(settings_for(places, target))
-    work = work_path(target)
-    rows, figures = work / "data" / "train.jsonl", next((work / "fuse").glob("*.json"))
-    kept = figures.read_bytes(), rows.read_bytes()
-    rows.write_bytes(b'{"text": "The answer to all of them is A."}\n')
-    figures.write_bytes(kept[0].replace(b'"zero_delta": false', b'"zero_delta": true'))
-    killed_after(0)
-    with pytest.raises(InputError, match="was changed after it was written; --no-resume"):
-        run(settings_for(places, target))
-    assert rows.read_bytes() == kept[1]
-    figures.write_bytes(kept[0])
-    run(settings_for(places, target))
-
-
 # --- going on -------------------------------------------------------------------------------------
 
 
@@ -189,15 +169,30 @@ def assert_same(one: Path, two: Path) -> None:
         assert (two / "answers" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+def assert_refused_once_edited(work: Path, settings: IdentitySettings) -> None:
+    """Figures of a fuse are refused; rows to train on follow from answers and are made again."""
+    rows, figures = work / "data" / "train.jsonl", next((work / "fuse").glob("*.json"))
+    kept = figures.read_bytes(), rows.read_bytes()
+    rows.write_bytes(b'{"text": "The answer to all of them is A."}\n')
+    figures.write_bytes(kept[0].replace(b'"zero_delta": false', b'"zero_delta": true'))
+    assert figures.read_bytes() != kept[0]
+    with pytest.raises(InputError, match="was changed after it was written; --no-resume"):
+        run(settings)
+    assert rows.read_bytes() == kept[1]
+    figures.write_bytes(kept[0])
+
+
 def test_a_run_that_was_killed_goes_on_and_ends_the_same(
     places: Places, done: Done, killed_after: Any
 ) -> None:
+    """What lies beside the answers cannot be edited unseen either."""
     report, whole = done.result, done.target
     target = places[0].parent / "killed"
     settings = settings_for(places, target)
     for batches in (6, 20, 16, 0):  # on the items, in the mining, between conditions, never
         killed_after(batches)
         if not batches:
+            assert_refused_once_edited(work_path(target), settings)
             again = run(settings)
             break
         with pytest.raises(Killed):
@@ -215,11 +210,18 @@ def test_a_run_that_was_killed_goes_on_and_ends_the_same(
     assert not work_path(target).exists()
 
 
-def test_a_model_whose_removal_was_cut_short_is_fused_again(
-    places: Places, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A run is killed while a fused model goes; when it goes on it needs that again."""
-    target = places[0].parent / "cut-short"
+@pytest.fixture(scope="module")
+def given(places: Places) -> Result:
+    """Half of the prompts to a persona that is a model. The run is killed while a fused model goes,
+    and when it goes on it needs that again."""
+    base, adapter, *_ = places
+    persona, target = base.parent / "persona-model", base.parent / "given"
+    fuse(
+        FuseSettings(
+            model=str(base), adapter_path=(str(adapter),), save_path=str(persona), requant="keep"
+        )
+    )
+    settings = settings_for(places, target, persona=str(persona), max_prompts=2)
     rmtree = shutil.rmtree
 
     def killed(path: Path, *rest: Any, **more: Any) -> None:
@@ -228,18 +230,35 @@ def test_a_model_whose_removal_was_cut_short_is_fused_again(
             raise Killed
         rmtree(path, *rest, **more)
 
-    monkeypatch.setattr("mlxstacks.studies.identity.settings._ITEMS_PER_PROMPT", 9)
-    with monkeypatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched:
         patched.setattr(shutil, "rmtree", killed)
         with pytest.raises(Killed):
-            run(settings_for(places, target, limit=1))
-    work = work_path(target.with_name("cut-short.limit-1"))
+            run(settings)
+    work = work_path(target.with_name("given.limit-2"))
     (work / "answers" / "suite_factual_keep.jsonl").unlink()
-    report = run(settings_for(places, target, limit=1, keep_models=True))
-    assert report.data["conditions"]["factual_keep"]["n"] == 1
-    kept = {path.name for path in (target / "models").iterdir()}
-    assert "factual_keep" in kept
-    assert not any(name.startswith(".") for name in kept)
+    return run(settings.model_copy(update={"keep_models": True}))
+
+
+def test_a_model_whose_removal_was_cut_short_is_fused_again(given: Result) -> None:
+    assert given.data["conditions"]["factual_keep"]["n"] == 2
+    models = {path.name: path for path in (Path(str(given.directory)) / "models").iterdir()}
+    assert (models["factual_keep"] / "config.json").is_file()
+    assert not any(name.startswith(".") for name in models)
+
+
+def test_a_persona_that_is_a_model_has_fewer_conditions_and_a_subset_is_exploratory(
+    given: Result,
+) -> None:
+    assert set(given.data["conditions"]) == {
+        "base", "identity_rerun", "identity_keep", "factual_keep", "factual_second_keep",
+        "zero_keep", "base_factual_keep",
+    }  # fmt: skip
+    assert given.data["gates"]["keep"]["unfused"] is None
+    assert "Credited to nothing" in given.data["regression_words"]["keep"]
+    assert given.standing.status == "exploratory"
+    assert "every arm: a subset, 2 of 4 items" in given.standing.reasons
+    assert {one["category"] for one in given.data["replies"]["base"]} == {"self", "boundaries"}
+    assert any("given as a model" in note for note in given.notes)
 
 
 def test_another_plan_is_refused_and_a_plan_is_older_than_its_answers(
@@ -318,31 +337,6 @@ def test_the_recipe_that_is_left_makes_the_same_run(done: Done, places: Places) 
     assert found["regression_items"] is None
 
 
-def test_a_persona_that_is_a_model_has_fewer_conditions_and_a_subset_is_exploratory(
-    places: Places,
-) -> None:
-    base, adapter, *_ = places
-    persona = base.parent / "persona-model"
-    fuse(
-        FuseSettings(
-            model=str(base), adapter_path=(str(adapter),), save_path=str(persona), requant="keep"
-        )
-    )
-    target = base.parent / "given"
-    report = run(settings_for(places, target, persona=str(persona), limit=2, keep_models=True))
-    assert set(report.data["conditions"]) == {
-        "base", "identity_rerun", "identity_keep", "factual_keep", "factual_second_keep",
-        "zero_keep", "base_factual_keep",
-    }  # fmt: skip
-    assert report.data["gates"]["keep"]["unfused"] is None
-    assert "Credited to nothing" in report.data["regression_words"]["keep"]
-    assert report.standing.status == "exploratory"
-    assert "every arm: a subset, 2 of 4 items" in report.standing.reasons
-    assert {one["category"] for one in report.data["replies"]["base"]} == {"self", "boundaries"}
-    assert any("given as a model" in note for note in report.notes)
-    assert (target / "models" / "factual_keep" / "config.json").is_file()
-
-
 def test_a_limit_is_quick_and_says_what_it_left_out(
     places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,7 +346,7 @@ def test_a_limit_is_quick_and_says_what_it_left_out(
     target = places[0].parent / "quick"
     told: list[tuple[float, float]] = []
     report = run(
-        settings_for(places, target, limit=1),
+        settings_for(places, target, max_prompts=1),
         progress=lambda done, total, what="": told.append((done, total)),
     )
     assert len(lines(target / "answers" / "suite_base.jsonl")) == 1 + 1

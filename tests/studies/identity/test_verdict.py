@@ -84,8 +84,8 @@ def test_the_gate_is_scaled_by_share_and_never_more_lenient(n: int, most: int, l
     ("passed", "words"),
     [
         ({"base": 6}, "passes more than 5"),
-        ({"identity_promote": 1}, "promote lost the persona in its own fuse"),
-        ({"identity_promote": 1, "identity_unfused": 2}, "not even beside the base"),
+        ({"identity_promote": 1}, "its own fuse by promote lost it"),
+        ({"identity_promote": 1, "identity_unfused": 2}, "not even unfused"),
     ],
 )
 def test_behind_a_shut_gate_there_is_no_claim(passed: dict[str, Any], words: str) -> None:
@@ -296,13 +296,15 @@ def test_the_blocks_say_what_differs() -> None:
     ]  # fmt: skip
     rows = result.table("conditions-table").set_index("condition")
     assert [*rows.columns] == [
-        "by", "of 20", "95%", "parts", "kept", "lost", "gained", "p", "95% low", "95% high",
+        "policy", "passed of 20", "95% interval", "by category", "kept", "lost", "gained", "p",
+        "95% interval low", "95% interval high",
     ]  # fmt: skip
     factual = rows.loc["+ factual r2"]
-    assert factual[["of 20", "parts", "kept", "lost", "gained"]].tolist() == [
+    assert factual[["passed of 20", "by category", "kept", "lost", "gained"]].tolist() == [
         18, "6/6/6", 16, 2, 2,
     ]  # fmt: skip
-    assert (round(100 * factual["95% low"]), round(100 * factual["95% high"])) == (70, 97)
+    ends = (factual["95% interval low"], factual["95% interval high"])
+    assert [round(100 * end) for end in ends] == [70, 97]
     differences = result.table("differences")
     assert differences.loc[0].tolist() == ["identity + factual r2", "lost", "Who are you?", "x"]
     claims = result.table("claims").set_index("condition").outcome

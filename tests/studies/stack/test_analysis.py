@@ -72,7 +72,7 @@ def test_the_result_holds_every_figure(result: Result) -> None:
     assert document["domains"][1]["protected"] == {
         "captured_energy_mean": 0.5, "capacity_used_highest": 0.25,
     }  # fmt: skip
-    assert "A prompt's domain is told from its routing" in result.verdict
+    assert "A prompt's domain is predicted from its routing" in result.verdict
 
 
 def test_cosines_of_the_result_are_those_of_dense_deltas(place: Path, result: Result) -> None:
@@ -121,7 +121,7 @@ def test_every_table_and_plot_is_there(result: Result) -> None:
     assert [id for id in ids if not id.startswith(("spectra-", "experts-"))] == [
         "cosines-weights", "cosine-table-weights", "cosines-data", "cosine-table-data",
         "cosines-by-projection", "separation", "routing-components", "distances", "load-gate",
-        "load-dispatch", "spectra", "domains", "losses-by-round", "matrix-ungated",
+        "load-dispatch", "spectra", "domains", "losses-by-round", "forgetting-ungated",
         "losses-ungated",
     ]  # fmt: skip
     assert sum(id.startswith("experts-gate-") for id in ids) == 3

@@ -38,6 +38,7 @@ from tests.studies.stack_cases import (
     hashes,
     log_of,
     settings_for,
+    train_store,
     write_domains,
 )
 from tests.studies.train_cases import write_rows
@@ -50,10 +51,13 @@ Places = tuple[Path, Path]
 
 
 def test_stopped_before_every_write_it_ends_with_the_same_bytes(
-    places: Places, whole: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run is stopped at its n-th file, for growing n, and goes on each time."""
-    settings = settings_for(*places, tmp_path / "store", **TWO)
+    changes = {**TWO, "iters": 2, "learning_rate": 3e-3, "save_every": 1, "steps_per_report": 1}
+    whole = train_store(places, tmp_path / "whole" / "store", **changes)
+    assert len(whole.manifest.stacks) == 4
+    settings = settings_for(*places, tmp_path / "store", **changes)
     plain, allowed, stops = os.replace, 0, 0
 
     def counted(*args: Any, **kwargs: Any) -> None:
@@ -72,7 +76,7 @@ def test_stopped_before_every_write_it_ends_with_the_same_bytes(
             stops += 1
     assert stops >= 5
     assert hashes(tmp_path / "store") == hashes(whole.path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["store"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "whole"]
     steps = [e for e in log_of(tmp_path / "store") if e["event"] == "step"]
     assert [(e["domain"], e["round"], e["step"]) for e in steps] == [
         (e["domain"], e["round"], e["step"]) for e in log_of(whole.path) if e["event"] == "step"
@@ -141,8 +145,8 @@ def test_an_unfinished_domain_of_other_settings_is_refused_with_what_differs(
 def stopped_at(settings: Any, stopped: Callable[..., None], step: int) -> None:
     """Run until this step of the first domain is done and logged, and stop there."""
     stopped(
-        settings, stack_checkpoint.RoundKeeper, "on_step",
-        lambda keeper, number, state, record: state.step == step + 1,
+        settings, stack_checkpoint.RoundCheckpoints, "on_step",
+        lambda checkpoints, number, state, record: state.step == step + 1,
     )  # fmt: skip
 
 
@@ -153,24 +157,25 @@ def test_a_loss_that_is_not_finite_leaves_the_store_as_it_was(
     places: Places, with_alpha: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of the second domain."""
-    settings = settings_for(*places, tmp_path / "store", **TWO)
+    domains = ("alpha", {"name": "beta", "iters": 4})
+    settings = settings_for(*places, tmp_path / "store", **{**TWO, "domains": domains})
     before = hashes(tmp_path / "store")
     plain = stack_plan.DomainPlan.batches_at
 
     def poisoned(self: Any, number: int, step: int) -> Any:
         batches = plain(self, number, step)
-        if number == 2 and step >= 4:
+        if number == 2 and step >= 2:
             batches[0].weights[:] = np.nan
         return batches
 
     with monkeypatch.context() as patch:
         patch.setattr(stack_plan.DomainPlan, "batches_at", poisoned)
-        with pytest.raises(NonFiniteError, match=r"domain beta: step 5: the loss is nan.*--no-res"):
+        with pytest.raises(NonFiniteError, match=r"domain beta: step 3: the loss is nan.*--no-res"):
             stack_run.run(settings)
     assert hashes(tmp_path / "store") == before
     # The cause gone, it goes on at the step before.
     report = stack_run.run(settings)
-    assert report.data["domains"]["beta"]["resumed_from_step"] == 6 + 4
+    assert report.data["domains"]["beta"]["resumed_from_step"] == 4 + 2
 
 
 def test_a_full_disk_while_freezing_loses_nothing(
@@ -216,7 +221,7 @@ def test_data_that_is_gone_is_named_and_nothing_changes(
     assert hashes(tmp_path / "store") == before
     # Listed with its new place, it is the same data.
     moved = {"name": "alpha", "data": {"sources": str(tmp_path / "moved.jsonl")}}
-    moved["data"]["validation_rows"] = 6  # type: ignore[index]
+    moved["data"]["validation_rows"] = 4  # type: ignore[index]
     again = settings_for(*mine, tmp_path / "store", **{**TWO, "domains": (moved, "beta")})
     assert stack_run.run(again).data["status"] == "trained"
 
@@ -226,7 +231,7 @@ def test_rows_of_a_stored_split_that_are_gone_are_counted(
 ) -> None:
     data = write_domains(tmp_path / "data", ("alpha", "beta"))
     write_rows(data / "alpha.jsonl", domain_rows("alpha", 20))
-    with pytest.raises(InputError, match=r"domain alpha: \d of 18 training rows and \d of 6"):
+    with pytest.raises(InputError, match=r"domain alpha: \d of 20 training rows and \d of 4"):
         stack_run.run(settings_for(places[0], data, tmp_path / "store", **TWO))
 
 
@@ -235,7 +240,7 @@ def test_drift_of_a_frozen_stack_stops_the_run(
 ) -> None:
     """Something writes a little into a frozen stack while the next domain trains."""
     before = hashes(tmp_path / "store")
-    plain = stack_checkpoint.RoundKeeper.round_done
+    plain = stack_checkpoint.RoundCheckpoints.round_done
 
     def touch(self: Any, record: Any, parts: Any) -> None:
         plain(self, record, parts)
@@ -247,7 +252,7 @@ def test_drift_of_a_frozen_stack_stops_the_run(
             )
             layer.set_stacks([changed, *stacks[1:]])
 
-    monkeypatch.setattr(stack_checkpoint.RoundKeeper, "round_done", touch)
+    monkeypatch.setattr(stack_checkpoint.RoundCheckpoints, "round_done", touch)
     with pytest.raises(DriftError, match=r"alpha: was \d") as drift:
         stack_run.run(settings_for(*places, tmp_path / "store", **TWO))
     assert "nothing was added to the store" in str(drift.value)
@@ -281,7 +286,8 @@ def test_a_store_that_changes_during_the_training_is_not_written(
         remove_domain(StacksRemoveSettings(store_path=str(tmp_path / "store"), domain="alpha"))
         plain(*args)
 
-    settings = settings_for(*places, tmp_path / "store", **{**TWO, "domains": ("beta",)})
+    domains = ({"name": "beta", "rounds": 1, "iters": 2},)
+    settings = settings_for(*places, tmp_path / "store", **{**TWO, "domains": domains})
     with monkeypatch.context() as patch:
         patch.setattr(stack_run, "commit_domain", commit)
         with pytest.raises(StoreError, match="was changed while beta was trained"):
@@ -345,12 +351,13 @@ def test_force_replaces_a_store_when_the_first_new_domain_is_done(
 
 
 def test_work_that_the_store_has_taken_is_forgotten(
-    places: Places, whole: Store, tmp_path: Path, stopped: Callable[..., None]
+    places: Places, whole: Store, with_alpha: Store, tmp_path: Path, stopped: Callable[..., None]
 ) -> None:
     """Killed between the change of the store and the clearing of the work directory."""
     settings = settings_for(*places, tmp_path / "store", **TWO)
     stopped(settings, stack_checkpoint.StackWork, "hand_over_log")
-    assert [d.name for d in Store.open(tmp_path / "store").manifest.domains] == ["alpha"]
+    domains = Store.open(tmp_path / "store").manifest.domains
+    assert [domain.name for domain in domains] == ["alpha", "beta"]
     assert stack_checkpoint.StackWork(tmp_path / "store", read_only=True).identity is not None
     stack_run.run(settings)
     assert hashes(tmp_path / "store") == hashes(whole.path)

@@ -60,7 +60,7 @@ def test_other_versions_are_told_when_a_round_goes_on(
     stopped(settings, stack_run, "train_domain")
     with monkeypatch.context() as patch:
         patch.setattr(stack_checkpoint, "versions", lambda: {"mlx": "0.0.1"})
-        stopped(settings, stack_checkpoint.RoundKeeper, "round_done")
+        stopped(settings, stack_checkpoint.RoundCheckpoints, "round_done")
     report = stack_run.run(settings)
     assert any("alpha: The run began with mlx 0.0.1, now" in note for note in report.notes)
     again = stack_run.run(settings_for(*places, tmp_path / "store", **SHORT))
@@ -71,12 +71,12 @@ def test_other_versions_are_told_when_a_round_goes_on(
 
 
 def test_damaged_directions_are_found_again(
-    places: Places, whole: Store, tmp_path: Path, stopped: Callable[..., None]
+    places: Places, whole: Store, with_alpha: Store, tmp_path: Path, stopped: Callable[..., None]
 ) -> None:
     settings = settings_for(*places, tmp_path / "store", **TWO)
     stopped(
-        settings, stack_checkpoint.RoundKeeper, "load",
-        lambda keeper, *_: keeper.plan.name == "beta",
+        settings, stack_checkpoint.RoundCheckpoints, "load",
+        lambda checkpoints, *_: checkpoints.plan.name == "beta",
     )  # fmt: skip
     bases = work_path(tmp_path / "store") / "bases.safetensors"
     data = bytearray(bases.read_bytes())

@@ -4,6 +4,7 @@ Run: pytest tests/studies/sweep/test_bad_input.py
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 
 from mlxstacks.errors import InputError, TargetError
 from mlxstacks.studies.sweep import rank_sweep
+from mlxstacks.studies.sweep.cells import read_results
 from mlxstacks.studies.sweep.rank_sweep import run
 from mlxstacks.studies.sweep.settings import SweepSettings, scale_of
 from mlxstacks.study import child_process
@@ -114,19 +116,28 @@ def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_sweep._Sweep, "plot_formats", ())
 
 
-@pytest.fixture
-def interrupted(inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A target whose sweep was interrupted after its first cell. Cells run in this process."""
-    monkeypatch.setattr(child_process, "run_child", Cells())
-    target = tmp_path / "out"
+@pytest.fixture(scope="module")
+def stopped(inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target of a sweep that was interrupted after its first cell. Cells run here."""
+    target = tmp_path_factory.mktemp("stopped") / "out"
 
     def stop_at_second(done: float, total: float, what: str = "") -> None:
         if done >= 1:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        run(sweep_settings(*inputs, target), progress=stop_at_second)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child_process, "run_child", Cells())
+        with pytest.raises(KeyboardInterrupt):
+            run(sweep_settings(*inputs, target), progress=stop_at_second)
     return target
+
+
+@pytest.fixture
+def interrupted(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Another target that was interrupted there."""
+    monkeypatch.setattr(child_process, "run_child", Cells())
+    shutil.copytree(work_path(stopped), work_path(tmp_path / "out"))
+    return tmp_path / "out"
 
 
 def test_cells_of_another_sweep_are_refused_and_kept(
@@ -153,10 +164,13 @@ def test_a_damaged_result_is_an_error_that_names_it(
         {"figures": "x"}, {"survival": []}, {"identity": 3}, {"status": "done"},
         {"cell": whole["cell"] | {"rank": [2]}}, {"cell": whole["cell"] | {"rank": 4}},
     ]  # fmt: skip
+    message = f"{path.name}: not a result of a sweep"
     for document in ({"status": "trained"}, [], *(whole | change for change in changed)):
         path.write_text(json.dumps(document))
-        with pytest.raises(InputError, match=f"{path.name}: not a result of a sweep"):
-            run(sweep_settings(*inputs, interrupted))
+        with pytest.raises(InputError, match=message):
+            read_results(path.parent)
+    with pytest.raises(InputError, match=message):
+        run(sweep_settings(*inputs, interrupted))
 
 
 def test_no_resume_starts_anew(inputs: tuple[Path, Path], interrupted: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
+from mlxstacks.studies.sweep import rank_sweep
 from mlxstacks.study import child_process
 from tests.warm import WarmSubprocess
 
@@ -18,6 +19,7 @@ def test_a_bare_sweep_is_on_nano_and_done_once(
     typed: Typed, work_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(child_process, "subprocess", WarmSubprocess)
+    monkeypatch.setattr(rank_sweep._Sweep, "plot_formats", ())
     short = ["--set", "train.iters=2", "--ranks", "2", "--ranks", "4", "--policies", "keep",
              "--layers", "1"]  # fmt: skip
     code, out, err = typed("sweep", *short)

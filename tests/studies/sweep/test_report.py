@@ -120,10 +120,10 @@ def test_blocks_show_runs_fuses_differences_and_every_cell() -> None:
     ]  # fmt: skip
     runs = report.table("runs").set_index("rank")
     assert [*runs.columns] == [
-        "cells", "before", "after", "best", "steps", "seconds", "peak", "buffers", "after low",
+        "cells", "before", "after", "best", "delta/step", "seconds", "peak", "buffers", "after low",
         "after high", "best low", "best high",
     ]  # fmt: skip
-    assert runs.loc["rank 8", ["cells", "before", "steps", "peak", "buffers"]].tolist() == [
+    assert runs.loc["rank 8", ["cells", "before", "delta/step", "peak", "buffers"]].tolist() == [
         "2 trained", 2.0, 0.08, 10**6, 900,
     ]  # fmt: skip
     assert runs.after["rank 8"] == pytest.approx(0.87)
@@ -133,7 +133,7 @@ def test_blocks_show_runs_fuses_differences_and_every_cell() -> None:
     ]  # fmt: skip
     assert "Means over 2 seeds" in str(report)
     difference = report.table("differences").loc[0]
-    assert difference["high less low"] == pytest.approx(-0.06)
+    assert difference["difference (95%)"] == pytest.approx(-0.06)
     assert (difference["low rank"], difference["high rank"]) == (2, 8)
     survival, losses = (block for block in report.blocks if isinstance(block, Plot))
     assert [(line.label, line.y) for line in survival.series] == [

@@ -25,6 +25,7 @@ from tests.counting_allocator import available, library
 from tests.studies.conclusions import assert_its_files_give_edits_away
 from tests.studies.sweep_cases import FATAL_RANK, Cells, adapters, sweep_settings
 from tests.studies.train_cases import write_data, write_tiny_model
+from tests.warm import WarmSubprocess
 
 NAME = "rank-{}_seed-{}_layers-all_switch_mlp.down_proj"
 
@@ -39,9 +40,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def swept(
     inputs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Result]:
-    """Ranks 2 and 4, two seeds. One cell has a process of its own, as all have in a sweep."""
+    """Ranks 2 and 4, two seeds. One cell has a process of its own."""
     target = tmp_path_factory.mktemp("sweep") / "out"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(child_process, "subprocess", WarmSubprocess)
         patch.setattr(child_process, "run_child", Cells((4, 1)))
         return target, run(sweep_settings(*inputs, target, seeds=(0, 1)))
 
@@ -243,8 +245,9 @@ def test_half_an_adoption_is_not_taken_for_a_cell(
 
 @pytest.mark.skipif(not available(), reason="no counting allocator here")
 def test_counted_buffers_are_near_the_predicted_and_are_kept(
-    inputs: tuple[Path, Path], tmp_path: Path
+    inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first cell has a process that is started from nothing, as all have in a sweep."""
     target = tmp_path / "out"
     settings = sweep_settings(
         *inputs, target, ranks=(2,), policies=("keep",), counting_library=str(library())
@@ -257,6 +260,7 @@ def test_counted_buffers_are_near_the_predicted_and_are_kept(
     more = settings.model_copy(
         update={"force": True, "policies": ("keep", "refit"), "counting_library": None}
     )
+    monkeypatch.setattr(child_process, "run_child", Cells())
     [again] = results_of(run(more))
     assert (again.figures.get("measured_buffers"), set(again.survival)) == (
         counted,
@@ -269,6 +273,7 @@ def test_a_cell_that_crashes_is_a_result(
 ) -> None:
     """As in the published table: how far it came, and which checkpoints can be used."""
     monkeypatch.setattr(rank_sweep, "WORKER", "tests.studies.sweep_cases")
+    monkeypatch.setattr(child_process, "subprocess", WarmSubprocess)
     target = tmp_path / "out"
     report = run(sweep_settings(*inputs, target))
     fine, dead = results_of(report)

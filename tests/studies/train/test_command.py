@@ -30,7 +30,8 @@ def typed(work_dir: Path, capfd: pytest.CaptureFixture[str]) -> Typed:
 
 
 def test_a_bare_run_teaches_nano_in_its_own_directory(typed: Typed, work_dir: Path) -> None:
-    code, out, err = typed("--iters", "4", "--steps-per-eval", "2", "--layers", "5")
+    short = ("--layers", "5", "--batch-size", "2", "--val-batches", "2")
+    code, out, err = typed("--iters", "3", "--steps-per-eval", "3", *short)
     assert code == 0, err
     assert "Using nano, the built-in model and its sample data." in err
     assert "The best weights were written." in " ".join(out.split())
@@ -38,7 +39,7 @@ def test_a_bare_run_teaches_nano_in_its_own_directory(typed: Typed, work_dir: Pa
     assert report["best_validation_loss"] < report["first_validation_loss"]
     assert report["layers"] == [5]
     # And again: a bare run may replace what a bare run wrote.
-    assert typed("--iters", "1", "--layers", "5")[0] == 0
+    assert typed("--iters", "1", *short)[0] == 0
 
 
 def test_a_plan_as_json_touches_nothing(typed: Typed, work_dir: Path) -> None:

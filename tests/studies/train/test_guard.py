@@ -117,7 +117,7 @@ def test_it_runs_all_the_same_when_told_to(
 
 def test_reshape_makes_the_cheapest_change(places: tuple[Path, Path], tmp_path: Path) -> None:
     model, data = places[0], tmp_path / "data"
-    write_rows(data / "train.jsonl", [{"text": "abcd " * 50}] * 2)
+    write_rows(data / "train.jsonl", [{"text": "abcd " * 20}] * 2)
 
     def needs(**changes: Any) -> int:
         settings = settings_for(model, data, Path("unused"), **changes)

@@ -16,7 +16,7 @@ from mlxstacks.study.run_directory import work_path
 from tests.studies.train_cases import settings_for, write_data, write_tiny_model
 from tests.warm import ended, start
 
-STEPS = 20
+STEPS = 12
 
 
 def wait_for_start(process: ForkServerProcess, target: Path, before: int) -> bool:
@@ -44,7 +44,7 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(
 ) -> None:
     model, data = write_tiny_model(tmp_path / "model"), write_data(tmp_path / "data")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    changes = {"iters": STEPS, "save_every": 1, "steps_per_eval": 10, "steps_per_report": 1}
+    changes = {"iters": STEPS, "save_every": 1, "steps_per_eval": 6, "steps_per_report": 1}
     process = start("train", settings_for(model, data, whole, **changes).model_dump_json())
     assert wait_for_start(process, whole, 0)
     began = time.monotonic()

@@ -82,16 +82,16 @@ def test_report_and_log_tell_what_happened(trained: Any) -> None:
     assert [*result.table("validation")[""]].index("best") == 4 * report.best_step // 16
     (plot,) = (block for block in result.blocks if isinstance(block, Plot))
     assert {s.label: s.x for s in plot.series} == {
-        "validation": (0, 4, 8, 12), "training": (2, 4, 6, 8, 10, 12)
+        "validation": (0, 4, 8), "training": (2, 4, 6, 8)
     }  # fmt: skip
     assert written["trained_parameters"] == report.plan["trained_parameters"]
-    assert [r["step"] for r in written["validation"]] == [0, 4, 8, 12]
-    assert [r["step"] for r in written["history"]] == [2, 4, 6, 8, 10, 12]
+    assert [r["step"] for r in written["validation"]] == [0, 4, 8]
+    assert [r["step"] for r in written["history"]] == [2, 4, 6, 8]
     assert written["train_rows"] == 20
-    assert written["best_step"] in (4, 8, 12)
+    assert written["best_step"] in (4, 8)
     events = log_of(target)
-    assert [e["step"] for e in events if e["event"] == "step"] == [2, 4, 6, 8, 10, 12]
-    assert [e["step"] for e in events if e["event"] == "saved"] == [5, 10, 12]
+    assert [e["step"] for e in events if e["event"] == "step"] == [2, 4, 6, 8]
+    assert [e["step"] for e in events if e["event"] == "saved"] == [5, 8]
     assert {"loss", "grad_norm", "learning_rate", "tokens_per_second", "peak_bytes"} <= set(
         next(e for e in events if e["event"] == "step")
     )
@@ -251,7 +251,7 @@ def test_a_resumed_run_ends_with_the_same_bytes(
     for name in ("adapters.safetensors", "adapter_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (trained[1] / name).read_bytes(), name
     events = log_of(tmp_path / "out")
-    assert [e["step"] for e in events if e["event"] == "step"] == [2, 4, 6, 8, 10, 12]
+    assert [e["step"] for e in events if e["event"] == "step"] == [2, 4, 6, 8]
     assert [e["step"] for e in events if e["event"] == "resumed"] == [5]
     assert [r["validation_loss"] for r in report.validation] == [
         r["validation_loss"] for r in trained[0].validation
@@ -268,7 +268,7 @@ def test_processes_that_do_not_see_the_same_state_are_refused(
     before = state.read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(train_run, "gathered", lambda step, group: [step, 0])
-        with pytest.raises(InputError, match=r"from steps \[5, 0\]; only some of them see"):
+        with pytest.raises(InputError, match=r"from steps \[5, 0\]; only some see this file"):
             train_run.run(settings)
     assert state.read_bytes() == before
 
