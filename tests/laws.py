@@ -1,4 +1,4 @@
-"""What mlxstacks promises, and the tests that hold each promise: the page Laws of the documentation.
+"""What mlxstacks promises, and the tests that hold each promise: the documentation's page Laws.
 
 A test is `file::name` below tests/. `laws_page` fails where one is gone, so a promise cannot
 outlive what holds it.
@@ -59,8 +59,7 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
             "studies/train/test_run.py::test_checkpointed_layers_train_to_the_same_bytes",
         ),
         "A run that does not fit is refused before anything is written.": (
-            "studies/train/test_guard.py::"
-            "test_a_run_that_does_not_fit_is_refused_before_anything_is_written",
+            "studies/train/test_guard.py::test_a_run_that_does_not_fit_is_refused_before_anything_is_written",
         ),
     },
     "Stacks": {
@@ -99,8 +98,7 @@ LAWS: dict[str, dict[str, tuple[str, ...]]] = {
             "study/test_result.py::test_what_is_exploratory_says_so_in_every_title",
         ),
         "Planted effects are found, and shuffled labels are not.": (
-            "studies/profile/test_measures.py::"
-            "test_planted_layers_are_found_and_shuffled_labels_are_not",
+            "studies/profile/test_measures.py::test_planted_layers_are_found_and_shuffled_labels_are_not",
         ),
     },
     "The code": {

@@ -63,9 +63,7 @@ def nano(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", [n for n, path in PAGES.items() if runnable(path.read_text())])
-def test_blocks_run(
-    name: str, nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_run(name: str, nano: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlxstacks.nano.exports import nano_paths
 
     for link in nano.iterdir():

@@ -1,7 +1,7 @@
 """A page for each command: what it takes, from the settings that its command line is made from."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -49,12 +49,11 @@ def page(name: str) -> str:
     lines += ["```text", f"mlxstacks {name} {usage}", "```", ""]
     rows = list(_rows(command, model.model_fields if model else {}))
     if rows:
-        lines += ["| option | type | default | meaning |", "|---|---|---|---|", *rows, ""]
+        lines += _table("option", rows)
     nested = list(_nested(model)) if model else []
     if nested:
         lines += [
-            "## Nested settings", "", "In a recipe, or with `--set`:", "",
-            "| setting | type | default | meaning |", "|---|---|---|---|", *nested, "",
+            "## Nested settings", "", "In a recipe, or with `--set`:", "", *_table("setting", nested),
         ]  # fmt: skip
     recipes = [row for of, row in recipe_rows() if of == name]
     if recipes:
@@ -78,6 +77,12 @@ def recipe_rows() -> Iterator[tuple[str, str]]:
         text = file.read_text()
         head = " ".join(re.findall(r"^# ?(.*)$", text.split("\n#\n")[0], re.M)[1:])
         yield yaml.safe_load(text)["command"], f"| `{file.stem}` | {_cell(head)} |"
+
+
+def _table(what: str, rows: Sequence[str]) -> list[str]:
+    """In the style that a phone shows row by row."""
+    head = [f"| {what} | type | default | meaning |", "|---|---|---|---|"]
+    return ['<div class="options" markdown>', "", *head, *rows, "", "</div>", ""]
 
 
 def _command(name: str) -> click.Command:

@@ -1,4 +1,4 @@
-"""The pictures of Measure, in the style of result pages: of fuses of nano, run here, or of a formula.
+"""The pictures of Measure, in the style of result pages: of fuses of nano or a formula.
 
 Each is an SVG inside its page, whose colours change with light and dark and whose title says in
 words what it shows.
@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,7 +37,7 @@ def pictures() -> Mapping[str, str]:
 @cache
 def fuses() -> Mapping[str, Mapping[str, float]]:
     """Policy -> figures of nano's sample adapter fused with it, all modules together."""
-    totals = {}
+    totals: dict[str, Mapping[str, float]] = {}
     with tempfile.TemporaryDirectory() as directory:
         for policy in POLICIES:
             result = ms.fuse(requant=policy, save_path=Path(directory) / policy)
@@ -44,13 +45,13 @@ def fuses() -> Mapping[str, Mapping[str, float]]:
     return totals
 
 
-def _of_policies(name: str, title: str, x_label: str, alt: str, **more: object) -> Plot:
+def _of_policies(name: str, title: str, x_label: str, alt: str, **more: Any) -> Plot:
     values = {policy: total[name] for policy, total in fuses().items()}
     said = ", ".join(f"{policy} {value:.3g}" for policy, value in values.items())
     series = Series(label="nano, 3 bits", y=tuple(values.values()))
     return Plot(
         id=name, title=title, kind="intervals", series=(series,), categories=tuple(values),
-        x_label=x_label, alt=f"{alt}: {said}.", **more,  # type: ignore[arg-type]
+        x_label=x_label, alt=f"{alt}: {said}.", **more,
     )  # fmt: skip
 
 
@@ -128,7 +129,7 @@ def kl() -> Plot:
 
 
 def standing() -> Plot:
-    """How often a test at p < 0.05 of nothing at all passes, if it may stop at any of some looks."""
+    """How often a test of nothing passes at p < 0.05, if it may stop at any of some looks."""
     draw = np.random.default_rng(SEED)
     sums = np.cumsum(draw.standard_normal((20_000, 200)), axis=1)
     shares = []
