@@ -2,7 +2,7 @@
 
 A page's blocks run in order in one directory, where `model`, `adapters`, `store`, `data` and
 `domains` are nano's. A block whose first line is `# needs a Mac`, `# takes` or `# real model` does
-not run here; those of the real model do with `make test-real`. The strict build is `make docs`.
+not run here; those of `howto/models.md` do with `make test-real`. The strict build is `make docs`.
 
 Run: pytest tests/test_docs.py
 """

@@ -53,7 +53,8 @@ def page(name: str) -> str:
     nested = list(_nested(model)) if model else []
     if nested:
         lines += [
-            "## Nested settings", "", "In a recipe, or with `--set`:", "", *_table("setting", nested),
+            "## Nested settings", "", "In a recipe, or with `--set`:", "",
+            *_table("setting", nested),
         ]  # fmt: skip
     recipes = [row for of, row in recipe_rows() if of == name]
     if recipes:

@@ -100,7 +100,7 @@ def steps() -> Plot:
         series=(Series(label="keep", x=sizes, y=tuple(shares)),),
         x_label="size of the trained change, in quantization steps",
         y_label="correlation after rounding",
-        alt="Correlation of a rounded random change with itself: 0 below 0.2 steps, "
+        alt="Correlation of a rounded random change with itself: 0 below 0.1 steps, "
         f"{_at(sizes, shares, 0.5):.2f} at half a step, {_at(sizes, shares, 1):.2f} at one step.",
     )  # fmt: skip
 
