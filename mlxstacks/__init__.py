@@ -26,8 +26,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'mlxstacks' has no attribute {name!r}")
     if name in ("fuse", "guard"):
         return importlib.import_module(f"mlxstacks.{name}")
-    module = "mlxstacks.study.result" if name == "Result" else "mlxstacks.api"
-    return getattr(importlib.import_module(module), name)
+    if name == "Result":
+        return importlib.import_module("mlxstacks.study.result").Result
+    return importlib.import_module("mlxstacks.api").documented(name)
 
 
 def __dir__() -> list[str]:
@@ -41,7 +42,12 @@ class CallablePackage(ModuleType):
 
     @property
     def __wrapped__(self) -> Any:  # for `help` and `inspect.signature`
-        return getattr(importlib.import_module("mlxstacks.api"), self.__name__.split(".")[-1])
+        return importlib.import_module("mlxstacks.api").documented(self.__name__.split(".")[-1])
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        doc: str | None = self.__wrapped__.__doc__
+        return doc
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self.__wrapped__(*args, **options)

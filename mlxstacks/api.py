@@ -2,15 +2,19 @@
 
 Arguments have the names of the command line's options, `max_seq_length=512` for `--max-seq-length
 512`; a path may be text or a `Path`, and where an option may be repeated, a list. What is not given
-has the command's default: the built-in model, and a target in ./mlxstacks-out.
+has the command's default: the built-in model, and a target in ./mlxstacks-out. `documented` writes
+all of them into the function's help and signature.
 
 Every function raises InputError for what cannot be used, naming the argument, what was got and what
 is allowed.
 """
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from textwrap import fill
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from mlxstacks.errors import InputError
 from mlxstacks.recipe.file import load_recipe
@@ -23,15 +27,21 @@ from mlxstacks.recipe.resolve import (
     resolve,
     validate,
 )
-from mlxstacks.recipe.table import nearest
+from mlxstacks.recipe.table import command_named, nearest
+from mlxstacks.recipe.table import load as load_name
 
 if TYPE_CHECKING:
     import mlx.nn as nn
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
 
     from mlxstacks.routing.settings import AnswerSettings
     from mlxstacks.study.result import Result
 
 PathLike = str | Path
+Progress = bool | Callable[..., None] | None
+"""Of what takes long. None: a bar in a notebook and on a terminal, else nothing; a callable gets
+(done, total) or (done, total, what)."""
 # Of what `chat` and `generate` take: what is decided when a model is loaded.
 _LOADING = (
     "model", "store_path", "adapter_path", "router_path", "budget", "base", "hard", "gap_log",
@@ -47,58 +57,92 @@ def fuse(
     model: PathLike | None = None,
     adapter_path: PathLike | Sequence[PathLike] | None = None,
     save_path: PathLike | None = None,
+    *,
+    progress: Progress = None,
+    dry_run: bool = False,
     **settings: Any,
 ) -> "Result":
-    """Fuse adapters into a quantized model and say what survived.
+    """Fuse adapters into a quantized model, and measure how much of them is in the result.
 
-    settings: those of `mlxstacks fuse`: requant, zero_delta, target_correlation, ...
+    The fused model is an ordinary mlx-lm model. The result says, module by module, how well the
+    change of the weights matches what was trained (correlation, survival), and what the fuse does
+    by itself.
+
+    >>> import mlxstacks as ms
+    >>> result = ms.fuse(save_path="fused")             # the built-in model and its adapter
+    >>> print(result.verdict)
+    >>> result.table("fidelity-1")                      # a pandas DataFrame, worst modules first
+    >>> control = ms.fuse(save_path="control", zero_delta=True)     # what the fuse does by itself
     """
     given = {"model": model, "adapter_path": adapter_path, "save_path": save_path}
-    return _command("fuse", given, settings)
+    return _command("fuse", given, settings, progress, dry_run)
 
 
 def guard(model: PathLike | None = None, **settings: Any) -> "Result":
-    """Predict live buffers and bytes of a run from a config alone.
+    """Predict the live buffers and bytes of a training run, from a model's config alone.
 
-    settings: those of `mlxstacks guard`: max_seq_length, rank, layers, ...
+    >>> import mlxstacks as ms
+    >>> print(ms.guard(max_seq_length=512, rank=8).verdict)
     """
-    return _command("guard", {"model": model}, settings)
+    return _command("guard", {"model": model}, settings, False, False)
 
 
 def train(
     model: PathLike | None = None,
     data: PathLike | Mapping[str, Any] | None = None,
     save_path: PathLike | None = None,
+    *,
+    progress: Progress = None,
+    dry_run: bool = False,
     **settings: Any,
 ) -> "Result":
     """Train a LoRA on a model and write an adapter that mlx-lm loads.
 
-    settings: those of `mlxstacks train`: rank, layers, iters, learning_rate, ...
+    >>> import mlxstacks as ms
+    >>> result = ms.train(save_path="adapters", iters=4)        # the built-in model and its data
+    >>> result.table("validation")
     """
-    return _command("train", {"model": model, "data": data, "save_path": save_path}, settings)
+    given = {"model": model, "data": data, "save_path": save_path}
+    return _command("train", given, settings, progress, dry_run)
 
 
 def stack(
     model: PathLike | None = None,
     data: PathLike | Mapping[str, Any] | None = None,
     save_path: PathLike | None = None,
+    *,
+    progress: Progress = None,
+    dry_run: bool = False,
     **settings: Any,
 ) -> "Result":
     """Train frozen stacks, domain after domain, into a store that loses none of them.
 
-    settings: those of `mlxstacks stack`: domains, rounds, stack={"rank": 8}, ...
+    >>> import mlxstacks as ms
+    >>> print(ms.stack(save_path="stacks", dry_run=True))       # the plan; without dry_run minutes
     """
-    return _command("stack", {"model": model, "data": data, "save_path": save_path}, settings)
+    given = {"model": model, "data": data, "save_path": save_path}
+    return _command("stack", given, settings, progress, dry_run)
 
 
 def run(
-    recipe: PathLike | Mapping[str, Any], *, dry_run: bool = False, **settings: Any
+    recipe: PathLike | Mapping[str, Any],
+    *,
+    progress: Progress = None,
+    dry_run: bool = False,
+    **settings: Any,
 ) -> "Result":
     """Run any command by a recipe: what is done already with the same settings is read back.
 
-    recipe: a YAML file, the name of a shipped recipe, or a dict of settings with the key `command`.
-    settings: go before those of the recipe. dry_run: what would be done, of commands that plan; the
-        model has to be here.
+    recipe: a YAML file, the name of a shipped recipe (`mlxstacks recipes` lists them), or a dict of
+        settings with the key `command`.
+    progress: None: a bar in a notebook and on a terminal; False: none; or a callable that gets
+        (done, total, what).
+    dry_run: what would be done, of commands that plan; the model has to be here.
+    settings: those of the recipe's command, instead of what the recipe has.
+
+    >>> import mlxstacks as ms
+    >>> ms.run("adapter-show").table("modules")
+    >>> ms.run({"command": "guard", "rank": 4}).verdict
     """
     from mlxstacks.study.result import Result
 
@@ -114,20 +158,31 @@ def run(
     if not (dry_run or resolved.forced) and finished(name, resolved) is not None:
         assert resolved.target is not None
         return Result.open(resolved.target)
-    return _called(name, resolved, dry_run)
+    return _called(name, resolved, progress, dry_run)
 
 
-def _command(name: str, given: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+def _command(
+    name: str,
+    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    progress: Progress,
+    dry_run: bool,
+) -> Any:
     values = {key: value for key, value in given.items() if value is not None}
-    values |= settings
-    dry_run = bool(values.pop("dry_run", False))
-    return _called(name, resolve(name, values), dry_run)
+    return _called(name, resolve(name, {**values, **settings}), progress, dry_run)
 
 
-def _called(name: str, resolved: Resolved, dry_run: bool) -> Any:
+def _called(name: str, resolved: Resolved, progress: Progress, dry_run: bool) -> Any:
+    from mlxstacks.study.render.progress import ProgressBar
+
     if dry_run and not plans_itself(name):
         raise InputError(f"dry_run: {name} has no plan of its own; leave it out")
-    return call(name, resolved, dry_run=dry_run)
+    if callable(progress):
+        return call(name, resolved, dry_run=dry_run, progress=progress)
+    if progress is False:
+        return call(name, resolved, dry_run=dry_run)
+    with ProgressBar(name) as bar:
+        return call(name, resolved, dry_run=dry_run, progress=bar)
 
 
 def load(
@@ -141,9 +196,14 @@ def load(
 
     The model is the base to all who call it; `generate` lets its stacks answer. Weights are read
     when they are first used, stacks when a prompt needs them. It answers in the thread that loaded
-    it.
-    store: a store that `mlxstacks stack` made for this model; None without model and adapter_path:
-        the built-in model and its store. settings: router_path, budget, base, gap_log, ...
+    it. mlx_lm.generate, stream_generate, batch_generate and mlx_lm.evaluate take both as they are.
+
+    >>> import mlxstacks as ms
+    >>> model, tokenizer = ms.load()                    # the built-in model with its stacks
+    >>> import mlx_lm
+    >>> mlx_lm.generate(model, tokenizer, "Who are you?", max_tokens=20)        # the base
+    >>> ms.generate(model, tokenizer, "Who is king of Corva?", routed=True)     # and its stacks
+
     Raises: StoreError: the store is of another base, or damaged.
     """
     from mlxstacks.nano.exports import with_nano
@@ -160,9 +220,12 @@ def load(
 def generate(model: "nn.Module", tokenizer: Any, prompt: str, **settings: Any) -> str:
     """The answer to a prompt, which goes through the chat template; without what was only thought.
 
-    model, tokenizer: of `load`, or of mlx_lm.load. settings: routed=True: a router decides which
-    stacks answer; ungated=True: all of them; pin=["code"]: these; without: the base. And
-    max_tokens, temp, top_p, seed, system_prompt, thinking, ...
+    model, tokenizer: of `load`, or of mlx_lm.load. Without `routed`, `ungated` and `pin` the base
+        answers.
+
+    >>> import mlxstacks as ms
+    >>> print(ms.generate(*ms.load(), "Who is king of Corva?", routed=True, max_tokens=40))
+
     Raises: RuntimeError in another thread than the one that loaded the model.
     """
     from mlxstacks.routing.conversation import Conversation
@@ -198,3 +261,109 @@ def _answer_settings(values: Mapping[str, Any], known: Sequence[str]) -> "Answer
     routes = any(values.get(key) for key in ("router_path", "hard"))
     settings: Any = validate(AnswerSettings, {**values, "routed": True} if routes else values)
     return settings
+
+
+# --- help -----------------------------------------------------------------------------------------
+
+_OWN: Mapping[str, tuple[str, str]] = {
+    "progress": (
+        "None, bool or callable, default None",
+        "A bar in a notebook and on a terminal; False: none; a callable gets (done, total, what).",
+    ),
+    "dry_run": ("bool, default False", "Only say what would be done."),
+    "store": (
+        "str or None",
+        "Made by `mlxstacks stack` for this model. Default: with the built-in model its own.",
+    ),
+}
+
+
+def documented(name: str) -> Any:
+    """A function of this file, with every keyword in its help and its signature; they are those of
+    the settings.
+    """
+    function: Any = globals()[name]
+    if hasattr(function, "__signature__") or name == "run":
+        return function
+    fields = _fields(name)
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    keywords = [
+        inspect.Parameter(
+            key, inspect.Parameter.KEYWORD_ONLY, default=_default(name, key, field),
+            annotation=Any if "FieldInfo" in repr(field.annotation) else field.annotation,
+        )
+        for key, field in fields.items()
+        if key not in signature.parameters
+    ]  # fmt: skip
+    parameters = sorted([*own, *keywords], key=lambda parameter: parameter.kind)
+    function.__signature__ = signature.replace(parameters=parameters)
+    lines = [
+        f"    {key}: {kind}\n{_wrapped(text)}" for key, kind, text in _described(name, own, fields)
+    ]
+    doc = inspect.cleandoc(function.__doc__)
+    function.__doc__ = "\n".join([
+        doc, "", "Arguments:", *lines, "",
+        "Returns: a Result: str(result) is what the command prints; result.verdict, .table(id), "
+        "\n.plot(id) and .data hold the rest." if name not in ("load", "generate") else "",
+    ]).rstrip()  # fmt: skip
+    return function
+
+
+def _fields(name: str) -> "dict[str, FieldInfo]":
+    """The settings that a function takes."""
+    known = {"load": _LOADING, "generate": _ANSWERING}.get(name)
+    if known is None:
+        settings: type[BaseModel] = load_name(command_named(name).settings)
+        return dict(settings.model_fields)
+    from mlxstacks.routing.settings import AnswerSettings
+
+    return {key: AnswerSettings.model_fields[key] for key in known if key != "store_path"}
+
+
+def _default(name: str, key: str, field: "FieldInfo") -> Any:
+    """`load` notes no gaps unless it is asked to."""
+    unless = "none" if (name, key) == ("load", "gap_log") else None
+    return unless or field.get_default(call_default_factory=True)
+
+
+def _described(
+    name: str, own: Sequence[inspect.Parameter], fields: "Mapping[str, FieldInfo]"
+) -> Iterator[tuple[str, str, str]]:
+    """(name, type and default, what it means) of each argument, in the order of the signature."""
+    first = [p.name for p in own if p.name in fields]
+    for key in [*first, *(key for key in fields if key not in first)]:
+        field = fields[key]
+        kind = type_in_words(field.annotation)
+        value = _default(name, key, field)
+        plain = field.default is not None and not hasattr(value, "model_dump")
+        default = f", default {value!r}" if plain and value not in ((), "") else ""
+        yield key, f"{kind}{default}", field.description or ""
+    for parameter in own:
+        if parameter.name in _OWN:
+            yield parameter.name, *_OWN[parameter.name]
+
+
+def type_in_words(annotation: Any) -> str:
+    """`str or None`, `'a' or 'b'`, `list of str`, `dict with rank, scale`."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " or ".join(map(repr, parts))
+    if origin in (Union, UnionType):
+        some = [type_in_words(part) for part in parts if part is not NoneType]
+        return " or ".join([*some, *(["None"] if NoneType in parts else [])])
+    if origin in (tuple, list):
+        one = type_in_words(parts[0])
+        return f"{one} or list of {one}"
+    if origin in (dict, Mapping):
+        return "dict"
+    if hasattr(annotation, "__metadata__"):  # Annotated
+        return type_in_words(parts[0])
+    if fields := getattr(annotation, "model_fields", None):
+        return f"dict with {', '.join(fields)}"
+    return getattr(annotation, "__name__", str(annotation))
+
+
+def _wrapped(text: str) -> str:
+    indent = " " * 8
+    return fill(" ".join(text.split()), 88, initial_indent=indent, subsequent_indent=indent)

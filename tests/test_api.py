@@ -3,10 +3,13 @@
 Run: pytest tests/test_api.py
 """
 
+import doctest
 import inspect
 import json
+import pydoc
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +172,143 @@ def test_a_recipe_that_was_run_is_read_back(tmp_path: Path) -> None:
 def test_settings_take_paths_and_lists(paths: Any) -> None:
     settings = FuseSettings(model=Path("model"), adapter_path=paths)
     assert (settings.model, settings.adapter_path) == ("model", ("one",))
+
+
+# --- help and progress ----------------------------------------------------------------------------
+
+PLAIN: Any = vars(pydoc)["plaintext"]
+
+
+@pytest.mark.parametrize("name", ["fuse", "guard", "train", "stack", "load", "generate"])
+def test_help_has_every_keyword_with_its_meaning_and_default(name: str) -> None:
+    function = getattr(ms, name)
+    signature, page = (
+        inspect.signature(function),
+        pydoc.render_doc(function, renderer=PLAIN),
+    )
+    assert not any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for key, parameter in signature.parameters.items():
+        if key not in ("tokenizer", "prompt") and (name, key) != ("generate", "model"):
+            line, meaning = page.partition(f"    {key}: ")[2].split("\n")[:2]
+            assert len(meaning.split()) > 1, key
+            if isinstance(parameter.default, bool | int | float):
+                assert line.endswith(f"default {parameter.default!r}"), key
+
+
+def test_help_of_fuse_is_of_the_function_and_made_from_the_settings() -> None:
+    signature = inspect.signature(ms.fuse)
+    assert set(FuseSettings.model_fields) | {"progress", "dry_run"} == set(signature.parameters)
+    assert signature.parameters["requant"].default == "auto"
+    page = pydoc.render_doc(ms.fuse, renderer=PLAIN)
+    assert str(FuseSettings.model_fields["force"].description) in " ".join(page.split())
+    assert page.index("Fuse adapters into") < 200
+    assert "'auto' or 'refit' or" in page
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("fuse", "generate", "guard", "load", "run"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("stack", "train")),
+    ],
+)
+def test_the_examples_of_the_help_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    examples = doctest.DocTestParser().get_examples(getattr(ms, name).__doc__ or "")
+    assert examples
+    exec("".join(example.source for example in examples), {})
+
+
+def test_progress_is_told_to_who_asks_and_to_a_notebook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from mlxstacks.study.render.progress import ProgressBar
+
+    calls: list[tuple[float, ...]] = []
+    ms.fuse(save_path=tmp_path / "a", progress=lambda *args: calls.append(args))
+    assert calls[-1][0] == calls[-1][1]
+    capfd.readouterr()
+    ms.fuse(save_path=tmp_path / "b")
+    assert capfd.readouterr() == ("", "")
+
+    drawn: list[tuple[float | None, str]] = []
+    monkeypatch.setattr(
+        "mlxstacks.study.render.progress._in_notebook", lambda: lambda *a: drawn.append(a)
+    )
+    ticks = iter([0.0, 0.1, 1.0, 1.1, 101.0])
+    with ProgressBar("fuse", clock=lambda: next(ticks)) as bar:
+        for done in (1, 2, 3, 50):
+            bar(done, 100, "layer <1>")
+    texts = ["fuse layer <1>: 2%, 49 s left", "fuse layer <1>: 50%, 2 min left"]
+    assert drawn == [(0.02, texts[0]), (0.5, texts[1]), (None, "")]
+
+
+def test_a_notebook_draws_one_bar_and_takes_it_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    display = pytest.importorskip("IPython.display")
+    from mlxstacks.study.render import progress
+
+    shown: list[str] = []
+    handle = types.SimpleNamespace(update=lambda html: shown.append(html.data))
+
+    def display_first(html: Any, **_: Any) -> Any:
+        shown.append(html.data)
+        return handle
+
+    monkeypatch.setattr(display, "display", display_first)
+    monkeypatch.setitem(sys.modules, "ipykernel.zmqshell", types.ModuleType("zmqshell"))
+    draw = progress._in_notebook()
+    assert draw is not None
+    draw(0.5, "train <i>")
+    draw(0.75, "train")
+    draw(None, "")
+    assert shown == [
+        '<progress max="1" value="0.500"></progress> train &lt;i&gt;',
+        '<progress max="1" value="0.750"></progress> train', "",
+    ]  # fmt: skip
+
+
+# --- mlx-lm ---------------------------------------------------------------------------------------
+
+
+def test_mlx_lm_generates_with_what_load_returns(nano: tuple[Any, Any]) -> None:
+    """As it does with the model that it loads itself, token for token."""
+    import mlx_lm
+
+    model, tokenizer = nano
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Who are you?"}], add_generation_prompt=True
+    )
+    theirs = mlx_lm.load(str(nano_paths().model_path))
+    expected = mlx_lm.generate(*theirs, prompt, max_tokens=8)
+    assert expected
+    assert mlx_lm.generate(model, tokenizer, prompt, max_tokens=8) == expected
+    pieces = mlx_lm.stream_generate(model, tokenizer, prompt, max_tokens=8)
+    assert "".join(piece.text for piece in pieces) == expected
+    batch = mlx_lm.batch_generate(model, tokenizer, [prompt, prompt], max_tokens=8)
+    assert batch.texts == [expected] * 2
+
+
+def test_mlx_lm_evaluates_what_load_returns(
+    nano: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`mlx_lm.evaluate` loads a model by its path: ours in its place is scored as it is called."""
+    pytest.importorskip("lm_eval")
+    import mlx.core as mx
+    import mlx.nn as nn
+    from lm_eval.api.instance import Instance
+    from mlx_lm import evaluate
+
+    model, tokenizer = nano
+    monkeypatch.setattr(evaluate, "load", lambda *_, **__: nano)
+    scorer = evaluate.MLXLM("loaded", use_chat_template=False)
+    context, continuation = "Who is king", " of Corva"
+    ((score, _),) = scorer.loglikelihood(
+        [Instance("loglikelihood", {}, (context, continuation), 0)]
+    )
+    given = len(tokenizer.encode(context))
+    tokens = mx.array(tokenizer.encode(context + continuation))[None]
+    rows = nn.log_softmax(model(tokens[:, :-1]).astype(mx.float32))  # (1, T - 1, V)
+    chosen = mx.take_along_axis(rows, tokens[:, 1:, None], axis=-1)[0, given - 1 :, 0]
+    assert float(score) == pytest.approx(chosen.sum().item(), abs=1e-3)

@@ -114,7 +114,7 @@ class FuseReport:
 
     kernels: the GPU backend whose kernels did modules of it, None where NumPy did all.
     total: all stages together, the change of the base against the sum of the adapters' changes; a
-    stage's own is measured against the weights that it was given.
+    stage's own is measured against the weights that it was given. alternative: of another policy.
     files: the shards. side_files: all other files, carried along or left behind.
     """
 
@@ -135,6 +135,7 @@ class FuseReport:
     notes: list[str] = field(default_factory=list)
     side_files: list[SideFile] = field(default_factory=list)
     total: Fidelity | None = None
+    alternative: Alternative | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The figures; settings, verdict and notes stand in the head of the result."""
@@ -411,6 +412,8 @@ def result_of(report: FuseReport) -> Result:
     for place, stage in enumerate(report.stages, 1):
         which = f" (stage {place} of {len(report.stages)})" if len(report.stages) > 1 else ""
         blocks += _stage_blocks(stage, place, which, report.zero_delta)
+    if (plot := _bytes_plot(report)) is not None:
+        blocks.append(plot)
     shards = Table.of(
         "files", "Files of the model", {"file": "text", "how": "text", "written": "bytes"},
         [(file["name"], file["how"], file["written_bytes"]) for file in report.files], folded=True,
@@ -536,6 +539,63 @@ def _plot(
         x_label="share" if zero else "correlation or survival",
         references={} if zero else {"all of the delta": 1.0},
         alt=f"{title}: a dot for each of {len(modules)} modules. {'; '.join(spans)}.",
+    )  # fmt: skip
+
+
+def _bytes_plot(report: FuseReport) -> Plot | None:
+    """What bytes buy: this fuse, the fewer bits that it tried first, and another policy."""
+    points: list[tuple[str, float, float, bool]] = []  # name, extra bytes, correlation, this fuse
+    modules = report.stages[-1].modules
+    tried = {
+        m.path: {
+            m.bits_before if policy == "nearest" else int(policy.removeprefix("promote-")): value
+            for policy, figures in m.tried.items()
+            if policy.startswith(("nearest", "promote-"))
+            and (value := figures.correlation) is not None
+        }
+        for m in modules
+    }
+    chosen = {m.path: m.figures.correlation for m in modules if m.figures is not None}
+    known = [(m, m.bits_before) for m in modules if m.bits_before and chosen.get(m.path)]
+    for bits in sorted({b for by_bits in tried.values() for b in by_bits if b}):
+        # Modules that reached their target with fewer bits stay there.
+        if len(report.stages) > 1 or all((m.bits_after or 99) <= bits for m, _ in known):
+            break
+        extra = weight = sum_of = 0.0
+        for m, before in known:
+            stays = (m.bits_after or 99) <= bits or bits not in tried[m.path]
+            size = m.bytes_after - m.bytes_before
+            if not stays and m.bits_after and before != m.bits_after:
+                size = size * (bits - before) // (m.bits_after - before)
+            extra += size
+            weight += m.bytes_before / before
+            value = chosen[m.path] if stays else tried[m.path][bits]
+            sum_of += m.bytes_before / before * (value or 0.0)
+        points.append((f"at most {bits} bits", extra, sum_of / weight, False))
+    if report.total is not None and report.total.correlation is not None:
+        points.append(("this fuse", report.extra_bytes, report.total.correlation, True))
+    if (other := report.alternative) is not None:
+        extra = report.extra_bytes + other.extra_bytes
+        points.append((other.policy, extra, other.correlation, False))
+    if report.zero_delta or len({extra for _, extra, *_ in points}) < 2:
+        return None
+    words = ", ".join(f"{name} {bytes_in_words(abs(int(extra)))}{'' if extra >= 0 else ' less'} "
+                      f"{correlation:.3f}" for name, extra, correlation, _ in points)  # fmt: skip
+    title = "Fidelity against the bytes that the fuse adds"
+    return Plot(
+        id="bytes-plot", title=title, kind="frontier", unit="bytes",
+        categories=tuple(name for name, *_ in points),
+        series=tuple(
+            Series(
+                label=label, x=tuple(extra for _, extra, *_ in points),
+                y=tuple(value if own == measured else None for *_, value, own in points),
+            )
+            for label, measured in (("estimated on samples", False), ("measured", True))
+            if any(own == measured for *_, own in points)
+        ),
+        x_label="bytes that the fuse adds to the model",
+        y_label="correlation with the trained change",
+        references={"all of the adapter": 1.0}, alt=f"{title}; correlation: {words}.",
     )  # fmt: skip
 
 

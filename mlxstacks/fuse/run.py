@@ -271,6 +271,7 @@ class _Fuse:
             seconds=time.monotonic() - self.started,
             verdict=verdict(stages, total, self.settings, alternative, extra),
             notes=[*self.notes, *shortfall_notes(stages, self.settings, plain)],
+            alternative=alternative,
         )
         return replace(report, failed_gate=self._failed_gate(report))
 

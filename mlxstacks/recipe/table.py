@@ -28,6 +28,8 @@ class Command:
     report: file in the target that holds the `settings` it was made with; makes `run` resumable.
     extends: the target may be there, and the command goes on with it; it says itself where not.
     nano_recipe: a recipe of ours whose values are the defaults where nothing of `nano` is given.
+    conclude_again: result, directory with its files -> the result that follows from them; of
+        studies whose conclusion needs neither model nor data.
     prepare: settings, dry run -> settings with what of nano belongs to them, and further arguments
         of the function: studies do not know nano.
     """
@@ -44,6 +46,7 @@ class Command:
     extends: bool = False
     nano_recipe: str | None = None
     prepare: str | None = None
+    conclude_again: str | None = None
 
 
 COMMANDS: dict[str, Command] = {
@@ -103,6 +106,7 @@ COMMANDS: dict[str, Command] = {
         help="Compare settings of `stack` over seeds: equal budgets, differences, a verdict.",
         settings="mlxstacks.studies.compare.settings:CompareSettings",
         function="mlxstacks.studies.compare.run:run",
+        conclude_again="mlxstacks.studies.compare.run:conclude_again",
         nano={"model": "model_path", "data": "curriculum_path"},
         nano_recipe="compare-building-block-nano",
         report="result.json",
@@ -118,6 +122,7 @@ COMMANDS: dict[str, Command] = {
         help="Train at many ranks and compare: losses, buffers, what a fuse keeps.",
         settings="mlxstacks.studies.sweep.settings:SweepSettings",
         function="mlxstacks.studies.sweep.rank_sweep:run",
+        conclude_again="mlxstacks.studies.sweep.report:conclude_again",
         prepare="mlxstacks.recipe.on_nano:sweep",
         nano={"model": "model_path", "data": "data_path"},
         report="result.json",
@@ -126,6 +131,7 @@ COMMANDS: dict[str, Command] = {
         help="Test whether rank moves the number of live buffers, with a counting allocator.",
         settings="mlxstacks.studies.buffers.settings:BufferSettings",
         function="mlxstacks.studies.buffers.run:run",
+        conclude_again="mlxstacks.studies.buffers.run:conclude_again",
         nano={"model": "model_path"},
         report="result.json",
     ),
@@ -133,6 +139,7 @@ COMMANDS: dict[str, Command] = {
         help="Does fusing a second adapter add knowledge? Every arm next to its control.",
         settings="mlxstacks.studies.confound.settings:ConfoundSettings",
         function="mlxstacks.studies.confound.run:run",
+        conclude_again="mlxstacks.studies.confound.run:conclude_again",
         nano={"model": "model_path", "persona": "adapter_path", "items": "items_path"},
         nano_recipe="confound-nano",
         report="result.json",
@@ -141,6 +148,7 @@ COMMANDS: dict[str, Command] = {
         help="Does a persona survive a second adapter? Conditions, suite, validity gate.",
         settings="mlxstacks.studies.identity.settings:IdentitySettings",
         function="mlxstacks.studies.identity.run:run",
+        conclude_again="mlxstacks.studies.identity.run:conclude_again",
         nano={
             "model": "model_path",
             "persona": "adapter_path",

@@ -73,8 +73,8 @@ class Table(_Part):
 
 
 class Series(_Part):
-    """One value for each category (intervals, bars: with low and high), y over x (lines, points),
-    or one row of a heat map.
+    """One value for each category (intervals: with low and high), y over x (lines, points, or a
+    frontier: low and high are a band or whiskers), or one row of a heat map.
     """
 
     label: str
@@ -85,21 +85,23 @@ class Series(_Part):
 
 
 class Plot(_Part):
-    """categories: names of the rows of intervals and bars, of the columns of a heat map. limits: of
-    the axis of values. references: name -> value of a dashed line. unit: what a heat map's shades
-    mean. form: how its numbers are written. alt: what it shows, for who cannot see it.
+    """categories: names of the rows of intervals and series, of the columns of a heat map, of the
+    points of a frontier. limits: of the axis of values; the same on both sides of 0, a heat map has
+    two-sided colours. references: name -> value of a dashed line. unit: what a heat map's shades
+    mean, or bytes along x of a frontier. form: how its numbers are written. alt: what it shows, for
+    who cannot see it.
     """
 
     block: Literal["plot"] = "plot"
     id: Id
     title: str
-    kind: Literal["intervals", "series", "lines", "points", "heat map"]
+    kind: Literal["intervals", "series", "lines", "points", "frontier", "heat map"]
     series: tuple[Series, ...]
     categories: tuple[str, ...] = ()
     x_label: str = ""
     y_label: str = ""
     unit: str = ""
-    form: Literal["{:.3g}", "{:.0f}", "{:.1f}", "{:.2f}"] = "{:.3g}"
+    form: Literal["{:.3g}", "{:.0f}", "{:.1f}", "{:.2f}", "{:+.2f}"] = "{:.3g}"
     limits: tuple[float | None, float | None] = (None, None)
     references: dict[str, float] = Field(default_factory=dict)
     alt: str
@@ -108,6 +110,8 @@ class Plot(_Part):
     def _series_fit(self) -> "Plot":
         for series in self.series:
             count = len(series.x) if self.kind in ("lines", "points") else len(self.categories)
+            if self.kind == "frontier" and len(series.x) != count:
+                raise ValueError(f"plot {self.id}: series {series.label} has not {count} places")
             ends = {len(series.low or series.y), len(series.high or series.y)}
             if {len(series.y), *ends} != {count}:
                 raise ValueError(f"plot {self.id}: series {series.label} has not {count} values")

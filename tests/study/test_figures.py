@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from mlxstacks.study.document import Plot, Series
-from mlxstacks.study.render.figures import LONGEST_TICK, MOST_LINES, figure_of, fit, tick_texts
+from mlxstacks.study.render.figures import (
+    LONGEST_TICK,
+    MOST_LINES,
+    SERIES,
+    figure_of,
+    fit,
+    names_of_ticks,
+    tick_texts,
+)
 
 pytest.importorskip("matplotlib")
 
@@ -46,6 +54,30 @@ def plots() -> Mapping[str, Plot]:
             "heat map", [Series(label=name, y=numbers) for name in names], categories=names,
             unit="nats",
         ),
+        **many(),
+    }  # fmt: skip
+
+
+def many() -> Mapping[str, Plot]:
+    """As large models make them: 200 modules, 10 layers of 200 experts, 40 cells of a sweep."""
+    names = tuple(f"language_model.model.layers.{n // 5}.mlp.module_{n % 5}" for n in range(200))
+    values = tuple(n / 200 for n in range(200))
+    lines = [Series(label=f"{name}, seed 0", x=(0.0, 1.0), y=(n, 1.0))
+             for n, name in enumerate(names[:40])]  # fmt: skip
+    rows = [Series(label=f"layer {n}", y=values) for n in range(10)]
+    points = Series(label="refit", x=(0.0,) * 20 + (1e6,) * 20, y=values[:40])
+    intervals = Series(label="mean", y=values, low=values, high=values)
+    return {
+        "200 modules": plot_of("series", [intervals], categories=names, x_label="correlation"),
+        "40 intervals": plot_of(
+            "intervals",
+            [Series(label=f"rows of {n}", y=values[:20], low=values[:20], high=values[20:40])
+             for n in range(2)],
+            categories=names[:20], x_label="share",
+        ),
+        "200 experts": plot_of("heat map", rows, categories=names, unit="percent"),
+        "40 lines": plot_of("lines", lines, x_label="step", y_label="loss"),
+        "40 points": plot_of("frontier", [points], categories=names[:40], unit="bytes"),
     }  # fmt: skip
 
 
@@ -72,6 +104,7 @@ def problems(figure: Any) -> list[str]:
                 ticks = []
             texts.update({id(text): text for text in (*ticks, axis.label)})
         texts.update({id(text): text for text in (ax.title, ax._left_title)})
+        texts.update({id(text): text for text in ax.texts if text.get_visible()})
     for legend in figure.legends:
         texts.update({id(text): text for text in legend.get_texts()})
     shown = [text for text in texts.values() if text.get_text().strip()]
@@ -120,14 +153,53 @@ def test_numbers_that_lie_over_each_other_get_room() -> None:
     assert problems(figure) == []
 
 
-def test_every_line_is_drawn_apart_from_the_others_or_the_axis_says_so() -> None:
+def test_every_line_is_drawn_apart_from_the_others_or_the_legend_says_so() -> None:
     lines = [Series(label=f"s{n}", x=(0.0, 1.0), y=(n, n + 1.0)) for n in range(MOST_LINES + 1)]
     (ax,) = figure_of(plot_of("lines", lines[:9], x_label="step")).axes
     assert len(ax.lines) == 9
     assert ax.get_xlabel() == "step"
-    (ax,) = figure_of(plot_of("lines", lines, x_label="step")).axes
-    assert len({(line.get_color(), line.get_marker()) for line in ax.lines}) == MOST_LINES
-    assert f"the first {MOST_LINES} of {len(lines)}" in " ".join(ax.get_xlabel().split())
+    figure = figure_of(plot_of("lines", lines, x_label="step"))
+    named = figure.axes[0].lines[:MOST_LINES]
+    assert len({(line.get_color(), line.get_marker()) for line in named}) == MOST_LINES
+    assert figure.legends[0].get_texts()[-1].get_text() == "1 other"
+
+
+def test_names_are_told_apart_where_they_are_cut() -> None:
+    names = names_of_ticks(["layers.0.mlp.down_proj", "layers.0.mlp.gate_proj"], 14)
+    assert names == ["layers\u2026wn_proj", "layers\u2026te_proj"]
+    assert names_of_ticks(["one", "two of a long name"], 8) == ["one", "two of \u2026"]
+
+
+def test_a_series_has_its_colour_whatever_is_measured_first() -> None:
+    series = (Series(label="better", y=(None, 1.0)), Series(label="worse", y=(2.0, None)))
+    figure = figure_of(plot_of("intervals", series, categories=("a", "b")))
+    legend = figure.legends[0]
+    entries = zip(legend.get_texts(), legend.legend_handles, strict=True)
+    colours = {text.get_text(): handle.get_color() for text, handle in entries}
+    assert colours == {"better": SERIES[0], "worse": SERIES[1]}
+    dots = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 1]
+    assert [line.get_color() for line in dots] == [SERIES[1], SERIES[0]]
+
+
+def test_limits_around_0_give_colours_of_two_sides_and_numbers_that_can_be_read() -> None:
+    rows = [Series(label="a", y=(-1.0, 0.0, 1.0, None))]
+    plot = plot_of(
+        "heat map", rows, categories=("w", "x", "y", "z"), limits=(-1.0, 1.0), form="{:+.2f}"
+    )
+    ax, bar = figure_of(plot).axes
+    assert [text.get_text() for text in ax.texts] == ["-1.00", "+0.00", "+1.00", "\u00d7"]
+    assert [text.get_color() for text in ax.texts[:3]] == ["#ffffff", "#000000", "#ffffff"]
+    low, middle, high, _ = (patch.get_facecolor() for patch in ax.patches)
+    assert low[2] > low[0] and high[0] > high[2] and min(middle[:3]) > 0.9  # noqa: PT018
+    assert "purple" in bar.get_ylabel()
+
+
+def test_a_map_of_yes_and_no_has_two_shades() -> None:
+    rows = [Series(label="a", y=(0.0, 1.0, 1.0))]
+    plot = plot_of("heat map", rows, categories=("x", "y", "z"), limits=(0.0, 1.0), unit="1 passed")
+    _, bar = figure_of(plot).axes
+    assert [text.get_text() for text in bar.get_yticklabels()] == ["0", "1"]
+    assert bar.get_ylabel() == "1 passed"
 
 
 def test_rounding_makes_no_pattern() -> None:

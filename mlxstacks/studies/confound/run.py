@@ -362,12 +362,13 @@ def _concluded(
     )  # fmt: skip
 
 
-def conclude_again(settings: ConfoundSettings, directory: Path) -> Result:
+def conclude_again(result: Result, directory: Path) -> Result:
     """What follows from the answers, the plan and the figures that lie in a finished run.
 
     The hashes of models and items are those of the plan. Raises: InputError for a missing or
     changed file.
     """
+    settings = ConfoundSettings.model_validate(result.settings)
     plan = read_plan(directory / PLAN)
     protocol_sha256 = json_sha256(read_object((directory / PROTOCOL).read_bytes()))
 

@@ -414,12 +414,13 @@ def _concluded(
     )  # fmt: skip
 
 
-def conclude_again(settings: IdentitySettings, result: Result, directory: Path) -> Result:
+def conclude_again(result: Result, directory: Path) -> Result:
     """What follows from the replies and answers that lie in a finished run. Suite and standing are
     those of its result.
 
     Raises: InputError for a missing or changed file.
     """
+    settings = IdentitySettings.model_validate(result.settings)
     plan = read_plan(directory / PLAN)
     suite = suite_of(result.data["suite"], "the suite in the result")
     has_adapter = UNFUSED in plan.arms

@@ -260,27 +260,58 @@ def domain_table(domains: Domains) -> Table:
 
 
 def matrix_blocks(matrix: Matrix) -> Iterator[Block]:
-    """A heat map and a table for each mode that was measured."""
+    """For each mode that was measured the losses as a table; above it, of domains that were trained
+    one after the other, how much each of them lost since.
+    """
     for mode, rows in matrix.items():
         if not rows:
             continue
         columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-        title = f"Losses, {mode}: {MODES[mode]}"
-        at_end = ", ".join(f"{name} {loss:.4g}" for name, loss in list(rows.values())[-1].items())
-        losses = {name: tuple(row.get(column) for column in columns) for name, row in rows.items()}
-        yield Plot(
-            id=f"matrix-{mode}", title=title, kind="heat map", categories=tuple(columns),
-            series=tuple(Series(label=name, y=row) for name, row in losses.items()),
-            x_label="domain measured", y_label="domain trained last", unit="loss, nats a token",
-            alt=f"{title}. Rows: the domain trained last; columns: the domain measured. At the end "
-            f"{at_end}.",
-        )  # fmt: skip
+        if (plot := _forgetting_plot(mode, rows, columns)) is not None:
+            yield plot
         yield Table.of(
-            f"losses-{mode}", title,
+            f"losses-{mode}", f"Losses, {mode}: {MODES[mode]}",
             {"trained last": "text", **{f"of {column}": ("number", 4) for column in columns}},
-            [(name, *row) for name, row in losses.items()],
+            [(name, *(row.get(column) for column in columns)) for name, row in rows.items()],
             caption="Validation loss of each domain, nats a token.",
         )  # fmt: skip
+
+
+def _forgetting_plot(
+    mode: str, rows: Mapping[str, Mapping[str, float]], columns: Sequence[str]
+) -> Plot | None:
+    """Loss of each domain (column) after each later one (row), less its loss when it had just been
+    trained; None where nothing came later.
+    """
+    changes = {
+        name: tuple(
+            row[column] - rows[column][column]
+            if column in row and column in rows.get(column, {})
+            else None
+            for column in columns
+        )
+        for name, row in rows.items()
+    }
+    later = {
+        (name, column): change
+        for name, row in changes.items()
+        for column, change in zip(columns, row, strict=True)
+        if change is not None and name != column
+    }
+    if not later:
+        return None
+    title = f"Forgetting, {mode} ({MODES[mode]})"
+    (last, domain), most = max(later.items(), key=lambda item: item[1])
+    limit = max(abs(change) for change in later.values()) or 0.01
+    return Plot(
+        id=f"forgetting-{mode}", title=title, kind="heat map", categories=tuple(columns),
+        series=tuple(Series(label=name, y=row) for name, row in changes.items()),
+        x_label="domain measured", y_label="domain trained last", form="{:+.2f}",
+        unit="change of loss, nats a token", limits=(-limit, limit),
+        alt=f"{title}: change of each domain's validation loss since it was trained, nats a token. "
+        f"Rows: the domain trained last; columns: the domain measured. The largest: {domain} "
+        f"{most:+.4g} after {last}.",
+    )  # fmt: skip
 
 
 # --- the matrix in words --------------------------------------------------------------------------

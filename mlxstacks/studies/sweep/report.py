@@ -2,13 +2,16 @@
 between ranks with intervals, and a verdict in words.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.stats import mean_interval
 from mlxstacks.studies.sweep.cells import Cell as SweepCell
-from mlxstacks.studies.sweep.cells import CellResult
+from mlxstacks.studies.sweep.cells import CellResult, cells_of, read_results
 from mlxstacks.studies.sweep.settings import SweepSettings
 from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table
 from mlxstacks.study.result import Result
@@ -62,6 +65,17 @@ def concluded(settings: SweepSettings, results: Sequence[CellResult]) -> Result:
         data={"matrix": rows, "differences": compared, "cells": cells},
         blocks=tuple(_blocks(settings, rows, compared, cells)),
     )  # fmt: skip
+
+
+def conclude_again(result: Result, directory: Path) -> Result:
+    """What follows from the cells of a finished sweep. Raises: ValueError, KeyError, InputError."""
+    settings = SweepSettings.model_validate(result.settings)
+    axes = (settings.ranks, settings.seeds, settings.layers, settings.projections)
+    # Each has a file: millions of them are not looked for.
+    if math.prod(map(len, axes)) * max(1, len(settings.bits)) > len(result.provenance):
+        raise ValueError("more cells than files")
+    cells = read_results(directory / "cells")
+    return concluded(settings, [cells[cell] for cell in cells_of(settings)])
 
 
 def _notes(results: Sequence[CellResult]) -> tuple[str, ...]:
@@ -271,7 +285,7 @@ def _in_words(measure: str) -> str:
 def _plots(
     settings: SweepSettings, rows: Mapping[str, Figures], cells: Sequence[Figures], several: bool
 ) -> Iterator[Plot]:
-    """Survival by label and policy; validation loss by step, a line a cell."""
+    """Survival by label and policy; frontiers; validation loss by step."""
     series = tuple(
         Series(
             label=label,
@@ -288,20 +302,103 @@ def _plots(
         x_label="policy of the fuse", unit="survival, %", form="{:.0f}", limits=(0.0, 100.0),
         alt=f"{title}. Rows: {', '.join(rows)}; columns: {', '.join(settings.policies)}; {span}.",
     )  # fmt: skip
+    yield from _frontiers(settings, rows, cells, several)
     curves = []
-    for cell in cells:
-        curve, values_of = cell["figures"].get("validation") or [], cell["cell"]
-        label = f"rank {values_of['rank']}, seed {values_of['seed']}"
-        if curve:
-            steps = tuple(record["step"] for record in curve)
-            losses = tuple(record["validation_loss"] for record in curve)
-            curves.append(Series(label=cell["name"] if several else label, x=steps, y=losses))
+    for label, row in rows.items():
+        found = [dict(curve) for cell in _cells_of(row, cells) if (curve := _curve(cell))]
+        steps = sorted(set.intersection(*map(set, found))) if found else []
+        losses = [[curve[step] for curve in found] for step in steps]
+        if losses:
+            curves.append(
+                Series(
+                    label=label, x=tuple(steps), y=tuple(map(fmean, losses)),
+                    low=tuple(map(min, losses)), high=tuple(map(max, losses)),
+                )
+            )  # fmt: skip
     if curves:
-        title = "Validation loss of the cells"
+        title = "Validation loss by step, mean and range of the seeds"
         ends = ", ".join(f"{s.label} {s.y[-1]:.3g}" for s in curves if s.y[-1] is not None)
         yield Plot(
             id="losses", title=title, kind="lines", series=tuple(curves), x_label="step",
             y_label="nats a token", alt=f"{title}; at the end {ends}.",
+        )  # fmt: skip
+
+
+def _cells_of(row: Figures, cells: Sequence[Figures]) -> list[Figures]:
+    keys = ("rank", "layers", "projections", "bits")
+    return [cell for cell in cells if all(cell["cell"][key] == row[key] for key in keys)]
+
+
+def _curve(cell: Figures) -> list[tuple[float, float]]:
+    records = cell["figures"].get("validation") or []
+    return [(record["step"], record["validation_loss"]) for record in records]
+
+
+def _frontiers(
+    settings: SweepSettings, rows: Mapping[str, Figures], cells: Sequence[Figures], several: bool
+) -> Iterator[Plot]:
+    """What a larger adapter buys in loss, a line a point of the sweep; what bytes of a fuse buy in
+    survival, a line a policy.
+    """
+    ranks = tuple(dict.fromkeys(row["rank"] for row in rows.values()))
+    points: dict[str, dict[int, tuple[float, Any]]] = {}
+    for row in rows.values():
+        sizes = [cell["figures"].get("adapter_bytes") for cell in _cells_of(row, cells)]
+        known = [size for size in sizes if size is not None]
+        loss = row["means"]["last_validation_loss"]
+        if known and loss is not None:
+            name = _point_name(row) if several else "validation loss"
+            points.setdefault(name, {})[row["rank"]] = (fmean(known), loss)
+    if any(len(line) > 1 for line in points.values()):
+        title = "Loss against the size of the adapter"
+        words = "; ".join(
+            f"{name}: " + ", ".join(
+                f"rank {rank} {bytes_in_words(int(size))} {loss['mean']:.3g}"
+                for rank, (size, loss) in line.items()
+            )
+            for name, line in points.items()
+        )  # fmt: skip
+        yield Plot(
+            id="frontier-loss", title=title, kind="frontier", unit="bytes",
+            categories=tuple(f"rank {rank}" for rank in ranks),
+            series=tuple(
+                Series(
+                    label=name, x=tuple(line[r][0] if r in line else 0.0 for r in ranks),
+                    **{
+                        end: tuple(line[r][1][key] if r in line else None for r in ranks)
+                        for end, key in (("y", "mean"), ("low", "low"), ("high", "high"))
+                    },
+                )
+                for name, line in points.items()
+            ),
+            x_label="bytes of the adapter", y_label="validation loss, nats a token",
+            alt=f"{title}, means over seeds with 95% intervals. {words}.",
+        )  # fmt: skip
+    fused = {label: row for label, row in rows.items() if all(row["survival"].values())}
+    added = {row["extra_bytes"][policy] for row in fused.values() for policy in settings.policies}
+    if len(added) > 1:
+        title = "Survival against the bytes that a fuse adds"
+        words = "; ".join(
+            f"{policy}: " + ", ".join(
+                f"{label} {bytes_in_words(int(row['extra_bytes'][policy] or 0))} "
+                f"{row['survival'][policy]['mean']:.0%}"
+                for label, row in fused.items()
+            )
+            for policy in settings.policies
+        )  # fmt: skip
+        yield Plot(
+            id="frontier-survival", title=title, kind="frontier", unit="bytes",
+            categories=tuple(fused),
+            series=tuple(
+                Series(
+                    label=policy,
+                    x=tuple(row["extra_bytes"][policy] or 0.0 for row in fused.values()),
+                    y=tuple(100 * row["survival"][policy]["mean"] for row in fused.values()),
+                )
+                for policy in settings.policies
+            ),
+            x_label="bytes that the fuse adds to the model", y_label="survival, %",
+            references={"all of the adapter": 100.0}, alt=f"{title}, means over seeds. {words}.",
         )  # fmt: skip
 
 

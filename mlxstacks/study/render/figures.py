@@ -38,13 +38,20 @@ WIDTH = 4.4
 FORMATS = ("png", "svg")
 # Longer names of ticks are cut, with three dots; tables have them whole.
 LONGEST_TICK = 34
-# Beyond so many a plot cannot be read, which it says; its table has all.
-MOST_ROWS, MOST_LINES, MOST_COLUMNS = 40, 36, 512
-_MOST_NUMBERS = 400
+# Rows that get their name and number each. More are drawn closer, and every so many is named;
+# beyond the last limit a plot has the first ones alone, which it says. Lines beyond the first are
+# grey.
+MOST_ROWS, MOST_DENSE_ROWS, MOST_LINES, MOST_COLUMNS = 40, 400, 12, 512
+_MOST_CELLS = 10_240  # 40 layers of 256 experts
+_ROW_INCHES, _LEAST_TICK_INCHES = 0.2, 0.17
+# A heat map is at most as wide as a page.
+_WIDEST_INCHES = 9.0
 # Values this near to each other differ by rounding: colours would make a pattern of it.
 _NOISE = 1e-9
-# cividis is bright at its upper end.
-_BRIGHT = 0.55
+_SHADES = 9
+# Around 0: purple, white, orange, which colour-blind eyes tell apart.
+_ONE_SIDED, _TWO_SIDED = "cividis", "PuOr_r"
+_MOST_NAMED_POINTS = 24
 _LEAST_PANEL_INCHES = 1.3
 _TURN_DEGREES = 40
 _MOST_PASSES = 5
@@ -110,91 +117,130 @@ def _style() -> Iterator[None]:
 
 
 def _draw_intervals(figure: Any, plot: Plot) -> None:
-    """A row a value, its interval as a whisker, its value as a number; references: dashed lines."""
+    """A row a value, its interval as a whisker, its value as a number at the right; references:
+    dashed lines.
+    """
     dots = list(_dots(plot))
-    shown = dots[:MOST_ROWS]
-    groups = list(dict.fromkeys(series.label for _, series, _ in shown))
+    shown = dots[:MOST_DENSE_ROWS]
+    dense = len(shown) > MOST_ROWS
+    drawn = {place for *_, place in shown}
+    groups = {n: series.label for n, series in enumerate(plot.series) if n in drawn}
     named = len(plot.series) > 1
-    ax = _rows(figure, [label for label, _, _ in shown], groups if named else [], plot, 1.15, 0.27)
-    for place, (_, series, index) in enumerate(shown):
-        value = series.y[index]
+    labels = [plot.categories[place] for place, _, _ in shown]
+    first = [n == 0 or place != shown[n - 1][0] for n, (place, _, _) in enumerate(shown)]
+    ax = _rows(figure, labels, [*groups.values()] if named else [], plot, len(dots), first=first)
+    for row, (place, series, number_of_series) in enumerate(shown):
+        if first[row] and row and not all(first):
+            ax.axhline(row - 0.5, color=RULE, linewidth=0.6, zorder=0.4)
+        value, style = series.y[place], number_of_series % len(SERIES)
+        if not dense:
+            number = "not measured" if value is None else plot.form.format(value)
+            ax.annotate(number, (1.02, row), xycoords=("axes fraction", "data"), va="center",
+                        fontsize=8, annotation_clip=False)  # fmt: skip
         if value is None:
-            ax.annotate("not measured", (0.01, place), xycoords=("axes fraction", "data"),
-                        va="center", fontsize=9)  # fmt: skip
             continue
-        style = groups.index(series.label) % len(SERIES)
-        low, high = (series.low or series.y)[index], (series.high or series.y)[index]
+        low, high = (series.low or series.y)[place], (series.high or series.y)[place]
         if low is not None and high is not None:
-            ax.plot([low, high], [place, place], color=SERIES[style], linewidth=2.2, alpha=0.75)
-        ax.plot([value], [place], marker=MARKERS[style], color=SERIES[style], markersize=6,
-                linestyle="")  # fmt: skip
-        ax.annotate(plot.form.format(value), (value, place), xytext=(0, 5), ha="center",
-                    textcoords="offset points", va="bottom", fontsize=8)  # fmt: skip
-    ax.set_ylim(len(shown) - 0.4, -0.75)
+            ax.plot([low, high], [row, row], color=SERIES[style], alpha=0.75,
+                    linewidth=0.8 if dense else 2.2)  # fmt: skip
+        ax.plot([value], [row], marker=MARKERS[style], color=SERIES[style], linestyle="",
+                markersize=2.5 if dense else 6)  # fmt: skip
+    ax.set_ylim(len(shown) - 0.4, -0.6)
     ax.grid(axis="x")
-    ax.set_xlabel(short(plot.x_label, 120) + _cut_note(len(shown), len(dots)))
-    ax.margins(x=0.12)
+    ax.margins(x=0.06)
     if None not in plot.limits:
         ax.set_xlim(*plot.limits)
-    _legend(figure, groups if named else [], plot.references)
+    _legend(figure, groups if named else {}, plot.references)
 
 
-def _dots(plot: Plot) -> Iterator[tuple[str, Series, int]]:
-    """(category, series, place) of all series of a category together: those that have a value
-    where any has one.
+def _dots(plot: Plot) -> Iterator[tuple[int, Series, int]]:
+    """(place of the category, series, place of the series) of all series of a category together:
+    those that have a value where any has one.
     """
-    for place, label in enumerate(plot.categories):
-        measured = [series for series in plot.series if series.y[place] is not None]
-        for series in measured or plot.series[:1]:
-            yield label, series, place
+    for place in range(len(plot.categories)):
+        measured = [
+            (n, series) for n, series in enumerate(plot.series) if series.y[place] is not None
+        ]
+        for n, series in measured or list(enumerate(plot.series))[:1]:
+            yield place, series, n
 
 
 def _draw_series(figure: Any, plot: Plot) -> None:
     """A row a category, in it a dot of each series."""
-    labels = plot.categories[:MOST_ROWS]
+    labels = plot.categories[:MOST_DENSE_ROWS]
+    dense = len(labels) > MOST_ROWS
     names = [series.label for series in plot.series]
-    ax = _rows(figure, labels, names, plot, 1.2, 0.24)
+    ax = _rows(figure, labels, names, plot, len(plot.categories), thick=0.09 * len(names) + 0.06)
     for number, series in enumerate(plot.series):
-        # side by side, since equal values would hide each other
-        off = 0.22 * (number - (len(names) - 1) / 2)
+        # one below the other, since equal values would hide each other
+        off = 0 if dense else 0.8 / max(4, len(names)) * (number - (len(names) - 1) / 2)
         dots = [(v, y + off) for y, v in enumerate(series.y[: len(labels)]) if v is not None]
-        ax.plot([v for v, _ in dots], [y for _, y in dots], linestyle="", markersize=6,
-                marker=MARKERS[number % len(MARKERS)], color=SERIES[number % len(SERIES)],
-                alpha=0.9)  # fmt: skip
+        ax.plot([v for v, _ in dots], [y for _, y in dots], linestyle="",
+                markersize=2.5 if dense else 6, marker=MARKERS[number % len(MARKERS)],
+                color=SERIES[number % len(SERIES)], alpha=0.9)  # fmt: skip
     ax.set_ylim(len(labels) - 0.5, -0.5)
-    ax.grid()
-    ax.set_xlabel(short(plot.x_label, 120) + _cut_note(len(labels), len(plot.categories)))
-    ax.margins(x=0.08)
-    _legend(figure, names, plot.references, line="")
+    ax.grid(axis="x" if dense else "both")
+    ax.margins(x=0.06)
+    _legend(figure, dict(enumerate(names)), plot.references, line="")
 
 
 def _rows(
-    figure: Any, labels: Sequence[str], groups: Sequence[str], plot: Plot, base: float, each: float
-) -> Any:
-    """Axes with a row a label and the plot's references. base, each: inches of height."""
+    figure: Any, labels: Sequence[str], groups: Sequence[str], plot: Plot, count: int, *,
+    first: Sequence[bool] = (), thick: float = _ROW_INCHES,
+) -> Any:  # fmt: skip
+    """Axes with a row a label and the plot's references. first: the rows that are named, of several
+    that have one name; thick: inches of a row that has room.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    each, step = max(_ROW_INCHES, thick), 1
+    if len(labels) > MOST_ROWS:
+        each = max(0.02, MOST_ROWS * _ROW_INCHES / len(labels))
+        step = math.ceil(_LEAST_TICK_INCHES / each)
     longest = max(map(len, labels), default=0)
     # long labels must not take the room of what they name
     width = WIDTH + 0.06 * max(0, min(LONGEST_TICK, longest) - 24)
     entries = len([name for name in (*groups, *plot.references) if name])
-    figure.set_size_inches(width, base + each * len(labels) + 0.2 * ((entries + 1) // 2))
+    figure.set_size_inches(width, 1.15 + each * len(labels) + 0.2 * ((entries + 1) // 2))
     ax = figure.subplots()
     for number, place in enumerate(plot.references.values()):
         ax.axvline(place, color=INK, linewidth=1.1, linestyle=DASHES[1 + number % 3], zorder=0.5)
-    ax.set_yticks(range(len(labels)), [short(label, LONGEST_TICK) for label in labels])
+    shown = [n for n in range(0, len(labels), step) if step > 1 or not first or first[n]]
+    ax.set_yticks(shown, names_of_ticks([labels[n] for n in shown]))
+    ax.xaxis.set_major_locator(MaxNLocator(5))
     ax.set_axisbelow(True)
+    note = f"\n{len(labels):,} rows, every {_ordinal(step)} named" if step > 1 else ""
+    ax.set_xlabel(short(plot.x_label, 120) + note + _cut_note(len(labels), count))
     return ax
 
 
+def names_of_ticks(labels: Sequence[str], longest: int = LONGEST_TICK) -> list[str]:
+    """The names, cut at their end; in their middle where they could not be told apart then."""
+    cut = [short(label, longest) for label in labels]
+    if len(set(cut)) == len(set(labels)):
+        return cut
+    whole = [short(label, 10 * longest) for label in labels]
+    half = longest // 2
+    return [
+        name if len(name) <= longest else f"{name[: longest - half - 1]}\u2026{name[-half:]}"
+        for name in whole
+    ]
+
+
+def _ordinal(number: int) -> str:
+    return {2: "second", 3: "third"}.get(number, f"{number}th")
+
+
 def _legend(
-    figure: Any, groups: Sequence[str], references: Mapping[str, float], line: Any = "-"
+    figure: Any, groups: Mapping[int, str], references: Mapping[str, float], line: Any = "-"
 ) -> None:
-    """Below the plot, one entry for what each marker and line means."""
+    """Below the plot, one entry for what each marker and line means. groups: by place of series."""
     from matplotlib.lines import Line2D
 
     entries: list[Any] = [
         Line2D([], [], color=SERIES[n % len(SERIES)], marker=MARKERS[n % len(MARKERS)],
                linestyle=line, label=short(name or "other", 40))
-        for n, name in enumerate(groups)
+        for n, name in groups.items()
     ]  # fmt: skip
     entries += [
         Line2D([], [], color=INK, linewidth=1.1, linestyle=DASHES[1 + n % 3], label=short(name, 40))
@@ -211,92 +257,224 @@ def _place_legend(figure: Any, entries: Sequence[Any]) -> None:
 
 
 def _draw_curves(figure: Any, plot: Plot) -> None:
-    """A line a series, or its points alone. Colours come again with other dashes and markers."""
-    shown, joined = plot.series[:MOST_LINES], plot.kind == "lines"
-    figure.set_size_inches(WIDTH, 3.1 + 0.2 * ((len(shown) + 1) // 2))
-    ax, entries = figure.subplots(), []
-    for number, series in enumerate(shown):
-        points = [(x, y) for x, y in zip(series.x, series.y, strict=True) if y is not None]
+    """A line a series with the band of its low and high, or its points alone. Colours come again
+    with other dashes and markers; the lines beyond the first are grey and thin.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    joined, others = plot.kind == "lines", len(plot.series) - MOST_LINES
+    entries: list[Any] = []
+    figure.set_size_inches(WIDTH, 3.1 + 0.2 * ((min(len(plot.series), MOST_LINES + 1) + 1) // 2))
+    ax = figure.subplots()
+    for number, series in enumerate(plot.series):
+        places = [n for n, y in enumerate(series.y) if y is not None]
+        x, y = [series.x[n] for n in places], [series.y[n] for n in places]
+        if number >= MOST_LINES:
+            (line,) = ax.plot(
+                x, y, color=RULE, linewidth=0.8, zorder=1, linestyle="-" if joined else "",
+                marker="" if joined and len(x) > 1 else ".", markersize=3,
+            )  # fmt: skip
+            if number == MOST_LINES:
+                line.set_label("1 other" if others == 1 else f"the {others} others")
+                entries.append(line)
+            continue
         mark = (number + number // len(SERIES)) % len(MARKERS)
+        low, high = ([(ends or series.y)[n] for n in places] for ends in (series.low, series.high))
+        colour = SERIES[number % len(SERIES)]
+        if low != y or high != y:
+            known = [n for n in range(len(x)) if low[n] is not None and high[n] is not None]
+            ax.fill_between([x[n] for n in known], [low[n] for n in known],
+                            [high[n] for n in known], color=colour, alpha=0.2,
+                            linewidth=0)  # fmt: skip
         entries += ax.plot(
-            [x for x, _ in points], [y for _, y in points], color=SERIES[number % len(SERIES)],
-            linestyle=DASHES[mark] if joined else "", marker=MARKERS[mark], markersize=4,
-            markevery=max(1, len(points) // 12) if joined else 1, label=short(series.label, 40),
+            x, y, color=colour, linestyle=DASHES[mark] if joined else "", marker=MARKERS[mark],
+            markersize=4, markevery=max(1, len(x) // 12) if joined else 1,
+            label=short(series.label, 40),
         )  # fmt: skip
     ax.grid()
-    ax.set_xlabel(short(plot.x_label, 120) + _cut_note(len(shown), len(plot.series)))
+    ax.xaxis.set_major_locator(MaxNLocator(6))
+    ax.set_xlabel(short(plot.x_label, 120))
     ax.set_ylabel(short(plot.y_label, 120))
-    if len(shown) > 1:
+    if len(plot.series) > 1:
         _place_legend(figure, entries)
 
 
-def _draw_heat_map(figure: Any, plot: Plot) -> None:
-    """A cell a value, with its number where there is room; a crossed cell is not measured."""
-    from matplotlib import colormaps
-    from matplotlib.colors import to_hex
-    from matplotlib.patches import Rectangle
+def _draw_frontier(figure: Any, plot: Plot) -> None:
+    """Points that have names (the categories), those of a series joined in their order along x."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    columns, series = plot.categories[:MOST_COLUMNS], plot.series[:MOST_ROWS]
+    figure.set_size_inches(WIDTH, 3.3 + 0.2 * ((len(plot.series) + 1) // 2))
+    ax, names = figure.subplots(), list[Any]()
+    for number, series in enumerate(plot.series):
+        colour, mark = SERIES[number % len(SERIES)], MARKERS[number % len(MARKERS)]
+        order = sorted(range(len(series.x)), key=lambda n, x=series.x: x[n])  # type: ignore[misc]
+        order = [n for n in order if series.y[n] is not None]
+        for n in order:
+            low, high = (series.low or series.y)[n], (series.high or series.y)[n]
+            if low is not None and high is not None:
+                ax.plot([series.x[n]] * 2, [low, high], color=colour, alpha=0.6, linewidth=1.6)
+        ax.plot(
+            [series.x[n] for n in order], [series.y[n] for n in order], color=colour, marker=mark,
+            linestyle=DASHES[number % len(DASHES)], markersize=6,
+        )  # fmt: skip
+        for n in order if len(names) < _MOST_NAMED_POINTS else ():
+            names.append(
+                ax.annotate(
+                    short(plot.categories[n], 22), (series.x[n], series.y[n]), fontsize=8, zorder=3,
+                    xytext=(0, 7) if number else (6, -5), textcoords="offset points",
+                    va="bottom" if number else "top", ha="center" if number else "left",
+                    bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 0.5},
+                )
+            )  # fmt: skip
+    for number, place in enumerate(plot.references.values()):
+        ax.axhline(place, color=INK, linewidth=1.1, linestyle=DASHES[1 + number % 3], zorder=0.5)
+    ax.grid()
+    ax.margins(x=0.16, y=0.14)
+    ax.xaxis.set_major_locator(MaxNLocator(5))
+    if plot.unit == "bytes":
+        from mlxstacks.memory import bytes_in_words
+
+        def words(value: float, _: int) -> str:
+            return bytes_in_words(int(value)) if value >= 0 else f"-{bytes_in_words(int(-value))}"
+
+        ax.xaxis.set_major_formatter(FuncFormatter(words))
+    ax.set_xlabel(short(plot.x_label, 120))
+    ax.set_ylabel(short(plot.y_label, 120))
+    figure.draw_without_rendering()
+    shown: list[Any] = []
+    for name in names:  # of two that are at one place the first
+        box = name.get_window_extent()
+        name.set_visible(not any(box.overlaps(other) for other in shown))
+        shown += [box] if name.get_visible() else []
+    groups = {n: series.label for n, series in enumerate(plot.series)}
+    _legend(figure, groups if len(groups) > 1 else {}, plot.references)
+
+
+def _draw_heat_map(figure: Any, plot: Plot) -> None:
+    """A cell a value, with its number where there is room; a crossed cell is not measured.
+
+    Limits that are the same on both sides of 0 give two-sided colours.
+    """
+    import numpy as np
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path as Outline
+
+    columns, series = plot.categories[:MOST_COLUMNS], plot.series[: _most_heat_rows(plot)]
     rows = [row.y[:MOST_COLUMNS] for row in series]
-    numbers = [v for row in rows for v in row if v is not None] or [0.0]
-    low = min(numbers) if plot.limits[0] is None else plot.limits[0]
-    high = max(numbers) if plot.limits[1] is None else plot.limits[1]
-    if high - low < _NOISE:
-        high = low
-    colours = colormaps["cividis"]
-    many = len(rows) * len(columns) > _MOST_NUMBERS
-    cell = 0.16 if many else max(0.52, min(0.8, 2.6 / max(1, len(columns))))
-    longest = min(LONGEST_TICK, max((len(row.label) for row in series), default=0))
-    width = max(WIDTH - 1.0, 0.8 + 0.075 * longest + cell * len(columns))
-    figure.set_size_inches(min(width, 16), max(2.1, 1.35 + (0.16 if many else 0.3) * len(rows)))
+    shades = _Shades(plot, [v for row in rows for v in row if v is not None])
+    texts = [[None if v is None else plot.form.format(v) for v in row] for row in rows]
+    longest = max((len(text) for row in texts for text in row if text), default=0)
+    side = 1.4 + 0.075 * min(LONGEST_TICK, max((len(row.label) for row in series), default=0))
+    room = _WIDEST_INCHES - side
+    cell = max(0.16 + 0.07 * longest, min(0.8, 2.6 / max(1, len(columns))))
+    many = cell * len(columns) > room or len(rows) > MOST_ROWS
+    if many:
+        cell = min(0.16, room / len(columns))
+    tall = 0.3 if not many else max(0.06, min(0.16, 7.0 / max(1, len(rows))))
+    figure.set_size_inches(
+        max(WIDTH - 1.0, side + cell * len(columns)), max(2.1, 1.35 + tall * len(rows))
+    )
     ax = figure.subplots()
+    cells: dict[str, list[tuple[int, int]]] = {}
     for y, row in enumerate(rows):
         for x, value in enumerate(row):
-            share = 0.0 if value is None or high <= low else (value - low) / (high - low)
-            share = min(1.0, max(0.0, share))
-            face = PAPER if value is None else to_hex(colours(share))
-            ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=face, edgecolor=PAPER,
-                                   linewidth=0.5))  # fmt: skip
-            if value is None:
+            face = PAPER if value is None else shades.of(value)
+            cells.setdefault(face, []).append((x, y))
+            if value is None and not many:
                 ax.text(x, y, "\u00d7", ha="center", va="center", fontsize=8)
             elif not many:
-                ax.text(x, y, plot.form.format(value), ha="center", va="center", fontsize=8,
-                        color="#000000" if share > _BRIGHT else "#ffffff")  # fmt: skip
-    step = max(1, len(columns) // 24)
-    turned = max((len(name) for name in columns), default=0) > 12 * cell
+                ax.text(x, y, texts[y][x], ha="center", va="center", fontsize=8,
+                        color="#000000" if _is_bright(face) else "#ffffff")  # fmt: skip
+    corners = np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5), (-0.5, -0.5)])
+    codes = [Outline.MOVETO, *[Outline.LINETO] * 3, Outline.CLOSEPOLY]
+    for face, middles in cells.items():  # one path a shade
+        outline = (np.array(middles)[:, None] + corners).reshape(-1, 2)
+        ax.add_patch(
+            PathPatch(
+                Outline(outline, codes * len(middles)), facecolor=face,
+                edgecolor=face if many else PAPER, linewidth=0.1 if many else 0.5,
+            )
+        )  # fmt: skip
+    longest_name = min(16, max((len(name) for name in columns), default=0))
+    wide = 0.085 * longest_name + 0.08
+    turned = longest_name > 3 and wide > cell
+    step = max(1, math.ceil((_LEAST_TICK_INCHES / 0.6 if turned else wide) / cell))
     ax.set_xticks(
-        range(0, len(columns), step), [short(name, 16) for name in columns][::step],
-        rotation=40 if turned else 0, ha="right" if turned else "center", rotation_mode="anchor",
+        range(0, len(columns), step), names_of_ticks(columns, 16)[::step],
+        rotation=_TURN_DEGREES if turned else 0, ha="right" if turned else "center",
+        rotation_mode="anchor",
     )  # fmt: skip
-    ax.set_yticks(range(len(rows)), [short(row.label, LONGEST_TICK) for row in series])
+    step = max(1, math.ceil(_LEAST_TICK_INCHES / tall)) if many else 1
+    ax.set_yticks(range(0, len(rows), step), names_of_ticks([row.label for row in series])[::step])
     ax.set_xlim(-0.5, len(columns) - 0.5)
     ax.set_ylim(len(rows) - 0.5, -0.5)
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     ax.set_xlabel(short(plot.x_label, 120) + _cut_note(len(rows), len(plot.series)))
     ax.set_ylabel(short(plot.y_label, 120))
-    _scale(figure, ax, low, high, plot.unit)
+    shades.draw_bar(figure, ax, short(plot.unit, 80))
 
 
-def _scale(figure: Any, ax: Any, low: float, high: float, unit: str) -> None:
-    """Nine shades from low to high beside the map."""
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import BoundaryNorm
+def _most_heat_rows(plot: Plot) -> int:
+    """So many rows that no map has more cells than a page bears."""
+    return max(1, _MOST_CELLS // max(1, min(MOST_COLUMNS, len(plot.categories))))
 
-    if high <= low:
-        high = low + 1.0
-    edges = [low + (high - low) * n / 9 for n in range(10)]
-    norm = BoundaryNorm(edges, 256)
-    label = f"{short(unit, 80)} (brighter: more)"
-    bar = figure.colorbar(ScalarMappable(norm, "cividis"), ax=ax, label=label, ticks=edges[::3])
-    bar.ax.set_yticklabels([f"{edge:.3g}" for edge in edges[::3]])
-    bar.minorticks_off()
-    bar.outline.set_visible(False)
+
+class _Shades:
+    """The shades of a heat map: a few, so that a cell's is found in the bar next to the map."""
+
+    def __init__(self, plot: Plot, values: Sequence[float]) -> None:
+        from matplotlib import colormaps
+
+        low, high = plot.limits
+        self.low = min(values, default=0.0) if low is None else low
+        self.high = max(values, default=0.0) if high is None else high
+        if self.high - self.low < _NOISE:
+            self.high = self.low
+        self.two_sided = self.low == -self.high and self.high > 0
+        self.yes_or_no = {*values} <= {self.low, self.high} == {0.0, 1.0}
+        self.map = colormaps[_TWO_SIDED if self.two_sided else _ONE_SIDED]
+        self.count = 2 if self.yes_or_no else _SHADES
+
+    def of(self, value: float) -> str:
+        from matplotlib.colors import to_hex
+
+        if self.high <= self.low:
+            return to_hex(self.map(0.0))
+        share = min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
+        shade = min(self.count - 1, int(share * self.count))
+        return to_hex(self.map(shade / (self.count - 1)))
+
+    def draw_bar(self, figure: Any, ax: Any, unit: str) -> None:
+        from matplotlib.cm import ScalarMappable
+        from matplotlib.colors import BoundaryNorm, ListedColormap
+
+        low, high = self.low, self.high if self.high > self.low else self.low + 1.0
+        edges = [low + (high - low) * n / self.count for n in range(self.count + 1)]
+        middles = [(a + b) / 2 for a, b in pairwise(edges)]
+        shades = ListedColormap([self.of(middle) for middle in middles])
+        meaning = "orange: more, purple: less" if self.two_sided else "brighter: more"
+        label, ticks = f"{unit} ({meaning})", edges[:: max(1, self.count // 3)]
+        if self.yes_or_no:
+            label, ticks = unit, middles
+        mappable = ScalarMappable(BoundaryNorm(edges, self.count), shades)
+        bar = figure.colorbar(mappable, ax=ax, label=label, ticks=ticks)
+        names = ["0", "1"] if self.yes_or_no else [f"{tick:.3g}" for tick in ticks]
+        bar.ax.set_yticklabels(names)
+        bar.minorticks_off()
+        bar.outline.set_visible(False)
+
+
+def _is_bright(face: str) -> bool:
+    """Whether black is easier to read on it than white, by WCAG's relative luminance."""
+    parts = [int(face[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179
 
 
 def _cut_note(shown: int, count: int) -> str:
-    """Below the axis, where a plot has not all rows or lines."""
-    return "" if shown == count else f"\nthe first {shown} of {count}"
+    """Below the axis, where a plot has not all rows."""
+    return "" if shown == count else f"\nthe first {shown:,} of {count:,}"
 
 
 _DRAW = {
@@ -304,6 +482,7 @@ _DRAW = {
     "series": _draw_series,
     "lines": _draw_curves,
     "points": _draw_curves,
+    "frontier": _draw_frontier,
     "heat map": _draw_heat_map,
 }
 

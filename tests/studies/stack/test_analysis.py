@@ -128,7 +128,7 @@ def test_every_table_and_plot_is_there(result: Result) -> None:
     assert [id for id in ids if not id.startswith(("spectra-", "experts-"))] == [
         "cosines-weights", "cosine-table-weights", "cosines-data", "cosine-table-data",
         "cosines-by-projection", "separation", "routing-components", "distances", "load-gate",
-        "load-dispatch", "spectra", "domains", "losses-by-round", "matrix-ungated",
+        "load-dispatch", "spectra", "domains", "losses-by-round", "forgetting-ungated",
         "losses-ungated",
     ]  # fmt: skip
     assert sum(id.startswith("experts-gate-") for id in ids) == 3

@@ -268,7 +268,7 @@ def test_processes_that_do_not_see_the_same_state_are_refused(
     before = state.read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(train_run, "gathered", lambda step, group: [step, 0])
-        with pytest.raises(InputError, match=r"from steps \[5, 0\]; only some of them see"):
+        with pytest.raises(InputError, match=r"from steps \[5, 0\]; only some see this file"):
             train_run.run(settings)
     assert state.read_bytes() == before
 

@@ -95,7 +95,7 @@ def test_what_runs_code_or_downloads_is_refused(
 
 def test_python_functions_and_broken_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("task: mine\nprocess_docs: !function utils.f\n")
-    with pytest.raises(InputError, match="!function runs Python from beside the file"):
+    with pytest.raises(InputError, match="!function runs Python from a file next to it"):
         read_task_file("mine", tmp_path)
     (tmp_path / "mine.yaml").write_text("- a list\n")
     with pytest.raises(InputError, match="holds no keys"):
