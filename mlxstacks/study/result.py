@@ -64,6 +64,15 @@ class Result(Document):
 
         return result_text(self)
 
+    def __repr__(self) -> str:
+        """One line: what it is, and the names that `table` and `plot` take."""
+        tables = [block.id for block in self.blocks if isinstance(block, Table)]
+        plots = [block.id for block in self.blocks if isinstance(block, Plot)]
+        named = {"tables": tables, "plots": plots}
+        held = [f"{what}: {', '.join(ids)}" for what, ids in named.items() if ids]
+        about = "; ".join([self.outcome or self.status, *held])
+        return f"<Result of {self.kind}: {about}>"
+
     def _repr_markdown_(self) -> str:
         from mlxstacks.study.render.markdown import to_markdown
 
