@@ -10,7 +10,7 @@ PYTHON ?=
 # Processes for the tests.
 JOBS ?= 2
 PYTEST_ARGS ?=
-# For bench-metal: --quick, --only WORD, --rounds N.
+# For bench-metal: --quick, --only WORD, --rounds N, --json FILE.
 BENCH_ARGS ?=
 
 # mlx[cpu] links a reference BLAS. Debian's libopenblas0-pthread (or Fedora's openblas-threads) is
@@ -22,7 +22,7 @@ PRELOAD = $(if $(BLAS),LD_PRELOAD=$(BLAS)$${LD_PRELOAD:+:$$LD_PRELOAD},)
 RUN = $(PRELOAD) $(BIN)/mlxstacks
 OUT = mlxstacks-out
 
-.PHONY: help install install-dev demo test real-model test-real soak check census bench bench-metal wheel clean
+.PHONY: help install install-dev demo test real-model test-real soak check census bench bench-metal wheel smoke clean
 
 help:
 	@echo "make demo     set up, fuse the sample adapter and its zero-delta control, compare the answers"
@@ -34,7 +34,8 @@ help:
 	@echo "make census   lines, files, helpers and words of the code, at BEFORE and AFTER"
 	@echo "make bench    run the benchmarks"
 	@echo "make bench-metal  the GPU kernels: right, how fast, at what memory (a minute)"
-	@echo "make wheel    build dist/*.whl"
+	@echo "make wheel    build dist/*.tar.gz and dist/*.whl"
+	@echo "make smoke    install that wheel in a clean environment and use it"
 	@echo "make clean    remove build products, caches and the demo's output"
 
 # --- environment --------------------------------------------------------------------------------
@@ -69,8 +70,8 @@ SCHEMA = $(BIN)/mlxstacks recipes --schema > recipes/recipe.schema.json
 # The stamps make a second run start at once; a changed pyproject.toml installs again. What pip says
 # goes to stderr: a target's own output begins with its own first line.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	@echo "pip install -e .[plots]" >&2
-	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[plots]' >&2
+	@echo "pip install -e .[data,plots]" >&2
+	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[data,plots]' >&2
 	@$(SCHEMA)
 	@touch $@
 
@@ -167,13 +168,38 @@ bench: install-dev
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_guard
 	$(PRELOAD) $(BIN)/python -m benchmarks.bench_train
 
-bench-metal: install-dev
-	@$(PRELOAD) $(BIN)/python -m benchmarks.bench_metal $(BENCH_ARGS)
+# Four packages, in the versions that pyproject.toml asks for.
+BENCH_PACKAGES = import re, tomllib; \
+  needed = tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]; \
+  print(*[name for name in needed if re.match(r"mlx[>\[]|filelock|numpy|rich", name)], sep="\n")
+
+$(VENV)/.installed-bench: pyproject.toml | $(BIN)/python
+	@$(BIN)/python -c '$(BENCH_PACKAGES)' \
+	  | $(BIN)/python -m pip install --disable-pip-version-check -r /dev/stdin >&2
+	@touch $@
+
+bench-metal: $(VENV)/.installed-bench
+	@mkdir -p $(OUT)
+	@$(PRELOAD) $(BIN)/python -m benchmarks.bench_metal --json $(OUT)/bench-metal.json $(BENCH_ARGS)
 
 wheel: install-dev
-	rm -rf build
+	rm -rf build dist
 	$(SCHEMA)
-	$(BIN)/python -m build --wheel --no-isolation --outdir dist
+	$(BIN)/python -m build --no-isolation --outdir dist
+
+# What a user gets: the wheel in an environment without anything of this clone.
+CLEAN = $(abspath $(VENV))-clean
+smoke: wheel
+	rm -rf $(CLEAN)
+	$(BIN)/python -m venv $(CLEAN)
+	$(CLEAN)/bin/python -m pip install --quiet --disable-pip-version-check dist/*.whl
+	@set -e; cd "$$(mktemp -d)"; command=$(CLEAN)/bin/mlxstacks; \
+	$$command --version; $$command init --save-path train.yaml; $$command run train.yaml --dry-run; \
+	$$command fuse; $$command generate --max-tokens 8 "Who is king of Corva?"; \
+	test -s $(CLEAN)/share/man/man1/mlxstacks-fuse.1; \
+	test -s $(CLEAN)/share/zsh/site-functions/_mlxstacks; \
+	du -sm $(CLEAN)/lib/python*/site-packages | sed 's/[[:space:]].*/ MB, with pip and bytecode/'
+	rm -rf $(CLEAN)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .ci/venv $(OUT)/demo-*

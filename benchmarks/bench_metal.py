@@ -1,11 +1,11 @@
 """The kernels on this machine's GPU: are they right, how fast, beside the same in MLX operations.
 
-    python -m benchmarks.bench_metal [--quick] [--rounds 7] [--only requant]
+    python -m benchmarks.bench_metal [--quick] [--rounds 7] [--only requant] [--json FILE]
 
 With a Metal or CUDA device: shapes of Qwen3.5-35B-A3B, about a minute. Without one the kernels are
 checked in the emulator at small shapes, and only MLX's operations are timed. A kernel whose result
 differs from the reference, or that gives none, gets no speed; the others are measured, and the exit
-status is 1. The last line of output is one JSON object.
+status is 1. The last line of output is one JSON object, or names the file of --json that holds it.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 
 import mlx.core as mx
 from rich.console import Console
@@ -152,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="tiny shapes: a check, no measurement")
     parser.add_argument("--rounds", type=int, default=7, help="timings of each (default 7)")
     parser.add_argument("--only", default="", help="cases whose kernel or label holds this word")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures are written")
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}, allowed is 1 or more")
@@ -192,7 +194,12 @@ def run(
     print_rows(rows, backend, console)
     print_summary(rows, backend)
     result = {"benchmark": "metal", "sizes": sizes.name, "machine": facts}
-    print(json.dumps({**result, "rows": [row.as_json() for row in rows]}, allow_nan=False))
+    text = json.dumps({**result, "rows": [row.as_json() for row in rows]}, allow_nan=False)
+    if options.json is None:
+        print(text)
+    else:
+        options.json.write_text(text + "\n", encoding="utf-8")
+        print(f"All figures: {options.json}")
     return int(any(row.failed for row in rows))
 
 

@@ -18,6 +18,14 @@ Resume = Annotated[bool, Field(description="Resume a run that was interrupted.")
 Force = Annotated[bool, Field(description="Replace an existing save path.")]
 Plots = Annotated[bool, Field(description="Draw plots, where matplotlib is installed.")]
 Count = Annotated[int, Field(ge=1)]
+# A part of a whole, by every command that has it.
+Limit = Annotated[
+    Annotated[int, Field(ge=1)] | None,
+    Field(
+        description="Answer at most so many items of each set: a quick look, marked exploratory, "
+        "by which nothing is decided."
+    ),
+]
 Probability = Annotated[float, Field(ge=1e-6, le=0.999999)]
 Seed = Annotated[int, Field(ge=0, lt=2**64)]
 Normalisation = Literal["sum", "token", "character"]

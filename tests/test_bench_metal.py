@@ -6,8 +6,11 @@ python -m pytest tests/test_bench_metal.py
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +24,7 @@ from mlxstacks.ops import kernels
 from tests import metal_emulator
 from tests.cases import TOLERANCES
 
+ROOT = Path(__file__).resolve().parents[1]
 COPY = Spread(1e9, 0.9e9, 1.1e9)
 
 no_metal = pytest.mark.skipif(mx.metal.is_available(), reason="this machine has a Metal device")
@@ -35,11 +39,15 @@ KERNELS = ("requant", "dequant", "expert_delta", "stack_sum")
 
 
 @no_metal
-def test_quick_run_without_a_metal_device(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench_metal.main(["--quick", "--rounds", "1"]) == 0
+def test_quick_run_without_a_metal_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "figures.json"
+    assert bench_metal.main(["--quick", "--rounds", "1", "--json", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("No Metal device")
-    result = json.loads(lines[-1])
+    assert lines[-1] == f"All figures: {file}"
+    result = json.loads(file.read_text())
     rows = result["rows"]
     assert {row["kernel"] for row in rows} == set(KERNELS)
     assert not any(row["ran_on"] == "metal" for row in rows)
@@ -54,6 +62,17 @@ def test_quick_run_without_a_metal_device(capsys: pytest.CaptureFixture[str]) ->
             assert row["composition_seconds"]["median"] > 0
         if metal_emulator.unavailable() is None:
             assert all(row["ran_on"] == "emulator" and row["agrees"] for row in rows)
+
+
+def test_it_needs_only_what_its_target_installs() -> None:
+    """`make bench-metal` installs mlx, numpy, rich and filelock."""
+    code = (
+        "import sys, benchmarks.bench_metal\n"
+        "heavy = {'mlx_lm', 'pydantic', 'click', 'scipy', 'yaml'} & {*sys.modules}\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_unknown_case_is_refused_with_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,5 @@
-"""The wheel: built from a copy of the sources, installed elsewhere, and used from there.
+"""The source distribution, made from a copy of the sources; the wheel, made from that, installed
+elsewhere, and used from there.
 
 Run: pytest tests/test_packaging.py
 """
@@ -14,9 +15,11 @@ from pathlib import Path
 import pytest
 
 import mlxstacks
+from mlxstacks.cli import make_group
+from mlxstacks.cli.shell import shell_files
 
 ROOT = Path(__file__).resolve().parent.parent
-CARRIED = ("mlxstacks", "kernels", "recipes", "pyproject.toml", "README.md", "LICENSE")
+CARRIED = ("mlxstacks", "kernels", "recipes", "pyproject.toml", "README.md", "LICENSE", "setup.py")
 
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -34,7 +37,9 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Compl
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built without network from a copy, so that nothing is left in the sources."""
+    """The wheel, by way of the source distribution; without network, and from a copy, so that
+    nothing is left in the sources.
+    """
     source = tmp_path_factory.mktemp("source")
     for name in CARRIED:
         if (ROOT / name).is_dir():
@@ -44,8 +49,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         else:
             shutil.copy(ROOT / name, source / name)
     built = tmp_path_factory.mktemp("built")
-    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    run(sys.executable, "-c", build, built, cwd=source)
+    build = "import sys; from setuptools import build_meta; build_meta.build_{}(sys.argv[1])"
+    run(sys.executable, "-c", build.format("sdist"), built, cwd=source)
+    [archive] = built.glob("*.tar.gz")
+    shutil.unpack_archive(archive, built, filter="data")
+    run(
+        sys.executable, "-c", build.format("wheel"), built, cwd=built / archive.stem[: -len(".tar")]
+    )
     [found] = built.glob("*.whl")
     return found
 
@@ -73,7 +83,8 @@ def test_wheel_holds_every_file(wheel: Path) -> None:
     missing = sorted(expected - names)
     assert not missing, "not in the wheel: see [tool.setuptools] in pyproject.toml"
     surplus = {n for n in names - expected if ".dist-info/" not in n}
-    assert not surplus
+    share = f"mlxstacks-{mlxstacks.__version__}.data/data/share/"
+    assert surplus == {share + path for path in shell_files(make_group())}
 
 
 def test_every_folder_with_code_is_listed() -> None:

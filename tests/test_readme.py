@@ -10,7 +10,9 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 
+import mlxstacks
 from mlxstacks.cli import make_group, run
 from mlxstacks.recipe.table import COMMANDS
 
@@ -121,6 +123,25 @@ def test_links_lead_somewhere() -> None:
             assert target.startswith("http") or (folder / target).exists(), (page, target)
             if anchor:
                 assert anchor in headings(folder / target), (page, target, anchor)
+
+
+def test_files_that_contributing_names_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"`([\w./*]+/[\w./*]*)`", text)
+    named = [path for path in named if "NAME" not in path and "..." not in path]
+    assert len(named) > 15
+    assert [path for path in named if not [*ROOT.glob(path)]] == []
+
+
+def test_version_and_papers_stand_where_they_are_cited() -> None:
+    versions = re.findall(r"^## .*?(\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert versions[0] == mlxstacks.__version__
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    papers = README[README.index("## The papers") :].split("\n## ")[0]
+    assert {f"*{paper['title']}*" for paper in citation["references"]} <= set(
+        re.findall(r"\*[^*|]+\*", papers)
+    )
 
 
 def headings(page: Path) -> set[str]:

@@ -20,7 +20,9 @@ from mlxstacks import __version__
 from mlxstacks.cli import output
 from mlxstacks.cli.execute import BAD_INPUT, FAILED, GATE, INTERRUPTED
 from mlxstacks.cli.group import TableGroup
+from mlxstacks.cli.init import init_command
 from mlxstacks.cli.recipes import list_command, run_command
+from mlxstacks.cli.shell import completion_command
 from mlxstacks.errors import InputError, ResourceLimitError, StoreError
 
 HELP = """Stack LoRA adapters on quantized mixture-of-experts models, on MLX.
@@ -29,14 +31,17 @@ Commands run without arguments on nano, a small built-in model, and write to ./m
 that cannot say what they need. `mlxstacks COMMAND --help` lists what a command takes.
 """
 
-EPILOG = """Shell completion: put `eval "$(_MLXSTACKS_COMPLETE=zsh_source mlxstacks)"` into
-~/.zshrc (bash 4.4 or newer: bash_source and ~/.bashrc; fish: fish_source).
-"""
+EPILOG = "`mlxstacks completion --help` says how a shell completes what you type."
 
 
 def make_group() -> click.Group:
     """The root of all commands."""
-    special = {"run": run_command(), "recipes": list_command()}
+    special = {
+        "run": run_command(),
+        "recipes": list_command(),
+        "init": init_command(),
+        "completion": completion_command(),
+    }
     context = {
         "help_option_names": ["-h", "--help"],
         "token_normalize_func": lambda word: word.replace("_", "-"),  # --max_tokens

@@ -10,6 +10,7 @@ options are the fields of a settings model:
     bits: Literal[3, 4] | None    --bits [3|4|none]
     adapter_path: tuple[str,...]  --adapter-path TEXT, repeatable
     optimizer: AnotherModel       no option; --set optimizer.steps=5 or a recipe
+    store_path, given as STORE    --store-path PATH too
 
 `json_schema_extra={"cli_name": "--copy"}` on a field gives its option another name, and
 `{"cli_type": "text"}` an option of text to a field whose model takes text for its shortest form.
@@ -18,7 +19,7 @@ options are the fields of a settings model:
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
@@ -26,8 +27,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 import click
 
 from mlxstacks.cli.execute import Common, execute
-from mlxstacks.cli.mlx_lm_options import FLAGS, SPELLINGS, refusal
 from mlxstacks.cli.output import setting
+from mlxstacks.cli.spellings import FLAGS, LETTERS, refusal, spellings
 from mlxstacks.recipe.file import recipe_names
 from mlxstacks.recipe.table import ALIASES, COMMANDS, GROUPS, command_named, load, nearest
 
@@ -70,7 +71,7 @@ def complete_recipe(
     return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="file")]
 
 
-def make_command(name: str) -> click.Command:
+def make_command(name: str) -> "TableCommand":
     """The click command of a row of the table: its options are the fields of its settings."""
     row = command_named(name)
     settings_class = load(row.settings)
@@ -83,32 +84,54 @@ def make_command(name: str) -> click.Command:
 
     return TableCommand(
         name,
+        flags={key: _flag(key, field) for key, field in settings_class.model_fields.items()},
         params=[*parameters(settings_class, row.arguments, name), *common_options()],
         callback=callback,
         help=row.help,
     )
 
 
-class TableCommand(click.Command):
-    """A command of the table, which reads and answers mlx-lm's options too."""
+class _Translating(click.Command):
+    """Reads and answers the options of `spellings` too.
 
-    def __init__(self, full_name: str, **kwargs: Any) -> None:
-        self.full_name = full_name
-        super().__init__(full_name.split()[-1], **kwargs)
+    full_name: of the command, with the words before it. flags: setting -> its option.
+    """
+
+    full_name: str
+    flags: Mapping[str, str]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        for word, value in itertools.pairwise(args):
-            if word == "--verbose" and value.lower() in ("true", "t", "false", "f"):
+        end = next((i for i, word in enumerate(args) if word in self._ends()), len(args))
+        own = args[:end]
+        for word, value in itertools.pairwise(own):
+            of_mlx_lm = word == "--verbose" and value.lower() in ("true", "t", "false", "f")
+            # mlx-lm's -m is the length of an answer, everybody else's the model
+            of_mlx_lm |= word == "-m" and value.isdigit() and not Path(value).exists()
+            if of_mlx_lm:
                 self._refuse(f"{word} {value}", word, ctx)
         try:
-            return super().parse_args(ctx, self._spread(args))
+            return super().parse_args(ctx, self._spread(self._translated(own)) + args[end:])
         except click.NoSuchOption as error:
             self._refuse(error.option_name, error.option_name, ctx)
             raise
 
+    def _ends(self) -> Collection[str]:
+        """Words after which nothing is an option of this command."""
+        return ("--",)
+
+    def _translated(self, args: list[str]) -> list[str]:
+        """Other tools' spellings replaced with ours."""
+        known = spellings(self.full_name, self.flags)
+        words = []
+        for word in args:
+            name, equals, value = word.partition("=")
+            setting = known.get(name.replace("_", "-"))
+            words.append(self.flags[setting] + equals + value if setting else word)
+        return words
+
     def _refuse(self, typed: str, option: str, ctx: click.Context) -> None:
-        """Raises: click.UsageError saying what to do instead, where mlx-lm has the option."""
-        instead = refusal(self.full_name, option)
+        """Raises: click.UsageError saying what to do instead, where another tool has the option."""
+        instead = refusal(self.full_name, option, self.flags)
         if instead is not None:
             raise click.UsageError(f"{self.name} has no option {typed}: {instead}", ctx) from None
 
@@ -129,7 +152,15 @@ class TableCommand(click.Command):
         return spread
 
 
-class TableGroup(click.Group):
+class TableCommand(_Translating):
+    """A command of the table."""
+
+    def __init__(self, full_name: str, flags: Mapping[str, str], **kwargs: Any) -> None:
+        self.full_name, self.flags = full_name, flags
+        super().__init__(full_name.split()[-1], **kwargs)
+
+
+class TableGroup(_Translating, click.Group):
     """The commands of the table below a prefix; `special` are made by hand.
 
     A row that is named like the prefix itself (`nano` beside `nano rebuild`) is what the group
@@ -142,14 +173,18 @@ class TableGroup(click.Group):
         special: Mapping[str, click.Command] | None = None,
         **kwargs: Any,
     ) -> None:
-        self.prefix = prefix
+        self.prefix = self.full_name = prefix
         self.special = dict(special or {})
         command = make_command(prefix) if prefix in COMMANDS else None
+        self.flags = command.flags if command else {}
         params = command.params if command else []
         kwargs = {"callback": _unless_subcommand(command), "params": params, **kwargs}
         super().__init__(
             prefix.split(" ")[-1] or "mlxstacks", invoke_without_command=True, **kwargs
         )
+
+    def _ends(self) -> Collection[str]:
+        return {"--", *self.short_helps()}
 
     def short_helps(self) -> dict[str, str]:
         """Names below the prefix, in the order of the table, with a line each."""
@@ -257,10 +292,9 @@ _ALSO = "also_"
 def parameters(
     settings_class: "type[BaseModel]", arguments: Mapping[str, str], command: str = ""
 ) -> list[click.Parameter]:
-    """Arguments and options of a command, in the order of the model's fields; with the spellings
-    that mlx-lm has for them.
+    """Arguments and options of a command, in the order of the model's fields. What is given by
+    position has its option too.
     """
-    spellings = SPELLINGS.get(command, {})
     params: list[click.Parameter] = []
     for name, shown in arguments.items():
         inner, _ = _without_none(settings_class.model_fields[name].annotation)
@@ -272,13 +306,10 @@ def parameters(
             )
         )
     for name, known in settings_class.model_fields.items():
-        others = spellings.get(name, ())
-        if name not in arguments:
-            option = _option(settings_class, name, known, others)
-            params += [option] if option else []
-        elif others:
-            help_text = f"{_help(known, str)} The same as {arguments[name]}."
-            params.append(click.Option([*others, _ALSO + name], help=help_text))
+        option = _option(settings_class, name, known)
+        if option is not None and name in arguments:
+            option.name, option.help = _ALSO + name, f"The same as {arguments[name]}: {option.help}"
+        params += [option] if option is not None else []
     for flag, (name, _, help_text) in FLAGS.get(command, {}).items():
         params.append(click.Option([flag, _ALSO + name], is_flag=True, help=help_text))
     return params
@@ -290,13 +321,22 @@ def _kind(name: str, annotation: Any) -> click.ParamType:
     return click.Path() if annotation is str and names_directory else _SCALARS[annotation]
 
 
+def _extra(known: "FieldInfo") -> dict[str, Any]:
+    extra = known.json_schema_extra
+    return extra if isinstance(extra, dict) else {}
+
+
+def _flag(name: str, known: "FieldInfo") -> str:
+    return str(_extra(known).get("cli_name", "--" + name.replace("_", "-")))
+
+
 def _option(
-    settings_class: "type[BaseModel]", name: str, known: "FieldInfo", others: Sequence[str]
+    settings_class: "type[BaseModel]", name: str, known: "FieldInfo"
 ) -> click.Option | None:
-    """The option of one field, or None for a nested model. others: further spellings."""
+    """The option of one field, or None for a nested model."""
     annotation, optional = _without_none(known.annotation)
-    extra = known.json_schema_extra if isinstance(known.json_schema_extra, dict) else {}
-    flag = str(extra.get("cli_name", "--" + name.replace("_", "-")))
+    extra, flag = _extra(known), _flag(name, known)
+    others = [LETTERS[name]] if name in LETTERS else []
     help_text = _help(known, annotation)
     if annotation is bool:
         if known.default is True or optional:
@@ -348,6 +388,7 @@ def _help(known: "FieldInfo", annotation: Any) -> str:
 def given(ctx: click.Context, names: Sequence[str], command: str = "") -> dict[str, Any]:
     """The settings that were typed (or came from the environment), as plain values.
 
+    What stands by position fills, in order, the arguments that no option gives.
     Raises: click.UsageError: a setting that two parameters give, each another value.
     """
     typed = (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.ENVIRONMENT)
@@ -357,16 +398,21 @@ def given(ctx: click.Context, names: Sequence[str], command: str = "") -> dict[s
         if ctx.get_parameter_source(name) in typed
     }
     flags = {name: value for name, value, _ in FLAGS.get(command, {}).values()}
-    for parameter in ctx.command.params:
-        if parameter.name is None or not parameter.name.startswith(_ALSO):
-            continue
-        name = parameter.name.removeprefix(_ALSO)
-        if parameter.name not in values:
-            continue
-        value = flags.get(name, values[parameter.name])
+    by_option = {
+        p.name.removeprefix(_ALSO): p
+        for p in ctx.command.params
+        if p.name and p.name.startswith(_ALSO) and p.name in values
+    }
+    arguments = [p.name or "" for p in ctx.command.params if isinstance(p, click.Argument)]
+    words = [values.pop(name) for name in arguments if name in values]
+    free = [name for name in arguments if name not in by_option]
+    # too many: each where it stands, so that the one given twice is named
+    values |= dict(zip(free if len(words) <= len(free) else arguments, words, strict=False))
+    for name, parameter in by_option.items():
+        value = flags.get(name, values[_ALSO + name])
         if values.setdefault(name, value) != value:
             raise click.UsageError(
-                f"{name} is given twice: {values[name]!r}, and {value!r} by {parameter.opts[-1]}",
+                f"{name} is given twice: {values[name]!r}, and {value!r} by {parameter.opts[0]}",
                 ctx,
             )
     return {name: value for name, value in values.items() if name in names}

@@ -24,7 +24,15 @@ LIST_HELP = "List the recipes that come with mlxstacks."
 def run_command() -> click.Command:
     """`run RECIPE`: the command that the recipe names, resumable."""
 
-    def callback(recipe_name: str, force: bool, **shared: Any) -> int:
+    def callback(recipe_name: str | None, recipe: str | None, force: bool, **shared: Any) -> int:
+        if None not in (recipe_name, recipe):
+            raise click.UsageError(f"two recipes are given: {recipe_name} and {recipe}")
+        name = recipe_name or recipe
+        if name is None:
+            raise click.UsageError("RECIPE is missing: a file, or a name of `mlxstacks recipes`")
+        return run_recipe(name, force, shared)
+
+    def run_recipe(recipe_name: str, force: bool, shared: dict[str, Any]) -> int:
         recipe = load_recipe(recipe_name)
         options = {"force": True} if force else {}
         common = Common(recipe=recipe_name, **shared)
@@ -34,12 +42,12 @@ def run_command() -> click.Command:
         return code
 
     argument = click.Argument(
-        ["recipe_name"], metavar="RECIPE", shell_complete=complete_recipe, required=True
+        ["recipe_name"], metavar="RECIPE", shell_complete=complete_recipe, required=False
     )
     force = click.Option(["--force"], is_flag=True, help="Run again, and replace the save path.")
     return click.Command(
         "run",
-        params=[argument, force, *common_options(names_recipe=False)],
+        params=[argument, force, *common_options()],
         callback=callback,
         short_help=RUN_HELP,
         help=f"{RUN_HELP} RECIPE is a YAML file or the name of a shipped recipe.",

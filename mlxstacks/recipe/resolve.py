@@ -114,6 +114,11 @@ def resolve(
     written = set(recipe.values) - set(pairs) - set(options) if recipe else ()
     where = f"recipe {recipe.path}: " if recipe else ""
     settings = validate(settings_class, values, {**dict.fromkeys(written, where), "": where})
+    missing = [key for key in row.needs if getattr(settings, key) is None]
+    if missing:
+        keys = ", ".join(f"{row.arguments[key]} (--{key.replace('_', '-')})" for key in missing)
+        usage = " ".join(["mlxstacks", name, *(row.arguments[key] for key in row.needs)])
+        raise InputError(f"{where}{name} needs {keys}: {usage}")
     target = None
     if writes:
         try:

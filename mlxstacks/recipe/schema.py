@@ -18,6 +18,7 @@ from mlxstacks.recipe.table import ALIASES, COMMANDS, command_named, load
 DRAFT = "http://json-schema.org/draft-07/schema#"
 FILE = "recipe.schema.json"
 _COMMAND = "What to run; it decides which other keys there are."
+_FOREIGN = ("title", "cli_name", "cli_type", "cli_switch", "ge", "le")
 _SCALARS = ("string", "integer", "number")
 
 
@@ -58,7 +59,7 @@ def _of_command(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     No setting is required: what is not said has a default or comes from nano, and the save path
     from the recipe's name.
     """
-    schema = _without_titles(load(COMMANDS[name].settings).model_json_schema())
+    schema = _plain(load(COMMANDS[name].settings).model_json_schema())
     nested = schema.pop("$defs", {})
     for model in (schema, *nested.values()):
         model.get("properties", {}).pop("force", None)  # no key of a recipe
@@ -78,11 +79,13 @@ def _or_one(schema: dict[str, Any]) -> dict[str, Any]:
     return about | ({"anyOf": [schema, *scalars]} if scalars else schema)
 
 
-def _without_titles(schema: Any) -> Any:
-    """Without the titles that pydantic makes; a setting of that name stays."""
+def _plain(schema: Any) -> Any:
+    """Without pydantic's titles, what the command line alone reads, and `ge` and `le`, which it
+    leaves beside a type that is a function's. A setting of such a name stays.
+    """
     if isinstance(schema, list):
-        return [_without_titles(part) for part in schema]
+        return [_plain(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    parts = {key: _without_titles(part) for key, part in schema.items()}
-    return {k: v for k, v in parts.items() if k != "title" or not isinstance(v, str)}
+    parts = {key: _plain(part) for key, part in schema.items()}
+    return {k: v for k, v in parts.items() if isinstance(v, dict) or k not in _FOREIGN}

@@ -21,12 +21,15 @@ class Command:
     function: takes the settings, and `dry_run` and `progress` where its signature has them.
     render: takes a rich console and the result.
     arguments: settings given by position, in order, with the name the usage line shows.
+    needs: settings without a default that the function does not ask for itself in a dry run.
     nano: settings that come from the built-in model when they are not given, with the attribute
         of `nano_paths()`. A `model` that is given turns the others off: they belong to nano.
     optional: those of `nano` that a model of the user's own may go without.
     report: file in the target that holds the `settings` it was made with; makes `run` resumable.
     extends: the target may be there, and the command goes on with it; it says itself where not.
     nano_recipe: a recipe of ours whose values are the defaults where nothing of `nano` is given.
+    conclude_again: result, directory with its files -> the result that follows from them; of
+        studies whose conclusion needs neither model nor data.
     prepare: settings, dry run -> settings with what of nano belongs to them, and further arguments
         of the function: studies do not know nano.
     """
@@ -36,12 +39,14 @@ class Command:
     function: str
     render: str = "mlxstacks.study.render.console:print_result"
     arguments: Mapping[str, str] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
     nano: Mapping[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ()
     report: str | None = None
     extends: bool = False
     nano_recipe: str | None = None
     prepare: str | None = None
+    conclude_again: str | None = None
 
 
 COMMANDS: dict[str, Command] = {
@@ -101,6 +106,7 @@ COMMANDS: dict[str, Command] = {
         help="Compare settings of `stack` over seeds: equal budgets, differences, a verdict.",
         settings="mlxstacks.studies.compare.settings:CompareSettings",
         function="mlxstacks.studies.compare.run:run",
+        conclude_again="mlxstacks.studies.compare.run:conclude_again",
         nano={"model": "model_path", "data": "curriculum_path"},
         nano_recipe="compare-building-block-nano",
         report="result.json",
@@ -116,6 +122,7 @@ COMMANDS: dict[str, Command] = {
         help="Train at many ranks and compare: losses, buffers, what a fuse keeps.",
         settings="mlxstacks.studies.sweep.settings:SweepSettings",
         function="mlxstacks.studies.sweep.rank_sweep:run",
+        conclude_again="mlxstacks.studies.sweep.report:conclude_again",
         prepare="mlxstacks.recipe.on_nano:sweep",
         nano={"model": "model_path", "data": "data_path"},
         report="result.json",
@@ -124,6 +131,7 @@ COMMANDS: dict[str, Command] = {
         help="Test whether rank moves the number of live buffers, with a counting allocator.",
         settings="mlxstacks.studies.buffers.settings:BufferSettings",
         function="mlxstacks.studies.buffers.run:run",
+        conclude_again="mlxstacks.studies.buffers.run:conclude_again",
         nano={"model": "model_path"},
         report="result.json",
     ),
@@ -131,6 +139,7 @@ COMMANDS: dict[str, Command] = {
         help="Does fusing a second adapter add knowledge? Every arm next to its control.",
         settings="mlxstacks.studies.confound.settings:ConfoundSettings",
         function="mlxstacks.studies.confound.run:run",
+        conclude_again="mlxstacks.studies.confound.run:conclude_again",
         nano={"model": "model_path", "persona": "adapter_path", "items": "items_path"},
         nano_recipe="confound-nano",
         report="result.json",
@@ -139,6 +148,7 @@ COMMANDS: dict[str, Command] = {
         help="Does a persona survive a second adapter? Conditions, suite, validity gate.",
         settings="mlxstacks.studies.identity.settings:IdentitySettings",
         function="mlxstacks.studies.identity.run:run",
+        conclude_again="mlxstacks.studies.identity.run:conclude_again",
         nano={
             "model": "model_path",
             "persona": "adapter_path",
@@ -218,6 +228,7 @@ COMMANDS: dict[str, Command] = {
         settings="mlxstacks.files.settings:StacksDiffSettings",
         function="mlxstacks.studies.stack.store_commands:diff_stores",
         arguments={"store_path": "STORE", "other_path": "OTHER"},
+        needs=("store_path", "other_path"),
     ),
     "stacks gc": Command(
         help="Remove files of a store that nothing names any more.",
@@ -256,7 +267,8 @@ COMMANDS: dict[str, Command] = {
         settings="mlxstacks.studies.route.settings:RouteExplainSettings",
         function="mlxstacks.studies.route.explain:run",
         prepare="mlxstacks.recipe.on_nano:route",
-        arguments={"prompt": "PROMPT"},
+        arguments={"prompt": "PROMPT", "store_path": "STORE"},
+        needs=("prompt",),
         nano={"store_path": "store_path"},
     ),
     "route gaps": Command(
@@ -322,6 +334,9 @@ COMMANDS: dict[str, Command] = {
         function="mlxstacks.doctor:doctor",
     ),
 }
+
+# Commands on a model, for `init`. What `stack compare` compares is for whoever asks to say.
+STARTERS = tuple(n for n, row in COMMANDS.items() if "model" in row.nano and n != "stack compare")
 
 # A second name for a command.
 ALIASES = {"zero": "adapter zero"}

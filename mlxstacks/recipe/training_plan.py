@@ -44,6 +44,11 @@ def trainings_of(name: str, settings: Any) -> Iterator[dict[str, Any]]:
         yield from _buffers(settings)
 
 
+def projections_of(model: str) -> list[tuple[int, str]]:
+    """Layer and name of every projection that is trained where none is named."""
+    return [(target.layer, target.name) for target in find_targets(_model(model))]
+
+
 def _model(name: str | None) -> nn.Module:
     return lazy_model(read_config(str(name))[0])
 

@@ -10,19 +10,18 @@ themselves with all their digests.
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.recipe.table import COMMANDS
+from mlxstacks.recipe.table import COMMANDS, load
 from mlxstacks.study.document import Standing
 from mlxstacks.study.provenance import copy_named
 from mlxstacks.study.result import Result
 
 _MOST_NAMED = 3
-# Of all files, and of runs in one of them: more are not ours, or would take minutes.
-_MOST_BYTES, _MOST_RUNS = 64_000_000, 10_000
+_MOST_BYTES = 64_000_000
 # Of a result these are the conclusion's; the rest is said before it, or of the process.
 _DRAWN = ("outcome", "verdict", "failed_gate", "blocks")
 
@@ -33,17 +32,16 @@ def check_conclusion(result: Result, directory: Path) -> Result:
 
     Reads nothing of `directory` but the files that the result names, from a copy.
     """
-    draw = _DRAW.get(result.kind)
-    if result.status != "done":
+    command = COMMANDS.get(result.kind)
+    if result.status != "done" or (command and command.conclude_again is None):
         return result
-    if draw is None:
-        unknown = f"no command is called {result.kind:.40}"
-        return result if result.kind in COMMANDS else _noted(result, unknown)
+    if command is None:
+        return _noted(result, f"no command is called {result.kind:.40}")
     made_with = result.environment.versions.get("mlxstacks", "unknown")
     try:
         with tempfile.TemporaryDirectory() as copy:
             copy_named(directory, result.provenance, Path(copy), _MOST_BYTES)
-            drawn = draw(result, Path(copy))
+            drawn = load(str(command.conclude_again))(result, Path(copy))
         own, other = (json.loads(json.dumps(each.as_json()["data"])) for each in (result, drawn))
         differing = list(_differences(own, other))
     except Exception as error:  # the files may be anybody's; their contents are not repeated
@@ -93,63 +91,3 @@ def _differences(own: Any, drawn: Any, name: str = "") -> Iterator[str]:
             yield name
     elif own != drawn:
         yield name
-
-
-def _sweep(result: Result, directory: Path) -> Result:
-    from mlxstacks.studies.sweep.cells import cells_of, read_results
-    from mlxstacks.studies.sweep.report import concluded
-    from mlxstacks.studies.sweep.settings import SweepSettings
-
-    settings = SweepSettings.model_validate(result.settings)
-    axes = (settings.ranks, settings.seeds, settings.layers, settings.projections)
-    _check_count(math.prod(map(len, axes)) * max(1, len(settings.bits)), result)
-    cells = read_results(directory / "cells")
-    return concluded(settings, [cells[cell] for cell in cells_of(settings)])
-
-
-def _comparison(result: Result, directory: Path) -> Result:
-    from mlxstacks.studies.compare.run import concluded
-    from mlxstacks.studies.compare.settings import CompareSettings
-
-    settings = CompareSettings.model_validate(result.settings)
-    _check_count(len(settings.seeds) * len(settings.arms), result)
-    return concluded(settings, (result.plan or {})["budgets"], directory)
-
-
-def _buffers(result: Result, directory: Path) -> Result:
-    from mlxstacks.studies.buffers.run import concluded
-    from mlxstacks.studies.buffers.settings import BufferSettings
-
-    settings = BufferSettings.model_validate(result.settings)
-    if math.prod(map(len, (settings.ranks, settings.order_seeds))) > _MOST_RUNS:
-        raise ValueError("more runs than any experiment has")
-    return concluded(settings, directory)
-
-
-def _check_count(cells: int, result: Result) -> None:
-    """Each has a file. Raises: ValueError before millions of them are looked for."""
-    if cells > len(result.provenance):
-        raise ValueError("more cells than files")
-
-
-def _confound(result: Result, directory: Path) -> Result:
-    from mlxstacks.studies.confound.run import conclude_again
-    from mlxstacks.studies.confound.settings import ConfoundSettings
-
-    return conclude_again(ConfoundSettings.model_validate(result.settings), directory)
-
-
-def _identity(result: Result, directory: Path) -> Result:
-    from mlxstacks.studies.identity.run import conclude_again
-    from mlxstacks.studies.identity.settings import IdentitySettings
-
-    return conclude_again(IdentitySettings.model_validate(result.settings), result, directory)
-
-
-_DRAW: dict[str, Callable[[Result, Path], Result]] = {
-    "sweep": _sweep,
-    "stack compare": _comparison,
-    "sweep buffers": _buffers,
-    "confound": _confound,
-    "identity": _identity,
-}

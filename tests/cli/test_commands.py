@@ -55,7 +55,9 @@ def test_result_is_a_table_or_one_document(toy: Path, command: Run) -> None:
         (["toybox", "read", "--model", ""], 2, "a model of your own needs --adapter-path too"),
         (["toy", "--recipe", ""], 2, "recipe '': no such file"),
         (["run", "toi"], 2, "recipe 'toi': no such file"),
-        (["run"], 2, "Missing argument 'RECIPE'"),
+        (["run"], 2, "RECIPE is missing"),
+        (["stacks", "diff", "--dry-run"], 2, "stacks diff needs STORE (--store-path), OTHER"),
+        (["route", "explain", "--dry-run"], 2, "route explain needs PROMPT (--prompt)"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

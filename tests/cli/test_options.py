@@ -18,8 +18,10 @@ def options() -> dict[str, click.Parameter]:
 
 
 def test_every_field_but_nested_models_has_a_parameter() -> None:
-    assert set(options()) == ToySettings.model_fields.keys() - {"inner"}
+    """One that is given by position has its option too."""
+    assert set(options()) == ToySettings.model_fields.keys() - {"inner"} | {"also_source"}
     assert next(iter(options())) == "source"
+    assert options()["also_source"].opts == ["--source"]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,24 @@ def problems(document: Any, schema: dict[str, Any] = SCHEMA) -> list[str]:
     return [error.message for error in Draft7Validator(schema).iter_errors(document)]
 
 
+def keywords(schema: Any, names: bool = False) -> set[str]:
+    """Of JSON Schema, at any depth; names: the keys are names of settings or of models."""
+    if isinstance(schema, list):
+        return {word for part in schema for word in keywords(part)}
+    if not isinstance(schema, dict):
+        return set()
+    here = set() if names else set(schema)
+    parts = (
+        keywords(part, key in ("properties", "$defs") and not names)
+        for key, part in schema.items()
+        if key not in ("default", "enum", "const") or names
+    )
+    return here.union(*parts)
+
+
 def test_it_is_a_schema_of_its_draft() -> None:
+    known = set(Draft7Validator.META_SCHEMA["properties"]) | {"$defs", "discriminator"}
+    assert keywords(SCHEMA) <= known
     Draft7Validator.check_schema(SCHEMA)
     assert Draft7Validator.META_SCHEMA["$schema"] == SCHEMA["$schema"]
     enum = SCHEMA["properties"]["command"]["enum"]

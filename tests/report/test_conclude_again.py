@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mlxstacks.recipe.table import COMMANDS, Command
 from mlxstacks.report import conclude_again
 from mlxstacks.report.conclude_again import check_conclusion
 from mlxstacks.report.find import find_sources
@@ -38,7 +39,9 @@ def checked(
             raise drawn
         return Result(**{**head, "verdict": "It fell.", "data": drawn or {}})
 
-    monkeypatch.setitem(conclude_again._DRAW, "coin", draw)
+    coin = Command(help="", settings="", function="", conclude_again="coin")
+    monkeypatch.setitem(COMMANDS, "coin", coin)
+    monkeypatch.setattr(conclude_again, "load", {"coin": draw}.get)
     for name in ("answers.json", "more.json"):
         (directory / name).write_text("[]")
     return check_conclusion(Result(**{**head, **about}), directory)

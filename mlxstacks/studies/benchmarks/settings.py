@@ -1,9 +1,9 @@
 """Settings of `mlxstacks eval` and of its modes. Imports neither mlx nor numpy."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
@@ -11,6 +11,7 @@ from mlxstacks.settings import NORMALISATIONS as NORMALISATIONS
 from mlxstacks.settings import (
     EachOnce,
     Force,
+    Limit,
     Normalisation,
     Plots,
     Probability,
@@ -35,6 +36,14 @@ NOT_OF_THE_PLAN = {
     "tasks",
     "task_files",
 }  # fmt: skip
+
+
+def _by_comma(tasks: Any) -> Any:
+    """`a,b` is two tasks, as in lm_eval."""
+    if not isinstance(tasks, list | tuple):
+        return tasks
+    names = (task.split(",") if isinstance(task, str) else [task] for task in tasks)
+    return [name for several in names for name in several]
 
 
 class ArmSettings(Settings):
@@ -97,10 +106,11 @@ class ArmSettings(Settings):
 class EvalSettings(ArmSettings):
     """Benchmarks in every mode of a model. The defaults are ours; recipes hold published ones."""
 
-    tasks: Annotated[tuple[str, ...], EachOnce] = Field(
+    tasks: Annotated[tuple[str, ...], BeforeValidator(_by_comma), EachOnce] = Field(
         TWELVE,
-        description="Benchmarks. Repeatable. lm_eval/NAME is a task of the lm-evaluation-harness: "
-        "a file of task_files, else one of ours, else its own (a group gives each of its tasks).",
+        description="Benchmarks. Repeatable, or with commas between. lm_eval/NAME is a task of the "
+        "lm-evaluation-harness: a file of task_files, else one of ours, else its own (a group "
+        "gives each of its tasks).",
     )
     data: str | None = Field(
         None,
@@ -117,10 +127,7 @@ class EvalSettings(ArmSettings):
     items_per_task: Annotated[int, Field(ge=1)] | None = Field(
         200, description="Items of each task, drawn before any answer; none: all there are."
     )
-    limit: Annotated[int, Field(ge=1)] | None = Field(
-        None,
-        description="Answer only so many items of each task: a quick look, marked exploratory.",
-    )
+    limit: Limit = None
     sample: Literal["stratified", "first"] = Field(
         "stratified",
         description="stratified: a seeded sample, each subject in proportion. first: the first "

@@ -45,6 +45,7 @@ Condition = tuple[str, str, str]
 EQUIVALENCE_CONFIDENCE, FAMILY_CONFIDENCE = 0.90, 0.95
 # Lines at which an imagined limit is crossed, as a share of the highest count of a condition.
 CROSSING_SHARE = 0.9
+_MOST_RUNS = 10_000
 
 
 @dataclass(frozen=True)
@@ -446,6 +447,14 @@ def concluded(settings: BufferSettings, directory: Path) -> Result:
         data={"arms": len(arms), "analysis": asdict(analysis)},
         blocks=blocks(analysis, settings.margin),
     )  # fmt: skip
+
+
+def conclude_again(result: Result, directory: Path) -> Result:
+    """What follows from the records of a finished experiment. Raises: ValueError, KeyError."""
+    settings = BufferSettings.model_validate(result.settings)
+    if len(settings.ranks) * len(settings.order_seeds) > _MOST_RUNS:
+        raise ValueError("more runs than any experiment has")
+    return concluded(settings, directory)
 
 
 def _kept_records(work: Path) -> dict[Arm, ArmRecord]:

@@ -179,6 +179,14 @@ def concluded(
     )  # fmt: skip
 
 
+def conclude_again(result: Result, directory: Path) -> Result:
+    """What follows from the cells of a finished comparison. Raises: ValueError, InputError."""
+    settings = CompareSettings.model_validate(result.settings)
+    if len(settings.seeds) * len(settings.arms) > len(result.provenance):
+        raise ValueError("more cells than files")
+    return concluded(settings, (result.plan or {})["budgets"], directory)
+
+
 def _budget(settings: StackRunSettings, planned: dict[str, Any]) -> dict[str, int]:
     """What a run would spend, from the figures of its dry run."""
     domains = [d for d in planned["domains"].values() if d["status"] == "planned"]

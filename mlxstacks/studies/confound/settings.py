@@ -16,7 +16,17 @@ from mlxstacks.arms.settings import (
 )
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
 from mlxstacks.fuse.settings import PolicyName
-from mlxstacks.settings import Count, EachOnce, Force, Plots, Probability, Resume, Seed, Settings
+from mlxstacks.settings import (
+    Count,
+    EachOnce,
+    Force,
+    Limit,
+    Plots,
+    Probability,
+    Resume,
+    Seed,
+    Settings,
+)
 
 # How a run writes and resumes, not what comes of it; `limit` makes a result exploratory instead.
 NOT_OF_THE_PLAN = {
@@ -97,11 +107,7 @@ class ConfoundSettings(Settings):
         0.1, description="Share of items whose answer A1 changes, for the power table."
     )
     batch_size: Count = Field(16, description="Items scored before they are written down.")
-    limit: Count | None = Field(
-        None,
-        description="Evaluate only so many test items: a quick look, marked exploratory, that "
-        "cannot meet the criterion.",
-    )
+    limit: Limit = None
     keep_models: bool = Field(
         False, description="Keep the fused models; by default each goes once it is evaluated."
     )

@@ -72,6 +72,7 @@ from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import read_sealed, write_rows, write_sealed
 from mlxstacks.study.items import Item, read_items, stratified_sample
 from mlxstacks.study.plan import PLAN, Evidence, Standing, read_plan, standing
+from mlxstacks.study.progress import WholeProgress
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import (
     RECIPE,
@@ -127,29 +128,6 @@ def check_verdicts(arm: str, answers: Sequence[Answer], suite: Suite) -> None:
             )
 
 
-class WholeProgress:
-    """One count over all parts of a run, an answer or a batch of training each."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-        self._starts: dict[str, int] = {}
-
-    def part(self, size: int, what: str) -> Progress:
-        """The callback of the next part, `size` of the whole; its own counts are scaled to that.
-
-        A part that is begun again, as answers that two steps need, adds nothing and says nothing.
-        """
-        again = what in self._starts
-        start = self._starts.setdefault(what, self._done)
-        self._done = max(self._done, start + size)
-
-        def step(done: float, total: float, detail: str = "") -> None:
-            if self._progress and total and not again:
-                self._progress(start + size * done / total, self._total, what)
-
-        return step
-
-
 class _Identity(Study):
     provenance = (f"{ANSWERS}/*.jsonl", f"{FUSE}/*.json", f"{DATA}/*.jsonl", SPLIT, SUITE)
     settings: IdentitySettings
@@ -164,7 +142,7 @@ class _Identity(Study):
         parts = (ANSWERS, DATA, FUSE, FACTUAL, SECOND, SPLIT, SUITE, RECIPE)
         self.artifacts = (*parts, MODELS) if settings.keep_models else parts
         # The split and the adapters of a quick look are not those of the whole run.
-        self.part = "" if settings.limit is None else f".limit-{settings.limit}"
+        self.part = "" if settings.max_prompts is None else f".limit-{settings.max_prompts}"
         self._progress = progress
 
     # --- before the first answer ------------------------------------------------------------------
@@ -192,7 +170,7 @@ class _Identity(Study):
         every = read_items(str(settings.items))
         self.planned_items = stratified_sample(every, settings.regression_items, settings.seed)
         self.items = stratified_sample(self.planned_items, settings.most_items, settings.seed)
-        self.suite_items = as_items(in_turns(self.suite))[: settings.limit]
+        self.suite_items = as_items(in_turns(self.suite))[: settings.max_prompts]
         self.prompts = {prompt.prompt_id: prompt for prompt in self.suite}
         self.source = Persona(str(settings.model), str(settings.persona))
         total = len(self.suite_items) * len(self.suite_arms) + len(self.items) * len(self.item_arms)
@@ -436,12 +414,13 @@ def _concluded(
     )  # fmt: skip
 
 
-def conclude_again(settings: IdentitySettings, result: Result, directory: Path) -> Result:
+def conclude_again(result: Result, directory: Path) -> Result:
     """What follows from the replies and answers that lie in a finished run. Suite and standing are
     those of its result.
 
     Raises: InputError for a missing or changed file.
     """
+    settings = IdentitySettings.model_validate(result.settings)
     plan = read_plan(directory / PLAN)
     suite = suite_of(result.data["suite"], "the suite in the result")
     has_adapter = UNFUSED in plan.arms

@@ -1,6 +1,7 @@
 """Settings of `mlxstacks identity`. Imports neither mlx nor numpy."""
 
-from typing import Annotated, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -22,15 +23,17 @@ from mlxstacks.training.settings import TrainSettings
 DEFAULT_SUITE = "default"
 # The gate is given for a suite of this many prompts, and scaled by share for others.
 GATE_PROMPTS = 20
-# How a run writes and resumes, not what comes of it; `limit` makes a result exploratory instead.
+# How a run writes and resumes, not what comes of it; `max_prompts` makes a result
+# exploratory instead.
 NOT_OF_THE_PLAN = {
-    "model", "persona", "items", "suite", "save_path", "limit", "keep_models", "resume", "force",
+    "model", "persona", "items", "suite", "save_path", "max_prompts", "keep_models", "resume",
+    "force",
 }  # fmt: skip
 
 Text = Annotated[str, Field(pattern=r"\S")]
 
 
-# What --limit leaves, for each prompt that it asks.
+# What --max-prompts leaves, for each prompt that it asks.
 _ITEMS_PER_PROMPT, _BATCHES_PER_PROMPT = 20, 10
 
 
@@ -127,10 +130,10 @@ class IdentitySettings(Settings):
     batch_size: Count = Field(
         16, description="Prompts or items answered before they are written down."
     )
-    limit: Count | None = Field(
+    max_prompts: Count | None = Field(
         None,
-        description="Ask only so many prompts and 20 times as many items, and train only 10 times "
-        "as many batches: a quick look, marked exploratory.",
+        description="Ask at most so many prompts and 20 times as many items, and train at most 10 "
+        "times as many batches: a quick look, marked exploratory. (Once called limit.)",
     )
     keep_models: bool = Field(
         False, description="Keep the fused models; by default each goes once it has answered."
@@ -139,17 +142,26 @@ class IdentitySettings(Settings):
     force: Force = False
     seed: Seed = Field(0, description="Seed of sample, split and training.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_former_name(cls, values: Any) -> Any:
+        """Recipes and results of 0.1 say `limit`."""
+        if not isinstance(values, Mapping) or "limit" not in values:
+            return values
+        rest = {key: value for key, value in values.items() if key != "limit"}
+        return {"max_prompts": values["limit"]} | rest
+
     @property
     def most_items(self) -> int | None:
-        """Of the regression, under `limit`."""
-        return None if self.limit is None else _ITEMS_PER_PROMPT * self.limit
+        """Of the regression, under `max_prompts`."""
+        return None if self.max_prompts is None else _ITEMS_PER_PROMPT * self.max_prompts
 
     @property
     def training(self) -> TrainSettings:
-        """Of the factual adapters, cut short under `limit`."""
-        if self.limit is None:
+        """Of the factual adapters, cut short under `max_prompts`."""
+        if self.max_prompts is None:
             return self.train
-        most = _BATCHES_PER_PROMPT * self.limit
+        most = _BATCHES_PER_PROMPT * self.max_prompts
         iters = most if self.train.iters is None else min(self.train.iters, most)
         return self.train.model_copy(update={"iters": iters})
 

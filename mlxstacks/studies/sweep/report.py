@@ -2,14 +2,16 @@
 between ranks with intervals, and a verdict in words.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from mlxstacks.memory import bytes_in_words
 from mlxstacks.stats import mean_interval
 from mlxstacks.studies.sweep.cells import Cell as SweepCell
-from mlxstacks.studies.sweep.cells import CellResult
+from mlxstacks.studies.sweep.cells import CellResult, cells_of, read_results
 from mlxstacks.studies.sweep.settings import SweepSettings
 from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Table
 from mlxstacks.study.result import Result
@@ -63,6 +65,17 @@ def concluded(settings: SweepSettings, results: Sequence[CellResult]) -> Result:
         data={"matrix": rows, "differences": compared, "cells": cells},
         blocks=tuple(_blocks(settings, rows, compared, cells)),
     )  # fmt: skip
+
+
+def conclude_again(result: Result, directory: Path) -> Result:
+    """What follows from the cells of a finished sweep. Raises: ValueError, KeyError, InputError."""
+    settings = SweepSettings.model_validate(result.settings)
+    axes = (settings.ranks, settings.seeds, settings.layers, settings.projections)
+    # Each has a file: millions of them are not looked for.
+    if math.prod(map(len, axes)) * max(1, len(settings.bits)) > len(result.provenance):
+        raise ValueError("more cells than files")
+    cells = read_results(directory / "cells")
+    return concluded(settings, [cells[cell] for cell in cells_of(settings)])
 
 
 def _notes(results: Sequence[CellResult]) -> tuple[str, ...]:

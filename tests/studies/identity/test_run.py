@@ -221,7 +221,7 @@ def given(places: Places) -> Result:
             model=str(base), adapter_path=(str(adapter),), save_path=str(persona), requant="keep"
         )
     )
-    settings = settings_for(places, target, persona=str(persona), limit=2)
+    settings = settings_for(places, target, persona=str(persona), max_prompts=2)
     rmtree = shutil.rmtree
 
     def killed(path: Path, *rest: Any, **more: Any) -> None:
@@ -346,7 +346,7 @@ def test_a_limit_is_quick_and_says_what_it_left_out(
     target = places[0].parent / "quick"
     told: list[tuple[float, float]] = []
     report = run(
-        settings_for(places, target, limit=1),
+        settings_for(places, target, max_prompts=1),
         progress=lambda done, total, what="": told.append((done, total)),
     )
     assert len(lines(target / "answers" / "suite_base.jsonl")) == 1 + 1

@@ -1,0 +1,63 @@
+"""`mlxstacks init MODEL`: a commented recipe for a model, to begin with."""
+
+from pathlib import Path
+
+import click
+
+from mlxstacks.cli import output
+from mlxstacks.command_line import command_line
+from mlxstacks.errors import InputError, TargetError
+from mlxstacks.recipe.table import STARTERS
+
+HELP = "Write a recipe for a model, every setting commented with its meaning and default."
+_DETAILS = """Of a training it names the layers and projections that the model has, and sets what
+the guard says that fits. The model's config is enough: a directory, a Hugging Face id, or nothing
+for the built-in model."""
+
+
+def init_command() -> click.Command:
+    """`init [MODEL]`."""
+    return click.Command(
+        "init",
+        params=[
+            click.Argument(["place"], metavar="[MODEL]", required=False, type=click.Path()),
+            click.Option(["-m", "--model"], type=click.Path(), help="The same as MODEL."),
+            click.Option(
+                ["--command"], type=click.Choice(STARTERS), default="train", show_default=True,
+                metavar="COMMAND", help=f"What the recipe is for: {', '.join(STARTERS)}.",
+            ),
+            click.Option(
+                ["--save-path"], metavar="FILE",
+                help="File to write; - is standard output. Default: COMMAND-MODEL.yaml.",
+            ),
+            click.Option(["--force"], is_flag=True, help="Replace an existing file."),
+        ],
+        callback=_init,
+        short_help=HELP,
+        help=f"{HELP} {_DETAILS}",
+    )  # fmt: skip
+
+
+def _init(
+    place: str | None, model: str | None, command: str, save_path: str | None, force: bool
+) -> int:
+    from mlxstacks.recipe.starter import starter
+
+    if None not in (place, model) and place != model:
+        raise click.UsageError(f"model is given twice: {place!r}, and {model!r} by --model")
+    model = place or model
+    name = Path(model).name if model else "nano"
+    file = save_path or f"{command.replace(' ', '-')}-{name}.yaml"
+    target = Path(file)
+    if file != "-" and target.exists() and not force:
+        raise TargetError(f"{file}: is there; give --force, or another --save-path")
+    text = starter(command, model, f"{command}.yaml" if file == "-" else file)
+    if file == "-":
+        output.write(text, end="")
+        return 0
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{file}: cannot be written: {error.strerror}") from None
+    output.write(f"Wrote {file}. What it would do: {command_line('mlxstacks run', file)} --dry-run")
+    return 0

@@ -1,0 +1,262 @@
+"""Options as users of mlx-lm, lm_eval, PEFT, Transformers and Unsloth type them.
+
+Those that mean the same work under their names; of the others it is said what to use instead.
+
+    mlx_lm.generate  generate      mlx_lm.fuse     fuse       mlx_lm.convert   convert
+    mlx_lm.chat      chat          mlx_lm.lora     train      mlx_lm.evaluate, lm_eval  eval
+
+An option that both have under one name stands in no table. `_` and `-` are one.
+"""
+
+from collections.abc import Collection, Mapping
+
+# Setting -> the letter of its option, on every command that has the setting.
+LETTERS: Mapping[str, str] = {"model": "-m", "prompt": "-p"}
+
+# Command, or "" for all -> setting -> names that mean the same elsewhere. Help does not list them.
+SPELLINGS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "": {
+        "model": ("--model-name", "--model-name-or-path"),
+        "store_path": ("--store",),
+        "adapter_path": ("--adapter",),
+        "save_path": ("--output-dir", "--output-path", "-o"),
+        "max_tokens": ("--max-new-tokens",),
+        "temp": ("--temperature",),
+        "system_prompt": ("--system-instruction",),
+        "data": ("--dataset", "--dataset-name"),
+        "rank": ("-r", "--r", "--lora-r", "--lora-rank"),
+        "dropout": ("--lora-dropout",),
+        "keys": ("--target-modules",),
+        "batch_size": ("--per-device-train-batch-size",),
+        "grad_accumulation_steps": ("--gradient-accumulation-steps",),
+        "learning_rate": ("--lr",),
+        "lr_schedule": ("--lr-scheduler-type",),
+        "warmup": ("--warmup-steps",),
+        "clip_norm": ("--max-grad-norm",),
+        "grad_checkpoint": ("--gradient-checkpointing", "--use-gradient-checkpointing"),
+    },
+    "train": {"save_path": ("--adapter-path",)},
+    "eval": {
+        "tasks": ("-t",),
+        "batch_size": ("-b",),
+        "limit": ("-L",),
+        "allow_code": ("--confirm-run-unsafe-code",),
+        "task_files": ("--include-path",),
+    },
+    "identity": {"max_prompts": ("--limit",)},
+    "convert": {
+        "model": ("--hf-path",),
+        "save_path": ("--mlx-path",),
+        "bits": ("--q-bits",),
+        "group_size": ("--q-group-size",),
+    },
+}
+
+_DEQUANTIZE = (
+    "Short for --requant dequantize: modules that the adapter changes are left without "
+    "quantization, the others keep theirs (mlx_lm.fuse dequantizes all)."
+)
+# Command -> option -> the setting that it stands for, its value, what help says.
+FLAGS: Mapping[str, Mapping[str, tuple[str, str, str]]] = {
+    "fuse": {"--dequantize": ("requant", "dequantize", _DEQUANTIZE)}
+}
+
+_UPLOAD = "nothing is uploaded from here; `hf upload OWNER/NAME DIRECTORY` uploads what was written"
+_XTC = "XTC is not offered; --min-p, --top-p and --top-k narrow the draw"
+_KV = "the cache keeps the model's own dtype; leave it out"
+_DRAFT = "speculative decoding is not offered; answers are decoded token by token"
+_TEMPLATE = (
+    "the chat template is the model's own, and --thinking its only switch; without a template the "
+    "text goes in as it is"
+)
+_GREEDY = "answers are greedy, so that a run repeats to the letter"
+_TEST = "`mlxstacks eval` measures a trained adapter; `train` reports validation losses"
+_LOGS = "each run writes log.jsonl into its save path, and `mlxstacks report` draws it"
+_RECIPE = (
+    "--recipe FILE reads settings, by the names of these options with underscores, below "
+    "`command:` and the command"
+)
+_RESULTS = "result.json in the save path holds all figures, and `mlxstacks report` draws them"
+_SHOTS = "each task brings its own examples; for another number give a task file with --task-files"
+_ANSWERS = "each answer is in answers/ of the save path, always; leave it out"
+_LAST = "batches are as large as --batch-size says; leave it out"
+_ITS_OWN = "a run keeps and checks its own answers; --no-resume begins again"
+_GGUF = "GGUF is not written; `mlx_lm.fuse --export-gguf` does, for llama and mistral models"
+_ONE_PROMPT = (
+    "prompts are typed, or come a line each from standard input; `mlxstacks generate` answers one "
+    "and takes the same options, but --reroute"
+)
+
+_QUANTIZED = (
+    "a model is quantized once, on disk: `mlxstacks convert MODEL --bits 4 --save-path DIR`, and "
+    "--model DIR"
+)
+_BASE = "--base says which numbers the frozen base computes with"
+_BATCHES = "which counts batches, not optimizer steps"
+
+# Option -> the setting that comes nearest, and how it differs; for commands that have the setting.
+NEAREST: Mapping[str, tuple[str, str]] = {
+    "--tokens": ("max_tokens", ""),
+    "--num-tokens": ("max_tokens", ""),
+    "--n-predict": ("max_tokens", ""),
+    "--max-length": ("max_seq_length", ""),
+    "--lora-alpha": ("scale", "which is lora_alpha / r, not lora_alpha"),
+    "--num-epochs": ("iters", "which counts batches; without it the data is seen once"),
+    "--num-train-epochs": ("iters", "which counts batches; without it the data is seen once"),
+    "--epochs": ("iters", "which counts batches; without it the data is seen once"),
+    "--max-steps": ("iters", f"{_BATCHES}: max_steps x --grad-accumulation-steps"),
+    "--logging-steps": ("steps_per_report", _BATCHES),
+    "--eval-steps": ("steps_per_eval", _BATCHES),
+    "--save-steps": ("save_every", _BATCHES),
+    "--warmup-ratio": ("warmup", "which counts optimizer steps"),
+    "--quantization": ("bits", ""),
+    "--stacks": ("store_path", ""),
+    "--samples": ("limit", "the number of items; they are not named one by one"),
+}
+
+# Commands that answer the options of another entry of REFUSED too.
+_ALSO_ANSWERS = {"chat": ("generate",), "train": ("training",), "stack": ("training",)}
+
+# Command, or "" for all -> option -> what to do instead.
+REFUSED: Mapping[str, Mapping[str, str]] = {
+    "": {
+        "--trust-remote-code": "code of a model is never run; convert it to a class of mlx-lm",
+        "--upload-repo": _UPLOAD,
+        "--push-to-hub": _UPLOAD,
+        "--load-in-4bit": _QUANTIZED,
+        "--load-in-8bit": _QUANTIZED,
+        "--device": "MLX's default device is used; `mlxstacks doctor` shows it",
+    },
+    "training": {
+        "--bf16": _BASE,
+        "--fp16": _BASE,
+        "--optim": "AdamW alone is used; --weight-decay sets its decay",
+        "--use-rslora": "--scale is the factor itself: lora_alpha / sqrt(r) for rsLoRA; stacks use "
+        "that rule (stack.scale_rule)",
+        "--use-dora": "LoRA alone is trained; DoRA is mlx_lm.lora's",
+        "--full-finetuning": "LoRA alone is trained; full fine-tuning is mlx_lm.lora's",
+        "--resume-from-checkpoint": "a run resumes from its own last state, unless --no-resume",
+    },
+    "generate": {
+        "-m": "-m is --model here, as everywhere; --max-tokens sets the length of an answer",
+        "--extra-eos-token": "end marks are the model's own; add yours to `eos_token_id` in its "
+        "generation_config.json",
+        "--image": "images are not read, only text; mlx-vlm reads them",
+        "--prefill-response": "an answer begins where the template says; put the beginning into "
+        "the prompt",
+        "--xtc-probability": _XTC,
+        "--xtc-threshold": _XTC,
+        "--min-tokens-to-keep": "--min-p always keeps the likeliest token; leave it out",
+        "--ignore-chat-template": _TEMPLATE,
+        "--use-default-chat-template": _TEMPLATE,
+        "--chat-template-config": _TEMPLATE,
+        "--max-kv-size": "a cache that forgets is not offered: an answer is refused or cut off "
+        "where the model's context is full; --max-tokens limits it",
+        "--prefill-step-size": "prompts are read 512 tokens at a time; leave it out",
+        "--prompt-cache-file": "a chat keeps its cache while it runs; none is kept on disk",
+        "--quantize-activations": "activations keep their dtype; --base says in which",
+        "-q": "activations keep their dtype; --base says in which",
+        "--kv-bits": _KV,
+        "--kv-group-size": _KV,
+        "--quantized-kv-start": _KV,
+        "--draft-model": _DRAFT,
+        "--num-draft-tokens": _DRAFT,
+        "--verbose": "the answer goes to standard output and what is said about it to standard "
+        "error, so `2>/dev/null` leaves the answer alone; --verbose takes no value",
+    },
+    "chat": {
+        "--pipeline": "one machine answers; mlx_lm.chat spreads a model over several",
+        "--prompt": _ONE_PROMPT,
+        "-p": _ONE_PROMPT,
+    },
+    "fuse": {"--export-gguf": _GGUF, "--gguf-path": _GGUF},
+    "train": {
+        "--train": "`train` always trains; leave it out",
+        "--fine-tune-type": "LoRA alone is trained; leave it out for that, DoRA and full "
+        "fine-tuning are mlx_lm.lora's",
+        "--optimizer": "AdamW alone is used; --weight-decay 0, the default, makes it Adam",
+        "--resume-adapter-file": "a run resumes from its own last state; to build on an adapter, "
+        "fuse it (`mlxstacks fuse`) and train on the result",
+        "--test": _TEST,
+        "--test-batches": _TEST,
+        "--config": _RECIPE,
+        "-c": _RECIPE,
+        "--clear-cache-threshold": "the trainer clears the allocator's cache itself; leave it out",
+        "--report-to": _LOGS,
+        "--project-name": _LOGS,
+    },
+    "eval": {
+        "--model-args": "--model takes the directory or the Hugging Face id itself",
+        "-a": "--model takes the directory or the Hugging Face id itself",
+        "-M": "--model takes the directory or the Hugging Face id itself",
+        "--num-fewshot": _SHOTS,
+        "-f": _SHOTS,
+        "--num-shots": _SHOTS,
+        "--max-tokens": "each task sets the length of its answers; give a task file with "
+        "--task-files for another",
+        "--fewshot-as-multiturn": "examples stand before the question in one message; leave it out",
+        "--apply-chat-template": "--chat all, generate or none says which prompts get it",
+        "--no-apply-chat-template": "--chat none does without",
+        "--chat-template-args": _TEMPLATE,
+        "--temp": _GREEDY,
+        "--top-p": _GREEDY,
+        "--top-k": _GREEDY,
+        "--gen-kwargs": _GREEDY,
+        "--max-batch-size": _LAST,
+        "--log-samples": _ANSWERS,
+        "-s": _ANSWERS,
+        "--write-out": _ANSWERS,
+        "-w": _ANSWERS,
+        "--use-cache": _ITS_OWN,
+        "-c": _ITS_OWN,
+        "--cache-requests": _ITS_OWN,
+        "--check-integrity": "answers and data are hashed and checked in any case; leave it out",
+        "--predict-only": "answers are graded too; `--regrade RUN` grades those of a run again",
+        "-x": "answers are graded too; `--regrade RUN` grades those of a run again",
+        "-E": "--limit N takes items by their order or stratified (--sample)",
+        "--config": _RECIPE,
+        "-C": _RECIPE,
+        "--show-config": "--dry-run shows the settings and the plan",
+        "--verbosity": "-v says more, -vv all",
+        "--metadata": "--task-files reads what tasks need; leave it out",
+        "--wandb-args": _RESULTS,
+        "--wandb-config-args": _RESULTS,
+        "--trackio-args": _RESULTS,
+        "--hf-hub-log-args": _RESULTS,
+    },
+    "convert": {
+        "--quantize": "--bits N quantizes; leave it out",
+        "-q": "--bits N quantizes; leave it out",
+        "--q-mode": "MLX's affine grid alone is written; `mlx_lm.convert` writes the others",
+        "--quant-predicate": "--module-bits PATTERN=N gives modules their own bits",
+        "--dequantize": "`mlx_lm.convert --dequantize` does that",
+        "-d": "`mlx_lm.convert --dequantize` does that",
+    },
+}
+
+
+def spellings(command: str, settings: Collection[str]) -> dict[str, str]:
+    """Spelling -> the setting of a command that it means. A setting's own name wins."""
+    own = {"--" + setting.replace("_", "-") for setting in settings}
+    return {
+        spelling: setting
+        for table in (SPELLINGS[""], SPELLINGS.get(command, {}))
+        for setting, names in table.items()
+        if setting in settings
+        for spelling in names
+        if spelling not in own
+    }
+
+
+def refusal(command: str, option: str, settings: Collection[str] = ()) -> str | None:
+    """What to do instead of an option that a command with these settings does not have, where it is
+    known from elsewhere; else None.
+    """
+    for key in (command, *_ALSO_ANSWERS.get(command, ()), ""):
+        if option in REFUSED.get(key, {}):
+            return REFUSED[key][option]
+    setting, difference = NEAREST.get(option, ("", ""))
+    if setting not in settings:
+        return None
+    name = "--" + setting.replace("_", "-")
+    return f"here it is {name}" + (f", {difference}" if difference else "")
