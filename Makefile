@@ -71,8 +71,8 @@ SCHEMA = $(BIN)/mlxstacks recipes --schema > recipes/recipe.schema.json
 # The stamps make a second run start at once; a changed pyproject.toml installs again. What pip says
 # goes to stderr: a target's own output begins with its own first line.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	@echo "pip install -e .[data,plots]" >&2
-	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[data,plots]' >&2
+	@echo "pip install -e .[plots]" >&2
+	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[plots]' >&2
 	@$(SCHEMA)
 	@touch $@
 

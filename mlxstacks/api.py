@@ -10,6 +10,7 @@ is allowed.
 """
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
     from mlxstacks.routing.settings import AnswerSettings
     from mlxstacks.study.result import Result
+
+# tqdm, which mlx-lm's loading imports, asks for widgets that no bar of ours needs.
+warnings.filterwarnings("ignore", message="IProgress not found")
 
 PathLike = str | Path
 Progress = bool | Callable[..., None] | None

@@ -118,8 +118,9 @@ def note(text: str) -> None:
 class Progress:
     """A callable `progress(done, total)` or `progress(done, total, what)` that draws on stderr.
 
-    Nothing is shown during the first two seconds. Later calls move a bar on a terminal, or write
-    a line now and then where stderr is a file. Use as a context manager: leaving removes the bar.
+    One bar for a whole run, with the time that is left; it never goes back. Nothing is shown during
+    the first two seconds. Later calls move the bar on a terminal, or write a line now and then
+    where stderr is a file. Use as a context manager: leaving removes the bar.
     """
 
     def __init__(self, label: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -128,6 +129,7 @@ class Progress:
         self._bar: RichProgress | None = None
         self._task: Any = None
         self._wait = QUIET_SECONDS
+        self._share = 0.0
 
     def __enter__(self) -> "Progress":
         return self
@@ -144,16 +146,21 @@ class Progress:
 
     def __call__(self, done: float, total: float, what: str = "") -> None:
         now = self._clock()
-        if now - self._started < QUIET_SECONDS:
+        share = done / total if total and math.isfinite(total) else 0.0
+        self._share = max(self._share, min(share, 1.0))
+        seconds = now - self._started
+        if seconds < QUIET_SECONDS:
             return
         if sys.stderr.isatty():
-            self._draw(done, total, what)
+            self._draw(what)
         elif now - self._logged >= self._wait:
             self._logged, self._wait = now, LOG_SECONDS
-            share = 100 * done / total if total and math.isfinite(total) else 0.0
-            note(f"{self._label} {what}".strip() + f": {share:.0f}%, {now - self._started:.0f} s")
+            text = f"{self._label} {what}".strip() + f": {self._share:.0%}, {seconds:.0f} s"
+            if self._share > 0.01:
+                text += f", about {seconds * (1 / self._share - 1):.0f} s left"
+            note(text)
 
-    def _draw(self, done: float, total: float, what: str) -> None:
+    def _draw(self, what: str) -> None:
         if self._bar is None:
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -165,7 +172,7 @@ class Progress:
                 console=console(stderr=True),
                 transient=True,
             )
-            self._task = self._bar.add_task(self._label, total=total)
+            self._task = self._bar.add_task(self._label, total=1.0)
             self._bar.start()
         description = f"{self._label} {what}".strip()
-        self._bar.update(self._task, completed=done, total=total, description=description)
+        self._bar.update(self._task, completed=self._share, description=description)

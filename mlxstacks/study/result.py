@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from mlxstacks.errors import InputError, need
+from mlxstacks.errors import InputError
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, compact, json_sha256, read_object
 from mlxstacks.regular_files import check_regular
 from mlxstacks.study.document import RESULT, Document, Plot, Standing, Table
@@ -34,7 +34,6 @@ class Result(Document):
 
     def table(self, id: str) -> Any:
         """A table as a pandas DataFrame, an interval in two columns more. Raises: KeyError."""
-        need("pandas", "data")
         import pandas  # type: ignore[import-untyped]
 
         block = self._block(id, Table)
@@ -63,6 +62,15 @@ class Result(Document):
         from mlxstacks.study.render.console import result_text
 
         return result_text(self)
+
+    def __repr__(self) -> str:
+        """One line: what it is, and the names that `table` and `plot` take."""
+        tables = [block.id for block in self.blocks if isinstance(block, Table)]
+        plots = [block.id for block in self.blocks if isinstance(block, Plot)]
+        named = {"tables": tables, "plots": plots}
+        held = [f"{what}: {', '.join(ids)}" for what, ids in named.items() if ids]
+        about = "; ".join([self.outcome or self.status, *held])
+        return f"<Result of {self.kind}: {about}>"
 
     def _repr_markdown_(self) -> str:
         from mlxstacks.study.render.markdown import to_markdown

@@ -105,7 +105,7 @@ def test_progress_is_silent_for_two_seconds_then_says_little(
             if now < output.QUIET_SECONDS:
                 assert capsys.readouterr().err == ""
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "fuse: 4%, 2 s"
+    assert lines[0] == "fuse: 4%, 2 s, about 48 s left"
     assert len(lines) == 4
 
 
@@ -121,6 +121,7 @@ def test_progress_draws_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> 
         progress(1, 4)
         now = 3.0
         progress(2, 4, "model-1.safetensors")
+        progress(1, 1000, "model-1.safetensors")  # a part that counts anew takes nothing back
     assert "fuse model-1.safetensors" in stream.getvalue()
     assert "50%" in stream.getvalue()
 

@@ -3,8 +3,13 @@
 Run: pytest tests/report/test_page.py
 """
 
+import html
+import json
 import re
+import shutil
+import subprocess
 import sys
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -210,6 +215,52 @@ def test_the_report_is_a_result_that_no_other_page_shows(made: tuple[Path, Resul
     settings = settings_for(made[0].parent / "runs", save_path=made[0].parent / "x")
     again = write_report(settings, dry_run=True)
     assert {run["kind"] for run in again.data["runs"]} == {run["kind"] for run in own.data["runs"]}
+
+
+def layout_of(pages: Mapping[int, str], directory: Path) -> dict[str, Any]:
+    """Pages by width in pixels -> how many texts a browser lays out, and what overflows or
+    overlaps; all of them in one start of Chromium.
+    """
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium here")
+    frames = "".join(
+        f'<iframe width="{width}" height="900" frameborder="0" srcdoc="{html.escape(page)}">'
+        "</iframe>"
+        for width, page in pages.items()
+    )
+    script = (Path(__file__).parent / "layout.js").read_text()
+    file = directory / "frames.html"
+    file.write_text(f"<!DOCTYPE html><meta charset=utf-8><script>{script}</script>{frames}")
+    command = [
+        chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        f"--user-data-dir={directory / 'profile'}", "--dump-dom", file.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    found = re.search(r"LAYOUT (\{.*\}) END", done.stdout, re.DOTALL)
+    assert found is not None, done.stderr[-2000:]
+    layout: dict[str, Any] = json.loads(html.unescape(found[1]))
+    return layout
+
+
+def test_nothing_overflows_or_overlaps_in_a_browser(
+    made: tuple[Path, Result, str], tmp_path: Path
+) -> None:
+    """On a phone, a tablet and a desk, details laid open; a broken page shows that faults are
+    found.
+    """
+    page = re.sub(r"<meta http-equiv[^>]*>", "", made[2]).replace("<details>", "<details open>")
+    broken = (
+        '<body style="margin:0"><div style="width:900px">wide</div><p>under</p>'
+        '<p style="margin-top:-2.2em">over</p></body>'
+    )
+    layout = layout_of({390: page, 768: page, 1280: page, 500: broken}, tmp_path)
+    wider, overlap = layout.pop("500")["problems"]
+    assert wider == "the page is 400 pixels wider than 500"
+    assert overlap == '"over" over "under"'
+    assert {*layout} == {"390", "768", "1280"}
+    assert all(found["texts"] > 500 for found in layout.values())
+    assert [found["problems"] for found in layout.values()] == [[], [], []]
 
 
 def test_a_notebook_shows_a_result_with_its_plots() -> None:

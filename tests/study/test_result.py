@@ -281,3 +281,44 @@ def test_no_line_of_markdown_begins_a_list_or_a_rule(text: str, shown: str) -> N
     result = Result(kind="k", title="t", status="done", verdict="v",
                     blocks=(Text(title="x", paragraphs=(text,)),))  # fmt: skip
     assert to_markdown(result).splitlines()[-1] == shown
+
+
+def test_a_result_is_one_line_in_a_prompt_and_shows_its_plots_in_a_notebook() -> None:
+    pytest.importorskip("matplotlib")
+    series = (Series(label="share", y=(0.5,)),)
+    plot = Plot(id="shares", title="Heads", kind="intervals", categories=("coin",), series=series,
+                alt="Half.")  # fmt: skip
+    table = Table.of("arms", "Arms", {"arm": "text"}, [("coin",)])
+    result = Result(kind="coin", title="Coin", status="done", outcome="fair", verdict="Fair.",
+                    blocks=(table, plot))  # fmt: skip
+    assert repr(result) == "<Result of coin: fair; tables: arms; plots: shares>"
+    figure: Any = result.plot("shares")
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_notebook_gets_the_verdict_first_and_no_more_plots_than_it_bears(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("matplotlib")
+    from mlxstacks.study.render import html
+
+    def draw(plot: Plot) -> str:
+        path = "<path/>" * (20_000 if "large" in plot.id else 5)
+        return f'<svg viewBox="0 0 9 9">{path}</svg>'
+
+    monkeypatch.setattr(html, "svg_of", draw)
+    monkeypatch.setattr(html, "png_of", lambda plot: bytes(150_000))
+    plots = [
+        Plot(id=id, title=id, kind="lines", series=(), alt=f"Alt of {id}.")
+        for id in ("small", "large", "second", "large-2", "third")
+    ]
+    table = Table.of("arms", "Arms", {"arm": "text"}, [("coin",)])
+    result = Result(kind="coin", title="Coin", status="done", verdict="The coin is fair.",
+                    blocks=(table, *plots))  # fmt: skip
+    shown = result._repr_html_()
+    assert shown.index("The coin is fair.") < shown.index("<svg") < shown.index("<table")
+    assert shown.count("<svg") == 2
+    assert shown.count("data:image/png;base64,") == 1
+    assert 'alt="Alt of large."' in shown
+    assert "Not drawn here: large-2, third" in shown
+    assert len(shown) < 400_000

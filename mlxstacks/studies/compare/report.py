@@ -153,9 +153,10 @@ def _arm_tables(
     )  # fmt: skip
     differences = result.matrix_differences.get("ungated", {})
     if len(differences) > 1:
+        # no arm's name holds a space
         yield Table.of(
             f"matrix-{place}", "Loss with every stack on",
-            {"after": "text", "loss of": "text", control.arm: ("number", 4),
+            {"trained last": "text", "loss of": "text", control.arm: ("number", 4),
              result.arm: ("number", 4), difference: "change"},
             [(after, domain, control.matrix["ungated"][after][domain].mean,
               result.matrix["ungated"][after][domain].mean, _cell(interval))

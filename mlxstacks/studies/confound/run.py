@@ -58,6 +58,7 @@ from mlxstacks.study.integrity import file_sha256, read_sealed, write_rows, writ
 from mlxstacks.study.items import Item, read_items, stratified_sample
 from mlxstacks.study.plan import PLAN, Evidence, Plan, fix_plan, keep_plan, read_plan, standing
 from mlxstacks.study.power import items_for_two_proportions
+from mlxstacks.study.progress import WholeProgress
 from mlxstacks.study.render.figures import FORMATS
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import (
@@ -154,6 +155,7 @@ class _Confound(Study):
 
     def steps(self, work: Path) -> Iterator[Step]:
         self.work = work
+        self.whole = self._whole()
         yield Step("protocol", self._prepare)
         yield Step("mining", self._mine)
         yield Step("plan", self._plan)
@@ -163,6 +165,17 @@ class _Confound(Study):
         for way in self.settings.ways:
             run_way = self._ask_unfused if way == "unfused" else self._ask_fused
             yield Step(way, functools.partial(run_way, way))
+
+    def _whole(self) -> WholeProgress:
+        """Of answers and of batches of training. How many items Set G has to test on is not known
+        before it is mined: half of the sample's part for tests stands for it.
+        """
+        settings, arms = self.settings, arms_of(self.settings)
+        tested = max(1, int(len(self.sample) * (1 - settings.train_share) / 2))
+        self.tested = min(settings.limit or tested, tested)
+        files = len(arms) + (len(right_arms_of(settings)) if settings.right_items else 0)
+        total = 2 * len(self.sample) + (settings.train.iters or 1) + files * self.tested
+        return WholeProgress(self.progress, total)
 
     def _prepare(self, work: Path) -> None:
         # Before the persona is fused: a run that resumes must not take another one's for its own.
@@ -186,7 +199,7 @@ class _Confound(Study):
     def _mine(self, work: Path) -> None:
         """Set G, from the answers of base and persona to the sample."""
         for name, model in (("base", self.source.base), (PERSONA, self.persona)):
-            self._complete([(self._mining_file(name), len(self.sample))], model)
+            self._complete([(self._mining_file(name), len(self.sample))], model, len(self.sample))
         answers = (self._mining_file(name).answers() for name in ("base", PERSONA))
         self.mined = mine(
             self.sample, *answers, train_share=self.settings.train_share,
@@ -199,13 +212,20 @@ class _Confound(Study):
         return AnswerFile(self.work / ANSWERS / f"mining_{name}.jsonl", header, self.sample)
 
     def _complete(
-        self, files: Iterable[tuple[AnswerFile, int]], model: Path, adapter: Path | None = None
+        self,
+        files: Iterable[tuple[AnswerFile, int]],
+        model: Path,
+        size: int,
+        adapter: Path | None = None,
     ) -> None:
-        """Of each file the first so many; the model is loaded only where some are missing."""
+        """Of each file the first so many; the model is loaded only where some are missing. size: of
+        each in the whole run's progress.
+        """
         load = functools.cache(functools.partial(Arm, model, self.settings, adapter))
         for file, count in files:
+            progress = self.whole.part(size, file.path.stem.replace("_", " "))
             file.complete(
-                count, self.settings.batch_size, lambda items: load().answer(items), self.progress
+                count, self.settings.batch_size, lambda items: load().answer(items), progress
             )
 
     def _plan(self, work: Path) -> None:
@@ -230,7 +250,8 @@ class _Confound(Study):
                 "save_path": str(adapter), "seed": settings.seed,
                 "thinking": settings.thinking, "allow_special": settings.allow_special,
             }  # fmt: skip
-            train_run.run(settings.train.model_copy(update=change), progress=self.progress)
+            progress = self.whole.part(settings.train.iters or 1, "training")
+            train_run.run(settings.train.model_copy(update=change), progress=progress)
             mx.clear_cache()
         write_controls(adapter, work / ZERO, work / RANDOM, settings.seed)
 
@@ -262,7 +283,7 @@ class _Confound(Study):
 
     def _ask(self, name: str, model: Path, adapter: Path | None = None) -> None:
         """An arm's answers to its parts."""
-        self._complete(self._files(name).values(), model, adapter)
+        self._complete(self._files(name).values(), model, self.tested, adapter)
         mx.clear_cache()
 
     def _files(self, name: str) -> dict[str, tuple[AnswerFile, int]]:

@@ -72,6 +72,7 @@ from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import read_sealed, write_rows, write_sealed
 from mlxstacks.study.items import Item, read_items, stratified_sample
 from mlxstacks.study.plan import PLAN, Evidence, Standing, read_plan, standing
+from mlxstacks.study.progress import WholeProgress
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import (
     RECIPE,
@@ -125,29 +126,6 @@ def check_verdicts(arm: str, answers: Sequence[Answer], suite: Suite) -> None:
                 f"{arm}: the verdict on prompt {answer.item_id} ({answer.rule!r:.60}) is not what "
                 "the rules say of its reply; --no-resume asks again"
             )
-
-
-class WholeProgress:
-    """One count over all parts of a run, an answer or a batch of training each."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-        self._starts: dict[str, int] = {}
-
-    def part(self, size: int, what: str) -> Progress:
-        """The callback of the next part, `size` of the whole; its own counts are scaled to that.
-
-        A part that is begun again, as answers that two steps need, adds nothing and says nothing.
-        """
-        again = what in self._starts
-        start = self._starts.setdefault(what, self._done)
-        self._done = max(self._done, start + size)
-
-        def step(done: float, total: float, detail: str = "") -> None:
-            if self._progress and total and not again:
-                self._progress(start + size * done / total, self._total, what)
-
-        return step
 
 
 class _Identity(Study):

@@ -48,6 +48,7 @@ from mlxstacks.studies.train.setup import prepare_base
 from mlxstacks.study.document import Standing
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.plan import PLAN
+from mlxstacks.study.progress import WholeProgress
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import recorded_fingerprint, work_path
 from mlxstacks.training.modes import evaluating
@@ -102,6 +103,7 @@ class _Profile(Study):
         self.about_layers = [_about(self.model, switch) for switch in self.switches]
         self.in_float32 = prepare_base(self.model, "auto", self.notes)
         self.groups = read_groups(settings, tokenizer)
+        self.whole = WholeProgress(self.progress, 1.25 * self._prompts())
         if settings.chat_template and not has_template(tokenizer):
             self.notes.append("The model has no chat template: prompts went in as plain text.")
         self._note_groups()
@@ -144,10 +146,10 @@ class _Profile(Study):
 
     def conclude(self, work: Path) -> Result:
         choices = self._choices(work)
-        tables = analyse(choices, self.rule, self._tick_permutation)
-        if self.progress and self.plot_formats:
-            # They take many seconds, in which a bar would stand at what was before.
-            self.progress(self.rule.permutations, self.rule.permutations, "plots")
+        shuffled = self.whole.part(self._prompts() / 4, "shuffled labels")
+        tables = analyse(choices, self.rule, lambda done: shuffled(done, self.rule.permutations))
+        # plots take many seconds, in which a bar would stand at what was before
+        self.whole.part(0, "plots" if self.plot_formats else "report")(1, 1)
         return Result(
             **ABOUT, status="done",
             outcome=outcome(tables, self.rule.alpha), verdict=verdict(tables, self.rule.alpha),
@@ -215,10 +217,12 @@ class _Profile(Study):
     # --- counting ---------------------------------------------------------------------------------
 
     def _count(self, place: int, file: str, out: Path) -> None:
+        size = len(self.groups[place].prompts)
+        progress = self.whole.part(size, self.groups[place].name)
         counts = count_choices(
             self.model, self.switches, [prompt.tokens for prompt in self.groups[place].prompts],
             batch_size=self.settings.batch_size, weights=self.settings.measure == "weights",
-            tick=lambda done: self._tick(place, done),
+            tick=lambda done: progress(done, size),
         )  # fmt: skip
         _save(out / file, counts)
 
@@ -233,15 +237,8 @@ class _Profile(Study):
             tuple(switch.layer for switch in self.switches),
         )
 
-    def _tick_permutation(self, done: int) -> None:
-        if self.progress:
-            self.progress(done, self.rule.permutations, "shuffled labels")
-
-    def _tick(self, place: int, done: int) -> None:
-        if self.progress:
-            before = sum(len(group.prompts) for group in self.groups[:place])
-            total = sum(len(group.prompts) for group in self.groups)
-            self.progress(before + done, total, self.groups[place].name)
+    def _prompts(self) -> int:
+        return sum(len(group.prompts) for group in self.groups)
 
 
 def count_choices(

@@ -46,12 +46,15 @@ from mlxstacks.studies.stack.geometry import (
 from mlxstacks.studies.stack.plan import stored_data
 from mlxstacks.studies.stack.report import ordered_matrix, stored_json
 from mlxstacks.studies.stack.routing import Prompt, routing_json, run_prompts
+from mlxstacks.study.progress import WholeProgress
 from mlxstacks.study.result import Result
 from mlxstacks.study.run_directory import plain
 from mlxstacks.study.write import environment, write_result
 from mlxstacks.training.modes import prepare_base
 
 # Where an analysis writes and reads, not what it finds.
+# A look at the weights of a domain counts as so many of its prompts.
+_PROMPTS_OF_WEIGHTS = 8
 _NOT_OF_THE_RESULT = {"force", "save_path"}
 _OF_A_DOMAIN = ("name", "enabled", "origin", "stacks", "parameters", "bytes", "losses")
 Progress = Callable[..., None]
@@ -126,6 +129,9 @@ def _look(
     spectra: dict[str, dict[str, Spectrum]] = {}  # by stack and path
     from_weights: dict[str, Directions] = {}  # by domain and path
     domains = [record for record in store.manifest.domains if record.enabled and record.stacks]
+    sizes = len(domains) * _PROMPTS_OF_WEIGHTS, len(domains) * settings.prompts
+    whole = WholeProgress(progress, sizes[0] if settings.weights_only else sum(sizes))
+    of_weights = whole.part(sizes[0], "weights")
     for number, record in enumerate(domains, start=1):
         stacks: dict[str, dict[str, FrozenStack]] = {}
         for stack in record.stacks:
@@ -133,8 +139,7 @@ def _look(
             stacks[stack.name] = parts_of(file, pairs.of(file.header))
         of_domain, from_weights[record.name] = weights_of(stacks, k, settings.seed)
         spectra |= of_domain
-        if progress:
-            progress(number, len(domains), f"weights of {record.name}")
+        of_weights(number, len(domains))
     geometry: dict[str, Any] = {
         "spectra": spectra_json(spectra, {s.name: s.domain for s in store.manifest.stacks}),
         "weights": cosines_json(from_weights, k),
@@ -148,7 +153,7 @@ def _look(
     if not prompts:
         notes.append("Nothing was measured on data: no domain's rows are to be had.")
         return geometry, None
-    passes = run_prompts(model, prompts, progress)
+    passes = run_prompts(model, prompts, whole.part(sizes[1], "prompts"))
     from_data, shares = data_directions(passes.deltas, k)
     geometry |= {"data": cosines_json(from_data, k), "delta_energy": shares_json(shares, k)}
     if not passes.routing:

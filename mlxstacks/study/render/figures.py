@@ -12,6 +12,7 @@ import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -86,12 +87,17 @@ def svg_of(plot: Plot) -> str:
     return file.getvalue()
 
 
+def png_of(plot: Plot) -> bytes:
+    """A plot as PNG. Raises: ImportError without matplotlib."""
+    with _style():
+        png: bytes = figure_of(plot)._repr_png_()
+    return png
+
+
 def figure_of(plot: Plot) -> Any:
     """A plot as a matplotlib figure."""
     with _style():
-        from matplotlib.figure import Figure
-
-        figure = Figure(layout="constrained")
+        figure = _figure_class()(layout="constrained")
         _DRAW[plot.kind](figure, plot)
         # Of the figure, not of its axes: it may be as wide as all of it. `fit` wraps it:
         # matplotlib's own wrapping reads a dollar sign as a formula's, whatever text.parse_math
@@ -99,6 +105,21 @@ def figure_of(plot: Plot) -> Any:
         figure.suptitle(short(plot.title, 120), x=0.01, ha="left", fontsize=10)
         fit(figure)
     return figure
+
+
+@cache
+def _figure_class() -> Any:
+    from matplotlib.figure import Figure
+
+    class NotebookFigure(Figure):
+        """Shows itself in a notebook without pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            file = io.BytesIO()
+            self.savefig(file, format="png", dpi=100)
+            return file.getvalue()
+
+    return NotebookFigure
 
 
 @contextmanager

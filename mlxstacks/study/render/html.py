@@ -3,6 +3,7 @@ nothing is loaded from outside. The template is page.html.j2; here is what it sh
 """
 
 import re
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,7 +14,7 @@ from markupsafe import Markup, escape
 
 from mlxstacks.errors import InputError
 from mlxstacks.study.document import Document, Plot, Table, Text
-from mlxstacks.study.render.figures import INK, PAPER, RULE, SERIES, svg_of
+from mlxstacks.study.render.figures import INK, PAPER, RULE, SERIES, png_of, svg_of
 from mlxstacks.study.render.words import (
     LONGEST,
     NO_VALUE,
@@ -43,6 +44,19 @@ _STANDINGS = {
     "confirmatory": "confirmatory", "exploratory": EXPLORATORY, "planned": "planned only",
     "no plan": "no plan: described, not tested",
 }  # fmt: skip
+# Of a notebook, which is saved with all its results.
+_LARGE_PLOT_BYTES, _MOST_PLOT_BYTES = 120_000, 400_000
+_NOTEBOOK_STYLE = (
+    ".mlxstacks .verdict{border-left:.3rem solid #888;padding:.1rem .8rem;margin:.5rem 0}"
+    ".mlxstacks .outcome{font-weight:650}.mlxstacks .tags{padding:0}"
+    ".mlxstacks .tags li{display:inline;list-style:none;margin-right:1em}"
+    ".mlxstacks .exploratory{font-weight:650}"
+    ".mlxstacks .plots{display:flex;flex-wrap:wrap;gap:1rem}.mlxstacks figure{margin:0}"
+    ".mlxstacks figure svg,.mlxstacks figure img{max-width:100%;height:auto}"
+    ".mlxstacks .scroll{overflow-x:auto}.mlxstacks caption{text-align:left;font-weight:600}"
+    ".mlxstacks th,.mlxstacks td{text-align:left}.mlxstacks .number{text-align:right}"
+    ".mlxstacks .note,.mlxstacks .missing{opacity:.75}"
+)
 Pair = tuple[str, str | None]
 Picture = tuple[str, Markup, bool]
 """(anchor, SVG, whether it gets a row of its own)"""
@@ -150,18 +164,35 @@ def page_html(page: Page) -> str:
 
 
 def result_html(result: Document) -> str:
-    """A result as a part of a notebook, with its plots where matplotlib is installed."""
-    slug = f"result-{result.seal[:12] or 'unsealed'}"
+    """A result as a part of a notebook: verdict, plots where matplotlib is installed, tables.
+
+    Law: its plots take at most _MOST_PLOT_BYTES; a large one is a PNG, and those beyond are named.
+    """
+    slug, pictures, size = f"result-{result.seal[:12] or 'unsealed'}", list[Picture](), 0
+    plots = [block for block in result.blocks if isinstance(block, Plot)]
     try:
-        pictures = [
-            picture(svg_of(plot), f"{slug}-{plot.id}", plot.alt, themed=False)
-            for plot in result.blocks
-            if isinstance(plot, Plot)
-        ]
+        for plot in plots:
+            drawn = picture(svg_of(plot), f"{slug}-{plot.id}", plot.alt, themed=False)
+            if len(drawn[1]) > _LARGE_PLOT_BYTES:
+                drawn = _image(png_of(plot), f"{slug}-{plot.id}", plot.alt)
+            size += len(drawn[1])
+            if size > _MOST_PLOT_BYTES:
+                break
+            pictures.append(drawn)
     except ImportError:
-        pictures = []
+        plots = []
+    if left := [plot.id for plot in plots[len(pictures) :]]:
+        note = f"Not drawn here: {listed(left)}; .plot(id) draws each."
+        result = result.model_copy(update={"notes": (*result.notes, note)})
     template: Any = _environment().get_template("page.html.j2").module
-    return str(template.section(Section(slug, result.directory or result.kind, result, pictures)))
+    section = template.section(Section(slug, result.directory or result.kind, result, pictures))
+    return f'<div class="mlxstacks"><style>{_NOTEBOOK_STYLE}</style>{section}</div>'
+
+
+def _image(png: bytes, name: str, alt: str) -> Picture:
+    data = b64encode(png).decode()
+    image = Markup('<img alt="{}" src="data:image/png;base64,{}">').format(clean(alt), data)
+    return name, image, True
 
 
 @cache

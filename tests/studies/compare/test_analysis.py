@@ -25,7 +25,7 @@ from mlxstacks.studies.compare.analysis import (
 from mlxstacks.studies.compare.report import blocks
 from mlxstacks.studies.compare.run import curve_of
 from mlxstacks.studies.compare.settings import ArmSettings, CompareSettings
-from mlxstacks.study.document import Plot
+from mlxstacks.study.document import Plot, Table
 
 RULE = CompareSettings.model_validate({"arms": [{"name": "base"}, {"name": "own"}]})
 LOSSES = st.lists(st.floats(0.1, 5.0), min_size=2, max_size=6)
@@ -193,3 +193,21 @@ def test_curves_are_means_over_seeds_at_the_steps_that_all_have() -> None:
     assert [(line.label, line.x, line.y) for line in plot.series] == [
         ("base", (0, 5), (3.0, 1.5)), ("own", (0, 5), (1.5, 0.75)),
     ]  # fmt: skip
+
+
+def test_an_arm_may_be_named_as_a_column_was() -> None:
+    """Arms' names are columns of the matrix's table, beside its own."""
+    losses = {"ungated": {"a": {"a": 1.0}, "b": {"a": 1.0, "b": 2.0}}}
+    both = [
+        replace(cell, matrix=losses)
+        for arm in ("after", "domain")
+        for cell in cells(arm, (1.0, 2.0))
+    ]
+    settings = RULE.model_copy(
+        update={"seeds": (0, 1), "arms": tuple(ArmSettings(name=n) for n in ("after", "domain"))}
+    )
+    budget = {"parameters": 8, "steps": 10, "rows": 20}
+    made = blocks(settings, {"after": budget, "domain": budget}, analyse(settings, both), both)
+    [table] = [block for block in made if getattr(block, "id", "").startswith("matrix-")]
+    assert isinstance(table, Table)
+    assert len({column.name for column in table.columns}) == len(table.rows[0]) == 5

@@ -43,6 +43,7 @@ from tests.studies.answer_files import rows_of
 from tests.studies.conclusions import assert_its_files_give_edits_away
 from tests.studies.confound_cases import TRAIN, settings_for, write_places
 from tests.studies.train_cases import write_rows
+from tests.study.test_progress import is_one_count
 from tests.tiny_models import random_adapter as write_random_adapter
 
 Places = tuple[Path, Path, Path]
@@ -237,7 +238,12 @@ def test_another_protocol_is_refused_and_a_plan_is_older_than_its_answers(
 
 def test_a_subset_is_exploratory(places: Places) -> None:
     target = places[0].parent / "subset"
-    report = run(settings_for(places, target, limit=5, policies=("promote",), train={"iters": 2}))
+    told: list[tuple[float, float]] = []
+    report = run(
+        settings_for(places, target, limit=5, policies=("promote",), train={"iters": 2}),
+        progress=lambda done, total, what: told.append((done, total)),
+    )
+    assert is_one_count(told)
     assert report.standing.status == "exploratory"
     verdict = str(report.verdict)
     assert verdict.startswith("EXPLORATORY. No claim, ")

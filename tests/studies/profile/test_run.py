@@ -204,8 +204,17 @@ def test_weights_in_place_of_counts(place: Path, tmp_path: Path) -> None:
 def test_plots_are_written_where_matplotlib_is(place: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     said: list[str] = []
+    counted: list[tuple[float, float]] = []
+
+    def progress(done: float, total: float, what: str) -> None:
+        said.append(what)
+        counted.append((done, total))
+
     settings = settings_of(place, tmp_path / "out", plots=True, plot_format="svg")
-    found = run(settings, progress=lambda done, total, what: said.append(what))
+    found = run(settings, progress=progress)
+    assert counted == sorted(counted), "one count, from nothing to all"
+    assert len({total for _, total in counted}) == 1
+    assert counted[-1][0] == pytest.approx(counted[-1][1])
     names = [block.id for block in found.blocks if isinstance(block, Plot)]
     assert names[:3] == ["divergence", "layers", "jaccard"]
     assert said[-1] == "plots"

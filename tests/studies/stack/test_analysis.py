@@ -23,6 +23,7 @@ from mlxstacks.studies.stack.analysis_report import _loss_plots, left_out
 from mlxstacks.study.document import Plot, Text
 from mlxstacks.study.result import Result
 from tests.studies.stack_analysis_cases import write_store
+from tests.study.test_progress import is_one_count
 from tests.tiny_models import write_qwen_moe
 
 ROUNDS = {"zeta": 2, "alpha": 1}
@@ -47,7 +48,13 @@ def settings_of(place: Path, save_path: Path, **changes: Any) -> StacksAnalyseSe
 
 @pytest.fixture(scope="module")
 def result(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return run(settings_of(place, tmp_path_factory.mktemp("out") / "analysis", plots=False))
+    told: list[tuple[float, float]] = []
+    result = run(
+        settings_of(place, tmp_path_factory.mktemp("out") / "analysis", plots=False),
+        progress=lambda done, total, what: told.append((done, total)),
+    )
+    assert is_one_count(told)
+    return result
 
 
 def test_the_result_holds_every_figure(result: Result) -> None:

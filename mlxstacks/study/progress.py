@@ -1,0 +1,31 @@
+"""One count over all parts of a run, so that one bar goes once from nothing to all."""
+
+from mlxstacks.study.answers import Progress
+
+
+class WholeProgress:
+    """What a run's parts report, as shares of `total`, in whatever unit the parts are sized in.
+
+    A total that nobody knows before some parts are done is estimated: a part takes its size of the
+    bar however much it turns out to be.
+    """
+
+    def __init__(self, progress: Progress | None, total: float) -> None:
+        self._progress, self._total, self._done = progress, total, 0.0
+        self._starts: dict[str, float] = {}
+
+    def part(self, size: float, what: str) -> Progress:
+        """The callback of the next part, `size` of the whole; its own counts are scaled to that.
+
+        A part that is begun again, as answers that two steps need, adds nothing and says nothing.
+        """
+        again = what in self._starts
+        start = self._starts.setdefault(what, self._done)
+        self._done = max(self._done, start + size)
+
+        def step(done: float, total: float, detail: str = "") -> None:
+            if self._progress and total and not again:
+                place = start + size * done / total
+                self._progress(min(place, self._total), self._total, what)
+
+        return step
