@@ -55,6 +55,6 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     def drawn(match: re.Match[str]) -> str:
-        return f'<div class="picture">{pictures()[match[1]]}</div>'
+        return f'<div class="picture" data-search-exclude>{pictures()[match[1]]}</div>'
 
     return re.sub(r"^<!-- picture: ([a-z-]+) -->$", drawn, markdown, flags=re.M)
