@@ -91,6 +91,7 @@ _QUANTIZED = (
     "a model is quantized once, on disk: `mlxstacks convert MODEL --bits 4 --save-path DIR`, and "
     "--model DIR"
 )
+_STACK = "the shape of a stack is nested: --set stack.{}"
 _BASE = "--base says which numbers the frozen base computes with"
 _BATCHES = "which counts batches, not optimizer steps"
 
@@ -136,6 +137,13 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "--use-dora": "LoRA alone is trained; DoRA is mlx_lm.lora's",
         "--full-finetuning": "LoRA alone is trained; full fine-tuning is mlx_lm.lora's",
         "--resume-from-checkpoint": "a run resumes from its own last state, unless --no-resume",
+    },
+    "stack": {
+        **dict.fromkeys(
+            ("-r", "--r", "--rank", "--lora-r", "--lora-rank"), _STACK.format("rank=8")
+        ),
+        "--lora-alpha": _STACK.format("alpha=16"),
+        "--lora-dropout": _STACK.format("dropout=0.1"),
     },
     "generate": {
         "-m": "-m is --model here, as everywhere; --max-tokens sets the length of an answer",

@@ -93,15 +93,13 @@ def test_each_option_works_or_is_answered(command: str, monkeypatch: pytest.Monk
     assert not stale, "mlx-lm has no such option, or it works here"
 
 
-@pytest.mark.parametrize("command", ["train", "stack"])
-@pytest.mark.parametrize("name", OF_TRAINERS)
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [(name, command) for command in ("train", "stack") for name in OF_TRAINERS],
+)
 def test_names_of_trainers_work_or_are_answered(
     name: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stack's rank and scale are nested settings, which have no option."""
-    nested = ("r", "lora_r", "lora_rank", "lora_alpha", "lora_dropout")
-    if command == "stack" and name in nested:
-        pytest.skip("--set stack.rank=8")
     message = ""
     try:
         options_typed(monkeypatch, command, f"--{name}", "1")
