@@ -22,7 +22,7 @@ PRELOAD = $(if $(BLAS),LD_PRELOAD=$(BLAS)$${LD_PRELOAD:+:$$LD_PRELOAD},)
 RUN = $(PRELOAD) $(BIN)/mlxstacks
 OUT = mlxstacks-out
 
-.PHONY: help install install-dev demo test real-model test-real soak check census bench bench-metal wheel smoke clean
+.PHONY: help install install-dev demo test real-model test-real soak check census bench bench-metal docs wheel smoke clean
 
 help:
 	@echo "make demo     set up, fuse the sample adapter and its zero-delta control, compare the answers"
@@ -34,6 +34,7 @@ help:
 	@echo "make census   lines, files, helpers and words of the code, at BEFORE and AFTER"
 	@echo "make bench    run the benchmarks"
 	@echo "make bench-metal  the GPU kernels: right, how fast, at what memory (a minute)"
+	@echo "make docs     build this documentation into build/docs, to open as files"
 	@echo "make wheel    build dist/*.tar.gz and dist/*.whl"
 	@echo "make smoke    install that wheel in a clean environment and use it"
 	@echo "make clean    remove build products, caches and the demo's output"
@@ -70,8 +71,8 @@ SCHEMA = $(BIN)/mlxstacks recipes --schema > recipes/recipe.schema.json
 # The stamps make a second run start at once; a changed pyproject.toml installs again. What pip says
 # goes to stderr: a target's own output begins with its own first line.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	@echo "pip install -e .[data,plots]" >&2
-	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[data,plots]' >&2
+	@echo "pip install -e .[plots]" >&2
+	@$(BIN)/python -m pip install --disable-pip-version-check -e '.[plots]' >&2
 	@$(SCHEMA)
 	@touch $@
 
@@ -181,6 +182,10 @@ $(VENV)/.installed-bench: pyproject.toml | $(BIN)/python
 bench-metal: $(VENV)/.installed-bench
 	@mkdir -p $(OUT)
 	@$(PRELOAD) $(BIN)/python -m benchmarks.bench_metal --json $(OUT)/bench-metal.json $(BENCH_ARGS)
+
+docs: install-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "Open build/docs/index.html in a browser."
 
 wheel: install-dev
 	rm -rf build dist

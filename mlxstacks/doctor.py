@@ -26,8 +26,6 @@ PACKAGES = (
 )  # fmt: skip
 # The extra that brings each optional package, and what needs it.
 OPTIONAL = {
-    "datasets": ("data", "Hugging Face data sets, and Parquet and Arrow files"),
-    "pandas": ("data", "tables of results as data frames"),
     "matplotlib": ("plots", "plots"),
     "lm_eval": ("eval", "benchmarks of lm-evaluation-harness"),
 }

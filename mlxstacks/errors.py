@@ -1,16 +1,8 @@
 """Errors a caller can act on. The command line turns each into one message and an exit code."""
 
-from importlib.util import find_spec
-
 
 class InputError(ValueError):
     """The input cannot be used: a file, a tensor, a key or an option (exit code 2)."""
-
-
-def need(package: str, extra: str) -> None:
-    """Raises: InputError where a package of one of our extras is not installed."""
-    if find_spec(package) is None:
-        raise InputError(f"{package} is not installed; pip install 'mlxstacks[{extra}]'")
 
 
 class CheckpointError(InputError):

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mlxstacks.errors import InputError, need
+from mlxstacks.errors import InputError
 from mlxstacks.regular_files import check_hub_reference, check_regular
 
 Rows = Iterator[tuple[str, dict[str, Any]]]
@@ -76,7 +76,6 @@ def cached_set(dataset: str, name: str | None, split: str) -> tuple[Rows, list[P
 
     Raises: InputError: several configurations are in the cache, or none with this name or split.
     """
-    need("datasets", "data")
     import datasets
     from datasets.packaged_modules.cache.cache import Cache
 
@@ -112,7 +111,6 @@ def hub_snapshot(dataset: str) -> Path | None:
 
 def parquet_rows(path: Path) -> Rows:
     """Rows of a parquet file, some hundreds in memory at a time."""
-    need("pyarrow", "data")
     from pyarrow import parquet
 
     def batches() -> Iterator[Any]:
@@ -140,7 +138,6 @@ def _too_large(what: str, most_bytes: int) -> InputError:
 
 def arrow_rows(files: Sequence[Path], label: str) -> Rows:
     """Rows of Arrow files as `datasets` writes them, numbered through."""
-    need("pyarrow", "data")
     import pyarrow
 
     def batches() -> Iterator[Any]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from mlxstacks.errors import InputError, need
+from mlxstacks.errors import InputError
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, compact, json_sha256, read_object
 from mlxstacks.regular_files import check_regular
 from mlxstacks.study.document import RESULT, Document, Plot, Standing, Table
@@ -34,7 +34,6 @@ class Result(Document):
 
     def table(self, id: str) -> Any:
         """A table as a pandas DataFrame, an interval in two columns more. Raises: KeyError."""
-        need("pandas", "data")
         import pandas  # type: ignore[import-untyped]
 
         block = self._block(id, Table)

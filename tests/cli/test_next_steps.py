@@ -40,7 +40,7 @@ def paste(command: Run, monkeypatch: pytest.MonkeyPatch) -> Run:
         program, *words = shlex.split(lines[0])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"red blue\n")))
         if program == "mlxstacks":
-            return command(*words, *(["-m", "2"] if words[0] == "chat" else []))
+            return command(*words, *(["--max-tokens", "2"] if words[0] == "chat" else []))
         monkeypatch.setattr(sys, "argv", [program, *words])
         importlib.import_module(program).main()
         return 0, "", ""

@@ -1,0 +1,152 @@
+"""What mlxstacks promises, and the tests that hold each promise: the page Laws of the documentation.
+
+A test is `file::name` below tests/. `laws_page` fails where one is gone, so a promise cannot
+outlive what holds it.
+"""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+
+LAWS: dict[str, dict[str, tuple[str, ...]]] = {
+    "A fuse": {
+        "A fuse of a zero delta by `keep`, `nearest`, `stochastic` or `auto` keeps every byte.": (
+            "fuse/test_fuse_run.py::test_zero_delta_keeps_every_byte",
+        ),
+        "The control takes the decisions that the trained adapter led to.": (
+            "fuse/test_fuse_run.py::test_zero_delta_takes_the_trained_decisions",
+        ),
+        "A fuse in memory has the bytes of a fuse to disk.": (
+            "fuse/test_in_memory.py::test_bytes_are_those_of_a_fuse_to_disk",
+        ),
+        "A kernel and NumPy give the same bytes at zero delta.": (
+            "fuse/test_fuse_kernels.py::test_zero_delta_is_that_of_numpy",
+        ),
+        "A model that changes during a fuse is refused.": (
+            "files/test_swapped_model.py::test_a_model_that_changes_during_a_fuse_is_refused",
+        ),
+    },
+    "Files": {
+        "A target appears whole or not at all, at whatever moment the process is killed.": (
+            "files/test_outputs.py::test_killed_at_any_moment_the_target_is_whole",
+            "files/test_store_processes.py::test_killed_at_any_moment_the_store_is_a_whole_one",
+        ),
+        "An existing target needs `--force`, which spares what mlxstacks did not write.": (
+            "files/test_outputs.py::test_existing_target_needs_force",
+            "files/test_outputs.py::test_force_spares_what_carries_no_mark",
+        ),
+        "A disk that is too small is refused before anything is written.": (
+            "files/test_outputs.py::test_too_small_a_disk_is_refused_before_anything",
+        ),
+        "Damaged or forged headers are refused, or read as the safetensors library reads them.": (
+            "files/test_fuzz_headers.py::test_mutated_headers_are_refused_or_read_as_the_library_does",
+        ),
+        "Code and pickles among a model's files stay behind.": (
+            "files/test_outputs.py::test_everything_beside_the_shards_is_carried_but_code_and_pickles",
+        ),
+        "An adapter written for PEFT has the bytes that PEFT was shown to load.": (
+            "files/test_peft_adapters.py::test_export_is_byte_for_byte_what_peft_verified",
+        ),
+    },
+    "Training": {
+        "A killed run, started again, ends with the bytes of one that was not killed.": (
+            "studies/train/test_kill.py::test_a_killed_run_ends_with_the_bytes_of_one_that_was_not",
+            "studies/stack/test_faults.py::test_killed_at_random_moments_it_ends_with_the_same_bytes",
+        ),
+        "Checkpointed layers train to the same bytes.": (
+            "studies/train/test_run.py::test_checkpointed_layers_train_to_the_same_bytes",
+        ),
+        "A run that does not fit is refused before anything is written.": (
+            "studies/train/test_guard.py::"
+            "test_a_run_that_does_not_fit_is_refused_before_anything_is_written",
+        ),
+    },
+    "Stacks": {
+        "Training a new stack keeps every byte of the base and of earlier stacks.": (
+            "studies/stack/test_run.py::test_base_and_earlier_stacks_keep_every_byte",
+        ),
+        "A new stack keeps out of the protected directions.": (
+            "studies/stack/test_run.py::test_a_frozen_stack_keeps_out_of_the_protected_directions",
+        ),
+        "Equal runs write equal stores.": (
+            "files/test_store.py::test_equal_runs_write_equal_stores",
+        ),
+        "No damage to a stack passes its hash.": (
+            "files/test_stack_file.py::test_no_damage_passes_the_hash",
+        ),
+        "A stack of another base is refused.": (
+            "files/test_store.py::test_a_stack_of_another_base_is_refused",
+        ),
+    },
+    "Studies": {
+        "A plan is written before the first answer; results older than it are refused.": (
+            "study/test_plan.py::test_results_that_are_older_than_the_plan_are_refused",
+            "studies/profile/test_run.py::test_the_plan_is_written_first_and_the_result_refers_to_it",
+        ),
+        "Another plan in the same directory is refused.": (
+            "study/test_engine.py::test_another_plan_is_refused_and_may_begin_again",
+        ),
+        "A stopped run ends with the bytes of one that was not stopped.": (
+            "study/test_engine.py::test_a_stopped_run_ends_with_the_bytes_of_one_that_was_not",
+        ),
+        "No byte of the answers can be changed without being noticed.": (
+            "study/test_answer_log.py::test_no_byte_can_be_changed_unseen",
+        ),
+        "What is not as planned is EXPLORATORY, and says so in every title.": (
+            "study/test_plan.py::test_what_is_not_as_planned_is_exploratory",
+            "study/test_result.py::test_what_is_exploratory_says_so_in_every_title",
+        ),
+        "Planted effects are found, and shuffled labels are not.": (
+            "studies/profile/test_measures.py::"
+            "test_planted_layers_are_found_and_shuffled_labels_are_not",
+        ),
+    },
+    "The code": {
+        "Imports point downward, and only one file imports mlx_lm.": (
+            "test_levels.py::test_imports_point_downward",
+        ),
+        "Every command in this documentation can be typed, and those without a mark are run.": (
+            "test_readme.py::test_command_lines_can_be_typed",
+            "test_docs.py::test_blocks_run",
+        ),
+    },
+}  # fmt: skip
+
+
+def laws_page() -> str:
+    """The page in Markdown. Raises: LookupError naming the tests that are gone."""
+    gone = [test for law in LAWS.values() for tests in law.values() for test in missing(tests)]
+    if gone:
+        raise LookupError(f"promises without their test; see tests/laws.py: {', '.join(gone)}")
+    lines = [
+        "# Laws", "",
+        "What can be relied on, each with the test that holds it. `make test` runs them all, and",
+        "this page cannot be built while one is missing.", "",
+    ]  # fmt: skip
+    for group, laws in LAWS.items():
+        lines += [f"## {group}", "", "| promise | held by |", "|---|---|"]
+        lines += [f"| {law} | {'<br>'.join(map(_shown, tests))} |" for law, tests in laws.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def missing(tests: tuple[str, ...]) -> list[str]:
+    """Those that are not there."""
+    return [test for test in tests if test.partition("::")[2] not in names_in(test.split("::")[0])]
+
+
+@cache
+def names_in(file: str) -> frozenset[str]:
+    """Functions that a file of tests defines."""
+    path = TESTS / file
+    if not path.is_file():
+        return frozenset()
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return frozenset(node.name for node in nodes if isinstance(node, ast.FunctionDef))
+
+
+def _shown(test: str) -> str:
+    file, _, name = test.partition("::")
+    return f"`{name}` in `tests/{file}`"
