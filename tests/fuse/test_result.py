@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mlxstacks.files.side_files import SideFile
 from mlxstacks.fuse.fidelity import Fidelity
-from mlxstacks.fuse.report import FuseReport, ModuleReport, StageReport, result_of
+from mlxstacks.fuse.report import Alternative, FuseReport, ModuleReport, StageReport, result_of
 from mlxstacks.fuse.run import run_command
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.study.document import Plot, Table, Text
@@ -90,6 +90,30 @@ def test_a_control_shows_what_the_fuse_changed() -> None:
     assert [series.y for series in plot.series] == [(0.02, 0.01, 0.0), (0.1, 0.1, 0.1)]
     assert result.outcome == "the fuse alone moves weights by 4.0%"
     assert [*result.table("fidelity-1").module[1:]] == [f"{n} down_proj" for n in (2, 1, 0)]
+
+
+def test_bytes_and_fidelity_are_drawn_for_each_number_of_bits() -> None:
+    """A module that reached its target with fewer bits stays there: 4 bits for one, 6 for two."""
+    tried = {f"promote-{bits}": replace(FIGURES, correlation=0.1 * bits) for bits in (4, 5, 6)}
+    tried["nearest"] = replace(FIGURES, correlation=0.3)
+    modules = [
+        ModuleReport(f"layers.{n}.down_proj", 0, f"promote-{bits}", 3, bits, "verified", 300,
+                     100 * bits, replace(FIGURES, correlation=0.1 * bits), tried)
+        for n, bits in enumerate((4, 6, 6))
+    ]  # fmt: skip
+    report = replace(
+        report_of([0.5], "fused"), stages=[StageReport("a", modules, FIGURES)], extra_bytes=700,
+        alternative=Alternative("dequantize", 0.99, 0.97, 2000),
+    )  # fmt: skip
+    plot = next(b for b in result_of(report).blocks if isinstance(b, Plot) and b.id == "bytes-plot")
+    assert plot.categories == (
+        "at most 3 bits", "at most 4 bits", "at most 5 bits", "this fuse", "dequantize",
+    )  # fmt: skip
+    estimated, measured = plot.series
+    assert estimated.x == (0.0, 300.0, 500.0, 700.0, 2700.0)
+    assert estimated.y[:3] == pytest.approx((0.3, 0.4, 1.4 / 3))
+    assert (estimated.y[3], measured.y[3], estimated.y[4]) == (None, 0.5, 0.97)
+    assert "at most 5 bits 500 bytes 0.467" in plot.alt
 
 
 def test_a_plan_says_that_its_figures_are_estimates() -> None:

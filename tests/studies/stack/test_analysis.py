@@ -20,7 +20,7 @@ from mlxstacks.files.store import Store
 from mlxstacks.layers.stack_files import parts_of
 from mlxstacks.studies.stack.analysis import curves_of, run
 from mlxstacks.studies.stack.analysis_report import _loss_plots, left_out
-from mlxstacks.study.document import Plot, Text
+from mlxstacks.study.document import Plot, Table, Text
 from mlxstacks.study.result import Result
 from tests.studies.stack_analysis_cases import write_store
 from tests.study.test_progress import is_one_count
@@ -311,3 +311,19 @@ def test_the_command_as_it_is_typed(place: Path, typed: Typed, work_dir: Path) -
     assert (code, "Planned only" in out) == (0, True)
     code, _, err = typed("stacks", "analyse", "--dry-run", "--save-path", "new")
     assert (code, "nano's sample stacks" in err) == (0, True)
+
+
+def test_forgetting_is_the_change_of_a_loss_since_its_domain_was_trained() -> None:
+    from mlxstacks.studies.stack.report import matrix_blocks
+
+    rows = {"a": {"a": 1.0}, "b": {"a": 1.5, "b": 0.5}, "c": {"a": 1.25, "b": 0.25, "c": 2.0}}
+    plot, table = matrix_blocks({"ungated": rows})
+    assert isinstance(plot, Plot)
+    assert [row.y for row in plot.series] == [
+        (0.0, None, None), (0.5, 0.0, None), (0.25, -0.25, 0.0)
+    ]  # fmt: skip
+    assert plot.limits == (-0.5, 0.5)
+    assert "The largest: a +0.5 after b" in plot.alt
+    assert isinstance(table, Table)
+    (only,) = matrix_blocks({"prefix": {"a": {"a": 1.0}}})
+    assert isinstance(only, Table)

@@ -38,6 +38,7 @@ def result(cell: Cell, loss: float | None) -> CellResult:
     figures = {
         "first_validation_loss": 2.0, "last_validation_loss": loss, "best_validation_loss": loss,
         "seconds": 1.5, "peak_bytes": 10**6, "measured_buffers": None, "validation": curve,
+        "adapter_bytes": 100 * cell.rank,
     }  # fmt: skip
     fused = {"survival": 0.25, "correlation": 0.3, "delta_over_step": 0.01 * cell.rank}
     kept = {
@@ -116,7 +117,8 @@ def test_results_of_cells_come_back(tmp_path: Path) -> None:
 def test_blocks_show_runs_fuses_differences_and_every_cell() -> None:
     report = made_up({(r, s): 1.0 - 0.01 * r - 0.1 * s for r in (2, 8) for s in (0, 1)})
     assert [block.id for block in report.blocks if hasattr(block, "id")] == [
-        "runs", "fused", "differences", "survival", "losses", "cells",
+        "runs", "fused", "differences", "survival", "frontier-loss", "frontier-survival", "losses",
+        "cells",
     ]  # fmt: skip
     runs = report.table("runs").set_index("rank")
     assert [*runs.columns] == [
@@ -135,12 +137,18 @@ def test_blocks_show_runs_fuses_differences_and_every_cell() -> None:
     difference = report.table("differences").loc[0]
     assert difference["difference (95%)"] == pytest.approx(-0.06)
     assert (difference["low rank"], difference["high rank"]) == (2, 8)
-    survival, losses = (block for block in report.blocks if isinstance(block, Plot))
+    survival, size, fuse, losses = (b for b in report.blocks if isinstance(b, Plot))
     assert [(line.label, line.y) for line in survival.series] == [
         ("rank 2", (25.0, 99.0)), ("rank 8", (25.0, 99.0)),
     ]  # fmt: skip
-    assert [line.label for line in losses.series] == [
-        "rank 2, seed 0", "rank 2, seed 1", "rank 8, seed 0", "rank 8, seed 1",
+    assert [line.label for line in losses.series] == ["rank 2", "rank 8"]
+    assert losses.series[0].low == pytest.approx((2.0, 0.88))
+    assert losses.series[0].y == pytest.approx((2.0, 0.93))
+    assert size.categories == fuse.categories == ("rank 2", "rank 8")
+    assert size.series[0].x == (200.0, 800.0)
+    assert size.series[0].y == pytest.approx((0.93, 0.87))
+    assert [(line.label, line.x, line.y) for line in fuse.series] == [
+        ("refit", (0.0, 0.0), (25.0, 25.0)), ("promote", (2000.0, 2000.0), (99.0, 99.0)),
     ]  # fmt: skip
     assert "effect of rank on loss: " in report.outcome
 
