@@ -182,7 +182,11 @@ def _called(name: str, resolved: Resolved, progress: Progress, dry_run: bool) ->
     if dry_run and not plans_itself(name):
         raise InputError(f"dry_run: {name} has no plan of its own; leave it out")
     if callable(progress):
-        return call(name, resolved, dry_run=dry_run, progress=progress)
+        # Not every command says what it is at.
+        def report(done: float, total: float, what: str = "") -> None:
+            progress(done, total, what)
+
+        return call(name, resolved, dry_run=dry_run, progress=report)
     if progress is False:
         return call(name, resolved, dry_run=dry_run)
     with ProgressBar(name) as bar:

@@ -229,6 +229,7 @@ def test_progress_is_told_to_who_asks_and_to_a_notebook(
     calls: list[tuple[float, ...]] = []
     ms.fuse(save_path=tmp_path / "a", progress=lambda *args: calls.append(args))
     assert calls[-1][0] == calls[-1][1]
+    assert {len(call) for call in calls} == {3}
     capfd.readouterr()
     ms.fuse(save_path=tmp_path / "b")
     assert capfd.readouterr() == ("", "")

@@ -17,7 +17,7 @@ from mlxstacks.regular_files import check_regular
 from mlxstacks.report.conclude_again import check_conclusion
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.integrity import file_sha256
-from mlxstacks.study.result import Result
+from mlxstacks.study.result import CHANGED, Result
 
 MANIFEST = "manifest.json"
 # Of commands before 0.2, each in a form of its own.
@@ -136,7 +136,9 @@ def _source(file: Path) -> Source:
     else:
         written = Result.read(file)
         result = written.checked(file.parent)
-        if result.standing == written.standing:
+        # Of an edited document with its files as they were the words are drawn again as well.
+        found = result.standing.reasons[len(written.standing.reasons) :]
+        if set(found) <= {CHANGED}:
             result = check_conclusion(result, file.parent)
     files = sorted(_files(file.parent))
     return Source(

@@ -24,6 +24,7 @@ from mlxstacks.study.render.words import clean
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+CHANGED = f"{RESULT} was changed after the run"
 _MOST_NAMED = 5
 
 
@@ -135,7 +136,7 @@ class Result(Document):
         """This result beside what lies in its directory now. Raises: as `check_provenance`."""
         reasons, notes = list[str](), list[str]()
         if self.seal != self.digest():
-            reasons.append(f"{RESULT} was changed after the run")
+            reasons.append(CHANGED)
         if self.plan is not None and self.plan_sha256 != json_sha256(self.plan):
             reasons.append("the plan in it has not the hash that it names")
         files = check_provenance(directory, self.provenance)

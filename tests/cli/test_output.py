@@ -240,3 +240,14 @@ def test_no_line_with_a_command_is_broken(
     lines = capsys.readouterr().out.splitlines()
     assert line in lines
     assert prose not in lines
+
+
+def test_a_narrow_table_of_a_fuse_is_whole() -> None:
+    """Numbers keep their width, a head with a stroke breaks there, and texts fold."""
+    columns = ["module", "policy", "delta/step", "correlation", "survival", "noise", "artifact"]
+    row = ["3 down_proj", "promote-6", "0.201", "0.987", "99.9%", "0.163", "0.00%"]
+    total = ["total of 6 modules", "", *row[2:]]
+    text = printed(output.table(columns, [total, row]))
+    assert max(map(len, text.splitlines())) <= 80
+    assert [text.count(cell) for cell in row] == [1, 1, 2, 2, 2, 2, 2]
+    assert [word in text for word in ("delta", "/step", "artifact")] == [True] * 3

@@ -160,11 +160,11 @@ class Table:
         for index, column in enumerate(self.columns):
             numeric = self._is_numeric(index)
             justify: Literal["left", "right"] = "right" if numeric else "left"
-            # rich takes what is missing from all columns alike, and cuts the last one
-            most = widths[index] if numeric and full_width > options.max_width else None
+            # rich takes what is missing from all columns without a width, and cuts the last one
+            fixed = widths[index] if numeric and full_width > options.max_width else None
             grid.add_column(
-                Text(column), justify=justify, overflow="fold", min_width=widths[index],
-                max_width=most,
+                Text(column if fixed is None else _breakable(column)), justify=justify,
+                overflow="fold", min_width=widths[index], width=fixed,
             )  # fmt: skip
         for row in self.rows:
             grid.add_row(*[Text(cell_text(cell)) for cell in row])
@@ -178,12 +178,17 @@ class Table:
 
     def _least_width(self, index: int) -> int:
         """Of a column of numbers the head may wrap between words, a number never; texts fold."""
-        head = self.columns[index].split()
+        head = _breakable(self.columns[index]).split()
         cells = [cell_text(row[index]) for row in self.rows]
         if self._is_numeric(index):
             return max(map(len, [*head, *cells]), default=1)
         words = [word for cell in cells for word in cell.split()]
         return max([*map(len, head), *(min(len(word), _LEAST_TEXT) for word in words)], default=1)
+
+
+def _breakable(head: str) -> str:
+    """With a blank where a narrow column may break it: `delta /step`."""
+    return re.sub(r"(?<=\w)/", " /", head)
 
 
 def table(
