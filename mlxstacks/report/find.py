@@ -137,8 +137,8 @@ def _source(file: Path) -> Source:
         written = Result.read(file)
         result = written.checked(file.parent)
         # Of an edited document with its files as they were the words are drawn again as well.
-        found = result.standing.reasons[len(written.standing.reasons) :]
-        if set(found) <= {CHANGED}:
+        added = result.standing.reasons[len(written.standing.reasons) :]
+        if set(added) <= {CHANGED}:
             result = check_conclusion(result, file.parent)
     files = sorted(_files(file.parent))
     return Source(
