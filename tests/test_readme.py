@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 DOCS = {path: path.read_text() for path in sorted((ROOT / "docs").rglob("*.md"))}
 PAGES = "\n".join([README, *DOCS.values()])
-MOST_LINES = 220
+MOST_LINES = 160
 
 
 def blocks(page: str, language: str = r"\w*") -> list[str]:
@@ -33,7 +33,7 @@ def typed() -> Iterator[str]:
     text that have an option.
     """
     for block in blocks(PAGES):
-        for line in block.splitlines():
+        for line in re.sub(r"\\\n\s*", "", block).splitlines():
             if match := re.match(r"(?:\$ )?(mlxstacks [a-z].*?)(?:  +#.*)?$", line):
                 yield match[1]
     yield from re.findall(r"`(mlxstacks [^`]*--[^`]*)`", PAGES)
@@ -81,7 +81,8 @@ def test_readme_can_be_read_at_once() -> None:
 
 def test_commands_that_need_arguments_are_named(work_dir: Path) -> None:
     """Each of them ends with 2 and a message; that the others run is for their own tests."""
-    sentence = README[README.index("The exceptions have no") :].split(".")[0]
+    page = (ROOT / "docs/reference/index.md").read_text()
+    (sentence,) = re.findall(r"wrote\. (`run`.*?) need arguments", page, re.S)
     first, _, rest = sentence.partition("`stacks ")
     names = [f"stacks {name}" for name in re.findall(r"(\w+)`", rest)]
     names += re.findall(r"`([\w ]+)`", first)
@@ -91,39 +92,26 @@ def test_commands_that_need_arguments_are_named(work_dir: Path) -> None:
     assert list(work_dir.iterdir()) == []
 
 
-def test_python_of_the_readme_runs(work_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_of_the_readme_is_five_lines() -> None:
+    """`test_docs.py` runs them."""
     (code,) = blocks(README, "python")
     assert len(code.splitlines()) == 5
-    exec(compile(code, "README.md", "exec"), {})
-    said = capsys.readouterr().out
-    assert "King Gus." in said
-    assert "down_proj" in said
-    assert (work_dir / "fused" / "model.safetensors").is_file()
 
 
 def test_every_folder_has_a_line() -> None:
-    tree = README[README.index("## Folders") :]
+    page = (ROOT / "docs/architecture.md").read_text()
+    tree = page[page.index("## Folders") :]
     folders = {path.parent.name for path in (ROOT / "mlxstacks").glob("*/__init__.py")}
-    assert {folder for folder in folders if f"  {folder}/" not in tree} == set()
-    named = re.findall(r"^(  )?([a-z/]+)/(?:,| )", tree, re.M)
-    missing = [n for deep, n in named if not (ROOT / ("mlxstacks" if deep else "") / n).is_dir()]
-    assert missing == []
+    assert {folder for folder in folders if f"`mlxstacks/{folder}/`" not in tree} == set()
+    named = re.findall(r"`([a-z_/]+/)`", tree.split("\n## ")[0])
+    assert len(named) > 20
+    assert [name for name in named if not (ROOT / name).is_dir()] == []
 
 
 def test_the_two_commands_stand_at_the_top() -> None:
-    top = README[: README.index("##")]
+    top = "\n".join(README.splitlines()[:55])
     assert "make demo" in top
     assert "make test" in top
-
-
-def test_links_lead_somewhere() -> None:
-    """Of the README; `make docs` is strict about those of the documentation, whose pages are in
-    part made when it is built.
-    """
-    for target, anchor in re.findall(r"\]\(([^)#]+)(?:#([^)]+))?\)", README):
-        assert target.startswith("http") or (ROOT / target).exists(), target
-        if anchor:
-            assert anchor in headings(ROOT / target), (target, anchor)
 
 
 def test_files_that_contributing_names_are_there() -> None:

@@ -1,20 +1,62 @@
-"""Commands of the documentation that want the real model. Those of its first page, four minutes of
-CPU time, are run by hand.
+"""Commands of the documentation that want the real model: Start from its first command to its
+report, in order, with what the page shows of their output, and the conversions.
 
 Run: make test-real
 """
 
+import re
 import shlex
+import shutil
 from pathlib import Path
 
+import pytest
+
 from mlxstacks.cli import run
-from tests.test_docs import ROOT, blocks, commands
+from tests.test_docs import ROOT, blocks, commands, missing
+
+
+def real_blocks(name: str) -> list[tuple[str, str]]:
+    """(language, text) of a page's blocks from its first for the real model on."""
+    found = [*blocks((ROOT / name).read_text())]
+    first = next(i for i, (_, text) in enumerate(found) if text.startswith("# real model"))
+    return found[first:]
+
+
+def run_line(line: str, real_model: Path) -> None:
+    command, *arguments = shlex.split(line.replace("$REAL", str(real_model)))
+    if command == "mkdir":
+        Path(arguments[0]).mkdir()
+    elif command == "cp":
+        shutil.copy(*arguments)
+    elif command != "make" and not line.startswith("REAL="):  # `make test-real` has done both
+        assert command == "mlxstacks", line
+        assert run(arguments) == 0, line
+
+
+def test_start_runs(real_model: Path, work_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """About three minutes of one core, half of them for the training."""
+    (work_dir / "benchmarks").symlink_to(ROOT / "benchmarks")
+    printed = ""
+    for kind, text in real_blocks("docs/index.md"):
+        if kind == "text":
+            assert missing(text, printed) == []
+            continue
+        for line in commands(text):
+            run_line(line, real_model)
+        captured = capsys.readouterr()
+        printed += captured.out + captured.err
+    verdicts = [float(c) for c in re.findall(r"Verdict: correlation ([\d.]+) with", printed)]
+    assert verdicts[0] > 0.95  # auto
+    assert verdicts[1] < 0.5  # refit
+    assert (work_dir / "page" / "index.html").is_file()
+    readme = (ROOT / "README.md").read_text()
+    (shown,) = [text for kind, text in blocks(readme) if kind == "text"]
+    assert missing(shown, printed) == []
 
 
 def test_conversions_run(real_model: Path, work_dir: Path) -> None:
-    page = (ROOT / "docs/howto/models.md").read_text()
-    texts = [text for _, text in blocks(page) if text.startswith("# real model")]
+    texts = [text for _, text in real_blocks("docs/howto/models.md")]
     lines = [line for text in texts for line in commands(text)]
     assert len(lines) == 2
     for line in lines:
-        assert run(shlex.split(line.replace("$REAL", str(real_model)))[1:]) == 0, line
+        run_line(line, real_model)

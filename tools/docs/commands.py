@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from textwrap import wrap
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -13,8 +14,40 @@ from pydantic.fields import FieldInfo
 from mlxstacks.cli import make_group
 from mlxstacks.recipe.table import ALIASES, COMMANDS, GROUPS, load
 from mlxstacks.resources import resource_dir
+from tools.docs.blocks import PAGES, lines_of_docs
 
 COMMON = ("as_json", "dry_run", "recipe", "sets", "verbosity", "help")
+# Options by what a reader looks for; what stands nowhere here is particular to a command.
+GROUPS_OF_OPTIONS: Mapping[str, str] = {
+    "Input": "model adapter_path data store_path router_path prompt prompts items tasks task_files "
+    "targets runs run domain other_path log_path sources persona suite peft_layout allow_base "
+    "peft_model base_model_name",
+    "Output": "save_path force resume retry plots plot_format formats title date copy_shards "
+    "keep_models gap_log install save_every",
+    "Training": "iters learning_rate lr_schedule warmup batch_size grad_accumulation_steps "
+    "optimizer clip_norm weight_decay beta1 beta2 dropout patience min_loss_delta epochs "
+    "steps_per_eval steps_per_report val_batches spike_threshold max_seq_length mask_prompt "
+    "packing compile_step grad_checkpoint",
+    "LoRA": "rank scale keys layers num_layers projections",
+    "Memory": "guard working_set_bytes resource_limit budget base",
+    "Generation": "temp top_p min_p top_k max_tokens repetition_penalty system_prompt thinking "
+    "allow_special template chat_template",
+    "Statistics": "seed seeds alpha confidence permutations expected_discordant expected_rate "
+    "sample limit max_prompts draws",
+}
+# What commands without `--save-path` write.
+WRITES: Mapping[str, str] = {
+    "stacks remove": "the list of stacks of the store; the files stay until `stacks gc`",
+    "stacks disable": "the list of stacks of the store",
+    "stacks enable": "the list of stacks of the store",
+    "stacks import": "a stack into the store, which it makes where there is none",
+    "stacks gc": "nothing; removes files of the store that nothing names",
+    "chat": "the prompts that no domain fits, to `--gap-log`",
+    "generate": "the answers to standard output; prompts that no domain fits, to `--gap-log`",
+    "run": "what the command of the recipe writes",
+    "init": "one file, the recipe",
+}
+MOST_EXAMPLES = 3
 _BOUNDS = {"gt": ">", "ge": "\u2265", "lt": "<", "le": "\u2264"}
 
 
@@ -29,9 +62,21 @@ def slug(name: str) -> str:
     return name.replace(" ", "-")
 
 
+def families() -> dict[str, list[str]]:
+    """First word -> the commands that begin with it, in the order of the table."""
+    grouped: dict[str, list[str]] = {}
+    for name in names():
+        grouped.setdefault(name.split()[0], []).append(name)
+    return grouped
+
+
 def index() -> str:
     """The table of all commands."""
-    rows = [f"| [`{name}`]({slug(name)}.md) | {_cell(_help(name))} |" for name in names()]
+    rows = [
+        f"| [`{name}`]({slug(name)}.md) | {_cell(_help(name))} |"
+        for family in families().values()
+        for name in family
+    ]
     return "\n".join([
         "# Commands", "", "Made from the table of commands. Options that all commands share are on",
         "[Commands in general](../index.md).", "", "| command | does |", "|---|---|", *rows, "",
@@ -39,7 +84,7 @@ def index() -> str:
 
 
 def page(name: str) -> str:
-    """Usage, arguments, options, settings without an option, and recipes of a command."""
+    """Usage, examples, what is written, options by group, nested settings, recipes."""
     command = _command(name)
     model: type[BaseModel] | None = load(COMMANDS[name].settings) if name in COMMANDS else None
     lines = [f"# mlxstacks {name}", "", _help(name), ""]
@@ -47,9 +92,11 @@ def page(name: str) -> str:
         lines += [f"`mlxstacks {short}` is short for it.", ""]
     usage = " ".join(command.collect_usage_pieces(click.Context(command)))
     lines += ["```text", f"mlxstacks {name} {usage}", "```", ""]
-    rows = list(_rows(command, model.model_fields if model else {}))
-    if rows:
-        lines += _table("option", rows)
+    lines += [*_examples(name), f"**Writes** {_writes(name, model)}", ""]
+    for group, rows in _rows_of_groups(command, model.model_fields if model else {}).items():
+        lines += [f"## {group}", "", *_table("option", rows)]
+    lines += ["Options of all commands (`--json`, `--dry-run`, `--recipe`, `--set`): see"]
+    lines += ["[Commands in general](../index.md).", ""]
     nested = list(_nested(model)) if model else []
     if nested:
         lines += [
@@ -60,6 +107,66 @@ def page(name: str) -> str:
     if recipes:
         lines += ["## Recipes", "", "| recipe | does |", "|---|---|", *recipes, ""]
     return "\n".join(lines)
+
+
+def examples_of(name: str) -> list[tuple[str, str, str]]:
+    """(page, mark, line) of the documentation's own lines, which tests run where no mark says why
+    not; those of the page that is named like the command first.
+    """
+    others = [other for other in names() if other.startswith(f"{name} ")]
+    lines: dict[str, tuple[str, str, str]] = {}
+    for where, mark, line in lines_of_docs():
+        is_other = any(f"{line} ".startswith(f"mlxstacks {other} ") for other in others)
+        if f"{line} ".startswith(f"mlxstacks {name} ") and not is_other:
+            lines.setdefault(line, (where, mark, line))
+    page_of = f"docs/howto/{name.split()[0]}"
+    return sorted(lines.values(), key=lambda each: (bool(each[1]), not each[0].startswith(page_of)))
+
+
+def _examples(name: str) -> list[str]:
+    examples = examples_of(name)[:MOST_EXAMPLES]
+    if not examples:
+        return ["```bash", f"mlxstacks {name}   # on nano, the built-in model", "```", ""]
+    shown, last = [], ""
+    for _, mark, line in examples:
+        shown += [mark] * (mark not in ("", last)) + [_folded(line)]
+        last = mark
+    pages = dict.fromkeys(where for where, _, _ in examples)
+    titles = [(PAGES[where].read_text().split("\n")[0].lstrip("# "), where) for where in pages]
+    links = ", ".join(f"[{title}](../../{where.removeprefix('docs/')})" for title, where in titles)
+    return ["```bash", *shown, "```", "", f"From {links}.", ""]
+
+
+def _folded(line: str) -> str:
+    """A command line in lines that a page has room for."""
+    return " \\\n    ".join(wrap(line, 76, break_long_words=False, break_on_hyphens=False))
+
+
+def _writes(name: str, model: type[BaseModel] | None) -> str:
+    if name in WRITES:
+        return f"{WRITES[name]}."
+    if model is None or "save_path" not in model.model_fields:
+        return "no file."
+    text = model.model_fields["save_path"].description or ""
+    made = re.sub(r"^(Directory) to write", "a directory", text).rstrip(".")
+    made = made[:1].lower() + made[1:]
+    kept = "; in it `result.json`, for `mlxstacks report` and `ms.Result.open`"
+    return f"`--save-path`: {made}{kept if COMMANDS[name].report else ''}."
+
+
+def _rows_of_groups(
+    command: click.Command, fields: Mapping[str, FieldInfo]
+) -> dict[str, list[str]]:
+    """Heading -> rows; what is particular to the command stands second."""
+    group_of = {name: group for group, of in GROUPS_OF_OPTIONS.items() for name in of.split()}
+    groups: dict[str, list[str]] = {"Input": [], "Options": []}
+    groups |= {group: [] for group in GROUPS_OF_OPTIONS if group != "Input"}
+    for param in command.params:
+        if param.name not in COMMON:
+            name = (param.name or "").removeprefix("also_")
+            group = "Input" if isinstance(param, click.Argument) else group_of.get(name, "Options")
+            groups[group].append(_row(param, fields.get(name)))
+    return {group: rows for group, rows in groups.items() if rows}
 
 
 def recipes_page() -> str:
@@ -104,22 +211,18 @@ def _help(name: str) -> str:
     return " ".join(text.split())
 
 
-def _rows(command: click.Command, fields: Mapping[str, FieldInfo]) -> Iterator[str]:
-    for param in command.params:
-        if param.name in COMMON:
-            continue
-        field = fields.get((param.name or "").removeprefix("also_"))
-        shown = ", ".join(f"`{flag}`" for flag in (*param.opts, *param.secondary_opts))
-        if isinstance(param, click.Argument):
-            shown = f"`{(param.metavar or param.name or '').strip('[]')}`"
-        text = getattr(param, "help", None) or (field.description if field else "") or ""
-        text = re.sub(r"\s*\[default: .*?\]", "", text)
-        if getattr(param, "is_flag", False) and (field is None or field.annotation is not bool):
-            kind, default = "switch", "off"  # another spelling of a setting, or an option of `run`
-        else:
-            kind = _type(field.annotation, field.metadata) if field else param.type.name
-            default = _default(field)
-        yield f"| {shown} | {_cell(kind)} | {default} | {_cell(_sentence(text))} |"
+def _row(param: click.Parameter, field: FieldInfo | None) -> str:
+    shown = ", ".join(f"`{flag}`" for flag in (*param.opts, *param.secondary_opts))
+    if isinstance(param, click.Argument):
+        shown = f"`{(param.metavar or param.name or '').strip('[]')}`"
+    text = getattr(param, "help", None) or (field.description if field else "") or ""
+    text = re.sub(r"\s*\[default: .*?\]", "", text)
+    if getattr(param, "is_flag", False) and (field is None or field.annotation is not bool):
+        kind, default = "switch", "off"  # another spelling of a setting, or an option of `run`
+    else:
+        kind = _type(field.annotation, field.metadata) if field else param.type.name
+        default = _default(field)
+    return f"| {shown} | {_cell(kind)} | {default} | {_cell(_sentence(text))} |"
 
 
 def _nested(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -156,7 +259,7 @@ def _type(annotation: Any, metadata: Any = ()) -> str:
         f"{sign} {getattr(part, key):g}"
         for part in metadata
         for key, sign in _BOUNDS.items()
-        if isinstance(getattr(part, key, None), int | float)
+        if isinstance(getattr(part, key, None), int | float) and abs(getattr(part, key)) < 2**53
     ]
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)

@@ -1,9 +1,11 @@
 """What the documentation has beside the files of docs/: a hook of mkdocs (see mkdocs.yml).
 
 `reference/commands/*`, `reference/recipes.md`, `results.md` and `laws.md` are made here, and a line
-`<!-- picture: NAME -->` becomes the picture of that name.
+`<!-- picture: NAME -->` becomes the picture of that name. Pages link to files of the clone, so that
+they can be read there too; in the site such a link leads to the page that is made of the file.
 """
 
+import posixpath
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,14 @@ from tools.docs import commands
 from tools.docs.pictures import pictures
 
 ROOT = Path(__file__).parents[2]
+# A file or folder of the clone -> the page of the site that shows it.
+SHOWN_BY = {
+    "benchmarks/RESULTS.md": "results.md",
+    "tests/laws.py": "laws.md",
+    "recipes": "reference/recipes.md",
+    "mlxstacks/recipe/table.py": "reference/commands/index.md",
+    "mlxstacks/training/settings.py": "reference/commands/stack.md",
+}
 
 
 def generated() -> dict[str, Callable[[], str]]:
@@ -33,16 +43,18 @@ def generated() -> dict[str, Callable[[], str]]:
 
 
 def results_page() -> str:
-    return (ROOT / "benchmarks/RESULTS.md").read_text()
+    # Words stand before figures in a search.
+    return "---\nsearch:\n  boost: 0.3\n---\n\n" + (ROOT / "benchmarks/RESULTS.md").read_text()
 
 
 def on_config(config: Any) -> Any:
-    """The pages of the commands go into the navigation, below Reference."""
+    """The pages of the commands go into the navigation, below Reference, families as folds."""
     for section in config.nav:
         if "Reference" in section:
             listed: list[Any] = ["reference/commands/index.md"]
-            for name in commands.names():
-                listed.append({name: f"reference/commands/{commands.slug(name)}.md"})
+            for first, family in commands.families().items():
+                pages = [{n: f"reference/commands/{commands.slug(n)}.md"} for n in family]
+                listed += [{first: pages}] if len(pages) > 1 else pages
             section["Reference"].insert(1, {"Commands": listed})
     return config
 
@@ -53,8 +65,25 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def drawn(match: re.Match[str]) -> str:
         return f'<div class="picture" data-search-exclude>{pictures()[match[1]]}</div>'
 
-    return re.sub(r"^<!-- picture: ([a-z-]+) -->$", drawn, markdown, flags=re.M)
+    markdown = re.sub(r"^<!-- picture: ([a-z-]+) -->$", drawn, markdown, flags=re.M)
+    return with_pages(markdown, page.file.src_uri)
+
+
+def with_pages(markdown: str, page: str) -> str:
+    """A page of docs/ whose links out of docs/ lead to pages; a file without one is named."""
+    here = posixpath.dirname(page)
+
+    def led(match: re.Match[str]) -> str:
+        text, target, anchor = match[1], match[2], match[3] or ""
+        path = posixpath.normpath(posixpath.join("docs", here, target))
+        if path in SHOWN_BY:
+            return f"[{text}]({posixpath.relpath(SHOWN_BY[path], here or '.')}{anchor})"
+        if path.startswith("docs/") or not (ROOT / path).exists():
+            return match[0]  # a page, or a fault for the strict build to find
+        return text if path in text else f"{text} (`{path}` in the clone)"
+
+    return re.sub(r"(?<!!)\[([^\]\n]+)\]\((\.\./[^)#\s]*)(#[^)\s]*)?\)", led, markdown)
