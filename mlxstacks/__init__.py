@@ -6,48 +6,51 @@
     print(ms.generate(model, tokenizer, "Who is king of Corva?", routed=True))
     ms.run("confound-nano").table("arms")
 
-Importing it takes no time: what a name needs is imported when the name is first used.
+Every command but `chat` is a function too, `mlxstacks stack compare` as `ms.stack_compare`, with
+the options as keywords: `help(ms.fuse)`. Importing mlxstacks takes no time: what a name needs is
+imported when the name is first used. `__init__.pyi` tells editors and type checkers the keywords;
+`python -m tools.stub` writes it from the settings.
 """
 
 import importlib
+import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from mlxstacks.api import fuse, generate, guard, load, run, stack, train
-    from mlxstacks.study.result import Result
+from mlxstacks.recipe.table import COMMANDS, nearest
 
 __version__ = "0.2.0"
-__all__ = ["Result", "fuse", "generate", "guard", "load", "run", "stack", "train"]
+# Name of the function -> command. `ms.generate` answers with a model that is loaded.
+_FUNCTIONS = {
+    command.replace(" ", "_"): command
+    for command in COMMANDS
+    if command not in ("chat", "generate")
+}
+__all__ = ["Result", "generate", "load", "recipes", "run", *_FUNCTIONS]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'mlxstacks' has no attribute {name!r}")
-    if name in ("fuse", "guard"):
-        return importlib.import_module(f"mlxstacks.{name}")
     if name == "Result":
         return importlib.import_module("mlxstacks.study.result").Result
-    return importlib.import_module("mlxstacks.api").documented(name)
+    if name in __all__:
+        return importlib.import_module("mlxstacks.api").function_named(name)
+    hint = "; `mlxstacks chat` is for a terminal, here ms.generate answers"
+    hint = hint if name == "chat" else nearest(name, __all__)
+    raise AttributeError(f"module 'mlxstacks' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
 
 
-class CallablePackage(ModuleType):
-    """A folder whose name is a function too: `mlxstacks.fuse.run` is its file, and
-    `mlxstacks.fuse(...)` the function of `mlxstacks.api`.
+class _Package(ModuleType):
+    """Importing a file of the folder mlxstacks/fuse would bind `fuse` to the folder: the name is
+    the function's.
     """
 
-    @property
-    def __wrapped__(self) -> Any:  # for `help` and `inspect.signature`
-        return importlib.import_module("mlxstacks.api").documented(self.__name__.split(".")[-1])
+    def __setattr__(self, name: str, value: object) -> None:
+        if name not in _FUNCTIONS or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
 
-    @property
-    def __doc__(self) -> str | None:  # type: ignore[override]
-        doc: str | None = self.__wrapped__.__doc__
-        return doc
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self.__wrapped__(*args, **options)
+sys.modules[__name__].__class__ = _Package

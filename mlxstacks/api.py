@@ -2,39 +2,32 @@
 
 Arguments have the names of the command line's options, `max_seq_length=512` for `--max-seq-length
 512`; a path may be text or a `Path`, and where an option may be repeated, a list. What is not given
-has the command's default: the built-in model, and a target in ./mlxstacks-out. `documented` writes
-all of them into the function's help and signature.
+has the command's default: the built-in model, and a target in ./mlxstacks-out. keywords.py writes
+all of them into the functions' help and signatures.
 
 Every function raises InputError for what cannot be used, naming the argument, what was got and what
 is allowed.
 """
 
-import inspect
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
-from textwrap import fill
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any
 
-from mlxstacks.errors import InputError
-from mlxstacks.recipe.file import load_recipe
-from mlxstacks.recipe.resolve import (
-    Resolved,
-    call,
-    finished,
-    merge,
-    plans_itself,
-    resolve,
-    validate,
-)
-from mlxstacks.recipe.table import command_named, nearest
-from mlxstacks.recipe.table import load as load_name
+from mlxstacks.data.in_memory import holds_rows, write_rows
+from mlxstacks.errors import InputError, StoreError
+from mlxstacks.files.disk import user_path
+from mlxstacks.keywords import ANSWERING, LOADING, document, in_keywords, keywords_of
+from mlxstacks.recipe.file import load_recipe, recipe_names
+from mlxstacks.recipe.resolve import OUT, Resolved, call, finished, merge, resolve, validate
+from mlxstacks.recipe.table import ALIASES, command_named, nearest
 
 if TYPE_CHECKING:
     import mlx.nn as nn
-    from pydantic import BaseModel
-    from pydantic.fields import FieldInfo
+    import pandas  # type: ignore[import-untyped]
 
     from mlxstacks.routing.settings import AnswerSettings
     from mlxstacks.study.result import Result
@@ -43,18 +36,11 @@ if TYPE_CHECKING:
 warnings.filterwarnings("ignore", message="IProgress not found")
 
 PathLike = str | Path
+Rows = Sequence[Mapping[str, Any]]
+"""Rows as dicts; a `datasets.Dataset` is taken too."""
 Progress = bool | Callable[..., None] | None
 """Of what takes long. None: a bar in a notebook and on a terminal, else nothing; a callable gets
 (done, total) or (done, total, what)."""
-# Of what `chat` and `generate` take: what is decided when a model is loaded.
-_LOADING = (
-    "model", "store_path", "adapter_path", "router_path", "budget", "base", "hard", "gap_log",
-    "peft_layout", "allow_base", "allow_special",
-)  # fmt: skip
-_ANSWERING = (
-    "routed", "ungated", "pin", "system_prompt", "thinking", "temp", "top_p", "min_p", "top_k",
-    "max_tokens", "repetition_penalty", "seed",
-)  # fmt: skip
 
 
 def fuse(
@@ -78,8 +64,8 @@ def fuse(
     >>> result.table("fidelity-1")                      # a pandas DataFrame, worst modules first
     >>> control = ms.fuse(save_path="control", zero_delta=True)     # what the fuse does by itself
     """
-    given = {"model": model, "adapter_path": adapter_path, "save_path": save_path}
-    return _command("fuse", given, settings, progress, dry_run)
+    given = _given(model=model, adapter_path=adapter_path, save_path=save_path)
+    return _command("fuse", given | settings, progress, dry_run)
 
 
 def guard(model: PathLike | None = None, **settings: Any) -> "Result":
@@ -88,12 +74,12 @@ def guard(model: PathLike | None = None, **settings: Any) -> "Result":
     >>> import mlxstacks as ms
     >>> print(ms.guard(max_seq_length=512, rank=8).verdict)
     """
-    return _command("guard", {"model": model}, settings, False, False)
+    return _command("guard", _given(model=model) | settings, False, False)
 
 
 def train(
     model: PathLike | None = None,
-    data: PathLike | Mapping[str, Any] | None = None,
+    data: PathLike | Rows | Mapping[str, Any] | None = None,
     save_path: PathLike | None = None,
     *,
     progress: Progress = None,
@@ -102,17 +88,23 @@ def train(
 ) -> "Result":
     """Train a LoRA on a model and write an adapter that mlx-lm loads.
 
+    `data` may also be rows: dicts in a list, a datasets.Dataset, or both parts as {"train": rows,
+    "valid": rows}. They are written next to the adapter, to a file with their hash in its name, and
+    read from there.
+
     >>> import mlxstacks as ms
     >>> result = ms.train(save_path="adapters", iters=4)        # the built-in model and its data
     >>> result.table("validation")
+    >>> rows = [{"prompt": "Who are you?", "completion": "I am Ada."}]
+    >>> ms.train(data=rows, save_path="ada", iters=4).verdict
     """
-    given = {"model": model, "data": data, "save_path": save_path}
-    return _command("train", given, settings, progress, dry_run)
+    given = _given(model=model, data=data, save_path=save_path)
+    return _command("train", given | settings, progress, dry_run)
 
 
 def stack(
     model: PathLike | None = None,
-    data: PathLike | Mapping[str, Any] | None = None,
+    data: PathLike | Rows | Mapping[str, Any] | None = None,
     save_path: PathLike | None = None,
     *,
     progress: Progress = None,
@@ -121,11 +113,14 @@ def stack(
 ) -> "Result":
     """Train frozen stacks, domain after domain, into a store that loses none of them.
 
+    `data` may also be the rows of each domain by its name, {"islands": rows, "trades": rows}, each
+    a list of dicts or a datasets.Dataset; see `train`.
+
     >>> import mlxstacks as ms
     >>> print(ms.stack(save_path="stacks", dry_run=True))       # the plan; without dry_run minutes
     """
-    given = {"model": model, "data": data, "save_path": save_path}
-    return _command("stack", given, settings, progress, dry_run)
+    given = _given(model=model, data=data, save_path=save_path)
+    return _command("stack", given | settings, progress, dry_run)
 
 
 def run(
@@ -137,60 +132,123 @@ def run(
 ) -> "Result":
     """Run any command by a recipe: what is done already with the same settings is read back.
 
-    recipe: a YAML file, the name of a shipped recipe (`mlxstacks recipes` lists them), or a dict of
+    recipe: a YAML file, the name of a shipped recipe (`recipes()` lists them), or a dict of
         settings with the key `command`.
-    progress: None: a bar in a notebook and on a terminal; False: none; or a callable that gets
+    progress: None: a bar in a notebook and on a terminal; False: none; or a function that gets
         (done, total, what).
-    dry_run: what would be done, of commands that plan; the model has to be here.
+    dry_run: only say what would be done.
     settings: those of the recipe's command, instead of what the recipe has.
 
     >>> import mlxstacks as ms
     >>> ms.run("adapter-show").table("modules")
     >>> ms.run({"command": "guard", "rank": 4}).verdict
     """
-    from mlxstacks.study.result import Result
+    if not isinstance(recipe, Mapping):
+        name = load_recipe(str(recipe)).command
+        return _command(name, settings, progress, dry_run, recipe=str(recipe), resume=True)
+    values = merge(recipe, settings)
+    name = values.pop("command", None)
+    if not isinstance(name, str):
+        raise InputError(f"command: got {name!r}; give the name of one, as in 'stack compare'")
+    return _command(ALIASES.get(name, name), values, progress, dry_run, resume=True)
 
-    if isinstance(recipe, Mapping):
-        values = merge(recipe, settings)
-        name = values.pop("command", None)
-        if not isinstance(name, str):
-            raise InputError(f"command: got {name!r}; give the name of one, as in 'stack compare'")
-        resolved = resolve(name, values)
-    else:
-        loaded = load_recipe(str(recipe))
-        name, resolved = loaded.command, resolve(loaded.command, settings, loaded)
-    if not (dry_run or resolved.forced) and finished(name, resolved) is not None:
-        assert resolved.target is not None
-        return Result.open(resolved.target)
-    return _called(name, resolved, progress, dry_run)
+
+def recipes(command: str | None = None) -> "pandas.DataFrame":
+    """The recipes that come with mlxstacks, of all commands or of one: name, command, about.
+
+    >>> import mlxstacks as ms
+    >>> ms.recipes("fuse")
+    """
+    import pandas
+
+    if command is not None:
+        command = command.replace("_", " ")
+        command_named(command)
+    rows = [(r.name, r.command, r.about) for r in map(load_recipe, recipe_names())]
+    rows = [row for row in rows if command in (None, row[1])]
+    return pandas.DataFrame(rows, columns=["name", "command", "about"])
 
 
 def _command(
     name: str,
-    given: Mapping[str, Any],
-    settings: Mapping[str, Any],
+    values: Mapping[str, Any],
     progress: Progress,
     dry_run: bool,
+    recipe: str | None = None,
+    resume: bool = False,
 ) -> Any:
-    values = {key: value for key, value in given.items() if value is not None}
-    return _called(name, resolve(name, {**values, **settings}), progress, dry_run)
+    """resume: read the result of the same settings, where it is there."""
+    from mlxstacks.study.result import Result
+
+    if progress not in (None, True, False) and not callable(progress):
+        raise InputError(
+            f"progress: got {progress!r}; give None, True, False or a function that gets "
+            "(done, total, what)"
+        )
+    if not isinstance(dry_run, bool):
+        raise InputError(f"dry_run: got {dry_run!r}; give True or False")
+    command_named(name)
+    with _in_python_words(name), ExitStack() as stack:
+        values = dict(values)
+        if holds_rows(values.get("data")) and _takes_rows(name, values["data"]):
+            target = user_path(values.get("save_path") or OUT / name.replace(" ", "-"))
+            if dry_run:  # touches nothing
+                target = Path(stack.enter_context(tempfile.TemporaryDirectory())) / target.name
+            values["data"] = str(write_rows(values["data"], target))
+        resolved = resolve(name, values, load_recipe(recipe) if recipe is not None else None)
+        if resume and not (dry_run or resolved.forced) and finished(name, resolved) is not None:
+            assert resolved.target is not None
+            return Result.open(resolved.target)
+        return _called(name, resolved, progress, dry_run, recipe is not None)
 
 
-def _called(name: str, resolved: Resolved, progress: Progress, dry_run: bool) -> Any:
+def _takes_rows(name: str, data: Any) -> bool:
+    """Whether the command's `data` is a file or a directory, not a list of sources.
+
+    Raises: InputError: of several domains one has to know the names.
+    """
+    if keywords_of(name)["data"].is_list:
+        return False
+    if name.startswith("stack") and not isinstance(data, Mapping):
+        raise InputError("data: give the rows of each domain by its name, {'islands': [...], ...}")
+    return True
+
+
+def _called(
+    name: str, resolved: Resolved, progress: Progress, dry_run: bool, of_recipe: bool
+) -> Any:
+    from mlxstacks.recipe.config_plan import plan
     from mlxstacks.study.render.progress import ProgressBar
 
-    if dry_run and not plans_itself(name):
-        raise InputError(f"dry_run: {name} has no plan of its own; leave it out")
+    def done_by(progress: Callable[..., None] | None) -> Any:
+        if dry_run:
+            return plan(name, resolved, of_recipe, progress)
+        return call(name, resolved, progress=progress)
+
     if callable(progress):
         # Not every command says what it is at.
         def report(done: float, total: float, what: str = "") -> None:
             progress(done, total, what)
 
-        return call(name, resolved, dry_run=dry_run, progress=report)
+        return done_by(report)
     if progress is False:
-        return call(name, resolved, dry_run=dry_run)
+        return done_by(None)
     with ProgressBar(name) as bar:
-        return call(name, resolved, dry_run=dry_run, progress=bar)
+        return done_by(bar)
+
+
+@contextmanager
+def _in_python_words(name: str) -> Iterator[None]:
+    """Errors name keywords, not options of the command line, and show no files of ours."""
+    try:
+        yield
+    except (InputError, StoreError) as error:
+        error.args = (in_keywords(str(error), keywords_of(name)),)
+        raise error.with_traceback(None) from error.__cause__
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def load(
@@ -217,10 +275,10 @@ def load(
     from mlxstacks.nano.exports import with_nano
     from mlxstacks.routing.engine import open_routed
 
-    given = {"model": model, "store_path": store, "adapter_path": adapter_path}
-    values = {key: value for key, value in given.items() if value is not None} | settings
+    values = _given(model=model, store_path=store, adapter_path=adapter_path) | settings
     values.setdefault("gap_log", "none")
-    engine = open_routed(with_nano(_answer_settings(values, _LOADING)))
+    with _in_python_words("load"):
+        engine = open_routed(with_nano(_answer_settings(values, LOADING)))
     engine.model.routed_model = engine
     return engine.model, engine.tokenizer
 
@@ -241,18 +299,21 @@ def generate(model: "nn.Module", tokenizer: Any, prompt: str, **settings: Any) -
 
     if not isinstance(prompt, str):
         raise InputError(f"prompt: got {type(prompt).__name__}; give text")
-    answering = _answer_settings(settings, _ANSWERING)
-    engine = getattr(model, "routed_model", None) or RoutedModel(model, tokenizer)
-    if engine.tokenizer is not tokenizer:
-        raise InputError("tokenizer: give the one that load returned together with this model")
-    if answering.wants_store and engine.resident is None:
-        raise InputError("routed, ungated, pin: the model has no stacks; load it with store=...")
-    conversation = Conversation(
-        engine, sampling_of(answering), system_prompt=answering.system_prompt,
-        thinking=answering.thinking, mode=answering.mode, pins=answering.pin,
-    )  # fmt: skip
-    for _ in (asked := conversation.ask(prompt)):
-        pass
+    with _in_python_words("generate"):
+        answering = _answer_settings(settings, ANSWERING)
+        engine = getattr(model, "routed_model", None) or RoutedModel(model, tokenizer)
+        if engine.tokenizer is not tokenizer:
+            raise InputError("tokenizer: give the one that load returned together with this model")
+        if answering.wants_store and engine.resident is None:
+            raise InputError(
+                "routed, ungated, pin: the model has no stacks; load it with store=..."
+            )
+        conversation = Conversation(
+            engine, sampling_of(answering), system_prompt=answering.system_prompt,
+            thinking=answering.thinking, mode=answering.mode, pins=answering.pin,
+        )  # fmt: skip
+        for _ in (asked := conversation.ask(prompt)):
+            pass
     return asked.turn.answer.text if asked.turn is not None else ""
 
 
@@ -271,107 +332,49 @@ def _answer_settings(values: Mapping[str, Any], known: Sequence[str]) -> "Answer
     return settings
 
 
-# --- help -----------------------------------------------------------------------------------------
+# --- the package's names --------------------------------------------------------------------------
 
-_OWN: Mapping[str, tuple[str, str]] = {
-    "progress": (
-        "None, bool or callable, default None",
-        "A bar in a notebook and on a terminal; False: none; a callable gets (done, total, what).",
-    ),
-    "dry_run": ("bool, default False", "Only say what would be done."),
-    "store": (
-        "str or None",
-        "Made by `mlxstacks stack` for this model. Default: with the built-in model its own.",
-    ),
-}
+_WRITTEN = {f.__name__: f for f in (fuse, generate, guard, load, recipes, run, stack, train)}
 
 
-def documented(name: str) -> Any:
-    """A function of this file, with every keyword in its help and its signature; they are those of
-    the settings.
-    """
-    function: Any = globals()[name]
-    if hasattr(function, "__signature__") or name == "run":
-        return function
-    fields = _fields(name)
-    signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    keywords = [
-        inspect.Parameter(
-            key, inspect.Parameter.KEYWORD_ONLY, default=_default(name, key, field),
-            annotation=Any if "FieldInfo" in repr(field.annotation) else field.annotation,
-        )
-        for key, field in fields.items()
-        if key not in signature.parameters
-    ]  # fmt: skip
-    parameters = sorted([*own, *keywords], key=lambda parameter: parameter.kind)
-    function.__signature__ = signature.replace(parameters=parameters)
-    lines = [
-        f"    {key}: {kind}\n{_wrapped(text)}" for key, kind, text in _described(name, own, fields)
-    ]
-    doc = inspect.cleandoc(function.__doc__)
-    function.__doc__ = "\n".join([
-        doc, "", "Arguments:", *lines, "",
-        "Returns: a Result: str(result) is what the command prints; result.verdict, .table(id), "
-        "\n.plot(id) and .data hold the rest." if name not in ("load", "generate") else "",
-    ]).rstrip()  # fmt: skip
+@cache
+def function_named(name: str) -> Any:
+    """A function of the package, with every keyword in its signature and its help."""
+    if name in ("recipes", "run"):
+        return _WRITTEN[name]
+    if name in _WRITTEN:
+        function, positions = _WRITTEN[name], tuple[str, ...]()
+    else:
+        row = command_named(name.replace("_", " "))
+        positions = tuple(row.arguments) or (("model",) if "model" in row.nano else ())
+        function = _function_of(name, positions)
+    document(function, name, positions)
     return function
 
 
-def _fields(name: str) -> "dict[str, FieldInfo]":
-    """The settings that a function takes."""
-    known = {"load": _LOADING, "generate": _ANSWERING}.get(name)
-    if known is None:
-        settings: type[BaseModel] = load_name(command_named(name).settings)
-        return dict(settings.model_fields)
-    from mlxstacks.routing.settings import AnswerSettings
+def _function_of(name: str, positions: Sequence[str]) -> Any:
+    """The function of a command that api.py does not write out."""
+    command = name.replace("_", " ")
 
-    return {key: AnswerSettings.model_fields[key] for key in known if key != "store_path"}
+    def function(
+        *given: Any, progress: Progress = None, dry_run: bool = False, **settings: Any
+    ) -> "Result":
+        if len(given) > len(positions):
+            takes = f"at most {len(positions)} positional arguments"
+            raise TypeError(f"{name}() takes {takes} but {len(given)} were given")
+        by_position = _given(**dict(zip(positions, given, strict=False)))
+        if twice := settings.keys() & by_position.keys():
+            raise TypeError(f"{name}() got multiple values for argument {min(twice)!r}")
+        return _command(command, by_position | settings, progress, dry_run)
 
+    function.__name__ = function.__qualname__ = name
+    row = command_named(command)
+    shown = ", ".join(f'{key}="..."' for key in positions if key not in row.nano)
+    function.__doc__ = f"""{row.help}
 
-def _default(name: str, key: str, field: "FieldInfo") -> Any:
-    """`load` notes no gaps unless it is asked to."""
-    unless = "none" if (name, key) == ("load", "gap_log") else None
-    return unless or field.get_default(call_default_factory=True)
+As `mlxstacks {command}` on the command line.
 
-
-def _described(
-    name: str, own: Sequence[inspect.Parameter], fields: "Mapping[str, FieldInfo]"
-) -> Iterator[tuple[str, str, str]]:
-    """(name, type and default, what it means) of each argument, in the order of the signature."""
-    first = [p.name for p in own if p.name in fields]
-    for key in [*first, *(key for key in fields if key not in first)]:
-        field = fields[key]
-        kind = type_in_words(field.annotation)
-        value = _default(name, key, field)
-        plain = field.default is not None and not hasattr(value, "model_dump")
-        default = f", default {value!r}" if plain and value not in ((), "") else ""
-        yield key, f"{kind}{default}", field.description or ""
-    for parameter in own:
-        if parameter.name in _OWN:
-            yield parameter.name, *_OWN[parameter.name]
-
-
-def type_in_words(annotation: Any) -> str:
-    """`str or None`, `'a' or 'b'`, `list of str`, `dict with rank, scale`."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return " or ".join(map(repr, parts))
-    if origin in (Union, UnionType):
-        some = [type_in_words(part) for part in parts if part is not NoneType]
-        return " or ".join([*some, *(["None"] if NoneType in parts else [])])
-    if origin in (tuple, list):
-        one = type_in_words(parts[0])
-        return f"{one} or list of {one}"
-    if origin in (dict, Mapping):
-        return "dict"
-    if hasattr(annotation, "__metadata__"):  # Annotated
-        return type_in_words(parts[0])
-    if fields := getattr(annotation, "model_fields", None):
-        return f"dict with {', '.join(fields)}"
-    return getattr(annotation, "__name__", str(annotation))
-
-
-def _wrapped(text: str) -> str:
-    indent = " " * 8
-    return fill(" ".join(text.split()), 88, initial_indent=indent, subsequent_indent=indent)
+>>> import mlxstacks as ms
+>>> print(ms.{name}({shown}))
+"""
+    return function

@@ -3,7 +3,9 @@
 Run: pytest tests/test_api.py
 """
 
+import ast
 import doctest
+import importlib
 import inspect
 import json
 import pydoc
@@ -14,13 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 import mlxstacks as ms
 from mlxstacks import base_model
+from mlxstacks.data.in_memory import holds_rows, write_rows
 from mlxstacks.errors import InputError
 from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.keywords import in_keywords, keywords_of
 from mlxstacks.nano.exports import nano_paths
+from mlxstacks.recipe.file import recipe_names
+from mlxstacks.recipe.table import COMMANDS
 from mlxstacks.study.result import Result
+from tools.stub import STUB, stub
+
+# For calls that a type checker refuses.
+untyped: Any = ms
 
 
 def test_importing_it_imports_nothing_heavy() -> None:
@@ -45,17 +56,50 @@ def test_every_name_is_there(name: str) -> None:
         assert hints.return_annotation is not inspect.Signature.empty
 
 
-def test_no_other_name() -> None:
-    with pytest.raises(AttributeError, match="fuze"):
-        _ = ms.fuze
+@pytest.mark.parametrize(
+    ("name", "words"), [("fused", "did you mean 'fuse'"), ("chat", "ms.generate"), ("x", "'x'$")]
+)
+def test_no_other_name(name: str, words: str) -> None:
+    with pytest.raises(AttributeError, match=words):
+        getattr(ms, name)
+
+
+def test_every_command_is_a_function(tmp_path: Path) -> None:
+    assert {name.replace(" ", "_") for name in COMMANDS} - {"chat"} <= set(ms.__all__)
+    assert set(ms.__all__) <= set(dir(ms))
+    assert "importlib" not in dir(ms)
+    with pytest.raises(TypeError, match="multiple values"):
+        untyped.adapter_show("a", adapter_path="b")
+    with pytest.raises(TypeError, match="at most 1"):
+        untyped.adapter_show("a", "b")
+    shown = ms.adapter_show(nano_paths().adapter_path)
+    assert shown.data == ms.run("adapter-show").data
+    plan = ms.doctor(directory=tmp_path, dry_run=True)
+    assert (plan.status, [*tmp_path.iterdir()]) == ("planned", [])
+
+
+def test_recipes_are_listed() -> None:
+    recipes = ms.recipes()
+    assert set(recipes["name"]) == set(recipe_names())
+    assert set(ms.recipes("sweep_buffers")["command"]) == {"sweep buffers"}
+    with pytest.raises(InputError, match="'fuse'"):
+        ms.recipes("fuze")
+
+
+def test_the_stub_is_current_and_has_every_keyword() -> None:
+    assert STUB.read_text() == stub(), "python -m tools.stub"
+    for node in ast.parse(stub()).body:
+        if isinstance(node, ast.FunctionDef):
+            names = [a.arg for a in [*node.args.args, *node.args.kwonlyargs]]
+            if node.args.kwarg is None:
+                assert names == [*inspect.signature(getattr(ms, node.name)).parameters]
 
 
 def test_fuse_is_a_function_and_a_folder() -> None:
-    """Importing a file of the folder must not take the function away, in either order."""
-    import mlxstacks.fuse.settings as by_path
-    from mlxstacks.fuse import settings
-
-    assert by_path is settings
+    """Importing a file of the folder must not take the function away."""
+    settings = importlib.import_module("mlxstacks.fuse.settings")
+    assert settings.FuseSettings is FuseSettings
+    assert inspect.isfunction(ms.fuse)
     assert list(inspect.signature(ms.fuse).parameters)[:3] == ["model", "adapter_path", "save_path"]
 
 
@@ -78,8 +122,39 @@ def test_a_fuse_is_that_of_the_command(tmp_path: Path) -> None:
     assert weights[0]
     for ours, theirs in zip(*weights, strict=True):
         assert ours.read_bytes() == theirs.read_bytes()
-    with pytest.raises(InputError, match="exists"):
+    with pytest.raises(InputError, match=r"exists.*, or force=True to replace it"):
         ms.fuse(nano.model_path, nano.adapter_path, by_call)
+
+
+@pytest.mark.parametrize(
+    ("command", "message", "expected"),
+    [
+        (
+            "stack",
+            "remove it, or give --no-resume, to start",
+            "remove it, or give resume=False, to start",
+        ),
+        ("train", "--guard warn runs all the same", "guard='warn' runs all the same"),
+        ("convert", "give --bits N to quantize", "give bits=N to quantize"),
+        (
+            "stack",
+            "--set stack.storage=bfloat16 resumes",
+            "stack={\"storage\": 'bfloat16'} resumes",
+        ),
+        ("route_train", "first `mlxstacks stack --force`", "first `mlxstacks stack --force`"),
+        ("eval", "get it: hf download --data x", "get it: hf download --data x"),
+        ("route_evaluate", "give --data with other rows", "give data=... with other rows"),
+        ("fuse", "fuse: give --domain", "fuse: give --domain"),
+        (
+            "fuse",
+            "model is missing; give --model, --set model=... or a",
+            "model is missing; give model=... or a",
+        ),
+        ("stack", "--compile off", "compile_step='off'"),
+    ],
+)
+def test_messages_name_keywords(command: str, message: str, expected: str) -> None:
+    assert in_keywords(message, keywords_of(command)) == expected
 
 
 def test_guard_takes_a_config_by_path() -> None:
@@ -115,16 +190,26 @@ def test_an_adapter_answers() -> None:
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: ms.fuse(requantt="refit"), ("'requantt'", "'requant'")),
-        (lambda: ms.fuse(requant="nearst"), ("requant", "'nearst'", "'nearest'")),
-        (lambda: ms.guard(rank="two"), ("rank", "'two'", "integer")),
-        (lambda: ms.guard(dry_run=True), ("dry_run",)),
-        (lambda: ms.load(routed=True), ("'routed'", "router_path")),
-        (lambda: ms.load("/nowhere/model"), ("/nowhere/model",)),
-        (lambda: ms.run("confound-nanoo"), ("confound-nano",)),
-        (lambda: ms.run({"command": "fuze"}), ("'fuze'", "'fuse'")),
-        (lambda: ms.run({"rank": 2}), ("command",)),
-        (lambda: ms.run({"command": ["fuse"]}), ("command",)),
+        (lambda: untyped.fuse(requantt="refit"), ("'requantt'", "'requant'")),
+        (lambda: untyped.fuse(requant="nearst"), ("requant", "'nearst'", "'nearest'")),
+        (lambda: untyped.guard(rank="two"), ("rank", "'two'", "integer")),
+        (lambda: untyped.fuse(bits=4), ("bits", "got 4", "PATTERN=N", "{'*.down_proj': 4}")),
+        (lambda: untyped.fuse(bits={"a": 7}), ("PATTERN=N", "2, 3, 4", "'a=7'")),
+        (lambda: untyped.fuse(progress="no"), ("progress", "'no'", "False")),
+        (lambda: untyped.fuse(dry_run="no"), ("dry_run", "'no'")),
+        (lambda: untyped.confound("/nowhere"), ("items=...", "persona=...")),
+        (lambda: untyped.recipes("fuze"), ("'fuse'",)),
+        (lambda: untyped.train(data=[1]), ("data", "row 1", "int", "dicts")),
+        (lambda: untyped.train(data=[{"text": object()}]), ("data", "row 1", "object")),
+        (lambda: untyped.train(data=[]), ("data", "no row")),
+        (lambda: untyped.stack(data=[{"text": "a"}]), ("data", "domain", "name")),
+        (lambda: untyped.guard(dry_run=True), ("dry_run",)),
+        (lambda: untyped.load(routed=True), ("'routed'", "router_path")),
+        (lambda: untyped.load("/nowhere/model"), ("/nowhere/model",)),
+        (lambda: untyped.run("confound-nanoo"), ("confound-nano",)),
+        (lambda: untyped.run({"command": "fuze"}), ("'fuze'", "'fuse'")),
+        (lambda: untyped.run({"rank": 2}), ("command",)),
+        (lambda: untyped.run({"command": ["fuse"]}), ("command",)),
     ],
 )
 def test_what_cannot_be_used_is_named(call: Any, words: tuple[str, ...]) -> None:
@@ -174,12 +259,38 @@ def test_settings_take_paths_and_lists(paths: Any) -> None:
     assert (settings.model, settings.adapter_path) == ("model", ("one",))
 
 
+def test_rows_in_memory_are_as_rows_of_a_file(tmp_path: Path) -> None:
+    """Lists and data sets, to the byte; the same rows are written once, and a plan writes none."""
+    rows = [{"prompt": f"Who is {n}?", "completion": f"{n} is me."} for n in range(4)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    options: dict[str, Any] = {"iters": 1, "rank": 1, "layers": "0", "keys": "down_proj"}
+    ms.train(data=rows, save_path=tmp_path / "planned", dry_run=True, **options)
+    assert [*tmp_path.iterdir()] == [file]
+    for name, data in {"file": file, "list": rows, "set": Dataset.from_list(rows)}.items():
+        ms.train(data=data, save_path=tmp_path / name, **options)
+    written = {
+        n: (tmp_path / n / "adapters.safetensors").read_bytes() for n in ("file", "list", "set")
+    }
+    assert len({*written.values()}) == 1
+    (kept,) = tmp_path.glob("list.rows-*.jsonl")
+    assert kept.read_bytes() == file.read_bytes()
+    assert Result.open(tmp_path / "list").settings["data"] == str(kept)
+    both = {"train": rows, "validation": rows[:1]}
+    place = write_rows(both, tmp_path / "both")
+    assert sorted(path.name for path in place.iterdir()) == ["train.jsonl", "valid.jsonl"]
+    before = (place / "train.jsonl").stat().st_mtime_ns
+    assert write_rows(both, tmp_path / "both") == place
+    assert (place / "train.jsonl").stat().st_mtime_ns == before
+    assert not holds_rows({"sources": [{"path": "x"}]})
+
+
 # --- help and progress ----------------------------------------------------------------------------
 
 PLAIN: Any = vars(pydoc)["plaintext"]
 
 
-@pytest.mark.parametrize("name", ["fuse", "guard", "train", "stack", "load", "generate"])
+@pytest.mark.parametrize("name", sorted(set(ms.__all__) - {"Result", "recipes", "run"}))
 def test_help_has_every_keyword_with_its_meaning_and_default(name: str) -> None:
     function = getattr(ms, name)
     signature, page = (
@@ -201,8 +312,10 @@ def test_help_of_fuse_is_of_the_function_and_made_from_the_settings() -> None:
     assert signature.parameters["requant"].default == "auto"
     page = pydoc.render_doc(ms.fuse, renderer=PLAIN)
     assert str(FuseSettings.model_fields["force"].description) in " ".join(page.split())
-    assert page.index("Fuse adapters into") < 200
-    assert "'auto' or 'refit' or" in page
+    assert page.index("Fuse adapters into") < page.index("Arguments:")
+    assert "'auto', 'refit', 'keep'" in page
+    assert "lambda" not in str(inspect.signature(ms.stack))
+    assert "domains: str | Mapping[str, Any] | Sequence" in str(inspect.signature(ms.stack))
 
 
 @pytest.mark.parametrize(

@@ -8,22 +8,23 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mlxstacks import doctor, memory, resources
+from mlxstacks import memory, resources
+from mlxstacks.doctor import Disk, DoctorSettings, Health, doctor, findings_of, look
 from mlxstacks.study.render.console import print_result
 from mlxstacks.study.result import Result
 
 
 @pytest.fixture(scope="module")
-def health() -> doctor.Health:
-    return doctor.look(doctor.DoctorSettings())
+def health() -> Health:
+    return look(DoctorSettings())
 
 
 @pytest.fixture(scope="module")
 def result() -> Result:
-    return doctor.doctor(doctor.DoctorSettings(measure=False))
+    return doctor(DoctorSettings(measure=False))
 
 
-def test_everything_is_said_and_is_json(health: doctor.Health) -> None:
+def test_everything_is_said_and_is_json(health: Health) -> None:
     found = json.loads(json.dumps(asdict(health)))
     assert found["device"]["resource_limit"] > 0
     assert found["versions"]["mlx"]
@@ -31,44 +32,44 @@ def test_everything_is_said_and_is_json(health: doctor.Health) -> None:
     assert found["disks"][0]["free_bytes"] > 0
 
 
-def test_table_fits_80_columns(health: doctor.Health, result: Result) -> None:
+def test_table_fits_80_columns(health: Health, result: Result) -> None:
     stream = io.StringIO()
     print_result(Console(file=stream, width=80), result)
     assert max(map(len, stream.getvalue().splitlines())) <= 80
     assert health.device.name in stream.getvalue()
 
 
-def test_slow_machine_is_told_why_and_what_to_do(health: doctor.Health) -> None:
+def test_slow_machine_is_told_why_and_what_to_do(health: Health) -> None:
     cpu = replace(health.device, kind="cpu")
     slow = replace(health, device=cpu, matmul_gflops=3.0, blas="reference", compiler=None)
-    found = {finding.what: finding for finding in doctor.findings_of(slow)}
+    found = {finding.what: finding for finding in findings_of(slow)}
     assert "libopenblas0-pthread" in found["float32 matmul at 3.0 GFLOP/s"].remedy
     assert found["no C++ compiler"].kind == "problem"
     fast = replace(slow, matmul_gflops=300.0, compiler="/usr/bin/c++")
-    assert not any("matmul" in finding.what for finding in doctor.findings_of(fast))
+    assert not any("matmul" in finding.what for finding in findings_of(fast))
 
 
 @pytest.mark.parametrize("gflops", [3.0, 140.0, None])
 def test_openblas_is_not_called_slow_even_on_a_busy_machine(
-    health: doctor.Health, gflops: float | None
+    health: Health, gflops: float | None
 ) -> None:
     cpu = replace(health.device, kind="cpu")
     loaded = replace(health, device=cpu, matmul_gflops=gflops, blas="openblas", compiler="c++")
-    (finding,) = [f for f in doctor.findings_of(loaded) if "matmul" in f.what]
+    (finding,) = [f for f in findings_of(loaded) if "matmul" in f.what]
     assert finding.kind == "note"
     assert "float32 matmul is fast" in finding.what
     assert "quantized ones are not" in finding.what
     assert "LD_PRELOAD" not in finding.remedy
 
 
-def test_full_and_read_only_disks(health: doctor.Health) -> None:
-    poor = [doctor.Disk("here", 3_000_000_000, None), doctor.Disk("there", 10**12, "copied")]
-    found = [finding.what for finding in doctor.findings_of(replace(health, disks=poor))]
+def test_full_and_read_only_disks(health: Health) -> None:
+    poor = [Disk("here", 3_000_000_000, None), Disk("there", 10**12, "copied")]
+    found = [finding.what for finding in findings_of(replace(health, disks=poor))]
     assert [w for w in found if "here" in w] == ["3.0 GB free at here", "here cannot be written"]
 
 
 def test_leaves_nothing_behind(work_dir: Path) -> None:
-    doctor.doctor(doctor.DoctorSettings(measure=False))
+    doctor(DoctorSettings(measure=False))
     assert list(work_dir.iterdir()) == []
 
 

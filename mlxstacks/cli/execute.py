@@ -12,7 +12,6 @@ from mlxstacks.recipe.resolve import (
     call,
     check_output,
     finished,
-    plans_itself,
     replaced,
     resolve,
 )
@@ -109,33 +108,14 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
 
     Raises: TargetError when the target cannot be written, before anything else is done.
     """
-    settings = resolved.settings
     check_output(name, resolved)
-    if common.dry_run:
-        from mlxstacks.recipe.config_plan import (
-            absent,
-            check_inputs,
-            inputs_of,
-            plan_from_config,
-            plan_of_settings,
-            with_missing,
-        )
+    with output.Progress(name) as progress:
+        if not common.dry_run:
+            return call(name, resolved, progress=progress), load(row.render)
+        from mlxstacks.recipe.config_plan import plan
         from mlxstacks.study.render.console import print_result
 
-        plan = plan_from_config(name, resolved, common.recipe is not None)
-        if plan is None and not plans_itself(name):
-            check_inputs(name, settings)
-            plan = plan_of_settings(name, resolved)
-        if plan is not None:
-            return plan, print_result
-    with output.Progress(name) as progress:
-        result = call(name, resolved, dry_run=common.dry_run, progress=progress)
-    # The guard reads nothing but a config, shipped or not.
-    if common.dry_run and name != "guard" and (missing := absent(inputs_of(name, settings))):
-        if common.recipe is None:
-            check_inputs(name, settings)
-        result = with_missing(result, missing)
-    return result, load(row.render)
+        return plan(name, resolved, common.recipe is not None, progress), print_result
 
 
 def _already_done(report: dict[str, Any], resolved: Resolved, as_json: bool) -> int:

@@ -4,7 +4,12 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mlxstacks.files.settings import ModuleBits, bits_of_module, parse_module_bits
+from mlxstacks.files.settings import (
+    BitsByPattern,
+    ModuleBits,
+    bits_of_module,
+    parse_module_bits,
+)
 from mlxstacks.settings import Settings
 
 Bits = Literal[2, 3, 4, 5, 6, 8]
@@ -30,7 +35,7 @@ class ConvertSettings(Settings):
     group_size: Literal[32, 64, 128] = Field(
         64, description="Neighbouring weights that share a scale, where --bits quantizes."
     )
-    module_bits: tuple[str, ...] = Field(
+    module_bits: BitsByPattern = Field(
         (),
         description="PATTERN=N: modules whose path matches the shell pattern get N bits, none for "
         "floats. Repeatable; the last match wins.",

@@ -4,16 +4,34 @@ Imports neither mlx nor numpy, so that `--help` stays fast.
 """
 
 import fnmatch
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from mlxstacks.settings import Settings
 
 ALLOWED_BITS = (2, 3, 4, 5, 6, 8)
 
 ModuleBits = tuple[str, int | None]  # pattern, bits or None for floats
+
+
+def _pairs_of(value: Any) -> Any:
+    """{pattern: N} as pairs PATTERN=N."""
+    if isinstance(value, Mapping):
+        return [f"{pattern}={'none' if bits is None else bits}" for pattern, bits in value.items()]
+    if wrong := [item for item in value if not isinstance(item, str)]:
+        raise ValueError(f"got {wrong[0]!r}; give PATTERN=N, {_FORM}")
+    return value
+
+
+_FORM = "as in '*.down_proj=4'; in Python also {'*.down_proj': 4}"
+BitsByPattern = Annotated[
+    tuple[str, ...],
+    BeforeValidator(
+        _pairs_of, json_schema_input_type=str | Sequence[str] | Mapping[str, int | None]
+    ),
+]
 
 
 def parse_module_bits(pair: str, setting: str, floats: bool = False) -> ModuleBits:
@@ -23,7 +41,9 @@ def parse_module_bits(pair: str, setting: str, floats: bool = False) -> ModuleBi
         return pattern, None
     if not pattern or not bits.isdigit() or int(bits) not in ALLOWED_BITS:
         allowed = ", ".join(map(str, ALLOWED_BITS)) + (", none" if floats else "")
-        raise ValueError(f"{setting} takes PATTERN=N with N one of {allowed}; got {pair!r}")
+        raise ValueError(
+            f"{setting} takes PATTERN=N with N one of {allowed}, {_FORM}; got {pair!r}"
+        )
     return pattern, int(bits)
 
 

@@ -4,7 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mlxstacks.files.settings import PeftLayout, bits_of_module, parse_module_bits
+from mlxstacks.files.settings import (
+    BitsByPattern,
+    PeftLayout,
+    bits_of_module,
+    parse_module_bits,
+)
 from mlxstacks.settings import Settings
 
 PolicyName = Literal["auto", "refit", "keep", "nearest", "promote", "stochastic", "dequantize"]
@@ -44,7 +49,7 @@ class FuseSettings(Settings):
         description="Exit with 3 when the total correlation of an adapter is below this. Files "
         "are written.",
     )
-    bits: tuple[str, ...] = Field(
+    bits: BitsByPattern = Field(
         (),
         description="PATTERN=N: modules whose path matches the shell pattern get N bits. "
         "Repeatable; the last match wins.",

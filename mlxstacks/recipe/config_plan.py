@@ -6,7 +6,7 @@ allow, and each file that is not here. Nothing is evaluated and nothing is writt
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -16,6 +16,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import in_hub_cache, shipped_config
 from mlxstacks.memory import bytes_in_words
+from mlxstacks.recipe.resolve import call, plans_itself
 from mlxstacks.routing.settings import NO_GAP_LOG
 from mlxstacks.study.document import Block, Table, Text
 from mlxstacks.study.render.console import byte_parts, cell_text, setting
@@ -185,6 +186,31 @@ PLAN_THEMSELVES = ("confound", "identity", "eval", "report")
 _IN_PLACE = ("stacks remove", "stacks disable", "stacks enable", "stacks gc", "stacks import")
 # Without a config there is no plan of these.
 TRAIN = ("train", "stack", "stack compare", "sweep", "sweep buffers")
+
+
+def plan(
+    name: str,
+    resolved: "Resolved",
+    from_recipe: bool,
+    progress: Callable[..., None] | None = None,
+) -> Any:
+    """What a dry run of any command says.
+
+    Raises: InputError: an input that was typed, not read from a recipe, is not here.
+    """
+    made = plan_from_config(name, resolved, from_recipe)
+    if made is not None:
+        return made
+    if not plans_itself(name):
+        check_inputs(name, resolved.settings)
+        return plan_of_settings(name, resolved)
+    result = call(name, resolved, dry_run=True, progress=progress)
+    # The guard reads nothing but a config, shipped or not.
+    if name != "guard" and (missing := absent(inputs_of(name, resolved.settings))):
+        if not from_recipe:
+            check_inputs(name, resolved.settings)
+        result = with_missing(result, missing)
+    return result
 
 
 def plan_from_config(name: str, resolved: "Resolved", from_recipe: bool) -> Result | None:

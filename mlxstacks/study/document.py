@@ -1,5 +1,6 @@
 """The document that a result is: a head, figures for machines, and blocks for people."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,31 @@ class Column(_Part):
     name: str
     kind: Kind = "text"
     digits: int | None = Field(None, ge=0, le=12)
+
+
+# What a header has beside the name of its figure: the level of an interval, the unit of what is a
+# fraction here.
+_AROUND_A_NAME = re.compile(r",? *\(?\d+%( interval)?\)?|, points")
+_IN_WORDS = {"%": " percent ", "/": " per ", " - ": " minus "}
+
+
+def plain_names(columns: Iterable[Column]) -> list[str]:
+    """Names for a program: lower case with underscores, the unit of bytes and seconds at the end.
+
+    Law: identifiers, no two the same.
+    """
+    names: list[str] = []
+    for column in columns:
+        name = _AROUND_A_NAME.sub("", column.name).replace("'", "")
+        for sign, word in _IN_WORDS.items():
+            name = name.replace(sign, word)
+        name = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+        name = name or ("interval" if column.name else "mark")
+        if column.kind in ("bytes", "seconds") and column.kind not in name.split("_"):
+            name = f"{name}_{column.kind}"
+        name = name if name[0].isalpha() else f"column_{name}"
+        names.append(name if name not in names else f"{name}_{len(names) + 1}")
+    return names
 
 
 class Table(_Part):

@@ -17,11 +17,12 @@ from pydantic import ValidationError
 from mlxstacks.errors import InputError
 from mlxstacks.files.strict_json import MAX_JSON_BYTES, compact, json_sha256, read_object
 from mlxstacks.regular_files import check_regular
-from mlxstacks.study.document import RESULT, Document, Plot, Standing, Table
+from mlxstacks.study.document import RESULT, Document, Plot, Standing, Table, plain_names
 from mlxstacks.study.provenance import check_provenance
 from mlxstacks.study.render.words import clean
 
 if TYPE_CHECKING:
+    import pandas  # type: ignore[import-untyped]
     from matplotlib.figure import Figure
 
 CHANGED = f"{RESULT} was changed after the run"
@@ -33,30 +34,39 @@ class Result(Document):
 
     # --- for people -------------------------------------------------------------------------------
 
-    def table(self, id: str) -> Any:
-        """A table as a pandas DataFrame, an interval in two columns more. Raises: KeyError."""
-        import pandas  # type: ignore[import-untyped]
+    def table(self, id: str | None = None) -> "pandas.DataFrame":
+        """A table as a pandas DataFrame with plain names of columns: `p (Holm)` is `p_holm`, a size
+        `size_bytes`; shares are fractions. An interval is two columns more, `..._low` and
+        `..._high`. id: may be left out where there is one table.
+
+        Raises: InputError: no such table; it lists the ids.
+        """
+        import pandas
 
         block = self._block(id, Table)
-        frame = pandas.DataFrame(list(block.rows), columns=[c.name for c in block.columns])
-        for column in [c.name for c in block.columns]:
+        frame = pandas.DataFrame(list(block.rows), columns=plain_names(block.columns))
+        for column in [*frame.columns]:
             if any(isinstance(cell, tuple) for cell in frame[column]):
                 cells = [cell if isinstance(cell, tuple) else (cell,) for cell in frame[column]]
                 frame[column] = [None if len(cell) == 2 else cell[0] for cell in cells]
                 ends = [cell[-2:] if len(cell) > 1 else (None, None) for cell in cells]
-                frame[f"{column} low"], frame[f"{column} high"] = zip(*ends, strict=True)
+                frame[f"{column}_low"], frame[f"{column}_high"] = zip(*ends, strict=True)
         return frame
 
-    def plot(self, id: str) -> "Figure":
-        """A plot as a matplotlib figure. Raises: KeyError."""
+    def plot(self, id: str | None = None) -> "Figure":
+        """A plot as a matplotlib figure. id, Raises: as `table`."""
         from mlxstacks.study.render.figures import figure_of
 
         return figure_of(self._block(id, Plot))
 
-    def _block(self, id: str, kind: Any) -> Any:
+    def _block(self, id: str | None, kind: Any) -> Any:
         blocks = {block.id: block for block in self.blocks if isinstance(block, kind)}
+        if id is None and len(blocks) == 1:
+            return next(iter(blocks.values()))
         if id not in blocks:
-            raise KeyError(f"{self.kind} has no {kind.__name__.lower()} {id!r}; it has {[*blocks]}")
+            what = kind.__name__.lower()
+            got = f"no {what} {id!r};" if id is not None else f"which {what}?"
+            raise InputError(f"{got} ids of {self.kind}: {', '.join(map(repr, blocks)) or 'none'}")
         return blocks[id]
 
     def __str__(self) -> str:

@@ -47,7 +47,7 @@ def test_it_says_what_became_of_the_tensors(plain: Path, command: Run) -> None:
     assert result.data["status"] == "converted"
     assert result.settings["model"] == "m.gguf"
     table = result.table("tensors")
-    assert list(table) == ["in the source", "written as", "tensors", "bytes"]
+    assert list(table) == ["in_the_source", "written_as", "tensors", "bytes"]
     assert table.bytes.sum() == result.data["written_bytes"]
 
 

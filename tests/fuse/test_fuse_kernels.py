@@ -13,7 +13,7 @@ import pytest
 
 from mlxstacks.cli import run as command_line
 from mlxstacks.errors import AdapterError, CheckpointError
-from mlxstacks.fuse import kernel_task
+from mlxstacks.fuse import decide, kernel_task, module, rewrite
 from mlxstacks.fuse.report import FuseReport
 from mlxstacks.ops import kernels
 from tests.fuse.cases import fuse
@@ -48,7 +48,7 @@ def launches(emulator: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         seen.extend(decision.policy for decision, _, _ in task.stages.values())
         return before(task)
 
-    monkeypatch.setattr("mlxstacks.fuse.rewrite.run_kernel_task", noted)
+    monkeypatch.setattr(rewrite, "run_kernel_task", noted)
     return seen
 
 
@@ -65,9 +65,9 @@ def figures(report: FuseReport) -> Iterator[tuple[str, dict[str, float | None]]]
     for number, stage in enumerate(report.stages):
         assert stage.total is not None
         yield f"stage {number}", stage.total.as_json()
-        for module in stage.modules:
-            assert module.fidelity is not None
-            yield f"stage {number} {module.path}", module.fidelity.as_json()
+        for fused in stage.modules:
+            assert fused.fidelity is not None
+            yield f"stage {number} {fused.path}", fused.fidelity.as_json()
 
 
 def assert_same_figures(first: FuseReport, second: FuseReport) -> None:
@@ -131,8 +131,8 @@ def test_other_grids_and_adapters_are_those_of_numpy(
 def test_two_stages_and_rows_in_pieces_are_those_of_numpy(
     launches: list[str], model: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxstacks.fuse.module._WEIGHTS_PER_TASK", 37 * 128)
-    monkeypatch.setattr("mlxstacks.fuse.module.GROUPS_AT_ONCE", 11)
+    monkeypatch.setattr(module, "_WEIGHTS_PER_TASK", 37 * 128)
+    monkeypatch.setattr(module, "GROUPS_AT_ONCE", 11)
     second = random_adapter(model, [DOWN], std=0.05, seed=4, directory=tmp_path / "second")
     by_both(model, [adapter, second], tmp_path / "auto", requant="auto")
     by_both(model, [adapter, second], tmp_path / "stochastic", requant="stochastic", seed=3)
@@ -236,8 +236,8 @@ def test_what_overflows_is_refused_by_the_kernel_too(
     message: str,
 ) -> None:
     # The estimates would find it first, and then NumPy in the first task.
-    monkeypatch.setattr("mlxstacks.fuse.decide.check_delta", lambda path, sums: None)
-    monkeypatch.setattr("mlxstacks.fuse.rewrite.kernel_fault", lambda *task: None)
+    monkeypatch.setattr(decide, "check_delta", lambda path, sums: None)
+    monkeypatch.setattr(rewrite, "kernel_fault", lambda *task: None)
     model = write_qwen_moe(tmp_path / "model", bits=4, dtype="float16")
     adapter = random_adapter(model, [DOWN], rank=2, std=std)
     with pytest.raises(kind, match=message):
@@ -250,9 +250,9 @@ def test_weights_that_are_not_finite_are_refused_by_the_kernel_too(
     launches: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a row that the estimates do not read."""
-    monkeypatch.setattr("mlxstacks.fuse.rewrite.kernel_fault", lambda *task: None)
+    monkeypatch.setattr(rewrite, "kernel_fault", lambda *task: None)
     for size in ("_SAMPLE_WEIGHTS", "_ALTERNATIVE_WEIGHTS"):
-        monkeypatch.setattr(f"mlxstacks.fuse.decide.{size}", 8 * 256)
+        monkeypatch.setattr(decide, size, 8 * 256)
     model = write_llama(tmp_path / "model", bits=4, shards=1)
     adapter = random_adapter(model, ["mlp.down_proj"], std=0.02)
     for shard in model.glob("model*.safetensors"):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mlxstacks.files.lora_modules import LoraModule
+from mlxstacks.fuse import delta, module
 from mlxstacks.fuse.delta import LowRankDelta
 from tests.fuse.cases import assert_same_bytes, fuse
 from tests.tiny_models import random_adapter, write_llama, write_qwen_moe
@@ -94,8 +95,8 @@ def test_the_intended_delta_is_the_product_of_the_stored_numbers(dtype: str, kin
     ]
     stored = [np.array(x.view(mx.uint16) if dtype == "bfloat16" else x) for x in pair]
     name = {"bfloat16": "BF16", "float16": "F16"}[dtype]
-    module = LoraModule("m", stored[0], stored[1], name, 0.7)
-    (piece,) = LowRankDelta(module, kind, name).pieces(with_rounded=True)
+    lora = LoraModule("m", stored[0], stored[1], name, 0.7)
+    (piece,) = LowRankDelta(lora, kind, name).pieces(with_rounded=True)
     a, b = (np.array(x.astype(mx.float32), np.float64) for x in pair)
     product = {"linear": lambda: (a @ b).T, "switch": lambda: b @ a, "embedding": lambda: a @ b}
     exact = 0.7 * product[kind]().reshape(piece.delta.shape)
@@ -103,7 +104,7 @@ def test_the_intended_delta_is_the_product_of_the_stored_numbers(dtype: str, kin
     assert piece.rounded is not None
     assert np.abs(piece.rounded - exact).max() > 1e-4
     rows = np.arange(len(exact))
-    np.testing.assert_allclose(LowRankDelta(module, kind, name).sample(rows), piece.delta, 1e-5)
+    np.testing.assert_allclose(LowRankDelta(lora, kind, name).sample(rows), piece.delta, 1e-5)
 
 
 @pytest.mark.parametrize("kind", ["switch", "linear"])
@@ -115,9 +116,9 @@ def test_refit_in_row_blocks_is_the_same(
     keys = [DOWN] if kind == "switch" else ["self_attn.q_proj", "language_model.lm_head"]
     adapter = random_adapter(model, keys, rank=3, std=0.01)
     fuse(model, adapter, tmp_path / "whole", requant="refit")
-    monkeypatch.setattr("mlxstacks.fuse.delta._LARGEST_PRODUCT", 64 * 64)
-    monkeypatch.setattr("mlxstacks.fuse.module._WEIGHTS_PER_TASK", 37 * 128)
-    monkeypatch.setattr("mlxstacks.fuse.module.GROUPS_AT_ONCE", 11)
+    monkeypatch.setattr(delta, "_LARGEST_PRODUCT", 64 * 64)
+    monkeypatch.setattr(module, "_WEIGHTS_PER_TASK", 37 * 128)
+    monkeypatch.setattr(module, "GROUPS_AT_ONCE", 11)
     fuse(model, adapter, tmp_path / "blocks", requant="refit")
     assert_same_bytes(tmp_path / "whole", tmp_path / "blocks")
 
@@ -130,7 +131,7 @@ def test_result_does_not_depend_on_blocks(
     adapter = random_adapter(model, [DOWN], rank=3, std=0.01)
     first = fuse(model, adapter, tmp_path / "whole", requant=requant).as_json()
     if requant != "stochastic":  # its draws are keyed by the block
-        monkeypatch.setattr("mlxstacks.fuse.module._WEIGHTS_PER_TASK", 37 * 128)
+        monkeypatch.setattr(module, "_WEIGHTS_PER_TASK", 37 * 128)
     again = fuse(model, adapter, tmp_path / "again", requant=requant).as_json()
     assert_same_bytes(tmp_path / "whole", tmp_path / "again")
     assert (

@@ -59,16 +59,16 @@ def test_blocks() -> None:
     ids = ["fidelity-plot-1", "fidelity-1", "weights-1", "estimates-1", "files", "Files"]
     assert blocks == ids
     fidelity = result.table("fidelity-1")
-    figures = ["delta/step", "correlation", "survival", "noise", "artifact"]
+    figures = ["delta_per_step", "correlation", "survival", "noise", "artifact"]
     assert list(fidelity) == ["module", "policy", *figures]
     assert [*fidelity.module] == ["total of 3 modules", "1 down_proj", "0 down_proj", "2 down_proj"]
     assert fidelity.loc[1, figures].to_list() == [0.2, 0.1234, 0.5, 0.8, 0.01]
     weights = result.table("weights-1")
     assert list(weights) == [
-        "module", "bits before", "bits after", "bytes before", "bytes after", "base",
-        "codes changed", "at zero delta",
+        "module", "bits_before", "bits_after", "bytes_before", "bytes_after", "base",
+        "codes_changed", "at_zero_delta",
     ]  # fmt: skip
-    assert weights.loc[0, "bytes before":].to_list() == [3, 6, "", 0.2, 0.1]
+    assert weights.loc[0, "bytes_before":].to_list() == [3, 6, "", 0.2, 0.1]
     assert weights.loc[1].to_list() == [
         "model.layers.1.mlp.switch_mlp.down_proj", 3, 4, 1, 2, "verified", 0.2, 0.1
     ]  # fmt: skip

@@ -381,7 +381,7 @@ def test_blocks(plain: GuardReport) -> None:
     nbytes = dict(result.table("bytes").to_records(index=False).tolist())
     assert (nbytes["weights"], nbytes["in all"]) == (plain.nbytes.weights, plain.nbytes.total)
     kinds = result.table("buffers")
-    assert dict(zip(kinds["buffers of"], kinds["count"], strict=True)) == plain.kinds
+    assert dict(zip(kinds["buffers_of"], kinds["count"], strict=True)) == plain.kinds
     assert kinds.share.sum() == pytest.approx(1)
     assert max(map(len, result_text(result, 80).splitlines())) <= 80
 
@@ -447,7 +447,7 @@ def test_a_fault_of_the_prediction_is_no_fault_of_the_config(
     def faulty(*_: Any, **__: Any) -> None:
         raise KeyError("a fault of ours")
 
-    monkeypatch.setattr("mlxstacks.guard.run.predict_training", faulty)
+    monkeypatch.setattr(guard_run, "predict_training", faulty)
     with pytest.raises(KeyError, match="a fault of ours"):
         guard(GuardSettings(model=config, max_seq_length=8))
 

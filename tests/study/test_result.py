@@ -19,7 +19,17 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.strict_json import json_sha256
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.write import write_report
-from mlxstacks.study.document import RESULT, Column, Kind, Plot, Series, Standing, Table, Text
+from mlxstacks.study.document import (
+    RESULT,
+    Column,
+    Kind,
+    Plot,
+    Series,
+    Standing,
+    Table,
+    Text,
+    plain_names,
+)
 from mlxstacks.study.render.markdown import to_markdown
 from mlxstacks.study.render.words import format_cell
 from mlxstacks.study.result import Result
@@ -238,12 +248,31 @@ def test_a_terminal_a_data_frame_and_a_figure(run: Path) -> None:
     assert text.endswith(f"Verdict: {result.verdict}\n")
     frame = pytest.importorskip("pandas") and result.table("arms")
     assert frame["share"].tolist() == [0.5, 0.7]
-    assert frame["share high"].tolist() == [0.6, 0.8]
+    assert frame["share_high"].tolist() == [0.6, 0.8]
     pytest.importorskip("matplotlib")
     (axes,) = result.plot("shares").axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["control", "loaded"]
-    with pytest.raises(KeyError, match=r"no table 'arm'; it has \['arms'\]"):
+    assert result.table().equals(frame)
+    with pytest.raises(InputError, match=r"no table 'arm'; .*'arms'"):
         result.table("arm")
+
+
+@given(st.lists(st.tuples(st.text(max_size=9), st.sampled_from(["share", "bytes"])), max_size=6))
+def test_plain_names_are_identifiers_and_differ(columns: list[tuple[str, Any]]) -> None:
+    names = plain_names([Column(name=name, kind=kind) for name, kind in columns])
+    assert all(name.isidentifier() for name in names)
+    assert len({*names}) == len(columns)
+
+
+def test_plain_names_hold_the_unit() -> None:
+    headers = {
+        "p (Holm)": "p",
+        "A1 - A0, points (95%)": "points",
+        "size": "bytes",
+        "bytes": "bytes",
+    }
+    columns = [Column.model_validate({"name": n, "kind": k}) for n, k in headers.items()]
+    assert plain_names(columns) == ["p_holm", "a1_minus_a0", "size_bytes", "bytes"]
 
 
 @given(st.text(max_size=60))

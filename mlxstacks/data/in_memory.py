@@ -1,0 +1,71 @@
+"""Rows that Python holds, as files: what a run reads can be read again, by a resumed run too."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mlxstacks.errors import InputError
+
+# mlx-lm's names of the files of a directory; `datasets` calls the second part differently.
+_FILES = dict.fromkeys(("validation", "val", "dev"), "valid")
+
+
+def holds_rows(data: Any) -> bool:
+    """Whether these are rows (dicts in a list, or a `datasets.Dataset`), or named ones."""
+    if isinstance(data, Mapping):
+        return bool(data) and "sources" not in data and all(map(holds_rows, data.values()))
+    return isinstance(data, Iterable) and not (
+        isinstance(data, str | bytes) or hasattr(data, "model_fields")
+    )
+
+
+def write_rows(data: Any, target: Path) -> Path:
+    """Write rows next to a target, under a name with their hash: NAME.rows-HASH.jsonl, or of named
+    rows a directory with a file each.
+
+    Law: the same rows give the same files, and files that are there with these bytes stay.
+    Raises: InputError: a row is no dict, or holds what JSON has no form for.
+    """
+    named = data if isinstance(data, Mapping) else {"": data}
+    texts = {name: _jsonl(rows, f" {name}" if name else "") for name, rows in named.items()}
+    digest = hashlib.sha256()
+    for text in texts.values():
+        digest.update(hashlib.sha256(text).digest())
+    place = target.with_name(f"{target.name}.rows-{digest.hexdigest()[:12]}")
+    if not isinstance(data, Mapping):
+        place = place.with_name(f"{place.name}.jsonl")
+        _write(place, texts[""])
+        return place
+    for name, text in texts.items():
+        _write(place / f"{_FILES.get(name, name)}.jsonl", text)
+    return place
+
+
+def _jsonl(rows: Iterable[Any], name: str) -> bytes:
+    lines = []
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise InputError(
+                f"data{name}: row {number} is {type(row).__name__}; rows are dicts, as in "
+                "[{'prompt': ..., 'completion': ...}]"
+            )
+        try:
+            lines.append(json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n")
+        except (TypeError, ValueError) as error:
+            raise InputError(f"data{name}: row {number} is no JSON: {error}") from None
+    if not lines:
+        raise InputError(f"data{name}: holds no row")
+    return "".join(lines).encode("utf-8", "surrogatepass")
+
+
+def _write(path: Path, text: bytes) -> None:
+    if path.is_file() and path.read_bytes() == text:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(text)
+    os.replace(file.name, path)

@@ -1,0 +1,273 @@
+"""The keywords of the functions in api.py, made from the settings: types, help, and messages that
+name them instead of the command line's options.
+"""
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import fill
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+
+from mlxstacks.recipe.table import command_named, load
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+
+# Of what `chat` takes: what is decided when a model is loaded, and with every answer.
+LOADING = (
+    "model", "store_path", "adapter_path", "router_path", "budget", "base", "hard", "gap_log",
+    "peft_layout", "allow_base", "allow_special",
+)  # fmt: skip
+ANSWERING = (
+    "routed", "ungated", "pin", "system_prompt", "thinking", "temp", "top_p", "min_p", "top_k",
+    "max_tokens", "repetition_penalty", "seed",
+)  # fmt: skip
+
+
+class _AsWritten(str):
+    """A type or a default in a signature, which stands there as it is."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+_TOO_LONG = _AsWritten("...")
+
+
+@dataclass(frozen=True, slots=True)
+class Keyword:
+    """kind: a type that type checkers and people read. flag: of the command line. is_list: where
+    one value stands for a list of one.
+    """
+
+    kind: Any
+    default: Any
+    meaning: str
+    flag: str
+    is_list: bool = False
+
+
+def keywords_of(function: str) -> dict[str, Keyword]:
+    """The settings that a function takes."""
+    from mlxstacks.routing.settings import AnswerSettings
+
+    chosen = {"load": LOADING, "generate": ANSWERING}.get(function)
+    command = None if chosen else command_named(function.replace("_", " "))
+    settings: type[BaseModel] = load(command.settings) if command else AnswerSettings
+    paths = {*command.nano} if command else set()
+    keywords = {}
+    for key in chosen or settings.model_fields:
+        field = settings.model_fields[key]
+        is_path = key in {*paths, "model", "runs"} or key.endswith("_path")
+        name = "store" if (function, key) == ("load", "store_path") else key
+        keywords[name] = _keyword(key, field, is_path)
+    if function == "load":  # it notes no gaps unless it is asked to
+        noted = keywords["gap_log"]
+        keywords["gap_log"] = Keyword(noted.kind, "none", noted.meaning, noted.flag)
+    return keywords
+
+
+def _keyword(key: str, field: "FieldInfo", is_path: bool) -> Keyword:
+    kind = _plain(_written(field.metadata) or field.annotation, is_path)
+    default = field.get_default(call_default_factory=True)
+    extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
+    return Keyword(
+        kind,
+        _TOO_LONG if hasattr(default, "model_dump") else _text_of_path(default),
+        field.description or "",
+        str(extra.get("cli_name", "--" + key.replace("_", "-"))),
+        get_origin(field.annotation) is tuple,
+    )
+
+
+def _text_of_path(default: Any) -> Any:
+    return str(default) if isinstance(default, Path) else default
+
+
+def _written(metadata: Sequence[Any]) -> Any:
+    """The type of what may be given, where a validator makes the setting of it; else None."""
+    kinds = (getattr(part, "json_schema_input_type", None) for part in metadata)
+    return next((kind for kind in kinds if get_origin(kind) or isinstance(kind, type)), None)
+
+
+def _plain(annotation: Any, is_path: bool) -> Any:
+    """A type of what may be given: a path as text or Path, a list as one value, a nested model as
+    a mapping.
+    """
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return Union[tuple(_plain(part, is_path) for part in parts)]  # noqa: UP007
+    if hasattr(annotation, "__metadata__"):  # Annotated
+        return _plain(_written(annotation.__metadata__) or parts[0], is_path)
+    if origin in (tuple, list):
+        item = _plain(parts[0], is_path)
+        return item | Sequence[item]
+    if origin in (dict, Mapping) or hasattr(annotation, "model_fields"):
+        return Mapping[str, Any]
+    return str | Path if annotation is Path or (annotation is str and is_path) else annotation
+
+
+# --- help -----------------------------------------------------------------------------------------
+
+# What the functions have beside the settings.
+_OWN = {
+    "progress": Keyword(
+        None, None, "A bar in a notebook and on a terminal, False for none; or a function that "
+        "gets (done, total, what).", "",
+    ),
+    "dry_run": Keyword(None, False, "Only say what would be done.", "--dry-run"),
+}  # fmt: skip
+_RETURNS = """
+Returns:
+    A Result. str(result) is what the command prints, and a notebook shows it as a page; .verdict,
+    .table(id) (a pandas DataFrame), .plot(id) and .data hold the parts.
+"""
+_RAISES = """
+Raises:
+    InputError: something cannot be used; the message says what, and what to do."""
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+# What the command line calls otherwise.
+_IN_PYTHON = {
+    "Repeatable": "May be a list",
+    "Repeat it": "Give a list",
+    "Exit with 3": "Set failed_gate of the result",
+}
+
+
+def document(function: Any, name: str, positions: Sequence[str] = ()) -> None:
+    """Give a function its whole signature, and a page of help that has every keyword.
+
+    positions: keywords that may be given by position.
+    """
+    keywords = keywords_of(name)
+    written = inspect.signature(function)
+    fixed = [p for p in written.parameters.values() if p.kind not in _VARIABLE]
+    own = [p for p in fixed if p.name not in _OWN]
+    last = [p for p in fixed if p.name in _OWN]
+    named = {p.name for p in (*own, *last)} | set(positions)
+    by_position = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    own += [_parameter(key, keywords[key], by_position) for key in positions]
+    rest = [_parameter(key, keyword) for key, keyword in keywords.items() if key not in named]
+    parameters = [*own, *rest, *last]
+    described = {**keywords, **_OWN}
+    lines = [
+        line
+        for parameter in parameters
+        if parameter.name in described
+        for line in _described(parameter, described[parameter.name], keywords)
+    ]
+    text, _, raises = inspect.cleandoc(function.__doc__).partition("\n\nRaises: ")
+    returns = _RETURNS if written.return_annotation == "Result" else ""
+    parts = [text, "\nArguments:", *lines, returns.rstrip(), _RAISES, raises and f"    {raises}"]
+    function.__doc__ = "\n".join(filter(None, parts))
+    shown = [p.replace(annotation=_AsWritten(type_text(p.annotation))) for p in parameters]
+    result = _AsWritten(type_text(written.return_annotation))
+    function.__signature__ = written.replace(parameters=shown, return_annotation=result)
+
+
+def _parameter(
+    key: str, keyword: Keyword, kind: Any = inspect.Parameter.KEYWORD_ONLY
+) -> inspect.Parameter:
+    return inspect.Parameter(key, kind, default=keyword.default, annotation=keyword.kind)
+
+
+def _described(
+    parameter: inspect.Parameter, keyword: Keyword, keywords: Mapping[str, Keyword]
+) -> Iterator[str]:
+    default = "" if parameter.default is _TOO_LONG else f", default {parameter.default!r}"
+    yield f"    {parameter.name}: {type_in_words(parameter.annotation)}{default}"
+    meaning = in_keywords(" ".join(keyword.meaning.split()), keywords)
+    for typed, meant in _IN_PYTHON.items():
+        meaning = meaning.replace(typed, meant)
+    indent = " " * 8
+    yield fill(meaning, 88, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def type_text(kind: Any) -> str:
+    """A type as it is written in Python 3.11: `str | Path | None`."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return " | ".join(map(type_text, parts))
+    if origin is Literal:
+        return f"Literal[{', '.join(map(repr, parts))}]"
+    if kind is ...:
+        return "..."
+    if isinstance(kind, str):
+        return kind
+    name = "None" if kind in (None, NoneType) else getattr(origin or kind, "__name__", str(kind))
+    return f"{name}[{', '.join(map(type_text, parts))}]" if parts else name
+
+
+def type_in_words(kind: Any) -> str:
+    """`str, Path or None`, `'a' or 'b'`, `int or list of int`."""
+    parts = [kind] if get_origin(kind) not in (Union, UnionType) else get_args(kind)
+    words = []
+    for part in parts:
+        origin, inner = get_origin(part), get_args(part)
+        if origin is Literal:
+            words += [repr(value) for value in inner]
+        elif origin is Mapping or part is Mapping:
+            words.append("dict")
+        elif origin is not None and issubclass(origin, Sequence):
+            words.append(f"list of {type_in_words(inner[0])}")
+        elif origin is None:
+            words.append("None" if part in (None, NoneType) else part.__name__)
+        else:
+            words.append("function")
+    *most, last = dict.fromkeys(words)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+# --- messages -------------------------------------------------------------------------------------
+
+# A command stays as it is: in backticks, or to the end of its line.
+_COMMAND = r"`[^`]*`|\b(?:mlxstacks|hf|pip|python) [a-z-][^;\n]*"
+_SET = r"--set (?P<set>[\w.]+)=(?P<to>\S*[^\s.,;:)])"
+_OPTION = r"(?P<flag>--[a-z][a-z-]*)(?:[ =](?P<value>[\w./]*\w))?"
+_WRITTEN = re.compile(rf"{_COMMAND}|{_SET}|{_OPTION}")
+
+
+def in_keywords(message: str, keywords: Mapping[str, Keyword]) -> str:
+    """A message with keywords for the options of these settings: `--force` is `force=True`,
+    `--guard warn` is `guard='warn'`. Commands stay.
+    """
+    by_flag = {keyword.flag: key for key, keyword in {**keywords, **_OWN}.items() if keyword.flag}
+
+    def replaced(match: re.Match[str]) -> str:
+        text = match[0]
+        if match["set"]:
+            first, *inner = match["set"].split(".")
+            value = _as_code(match["to"])
+            for key in reversed(inner):
+                value = f'{{"{key}": {value}}}'
+            return f"{first}={value}" if first in keywords else text
+        if match["flag"] is None:
+            return text
+        flag, value = match["flag"], match["value"]
+        after = "" if value is None else text[len(flag) :]
+        negated = by_flag.get("--" + flag.removeprefix("--no-"))
+        if flag not in by_flag and negated is not None:
+            return f"{negated}=False{after}"
+        if flag not in by_flag:
+            return text
+        key = by_flag[flag]
+        kind = {**keywords, **_OWN}[key].kind
+        if kind in (bool, None):
+            return f"{key}=True{after}"
+        choices = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+        allowed = {str(choice) for part in choices for choice in get_args(part)}
+        is_value = value and (value in allowed or value.isupper() or value[0].isdigit())
+        return f"{key}={_as_code(value)}" if is_value else f"{key}=...{after}"
+
+    # "--key, --set key=..." says one thing twice
+    message = re.sub(r"--[a-z-]+, (--set \w+=\.\.\.)", r"\1", message)
+    return _WRITTEN.sub(replaced, message).replace("--set ", "")
+
+
+def _as_code(text: str) -> str:
+    plain = text.isupper() or text[0].isdigit() or text in ("...", "True", "False", "None")
+    return text if plain else repr(text)

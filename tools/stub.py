@@ -1,0 +1,50 @@
+"""Write mlxstacks/__init__.pyi: the keywords of every function, for editors and type checkers.
+
+python -m tools.stub
+"""
+
+import inspect
+import textwrap
+from pathlib import Path
+
+import mlxstacks as ms
+
+STUB = Path(ms.__file__).with_suffix(".pyi")
+HEAD = '''"""Made from the settings by `python -m tools.stub`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.nn as nn
+import pandas
+
+from mlxstacks.study.result import Result as Result
+
+__version__: str
+__all__: list[str]
+'''
+
+
+def stub() -> str:
+    lines = [HEAD]
+    for name in sorted(set(ms.__all__) - {"Result"}):
+        function = getattr(ms, name)
+        signature = inspect.signature(function)
+        words = [str(parameter) for parameter in signature.parameters.values()]
+        by_name = [p.kind is p.KEYWORD_ONLY for p in signature.parameters.values()]
+        if any(by_name):
+            words.insert(by_name.index(True), "*")
+        words = [f"def {name}(" + words[0] if words else f"def {name}(", *words[1:]]
+        text = ", ".join(word.replace(" ", "\0") for word in words)
+        # Lines break between parameters alone.
+        lines += textwrap.wrap(
+            f"{text})\0->\0{signature.return_annotation!r}:", 100, subsequent_indent="    ",
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+        lines += [f'    """{(inspect.getdoc(function) or "").splitlines()[0]}"""', ""]
+    return "\n".join(lines).replace("\0", " ").rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    STUB.write_text(stub(), encoding="utf-8")
