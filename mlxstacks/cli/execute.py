@@ -12,11 +12,13 @@ from mlxstacks.recipe.resolve import (
     call,
     check_output,
     finished,
+    naming_nano,
     plans_itself,
     replaced,
     resolve,
 )
 from mlxstacks.recipe.table import Command, command_named, load
+from mlxstacks.study.render.progress import ProgressBar
 
 DONE, FAILED, BAD_INPUT, GATE, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -51,11 +53,6 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
         report = finished(name, resolved)
         if report is not None:
             return _already_done(report, resolved, common.as_json)
-    if not common.as_json and not common.dry_run and replaced(name, resolved):
-        output.note(
-            f"{resolved.target} holds a result of other settings; it is replaced when this run is "
-            "done. --save-path DIR keeps both."
-        )
     with output.quiet_stdout(common.as_json):
         try:
             result, render = _call(name, row, resolved, common)
@@ -122,14 +119,30 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
         )
         from mlxstacks.study.render.console import print_result
 
-        plan = plan_from_config(name, resolved, common.recipe is not None)
-        if plan is None and not plans_itself(name):
-            check_inputs(name, settings)
-            plan = plan_of_settings(name, resolved)
+        with naming_nano(name, resolved):
+            plan = plan_from_config(name, resolved, common.recipe is not None)
+            if plan is None and not plans_itself(name):
+                check_inputs(name, settings)
+                plan = plan_of_settings(name, resolved)
         if plan is not None:
             return plan, print_result
-    with output.Progress(name) as progress:
+    note = not common.as_json and not common.dry_run and replaced(name, resolved)
+    replaces = (
+        f"This replaces the result of other settings in {resolved.target}; --save-path DIR keeps "
+        "both."
+    )
+    with ProgressBar(name) as bar:
+
+        def progress(done: float, total: float, what: str = "") -> None:
+            nonlocal note
+            if note and done:  # so the inputs could be used
+                note = False
+                output.note(replaces)
+            bar(done, total, what)
+
         result = call(name, resolved, dry_run=common.dry_run, progress=progress)
+    if note:
+        output.note(replaces)
     # The guard reads nothing but a config, shipped or not.
     if common.dry_run and name != "guard" and (missing := absent(inputs_of(name, settings))):
         if common.recipe is None:
