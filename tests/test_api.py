@@ -11,7 +11,6 @@ import json
 import pydoc
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -334,11 +333,7 @@ def test_the_examples_of_the_help_run(
     exec("".join(example.source for example in examples), {})
 
 
-def test_progress_is_told_to_who_asks_and_to_a_notebook(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    from mlxstacks.study.render.progress import ProgressBar
-
+def test_progress_is_told_to_who_asks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     calls: list[tuple[float, ...]] = []
     ms.fuse(save_path=tmp_path / "a", progress=lambda *args: calls.append(args))
     assert calls[-1][0] == calls[-1][1]
@@ -346,41 +341,6 @@ def test_progress_is_told_to_who_asks_and_to_a_notebook(
     capfd.readouterr()
     ms.fuse(save_path=tmp_path / "b")
     assert capfd.readouterr() == ("", "")
-
-    drawn: list[tuple[float | None, str]] = []
-    monkeypatch.setattr(
-        "mlxstacks.study.render.progress._in_notebook", lambda: lambda *a: drawn.append(a)
-    )
-    ticks = iter([0.0, 0.1, 1.0, 1.1, 101.0])
-    with ProgressBar("fuse", clock=lambda: next(ticks)) as bar:
-        for done in (1, 2, 3, 50):
-            bar(done, 100, "layer <1>")
-    texts = ["fuse layer <1>: 2%, 49 s left", "fuse layer <1>: 50%, 2 min left"]
-    assert drawn == [(0.02, texts[0]), (0.5, texts[1]), (None, "")]
-
-
-def test_a_notebook_draws_one_bar_and_takes_it_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    display = pytest.importorskip("IPython.display")
-    from mlxstacks.study.render import progress
-
-    shown: list[str] = []
-    handle = types.SimpleNamespace(update=lambda html: shown.append(html.data))
-
-    def display_first(html: Any, **_: Any) -> Any:
-        shown.append(html.data)
-        return handle
-
-    monkeypatch.setattr(display, "display", display_first)
-    monkeypatch.setitem(sys.modules, "ipykernel.zmqshell", types.ModuleType("zmqshell"))
-    draw = progress._in_notebook()
-    assert draw is not None
-    draw(0.5, "train <i>")
-    draw(0.75, "train")
-    draw(None, "")
-    assert shown == [
-        '<progress max="1" value="0.500"></progress> train &lt;i&gt;',
-        '<progress max="1" value="0.750"></progress> train', "",
-    ]  # fmt: skip
 
 
 # --- mlx-lm ---------------------------------------------------------------------------------------

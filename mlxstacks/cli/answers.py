@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mlxstacks.cli import output
 from mlxstacks.errors import InputError
 from mlxstacks.memory import bytes_in_words
+from mlxstacks.study.render.progress import ProgressBar
 
 if TYPE_CHECKING:
     from mlxstacks.routing.conversation import Turn
@@ -129,7 +130,7 @@ def ended_by_signals() -> Iterator[None]:
 @contextlib.contextmanager
 def reading() -> Iterator[Callable[[int, int], None]]:
     """A bar for prompts that take seconds to read; gone when the answer begins."""
-    with output.Progress("prompt") as progress:
+    with ProgressBar("reading the prompt") as progress:
 
         def told(done: int, total: int) -> None:
             if done < total:

@@ -16,6 +16,7 @@ from mlxstacks.recipe.resolve import (
     resolve,
 )
 from mlxstacks.recipe.table import Command, command_named, load
+from mlxstacks.study.render.progress import ProgressBar
 
 DONE, FAILED, BAD_INPUT, GATE, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -50,11 +51,6 @@ def execute(name: str, options: Mapping[str, Any], common: Common, resume: bool 
         report = finished(name, resolved)
         if report is not None:
             return _already_done(report, resolved, common.as_json)
-    if not common.as_json and not common.dry_run and replaced(name, resolved):
-        output.note(
-            f"{resolved.target} holds a result of other settings; it is replaced when this run is "
-            "done. --save-path DIR keeps both."
-        )
     with output.quiet_stdout(common.as_json):
         try:
             result, render = _call(name, row, resolved, common)
@@ -109,13 +105,30 @@ def _call(name: str, row: Command, resolved: Resolved, common: Common) -> tuple[
     Raises: TargetError when the target cannot be written, before anything else is done.
     """
     check_output(name, resolved)
-    with output.Progress(name) as progress:
-        if not common.dry_run:
-            return call(name, resolved, progress=progress), load(row.render)
+    if common.dry_run:
         from mlxstacks.recipe.config_plan import plan
         from mlxstacks.study.render.console import print_result
 
-        return plan(name, resolved, common.recipe is not None, progress), print_result
+        with ProgressBar(name) as bar:
+            return plan(name, resolved, common.recipe is not None, bar), print_result
+    note = not common.as_json and replaced(name, resolved)
+    replaces = (
+        f"This replaces the result of other settings in {resolved.target}; --save-path DIR keeps "
+        "both."
+    )
+    with ProgressBar(name) as bar:
+
+        def progress(done: float, total: float, what: str = "") -> None:
+            nonlocal note
+            if note and done:  # so the inputs could be used
+                note = False
+                output.note(replaces)
+            bar(done, total, what)
+
+        result = call(name, resolved, progress=progress)
+    if note:
+        output.note(replaces)
+    return result, load(row.render)
 
 
 def _already_done(report: dict[str, Any], resolved: Resolved, as_json: bool) -> int:

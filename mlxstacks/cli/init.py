@@ -7,9 +7,8 @@ import click
 from mlxstacks.cli import output
 from mlxstacks.command_line import command_line
 from mlxstacks.errors import InputError, TargetError
-from mlxstacks.recipe.table import STARTERS
 
-HELP = "Write a recipe for a model, every setting commented with its meaning and default."
+HELP = "Write a recipe, for a model or a command: every setting with its meaning and default."
 _DETAILS = """Of a training it names the layers and projections that the model has, and sets what
 the guard says that fits. The model's config is enough: a directory, a Hugging Face id, or nothing
 for the built-in model."""
@@ -23,8 +22,8 @@ def init_command() -> click.Command:
             click.Argument(["place"], metavar="[MODEL]", required=False, type=click.Path()),
             click.Option(["-m", "--model"], type=click.Path(), help="The same as MODEL."),
             click.Option(
-                ["--command"], type=click.Choice(STARTERS), default="train", show_default=True,
-                metavar="COMMAND", help=f"What the recipe is for: {', '.join(STARTERS)}.",
+                ["--command"], default="train", show_default=True, metavar="COMMAND",
+                help="What the recipe is for: any command, as fuse or 'stack compare'.",
             ),
             click.Option(
                 ["--save-path"], metavar="FILE",

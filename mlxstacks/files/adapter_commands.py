@@ -52,7 +52,11 @@ class AdapterSummary:
 
 @dataclass(frozen=True)
 class AdapterWritten:
-    """An adapter that was written, and from what."""
+    """An adapter that was written, and from what.
+
+    config_changes: "key: before -> after" of adapter_config.json, which is written anew; of another
+    format's config only the keys that were left out.
+    """
 
     adapter_path: str
     save_path: str
@@ -61,6 +65,7 @@ class AdapterWritten:
     modules: int
     parameters: int
     weight_bytes: int
+    config_changes: tuple[str, ...] = ()
 
 
 def adapter_format(path: str | Path) -> AdapterFormat:

@@ -101,17 +101,21 @@ def _snapshot(hub_id: str, sidecars: bool) -> Path:
                 snapshot_download(hub_id, **wanted, revision=cached.name)
         return cached
     except LocalEntryNotFoundError:
-        reason = "HF_HUB_OFFLINE is set"
+        reason = "nothing was downloaded, because HF_HUB_OFFLINE is set"
     except HFValidationError as error:
         raise CheckpointError(f"{hub_id}: no such directory, and no hub id: {error}") from None
     if not constants.HF_HUB_OFFLINE:
         try:
             return Path(snapshot_download(hub_id, **wanted))
         except (http_error, OSError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = (
+                f"the download failed ({(str(error).splitlines() or [type(error).__name__])[0]})"
+            )
+            reason = reason.replace("(Got: ", "(")  # the hub client's
+    download = command_line("hf download", hub_id)
     raise CheckpointError(
-        f"{hub_id}: no such directory, not in the hub cache, and not downloaded: {reason}; "
-        "download it first or give a directory"
+        f"{hub_id}: no such directory here, not in the Hugging Face cache, and {reason}. Give a "
+        f"model's directory, or download it where there is a network: `{download}`"
     )
 
 

@@ -106,9 +106,10 @@ def check_replaceable(target: Path, owned: Owned = listed_entries) -> None:
     if ours is None:
         remove = command_line("rm -r", target)
         raise TargetError(
-            f"{target}: holds {_listed(entries(target))} and does not say that mlxstacks wrote it "
-            f"(a field in {MARK}; earlier versions left none), so --force does not replace it; "
-            f"choose another target, or look at it and remove it yourself: {remove}"
+            f"{target}: exists, and mlxstacks did not write it (it holds "
+            f"{_listed(entries(target))} and no {MARK} that says so); such a directory is never "
+            "replaced, not with --force either; choose another target, or look at it and remove it "
+            f"yourself: {remove}"
         )
     others = [path for path in entries(target) if path not in ours]
     # of a directory that is not ours, not what lies in it as well
@@ -211,11 +212,11 @@ def check_target(
                     f"{resolved}: is a file, a directory is needed; choose another target"
                 )
             if any(resolved.iterdir()):  # an empty directory holds nothing to lose
+                check_replaceable(resolved, owned)  # first: to some --force would be no advice
                 if not force:
                     raise TargetError(
                         f"{resolved}: exists; choose another target, or --force to replace it"
                     )
-                check_replaceable(resolved, owned)
         require_space(resolved, needed_bytes)
     return resolved
 

@@ -33,8 +33,9 @@ class FuseSettings(Settings):
         "auto",
         description="How the delta enters quantized weights. refit: as mlx_lm.fuse does. keep: "
         "move codes only. nearest: per group the better of both. stochastic: keep, unbiased. "
-        "promote: more bits. dequantize: no quantization. auto: nearest where that keeps the "
-        "adapter, else promote.",
+        "promote: more bits, at most 8. dequantize: no quantization. auto: nearest where that "
+        "keeps the adapter, else promote; a module that 8 bits are too few for is written at 8 and "
+        "named, with what would keep more.",
     )
     zero_delta: bool = Field(
         False,

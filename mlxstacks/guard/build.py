@@ -91,9 +91,12 @@ def _from_hub(model: str) -> Path:
         return Path(hf_hub_download(model, "config.json"))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if isinstance(error, LocalEntryNotFoundError):  # its text is three sentences
+            reason = "it is not in the cache, and huggingface.co was not reached"
         raise CheckpointError(
-            f"{model}: no such directory or file, and no config.json from the hub: {reason}; known "
-            f"by name, with -3bit and the like or without: {', '.join(shipped_names())}"
+            f"{model}: no such directory or file here, and no config.json from the Hugging Face "
+            f"hub: {reason}. Give a model's directory or its config.json; these are known without "
+            f"a network, each also as NAME-3bit and the like: {', '.join(shipped_names())}"
         ) from None
 
 

@@ -16,7 +16,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import in_hub_cache, shipped_config
 from mlxstacks.memory import bytes_in_words
-from mlxstacks.recipe.resolve import call, plans_itself
+from mlxstacks.recipe.resolve import call, naming_nano, plans_itself
 from mlxstacks.routing.settings import NO_GAP_LOG
 from mlxstacks.study.document import Block, Table, Text
 from mlxstacks.study.render.console import byte_parts, cell_text, setting
@@ -198,12 +198,13 @@ def plan(
 
     Raises: InputError: an input that was typed, not read from a recipe, is not here.
     """
-    made = plan_from_config(name, resolved, from_recipe)
-    if made is not None:
-        return made
-    if not plans_itself(name):
-        check_inputs(name, resolved.settings)
-        return plan_of_settings(name, resolved)
+    with naming_nano(name, resolved):
+        made = plan_from_config(name, resolved, from_recipe)
+        if made is not None:
+            return made
+        if not plans_itself(name):
+            check_inputs(name, resolved.settings)
+            return plan_of_settings(name, resolved)
     result = call(name, resolved, dry_run=True, progress=progress)
     # The guard reads nothing but a config, shipped or not.
     if name != "guard" and (missing := absent(inputs_of(name, resolved.settings))):

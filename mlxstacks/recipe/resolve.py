@@ -6,6 +6,7 @@ Later wins. A command on nano alone may have a recipe of ours between the first 
 `Command.nano_recipe`.
 """
 
+import contextlib
 import inspect
 import json
 import re
@@ -348,18 +349,35 @@ def call(
     accepted = inspect.signature(function).parameters
     settings: Any = resolved.settings
     options: dict[str, Any] = {}
-    if row.prepare is not None:
-        settings, options = load(row.prepare)(settings, dry_run)
-    if dry_run:
-        options["dry_run"] = True
-    if progress is not None and "progress" in accepted:
-        options["progress"] = progress
-    result = function(settings, **options)
+    with naming_nano(name, resolved):
+        if row.prepare is not None:
+            settings, options = load(row.prepare)(settings, dry_run)
+        if dry_run:
+            options["dry_run"] = True
+        if progress is not None and "progress" in accepted:
+            options["progress"] = progress
+        result = function(settings, **options)
     # A run that could only plan leaves no target.
     target = resolved.target if resolved.bare and not (dry_run or row.extends) else None
     if target is not None and target.is_dir():
         mark_bare(target)
     return result
+
+
+@contextlib.contextmanager
+def naming_nano(name: str, resolved: Resolved) -> Iterator[None]:
+    """What is wrong with an input of somebody's own may be that the model is missing: adds that."""
+    try:
+        yield
+    except InputError as error:
+        of_others = set(command_named(name).nano) - set(resolved.from_nano)
+        if "model" not in resolved.from_nano or not of_others:
+            raise
+        error.args = (
+            f"{error}\nNo --model was given, so nano, the built-in model, was taken; for another "
+            "add --model.",
+        )
+        raise
 
 
 def plans_itself(name: str) -> bool:

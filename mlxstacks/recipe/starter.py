@@ -19,13 +19,14 @@ from mlxstacks.recipe.config_plan import TRAIN
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import OUT, resolve
 from mlxstacks.recipe.schema import recipe_schema
-from mlxstacks.recipe.table import STARTERS, command_named, load
+from mlxstacks.recipe.table import command_named, load
 from mlxstacks.study.render.console import byte_parts
 
 # What stands in a recipe of one's own model for what nano brings: paths to be put there.
 _PLACES: Mapping[str, Any] = {
     "data": "data", "adapter_path": "adapters", "store_path": "stacks", "persona": "persona",
-    "items": "items.jsonl",
+    "items": "items.jsonl", "domain": "DOMAIN", "stack": "DOMAIN/1", "save_path": "out",
+    "other_path": "other-stacks", "prompt": "Who are you?",
 }  # fmt: skip
 _WIDTH = 96
 
@@ -34,16 +35,20 @@ def starter(command: str, model: str | None, file: str) -> str:
     """The text of a recipe. model: None: nano, with what belongs to it. file: its name.
 
     Law: it resolves, and for a training `mlxstacks run FILE --dry-run` plans it.
-    Raises: InputError: a command without a model, or a model without a config.
+    Raises: InputError: no such command, a model for one that takes none or without a config.
     """
     row = command_named(command)
     settings_class = load(row.settings)
-    if "model" not in settings_class.model_fields:
-        raise InputError(f"{command} takes no model; init knows {', '.join(STARTERS)}")
-    values = {} if model or row.nano_recipe is None else load_recipe(row.nano_recipe).values
+    if model is not None and "model" not in settings_class.model_fields:
+        raise InputError(f"{command} takes no model: mlxstacks init --command {command!r}")
+    values = {} if row.nano_recipe is None else dict(load_recipe(row.nano_recipe).values)
     if model is not None:
         needed = [key for key in row.nano if key not in (*row.optional, "model")]
-        values = {"model": model, **{key: _PLACES[key] for key in needed}}
+        # what has no default, as the arms of a comparison, begins as nano's
+        example = {key: values[key] for key in ("arms", "question", "run") if key in values}
+        values = {"model": model, **{key: _PLACES[key] for key in needed}, **example}
+    places = [key for key in (*row.needs, *row.arguments) if key not in row.nano]
+    values |= {key: _PLACES[key] for key in places if key in _PLACES}
     if "save_path" in settings_class.model_fields:
         values = values | {"save_path": str(OUT / PurePath(file).stem)}
     facts: list[str] = []
@@ -85,7 +90,9 @@ def _yaml(value: Any) -> str:
     """JSON, which YAML reads; plain words where they mean the same."""
     plain = isinstance(value, str) and value.replace("-", "").replace("_", "").isalpha()
     plain = plain and value not in ("true", "false", "null")
-    return str(value) if plain else json.dumps(value, ensure_ascii=False, default=list)
+    if plain or isinstance(value, PurePath):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False, default=list)
 
 
 def _fitting(

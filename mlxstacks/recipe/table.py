@@ -335,9 +335,6 @@ COMMANDS: dict[str, Command] = {
     ),
 }
 
-# Commands on a model, for `init`. What `stack compare` compares is for whoever asks to say.
-STARTERS = tuple(n for n, row in COMMANDS.items() if "model" in row.nano and n != "stack compare")
-
 # A second name for a command.
 ALIASES = {"zero": "adapter zero"}
 

@@ -98,8 +98,12 @@ class Study(ABC):
         """
 
 
-def run_study(study: Study, *, dry_run: bool = False) -> Result:
+def run_study(
+    study: Study, *, dry_run: bool = False, progress: Callable[..., None] | None = None
+) -> Result:
     """Run a study to its target, or resume what an earlier run of the same plan left.
+
+    progress: is told when planning begins; what the steps do is the study's to tell.
 
     Raises:
         InputError: the work directory holds another plan, results without one, or a changed file of
@@ -113,6 +117,8 @@ def run_study(study: Study, *, dry_run: bool = False) -> Result:
     target = user_path(settings.save_path)
     inputs = [user_path(given) for given in study.inputs if given is not None]
     check_target(target, force=settings.force, inputs=[path for path in inputs if path.exists()])
+    if progress and not dry_run:
+        progress(0, 1, "reading inputs, planning")
     planned = study.planned().model_copy(update={"directory": str(target)})
     if planned.plan is not None:
         planned = planned.model_copy(update={"plan_sha256": json_sha256(planned.plan)})

@@ -102,7 +102,7 @@ def test_bare_run_replaces_what_a_bare_run_wrote(toy: Path, command: Run) -> Non
 
 
 def test_it_is_said_when_a_bare_run_replaces_other_settings(toy: Path, command: Run) -> None:
-    said = "mlxstacks-out/toy holds a result of other settings; it is replaced"
+    said = "This replaces the result of other settings in mlxstacks-out/toy"
     assert said not in command("toy", "--count", "4")[2]
     assert said not in command("toy", "--count", "4")[2]
     assert said not in command("toy", "--dry-run")[2]

@@ -94,38 +94,6 @@ def test_json_refuses_nan(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == {"loss": None}
 
 
-def test_progress_is_silent_for_two_seconds_then_says_little(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    now = 0.0
-    with output.Progress("fuse", clock=lambda: now) as progress:
-        for step in range(100):
-            now = step * 0.5
-            progress(step, 100)
-            if now < output.QUIET_SECONDS:
-                assert capsys.readouterr().err == ""
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "fuse: 4%, 2 s, about 48 s left"
-    assert len(lines) == 4
-
-
-def test_progress_draws_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    now, stream = 0.0, Terminal()
-    monkeypatch.setattr("sys.stderr", stream)
-    monkeypatch.setenv("TERM", "xterm")
-    with output.Progress("fuse", clock=lambda: now) as progress:
-        progress(1, 4)
-        now = 3.0
-        progress(2, 4, "model-1.safetensors")
-        progress(1, 1000, "model-1.safetensors")  # a part that counts anew takes nothing back
-    assert "fuse model-1.safetensors" in stream.getvalue()
-    assert "50%" in stream.getvalue()
-
-
 def test_a_title_is_text_too() -> None:
     title = "1: a[b] [/red]"
     assert title in printed(output.table(["a column this wide"], [["text"]], title=title))

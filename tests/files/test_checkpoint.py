@@ -468,9 +468,7 @@ def test_unknown_hub_id_offline_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        CheckpointError, match="owner/none: no such directory, not in the hub cache"
-    ):
+    with pytest.raises(CheckpointError, match="because HF_HUB_OFFLINE is set. Give a model"):
         resolve_model("owner/none")
 
 
@@ -487,7 +485,7 @@ def test_failed_download_gives_its_reason(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(CheckpointError, match="not downloaded: Name or service not known"):
+    with pytest.raises(CheckpointError, match=r"download failed \(Name or service not known\)"):
         resolve_model("owner/none")
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from mlxstacks.errors import InputError
 from mlxstacks.nano.exports import nano_paths
 from mlxstacks.recipe.config_plan import TRAIN
 from mlxstacks.recipe.file import load_recipe
 from mlxstacks.recipe.resolve import resolve
 from mlxstacks.recipe.starter import _ranges, starter
-from mlxstacks.recipe.table import COMMANDS, STARTERS, load
+from mlxstacks.recipe.table import COMMANDS, load
 from tests.cli.conftest import Run, command
 
 __all__ = ["command"]
@@ -43,20 +44,27 @@ def test_a_training_is_planned_from_the_config_alone(config_only: Path, command:
     code, out, err = command("run", "train-my-model.yaml", "--dry-run")
     assert code == 0, err
     assert "The run itself needs what is not here: data." in out
+    code, _, err = command("init", "my-model", "--command", "stack compare")
+    assert code == 0, err
+    assert 'arms: [{"name": "lora"' in Path("stack-compare-my-model.yaml").read_text()
     code, _, err = command("init", "--model", "my-model")
     assert code == 2
     assert "give --force, or another --save-path" in err
 
 
-@pytest.mark.parametrize("name", sorted({*STARTERS} - {*TRAIN}))
+@pytest.mark.parametrize("name", sorted({*COMMANDS} - {*TRAIN}))
 @pytest.mark.parametrize("model", [None, "my-model"])
 def test_every_recipe_of_it_resolves(name: str, model: str | None, work_dir: Path) -> None:
+    if model and "model" not in load(COMMANDS[name].settings).model_fields:
+        with pytest.raises(InputError, match="takes no model: mlxstacks init --command"):
+            starter(name, model, "a.yaml")
+        return
     path = work_dir / "a.yaml"
     path.write_text(starter(name, model, str(path)))
     recipe = load_recipe(str(path))
     assert recipe.command == name
     settings = resolve(name, {}, recipe).settings
-    assert vars(settings)["model"] == model or model is None
+    assert model is None or vars(settings)["model"] == model
     # a line that is taken out of its comment holds the default
     whole = work_dir / "whole.yaml"
     whole.write_text(re.sub(r"^#(\w+): ", r"\1: ", path.read_text(), flags=re.M))
@@ -66,7 +74,7 @@ def test_every_recipe_of_it_resolves(name: str, model: str | None, work_dir: Pat
 def test_what_it_cannot_write_is_refused(work_dir: Path, command: Run) -> None:
     for words, message in (
         (["no-such-model"], "no such directory or file"),
-        (["x", "--command", "stacks list"], "'stacks list' is not one of 'fuse'"),
+        (["--command", "rute train"], "did you mean 'route train'?"),
         (["x", "-m", "y"], "model is given twice"),
     ):
         code, _, err = command("init", *words)

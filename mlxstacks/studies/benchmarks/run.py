@@ -87,7 +87,7 @@ def run(
     if settings.save_path is None:
         raise InputError("eval needs save_path")
     study = _Evaluation if settings.regrade is None else _Regrade
-    return run_study(study(settings, progress, dry_run), dry_run=dry_run)
+    return run_study(study(settings, progress, dry_run), dry_run=dry_run, progress=progress)
 
 
 class AnswerFile:
@@ -288,6 +288,7 @@ class _Evaluation(Study):
                 self.progress(self.done, self.total, f"{arm.name} {task.name}")
 
         for file in self._files(work, task, arm.name):
+            tick(0)
             file.resume(self.settings.save_every, answer[file.of], tick)
 
     def _lacks_harness(self, work: Path, arm: str) -> bool:

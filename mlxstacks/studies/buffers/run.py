@@ -362,7 +362,9 @@ def run(
     if settings.model is None or settings.save_path is None:
         raise InputError("sweep buffers needs model and save_path")
     counts = settings.counting_library is not None
-    result = run_study(_Buffers(settings, progress), dry_run=dry_run or not counts)
+    result = run_study(
+        _Buffers(settings, progress), dry_run=dry_run or not counts, progress=progress
+    )
     # A script that asked for counts has to see that there are none.
     return result if counts or dry_run else result.model_copy(update={"failure": WITHOUT_LIBRARY})
 

@@ -92,7 +92,7 @@ def run(
     """
     if None in (settings.model, settings.persona, settings.items, settings.save_path):
         raise InputError("confound needs model, persona, items and save_path")
-    return run_study(_Confound(settings, progress, dry_run), dry_run=dry_run)
+    return run_study(_Confound(settings, progress, dry_run), dry_run=dry_run, progress=progress)
 
 
 def planned_power(settings: ConfoundSettings) -> tuple[str, ...]:

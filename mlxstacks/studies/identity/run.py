@@ -106,7 +106,7 @@ def run(
     """
     if None in (settings.model, settings.persona, settings.items, settings.save_path):
         raise InputError("identity needs model, persona, items and save_path")
-    return run_study(_Identity(settings, progress, dry_run), dry_run=dry_run)
+    return run_study(_Identity(settings, progress, dry_run), dry_run=dry_run, progress=progress)
 
 
 def _judged(prompt: SuitePrompt, reply: str) -> Answer:

@@ -76,7 +76,7 @@ def run(
     """
     if settings.model is None or settings.data is None or settings.save_path is None:
         raise InputError("profile needs model, data and save_path")
-    return run_study(_Profile(settings, progress, dry_run), dry_run=dry_run)
+    return run_study(_Profile(settings, progress, dry_run), dry_run=dry_run, progress=progress)
 
 
 class _Profile(Study):

@@ -83,7 +83,7 @@ def run(
         raise InputError(
             "route discover needs a store: give its directory (`mlxstacks stack` makes one)"
         )
-    return run_study(_Discovery(settings, progress, dry_run), dry_run=dry_run)
+    return run_study(_Discovery(settings, progress, dry_run), dry_run=dry_run, progress=progress)
 
 
 @dataclass(frozen=True, eq=False)

@@ -99,7 +99,7 @@ def run(
     """
     if settings.store_path is None:
         raise InputError("route evaluate needs store_path and save_path")
-    return run_study(_Evaluation(settings, progress, dry_run), dry_run=dry_run)
+    return run_study(_Evaluation(settings, progress, dry_run), dry_run=dry_run, progress=progress)
 
 
 @dataclass(frozen=True, eq=False)

@@ -79,18 +79,22 @@ def run(
     """
     if settings.save_path is None:
         raise InputError("stack needs save_path")
+    started = time.monotonic()
     target = user_path(settings.save_path)
     check_store(target, settings)
     resumes = not replaces_store(target, settings) and target.is_dir() and any(target.iterdir())
-    setup = set_up(settings, Store.open(target) if resumes else None)
     group = current_group()
+    progress = progress if size_and_rank(group)[1] == 0 else None
+    if progress and not dry_run:
+        progress(0, 1, "reading the data")
+    setup = set_up(settings, Store.open(target) if resumes else None)
     predicted = guarded(setup, size_and_rank(group)[0], plan_only=dry_run)
     planned = planned_result(setup, target, predicted)
     if dry_run:
         return planned
     with ExitStack() as stack:
         stack.callback(base_model.install_gated_delta())
-        return _StackRun(setup, target, planned, progress, group, stack).run()
+        return _StackRun(setup, target, planned, progress, group, stack, started).run()
 
 
 class _StackRun:
@@ -102,25 +106,26 @@ class _StackRun:
         progress: Progress | None,
         group: mx.distributed.Group | None,
         stack: ExitStack,
+        started: float,
     ) -> None:
         self.setup, self.target, self.planned = setup, target, planned
         self.domains = {name: dict(domain) for name, domain in planned.data["domains"].items()}
         self.settings, self.model = setup.settings, setup.model
         self.group = group
         self.is_main = size_and_rank(group)[1] == 0
-        self.progress = progress if self.is_main else None
+        self.progress, self.started = progress, started
+        self.domains_done, self.domains_all = 0, max(1, len(setup.to_train))
         if not self.is_main:
             silence_stdout()
         set_wired_limit(setup.notes)
         if setup.to_train:
+            self._say(0, "loading the model")
             mx.eval(self.model.parameters())
             check_unchanged(setup.base_directory, setup.base_fingerprint)
         mx.reset_peak_memory()  # of training, not of widening the base
         set_mode(self.model, ungated(), setup.served_dtype)
         if self.settings.grad_checkpoint:
             stack.enter_context(checkpoint_layers(self.model))
-        self.started = time.monotonic()
-        self.domains_done, self.domains_all = 0, max(1, len(setup.to_train))
         self.losses = {name: self._loss_of(name) for name in setup.rows}
 
     def run(self) -> Result:
@@ -243,6 +248,7 @@ class _StackRun:
             })  # fmt: skip
         wait_for_all(self.group)
         bases = self._bases(work, plan)
+        self._say(0, f"{plan.name}, the first step")
         checkpoints = RoundCheckpoints(self.setup, work, plan, self.is_main, self._say)
         try:
             result = train_domain(

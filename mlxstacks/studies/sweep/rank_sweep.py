@@ -102,7 +102,9 @@ def run(
     """
     if settings.model is None or settings.data is None or settings.save_path is None:
         raise InputError("sweep needs model, data and save_path")
-    return run_study(_Sweep(settings, base_at, progress, dry_run), dry_run=dry_run)
+    return run_study(
+        _Sweep(settings, base_at, progress, dry_run), dry_run=dry_run, progress=progress
+    )
 
 
 class _Sweep(Study):

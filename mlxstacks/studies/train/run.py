@@ -173,7 +173,7 @@ def result_of(report: TrainReport) -> Result:
     )
     about = Environment()
     if not is_planned:  # the peak is MLX's, which is what a training needs
-        about = environment(report.figures["seconds"])
+        about = environment(report.figures["loading_seconds"] + report.figures["seconds"])
         about = about.model_copy(update={"peak_bytes": report.figures["peak_bytes"]})
     blocks: list[Block] = [] if (plot := _loss_plot(report)) is None else [plot]
     blocks.append(_plan_table(report))
@@ -265,6 +265,10 @@ def _plan_table(report: TrainReport) -> Table:
         "batches": f"{plan['iters']:,} in {plan['steps']:,} optimizer steps",
         "guard": "not asked" if plan["guard"] is None else plan["guard"]["verdict"],
     }
+    if figures := report.figures:
+        since = ", since it was resumed" if figures["resumed_from_step"] else ""
+        rows["time"] = f"{figures['loading_seconds']:.0f} s to load data and model, "
+        rows["time"] += f"{figures['seconds']:.0f} s to train and validate{since}"
     return Table.of_facts("plan", "The run", rows)
 
 
@@ -301,18 +305,22 @@ def _train(
 ) -> tuple[TrainReport, Result]:
     if settings.save_path is None:
         raise InputError("train needs save_path")
+    started = time.monotonic()
     target = user_path(settings.save_path)
     read = (settings.model, *train_data_paths(settings.data))
     inputs = [user_path(path) for path in read if path]
     check_target(target, force=settings.force, inputs=inputs)
-    processes = size_and_rank(current_group())[0]
+    processes, rank = size_and_rank(current_group())
+    progress = progress if rank == 0 else None
+    if progress and not dry_run:
+        progress(0, 1, "reading the data")
     guarded_run = guarded(settings, set_up(settings), processes, plan_only=dry_run)
     plan = planned(settings, guarded_run, target)
     if dry_run:
         return plan, result_of(plan)
     with ExitStack() as stack:
         stack.callback(base_model.install_gated_delta())
-        return _TrainRun(guarded_run, plan, progress, stack).run()
+        return _TrainRun(guarded_run, plan, progress, stack, started).run()
 
 
 class _TrainRun:
@@ -322,6 +330,7 @@ class _TrainRun:
         plan: TrainReport,
         progress: Progress | None,
         stack: ExitStack,
+        started: float,
     ) -> None:
         settings, setup = guarded_run.settings, guarded_run.setup
         self.settings, self.setup, self.plan = settings, setup, plan
@@ -329,9 +338,10 @@ class _TrainRun:
         self.model, self.guard = setup.model, guarded_run.watch()
         self.group = current_group()
         self.is_main = size_and_rank(self.group)[1] == 0
-        self.progress = progress if self.is_main else None
+        self.progress, self.step = progress, 0
         if not self.is_main:
             silence_stdout()
+        self._say("loading the model")
         set_wired_limit(setup.notes)
         mx.eval(self.model.parameters())
         check_unchanged(setup.base_directory, setup.base_fingerprint)
@@ -344,6 +354,7 @@ class _TrainRun:
             stack.enter_context(checkpoint_layers(self.model, trained))
         self.identity = setup.identity(settings)
         self.work: RunDirectory | None = None
+        self.loading_seconds = time.monotonic() - started
         self.started, self.resumed_from = time.monotonic(), 0
 
     def run(self) -> tuple[TrainReport, Result]:
@@ -368,6 +379,7 @@ class _TrainRun:
                 validation=state.validation,
                 history=state.history,
                 figures={
+                    "loading_seconds": round(self.loading_seconds, 3),
                     "seconds": round(time.monotonic() - self.started, 3),
                     "resumed_from_step": self.resumed_from,
                     "processes": size_and_rank(self.group)[0],
@@ -403,7 +415,7 @@ class _TrainRun:
                 f"{path}: the processes would resume from steps {steps}; only some see this "
                 "file. Put it where each of them reads it, or start again with --no-resume"
             )
-        self.resumed_from = state.step
+        self.resumed_from = self.step = state.step
         if self.work is not None:
             self.work.forget_log_after(state.step if resumed else -1)
         if resumed and self.work is not None:
@@ -436,6 +448,9 @@ class _TrainRun:
 
     def _batches_at(self, step: int) -> list[Batch]:
         plan, each = self.setup.plan, self.settings.grad_accumulation_steps
+        if step == self.resumed_from:
+            compiles_step = compiles(self.settings.compile_step)
+            self._say(f"{'compiling ' if compiles_step else ''}the first step")
         batches = []
         for place in range(step * each, (step + 1) * each):
             rows, width = plan.batch(place)
@@ -445,6 +460,7 @@ class _TrainRun:
         return batches
 
     def _validation_loss(self, model: Any) -> float:
+        self._say("validating")
         with evaluating(model):
             loss = evaluate_mean_loss(
                 model, self.setup.validation_rows, self.settings.batch_size,
@@ -462,9 +478,12 @@ class _TrainRun:
         every = steps_of(self.settings.save_every, self.settings.grad_accumulation_steps)
         if state.step % every == 0 or last:
             self._save(state)
+        self.step = state.step
+        self._say(f"loss {record['loss']:.3f}")
+
+    def _say(self, what: str) -> None:
         if self.progress:
-            what = f"loss {record['loss']:.3f}"
-            self.progress(state.step, self.setup.optimizer.steps, what)
+            self.progress(self.step, self.setup.optimizer.steps, what)
 
     def _on_validation(self, state: TrainingState, record: Record) -> None:
         record = {key: value for key, value in record.items() if key != "step"}

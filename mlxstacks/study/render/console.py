@@ -1,7 +1,9 @@
 """Results on a terminal: consoles that print no stranger's commands, tables that fit it."""
 
 import io
+import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -117,6 +119,20 @@ def _console_class() -> "type[Console]":
     return SafeConsole
 
 
+def write(text: str, end: str = "\n", *, error: bool = False, label: str = "") -> None:
+    """Text as it is, but `safe`, on stdout or stderr, at once. A stderr that takes no more (a log
+    on a full disk) is given up; the work goes on. label: stands before it and may have colours.
+    """
+    stream = sys.stderr if error else sys.stdout
+    try:
+        stream.write(label + safe(text) + end)
+        stream.flush()
+    except OSError:
+        if not error:
+            raise
+        sys.stderr = open(os.devnull, "w", errors="backslashreplace")  # noqa: SIM115
+
+
 def holds_command(text: str) -> bool:
     """Whether somebody may paste a part of a line of ours into a shell."""
     return "`mlx" in text
@@ -166,8 +182,13 @@ class Table:
                 Text(column if fixed is None else _breakable(column)), justify=justify,
                 overflow="fold", min_width=widths[index], width=fixed,
             )  # fmt: skip
+        wide = [i for i, least in enumerate(widths) if self._full_width(i) > least]
+        room = options.max_width - (sum(widths) - sum(widths[i] for i in wide)) - 3 * len(widths)
         for row in self.rows:
-            grid.add_row(*[Text(cell_text(cell)) for cell in row])
+            cells = [cell_text(cell) for cell in row]
+            if len(wide) == 1 and full_width > options.max_width:  # else rich shares out the room
+                cells[wide[0]] = _folded_at_dots(cells[wide[0]], room)
+            grid.add_row(*map(Text, cells))
         yield grid
 
     def _is_numeric(self, index: int) -> bool:
@@ -184,6 +205,18 @@ class Table:
             return max(map(len, [*head, *cells]), default=1)
         words = [word for cell in cells for word in cell.split()]
         return max([*map(len, head), *(min(len(word), _LEAST_TEXT) for word in words)], default=1)
+
+
+def _folded_at_dots(text: str, width: int) -> str:
+    """A path that is longer than the column, as of a module or a file, in lines that end with a
+    whole name.
+    """
+    if len(text) <= width or " " in text:
+        return text
+    cut = max(text.rfind(mark, 0, width) for mark in "./") + 1
+    if cut <= 0:
+        return text
+    return f"{text[:cut]}\n{_folded_at_dots(text[cut:], width)}"
 
 
 def _breakable(head: str) -> str:
