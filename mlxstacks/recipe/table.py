@@ -57,6 +57,16 @@ COMMANDS: dict[str, Command] = {
         nano={"model": "model_path", "adapter_path": "adapter_path"},
         report="result.json",
     ),
+    "compare": Command(
+        help="How far do the next tokens of models differ from a reference's? KL, agreement.",
+        settings="mlxstacks.studies.agreement.settings:AgreementSettings",
+        function="mlxstacks.studies.agreement.run:run",
+        conclude_again="mlxstacks.studies.agreement.run:conclude_again",
+        arguments={"model": "MODEL", "other": "OTHER"},
+        nano={"model": "model_path", "adapter_path": "adapter_path"},
+        optional=("adapter_path",),
+        report="result.json",
+    ),
     "convert": Command(
         help="Write a GGUF file or a Hugging Face model as an mlx-lm directory, or with experts.",
         settings="mlxstacks.convert.settings:ConvertSettings",
