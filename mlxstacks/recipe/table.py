@@ -53,7 +53,7 @@ COMMANDS: dict[str, Command] = {
     "fuse": Command(
         help="Fuse adapters into a quantized model and say what survived.",
         settings="mlxstacks.fuse.settings:FuseSettings",
-        function="mlxstacks.fuse.run:run_command",
+        function="mlxstacks.studies.agreement.judge:run",
         nano={"model": "model_path", "adapter_path": "adapter_path"},
         report="result.json",
     ),

@@ -4,7 +4,7 @@ The reference answers prompts and reads texts once, and leaves what it finds lik
 model then reads the same tokens. Models are loaded one after the other. See `mlxstacks.agreement`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,13 +125,7 @@ class _Agreement(Study):
         return concluded(self.settings, work, tuple(self.notes))
 
     def _load(self, path: Path, adapters: Sequence[str] = ()) -> tuple[nn.Module, Any]:
-        model, tokenizer, _ = base_model.load(path, lazy=True)
-        notes: list[str] = []
-        is_wide = prepare_base(model, self.settings.base, notes)
-        if adapters:
-            fuse = FuseSettings(model=str(path), adapter_path=tuple(adapters))
-            dtype = mx.float32 if is_wide else None
-            notes += attach_adapters(model, open_checkpoint(path), fuse, dtype)
+        model, tokenizer, notes = load(path, adapters, self.settings.base)
         self.notes += [note for note in notes if note not in self.notes]
         return model, tokenizer
 
@@ -177,6 +171,20 @@ def concluded(settings: AgreementSettings, directory: Path, notes: tuple[str, ..
 def conclude_again(result: Result, directory: Path) -> Result:
     """What follows from the files of a finished comparison. Raises: ValueError, KeyError."""
     return concluded(AgreementSettings.model_validate(result.settings), directory)
+
+
+def load(
+    path: Path, adapters: Sequence[str] = (), base: str = "auto"
+) -> tuple[nn.Module, Any, list[str]]:
+    """A model with adapters, not fused: (model, tokenizer, notes). base: see `prepare_base`."""
+    model, tokenizer, _ = base_model.load(path, lazy=True)
+    notes: list[str] = []
+    is_wide = prepare_base(model, base, notes)
+    if adapters:
+        fuse = FuseSettings(model=str(path), adapter_path=tuple(adapters))
+        dtype = mx.float32 if is_wide else None
+        notes += attach_adapters(model, open_checkpoint(path), fuse, dtype)
+    return model, tokenizer, notes
 
 
 def _names(settings: AgreementSettings) -> dict[str, str]:
@@ -266,10 +274,6 @@ def in_words(parts: Figures) -> str:
 def blocks(
     figures: dict[str, dict[str, Figures]], passages: Sequence[Passage]
 ) -> tuple[Block, ...]:
-    columns: Columns = {
-        "model": "text", "same next token": "share", "KL, nats a token": ("number", 4),
-        "KL, 99th percentile": ("number", 3), "change of loss, nats": ("change", 3),
-    }  # fmt: skip
     prompts = sum(passage.kind == "answer" for passage in passages)
     what = {
         "all": (f"{prompts} answers and {len(passages) - prompts} texts", ""),
@@ -277,19 +281,9 @@ def blocks(
         "text": ("texts", "-texts"),
     }
     tables = [
-        Table.of(
-            f"agreement{ending}", f"Next tokens beside the reference's: {read}", columns,
-            [
-                (
-                    name, _cell(kinds[kind], "agreement"), _cell(kinds[kind], "kl_nats"),
-                    kinds[kind]["kl_p99_nats"], _cell(kinds[kind], "loss_change_nats"),
-                )
-                for name, kinds in figures.items()
-            ],
-            caption=f"{next(iter(figures.values()))[kind]['positions']:,} tokens, each after the "
-            "right tokens before it. KL: from the reference; intervals of 95%, over resampled "
-            "passages.",
-            folded=kind != "all",
+        agreement_table(
+            f"agreement{ending}", f"Next tokens beside the reference's: {read}",
+            {name: kinds[kind] for name, kinds in figures.items()}, folded=kind != "all",
         )
         for kind, (read, ending) in what.items()
         if kind in next(iter(figures.values()))
@@ -306,6 +300,28 @@ def blocks(
         references={"the same": 0.0}, alt=f"{title}, nats a token: {values}.",
     )  # fmt: skip
     return *tables, plot
+
+
+def agreement_table(
+    id: str, title: str, figures: Mapping[str, Figures], *, folded: bool = False
+) -> Table:
+    """A row a model: figures of one kind of passages."""
+    columns: Columns = {
+        "model": "text", "same next token": "share", "KL, nats a token": ("number", 4),
+        "KL, 99th percentile": ("number", 3), "change of loss, nats": ("change", 3),
+    }  # fmt: skip
+    rows: list[tuple[Cell, ...]] = [
+        (
+            name, _cell(parts, "agreement"), _cell(parts, "kl_nats"), parts["kl_p99_nats"],
+            _cell(parts, "loss_change_nats"),
+        )
+        for name, parts in figures.items()
+    ]  # fmt: skip
+    caption = (
+        f"{next(iter(figures.values()))['positions']:,} tokens, each after the right tokens before "
+        "it. KL: from the reference. Intervals of 95%, over resampled passages."
+    )
+    return Table.of(id, title, columns, rows, caption=caption, folded=folded)
 
 
 def _cell(parts: Figures, name: str) -> Cell:
