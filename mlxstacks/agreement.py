@@ -25,7 +25,8 @@ from mlxstacks.data.text_settings import PLAIN, Rendering
 from mlxstacks.errors import InputError, NonFiniteModelError
 from mlxstacks.training.modes import evaluating
 
-TOP_K = 256
+TOP_K = 4096
+_SUMMED_TOGETHER = 256
 KINDS: tuple["Kind", ...] = ("answer", "text")
 Kind = Literal["answer", "text"]
 Advance = Callable[[int, int], None]
@@ -79,13 +80,25 @@ class Reference:
 
 @dataclass(frozen=True, eq=False)
 class Agreement:
-    """A model beside the reference, at its N positions. kl: nats, float32. same_token: whether both
-    find the same token likeliest. loss: -log p of the token that stands there, float32.
+    """A model beside the reference, at its N positions.
+
+    kl: nats, float32. same_token: whether both find the same token likeliest. loss_change: of
+    -log p of the token that stands there, to the reference's, float32. passages: (P, 2) int32, of
+    each its positions and its kind, as a place in KINDS.
     """
 
     kl: np.ndarray
     same_token: np.ndarray
-    loss: np.ndarray
+    loss_change: np.ndarray
+    passages: np.ndarray
+
+    def save(self, path: Path) -> None:
+        base_model.save_arrays(path, {name: mx.array(value) for name, value in vars(self).items()})
+
+    @classmethod
+    def open(cls, path: Path) -> "Agreement":
+        arrays = base_model.load_arrays(path)[0]
+        return cls(**{name: np.array(value) for name, value in arrays.items()})
 
 
 def read_passages(
@@ -148,7 +161,7 @@ def agree(model: nn.Module, reference: Reference, advance: Advance | None = None
 
     Raises: InputError: the vocabulary is smaller than the ids of the reference.
     """
-    kls, same, losses, at = [], [], [], 0
+    kls, same, changes, at = [], [], [], 0
     largest = max(max(passage.tokens) for passage in reference.passages)
     for passage, log_p in _log_probabilities(model, reference.passages, advance):
         if (largest := max(largest, int(reference.ids.max()))) >= log_p.shape[-1]:
@@ -162,9 +175,11 @@ def agree(model: nn.Module, reference: Reference, advance: Advance | None = None
         is_whole = ids.shape[-1] == log_p.shape[-1]
         kls.append(divergence(reference.log_p[part], own, is_whole))
         same.append(np.array(mx.argmax(log_p, axis=-1)) == reference.ids[part, 0])
-        losses.append(_loss(passage, log_p))
+        changes.append(_loss(passage, log_p) - reference.loss[part])
         at += passage.positions
-    return Agreement(*map(np.concatenate, (kls, same, losses)))
+    shapes = [(p.positions, KINDS.index(p.kind)) for p in reference.passages]
+    kl, same_token, loss_change = map(np.concatenate, (kls, same, changes))
+    return Agreement(kl, same_token, loss_change, np.array(shapes, np.int32))
 
 
 def divergence(reference: np.ndarray, other: np.ndarray, is_whole: bool) -> np.ndarray:
@@ -190,13 +205,23 @@ def _log_probabilities(
     with evaluating(model), base_model.gated_delta_installed():
         for number, passage in enumerate(passages, 1):
             logits = model(mx.array([passage.tokens[:-1]]))[0, passage.start - 1 :]
-            logits = logits.astype(mx.float32)
-            log_p = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            log_p = _log_softmax(logits.astype(mx.float32))
             if mx.isnan(log_p).any().item():
                 raise NonFiniteModelError(f"the log probability of a token of passage {number}")
             yield passage, log_p
             if advance:
                 advance(number, len(passages))
+
+
+def _log_softmax(logits: mx.array) -> mx.array:
+    """(N, V). Sums a few hundred terms at a time: added to one total of float32, what the unlikely
+    tokens of a large vocabulary have together would be lost.
+    """
+    missing = -logits.shape[-1] % _SUMMED_TOGETHER
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    padded = mx.pad(mx.exp(logits), ((0, 0), (0, missing)))
+    parts = padded.reshape(len(logits), -1, _SUMMED_TOGETHER).sum(axis=-1)
+    return logits - mx.log(parts.sum(axis=-1, keepdims=True))
 
 
 def _loss(passage: Passage, log_p: mx.array) -> np.ndarray:

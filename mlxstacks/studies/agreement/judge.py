@@ -95,17 +95,17 @@ def _judge(
     )  # fmt: skip
     reference = refer(model, passages, whole.part(size, "reference"))
     del model
-    found = {FUSED: agree(load(target)[0], reference, whole.part(size, FUSED))}
-    figures = {FUSED: figures_of(found[FUSED], reference)}
+    fuse = agree(load(target)[0], reference, whole.part(size, FUSED))
+    figures = {FUSED: figures_of(fuse)}
     if adapters:
         model = load(base)[0]
         without = agree(model, reference, whole.part(size, BASE))
-        figures[BASE] = figures_of(without, reference)
+        figures[BASE] = figures_of(without)
         if by_itself:
             plain = refer(model, passages, whole.part(size, "base"))
             fuse_in_memory(model, settings.model_copy(update={"zero_delta": True}))
             zero = agree(model, plain, whole.part(size, ZERO))
-            figures[ZERO] = figures_of(zero, plain)
+            figures[ZERO] = figures_of(zero)
     return figures
 
 

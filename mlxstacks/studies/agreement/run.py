@@ -18,7 +18,6 @@ from mlxstacks.agreement import (
     KINDS,
     TOP_K,
     Agreement,
-    Passage,
     Reference,
     agree,
     read_passages,
@@ -81,7 +80,7 @@ class _Agreement(Study):
         self.inputs = (settings.model, *settings.other, *settings.adapter_path, settings.data)
         self.plot_formats = [settings.plot_format] if settings.plots else []
         self.models = _names(settings)
-        self.artifacts = self.provenance = [REFERENCE, *map(_file, range(len(self.models)))]
+        self.artifacts = self.provenance = [*map(_file, range(len(self.models)))]
         # The reference runs twice and generates, which takes the longest.
         self.whole = WholeProgress(progress, 4 + len(self.models))
 
@@ -142,16 +141,13 @@ class _Agreement(Study):
 
     def _agree(self, reference: Reference, name: str, path: str, file: str, out: Path) -> None:
         model, _ = self._load(resolve_model(path))
-        found = agree(model, reference, self.whole.part(1, name))
-        arrays = {key: mx.array(value) for key, value in vars(found).items()}
-        base_model.save_arrays(out / file, arrays)
+        agree(model, reference, self.whole.part(1, name)).save(out / file)
 
 
 def concluded(settings: AgreementSettings, directory: Path, notes: tuple[str, ...] = ()) -> Result:
     """The result of the files in `directory`."""
-    reference = Reference.open(directory / REFERENCE)
     figures = {
-        name: figures_of(_open(directory / _file(number)), reference)
+        name: figures_of(Agreement.open(directory / _file(number)))
         for number, name in enumerate(_names(settings))
     }
     least = settings.fail_under_agreement
@@ -163,8 +159,8 @@ def concluded(settings: AgreementSettings, directory: Path, notes: tuple[str, ..
     gate = f"agreement is below --fail-under-agreement {least}: {', '.join(low)}" if low else None
     return Result(
         **ABOUT, status="done", standing=Standing(), outcome=outcome(figures),
-        verdict=verdict(figures), blocks=blocks(figures, reference.passages), notes=notes,
-        data={"models": figures, "top_k": int(reference.ids.shape[-1])}, failed_gate=gate,
+        verdict=verdict(figures), blocks=blocks(figures), notes=notes,
+        data={"models": figures, "top_k": TOP_K}, failed_gate=gate,
     )  # fmt: skip
 
 
@@ -209,44 +205,37 @@ def _file(number: int) -> str:
     return f"model-{number}.safetensors"
 
 
-def _open(path: Path) -> Agreement:
-    arrays = base_model.load_arrays(path)[0]
-    return Agreement(**{key: np.array(value) for key, value in arrays.items()})
-
-
 # --- figures and words ----------------------------------------------------------------------------
 
 
-def figures_of(agreement: Agreement, reference: Reference) -> dict[str, Figures]:
+def figures_of(agreement: Agreement) -> dict[str, Figures]:
     """Figures over all passages ("all") and over each kind ("answer", "text").
 
     kl_nats, agreement, loss_change_nats: means over positions, with intervals over resampled
-    passages; kl_p99_nats: of positions. loss_change: where texts are read, to the reference's.
+    passages; kl_p99_nats: of positions.
     """
-    kinds = np.repeat(
-        [p.kind for p in reference.passages], [p.positions for p in reference.passages]
-    )
-    owner = np.repeat(np.arange(len(reference.passages)), [p.positions for p in reference.passages])
+    positions, kind = agreement.passages.T
+    owner, kinds = np.repeat(np.arange(len(positions)), positions), np.repeat(kind, positions)
     figures: dict[str, Figures] = {}
-    for kind in ("all", *KINDS):
-        chosen = np.ones(len(kinds), bool) if kind == "all" else kinds == kind
+    for number, name in enumerate(("all", *KINDS), -1):
+        chosen = np.ones(len(kinds), bool) if name == "all" else kinds == number
         if not chosen.any():
             continue
         counts = np.bincount(owner[chosen])
         parts: Figures = {"positions": int(chosen.sum()), "passages": int((counts > 0).sum())}
-        for name, values in (
+        for figure, values in (
             ("kl_nats", agreement.kl),
             ("agreement", agreement.same_token),
-            ("loss_change_nats", agreement.loss.astype(np.float64) - reference.loss),
+            ("loss_change_nats", agreement.loss_change),
         ):
             sums = np.bincount(owner[chosen], values[chosen])[counts > 0]
             interval = bootstrap_ratio(
                 sums.tolist(), counts[counts > 0].tolist(), seed=_RESAMPLES_SEED
             )
-            parts[name] = float(values[chosen].mean(dtype=np.float64))
-            parts[f"{name}_interval"] = [interval.low, interval.high]
+            parts[figure] = float(values[chosen].mean(dtype=np.float64))
+            parts[f"{figure}_interval"] = [interval.low, interval.high]
         parts["kl_p99_nats"] = float(np.quantile(agreement.kl[chosen], 0.99))
-        figures[kind] = parts
+        figures[name] = parts
     return figures
 
 
@@ -271,12 +260,11 @@ def in_words(parts: Figures) -> str:
     )
 
 
-def blocks(
-    figures: dict[str, dict[str, Figures]], passages: Sequence[Passage]
-) -> tuple[Block, ...]:
-    prompts = sum(passage.kind == "answer" for passage in passages)
+def blocks(figures: dict[str, dict[str, Figures]]) -> tuple[Block, ...]:
+    first = next(iter(figures.values()))
+    prompts, texts = (first[kind]["passages"] if kind in first else 0 for kind in KINDS)
     what = {
-        "all": (f"{prompts} answers and {len(passages) - prompts} texts", ""),
+        "all": (f"{prompts} answers and {texts} texts", ""),
         "answer": ("the reference's answers", "-answers"),
         "text": ("texts", "-texts"),
     }
@@ -286,7 +274,7 @@ def blocks(
             {name: kinds[kind] for name, kinds in figures.items()}, folded=kind != "all",
         )
         for kind, (read, ending) in what.items()
-        if kind in next(iter(figures.values()))
+        if kind in first
     ]  # fmt: skip
     names = tuple(figures)
     kl = [parts["all"]["kl_nats"] for parts in figures.values()]
