@@ -64,6 +64,8 @@ def run(
     target = Path(str(result.directory))
     try:
         figures = _judge(settings, target, records, result, whole)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{target} is whole, and was not judged (--judge none)") from None
     except (CheckpointError, InputError, NonFiniteModelError, MemoryError) as error:
         whole.part(1 - _FUSE_SHARE, "fuse, not judged")(1, 1)
         note = f"Not judged by its behaviour: {error}"
