@@ -90,6 +90,13 @@ COMMANDS: dict[str, Command] = {
         arguments={"adapter_path": "IN", "save_path": "OUT"},
         nano={"adapter_path": "adapter_path"},
     ),
+    "adapter merge": Command(
+        help="Merge adapters of one base into one: exactly, at a rank, or by TIES or DARE.",
+        settings="mlxstacks.files.settings:AdapterMergeSettings",
+        function="mlxstacks.studies.adapter:merge",
+        arguments={"adapter_path": "ADAPTER"},
+        nano={"adapter_path": "adapter_path"},
+    ),
     "adapter show": Command(
         help="Show what an adapter holds: modules, shapes, rank, size of the delta.",
         settings="mlxstacks.files.settings:AdapterShowSettings",
@@ -356,7 +363,7 @@ GROUPS = {
     "stack": "Train frozen stacks, domain after domain, into a store that loses none of them. With "
     "`compare`: arms of an experiment over seeds. Nested settings: --set KEY.KEY=VALUE.",
     "stacks": "Look after a store: what it holds, whether it is whole, what is served.",
-    "adapter": "Adapters on their own: show, zero, convert between mlx-lm and PEFT.",
+    "adapter": "Adapters on their own: show, zero, merge, convert between mlx-lm and PEFT.",
     "sweep": "Train at many ranks, seeds, layers, projections or bits and compare: losses, time, "
     "buffers, what a fuse keeps. Settings of every run: --set train.KEY=VALUE, with the keys of "
     "`mlxstacks train`.",
