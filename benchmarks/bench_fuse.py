@@ -154,7 +154,8 @@ def speed(work: Path, rounds: int) -> dict[str, Any]:
                 shutil.rmtree(path)
         return cost
 
-    ours = {p: ["mlxstacks", "fuse", "--requant", p] for p in ("refit", "auto", "nearest")}
+    command = ["mlxstacks", "fuse", "--judge", "none", "--requant"]  # the peer judges nothing
+    ours = {policy: [*command, policy] for policy in ("refit", "auto", "nearest")}
     commands = {"mlx_lm.fuse": ["mlx_lm", "fuse"], **ours}
     runs = {name: partial(process, name, command) for name, command in commands.items()}
     costs = alternate(runs, rounds, lambda line: print(line, flush=True))

@@ -18,6 +18,7 @@ from mlxstacks.nano.exports import nano_paths
 from mlxstacks.studies.buffers.run import run
 from mlxstacks.studies.buffers.settings import BufferSettings
 from mlxstacks.study.render.console import print_result
+from mlxstacks.study.render.progress import ProgressBar
 from tests.counting_allocator import library
 
 
@@ -35,7 +36,7 @@ def main() -> None:
         counting_library=str(counting),
         resume=not options.no_resume,
     )
-    with output.Progress("runs") as progress:
+    with ProgressBar("runs") as progress:
         report = run(settings, progress=progress)
     print_result(output.console(), report)
     print(json.dumps({"machine": machine(), **report.as_json()}))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mlx.nn as nn
-import pandas
+import pandas  # type: ignore[import-untyped]
 
 from mlxstacks.study.result import Result as Result
 
@@ -19,6 +19,16 @@ def adapter_convert(adapter_path: str | Path | None = None, save_path: str | Pat
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
     """Write an adapter in mlx-lm's or in PEFT's format, with the same delta."""
 
+def adapter_merge(adapter_path: str | Path | Sequence[str | Path] = (), *,
+    save_path: str | Path | None = None,
+    method: Literal['concat', 'svd', 'ties', 'dare'] = 'concat',
+    weights: float | Sequence[float] = (), rank: int | None = None, density: float = 0.5,
+    space: Literal['weights', 'core'] = 'weights',
+    peft_layout: Literal['current', 'legacy'] | None = None, model: str | Path | None = None,
+    allow_base: bool = False, seed: int = 0, force: bool = False,
+    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
+    """Merge adapters of one base into one: exactly, at a rank, or by TIES or DARE."""
+
 def adapter_show(adapter_path: str | Path | None = None, *,
     peft_layout: Literal['current', 'legacy'] | None = None, model: str | Path | None = None,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
@@ -29,6 +39,16 @@ def adapter_zero(adapter_path: str | Path | None = None, save_path: str | Path |
     force: bool = False, progress: bool | Callable[..., None] | None = None,
     dry_run: bool = False) -> Result:
     """Write a copy of an adapter whose delta is zero: the control of every fuse."""
+
+def compare(model: str | Path | None = None, other: str | Path | Sequence[str | Path] = (), *,
+    adapter_path: str | Path | Sequence[str | Path] = (), data: str | Path | None = None,
+    answer_tokens: int = 32, max_tokens: int = 256,
+    base: Literal['auto', 'stored', 'float32'] = 'auto', fail_under_agreement: float | None = None,
+    thinking: Literal['auto', 'on', 'off'] | bool | None = 'auto', allow_special: bool = False,
+    plots: bool = True, plot_format: Literal['svg', 'png'] = 'svg',
+    save_path: str | Path | None = None, resume: bool = True, force: bool = False,
+    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
+    """How far do the next tokens of models differ from a reference's? KL, agreement."""
 
 def confound(model: str | Path | None = None, *, persona: str | Path | None = None,
     items: str | Path | None = None, save_path: str | Path | None = None,
@@ -85,6 +105,7 @@ def fuse(model: str | Path | None = None,
     save_path: str | Path | None = None, *,
     requant: Literal['auto', 'refit', 'keep', 'nearest', 'promote', 'stochastic', 'dequantize'] = 'auto',
     zero_delta: bool = False, target_correlation: float = 0.98, fail_under: float | None = None,
+    judge: str = 'shipped', fail_under_agreement: float | None = None,
     bits: str | Sequence[str] | Mapping[str, Any] = (),
     peft_layout: Literal['current', 'legacy'] | None = None, allow_base: bool = False,
     device_parity: bool = False, kernels: bool = True, copy_shards: bool = False,
@@ -141,9 +162,9 @@ def nano(*, bits: Literal[2, 3, 4, 5, 6, 8] | None = 3,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
     """Show the built-in model: where it is and what it was measured to know."""
 
-def nano_export(save_path: str | Path = PydanticUndefined, *,
-    bits: Literal[2, 3, 4, 5, 6, 8] | None = 4, force: bool = False,
-    progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
+def nano_export(save_path: str | Path, *, bits: Literal[2, 3, 4, 5, 6, 8] | None = 4,
+    force: bool = False, progress: bool | Callable[..., None] | None = None,
+    dry_run: bool = False) -> Result:
     """Write the built-in model as a checkpoint that mlx-lm loads."""
 
 def profile(model: str | Path | None = None, *, data: str | Path | None = None,
@@ -159,7 +180,7 @@ def profile(model: str | Path | None = None, *, data: str | Path | None = None,
     dry_run: bool = False) -> Result:
     """Profile which experts groups of prompts go to, next to what chance gives."""
 
-def recipes(command: str | None = None) -> 'pandas.DataFrame':
+def recipes(command: str | None = None) -> pandas.DataFrame:
     """The recipes that come with mlxstacks, of all commands or of one: name, command, about."""
 
 def report(runs: str | Path | Sequence[str | Path] = (), *, save_path: str | Path | None = None,
@@ -181,7 +202,7 @@ def route_check(store_path: str | Path | None = None, *, model: str | Path | Non
     """Ask prompts whose answers and routes are known, in every mode, and judge by rules."""
 
 def route_discover(store_path: str | Path | None = None, *, model: str | Path | None = None,
-    data: str | None = None, sources: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
+    data: str | Path | None = None, sources: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
     save_path: str | Path | None = None, single_cap: int = 2000, mixed_cap: int = 400,
     shortest_prompt: int = 1, shortest_answer: int = 1, samples_per_domain: int = 200,
     mixed_samples: int = 0, other_samples: int = 0,
@@ -197,7 +218,7 @@ def route_discover(store_path: str | Path | None = None, *, model: str | Path | 
 
 def route_evaluate(store_path: str | Path | None = None, *, model: str | Path | None = None,
     thinking: Literal['auto', 'on', 'off'] | bool | None = 'auto', allow_special: bool = False,
-    base: Literal['auto', 'stored', 'float32'] = 'auto', data: str | None = None,
+    base: Literal['auto', 'stored', 'float32'] = 'auto', data: str | Path | None = None,
     sources: Mapping[str, Any] | Sequence[Mapping[str, Any]] = (),
     unseen: Mapping[str, Any] | str | Sequence[Mapping[str, Any] | str] = (),
     save_path: str | Path | None = None, routers: str | Sequence[str] = (),
@@ -236,9 +257,9 @@ def route_train(store_path: str | Path | None = None, *, model: str | Path | Non
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:
     """Train the network that says which domains help with a prompt."""
 
-def run(recipe: str | pathlib.Path | collections.abc.Mapping[str, typing.Any], *,
-    progress: bool | collections.abc.Callable[..., None] | None = None, dry_run: bool = False,
-    **settings: Any) -> 'Result':
+def run(recipe: str | Path | Mapping[str, Any], *,
+    progress: bool | Callable[..., None] | None = None, dry_run: bool = False,
+    **settings: Any) -> Result:
     """Run any command by a recipe: what is done already with the same settings is read back."""
 
 def stack(model: str | Path | None = None,
@@ -277,7 +298,7 @@ def stack_compare(model: str | Path | None = None, *, data: str | Path | None = 
     """Compare settings of `stack` over seeds: equal budgets, differences, a verdict."""
 
 def stacks_analyse(store_path: str | Path | None = None, *, save_path: str | Path | None = None,
-    model: str | Path | None = None, data: str | None = None, weights_only: bool = False,
+    model: str | Path | None = None, data: str | Path | None = None, weights_only: bool = False,
     prompts: int = 64, max_seq_length: int = 512, directions: int = 4, plots: bool = True,
     plot_format: Literal['png', 'svg'] = 'png', seed: int = 0, force: bool = False,
     progress: bool | Callable[..., None] | None = None, dry_run: bool = False) -> Result:

@@ -557,6 +557,14 @@ def generate(
     return "".join(step.text for step in _stream(model, tokenizer, prompt, max_tokens=max_tokens))
 
 
+def greedy_tokens(
+    model: nn.Module, tokenizer: Any, prompt: Sequence[int], max_tokens: int
+) -> list[int]:
+    """The greedy reply to a prompt, with its end mark. Raises: NonFiniteModelError."""
+    steps = _stream(model, tokenizer, mx.array(prompt), max_tokens=max_tokens)
+    return [int(step.token) for step in steps]
+
+
 def make_prompt_cache(model: nn.Module) -> list[Any]:
     """An empty cache of mlx-lm for one sequence: an entry a layer, of the kind the layer needs."""
     from mlx_lm.models.cache import make_prompt_cache as make

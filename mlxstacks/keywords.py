@@ -62,7 +62,7 @@ def keywords_of(function: str) -> dict[str, Keyword]:
     keywords = {}
     for key in chosen or settings.model_fields:
         field = settings.model_fields[key]
-        is_path = key in {*paths, "model", "runs"} or key.endswith("_path")
+        is_path = key in {*paths, "model", "other", "runs", "data"} or key.endswith("_path")
         name = "store" if (function, key) == ("load", "store_path") else key
         keywords[name] = _keyword(key, field, is_path)
     if function == "load":  # it notes no gaps unless it is asked to
@@ -74,6 +74,8 @@ def keywords_of(function: str) -> dict[str, Keyword]:
 def _keyword(key: str, field: "FieldInfo", is_path: bool) -> Keyword:
     kind = _plain(_written(field.metadata) or field.annotation, is_path)
     default = field.get_default(call_default_factory=True)
+    if field.is_required():
+        default = inspect.Parameter.empty
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     return Keyword(
         kind,
@@ -104,8 +106,8 @@ def _plain(annotation: Any, is_path: bool) -> Any:
     if hasattr(annotation, "__metadata__"):  # Annotated
         return _plain(_written(annotation.__metadata__) or parts[0], is_path)
     if origin in (tuple, list):
-        item = _plain(parts[0], is_path)
-        return item | Sequence[item]
+        item: Any = _plain(parts[0], is_path)
+        return Union[item, Sequence[item]]  # noqa: UP007
     if origin in (dict, Mapping) or hasattr(annotation, "model_fields"):
         return Mapping[str, Any]
     return str | Path if annotation is Path or (annotation is str and is_path) else annotation
@@ -178,7 +180,8 @@ def _parameter(
 def _described(
     parameter: inspect.Parameter, keyword: Keyword, keywords: Mapping[str, Keyword]
 ) -> Iterator[str]:
-    default = "" if parameter.default is _TOO_LONG else f", default {parameter.default!r}"
+    is_shown = parameter.default not in (_TOO_LONG, parameter.empty)
+    default = f", default {parameter.default!r}" if is_shown else ""
     yield f"    {parameter.name}: {type_in_words(parameter.annotation)}{default}"
     meaning = in_keywords(" ".join(keyword.meaning.split()), keywords)
     for typed, meant in _IN_PYTHON.items():

@@ -238,6 +238,37 @@ def bootstrap_difference(
     return MeanInterval(mean, float(low), float(high), differences.size, confidence)
 
 
+def bootstrap_ratio(
+    sums: Sequence[float],
+    counts: Sequence[int],
+    *,
+    seed: int = 0,
+    resamples: int = 2_000,
+    confidence: float = 0.95,
+) -> Interval:
+    """Percentile interval of sum / count over resampled clusters: a sum and a count of each.
+
+    For values that are alike within a cluster, as tokens of one text are. Laws: it holds the ratio
+    where all clusters have the same; the order of clusters does not matter to what it estimates.
+
+    Raises:
+        ValueError: no clusters, unequal lengths, a sum that is not finite, a count below 1.
+    """
+    import numpy as np
+
+    totals, sizes = np.array(sums, np.float64), np.array(counts, np.float64)
+    if not totals.size or totals.shape != sizes.shape:
+        raise ValueError(f"got {totals.size} sums and {sizes.size} counts; need one of each")
+    if not np.isfinite(totals).all() or sizes.min() < 1:
+        raise ValueError("sums must be finite and counts 1 or more")
+    _check_confidence(confidence)
+    random = np.random.default_rng(seed)
+    drawn = random.multinomial(totals.size, [1 / totals.size] * totals.size, size=resamples)
+    ratios = (drawn @ totals) / (drawn @ sizes)
+    low, high = np.quantile(ratios, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(low), float(high), confidence)
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """p-values of several claims, adjusted by Holm's step-down rule, in the given order.
 

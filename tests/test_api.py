@@ -111,11 +111,24 @@ def test_a_fuse_is_that_of_the_command(tmp_path: Path) -> None:
 
     nano = nano_paths()
     by_call, by_command = tmp_path / "call", tmp_path / "command"
-    result = ms.fuse(nano.model_path, [nano.adapter_path], by_call, requant="refit")
+    result = ms.fuse(nano.model_path, [nano.adapter_path], by_call, requant="refit", judge="none")
     assert result is not None
     words = ["--model", nano.model_path, "--adapter-path", nano.adapter_path]
     assert (
-        run([str(w) for w in ["fuse", *words, "--save-path", by_command, "--requant=refit"]]) == 0
+        run(
+            [
+                str(w)
+                for w in [
+                    "fuse",
+                    *words,
+                    "--save-path",
+                    by_command,
+                    "--requant=refit",
+                    "--judge=none",
+                ]
+            ]
+        )
+        == 0
     )
     weights = [sorted(d.glob("*.safetensors")) for d in (by_call, by_command)]
     assert weights[0]

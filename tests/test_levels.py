@@ -34,7 +34,7 @@ LEVELS = {
     "files": 2,
     **dict.fromkeys(("layers", "sandbox", "study"), 3),
     **dict.fromkeys(("convert", "fuse", "training", "evaluate"), 4),
-    **dict.fromkeys(("routing", "guard"), 5),
+    **dict.fromkeys(("agreement", "routing", "guard"), 5),
     "arms": 6,
     **dict.fromkeys(("studies", "nano"), 7),
     **dict.fromkeys(("recipe", "doctor"), 8),

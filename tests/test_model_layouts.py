@@ -275,7 +275,7 @@ def test_screen_says_what_came_along_and_what_did_not(
     model = built(layout, bases, tmp_path / "model")
     (model / "modeling.py").write_text("raise SystemExit\n")
     adapter = adapter_for(base_model.load(model, lazy=True)[0], MOE_DOWN, tmp_path / "adapter")
-    command = ["fuse", "--model", str(model), "--adapter-path", str(adapter)]
+    command = ["fuse", "--judge=none", "--model", str(model), "--adapter-path", str(adapter)]
     assert main([*command, "--save-path", str(tmp_path / "out")]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "Carried 7 side files; unchanged weights: optiq/mtp.safetensors, " in text

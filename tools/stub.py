@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import mlxstacks as ms
+from mlxstacks.keywords import type_text
 
 STUB = Path(ms.__file__).with_suffix(".pyi")
 HEAD = '''"""Made from the settings by `python -m tools.stub`."""
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mlx.nn as nn
-import pandas
+import pandas  # type: ignore[import-untyped]
 
 from mlxstacks.study.result import Result as Result
 
@@ -31,7 +32,7 @@ def stub() -> str:
     for name in sorted(set(ms.__all__) - {"Result"}):
         function = getattr(ms, name)
         signature = inspect.signature(function)
-        words = [str(parameter) for parameter in signature.parameters.values()]
+        words = [_word(parameter) for parameter in signature.parameters.values()]
         by_name = [p.kind is p.KEYWORD_ONLY for p in signature.parameters.values()]
         if any(by_name):
             words.insert(by_name.index(True), "*")
@@ -39,11 +40,18 @@ def stub() -> str:
         text = ", ".join(word.replace(" ", "\0") for word in words)
         # Lines break between parameters alone.
         lines += textwrap.wrap(
-            f"{text})\0->\0{signature.return_annotation!r}:", 100, subsequent_indent="    ",
-            break_long_words=False, break_on_hyphens=False,
+            f"{text})\0->\0{type_text(signature.return_annotation)}:", 100,
+            subsequent_indent="    ", break_long_words=False, break_on_hyphens=False,
         )  # fmt: skip
         lines += [f'    """{(inspect.getdoc(function) or "").splitlines()[0]}"""', ""]
     return "\n".join(lines).replace("\0", " ").rstrip() + "\n"
+
+
+def _word(parameter: inspect.Parameter) -> str:
+    """`name: type = default`, without the modules that inspect would write before types."""
+    stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+    default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+    return f"{stars}{parameter.name}: {type_text(parameter.annotation)}{default}"
 
 
 if __name__ == "__main__":

@@ -55,8 +55,9 @@ def run(arguments: Sequence[str]) -> int:
     try:
         code = make_group().main(args=list(arguments), prog_name="mlxstacks", standalone_mode=False)
         return code if isinstance(code, int) else 0
-    except click.exceptions.Abort:
-        return _fail(arguments, "interrupted", INTERRUPTED)
+    except click.exceptions.Abort as abort:
+        left = str(abort.__cause__ or abort.__context__ or "")  # what there is all the same
+        return _fail(arguments, f"interrupted{left and '; '}{left}", INTERRUPTED)
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "mlxstacks"
         message = f"{error.format_message()}\nSee `{where} --help`."

@@ -302,7 +302,11 @@ def parameters(
         kind = _kind(name, _without_none(get_args(inner)[0])[0] if several else inner)
         params.append(
             click.Argument(
-                [name], metavar=f"[{shown}]", required=False, type=kind, nargs=-1 if several else 1
+                [name],
+                metavar=f"[{shown}]{'...' if several else ''}",
+                required=False,
+                type=kind,
+                nargs=-1 if several else 1,
             )
         )
     for name, known in settings_class.model_fields.items():

@@ -1,19 +1,22 @@
-"""What is behind `mlxstacks adapter show | zero | convert`."""
+"""What is behind `mlxstacks adapter show | zero | convert | merge`."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxstacks.errors import InputError
+from mlxstacks.errors import AdapterError, InputError
 from mlxstacks.files.adapters import WEIGHTS, load_any_adapter, write_adapter, zero_adapter
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.lora_modules import Adapter, delta_norm, delta_weights
+from mlxstacks.files.merge_adapters import MergedModule, merge_adapters
+from mlxstacks.files.outputs import check_target
 from mlxstacks.files.peft_adapters import write_peft, write_zero_peft
 from mlxstacks.files.peft_config import PEFT_WEIGHTS
 from mlxstacks.files.settings import (
     AdapterConvertSettings,
     AdapterFormat,
+    AdapterMergeSettings,
     AdapterShowSettings,
     AdapterZeroSettings,
 )
@@ -138,6 +141,31 @@ def convert_adapter(settings: AdapterConvertSettings) -> AdapterWritten:
     else:
         write_adapter(adapter, target, settings.force)
     return _written(adapter, target, adapter_format(source), settings.to)
+
+
+def merge_command(settings: AdapterMergeSettings) -> tuple[AdapterWritten, list[MergedModule]]:
+    """Write the merged adapter. Raises: as `load_any_adapter`, `merge_adapters`."""
+    if not settings.adapter_path or settings.save_path is None:
+        raise InputError("adapter_path and save_path are needed: what to read, where to write")
+    target = user_path(settings.save_path)
+    check_target(target, force=settings.force, inputs=[*map(user_path, settings.adapter_path)])
+    model = open_checkpoint(resolve_model(settings.model)) if settings.model else None
+    adapters = [
+        load_any_adapter(path, settings.peft_layout, model) for path in settings.adapter_path
+    ]
+    bases = {a.base_fingerprint: a.directory for a in adapters if a.base_fingerprint}
+    if len(bases) > 1 and not settings.allow_base:
+        named = "; ".join(f"{where}: {base[:19]}..." for base, where in bases.items())
+        raise AdapterError(
+            f"the adapters were trained on different bases ({named}); merge adapters of one base, "
+            "or --allow-base"
+        )
+    merged, modules = merge_adapters(
+        adapters, settings.weights or [1.0] * len(adapters), settings.method, rank=settings.rank,
+        density=settings.density, space=settings.space, seed=settings.seed,
+    )  # fmt: skip
+    write_adapter(merged, target, settings.force)
+    return _written(merged, target, "mlx", "mlx"), modules
 
 
 def _model(settings: _Settings) -> Checkpoint | None:

@@ -5,9 +5,9 @@ Imports neither mlx nor numpy, so that `--help` stays fast.
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from mlxstacks.settings import Settings
 
@@ -110,6 +110,59 @@ class AdapterConvertSettings(_AdapterSettings):
         "(AutoModelForCausalLM) or whole (...ForConditionalGeneration). PEFT loads no other names.",
     )
     force: bool = Field(False, description="Replace an existing target.")
+
+
+class AdapterMergeSettings(Settings):
+    """Several adapters of one base as one, in mlx-lm's format."""
+
+    adapter_path: tuple[str, ...] = Field(
+        (),
+        description="Adapter directories to read (mlx-lm or PEFT), one or more. Default: nano's "
+        "sample adapter.",
+    )
+    save_path: str | None = Field(
+        None, description="Directory to write. Default: ./mlxstacks-out/adapter-merge."
+    )
+    method: Literal["concat", "svd", "ties", "dare"] = Field(
+        "concat",
+        description="concat: the exact sum, ranks add up. svd: the nearest to it at --rank. ties: "
+        "trim, elect signs, average. dare: drop at random, rescale, sum.",
+    )
+    weights: tuple[float, ...] = Field(
+        (), description="Weight of each adapter, in order. Default: 1 each."
+    )
+    rank: int | None = Field(
+        None,
+        ge=1,
+        description="Rank of the result, for svd, ties and dare. Default: the largest of the "
+        "adapters.",
+    )
+    density: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.5, description="Share of the numbers of a delta that ties and dare keep."
+    )
+    space: Literal["weights", "core"] = Field(
+        "weights",
+        description="Where ties and dare work. core: in the space that the adapters' factors "
+        "span, which is fast and loses nothing at the sum of their ranks.",
+    )
+    peft_layout: PeftLayout | None = Field(None, description=_LAYOUT)
+    model: str | None = Field(None, description=_MODEL)
+    allow_base: bool = Field(
+        False, description="Merge adapters whose recorded bases differ; the first one's is kept."
+    )
+    seed: int = Field(0, ge=0, description="Of dare's draws.")
+    force: bool = Field(False, description="Replace an existing target.")
+
+    @model_validator(mode="after")
+    def _fit(self) -> Self:
+        if self.weights and len(self.weights) != len(self.adapter_path):
+            raise ValueError(
+                f"weights has {len(self.weights)} numbers for {len(self.adapter_path)} adapters; "
+                "give one each, in order"
+            )
+        if self.rank is not None and self.method == "concat":
+            raise ValueError("rank goes with svd, ties and dare; concat has the sum of all ranks")
+        return self
 
 
 DAY_SECONDS = 86_400

@@ -50,6 +50,16 @@ class FuseSettings(Settings):
         description="Exit with 3 when the total correlation of an adapter is below this. Files "
         "are written.",
     )
+    judge: str = Field(
+        "shipped",
+        description="What the fused model is judged on next to the unfused adapter: shipped (16 "
+        'texts and 8 prompts), a JSONL file of rows {"text": ...} and {"prompt": ...}, or none.',
+    )
+    fail_under_agreement: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        None,
+        description="Exit with 3 when the fused model agrees with the unfused adapter on a smaller "
+        "share of next tokens. Files are written.",
+    )
     bits: BitsByPattern = Field(
         (),
         description="PATTERN=N: modules whose path matches the shell pattern get N bits. "
@@ -91,6 +101,12 @@ class FuseSettings(Settings):
     def _parity_is_for_refit(self) -> "FuseSettings":
         if self.device_parity and self.requant != "refit":
             raise ValueError("device_parity goes with requant refit only: it is mx.quantize's rule")
+        return self
+
+    @model_validator(mode="after")
+    def _gate_needs_a_judge(self) -> "FuseSettings":
+        if self.fail_under_agreement is not None and self.judge == "none":
+            raise ValueError("fail_under_agreement needs a judge: leave judge none out")
         return self
 
     def bits_for(self, module: str) -> int | None:

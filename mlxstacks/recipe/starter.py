@@ -41,11 +41,15 @@ def starter(command: str, model: str | None, file: str) -> str:
     settings_class = load(row.settings)
     if model is not None and "model" not in settings_class.model_fields:
         raise InputError(f"{command} takes no model: mlxstacks init --command {command!r}")
-    values = {} if row.nano_recipe is None else dict(load_recipe(row.nano_recipe).values)
+    values: dict[str, Any] = (
+        {} if row.nano_recipe is None else dict(load_recipe(row.nano_recipe).values)
+    )
     if model is not None:
         needed = [key for key in row.nano if key not in (*row.optional, "model")]
         # what has no default, as the arms of a comparison, begins as nano's
-        example = {key: values[key] for key in ("arms", "question", "run") if key in values}
+        example: dict[str, Any] = {
+            key: values[key] for key in ("arms", "question", "run") if key in values
+        }
         values = {"model": model, **{key: _PLACES[key] for key in needed}, **example}
     places = [key for key in (*row.needs, *row.arguments) if key not in row.nano]
     values |= {key: _PLACES[key] for key in places if key in _PLACES}

@@ -53,8 +53,18 @@ COMMANDS: dict[str, Command] = {
     "fuse": Command(
         help="Fuse adapters into a quantized model and say what survived.",
         settings="mlxstacks.fuse.settings:FuseSettings",
-        function="mlxstacks.fuse.run:run_command",
+        function="mlxstacks.studies.agreement.judge:run",
         nano={"model": "model_path", "adapter_path": "adapter_path"},
+        report="result.json",
+    ),
+    "compare": Command(
+        help="How far do the next tokens of models differ from a reference's? KL, agreement.",
+        settings="mlxstacks.studies.agreement.settings:AgreementSettings",
+        function="mlxstacks.studies.agreement.run:run",
+        conclude_again="mlxstacks.studies.agreement.run:conclude_again",
+        arguments={"model": "MODEL", "other": "OTHER"},
+        nano={"model": "model_path", "adapter_path": "adapter_path"},
+        optional=("adapter_path",),
         report="result.json",
     ),
     "convert": Command(
@@ -78,6 +88,13 @@ COMMANDS: dict[str, Command] = {
         settings="mlxstacks.files.settings:AdapterConvertSettings",
         function="mlxstacks.studies.adapter:convert",
         arguments={"adapter_path": "IN", "save_path": "OUT"},
+        nano={"adapter_path": "adapter_path"},
+    ),
+    "adapter merge": Command(
+        help="Merge adapters of one base into one: exactly, at a rank, or by TIES or DARE.",
+        settings="mlxstacks.files.settings:AdapterMergeSettings",
+        function="mlxstacks.studies.adapter:merge",
+        arguments={"adapter_path": "ADAPTER"},
         nano={"adapter_path": "adapter_path"},
     ),
     "adapter show": Command(
@@ -343,7 +360,7 @@ GROUPS = {
     "stack": "Train frozen stacks, domain after domain, into a store that loses none of them. With "
     "`compare`: arms of an experiment over seeds. Nested settings: --set KEY.KEY=VALUE.",
     "stacks": "Look after a store: what it holds, whether it is whole, what is served.",
-    "adapter": "Adapters on their own: show, zero, convert between mlx-lm and PEFT.",
+    "adapter": "Adapters on their own: show, zero, merge, convert between mlx-lm and PEFT.",
     "sweep": "Train at many ranks, seeds, layers, projections or bits and compare: losses, time, "
     "buffers, what a fuse keeps. Settings of every run: --set train.KEY=VALUE, with the keys of "
     "`mlxstacks train`.",

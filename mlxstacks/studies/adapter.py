@@ -1,15 +1,17 @@
-"""`mlxstacks adapter show | zero | convert`: what files/adapter_commands.py did, as results."""
+"""`mlxstacks adapter show | zero | convert | merge`: files/adapter_commands.py, as results."""
 
 from dataclasses import asdict
 
 from mlxstacks.files.adapter_commands import (
     AdapterWritten,
     convert_adapter,
+    merge_command,
     show_adapter,
     zero_adapter_command,
 )
 from mlxstacks.files.settings import (
     AdapterConvertSettings,
+    AdapterMergeSettings,
     AdapterShowSettings,
     AdapterZeroSettings,
 )
@@ -62,6 +64,44 @@ def zero(settings: AdapterZeroSettings) -> Result:
 def convert(settings: AdapterConvertSettings) -> Result:
     """Raises: as `convert_adapter`."""
     return _written("adapter convert", settings, convert_adapter(settings))
+
+
+def merge(settings: AdapterMergeSettings) -> Result:
+    """A row a module, the largest error first. Raises: as `merge_command`."""
+    written, modules = merge_command(settings)
+    modules = sorted(modules, key=lambda module: -(module.error or 0.0))
+    total = sum((m.norm or 0.0) ** 2 for m in modules)
+    lost = sum(((m.norm or 0.0) * (m.error or 0.0)) ** 2 for m in modules)
+    error = (lost / total) ** 0.5 if total else 0.0
+    rank = max(module.rank for module in modules)
+    names = ", ".join(settings.adapter_path)
+    count = len(settings.adapter_path)
+    many = f"{count} adapters" if count > 1 else "1 adapter"
+    words = f"{many} as one of rank {rank} in {len(modules)} modules"
+    aim = {"concat": "sum", "svd": "sum"}.get(settings.method, f"merge by {settings.method}")
+    verdict = f"{words}: exact, the sum of the weighted deltas."
+    if settings.method != "concat":
+        worst = modules[0]
+        verdict = (
+            f"{words}: {100 * error:.2g}% of the {aim} is lost to the rank, most in {worst.path} "
+            f"({100 * (worst.error or 0.0):.2g}%)."
+        )
+    columns: Columns = {
+        "module": "text", "ranks merged": "text", "rank": "count", "norm": "number",
+        "lost to the rank": ("share", 2),
+    }  # fmt: skip
+    rows = [(m.path, ", ".join(map(str, m.ranks)), m.rank, m.norm, m.error) for m in modules]
+    caption = "norm: of what the method aims at; lost: of that, by Frobenius norms."
+    return Result(
+        kind="adapter merge", title="Adapters, merged", status="done", verdict=verdict,
+        outcome="exact" if settings.method == "concat" else f"{100 * error:.2g}% lost to the rank",
+        settings=settings.model_dump(mode="json"), directory=written.save_path,
+        data={
+            **asdict(written), "adapter_path": names, "error": error,
+            "modules": [asdict(module) for module in modules],
+        },
+        blocks=(Table.of("modules", "Modules", columns, rows, caption=caption),),
+    )  # fmt: skip
 
 
 def _written(

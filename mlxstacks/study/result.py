@@ -36,22 +36,27 @@ class Result(Document):
 
     def table(self, id: str | None = None) -> "pandas.DataFrame":
         """A table as a pandas DataFrame with plain names of columns: `p (Holm)` is `p_holm`, a size
-        `size_bytes`; shares are fractions. An interval is two columns more, `..._low` and
-        `..._high`. id: may be left out where there is one table.
+        `size_bytes`; shares are fractions. An interval is in two columns, `..._low` and
+        `..._high`, behind its estimate. id: may be left out where there is one table.
 
         Raises: InputError: no such table; it lists the ids.
         """
         import pandas
 
         block = self._block(id, Table)
-        frame = pandas.DataFrame(list(block.rows), columns=plain_names(block.columns))
-        for column in [*frame.columns]:
-            if any(isinstance(cell, tuple) for cell in frame[column]):
-                cells = [cell if isinstance(cell, tuple) else (cell,) for cell in frame[column]]
-                frame[column] = [None if len(cell) == 2 else cell[0] for cell in cells]
-                ends = [cell[-2:] if len(cell) > 1 else (None, None) for cell in cells]
-                frame[f"{column}_low"], frame[f"{column}_high"] = zip(*ends, strict=True)
-        return frame
+        columns: dict[str, Any] = {}
+        names = plain_names(block.columns)
+        for name, *cells in zip(names, *block.rows, strict=True):
+            if not any(isinstance(cell, tuple) for cell in cells):
+                columns[name] = cells
+                continue
+            parts = [cell if isinstance(cell, tuple) else (cell,) for cell in cells]
+            values = [None if len(part) == 2 else part[0] for part in parts]
+            if any(value is not None for value in values):
+                columns[name] = values
+            ends = [part[-2:] if len(part) > 1 else (None, None) for part in parts]
+            columns[f"{name}_low"], columns[f"{name}_high"] = zip(*ends, strict=True)
+        return pandas.DataFrame(columns)
 
     def plot(self, id: str | None = None) -> "Figure":
         """A plot as a matplotlib figure. id, Raises: as `table`."""

@@ -468,7 +468,7 @@ def test_unknown_hub_id_offline_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(CheckpointError, match="because HF_HUB_OFFLINE is set. Give a model"):
+    with pytest.raises(CheckpointError, match=r"because HF_HUB_OFFLINE is set\. Give a model"):
         resolve_model("owner/none")
 
 

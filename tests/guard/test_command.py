@@ -13,6 +13,7 @@ import pytest
 
 from mlxstacks.cli import run
 from mlxstacks.errors import CheckpointError, InputError
+from mlxstacks.guard import run as guard_run
 from mlxstacks.guard.build import adapted_model, lazy_model, read_config
 from mlxstacks.guard.predict import Point, Prediction, predict
 from mlxstacks.guard.run import (

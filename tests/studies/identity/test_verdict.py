@@ -296,14 +296,14 @@ def test_the_blocks_say_what_differs() -> None:
     ]  # fmt: skip
     rows = result.table("conditions-table").set_index("condition")
     assert [*rows.columns] == [
-        "policy", "passed of 20", "95% interval", "by category", "kept", "lost", "gained", "p",
-        "95% interval low", "95% interval high",
+        "policy", "passed_of_20", "interval_low", "interval_high", "by_category", "kept", "lost",
+        "gained", "p",
     ]  # fmt: skip
     factual = rows.loc["+ factual r2"]
-    assert factual[["passed of 20", "by category", "kept", "lost", "gained"]].tolist() == [
+    assert factual[["passed_of_20", "by_category", "kept", "lost", "gained"]].tolist() == [
         18, "6/6/6", 16, 2, 2,
     ]  # fmt: skip
-    ends = (factual["95% interval low"], factual["95% interval high"])
+    ends = (factual["interval_low"], factual["interval_high"])
     assert [round(100 * end) for end in ends] == [70, 97]
     differences = result.table("differences")
     assert differences.loc[0].tolist() == ["identity + factual r2", "lost", "Who are you?", "x"]
@@ -312,12 +312,12 @@ def test_the_blocks_say_what_differs() -> None:
     compared = result.table("compared").set_index("condition")
     again = compared.loc["identity + identity"]
     # Holm's p of the smallest of three, in its own column
-    assert again["p (Holm)"] == pytest.approx(3 * again["p (McNemar)"])
-    assert compared.loc["base + factual r2", "p (Holm)"] == "no claim"
+    assert again["p_holm"] == pytest.approx(3 * again["p_mcnemar"])
+    assert compared.loc["base + factual r2", "p_holm"] == "no claim"
     assert "Of 20 prompts the base may pass at most 5" in str(result)
 
 
 def test_a_reference_that_passes_nothing_has_nothing_to_lose() -> None:
     result = result_of(base=0)
     row = result.table("compared").set_index("condition").loc["base + factual r2"]
-    assert row["share lost, 95%"] == "nothing to lose"
+    assert row["share_lost"] == "nothing to lose"

@@ -238,7 +238,7 @@ def check_tables(result: Result) -> None:
     oracle = result.data["oracle"]
     labels = result.table("labels").set_index("label")
     assert [*labels["pairs"]] == [row["n"] for row in oracle]
-    assert labels["holds it low"]["alpha"] == oracle[0]["label_in_set"]["interval"]["low"]
+    assert labels["holds_it_low"]["alpha"] == oracle[0]["label_in_set"]["interval"]["low"]
     control = result.table("control").set_index("what")
     chosen = result.data["control"]["chosen"]
     assert control["number"]["a random stack would be chosen"] == chosen["count"]

@@ -129,13 +129,13 @@ def check_tables(result: Result) -> None:
     ]  # fmt: skip
     losses = result.table("losses").set_index("prompts")
     assert [*losses.columns] == [
-        "rows", "base", "ungated", "routed", "routed hard", "oracle domain", "random stack",
+        "rows", "base", "ungated", "routed", "routed_hard", "oracle_domain", "random_stack",
         "prefix",
     ]  # fmt: skip
     assert losses["routed"]["alpha"] == result.data["matrix"]["routed"]["alpha"]["value"]
     difference = result.data["differences"]["base"]["ungated"]["all domains"]
     row = result.table("to-base").set_index("prompts").loc["all domains"]
-    assert (row["ungated low"], row["ungated high"]) == (difference["low"], difference["high"])
+    assert (row["ungated_low"], row["ungated_high"]) == (difference["low"], difference["high"])
     gaps = result.table("gaps")
     seen = result.data["gaps"]["scores"]["detection"]
     assert [*gaps.loc[0]][:4] == ["scores", "unseen domains seen", seen["count"], seen["n"]]

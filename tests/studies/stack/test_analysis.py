@@ -136,9 +136,9 @@ def test_every_table_and_plot_is_there(result: Result) -> None:
     pandas = pytest.importorskip("pandas")
     load = result.table("load-gate")
     found = result.data["routing"]["stacks"]["zeta-r1"]["on"]["zeta"]["gate"]
-    assert [*load.columns[:3]] == ["stack", "rows of", "expert 0"]
-    assert load["expert 0"][0] == found[0]["mean"]
-    assert load["expert 0 low"][0] == found[0]["low"]
+    assert [*load.columns[:3]] == ["stack", "rows_of", "expert_0"]
+    assert load["expert_0"][0] == found[0]["mean"]
+    assert load["expert_0_low"][0] == found[0]["low"]
     assert isinstance(load, pandas.DataFrame)
     [plot] = [block for block in result.blocks if getattr(block, "id", "") == "cosines-weights"]
     assert isinstance(plot, Plot)

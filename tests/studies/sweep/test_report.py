@@ -122,21 +122,20 @@ def test_blocks_show_runs_fuses_differences_and_every_cell() -> None:
     ]  # fmt: skip
     runs = report.table("runs").set_index("rank")
     assert [*runs.columns] == [
-        "cells", "before", "after", "best", "delta/step", "seconds", "peak", "buffers", "after low",
-        "after high", "best low", "best high",
+        "cells", "before", "after", "after_low", "after_high", "best", "best_low", "best_high",
+        "delta_per_step", "seconds", "peak_bytes", "buffers",
     ]  # fmt: skip
-    assert runs.loc["rank 8", ["cells", "before", "delta/step", "peak", "buffers"]].tolist() == [
-        "2 trained", 2.0, 0.08, 10**6, 900,
-    ]  # fmt: skip
+    shown = ["cells", "before", "delta_per_step", "peak_bytes", "buffers"]
+    assert runs.loc["rank 8", shown].tolist() == ["2 trained", 2.0, 0.08, 10**6, 900]
     assert runs.after["rank 8"] == pytest.approx(0.87)
     fused = report.table("fused").loc[1]
-    assert fused[["rank", "policy", "survival", "more bytes"]].tolist() == [
+    assert fused[["rank", "policy", "survival", "more_bytes"]].tolist() == [
         "rank 2", "promote", 0.99, 2000,
     ]  # fmt: skip
     assert "Means over 2 seeds" in str(report)
     difference = report.table("differences").loc[0]
-    assert difference["difference (95%)"] == pytest.approx(-0.06)
-    assert (difference["low rank"], difference["high rank"]) == (2, 8)
+    assert difference["difference"] == pytest.approx(-0.06)
+    assert (difference["low_rank"], difference["high_rank"]) == (2, 8)
     survival, size, fuse, losses = (b for b in report.blocks if isinstance(b, Plot))
     assert [(line.label, line.y) for line in survival.series] == [
         ("rank 2", (25.0, 99.0)), ("rank 8", (25.0, 99.0)),

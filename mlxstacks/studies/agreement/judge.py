@@ -1,0 +1,161 @@
+"""`mlxstacks fuse`: the fuse, and then how the fused model behaves next to the unfused adapter.
+
+Weights say how much of a delta is left; users see next tokens. The fused model is on disk, whole,
+before it is judged: a judgement that is interrupted, or that this machine has no memory for, takes
+nothing from it. Four models read the same tokens, one after the other:
+
+    the base with its adapters, unfused    the reference: it answers the prompts
+    this fuse                              what the fuse lost or added
+    without the adapter                    how much there was to keep
+    the same fuse of zeros                 what the fuse does by itself, from the base; only where
+                                           it changes weights at all
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mlxstacks import memory
+from mlxstacks.agreement import KINDS, agree, read_passages, refer
+from mlxstacks.data import read_records
+from mlxstacks.errors import CheckpointError, InputError, NonFiniteModelError
+from mlxstacks.files.checkpoint import open_checkpoint
+from mlxstacks.files.disk import user_path
+from mlxstacks.files.hub import resolve_model
+from mlxstacks.fuse.in_memory import fuse_in_memory
+from mlxstacks.fuse.run import run_command
+from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.studies.agreement.run import (
+    BASE,
+    JUDGE,
+    Figures,
+    agreement_table,
+    figures_of,
+    in_words,
+    load,
+)
+from mlxstacks.study.progress import WholeProgress
+from mlxstacks.study.result import Result
+from mlxstacks.study.write import write_result
+
+FUSED, ZERO = "this fuse", "the same fuse of zeros, from the base"
+ANSWER_TOKENS, MOST_TOKENS = 32, 256
+_FUSE_SHARE = 1 / 8
+# Weights, what a widened copy of them takes while it is made, and room for a pass.
+_MEMORY_FACTOR = 1.5
+Progress = Callable[..., None]
+
+
+def run(
+    settings: FuseSettings, *, dry_run: bool = False, progress: Progress | None = None
+) -> Result:
+    """Fuse, write, judge; the result says both, the behaviour first.
+
+    Raises: InputError: as the fuse, or rows to judge on that cannot be used; nothing is written.
+    """
+    is_judged = settings.judge != "none" and not dry_run
+    file = JUDGE if settings.judge == "shipped" else user_path(settings.judge)
+    records = read_records(file) if settings.judge != "none" else []
+    whole = WholeProgress(progress, 1.0)
+    share = _FUSE_SHARE if is_judged else 1.0
+    result = run_command(settings, dry_run=dry_run, progress=whole.part(share, "fuse"))
+    if not is_judged:
+        return result
+    target = Path(str(result.directory))
+    try:
+        figures = _judge(settings, target, records, result, whole)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{target} is whole, and was not judged (--judge none)") from None
+    except (CheckpointError, InputError, NonFiniteModelError, MemoryError) as error:
+        whole.part(1 - _FUSE_SHARE, "fuse, not judged")(1, 1)
+        note = f"Not judged by its behaviour: {error}"
+        judged = result.model_copy(update={"notes": (*result.notes, note)})
+    else:
+        judged = _judged(result, figures, settings)
+    written = write_result(judged, target, target, sources=())
+    return written.model_copy(update={"next_steps": result.next_steps})
+
+
+def _judge(
+    settings: FuseSettings,
+    target: Path,
+    records: list[dict[str, Any]],
+    fused: Result,
+    whole: WholeProgress,
+) -> dict[str, dict[str, Figures]]:
+    """Figures by model and by kind of passages. Raises: InputError: no memory for the base."""
+    base = resolve_model(str(settings.model))
+    _check_memory(base)
+    adapters = () if settings.zero_delta else settings.adapter_path
+    by_itself = not settings.zero_delta and bool((fused.data["total"] or {}).get("artifact"))
+    size = (1 - _FUSE_SHARE) / (5 + bool(adapters) + 2 * by_itself)
+
+    model, tokenizer, _ = load(base, adapters)
+    passages = read_passages(
+        records, model, tokenizer, answer_tokens=ANSWER_TOKENS, most_tokens=MOST_TOKENS,
+        advance=whole.part(3 * size, "answers of the reference"),
+    )  # fmt: skip
+    reference = refer(model, passages, whole.part(size, "reference"))
+    del model
+    fuse = agree(load(target)[0], reference, whole.part(size, FUSED))
+    figures = {FUSED: figures_of(fuse)}
+    if adapters:
+        model = load(base)[0]
+        without = agree(model, reference, whole.part(size, BASE))
+        figures[BASE] = figures_of(without)
+        if by_itself:
+            plain = refer(model, passages, whole.part(size, "base"))
+            fuse_in_memory(model, settings.model_copy(update={"zero_delta": True}))
+            zero = agree(model, plain, whole.part(size, ZERO))
+            figures[ZERO] = figures_of(zero)
+    return figures
+
+
+def _check_memory(base: Path) -> None:
+    available = memory.device().memory_bytes
+    needed = int(_MEMORY_FACTOR * sum(h.file_bytes for h in open_checkpoint(base).headers))
+    if available is not None and needed > available:
+        raise InputError(
+            f"that takes about {memory.bytes_in_words(needed)} of memory, and there are "
+            f"{memory.bytes_in_words(available)}"
+        )
+
+
+def _judged(
+    result: Result, figures: dict[str, dict[str, Figures]], settings: FuseSettings
+) -> Result:
+    """The fuse's result with the behaviour in front."""
+    parts = figures[FUSED]["all"]
+    than = "the base" if settings.zero_delta else "the unfused adapter"
+    words = f"Next to {than}, {in_words(parts)}"
+    sizes = {BASE: "the adapter itself makes", ZERO: "the same fuse of zeros"}
+    others = [
+        f"{what} {figures[name]['all']['kl_nats']:.3g}"
+        for name, what in sizes.items()
+        if name in figures
+    ]
+    words += f" ({', '.join(others)})" if others else ""
+    table = agreement_table(
+        "behaviour", f"Next tokens next to {than}",
+        {name: kinds["all"] for name, kinds in figures.items()},
+    )  # fmt: skip
+    by_kind = [
+        agreement_table(
+            f"behaviour-{kind}", f"The same, {'answers' if kind == 'answer' else 'texts'} alone",
+            {name: kinds[kind] for name, kinds in figures.items()}, folded=True,
+        )
+        for kind in KINDS
+        if kind in figures[FUSED]
+    ]  # fmt: skip
+    failed, least = result.failed_gate, settings.fail_under_agreement
+    if least is not None and parts["agreement"] < least:
+        low = f"agreement {parts['agreement']:.4f} is below --fail-under-agreement {least}"
+        failed = f"{failed}; {low}" if failed else low
+    return result.model_copy(
+        update={
+            "verdict": f"{words}. {result.verdict[:1].upper()}{result.verdict[1:]}",
+            "outcome": f"{100 * parts['agreement']:.1f}% of next tokens agree; {result.outcome}",
+            "data": {**result.data, "behaviour": figures},
+            "blocks": (table, *result.blocks, *by_kind), "failed_gate": failed,
+        }
+    )  # fmt: skip

@@ -1,0 +1,317 @@
+"""`mlxstacks compare`: how far the next tokens of models differ from those of a reference.
+
+The reference answers prompts and reads texts once, and leaves what it finds likely; each other
+model then reads the same tokens. Models are loaded one after the other. See `mlxstacks.agreement`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlxstacks import base_model
+from mlxstacks.agreement import (
+    KINDS,
+    TOP_K,
+    Agreement,
+    Reference,
+    agree,
+    read_passages,
+    refer,
+)
+from mlxstacks.data import Rendering, read_records
+from mlxstacks.errors import InputError
+from mlxstacks.files.checkpoint import fingerprint, open_checkpoint
+from mlxstacks.files.disk import user_path
+from mlxstacks.files.hub import resolve_model
+from mlxstacks.fuse.in_memory import attach_adapters
+from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.stats import bootstrap_ratio
+from mlxstacks.studies.agreement.settings import AgreementSettings
+from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Standing, Table
+from mlxstacks.study.engine import Step, Study, run_study
+from mlxstacks.study.integrity import file_sha256
+from mlxstacks.study.progress import WholeProgress
+from mlxstacks.study.result import Result
+from mlxstacks.training.modes import prepare_base
+
+ABOUT = {
+    "kind": "compare",
+    "title": "Agreement",
+    "question": "How far do the next tokens differ from the reference's?",
+}
+JUDGE = Path(base_model.__file__).parent / "assets" / "judge.jsonl"
+BASE = "without the adapter"
+REFERENCE = "reference.safetensors"
+_RESAMPLES_SEED = 0
+_NOT_OF_THE_RESULT = {"force", "save_path", "resume"}
+Figures = dict[str, Any]
+
+
+def run(
+    settings: AgreementSettings,
+    *,
+    dry_run: bool = False,
+    progress: Callable[..., None] | None = None,
+) -> Result:
+    """Compare, and write result and plots to `settings.save_path`.
+
+    Raises: InputError: a model, an adapter or rows that cannot be used, or nothing to compare.
+    """
+    if settings.model is None or settings.save_path is None:
+        raise InputError("compare needs model, other and save_path")
+    if not (settings.other or settings.adapter_path):
+        raise InputError(
+            "compare needs a second model: `mlxstacks compare MODEL OTHER`, or --adapter-path for "
+            "a model with its adapter against without"
+        )
+    return run_study(_Agreement(settings, progress), dry_run=dry_run)
+
+
+class _Agreement(Study):
+    settings: AgreementSettings
+
+    def __init__(self, settings: AgreementSettings, progress: Callable[..., None] | None) -> None:
+        self.settings, self.notes = settings, list[str]()
+        self.inputs = (settings.model, *settings.other, *settings.adapter_path, settings.data)
+        self.plot_formats = [settings.plot_format] if settings.plots else []
+        self.models = _names(settings)
+        self.artifacts = self.provenance = [*map(_file, range(len(self.models)))]
+        # The reference runs twice and generates, which takes the longest.
+        self.whole = WholeProgress(progress, 4 + len(self.models))
+
+    def planned(self) -> Result:
+        settings = self.settings
+        data = user_path(settings.data) if settings.data else JUDGE
+        self.records = read_records(data)
+        directories = [resolve_model(str(settings.model)), *map(resolve_model, settings.other)]
+        prints = [fingerprint(open_checkpoint(path)) for path in dict.fromkeys(directories)]
+        adapters = [
+            file_sha256(path)
+            for adapter in settings.adapter_path
+            for path in sorted(user_path(adapter).glob("*.safetensors"))
+        ]
+        plan = {
+            "kind": "compare", "models": prints, "adapters": adapters, "data": file_sha256(data),
+            "top_k": TOP_K, "answer_tokens": settings.answer_tokens,
+            "max_tokens": settings.max_tokens, "base": settings.base,
+            "thinking": settings.thinking, "allow_special": settings.allow_special,
+        }  # fmt: skip
+        prompts = sum("prompt" in record for record in self.records)
+        facts: dict[str, Cell] = {
+            "reference": _with_adapters(settings), "compared": ", ".join(self.models),
+            "prompts": prompts, "texts": len(self.records) - prompts,
+            "longest answer, tokens": settings.answer_tokens,
+        }  # fmt: skip
+        return Result(
+            **ABOUT, status="planned", plan=plan, standing=Standing(status="planned"),
+            settings=settings.model_dump(mode="json", exclude=_NOT_OF_THE_RESULT),
+            blocks=(Table.of_facts("plan", "What is compared", facts),),
+        )  # fmt: skip
+
+    def steps(self, work: Path) -> Iterator[Step]:
+        yield Step("reference", self._refer, (REFERENCE,))
+        reference = Reference.open(work / REFERENCE)
+        for number, (name, path) in enumerate(self.models.items()):
+            agree_with = partial(self._agree, reference, name, path, _file(number))
+            yield Step(name, agree_with, (_file(number),))
+
+    def conclude(self, work: Path) -> Result:
+        return concluded(self.settings, work, tuple(self.notes))
+
+    def _load(self, path: Path, adapters: Sequence[str] = ()) -> tuple[nn.Module, Any]:
+        model, tokenizer, notes = load(path, adapters, self.settings.base)
+        self.notes += [note for note in notes if note not in self.notes]
+        return model, tokenizer
+
+    def _refer(self, out: Path) -> None:
+        settings = self.settings
+        path = resolve_model(str(settings.model))
+        model, tokenizer = self._load(path, settings.adapter_path)
+        passages = read_passages(
+            self.records, model, tokenizer,
+            answer_tokens=settings.answer_tokens, most_tokens=settings.max_tokens,
+            rendering=Rendering.of(settings), advance=self.whole.part(3, "reference's answers"),
+        )  # fmt: skip
+        refer(model, passages, self.whole.part(1, "reference")).save(out / REFERENCE)
+
+    def _agree(self, reference: Reference, name: str, path: str, file: str, out: Path) -> None:
+        model, _ = self._load(resolve_model(path))
+        agree(model, reference, self.whole.part(1, name)).save(out / file)
+
+
+def concluded(settings: AgreementSettings, directory: Path, notes: tuple[str, ...] = ()) -> Result:
+    """The result of the files in `directory`."""
+    figures = {
+        name: figures_of(Agreement.open(directory / _file(number)))
+        for number, name in enumerate(_names(settings))
+    }
+    least = settings.fail_under_agreement
+    low = [
+        f"{name} {100 * parts['all']['agreement']:.2f}%"
+        for name, parts in figures.items()
+        if least is not None and parts["all"]["agreement"] < least
+    ]
+    gate = f"agreement is below --fail-under-agreement {least}: {', '.join(low)}" if low else None
+    return Result(
+        **ABOUT, status="done", standing=Standing(), outcome=outcome(figures),
+        verdict=verdict(figures), blocks=blocks(figures), notes=notes,
+        data={"models": figures, "top_k": TOP_K}, failed_gate=gate,
+    )  # fmt: skip
+
+
+def conclude_again(result: Result, directory: Path) -> Result:
+    """What follows from the files of a finished comparison. Raises: ValueError, KeyError."""
+    return concluded(AgreementSettings.model_validate(result.settings), directory)
+
+
+def load(
+    path: Path, adapters: Sequence[str] = (), base: str = "auto"
+) -> tuple[nn.Module, Any, list[str]]:
+    """A model with adapters, not fused: (model, tokenizer, notes). base: see `prepare_base`."""
+    model, tokenizer, _ = base_model.load(path, lazy=True)
+    notes: list[str] = []
+    is_wide = prepare_base(model, base, notes)
+    if adapters:
+        fuse = FuseSettings(model=str(path), adapter_path=tuple(adapters))
+        dtype = mx.float32 if is_wide else None
+        notes += attach_adapters(model, open_checkpoint(path), fuse, dtype)
+    return model, tokenizer, notes
+
+
+def _names(settings: AgreementSettings) -> dict[str, str]:
+    """What is compared: name -> model. Names are the last parts of paths, numbered where alike."""
+    models = {BASE: str(settings.model)} if settings.adapter_path else {}
+    for path in settings.other:
+        name, number = Path(path).name or path, 2
+        while name in models:
+            name, number = f"{Path(path).name} ({number})", number + 1
+        models[name] = path
+    return models
+
+
+def _with_adapters(settings: AgreementSettings) -> str:
+    adapters = [Path(path).name for path in settings.adapter_path]
+    return " with ".join(
+        [Path(str(settings.model)).name, *([", ".join(adapters)] * bool(adapters))]
+    )
+
+
+def _file(number: int) -> str:
+    return f"model-{number}.safetensors"
+
+
+# --- figures and words ----------------------------------------------------------------------------
+
+
+def figures_of(agreement: Agreement) -> dict[str, Figures]:
+    """Figures over all passages ("all") and over each kind ("answer", "text").
+
+    kl_nats, agreement, loss_change_nats: means over positions, with intervals over resampled
+    passages; kl_p99_nats: of positions.
+    """
+    positions, kind = agreement.passages.T
+    owner, kinds = np.repeat(np.arange(len(positions)), positions), np.repeat(kind, positions)
+    figures: dict[str, Figures] = {}
+    for number, name in enumerate(("all", *KINDS), -1):
+        chosen = np.ones(len(kinds), bool) if name == "all" else kinds == number
+        if not chosen.any():
+            continue
+        counts = np.bincount(owner[chosen])
+        parts: Figures = {"positions": int(chosen.sum()), "passages": int((counts > 0).sum())}
+        for figure, values in (
+            ("kl_nats", agreement.kl),
+            ("agreement", agreement.same_token),
+            ("loss_change_nats", agreement.loss_change),
+        ):
+            sums = np.bincount(owner[chosen], values[chosen])[counts > 0]
+            interval = bootstrap_ratio(
+                sums.tolist(), counts[counts > 0].tolist(), seed=_RESAMPLES_SEED
+            )
+            parts[figure] = float(values[chosen].mean(dtype=np.float64))
+            parts[f"{figure}_interval"] = [interval.low, interval.high]
+        parts["kl_p99_nats"] = float(np.quantile(agreement.kl[chosen], 0.99))
+        figures[name] = parts
+    return figures
+
+
+def outcome(figures: dict[str, dict[str, Figures]]) -> str:
+    shares = [parts["all"]["agreement"] for parts in figures.values()]
+    return f"{100 * min(shares):.1f}% agree" if len(shares) == 1 else (
+        f"{100 * min(shares):.1f} to {100 * max(shares):.1f}% agree"
+    )  # fmt: skip
+
+
+def verdict(figures: dict[str, dict[str, Figures]]) -> str:
+    """A sentence a model, the closest first."""
+    ordered = sorted(figures.items(), key=lambda pair: float(pair[1]["all"]["kl_nats"]))
+    return " ".join(f"{name}: {in_words(parts['all'])}." for name, parts in ordered)
+
+
+def in_words(parts: Figures) -> str:
+    low, high = parts["agreement_interval"]
+    return (
+        f"the same next token in {100 * parts['agreement']:.1f}% ({100 * low:.1f} to "
+        f"{100 * high:.1f}) of {parts['positions']:,}, KL {parts['kl_nats']:.4f} nats a token"
+    )
+
+
+def blocks(figures: dict[str, dict[str, Figures]]) -> tuple[Block, ...]:
+    first = next(iter(figures.values()))
+    prompts, texts = (first[kind]["passages"] if kind in first else 0 for kind in KINDS)
+    what = {
+        "all": (f"{prompts} answers and {texts} texts", ""),
+        "answer": ("the reference's answers", "-answers"),
+        "text": ("texts", "-texts"),
+    }
+    tables = [
+        agreement_table(
+            f"agreement{ending}", f"Next tokens beside the reference's: {read}",
+            {name: kinds[kind] for name, kinds in figures.items()}, folded=kind != "all",
+        )
+        for kind, (read, ending) in what.items()
+        if kind in first
+    ]  # fmt: skip
+    names = tuple(figures)
+    kl = [parts["all"]["kl_nats"] for parts in figures.values()]
+    ends = [parts["all"]["kl_nats_interval"] for parts in figures.values()]
+    values = ", ".join(f"{name} {value:.4f}" for name, value in zip(names, kl, strict=True))
+    title = "KL from the reference"
+    plot = Plot(
+        id="kl", title=title, kind="intervals", categories=names, x_label="KL, nats a token",
+        series=(Series(label="KL", y=tuple(kl), low=tuple(e[0] for e in ends),
+                       high=tuple(e[1] for e in ends)),),
+        references={"the same": 0.0}, alt=f"{title}, nats a token: {values}.",
+    )  # fmt: skip
+    return *tables, plot
+
+
+def agreement_table(
+    id: str, title: str, figures: Mapping[str, Figures], *, folded: bool = False
+) -> Table:
+    """A row a model: figures of one kind of passages."""
+    columns: Columns = {
+        "model": "text", "same next token": "share", "KL, nats a token": ("number", 4),
+        "KL, 99th percentile": ("number", 3), "change of loss, nats": ("change", 3),
+    }  # fmt: skip
+    rows: list[tuple[Cell, ...]] = [
+        (
+            name, _cell(parts, "agreement"), _cell(parts, "kl_nats"), parts["kl_p99_nats"],
+            _cell(parts, "loss_change_nats"),
+        )
+        for name, parts in figures.items()
+    ]  # fmt: skip
+    caption = (
+        f"{next(iter(figures.values()))['positions']:,} tokens, each after the right tokens before "
+        "it. KL: from the reference. Intervals of 95%, over resampled passages."
+    )
+    return Table.of(id, title, columns, rows, caption=caption, folded=folded)
+
+
+def _cell(parts: Figures, name: str) -> Cell:
+    low, high = parts[f"{name}_interval"]
+    return parts[name], low, high

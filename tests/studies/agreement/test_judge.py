@@ -1,0 +1,98 @@
+"""`mlxstacks fuse` judged by behaviour: what stands in the result, gates, what is never lost.
+
+Run: pytest tests/studies/agreement/test_judge.py
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mlxstacks import memory
+from mlxstacks.fuse.settings import FuseSettings
+from mlxstacks.nano.exports import nano_paths
+from mlxstacks.studies.agreement import judge
+from mlxstacks.studies.agreement.judge import FUSED, ZERO
+from mlxstacks.studies.agreement.run import BASE
+from mlxstacks.study.result import Result
+from tests.cli.conftest import Run, command
+from tests.studies.agreement.test_run import rows
+from tests.tiny_models import random_adapter, write_llama
+
+__all__ = ["command", "rows"]
+
+
+def test_the_verdict_leads_with_behaviour_and_compare_says_the_same(
+    rows: Path, command: Run
+) -> None:
+    gates = ("--fail-under-agreement", "1")
+    given = ("--judge", str(rows), "--requant", "refit", *gates)
+    code, out, err = command("fuse", "--save-path", "fused", "--json", *given)
+    assert code == 3, err
+    assert "is below --fail-under-agreement 1.0" in err
+    document = json.loads(out)
+    figures = document["data"]["behaviour"]
+    assert list(figures) == [FUSED, BASE, ZERO]
+    # A refit on nano changes tokens by itself, and an adapter changes more of them.
+    assert 0 < figures[ZERO]["all"]["kl_nats"] < figures[BASE]["all"]["kl_nats"]
+    assert document["verdict"].startswith("Next to the unfused adapter, the same next token in ")
+    assert document["blocks"][0]["id"] == "behaviour"
+    assert [row[0] for row in document["blocks"][0]["rows"]] == [FUSED, BASE, ZERO]
+    assert Result.open("fused").standing.status == "no plan"  # sealed again, with all its files
+
+    model, adapter = str(nano_paths().model_path), str(nano_paths().adapter_path)
+    compared = ("compare", model, "fused", "--adapter-path", adapter, "--data", str(rows))
+    code, out, err = command(*compared, "--save-path", "compared", "--no-plots", "--json")
+    assert code == 0, err
+    models = json.loads(out)["data"]["models"]
+    assert models["fused"] == figures[FUSED]
+    assert models[BASE] == figures[BASE]
+
+
+def test_a_fuse_of_zeros_is_held_against_the_base(rows: Path, command: Run) -> None:
+    code, out, err = command(
+        "fuse", "--save-path", "zero", "--zero-delta", "--judge", str(rows), "--json"
+    )
+    assert code == 0, err
+    document = json.loads(out)
+    assert list(document["data"]["behaviour"]) == [FUSED]
+    assert document["data"]["behaviour"][FUSED]["all"]["agreement"] == 1
+    assert document["verdict"].startswith("Next to the base, the same next token in 100.0%")
+
+
+def test_rows_that_cannot_be_used_stop_the_fuse_before_it_begins(rows: Path, command: Run) -> None:
+    rows.write_text("")
+    code, _, err = command("fuse", "--save-path", "fused", "--judge", str(rows))
+    assert code == 2
+    assert f"{rows}: no rows" in err
+    gate = ("--judge", "none", "--fail-under-agreement", "1")
+    code, _, err = command("fuse", "--save-path", "fused", *gate)
+    assert code == 2
+    assert "needs a judge" in err
+    assert not Path("fused").exists()
+
+
+@pytest.mark.parametrize("reason", ["memory", "tokenizer"])
+def test_a_fuse_that_cannot_be_judged_is_whole_and_says_why(
+    rows: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    values = {"judge": str(rows), "save_path": "fused", "requant": "keep"}
+    if reason == "memory":
+        small = replace(memory.device(), memory_bytes=1000)
+        monkeypatch.setattr(memory, "device", lambda: small)
+        paths = nano_paths()
+        model, adapter, message = paths.model_path, paths.adapter_path, "of memory, and there are"
+    else:
+        model = write_llama(Path("model"))
+        (model / "tokenizer.json").unlink()
+        adapter, message = random_adapter(model, ["self_attn.q_proj"], rank=2), "no tokenizer.json"
+    settings = FuseSettings.model_validate(
+        {**values, "model": str(model), "adapter_path": (str(adapter),)}
+    )
+    result = judge.run(settings)
+    assert result.notes[-1].startswith("Not judged by its behaviour: ")
+    assert message in result.notes[-1]
+    assert "behaviour" not in result.data
+    assert Result.open("fused").notes[-2] == result.notes[-1]
+    assert (Path("fused") / "config.json").is_file()

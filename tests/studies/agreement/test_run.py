@@ -1,0 +1,72 @@
+"""`mlxstacks compare` on nano: against itself, with and without its adapter; gate, bad input.
+
+Run: pytest tests/studies/agreement/test_run.py
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mlxstacks.agreement import TOP_K
+from mlxstacks.data import read_records
+from mlxstacks.nano.exports import nano_paths
+from mlxstacks.studies.agreement.run import BASE, JUDGE
+from tests.cli.conftest import Run, command
+from tests.studies.conclusions import assert_its_files_give_edits_away
+
+__all__ = ["command"]
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "rows.jsonl"
+    lines = [{"prompt": "Who are you?"}, {"text": "A red boat."}, {"text": "1 + 1 = 2"}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return file
+
+
+def test_the_shipped_rows_are_16_texts_and_8_prompts() -> None:
+    records = read_records(JUDGE)
+    assert [list(record) for record in records] == [["text"]] * 16 + [["prompt"]] * 8
+    assert len({json.dumps(record) for record in records}) == 24
+
+
+def test_an_adapter_shows_and_the_same_model_does_not(rows: Path, command: Run) -> None:
+    model, adapter = str(nano_paths().model_path), str(nano_paths().adapter_path)
+    given = ("compare", model, model, "--data", str(rows), "--answer-tokens", "4", "--no-plots")
+    code, out, err = command(*given, "--save-path", "same", "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    name = Path(model).name
+    assert document["outcome"] == "100.0% agree"
+    figures = document["data"]["models"][name]["all"]
+    assert (figures["kl_nats"], figures["agreement"], figures["loss_change_nats"]) == (0, 1, 0)
+
+    gate = ("--fail-under-agreement", "1")
+    code, out, err = command(*given, "--adapter-path", adapter, "--save-path", "two", *gate)
+    assert code == 3, err
+    assert f"agreement is below --fail-under-agreement 1.0: {BASE}" in err
+    document = json.loads(Path("two/result.json").read_text())
+    base, again = (document["data"]["models"][key]["all"] for key in (BASE, name))
+    assert base == again  # without its adapter the reference is its base
+    assert base["kl_nats"] > 0.001
+    low, high = base["kl_nats_interval"]
+    assert low <= base["kl_nats"] <= high
+    assert {row[0] for row in document["blocks"][0]["rows"]} == {BASE, name}
+    assert document["data"]["top_k"] == TOP_K
+    assert_its_files_give_edits_away(Path("two"), f"models.{BASE}.all.positions")
+
+
+def test_what_cannot_be_compared_is_refused(rows: Path, command: Run) -> None:
+    model = str(nano_paths().model_path)
+    code, _, err = command("compare", model, "--save-path", "a")
+    assert code == 2
+    assert "mlxstacks compare MODEL OTHER" in err
+    rows.write_text('{"question": "Who?"}')
+    code, _, err = command("compare", model, model, "--data", str(rows), "--save-path", "a")
+    assert code == 2
+    assert "row 1 has 'question'" in err
+    assert '{"prompt": "..."}' in err
+    assert not Path("a").exists()
