@@ -233,7 +233,7 @@ def _called(
         return done_by(report)
     if progress is False:
         return done_by(None)
-    with ProgressBar(name) as bar:
+    with ProgressBar(name, logs=False) as bar:
         return done_by(bar)
 
 

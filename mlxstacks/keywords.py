@@ -194,7 +194,7 @@ def type_text(kind: Any) -> str:
     """A type as it is written in Python 3.11: `str | Path | None`."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return " | ".join(map(type_text, parts))
+        return " | ".join(map(type_text, _in_order(parts)))
     if origin is Literal:
         return f"Literal[{', '.join(map(repr, parts))}]"
     if kind is ...:
@@ -205,9 +205,25 @@ def type_text(kind: Any) -> str:
     return f"{name}[{', '.join(map(type_text, parts))}]" if parts else name
 
 
+def _in_order(parts: Sequence[Any]) -> list[Any]:
+    """Of a union: plain types, then literals and those of several values, None last. typing keeps
+    equal unions as whichever was written first.
+    """
+
+    def place(part: Any) -> tuple[int, int]:
+        plain = [str, Path, int, float, bool]
+        if part in (None, NoneType):
+            return 3, 0
+        if get_origin(part) is None:
+            return 0, plain.index(part) if part in plain else len(plain)
+        return (1, 0) if get_origin(part) is Literal else (2, get_origin(part) is not Mapping)
+
+    return sorted(parts, key=place)
+
+
 def type_in_words(kind: Any) -> str:
     """`str, Path or None`, `'a' or 'b'`, `int or list of int`."""
-    parts = [kind] if get_origin(kind) not in (Union, UnionType) else get_args(kind)
+    parts = [kind] if get_origin(kind) not in (Union, UnionType) else _in_order(get_args(kind))
     words = []
     for part in parts:
         origin, inner = get_origin(part), get_args(part)

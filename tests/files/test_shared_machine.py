@@ -99,7 +99,7 @@ def test_what_is_not_ours_is_named_and_stays_in_the_cache(common: Path) -> None:
     target = common / "cache" / "model"
     target.mkdir()
     (target / "mine").touch()
-    with pytest.raises(TargetError, match="holds mine and does not say"):
+    with pytest.raises(TargetError, match="it holds mine and no "):
         fill(target)
     assert (target / "mine").exists()
 

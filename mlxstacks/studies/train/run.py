@@ -173,7 +173,7 @@ def result_of(report: TrainReport) -> Result:
     )
     about = Environment()
     if not is_planned:  # the peak is MLX's, which is what a training needs
-        about = environment(report.figures["loading_seconds"] + report.figures["seconds"])
+        about = environment(report.figures.get("loading_seconds", 0.0) + report.figures["seconds"])
         about = about.model_copy(update={"peak_bytes": report.figures["peak_bytes"]})
     blocks: list[Block] = [] if (plot := _loss_plot(report)) is None else [plot]
     blocks.append(_plan_table(report))
@@ -267,7 +267,8 @@ def _plan_table(report: TrainReport) -> Table:
     }
     if figures := report.figures:
         since = ", since it was resumed" if figures["resumed_from_step"] else ""
-        rows["time"] = f"{figures['loading_seconds']:.0f} s to load data and model, "
+        loading = figures.get("loading_seconds", 0.0)  # results of 0.1 have none
+        rows["time"] = f"{loading:.0f} s to load data and model, "
         rows["time"] += f"{figures['seconds']:.0f} s to train and validate{since}"
     return Table.of_facts("plan", "The run", rows)
 

@@ -26,16 +26,19 @@ class ProgressBar:
     One bar for a whole run; it never goes back. What is done while `done` is 0 is shown at once.
     The time left counts from the first call with more than 0, so that neither loading nor the first
     step, which compiles, is taken for the pace; it is shown from the second such call on.
+    logs: whether lines are written where there is neither.
     """
 
-    def __init__(self, label: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, label: str, clock: Callable[[], float] = time.monotonic, *, logs: bool = True
+    ) -> None:
         self._label, self._clock = label, clock
         self._started = clock()
         self._drawn = -math.inf
         self._share, self._what = 0.0, ""
         self._first: tuple[float, float] | None = None  # share and time of the first that was done
         drawing = _in_notebook() or _on_terminal()
-        self._draw: _Draw = drawing or _into_log
+        self._draw: _Draw = drawing or (_into_log if logs else _nowhere)
         self._quiet, self._every = QUIET_SECONDS, _LEAST_SECONDS
         if drawing is None:
             self._quiet, self._every = LOG_QUIET_SECONDS, LOG_SECONDS
@@ -82,6 +85,10 @@ def duration(seconds: float) -> str:
     if seconds < 200:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 100 * 60 else f"{seconds / 3600:.1f} h"
+
+
+def _nowhere(share: float | None, text: str) -> None:
+    pass
 
 
 def _into_log(share: float | None, text: str) -> None:
