@@ -11,6 +11,7 @@ the data processing inequality it is at most KL over the whole vocabulary.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ import numpy as np
 from mlxstacks import base_model
 from mlxstacks.data.chat import prompt_tokens
 from mlxstacks.data.encode import text_tokens
+from mlxstacks.data.examples import as_messages
 from mlxstacks.data.text_settings import PLAIN, Rendering
 from mlxstacks.errors import InputError, NonFiniteModelError
 from mlxstacks.training.modes import evaluating
@@ -111,33 +113,40 @@ def read_passages(
     rendering: Rendering = PLAIN,
     advance: Advance | None = None,
 ) -> tuple[Passage, ...]:
-    """Passages of rows {"text": ...} and {"prompt": ...}; prompts are answered by the model, as far
-    as `answer_tokens`. most_tokens: of a text or of a prompt, the first ones.
+    """Passages of rows with `text`, or with `prompt` or `messages`, which the model answers in at
+    most `answer_tokens`. most_tokens: of a text or of a prompt, the first ones.
 
     Raises: InputError: a row has neither, or is empty; nothing is left to predict.
     """
     passages = []
     for number, record in enumerate(records, 1):
-        text, prompt = record.get("text"), record.get("prompt")
-        if not isinstance(text if prompt is None else prompt, str) or not (text or prompt):
-            raise InputError(
-                f"row {number} has {', '.join(map(repr, record)) or 'no keys'}; give "
-                '{"text": "..."} or {"prompt": "..."}'
-            )
-        if prompt is None:
-            tokens = tuple(text_tokens(str(text), tokenizer, rendering, most_tokens))
+        if (chat := _asked(record)) is not None:
+            prompt = tuple(prompt_tokens(chat, tokenizer, rendering, most_tokens))
+            answer = base_model.greedy_tokens(model, tokenizer, prompt, answer_tokens)
+            passages.append(Passage((*prompt, *answer), len(prompt), "answer"))
+        elif isinstance(text := record.get("text"), str) and text:
+            tokens = tuple(text_tokens(text, tokenizer, rendering, most_tokens))
             passages.append(Passage(tokens, 1, "text"))
         else:
-            chat = [{"role": "user", "content": str(prompt)}]
-            asked = tuple(prompt_tokens(chat, tokenizer, rendering, most_tokens))
-            answer = base_model.greedy_tokens(model, tokenizer, asked, answer_tokens)
-            passages.append(Passage((*asked, *answer), len(asked), "answer"))
+            raise InputError(
+                f"row {number} has {', '.join(map(repr, record)) or 'no keys'}; give "
+                '{"text": "..."}, {"prompt": "..."} or {"messages": [...]}, not empty'
+            )
         if advance:
             advance(number, len(records))
     passages = [passage for passage in passages if passage.positions > 0]
     if not passages:
         raise InputError("no row leaves a token to predict; give longer texts")
     return tuple(passages)
+
+
+def _asked(record: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """The turns that the model answers: a prompt, or messages up to the first answer."""
+    prompt = record.get("prompt")
+    if isinstance(prompt, str) and prompt:
+        return [{"role": "user", "content": prompt}]
+    turns = as_messages(record) if "messages" in record else None
+    return list(takewhile(lambda turn: turn["role"] != "assistant", turns or ())) or None
 
 
 def refer(

@@ -129,6 +129,20 @@ def test_what_cannot_be_read_is_refused(
         agree(small, reference)
 
 
+def test_messages_are_answered_after_the_first_question(
+    nano: tuple[Any, Any, tuple[Passage, ...]],
+) -> None:
+    model, tokenizer, passages = nano
+    turns = [
+        {"role": "user", "content": "Who are you?"},
+        {"role": "assistant", "content": "Somebody else."},
+        {"role": "user", "content": "Really?"},
+    ]
+    row = {"messages": turns}
+    (found,) = read_passages([row], model, tokenizer, answer_tokens=6, most_tokens=12)
+    assert found == passages[1]
+
+
 def test_nan_is_named(tmp_path: Path) -> None:
     model, _, _ = base_model.load(write_llama(tmp_path / "model"))
     model.update({"model": {"norm": {"weight": mx.full((128,), float("nan"))}}})

@@ -1,5 +1,6 @@
 """What is behind `mlxstacks adapter show | zero | convert | merge`."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,13 @@ from mlxstacks.files.adapters import WEIGHTS, load_any_adapter, write_adapter, z
 from mlxstacks.files.checkpoint import Checkpoint, open_checkpoint
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.hub import resolve_model
-from mlxstacks.files.lora_modules import Adapter, delta_norm, delta_weights
+from mlxstacks.files.lora_modules import (
+    CONFIG,
+    Adapter,
+    delta_norm,
+    delta_weights,
+    read_config,
+)
 from mlxstacks.files.merge_adapters import MergedModule, merge_adapters
 from mlxstacks.files.outputs import check_target
 from mlxstacks.files.peft_adapters import write_peft, write_zero_peft
@@ -57,8 +64,7 @@ class AdapterSummary:
 class AdapterWritten:
     """An adapter that was written, and from what.
 
-    config_changes: "key: before -> after" of adapter_config.json, which is written anew; of another
-    format's config only the keys that were left out.
+    config_changes: what adapter_config.json, which is written again, no longer says as it was.
     """
 
     adapter_path: str
@@ -184,6 +190,18 @@ def _paths(settings: AdapterZeroSettings | AdapterConvertSettings) -> tuple[Path
     return user_path(settings.adapter_path), user_path(settings.save_path)
 
 
+def _config_changes(source: Path, target: Path) -> tuple[str, ...]:
+    """Key by key, what of the source's adapter_config.json is not in the target's as it was."""
+    before, after = (read_config(path / CONFIG) for path in (source, target))
+    return tuple(
+        f"{key} from {json.dumps(before[key])} to {json.dumps(after[key])}"
+        if key in after
+        else f"{key} left out ({json.dumps(before[key])})"
+        for key in before
+        if key not in after or before[key] != after[key]
+    )
+
+
 def _written(
     adapter: Adapter, target: Path, source_format: AdapterFormat, kind: AdapterFormat
 ) -> AdapterWritten:
@@ -196,4 +214,5 @@ def _written(
         modules=len(adapter.modules),
         parameters=sum(m.parameters for m in adapter.modules.values()),
         weight_bytes=weights.stat().st_size,
+        config_changes=_config_changes(adapter.directory, target),
     )

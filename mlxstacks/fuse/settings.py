@@ -52,8 +52,8 @@ class FuseSettings(Settings):
     )
     judge: str = Field(
         "shipped",
-        description="What the fused model is judged on next to the unfused adapter: shipped (16 "
-        'texts and 8 prompts), a JSONL file of rows {"text": ...} and {"prompt": ...}, or none.',
+        description="What the fused model is compared with the unfused adapter on: shipped (16 "
+        "texts and 8 prompts), a JSONL file of rows with text, prompt or messages, or none.",
     )
     fail_under_agreement: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None,

@@ -112,8 +112,17 @@ def _written(
         {"format": "text", "modules": "count", "parameters": "count", "weights": "bytes"},
         [(FORMATS[written.format], written.modules, written.parameters, written.weight_bytes)],
     )  # fmt: skip
+    config = "adapter_config.json is as it was."
+    if written.source_format != written.format:
+        config = (
+            f"adapter_config.json was made for {FORMATS[written.format]} from rank, scale, dropout "
+            f"and the names of modules; other keys of {FORMATS[written.source_format]}'s are not "
+            "in it."
+        )
+    elif written.config_changes:
+        config = f"adapter_config.json was written again: {'; '.join(written.config_changes)}."
     return Result(
-        kind=kind, title="An adapter, written", status="done", blocks=(table,),
+        kind=kind, title="An adapter, written", status="done", blocks=(table,), notes=(config,),
         settings=settings.model_dump(mode="json"), data=asdict(written),
         directory=written.save_path,
     )  # fmt: skip

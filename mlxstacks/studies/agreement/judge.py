@@ -11,6 +11,7 @@ nothing from it. Four models read the same tokens, one after the other:
                                            it changes weights at all
 """
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from mlxstacks.studies.agreement.run import (
 )
 from mlxstacks.study.progress import WholeProgress
 from mlxstacks.study.result import Result
-from mlxstacks.study.write import write_result
+from mlxstacks.study.write import environment, write_result
 
 FUSED, ZERO = "this fuse", "the same fuse of zeros, from the base"
 ANSWER_TOKENS, MOST_TOKENS = 32, 256
@@ -56,7 +57,7 @@ def run(
     is_judged = settings.judge != "none" and not dry_run
     file = JUDGE if settings.judge == "shipped" else user_path(settings.judge)
     records = read_records(file) if settings.judge != "none" else []
-    whole = WholeProgress(progress, 1.0)
+    whole, started = WholeProgress(progress, 1.0), time.monotonic()
     share = _FUSE_SHARE if is_judged else 1.0
     result = run_command(settings, dry_run=dry_run, progress=whole.part(share, "fuse"))
     if not is_judged:
@@ -72,6 +73,7 @@ def run(
         judged = result.model_copy(update={"notes": (*result.notes, note)})
     else:
         judged = _judged(result, figures, settings)
+    judged = judged.model_copy(update={"environment": environment(time.monotonic() - started)})
     written = write_result(judged, target, target, sources=())
     return written.model_copy(update={"next_steps": result.next_steps})
 
@@ -127,16 +129,16 @@ def _judged(
     """The fuse's result with the behaviour in front."""
     parts = figures[FUSED]["all"]
     than = "the base" if settings.zero_delta else "the unfused adapter"
-    words = f"Next to {than}, {in_words(parts)}"
-    sizes = {BASE: "the adapter itself makes", ZERO: "the same fuse of zeros"}
+    words = f"Compared with {than}: {in_words(parts)}"
+    sizes = {BASE: "{} without the adapter", ZERO: "{} by a fuse of zeros, from the base"}
     others = [
-        f"{what} {figures[name]['all']['kl_nats']:.3g}"
+        what.format(f"{figures[name]['all']['kl_nats']:.3g}")
         for name, what in sizes.items()
         if name in figures
     ]
     words += f" ({', '.join(others)})" if others else ""
     table = agreement_table(
-        "behaviour", f"Next tokens next to {than}",
+        "behaviour", f"Next tokens, compared with {than}",
         {name: kinds["all"] for name, kinds in figures.items()},
     )  # fmt: skip
     by_kind = [

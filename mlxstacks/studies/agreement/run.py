@@ -254,9 +254,12 @@ def verdict(figures: dict[str, dict[str, Figures]]) -> str:
 
 def in_words(parts: Figures) -> str:
     low, high = parts["agreement_interval"]
+    kl = f"KL {parts['kl_nats']:.4f} nats a token"
+    if parts["agreement"] == 1:
+        return f"the same next token in all of {parts['positions']:,}, {kl}"
     return (
         f"the same next token in {100 * parts['agreement']:.1f}% ({100 * low:.1f} to "
-        f"{100 * high:.1f}) of {parts['positions']:,}, KL {parts['kl_nats']:.4f} nats a token"
+        f"{100 * high:.1f}) of {parts['positions']:,}, {kl}"
     )
 
 
@@ -270,7 +273,7 @@ def blocks(figures: dict[str, dict[str, Figures]]) -> tuple[Block, ...]:
     }
     tables = [
         agreement_table(
-            f"agreement{ending}", f"Next tokens beside the reference's: {read}",
+            f"agreement{ending}", f"Next tokens, compared with the reference: {read}",
             {name: kinds[kind] for name, kinds in figures.items()}, folded=kind != "all",
         )
         for kind, (read, ending) in what.items()

@@ -26,8 +26,8 @@ class AgreementSettings(Settings):
     )
     data: str | None = Field(
         None,
-        description='JSONL file of rows {"text": ...}, read as they are, and {"prompt": ...}, '
-        "which the reference answers. Default: 16 texts and 8 prompts that ship with mlxstacks.",
+        description="JSONL file of rows with text, read as is, or with prompt or messages, which "
+        "the reference answers. Default: 16 texts and 8 prompts that ship with mlxstacks.",
     )
     answer_tokens: Annotated[int, Field(ge=1, le=4096)] = Field(
         32, description="Longest answer to a prompt, in tokens."

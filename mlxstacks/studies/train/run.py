@@ -266,7 +266,7 @@ def _plan_table(report: TrainReport) -> Table:
         "guard": "not asked" if plan["guard"] is None else plan["guard"]["verdict"],
     }
     if figures := report.figures:
-        since = ", since it was resumed" if figures["resumed_from_step"] else ""
+        since = ", since it was resumed" if figures.get("resumed_from_step") else ""
         loading = figures.get("loading_seconds", 0.0)  # results of 0.1 have none
         rows["time"] = f"{loading:.0f} s to load data and model, "
         rows["time"] += f"{figures['seconds']:.0f} s to train and validate{since}"

@@ -182,12 +182,16 @@ class Table:
                 Text(column if fixed is None else _breakable(column)), justify=justify,
                 overflow="fold", min_width=widths[index], width=fixed,
             )  # fmt: skip
-        wide = [i for i, least in enumerate(widths) if self._full_width(i) > least]
-        room = options.max_width - (sum(widths) - sum(widths[i] for i in wide)) - 3 * len(widths)
+        wide = [
+            index
+            for index, least in enumerate(widths)
+            if self._full_width(index) > least and not self._is_numeric(index)
+        ]
+        others = sum(widths) - sum(widths[index] for index in wide) + 3 * len(widths) - 1
         for row in self.rows:
             cells = [cell_text(cell) for cell in row]
             if len(wide) == 1 and full_width > options.max_width:  # else rich shares out the room
-                cells[wide[0]] = _folded_at_dots(cells[wide[0]], room)
+                cells[wide[0]] = _folded_at_dots(cells[wide[0]], options.max_width - others)
             grid.add_row(*map(Text, cells))
         yield grid
 

@@ -36,7 +36,9 @@ def test_the_verdict_leads_with_behaviour_and_compare_says_the_same(
     assert list(figures) == [FUSED, BASE, ZERO]
     # A refit on nano changes tokens by itself, and an adapter changes more of them.
     assert 0 < figures[ZERO]["all"]["kl_nats"] < figures[BASE]["all"]["kl_nats"]
-    assert document["verdict"].startswith("Next to the unfused adapter, the same next token in ")
+    assert document["verdict"].startswith(
+        "Compared with the unfused adapter: the same next token in "
+    )
     assert document["blocks"][0]["id"] == "behaviour"
     assert [row[0] for row in document["blocks"][0]["rows"]] == [FUSED, BASE, ZERO]
     assert Result.open("fused").standing.status == "no plan"  # sealed again, with all its files
@@ -58,7 +60,7 @@ def test_a_fuse_of_zeros_is_held_against_the_base(rows: Path, command: Run) -> N
     document = json.loads(out)
     assert list(document["data"]["behaviour"]) == [FUSED]
     assert document["data"]["behaviour"][FUSED]["all"]["agreement"] == 1
-    assert document["verdict"].startswith("Next to the base, the same next token in 100.0%")
+    assert document["verdict"].startswith("Compared with the base: the same next token in all of")
 
 
 def test_rows_that_cannot_be_used_stop_the_fuse_before_it_begins(rows: Path, command: Run) -> None:
