@@ -1,9 +1,7 @@
 """A study of one's own: does a coin fall on heads more often than a fair one?
 
-    python examples/coin_study.py mlxstacks-out/coin      # stopped, it resumes where it was
-    mlxstacks report mlxstacks-out/coin                   # one page, its table and its plot
-
-In a notebook the last line of `result = toss("mlxstacks-out/coin"); result` shows the same.
+python examples/coin_study.py mlxstacks-out/coin      # stopped, it resumes where it was
+mlxstacks report mlxstacks-out/coin                   # one page, its table and its plot
 """
 
 import json
@@ -13,43 +11,31 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from pydantic import BaseModel
-
-from mlxstacks.study.document import Column, Plot, Series, Table
-from mlxstacks.study.engine import Step, Study, run_study
+from mlxstacks.stats import share, two_proportion_z_test
+from mlxstacks.study.document import Columns, Plot, Series, Table
+from mlxstacks.study.engine import OwnStudy, RunSettings, Step, main
 from mlxstacks.study.result import Result
 
 ARMS = {"fair": 0.5, "loaded": 0.65}
 
 
-class CoinSettings(BaseModel):
-    save_path: str
+class CoinSettings(RunSettings):
     tosses: int = 400
-    seed: int = 0
     alpha: float = 0.05
-    force: bool = False
-    resume: bool = True
 
 
-class CoinStudy(Study):
-    plot_formats = ("png",)
+class CoinStudy(OwnStudy):
+    kind, title, question = "coin", "Coin", "Does the loaded coin fall on heads more often?"
     artifacts = provenance = tuple(f"{arm}.json" for arm in ARMS)
-
+    plot_formats = ("png",)
     settings: CoinSettings
 
-    def __init__(self, settings: CoinSettings) -> None:
-        self.settings = settings
-
-    def planned(self) -> Result:
-        settings = self.settings.model_dump(exclude={"save_path", "force", "resume"})
-        plan = {**settings, "arms": ARMS, "test": "Fisher's exact test, two-sided"}
-        question = "Does the loaded coin fall on heads more often?"
-        return Result(kind="coin", title="Coin", question=question, status="planned",
-                      settings=settings, plan=plan)  # fmt: skip
+    def plan(self) -> dict[str, object]:
+        return {"arms": ARMS, "test": "two-proportion z-test, two-sided"}
 
     def steps(self, work: Path) -> Iterator[Step]:
         for arm in ARMS:
-            yield Step(arm, partial(self.toss, arm), (f"{arm}.json",))
+            yield Step(arm, partial(self.toss, arm), outputs=(f"{arm}.json",))
 
     def toss(self, arm: str, directory: Path) -> None:
         coin = random.Random(f"{arm} {self.settings.seed}")
@@ -57,32 +43,22 @@ class CoinStudy(Study):
         (directory / f"{arm}.json").write_text(json.dumps(tosses))
 
     def conclude(self, work: Path) -> Result:
-        from scipy.stats import binomtest, fisher_exact
-
         n = self.settings.tosses
         heads = {arm: sum(json.loads((work / f"{arm}.json").read_text())) for arm in ARMS}
-        ends = [binomtest(k, n).proportion_ci(method="wilson") for k in heads.values()]
-        low, high = [float(i.low) for i in ends], [float(i.high) for i in ends]
-        y = [k / n for k in heads.values()]
-        p = float(fisher_exact([[k, n - k] for k in heads.values()]).pvalue)
+        shares = [share(count, n) for count in heads.values()]
+        p = two_proportion_z_test(heads["loaded"], n, heads["fair"], n).p_value
         outcome = "loaded" if p < self.settings.alpha else "no difference shown"
         verdict = f"{heads['loaded']} heads of {n}, fair {heads['fair']} (p = {p:.2g}): {outcome}."
-        columns = (Column(name="coin"), Column(name="heads", kind="count"),
-                   Column(name="share", kind="share"))  # fmt: skip
-        rows = tuple(zip(heads, heads.values(), zip(y, low, high, strict=True), strict=True))
+        columns: Columns = {"coin": "text", "heads": "count", "share of heads": "share"}
+        table = Table.of("arms", "Heads", columns, zip(ARMS, heads.values(), shares, strict=True))
+        series = Series.of_intervals("share, 95% interval", shares)
         plot = Plot(
-            id="shares", title="Heads", kind="intervals", categories=tuple(heads),
-            series=(Series(label="share", y=y, low=low, high=high),), references={"fair": 0.5},
-            x_label="share of heads, 95% interval", alt=verdict,
+            id="shares", title="Heads", kind="intervals", categories=tuple(ARMS), series=(series,),
+            references={"fair": 0.5}, x_label="share of heads", alt=verdict,
         )  # fmt: skip
-        table = Table(id="arms", title="Heads", columns=columns, rows=rows)
-        return Result(kind="coin", title="Coin", status="done", outcome=outcome, verdict=verdict,
-                      data={"heads": heads, "p": p}, blocks=(table, plot))  # fmt: skip
-
-
-def toss(save_path: str) -> Result:
-    return run_study(CoinStudy(CoinSettings(save_path=save_path)))
+        figures = {"heads": heads, "p": p}
+        return self.result(outcome=outcome, verdict=verdict, data=figures, blocks=(table, plot))
 
 
 if __name__ == "__main__":
-    print(toss(sys.argv[1]))  # noqa: T201
+    sys.exit(main(CoinStudy(CoinSettings(save_path=sys.argv[1]))))

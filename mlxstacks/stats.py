@@ -42,6 +42,12 @@ def wilson_interval(count: int, n: int, confidence: float = 0.95) -> Interval:
     return Interval(low, 1.0 if count == n else center + half, confidence)
 
 
+def share(count: int, n: int) -> tuple[float, float, float]:
+    """A rate with its Wilson interval of 95%, as a cell of a table."""
+    interval = wilson_interval(count, n)
+    return count / n, interval.low, interval.high
+
+
 def share_note(n: int, what: str = "items") -> str:
     """What stands below a table whose shares have no interval of their own.
 

@@ -45,13 +45,27 @@ def run_command() -> click.Command:
         ["recipe_name"], metavar="RECIPE", shell_complete=complete_recipe, required=False
     )
     force = click.Option(["--force"], is_flag=True, help="Run again, and replace the save path.")
-    return click.Command(
+    return _RunCommand(
         "run",
         params=[argument, force, *common_options()],
         callback=callback,
         short_help=RUN_HELP,
         help=f"{RUN_HELP} RECIPE is a YAML file or the name of a shipped recipe.",
     )
+
+
+class _RunCommand(click.Command):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            key = error.option_name.lstrip("-").replace("-", "_")
+            if not error.possibilities:
+                hint = f"settings of a recipe change by --set, as in --set {key}=VALUE"
+                raise click.UsageError(
+                    f"No such option {error.option_name!r}; {hint}", ctx
+                ) from None
+            raise
 
 
 def list_command() -> click.Command:

@@ -109,6 +109,12 @@ class Series(_Part):
     low: tuple[float | None, ...] = ()
     high: tuple[float | None, ...] = ()
 
+    @classmethod
+    def of_intervals(cls, label: str, cells: Iterable[tuple[float, float, float]]) -> "Series":
+        """cells: estimates with low and high, as a table has them."""
+        y, low, high = zip(*cells, strict=True)
+        return cls(label=label, y=y, low=low, high=high)
+
 
 class Plot(_Part):
     """categories: names of the rows of intervals and series, of the columns of a heat map, of the

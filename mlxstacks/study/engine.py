@@ -11,23 +11,25 @@ not killed; a file of a finished step that was changed is refused; nothing appea
 before all of it does.
 """
 
+import json
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from mlxstacks.errors import InputError
 from mlxstacks.files.disk import sync_directory, sync_tree, user_path
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
-from mlxstacks.study.document import Standing
+from mlxstacks.settings import Settings
+from mlxstacks.study.document import RESULT, Standing
 from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.plan import PLAN, keep_plan
 from mlxstacks.study.result import Result
-from mlxstacks.study.run_directory import RunDirectory, keep_parts, work_path
+from mlxstacks.study.run_directory import RunDirectory, keep_parts, what_differs, work_path
 from mlxstacks.study.write import environment, write_result
 
 STEPS = "steps.json"
@@ -57,6 +59,15 @@ class StudySettings(Protocol):
     def force(self) -> bool: ...
     @property
     def resume(self) -> bool: ...
+
+
+class RunSettings(Settings):
+    """What the settings of a study of one's own begin with: `class MySettings(RunSettings)`."""
+
+    save_path: str
+    seed: int = 0
+    resume: bool = True
+    force: bool = False
 
 
 class Study(ABC):
@@ -98,6 +109,36 @@ class Study(ABC):
         """
 
 
+class OwnStudy(Study):
+    """A study of one's own: its plan is its settings and what `plan` adds.
+
+    kind, title, question: the head of its result.
+    """
+
+    kind = title = question = ""
+    settings: RunSettings
+
+    def __init__(self, settings: RunSettings) -> None:
+        self.settings = settings
+
+    def plan(self) -> Mapping[str, Any]:
+        """What is fixed before the first answer, besides the settings."""
+        return {}
+
+    def planned(self) -> Result:
+        exclude = {"save_path", "force", "resume"}
+        settings = self.settings.model_dump(mode="json", exclude=exclude)
+        return self._head(status="planned", settings=settings, plan={**settings, **self.plan()})
+
+    def result(self, **fields: Any) -> Result:
+        """For `conclude`: outcome, verdict, data and blocks under the study's head."""
+        return self._head(status="done", **fields)
+
+    def _head(self, **fields: Any) -> Result:
+        about = {"kind": self.kind, "title": self.title, "question": self.question}
+        return Result(**about, **fields)
+
+
 def run_study(
     study: Study, *, dry_run: bool = False, progress: Callable[..., None] | None = None
 ) -> Result:
@@ -123,7 +164,7 @@ def run_study(
     if planned.plan is not None:
         planned = planned.model_copy(update={"plan_sha256": json_sha256(planned.plan)})
     if dry_run:
-        return planned
+        return planned.model_copy(update={"notes": (*planned.notes, *_quick_look(settings))})
     resumes = settings.resume and work_path(study.work_target).exists()
     directory = RunDirectory(study.work_target, {"kind": planned.kind}, resume=settings.resume)
     try:
@@ -148,6 +189,49 @@ def run_study(
     finally:
         directory.close()
     return result
+
+
+def main(study: Study) -> int:
+    """Run a study from a script as commands are run, `sys.exit(main(study))`: the result is
+    printed, what cannot be used is one message. Returns 0, 2 for bad input, 3 for a gate that is
+    not met, 130 where it was interrupted. A finished run of the same plan is read back.
+    """
+    from mlxstacks.study.render.console import result_text, write
+
+    try:
+        result = _read_finished(study) or run_study(study)
+    except KeyboardInterrupt:
+        write("interrupted; the same call resumes", error=True)
+        return 130
+    except InputError as error:
+        write(f"error: {error}", error=True)
+        return 2
+    write(result_text(result))
+    return 3 if result.failed_gate else 0
+
+
+def _read_finished(study: Study) -> Result | None:
+    """The result in the target, where it is of the same plan. Raises: InputError for another's."""
+    target = user_path(str(study.settings.save_path))
+    if study.settings.force or not (target / RESULT).is_file():
+        return None
+    result, planned = Result.open(target), study.planned()
+    if (result.kind, result.plan) == (planned.kind, json.loads(json.dumps(planned.plan))):
+        return result
+    differing = what_differs(
+        {"kind": result.kind, **(result.plan or {})}, {"kind": planned.kind, **(planned.plan or {})}
+    )
+    raise InputError(
+        "\n  ".join([f"{target}: another plan was carried out there; it differs in", *differing])
+        + "\ngive another save_path, or replace it with force=True"
+    )
+
+
+def _quick_look(settings: StudySettings) -> Iterable[str]:
+    """What a plan says of a part: it decides nothing, by whatever name the part is asked for."""
+    for name in ("limit", "max_prompts"):
+        if count := getattr(settings, name, None):
+            yield f"{name} {count}: a quick look; the result will be EXPLORATORY."
 
 
 def _finished(planned: Result, concluded: Result, seconds: float | None) -> Result:

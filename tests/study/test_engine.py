@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,7 +20,7 @@ from mlxstacks.errors import InputError, TargetError
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.write import write_report
 from mlxstacks.study import engine
-from mlxstacks.study.engine import Step, run_step, run_study
+from mlxstacks.study.engine import Step, main, run_step, run_study
 from mlxstacks.study.result import Result
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "coin_study.py"
@@ -135,7 +136,7 @@ def test_a_killed_process_leaves_a_run_that_goes_on(
         "toss = c.CoinStudy.toss;"
         "c.CoinStudy.toss = lambda self, arm, out: os.kill(os.getpid(), signal.SIGKILL)"
         " if arm == 'loaded' else toss(self, arm, out);"
-        "c.toss(sys.argv[2])"
+        "c.main(c.CoinStudy(c.CoinSettings(save_path=sys.argv[2])))"
     )
     target = tmp_path / "coin"
     done = subprocess.run(
@@ -230,10 +231,37 @@ def test_a_step_without_all_its_outputs_is_an_error(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
+def test_a_script_ends_as_a_command_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(study(tmp_path)) == 0
+    first = capsys.readouterr().out
+    assert "Verdict: " in first
+    monkeypatch.setattr(Quick, "toss", None)  # nothing is tossed again
+    assert main(study(tmp_path)) == 0
+    again = capsys.readouterr().out
+    assert "Read again: 3 files" in again
+    assert again.splitlines()[-2:] == first.splitlines()[-2:]
+    assert main(study(tmp_path, tosses=9)) == 2
+    message = capsys.readouterr().err
+    assert "another plan was carried out there; it differs in\n  tosses: was 400, now 9" in message
+    assert "force=True" in message
+    monkeypatch.setattr(engine, "run_study", Mock(side_effect=KeyboardInterrupt))
+    assert main(study(tmp_path / "other")) == 130
+
+
+def test_a_plan_says_that_a_quick_look_decides_nothing(tmp_path: Path) -> None:
+    class Limited(coin.CoinSettings):  # type: ignore[name-defined]
+        limit: int = 3
+
+    limited = Quick(Limited(save_path=str(tmp_path / "coin")))
+    assert "the result will be EXPLORATORY" in run_study(limited, dry_run=True).notes[-1]
+
+
 def test_a_study_of_ones_own_is_reported_and_shown(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("pandas")
-    result = coin.toss(str(tmp_path / "coin"))
+    result = run_study(coin.CoinStudy(coin.CoinSettings(save_path=str(tmp_path / "coin"))))
     assert result.table("arms")["heads"].tolist() == [*result.data["heads"].values()]
     assert result.plot("shares").axes
     assert (tmp_path / "coin" / "shares.png").is_file()

@@ -17,6 +17,7 @@ def test_parts_are_scaled_to_their_place_in_the_whole() -> None:
 
 
 def is_one_count(told: list[tuple[float, float]]) -> bool:
-    """Whether one bar went up, to all or nearly so."""
+    """Whether one bar went up, to all or nearly so, once something was done."""
+    told = [(done, total) for done, total in told if done]
     done, totals = [done for done, _ in told], {total for _, total in told}
     return len(totals) == 1 and done == sorted(done) and done[-1] > 0.8 * totals.pop()

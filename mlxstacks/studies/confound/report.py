@@ -17,6 +17,7 @@ _KINDS = {
 OUTCOMES = {
     "format": "a change of form; no knowledge shown",
     "content": "adds knowledge", "no content": "no knowledge shown",
+    "undecided": "undecided: too few items",
     "perturbation": "a disturbance; no knowledge shown", "guessing": "leads back to guessing",
     "exploratory": "no claim: exploratory", "refused": "no claim: controls are missing",
 }  # fmt: skip

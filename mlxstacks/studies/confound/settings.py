@@ -107,7 +107,12 @@ class ConfoundSettings(Settings):
         0.1, description="Share of items whose answer A1 changes, for the power table."
     )
     batch_size: Count = Field(16, description="Items scored before they are written down.")
-    limit: Limit = None
+    limit: Limit = Field(
+        None,
+        description="Answer at most so many items of each set: a quick look, marked exploratory, "
+        "by which nothing is decided. Mining and training keep their size: sample cuts the one, "
+        "train.iters the other.",
+    )
     keep_models: bool = Field(
         False, description="Keep the fused models; by default each goes once it is evaluated."
     )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from mlxstacks.stats import two_proportion_z_test
+from mlxstacks.stats import paired_interval, two_proportion_z_test, wilson_interval
 from mlxstacks.studies.confound.analysis import (
     Answers,
     ArmResult,
@@ -30,8 +30,9 @@ from mlxstacks.study.plan import Standing
 from mlxstacks.study.power import passes
 
 Outcome = Literal[
-    "content", "no content", "format", "perturbation", "guessing", "exploratory", "refused"
-]
+    "content", "no content", "undecided", "format", "perturbation", "guessing", "exploratory",
+    "refused",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,15 @@ def judge(findings: Findings, way: str) -> Judgement:
         if claim.mcnemar.p_value < criterion.alpha:
             direction = "more" if claim.mcnemar.gained > claim.mcnemar.lost else "fewer"
             more = f" McNemar's test alone sees {direction} right answers, too few to count."
-        return Judgement(way, "no content", f"That is not {criterion.in_words()}.{more}")
+        reach = largest_gain(claim)
+        if reach >= criterion.least_gain:
+            words = (
+                f"That is not {criterion.in_words()}, but {claim.n} items leave room for a gain of "
+                f"up to {100 * reach:.1f} points (95%).{more}"
+            )
+            return Judgement(way, "undecided", words)
+        words = f"That is not {criterion.in_words()}: {100 * reach:+.1f} points at most (95%)."
+        return Judgement(way, "no content", words + more)
     gain = f"That is {criterion.in_words()}"
     if findings.missing_controls:
         missing = "; ".join(findings.missing_controls)
@@ -215,6 +224,12 @@ def judge(findings: Findings, way: str) -> Judgement:
     return Judgement(
         way, "content", f"{gain}, and a random delta of equal norm stays at {stays}.{warning}"
     )
+
+
+def largest_gain(claim: Comparison) -> float:
+    """The upper end of the 95% interval of A1 - A0, which has a width where no pair differs."""
+    gained, lost = claim.mcnemar.gained, claim.mcnemar.lost
+    return paired_interval(claim.count - gained, gained, lost, claim.n).high
 
 
 def _of_form(findings: Findings, way: str) -> str | None:
@@ -272,6 +287,7 @@ def percent(count: int, n: int) -> str:
 _HEADS = {
     "content": "Knowledge, not only jitter",
     "no content": "Only jitter, no knowledge that can be shown",
+    "undecided": "Undecided, too few items to say",
     "format": "No knowledge that can be shown, a change of form",
     "perturbation": "Only jitter, no knowledge that can be shown",
     "guessing": "No knowledge that can be shown, a way back to guessing",
@@ -311,13 +327,13 @@ def _head(findings: Findings) -> str:
     claim, moved = findings.claims[first.way], findings.moved[first.way]
     if findings.standing.reasons and first.outcome != "refused":
         return _HEADS["exploratory"]
-    if first.outcome == "no content":
+    if first.outcome in ("no content", "undecided"):
         form = findings.forms[first.way]
         if not form.in_form and not form.control_in_form:
             return "No claim, neither arm gives one answer in the form that was asked for"
         if claim.difference < 0 and claim.mcnemar.p_value < findings.criterion.alpha:
             return "Harm, no knowledge"
-        if moved.n and not moved.changed:
+        if moved.n and not moved.changed and first.outcome == "no content":
             return "Neither knowledge nor jitter, not one answer changes"
     return _HEADS[first.outcome]
 
@@ -329,12 +345,14 @@ def _of_other_ways(findings: Findings) -> list[str]:
         return []
     outcomes = {judgement.way: judgement.outcome for judgement in others}
     words = []
-    if "unfused" in outcomes and first.outcome == "no content":
+    if "unfused" in outcomes and first.outcome in ("no content", "undecided"):
         points = f"{100 * findings.claims['unfused'].difference:+.2f} points"
         if outcomes["unfused"] == "content":
             words.append(f"Unfused the adapter does add knowledge ({points}): the fuse loses it.")
-        else:
+        elif outcomes["unfused"] == "no content":
             words.append(f"Unfused, without any rounding, it is no content either ({points}).")
+        else:
+            words.append(f"Unfused, without any rounding, the gain is {points}.")
     fused = [way for way, o in outcomes.items() if o == "content" and way != "unfused"]
     if fused:
         words.append(f"Fused by {', '.join(fused)} it adds knowledge.")
@@ -348,10 +366,13 @@ def floor_in_words(wrong: Flips, right: Flips, alpha: float) -> str:
     """
     if not right.n or not wrong.n:
         return "A0 was not tried on items that both models got right."
-    if not wrong.changed and not right.changed:
-        return "A0 changes no answer at all: this fuse has no floor."
     if not wrong.fixed and not right.broken:
-        return "A0 changes some answers, but no outcome."
+        some = "some answers" if wrong.changed or right.changed else "no answer at all"
+        fixed, broken = (100 * wilson_interval(0, n).high for n in (wrong.n, right.n))
+        return (
+            f"A0 changes {some} and no outcome: it fixes 0 of {wrong.n} (at most {fixed:.1f}%, "
+            f"95%) and breaks 0 of {right.n} (at most {broken:.1f}%)."
+        )
     rates = f"A0 fixes {percent(wrong.fixed, wrong.n)} and breaks {percent(right.broken, right.n)}"
     test = two_proportion_z_test(wrong.fixed, wrong.n, right.broken, right.n)
     if test.p_value >= alpha:

@@ -3,6 +3,7 @@
 Run: pytest tests/studies/confound/test_verdict.py
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -53,7 +54,9 @@ def test_the_published_run_is_a_null_in_words() -> None:
         "17.77% (123 of 692). Content, A1 - A0: +0.72 points (95%: "
     )
     assert "z-test p = 0.73; McNemar p = 0.062)." in verdict(found)
-    assert "That is not at least 5 points with p < 0.05." in verdict(found)
+    assert re.search(
+        r"not at least 5 points with p < 0.05: \+[1-4]\.\d points at most", verdict(found)
+    )
     parts = found.decomposition["refit"]
     assert round(100 * parts.floor, 1) == 17.8
     assert round(100 * parts.content, 1) == 0.7
@@ -158,6 +161,11 @@ SUBSET = Standing(("a1_refit: a subset, 200 of 692 items",))
         )),
         ({"a1_refit": 20, "a0_refit": 123}, "no content", (
             "Harm, no knowledge: ", "McNemar's test alone sees fewer right answers",
+        )),
+        # 13 items that never change say little: up to 22.8 points are left.
+        ({"n": 13, "a1_refit": 0, "a0_refit": 0}, "undecided", (
+            "Undecided, too few items to say: ",
+            "but 13 items leave room for a gain of up to 22.8 points (95%)",
         )),
         ({"a1_refit": 0, "a0_refit": 0}, "no content", (
             "Neither knowledge nor jitter, not one answer changes: ",
@@ -279,7 +287,7 @@ def test_the_p_value_that_is_judged_stands_beside_the_plain_one() -> None:
     found = case(a1_refit=158, a0_refit=123)
     claim = found.claims["refit"]
     assert claim.p_value < 0.02 < 0.05 < claim.p_adjusted
-    assert found.judgements[0].outcome == "no content"  # of three claims
+    assert found.judgements[0].outcome == "undecided"  # of three claims
     words = f"z-test p = 0.019, {claim.p_adjusted:.2g} adjusted for all ways; McNemar"
     assert words in verdict(found)
 
@@ -327,7 +335,9 @@ def test_flips_count_changes_of_answers_and_of_outcomes() -> None:
 
 
 def test_floors_are_told_apart() -> None:
-    assert "no floor" in floor_in_words(Flips(692, 0, 0, 0), Flips(692, 0, 0, 0), 0.05)
+    none = floor_in_words(Flips(13, 0, 0, 0), Flips(692, 0, 0, 0), 0.05)
+    assert "no answer at all and no outcome: it fixes 0 of 13 (at most 22.8%, 95%)" in none
+    assert "breaks 0 of 692 (at most 0.6%)" in none
     one_sided = floor_in_words(Flips(692, 130, 123, 0), Flips(692, 5, 0, 3), 0.05)
     assert "one-sided" in one_sided
     # Broken right answers are no sign of a selection of wrong ones.
