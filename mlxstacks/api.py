@@ -297,6 +297,8 @@ def generate(model: "nn.Module", tokenizer: Any, prompt: str, **settings: Any) -
     from mlxstacks.routing.conversation import Conversation
     from mlxstacks.routing.engine import RoutedModel, sampling_of
 
+    if not hasattr(model, "layers"):
+        raise InputError(f"model: got {type(model).__name__}; give what load returned")
     if not isinstance(prompt, str):
         raise InputError(f"prompt: got {type(prompt).__name__}; give text")
     with _in_python_words("generate"):

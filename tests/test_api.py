@@ -250,6 +250,8 @@ def test_what_no_answer_takes_is_named(
 def test_prompt_and_tokenizer_are_checked(nano: tuple[Any, Any]) -> None:
     with pytest.raises(InputError, match="prompt"):
         ms.generate(*nano, ["Who are you?"])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"model: got str; .* load"):
+        untyped.generate("model", nano[1], "Who are you?")
     with pytest.raises(InputError, match="tokenizer"):
         ms.generate(nano[0], None, "Who are you?")
 

@@ -42,7 +42,7 @@ def parse_module_bits(pair: str, setting: str, floats: bool = False) -> ModuleBi
     if not pattern or not bits.isdigit() or int(bits) not in ALLOWED_BITS:
         allowed = ", ".join(map(str, ALLOWED_BITS)) + (", none" if floats else "")
         raise ValueError(
-            f"{setting} takes PATTERN=N with N one of {allowed}, {_FORM}; got {pair!r}"
+            f"got {pair!r}; {setting} takes PATTERN=N with N one of {allowed}, {_FORM}"
         )
     return pattern, int(bits)
 
