@@ -18,6 +18,7 @@ from mlxstacks.report.conclude_again import check_conclusion
 from mlxstacks.study.document import RESULT
 from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.result import CHANGED, Result
+from mlxstacks.study.run_directory import work_path
 
 MANIFEST = "manifest.json"
 # Of commands before 0.2, each in a form of its own.
@@ -75,6 +76,11 @@ def find_sources(runs: Sequence[str]) -> tuple[list[Source], list[str]]:
 
 def _results(directory: Path, notes: list[str]) -> Iterator[Path]:
     if not directory.is_dir():
+        if (work := work_path(directory)).is_dir():
+            raise InputError(
+                f"{directory}: is not finished ({work.name} holds what is done); run its command "
+                "again to resume it"
+            )
         raise InputError(f"{directory}: no such directory or file; give one that a command wrote")
     if file := _result_in(directory):
         yield file

@@ -168,6 +168,8 @@ def test_results_one_level_down_are_found_and_the_rest_is_said(tmp_path: Path) -
     assert [run["name"] for run in report.data["runs"]] == ["a", "b"]
     notes = " ".join(report.notes)
     assert "confound: is not finished" in notes
+    with pytest.raises(InputError, match=r"confound: is not finished \(\.confound\.work holds"):
+        write_report(settings_for(runs / "confound", save_path=tmp_path / "other"))
     assert "model: passed over, it holds no result" in notes
     assert "old: passed over, train_report.json: written by mlxstacks before 0.2" in notes
     assert "deep: passed over" in notes

@@ -152,7 +152,11 @@ def _claim_tables(findings: Findings) -> Iterator[Table]:
             way, _gain(claim), claim.p_value, claim.p_adjusted, claim.mcnemar.p_value,
             None if random is None else random.difference, judgement.outcome,
         ))  # fmt: skip
-    yield Table.of("claims", "Content: A1 - A0", columns, rows)
+    yield Table.of(
+        "claims", "Content: A1 - A0", columns, rows,
+        caption="z: test of two proportions; Holm: adjusted for all policies together; McNemar: "
+        "exact, on pairs of answers. Random: a delta of equal norm in each module.",
+    )  # fmt: skip
     columns = {
         "policy": "text", **dict.fromkeys(("floor", "content", "total"), ("points", 2)),
         **dict.fromkeys(("floor share", "content share", "A0 / A1"), ("share", 0)),
@@ -210,13 +214,20 @@ def _more_tables(findings: Findings) -> Iterator[Table]:
             (_name(name), f"{arm.correct} of {arm.n}", _share(arm))
             for name, arm in findings.arms_on_right_items.items()
         ]
-        yield Table.of("right", "Items that both models got right", columns, right)
+        yield Table.of(
+            "right", "Items that both models got right", columns, right,
+            caption="The other side of Set G: what a fuse breaks here, beside what it fixes there.",
+        )  # fmt: skip
     columns = {
         "policy": "text", "A1 in form": "count", "A0 in form": "count", "p (McNemar)": "p",
         "both in form": "count", "of them A1 right": "count", "A0 right": "count",
     }  # fmt: skip
     rows = [(way, *astuple(form)) for way, form in findings.forms.items()]
-    yield Table.of("forms", "Answers in the form that was asked for", columns, rows, folded=True)
+    yield Table.of(
+        "forms", "Answers in the form that was asked for", columns, rows, folded=True,
+        caption="In form: the letter stands where the prompt asked for it; no fallback rule was "
+        "needed to find it.",
+    )  # fmt: skip
 
 
 def _counts_table(id: str, title: str, counts: Mapping[str, Mapping[str, int]]) -> Table:
