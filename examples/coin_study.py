@@ -1,7 +1,7 @@
 """A study of one's own: does a coin fall on heads more often than a fair one?
 
-python examples/coin_study.py mlxstacks-out/coin      # stopped, it resumes where it was
-mlxstacks report mlxstacks-out/coin                   # one page, its table and its plot
+python examples/coin_study.py mlxstacks-out/coin seed=3     # stopped, it resumes where it was
+mlxstacks report mlxstacks-out/coin                         # one page, its table and its plot
 """
 
 import json
@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from mlxstacks.stats import share, two_proportion_z_test
+from scipy.stats import fisher_exact
+
+from mlxstacks.stats import share
 from mlxstacks.study.document import Columns, Plot, Series, Table
 from mlxstacks.study.engine import OwnStudy, RunSettings, Step, main
 from mlxstacks.study.result import Result
@@ -31,7 +33,7 @@ class CoinStudy(OwnStudy):
     settings: CoinSettings
 
     def plan(self) -> dict[str, object]:
-        return {"arms": ARMS, "test": "two-proportion z-test, two-sided"}
+        return {"arms": ARMS, "test": "Fisher's exact test, two-sided"}
 
     def steps(self, work: Path) -> Iterator[Step]:
         for arm in ARMS:
@@ -46,19 +48,19 @@ class CoinStudy(OwnStudy):
         n = self.settings.tosses
         heads = {arm: sum(json.loads((work / f"{arm}.json").read_text())) for arm in ARMS}
         shares = [share(count, n) for count in heads.values()]
-        p = two_proportion_z_test(heads["loaded"], n, heads["fair"], n).p_value
+        p = float(fisher_exact([[count, n - count] for count in heads.values()]).pvalue)
         outcome = "loaded" if p < self.settings.alpha else "no difference shown"
         verdict = f"{heads['loaded']} heads of {n}, fair {heads['fair']} (p = {p:.2g}): {outcome}."
         columns: Columns = {"coin": "text", "heads": "count", "share of heads": "share"}
         table = Table.of("arms", "Heads", columns, zip(ARMS, heads.values(), shares, strict=True))
-        series = Series.of_intervals("share, 95% interval", shares)
         plot = Plot(
-            id="shares", title="Heads", kind="intervals", categories=tuple(ARMS), series=(series,),
-            references={"fair": 0.5}, x_label="share of heads", alt=verdict,
+            id="shares", title="Heads", kind="intervals", categories=tuple(ARMS), alt=verdict,
+            series=(Series.of_intervals("share", shares),), references={"a fair coin": 0.5},
+            x_label="share of heads, 95% interval",
         )  # fmt: skip
         figures = {"heads": heads, "p": p}
         return self.result(outcome=outcome, verdict=verdict, data=figures, blocks=(table, plot))
 
 
 if __name__ == "__main__":
-    sys.exit(main(CoinStudy(CoinSettings(save_path=sys.argv[1]))))
+    sys.exit(main(CoinStudy, CoinSettings))

@@ -13,6 +13,7 @@ before all of it does.
 
 import json
 import shutil
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from mlxstacks.errors import InputError
+from pydantic import ValidationError
+
+from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import sync_directory, sync_tree, user_path
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
 from mlxstacks.files.strict_json import json_sha256, read_object
@@ -191,21 +194,39 @@ def run_study(
     return result
 
 
-def main(study: Study) -> int:
-    """Run a study from a script as commands are run, `sys.exit(main(study))`: the result is
-    printed, what cannot be used is one message. Returns 0, 2 for bad input, 3 for a gate that is
-    not met, 130 where it was interrupted. A finished run of the same plan is read back.
+def main(
+    study: type[OwnStudy], settings: type[RunSettings], arguments: Sequence[str] | None = None
+) -> int:
+    """Run a study from a script as commands are run, `sys.exit(main(MyStudy, MySettings))`.
+
+    arguments: SAVE_PATH KEY=VALUE..., the command line's where not given. The result is printed;
+    what cannot be used is one message. A finished run of the same plan is read back. Returns 0, 1
+    where something failed on the way, 2 for bad input, 3 for a gate that is not met, 130 where it
+    was interrupted.
     """
     from mlxstacks.study.render.console import result_text, write
 
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    pairs = [word.partition("=") for word in words[1:]]
     try:
-        result = _read_finished(study) or run_study(study)
+        if not words or not all(equals for _, equals, _ in pairs):
+            raise InputError("give SAVE_PATH KEY=VALUE..., as in results/one seed=3")
+        values = {key: value for key, _, value in pairs} | {"save_path": words[0]}
+        given = study(settings.model_validate(values))
+        result = _read_finished(given) or run_study(given)
     except KeyboardInterrupt:
         write("interrupted; the same call resumes", error=True)
         return 130
-    except InputError as error:
-        write(f"error: {error}", error=True)
+    except ValidationError as error:
+        fields = ", ".join(settings.model_fields)
+        for part in error.errors(include_url=False):
+            name = ".".join(map(str, part["loc"]))
+            write(f"error: {name}: {part['msg']} (settings: {fields})", error=True)
         return 2
+    except (InputError, StoreError, OSError) as error:
+        message = str(error).replace("--no-resume", "resume=False").replace("--force", "force=True")
+        write(f"error: {message}", error=True)
+        return 2 if isinstance(error, InputError) else 1
     write(result_text(result))
     return 3 if result.failed_gate else 0
 

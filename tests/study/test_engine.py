@@ -16,7 +16,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from mlxstacks.errors import InputError, TargetError
+from mlxstacks.errors import InputError, StoreError, TargetError
 from mlxstacks.report.settings import ReportSettings
 from mlxstacks.report.write import write_report
 from mlxstacks.study import engine
@@ -136,7 +136,7 @@ def test_a_killed_process_leaves_a_run_that_goes_on(
         "toss = c.CoinStudy.toss;"
         "c.CoinStudy.toss = lambda self, arm, out: os.kill(os.getpid(), signal.SIGKILL)"
         " if arm == 'loaded' else toss(self, arm, out);"
-        "c.main(c.CoinStudy(c.CoinSettings(save_path=sys.argv[2])))"
+        "c.main(c.CoinStudy, c.CoinSettings, sys.argv[2:])"
     )
     target = tmp_path / "coin"
     done = subprocess.run(
@@ -234,20 +234,30 @@ def test_a_step_without_all_its_outputs_is_an_error(tmp_path: Path) -> None:
 def test_a_script_ends_as_a_command_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert main(study(tmp_path)) == 0
+    def script(*words: str) -> int:
+        return main(Quick, coin.CoinSettings, words)
+
+    place = str(tmp_path / "coin")
+    assert script(place, "tosses=40") == 0
     first = capsys.readouterr().out
     assert "Verdict: " in first
     monkeypatch.setattr(Quick, "toss", None)  # nothing is tossed again
-    assert main(study(tmp_path)) == 0
+    assert script(place, "tosses=40") == 0
     again = capsys.readouterr().out
     assert "Read again: 3 files" in again
     assert again.splitlines()[-2:] == first.splitlines()[-2:]
-    assert main(study(tmp_path, tosses=9)) == 2
-    message = capsys.readouterr().err
-    assert "another plan was carried out there; it differs in\n  tosses: was 400, now 9" in message
-    assert "force=True" in message
-    monkeypatch.setattr(engine, "run_study", Mock(side_effect=KeyboardInterrupt))
-    assert main(study(tmp_path / "other")) == 130
+    for words, message in (
+        ((place,), "another plan was carried out there; it differs in\n  tosses: was 40, now 400"),
+        ((), "give SAVE_PATH KEY=VALUE..."),
+        ((place, "tosses"), "give SAVE_PATH KEY=VALUE..."),
+        ((place, "tosss=3"), "tosss: Extra inputs are not permitted (settings: save_path, "),
+        ((place, "tosses=many"), "tosses: Input should be a valid integer"),
+    ):
+        assert script(*words) == 2
+        assert message in capsys.readouterr().err
+    for error, code in ((KeyboardInterrupt(), 130), (OSError("full"), 1), (StoreError("no"), 1)):
+        monkeypatch.setattr(engine, "run_study", Mock(side_effect=error))
+        assert script(str(tmp_path / "other")) == code
 
 
 def test_a_plan_says_that_a_quick_look_decides_nothing(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_terminal_shows_one_bar_that_never_goes_back(monkeypatch: pytest.Monke
     assert "fuse: 50%, layer 3, 5 s, about 10 s left" in stream.getvalue()
 
 
-def test_a_notebook_draws_one_bar_and_takes_it_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_draws_one_bar_and_says_that_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     display = pytest.importorskip("IPython.display")
     shown: list[str] = []
     handle = types.SimpleNamespace(update=lambda html: shown.append(html.data))
@@ -88,7 +88,7 @@ def test_a_notebook_draws_one_bar_and_takes_it_away(monkeypatch: pytest.MonkeyPa
         '<progress max="1"></progress> train: loading &lt;i&gt;',
         '<progress max="1" value="0.010"></progress> train: 1%, loss 0.1, 1 s',
         '<progress max="1" value="0.500"></progress> train: 50%, 101 s, about 102 s left',
-        "",
+        "train: done",
     ]
 
 

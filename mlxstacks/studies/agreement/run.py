@@ -32,7 +32,7 @@ from mlxstacks.fuse.in_memory import attach_adapters
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.stats import bootstrap_ratio
 from mlxstacks.studies.agreement.settings import AgreementSettings
-from mlxstacks.study.document import Block, Cell, Columns, Plot, Series, Standing, Table
+from mlxstacks.study.document import Block, Cell, Kind, Plot, Series, Standing, Table
 from mlxstacks.study.engine import Step, Study, run_study
 from mlxstacks.study.integrity import file_sha256
 from mlxstacks.study.progress import WholeProgress
@@ -296,18 +296,18 @@ def blocks(figures: dict[str, dict[str, Figures]]) -> tuple[Block, ...]:
 def agreement_table(
     id: str, title: str, figures: Mapping[str, Figures], *, folded: bool = False
 ) -> Table:
-    """A row a model: figures of one kind of passages."""
-    columns: Columns = {
+    """A row a model: figures of one kind of passages; folded: with the change of the loss."""
+    columns: dict[str, Kind | tuple[Kind, int]] = {
         "model": "text", "same next token": "share", "KL, nats a token": ("number", 4),
-        "KL, 99th percentile": ("number", 3), "change of loss, nats": ("change", 3),
+        "KL, 99th percentile": ("number", 3),
     }  # fmt: skip
-    rows: list[tuple[Cell, ...]] = [
-        (
-            name, _cell(parts, "agreement"), _cell(parts, "kl_nats"), parts["kl_p99_nats"],
-            _cell(parts, "loss_change_nats"),
-        )
-        for name, parts in figures.items()
-    ]  # fmt: skip
+    names = ["agreement", "kl_nats"]
+    rows = [[name, *(_cell(parts, figure) for figure in names), parts["kl_p99_nats"]]
+            for name, parts in figures.items()]  # fmt: skip
+    if folded:
+        columns["change of loss, nats"] = ("change", 3)
+        for row, parts in zip(rows, figures.values(), strict=True):
+            row.append(_cell(parts, "loss_change_nats"))
     caption = (
         f"{next(iter(figures.values()))['positions']:,} tokens, each after the right tokens before "
         "it. KL: from the reference. Intervals of 95%, over resampled passages."

@@ -74,10 +74,13 @@ def _train(settings: TrainSettings, send: Callable[[Message], None]) -> int | No
     """
     count = counter()
     peaks: list[int] = []
+    steps = 0
 
     def on_step(done: int, total: int, what: str = "") -> None:
+        nonlocal steps
         send({"done": done, "total": total, "what": what})
-        if count is not None:
+        if count is not None and done > steps:  # not what is said before a step or of validation
+            steps = done
             peaks.append(count.peak())
             count.reset()
 

@@ -138,6 +138,10 @@ def holds_command(text: str) -> bool:
     return "`mlx" in text
 
 
+# Behind an estimate; where room is short it goes to a line of its own.
+_INTERVAL = re.compile(r" (\([^()]+ to [^()]+\))$")
+
+
 @dataclass(frozen=True)
 class Table:
     """Plain cells that rich prints as a table or, on a terminal too narrow for it, row by row.
@@ -190,8 +194,10 @@ class Table:
         others = sum(widths) - sum(widths[index] for index in wide) + 3 * len(widths) - 1
         for row in self.rows:
             cells = [cell_text(cell) for cell in row]
-            if len(wide) == 1 and full_width > options.max_width:  # else rich shares out the room
-                cells[wide[0]] = _folded_at_dots(cells[wide[0]], options.max_width - others)
+            if full_width > options.max_width:
+                cells = [_INTERVAL.sub(r"\n\1", cell) for cell in cells]
+                if len(wide) == 1:  # else rich shares out the room
+                    cells[wide[0]] = _folded_at_dots(cells[wide[0]], options.max_width - others)
             grid.add_row(*map(Text, cells))
         yield grid
 

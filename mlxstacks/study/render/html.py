@@ -203,7 +203,10 @@ def _environment() -> Environment:
         finalize=lambda value: clean(value, LONGEST) if type(value) is str else value,
     )
     environment.filters["long"] = lambda text, longest: Markup(escape(clean(text, longest)))
-    environment.filters["capital"] = lambda text: text[:1].upper() + text[1:]
+    # A symbol, as in "p = 0.03", stays.
+    environment.filters["capital"] = lambda text: (
+        text if text[1:2] == " " else text[:1].upper() + text[1:]
+    )
     environment.globals["no_value"] = Markup(f'<span class="missing">{NO_VALUE}</span>')
     environment.globals["missing"] = Markup(f'<span class="missing">{NOT_MEASURED}</span>')
     return environment

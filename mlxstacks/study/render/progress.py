@@ -52,7 +52,7 @@ class ProgressBar:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._draw(None, "")
+        self._draw(None, f"{self._label}: {'done' if error is None else 'stopped'}")
 
     def __call__(self, done: float, total: float, what: str = "") -> None:
         now = self._clock()
@@ -111,7 +111,7 @@ def _in_notebook() -> _Draw | None:
         nonlocal handle
         if share is None:
             if handle is not None:
-                handle.update(HTML(""))
+                handle.update(HTML(escape(text)))
             return
         value = f' value="{share:.3f}"' if share else ""
         bar = HTML(f'<progress max="1"{value}></progress> {escape(text)}')

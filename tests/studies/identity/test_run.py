@@ -359,10 +359,10 @@ def test_a_limit_is_quick_and_says_what_it_left_out(
         "a subset of the regression, 9 of 18 items",
         "factual adapters trained for 2 of 3 batches",
     )
+    told = [(done, total) for done, total in told if done]  # before that only words
     assert len({total for _, total in told}) == 1
     done = [count for count, _ in told]
     assert done == sorted(done)
-    assert done[0] == 0
     assert 0.8 * told[0][1] < done[-1] <= told[0][1]
 
 

@@ -18,6 +18,7 @@ from mlxstacks.files.outputs import write_json
 from mlxstacks.files.router_file import read_router
 from mlxstacks.files.stack_file import ProjectionShape
 from mlxstacks.files.store import Store
+from mlxstacks.nano import exports
 from mlxstacks.recipe.on_nano import route_train
 from mlxstacks.routing.outcomes import RouterExample, write_lines
 from mlxstacks.routing.router import ROUTER_FILE, load_prompt_router
@@ -233,7 +234,7 @@ def test_a_discovery_that_was_changed_is_named(store: Store, base: Path) -> None
 def test_the_package_s_own_store_is_never_written_to(
     store: Store, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlxstacks.nano.exports.ASSETS", store.path.parent)
+    monkeypatch.setattr(exports, "ASSETS", store.path.parent)
     before = (store.path / "manifest.json").read_bytes()
     own, options = route_train(settings(store, base))
     report = run(own, **options)
