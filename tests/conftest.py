@@ -73,6 +73,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture
+def short_judgement(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Fuses are judged on a quarter of the rows that ship: for tests about something else."""
+    from mlxstacks.studies.agreement import judge
+
+    rows = judge.JUDGE.read_text(encoding="utf-8").splitlines()
+    (tmp_path / ".judge.jsonl").write_text("\n".join([*rows[:4], *rows[-2:]]), encoding="utf-8")
+    monkeypatch.setattr(judge, "JUDGE", tmp_path / ".judge.jsonl")
+
+
+@pytest.fixture
 def campaign(record_property: Callable[[str, object], None]) -> Callable[[int], range]:
     """`campaign(2000)` is range(2000) in a soak and range(200) otherwise; the size is reported."""
 

@@ -332,6 +332,7 @@ def test_help_of_fuse_is_of_the_function_and_made_from_the_settings() -> None:
     assert "domains: str | Mapping[str, Any] | Sequence" in str(inspect.signature(ms.stack))
 
 
+@pytest.mark.usefixtures("short_judgement")
 @pytest.mark.parametrize(
     "name",
     [
@@ -348,6 +349,7 @@ def test_the_examples_of_the_help_run(
     exec("".join(example.source for example in examples), {})
 
 
+@pytest.mark.usefixtures("short_judgement")
 def test_progress_is_told_to_who_asks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     calls: list[tuple[float, ...]] = []
     ms.fuse(save_path=tmp_path / "a", progress=lambda *args: calls.append(args))
