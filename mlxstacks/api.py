@@ -22,7 +22,8 @@ from mlxstacks.errors import InputError, StoreError
 from mlxstacks.files.disk import user_path
 from mlxstacks.keywords import ANSWERING, LOADING, document, in_keywords, keywords_of
 from mlxstacks.recipe.file import load_recipe, recipe_names
-from mlxstacks.recipe.resolve import OUT, Resolved, call, finished, merge, resolve, validate
+from mlxstacks.recipe.resolve import OUT, Resolved, call, finished, merge, resolve, shown, validate
+from mlxstacks.recipe.spellings import key_elsewhere
 from mlxstacks.recipe.table import ALIASES, command_named, nearest
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ warnings.filterwarnings("ignore", message="IProgress not found")
 
 PathLike = str | Path
 Rows = Sequence[Mapping[str, Any]]
-"""Rows as dicts; a `datasets.Dataset` is taken too."""
+"""Rows as dicts; a `datasets.Dataset` and a pandas DataFrame are taken too."""
 Progress = bool | Callable[..., None] | None
 """Of what takes long. None: a bar in a notebook and on a terminal, else nothing; a callable gets
 (done, total) or (done, total, what)."""
@@ -88,9 +89,9 @@ def train(
 ) -> "Result":
     """Train a LoRA on a model and write an adapter that mlx-lm loads.
 
-    `data` may also be rows: dicts in a list, a datasets.Dataset, or both parts as {"train": rows,
-    "valid": rows}. They are written next to the adapter, to a file with their hash in its name, and
-    read from there.
+    `data` may also be rows: dicts in a list, a datasets.Dataset, a DataFrame, or both parts as
+    {"train": rows, "valid": rows}. They are written next to the adapter, to a file with their hash
+    in its name, and read from there.
 
     >>> import mlxstacks as ms
     >>> result = ms.train(save_path="adapters", iters=4)        # the built-in model and its data
@@ -190,7 +191,7 @@ def _command(
     command_named(name)
     with _in_python_words(name), ExitStack() as stack:
         values = dict(values)
-        if holds_rows(values.get("data")) and _takes_rows(name, values["data"]):
+        if "data" in values and _takes_rows(name, values["data"]):
             target = user_path(values.get("save_path") or OUT / name.replace(" ", "-"))
             if dry_run:  # touches nothing
                 target = Path(stack.enter_context(tempfile.TemporaryDirectory())) / target.name
@@ -203,15 +204,24 @@ def _command(
 
 
 def _takes_rows(name: str, data: Any) -> bool:
-    """Whether the command's `data` is a file or a directory, not a list of sources.
+    """Whether `data` holds rows, and the command wants them in a file.
 
-    Raises: InputError: of several domains one has to know the names.
+    Raises: InputError: it is neither rows nor what names them.
     """
-    if keywords_of(name)["data"].is_list:
+    keyword = keywords_of(name).get("data")
+    if keyword is None or keyword.is_list or data is None or isinstance(data, str | Path):
         return False
-    if name.startswith("stack") and not isinstance(data, Mapping):
-        raise InputError("data: give the rows of each domain by its name, {'islands': [...], ...}")
-    return True
+    of_domains = name.startswith("stack")
+    if holds_rows(data) and isinstance(data, Mapping) >= of_domains:
+        return True
+    if hasattr(data, "model_dump") or (isinstance(data, Mapping) and "sources" in data):
+        return False
+    rows = "[{'prompt': ..., 'completion': ...}, ...]"
+    if of_domains:
+        wanted = f"the rows of each domain by its name, as in {{'islands': {rows}}}"
+    else:
+        wanted = f"rows, {rows}; or both parts as {{'train': rows, 'valid': rows}}"
+    raise InputError(f"data: got {shown(data)}; give a path, or {wanted}")
 
 
 def _called(
@@ -278,7 +288,7 @@ def load(
     values = _given(model=model, store_path=store, adapter_path=adapter_path) | settings
     values.setdefault("gap_log", "none")
     with _in_python_words("load"):
-        engine = open_routed(with_nano(_answer_settings(values, LOADING)))
+        engine = open_routed(with_nano(_answer_settings(values, "load")))
     engine.model.routed_model = engine
     return engine.model, engine.tokenizer
 
@@ -302,7 +312,7 @@ def generate(model: "nn.Module", tokenizer: Any, prompt: str, **settings: Any) -
     if not isinstance(prompt, str):
         raise InputError(f"prompt: got {type(prompt).__name__}; give text")
     with _in_python_words("generate"):
-        answering = _answer_settings(settings, ANSWERING)
+        answering = _answer_settings(settings, "generate")
         engine = getattr(model, "routed_model", None) or RoutedModel(model, tokenizer)
         if engine.tokenizer is not tokenizer:
             raise InputError("tokenizer: give the one that load returned together with this model")
@@ -319,15 +329,17 @@ def generate(model: "nn.Module", tokenizer: Any, prompt: str, **settings: Any) -
     return asked.turn.answer.text if asked.turn is not None else ""
 
 
-def _answer_settings(values: Mapping[str, Any], known: Sequence[str]) -> "AnswerSettings":
-    """Raises: InputError for a setting that is not known here, and for a bad value."""
+def _answer_settings(values: Mapping[str, Any], function: str) -> "AnswerSettings":
+    """Raises: InputError for a setting that the function does not take, and for a bad value."""
     from mlxstacks.routing.settings import AnswerSettings
 
+    known = {"load": LOADING, "generate": ANSWERING}[function]
+    names = keywords_of(function)
     for key in values:
         if key not in known:
-            raise InputError(
-                f"unknown key {key!r}{nearest(key, known)} (known: {', '.join(known)})"
-            )
+            instead = key_elsewhere("generate", key, known)
+            listed = f"{nearest(key, names)} (known: {', '.join(names)})"
+            raise InputError(f"unknown key {key!r}" + (f": {instead}" if instead else listed))
     # Both say how a router decides; whether it does is said to `generate`.
     routes = any(values.get(key) for key in ("router_path", "hard"))
     settings: Any = validate(AnswerSettings, {**values, "routed": True} if routes else values)

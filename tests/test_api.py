@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from pandas import DataFrame  # type: ignore[import-untyped]
 
 import mlxstacks as ms
 from mlxstacks import base_model
@@ -214,7 +215,11 @@ def test_an_adapter_answers() -> None:
         (lambda: untyped.train(data=[1]), ("data", "row 1", "int", "dicts")),
         (lambda: untyped.train(data=[{"text": object()}]), ("data", "row 1", "object")),
         (lambda: untyped.train(data=[]), ("data", "no row")),
+        (lambda: untyped.train(data={"a": 1}), ("got {'a': 1}", "[{'prompt': ...", "{'train':")),
         (lambda: untyped.stack(data=[{"text": "a"}]), ("data", "domain", "name")),
+        (lambda: untyped.train(lora_r=8), ("'lora_r'", "'rank'")),
+        (lambda: untyped.train(lora_alpha=8), ("'scale'", "lora_alpha / r")),
+        (lambda: untyped.fuse(load_in_4bit=True), ("mlxstacks convert", "model=DIR")),
         (lambda: untyped.guard(dry_run=True), ("dry_run",)),
         (lambda: untyped.load(routed=True), ("'routed'", "router_path")),
         (lambda: untyped.load("/nowhere/model"), ("/nowhere/model",)),
@@ -234,6 +239,7 @@ def test_what_cannot_be_used_is_named(call: Any, words: tuple[str, ...]) -> None
     ("options", "words"),
     [
         ({"tempp": 1}, ("'tempp'", "'temp'")),
+        ({"max_new_tokens": 2}, ("'max_new_tokens'", "'max_tokens'")),
         ({"top_p": 2}, ("top_p",)),
         ({"routed": True, "ungated": True}, ("routed, ungated",)),
         ({"pin": "iland"}, ("iland", "islands")),
@@ -274,19 +280,21 @@ def test_settings_take_paths_and_lists(paths: Any) -> None:
 
 
 def test_rows_in_memory_are_as_rows_of_a_file(tmp_path: Path) -> None:
-    """Lists and data sets, to the byte; the same rows are written once, and a plan writes none."""
+    """Lists, data sets and frames, to the byte; the same rows are written once, by a plan none."""
     rows = [{"prompt": f"Who is {n}?", "completion": f"{n} is me."} for n in range(4)]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     options: dict[str, Any] = {"iters": 1, "rank": 1, "layers": "0", "keys": "down_proj"}
     ms.train(data=rows, save_path=tmp_path / "planned", dry_run=True, **options)
     assert [*tmp_path.iterdir()] == [file]
-    for name, data in {"file": file, "list": rows, "set": Dataset.from_list(rows)}.items():
+    of_lists: dict[str, Any] = {"file": file, "list": rows}
+    for name, data in of_lists.items():
         ms.train(data=data, save_path=tmp_path / name, **options)
-    written = {
-        n: (tmp_path / n / "adapters.safetensors").read_bytes() for n in ("file", "list", "set")
-    }
+    written = {n: (tmp_path / n / "adapters.safetensors").read_bytes() for n in ("file", "list")}
     assert len({*written.values()}) == 1
+    for data in (Dataset.from_list(rows), DataFrame(rows)):
+        assert holds_rows(data)
+        assert write_rows(data, tmp_path / "list") == next(tmp_path.glob("list.rows-*.jsonl"))
     (kept,) = tmp_path.glob("list.rows-*.jsonl")
     assert kept.read_bytes() == file.read_bytes()
     assert Result.open(tmp_path / "list").settings["data"] == str(kept)

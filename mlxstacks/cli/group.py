@@ -28,8 +28,8 @@ import click
 
 from mlxstacks.cli.execute import Common, execute
 from mlxstacks.cli.output import setting
-from mlxstacks.cli.spellings import FLAGS, LETTERS, refusal, spellings
 from mlxstacks.recipe.file import recipe_names
+from mlxstacks.recipe.spellings import FLAGS, LETTERS, refusal, spellings
 from mlxstacks.recipe.table import ALIASES, COMMANDS, GROUPS, command_named, load, nearest
 
 if TYPE_CHECKING:

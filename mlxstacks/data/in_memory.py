@@ -15,7 +15,9 @@ _FILES = dict.fromkeys(("validation", "val", "dev"), "valid")
 
 
 def holds_rows(data: Any) -> bool:
-    """Whether these are rows (dicts in a list, or a `datasets.Dataset`), or named ones."""
+    """Whether these are rows (dicts in a list, a `datasets.Dataset`, a pandas DataFrame), or named
+    ones.
+    """
     if isinstance(data, Mapping):
         return bool(data) and "sources" not in data and all(map(holds_rows, data.values()))
     return isinstance(data, Iterable) and not (
@@ -31,6 +33,10 @@ def write_rows(data: Any, target: Path) -> Path:
     Raises: InputError: a row is no dict, or holds what JSON has no form for.
     """
     named = data if isinstance(data, Mapping) else {"": data}
+    named = {  # of a DataFrame, whose iterator gives the columns' names
+        name: rows.to_dict("records") if hasattr(rows, "iterrows") else rows
+        for name, rows in named.items()
+    }
     texts = {name: _jsonl(rows, f" {name}" if name else "") for name, rows in named.items()}
     digest = hashlib.sha256()
     for text in texts.values():

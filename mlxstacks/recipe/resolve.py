@@ -21,6 +21,7 @@ from mlxstacks.errors import InputError
 from mlxstacks.files.disk import user_path
 from mlxstacks.files.outputs import read_mark
 from mlxstacks.recipe.file import Recipe, load_recipe, read_yaml
+from mlxstacks.recipe.spellings import key_elsewhere
 from mlxstacks.recipe.table import ALIASES, Command, command_named, load, nearest
 
 if TYPE_CHECKING:
@@ -114,7 +115,8 @@ def resolve(
         values["save_path"] = str(OUT / (recipe.name if recipe else name.replace(" ", "-")))
     written = set(recipe.values) - set(pairs) - set(options) if recipe else ()
     where = f"recipe {recipe.path}: " if recipe else ""
-    settings = validate(settings_class, values, {**dict.fromkeys(written, where), "": where})
+    places = {**dict.fromkeys(written, where), "": where}
+    settings = validate(settings_class, values, places, name)
     missing = [key for key in row.needs if getattr(settings, key) is None]
     if missing:
         keys = ", ".join(f"{row.arguments[key]} (--{key.replace('_', '-')})" for key in missing)
@@ -140,12 +142,16 @@ def _is_of_bare_run(target: Path) -> bool:
 
 
 def validate(
-    settings_class: "type[BaseModel]", values: Mapping[str, Any], places: Mapping[str, str] = {}
+    settings_class: "type[BaseModel]",
+    values: Mapping[str, Any],
+    places: Mapping[str, str] = {},
+    command: str = "",
 ) -> "BaseModel":
     """Build a settings object.
 
     A nested model that is given in part keeps the defaults of its field for the rest.
     places: key -> what a message about it begins with; under "" that of a fault of several keys.
+    command: whose settings these are; other tools' names of them are then answered.
 
     Raises: InputError, one line a problem.
     """
@@ -169,7 +175,7 @@ def validate(
                 continue
             location = [part for part in detail["loc"] if not _FORM.fullmatch(str(part))]
             place = places.get(str(location[0]) if location else "", "")
-            problems.append(place + _explain(settings_class, dict(detail), location))
+            problems.append(place + _explain(settings_class, dict(detail), location, command))
         raise InputError("\n".join(dict.fromkeys(problems))) from None
 
 
@@ -193,12 +199,17 @@ _FORM = re.compile(r"str|function-after\[.*\]")
 
 
 def _explain(
-    settings_class: "type[BaseModel]", detail: Mapping[str, Any], location: Sequence[int | str]
+    settings_class: "type[BaseModel]",
+    detail: Mapping[str, Any],
+    location: Sequence[int | str],
+    command: str,
 ) -> str:
     """One problem of pydantic in the words of DESIGN: what came, what is allowed, what to do."""
     key = ".".join(map(str, location))
     if detail["type"] == "extra_forbidden":
         known = _keys_at(settings_class, location[:-1])
+        if len(location) == 1 and (instead := key_elsewhere(command, key, known)):
+            return f"unknown key {key!r}: {instead}"
         hint = nearest(str(location[-1]), known)
         return f"unknown key {key!r}{hint} (known: {', '.join(known)})"
     if detail["type"] == "missing":
@@ -212,14 +223,14 @@ def _explain(
         allowed = re.findall(r"'([^']*)'", detail["ctx"]["expected"])
         got = detail["input"]
         hint = nearest(got, allowed) if isinstance(got, str) else ""
-        return f"{key}: got {_shown(got)}, allowed: {message}{hint}"
+        return f"{key}: got {shown(got)}, allowed: {message}{hint}"
     if message.startswith("got "):  # a check of ours, which says itself what came
         return f"{key}: {message}"
     wanted = "must be " if detail["msg"].startswith("Input should be ") else ""
-    return f"{key}: got {_shown(detail['input'])}; {wanted}{message}"
+    return f"{key}: got {shown(detail['input'])}; {wanted}{message}"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as a message can carry it: YAML aliases make small files into endless lists."""
     short = reprlib.Repr()
     short.maxlevel, short.maxstring, short.maxother = 2, 200, 200

@@ -318,6 +318,7 @@ COMMANDS: dict[str, Command] = {
         help="Chat with a model; with --routed only the stacks that a prompt needs are loaded.",
         settings="mlxstacks.routing.settings:ChatSettings",
         function="mlxstacks.cli.chat:run",
+        arguments={"store_path": "STORE"},
         render="mlxstacks.cli.chat:render",
     ),
     "generate": Command(
@@ -325,7 +326,7 @@ COMMANDS: dict[str, Command] = {
         settings="mlxstacks.routing.settings:GenerateSettings",
         function="mlxstacks.cli.generate:run",
         render="mlxstacks.cli.generate:render",
-        arguments={"prompt": "PROMPT"},
+        arguments={"prompt": "PROMPT", "store_path": "STORE"},
     ),
     "profile": Command(
         help="Profile which experts groups of prompts go to, next to what chance gives.",

@@ -2,7 +2,7 @@
 instead; so are the names that users of PEFT, Transformers and Unsloth type.
 
 Parsers are read from their sources: importing `mlx_lm.evaluate` takes seconds.
-Run: pytest tests/cli/test_spellings.py
+Run: pytest tests/recipe/test_spellings.py
 """
 
 import ast
@@ -16,7 +16,7 @@ import click
 import pytest
 
 from mlxstacks.cli import group, make_group
-from mlxstacks.cli.spellings import FLAGS, LETTERS, NEAREST, REFUSED, SPELLINGS
+from mlxstacks.recipe.spellings import FLAGS, LETTERS, NEAREST, REFUSED, SPELLINGS
 from mlxstacks.recipe.table import COMMANDS, load
 from tests.cli.conftest import Run
 
@@ -160,6 +160,8 @@ def test_what_stands_by_position_fills_what_no_option_gives(
          {"prompt": "a", "max_tokens": 3, "temp": 1.0}),
         ("generate --prompt=--store", {"prompt": "--store"}),
         ("generate -- --store", {"prompt": "--store"}),
+        ("chat store --routed", {"store_path": "store", "routed": True}),
+        ("generate hello there", {"prompt": "hello", "store_path": "there"}),
         ("route explain hello there", {"prompt": "hello", "store_path": "there"}),
         ("stack --lr 1e-4 --target_modules a b --output-dir o",
          {"learning_rate": 1e-4, "keys": ["a", "b"], "save_path": "o"}),
@@ -167,7 +169,8 @@ def test_what_stands_by_position_fills_what_no_option_gives(
         ("identity --limit 3", {"max_prompts": 3}),
         ("eval -t a,b -L 3 -o o", {"tasks": ["a,b"], "limit": 3, "save_path": "o"}),
         ("generate --prompt - --top_p 0.5", {"prompt": "-", "top_p": 0.5}),
-        ("generate hello --prompt hello", {"prompt": "hello"}),
+        ("nano export d --save-path d", {"save_path": Path("d")}),
+        ("generate store --prompt hello", {"prompt": "hello", "store_path": "store"}),
         ("chat --max-tokens 3 --adapter_path a", {"max_tokens": 3, "adapter_path": ["a"]}),
         ("fuse --dequantize", {"requant": "dequantize"}),
         ("train --adapter-path a", {"save_path": "a"}),
@@ -187,7 +190,7 @@ def test_spellings_of_mlx_lm_give_our_settings(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("generate a -p b", "prompt is given twice: 'a', and 'b' by --prompt"),
+        ("generate a b -p c", "prompt is given twice: 'a', and 'c' by --prompt"),
         ("fuse --dequantize --requant keep", "'dequantize' by --dequantize"),
         ("stacks list a --store-path b", "store_path is given twice: 'a', and 'b' by --store-path"),
         ("generate a -m 100", "has no option -m 100: -m is --model here"),

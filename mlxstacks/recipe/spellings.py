@@ -1,4 +1,4 @@
-"""Options as users of mlx-lm, lm_eval, PEFT, Transformers and Unsloth type them.
+"""Options and keys as users of mlx-lm, lm_eval, PEFT, Transformers and Unsloth write them.
 
 Those that mean the same work under their names; of the others it is said what to use instead.
 
@@ -135,6 +135,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "--use-rslora": "--scale is the factor itself: lora_alpha / sqrt(r) for rsLoRA; stacks use "
         "that rule (stack.scale_rule)",
         "--use-dora": "LoRA alone is trained; DoRA is mlx_lm.lora's",
+        "--lora-parameters": "rank, scale, dropout and keys stand beside the other settings",
         "--full-finetuning": "LoRA alone is trained; full fine-tuning is mlx_lm.lora's",
         "--resume-from-checkpoint": "a run resumes from its own last state, unless --no-resume",
     },
@@ -268,3 +269,14 @@ def refusal(command: str, option: str, settings: Collection[str] = ()) -> str | 
         return None
     name = "--" + setting.replace("_", "-")
     return f"here it is {name}" + (f", {difference}" if difference else "")
+
+
+def key_elsewhere(command: str, key: str, settings: Collection[str]) -> str | None:
+    """What to use for a key of a recipe, or a keyword, that is another tool's; else None."""
+    option = ("--" if len(key) > 1 else "-") + key.replace("_", "-")
+    if option in (known := spellings(command, settings)):
+        return f"here it is {known[option]!r}"
+    setting, difference = NEAREST.get(option, ("", ""))
+    if setting in settings:
+        return f"here it is {setting!r}" + (f", {difference}" if difference else "")
+    return refusal(command, option, settings)
