@@ -26,7 +26,7 @@ from mlxstacks.studies.benchmarks.tasks import BenchItem, Replied, Scored
 Figures = dict[str, Any]
 Claim = tuple[str, str]
 """(arm, control)"""
-EVEN = "not distinguishable"
+EVEN = "no difference shown"
 # Two candidates of the same text may differ in last bits, by their places in a batch.
 _TIE = 1e-6
 _CONTROLS = ("base", "ungated", "random")

@@ -35,7 +35,7 @@ HYPOTHESIS = "A mode of the model answers more or fewer items of a benchmark tha
 TEST = "McNemar's exact test on the same items, two-sided; Holm over all tests of the run"
 RULES = (
     "A difference counts where its p, adjusted by Holm's rule over all tasks and all pairs of "
-    "arms, is below alpha; all others are not distinguishable, which is not the same as equal. "
+    "arms, is below alpha; for all others no difference is shown, which is not the same as equal. "
     "Ties and replies without an answer are wrong. Means over tasks are judged by their "
     "intervals, widened so that those of all pairs of arms hold together."
 )

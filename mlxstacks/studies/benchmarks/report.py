@@ -171,8 +171,8 @@ def _verdict(
         sentences = [*map(_mean_in_words, differences)] if several else _pairs_in_words(family)
         count = sum(pair["label"] != EVEN for pair in family)
         sentences.append(
-            f"{count} of {len(family)} tests count as differences at "
-            "Holm-adjusted p; the rest are not distinguishable, which is not the same as equal."
+            f"{count} of {len(family)} tests show a difference (p adjusted by Holm's rule); no "
+            "difference shown is not the same as equal."
         )
     guessing = [
         name
@@ -199,11 +199,11 @@ def _pairs_in_words(family: Sequence[Figures]) -> list[str]:
         sentences += [
             f"{arm.capitalize()} is {label} than {_and(parts)}." for arm, parts in controls.items()
         ]
-    even = [_points(c, f"{c['arm']} from {c['control']}") for c in family if c["label"] == EVEN]
+    even = [_points(c, f"{c['arm']} and {c['control']}") for c in family if c["label"] == EVEN]
     if len(even) > _MOST_PAIRS_IN_WORDS:
         of = "pairs" if len(even) == len(family) else "other pairs"
-        return [*sentences, f"Not distinguishable: {len(even)} {of}, in the table of paired tests."]
-    return [*sentences, f"Not distinguishable: {_and(even)}."] if even else sentences
+        return [*sentences, f"No difference shown: {len(even)} {of}, in the table of paired tests."]
+    return [*sentences, f"No difference shown: {_and(even)}."] if even else sentences
 
 
 def _points(pair: Figures, name: str) -> str:

@@ -199,7 +199,7 @@ def verdict(tables: Mapping[str, Any], alpha: float) -> str:
         f"{sets['p_shuffled']:.3g})."
     )
     if sets["p_random_layers"] >= alpha:
-        sentences.append("That is not distinguishable from random sets of layers.")
+        sentences.append("Random sets of layers may share as much.")
     elif sets["p_shuffled"] >= alpha:
         sentences.append(
             "Groups made by chance share as much, so the depth belongs to the layers, not to the "

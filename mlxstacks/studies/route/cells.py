@@ -54,11 +54,11 @@ def interval_plot(
 
 
 def in_words(estimate: Estimate, digits: int = 3) -> str:
-    """`-0.123 [-0.150, -0.100]`; of one row, which has no interval, so."""
+    """`-0.123 (-0.150 to -0.100)`; of one row, which has no interval, so."""
     value, low, high = triple(estimate)
     if low is None or high is None:
-        return f"{value:+.{digits}f}, one row"
-    return f"{value:+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
+        return f"{value:+.{digits}f} (one row)"
+    return f"{value:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
 
 
 def rate_in_words(rate: Estimate) -> str:

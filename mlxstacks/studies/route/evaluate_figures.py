@@ -3,7 +3,7 @@
 A domain's loss in a mode is the mean over the tokens of its rows, as the one evaluator has it.
 Intervals are percentiles of a bootstrap over rows: rows are drawn with replacement, each with all
 its tokens, the same rows for all modes. A difference between two modes is of pairs: the same tokens
-in both. Where its interval holds 0 the modes are not distinguishable.
+in both. Where its interval holds 0 the modes show no difference.
 
 Of few rows percentiles are too close to each other (they never leave the range of the rows, and
 the bootstrap's variance lacks the factor n / (n - 1)). Their distances from the value are therefore
@@ -210,7 +210,7 @@ def verdict(data: Mapping[str, Any]) -> str:
 
 
 def sign(estimate: Mapping[str, float | None]) -> int:
-    """1 or -1 where the interval lies above or below 0, else 0: not distinguishable from it."""
+    """1 or -1 where the interval lies above or below 0, else 0: no difference shown."""
     low, high = estimate["low"], estimate["high"]
     return 0 if low is None or high is None else int(low > 0) - int(high < 0)
 
@@ -231,23 +231,23 @@ def _sentences(data: Mapping[str, Any]) -> Iterator[str]:
     routed = {to: data["differences"][to]["routed"] for to in ("base", "ungated")}
     words = {-1: "lowers", 1: "raises", 0: "does not measurably change"}
     to_base, to_ungated = (routed[to][ALL] for to in routed)
-    yield f"Routing {words[sign(to_base)]} the mean loss against the base ({in_words(to_base)})"
-    yield f"and {words[sign(to_ungated)]} it against ungated stacks ({in_words(to_ungated)})."
+    yield f"Against the base routing {words[sign(to_base)]} the mean loss: {in_words(to_base)}."
+    yield f"Against ungated stacks it {words[sign(to_ungated)]} it: {in_words(to_ungated)}."
     for to, row in routed.items():
         domains = {name: row[name] for name in data["domains"] if name in data["rows"]}
-        comparison = compared_words(domains, "better on", "worse on", "not distinguishable on")
+        comparison = compared_words(domains, "better on", "worse on", "no difference shown on")
         yield f"Against {to}: {comparison}."
     if "random_stack" in data["matrix"]:
         random = data["differences"]["base"]["random_stack"][ALL]
         right = data["differences"]["random_stack"]["oracle_domain"][ALL]
         words = {
             -1: "the domains make a difference",
-            0: "not distinguishable, so no gain is shown to be the domains'",
+            0: "no difference shown, so no gain is shown to be the domains'",
             1: "worse than random",
         }
         yield (
-            f"Random stacks of equal norm: {in_words(random)} to the base; the right ones to these "
-            f"{in_words(right)}: {words[sign(right)]}."
+            f"Random stacks of equal norm against the base: {in_words(random)}; the right ones "
+            f"against these: {in_words(right)}; {words[sign(right)]}."
         )
     detection, alarms = (data["gaps"]["scores"][kind] for kind in ("detection", "false_alarms"))
     if detection:

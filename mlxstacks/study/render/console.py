@@ -21,8 +21,8 @@ Cell = str | int | float | bool | None
 # Of a longer table a terminal shows the first rows and the last ones, as how a training ended; the
 # page has all.
 FIRST_ROWS, LAST_ROWS = 30, 10
-# Narrower than this a column of text is no longer read.
-_LEAST_TEXT = 12
+# Narrower than this a column of text is no longer read; words up to this length are not broken.
+_LEAST_TEXT, _WHOLE_WORD = 12, 20
 # Control characters (C0 but line break and tab, DEL, C1), half characters, and marks that turn the
 # direction of text around: what follows could then be made to look like ours.
 _COMMANDS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
@@ -214,7 +214,8 @@ class Table:
         if self._is_numeric(index):
             return max(map(len, [*head, *cells]), default=1)
         words = [word for cell in cells for word in cell.split()]
-        return max([*map(len, head), *(min(len(word), _LEAST_TEXT) for word in words)], default=1)
+        least = [min(len(w), _WHOLE_WORD if w.isalpha() else _LEAST_TEXT) for w in words]
+        return max([*map(len, head), *least], default=1)
 
 
 def _folded_at_dots(text: str, width: int) -> str:

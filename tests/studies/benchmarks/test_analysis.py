@@ -154,29 +154,29 @@ def test_holm_over_the_family_takes_back_what_one_test_alone_would_say() -> None
     pairs = family([True] * 7, 5)
     assert pairs[0]["mcnemar"]["p_value"] == 2 / 2**7
     assert {pair["p_adjusted"] for pair in pairs} == {5 * 2 / 2**7}
-    assert {pair["label"] for pair in pairs} == {"not distinguishable"}
-    assert {pair["in_words"] for pair in pairs} == {"not distinguishable (alone it would be)"}
+    assert {pair["label"] for pair in pairs} == {"no difference shown"}
+    assert {pair["in_words"] for pair in pairs} == {"no difference shown (alone it would be)"}
 
 
-def test_differences_inside_the_interval_are_not_distinguishable() -> None:
+def test_inside_the_interval_no_difference_is_shown() -> None:
     # The published MMLU: 0.450 and 0.435 of 200.
     base = outcomes_of([True] * 90 + [False] * 110)
     routed = outcomes_of([False] * 20 + [True] * 87 + [False] * 93)
     (pair,) = compare_one({"base": base, "routed": routed})
     assert pair["difference"] == pytest.approx(-0.015)
     assert pair["interval"]["low"] < 0 < pair["interval"]["high"]
-    assert pair["in_words"] == "not distinguishable"
+    assert pair["in_words"] == "no difference shown"
 
 
 def test_alone_is_said_of_the_p_and_of_no_interval() -> None:
     """6 gained, none lost: p is 0.031 alone; 5 gained: 0.063, though the interval is clear of 0."""
     two = family([True] * 6, 2)
     assert two[0]["mcnemar"]["p_value"] == 2 / 2**6
-    assert {pair["in_words"] for pair in two} == {"not distinguishable (alone it would be)"}
+    assert {pair["in_words"] for pair in two} == {"no difference shown (alone it would be)"}
     (five,) = family([True] * 5, 1)
     assert five["mcnemar"]["p_value"] == 2 / 2**5
     assert five["interval"]["low"] > 0
-    assert five["in_words"] == "not distinguishable"
+    assert five["in_words"] == "no difference shown"
 
 
 def test_arms_of_unequal_items_are_refused() -> None:
@@ -289,8 +289,8 @@ def test_means_of_many_pairs_of_arms_are_judged_together() -> None:
     assert (alone["label"], alone["in_words"]) == ("better", "better")
     assert alone["judged_by_interval"] == alone["interval"]
     many = differences(3, 10)
-    assert {mean["label"] for mean in many} == {"not distinguishable"}
-    assert {mean["in_words"] for mean in many} == {"not distinguishable (alone it would be)"}
+    assert {mean["label"] for mean in many} == {"no difference shown"}
+    assert {mean["in_words"] for mean in many} == {"no difference shown (alone it would be)"}
     assert (many[0]["mean"], many[0]["interval"]) == (alone["mean"], alone["interval"])
     assert many[0]["judged_by_interval"]["confidence"] == pytest.approx(0.995)
     assert {mean["label"] for mean in differences(10, 10)} == {"better"}

@@ -70,7 +70,7 @@ def test_no_table_is_wider_than_80_columns_and_the_verdict_comes_last(
     flat = " ".join(text.split())
     for words in (
         "Scores, with 95% intervals, by token", "MMLU-Pro", "old rule", "letters", "ties",
-        "oracle - base", "distinguishable", "Mean over tasks, each the same weight", "66.5%",
+        "oracle - base", "difference shown", "Mean over tasks, each the same weight", "66.5%",
         "Published, not measured here", "replies cut at max_tokens", "shared by the run",
         "As planned",
     ):  # fmt: skip

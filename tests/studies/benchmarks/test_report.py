@@ -73,11 +73,11 @@ def test_a_gain_a_loss_and_nothing_are_said_in_words() -> None:
     })  # fmt: skip
     assert "better on arc_easy; worse on medqa." in found.verdict
     assert "Routed - base: -1.3 points in the mean of 3 tasks" in found.verdict
-    assert "not distinguishable" in found.verdict
-    assert "2 of 3 tests count" in found.verdict
+    assert "no difference shown" in found.verdict
+    assert "2 of 3 tests show a difference" in found.verdict
     assert found.verdict.endswith("As planned beforehand.")
     (pair,) = found.task("mmlu")["comparisons"]
-    assert pair["in_words"] == "not distinguishable"
+    assert pair["in_words"] == "no difference shown"
 
 
 def test_of_one_task_the_verdict_groups_what_is_better_worse_and_neither() -> None:
@@ -90,10 +90,10 @@ def test_of_one_task_the_verdict_groups_what_is_better_worse_and_neither() -> No
     assert ", ungated (+35.0 points" in better
     assert " and random (+14.5 points" in better
     assert worse.startswith("Ungated is worse than base (-20.0 points")
-    assert neither.startswith("Not distinguishable: random from base (+0.5 points")
-    assert "4 of 5 tests count" in found.verdict
+    assert neither.startswith("No difference shown: random and base (+0.5 points")
+    assert "4 of 5 tests show" in found.verdict
     even = found_of({"medqa": dict.fromkeys(("base", "ungated", "routed", "random"), marks(100))})
-    assert even.verdict.startswith("Not distinguishable: 5 pairs, in the table of paired tests.")
+    assert even.verdict.startswith("No difference shown: 5 pairs, in the table of paired tests.")
 
 
 def test_scores_of_guessing_are_marked_and_so_is_the_verdict() -> None:
@@ -327,7 +327,7 @@ def test_one_task_has_a_row_an_arm_and_holms_p_next_to_the_tests_own() -> None:
     assert "Guessing gives 25.0%; shares are of n = 60" in table.caption
     assert cells(table, 2)["right"] == "7"
     row = cells(made["pairs"])
-    assert row["outcome"] == "not distinguishable*"
+    assert row["outcome"] == "no difference shown*"
     assert (row["p (McNemar)"], row["p (Holm)"]) == ("0.016", "0.078")
     pairs = made["pairs"]
     assert isinstance(pairs, Table)
@@ -341,7 +341,7 @@ def test_a_mean_that_alone_is_clear_of_zero_has_a_star() -> None:
     marked = {"base": marks(0, 100), **dict.fromkeys(names, marks(3, 100))}
     made = blocks_of(found_of({"mmlu": marked, "medqa": marked}))["mean-differences-table"]
     assert isinstance(made, Table)
-    assert cells(made)["outcome"] == "not distinguishable*"
+    assert cells(made)["outcome"] == "no difference shown*"
     assert made.caption.startswith("*: its 95% interval is clear of 0")
     two = {name: marked[name] for name in ("base", "routed")}
     made = blocks_of(found_of({"mmlu": two, "medqa": two}))["mean-differences-table"]
