@@ -154,7 +154,7 @@ def _foreign(task: Task, label: str, problems: Sequence[str]) -> str:
     if other != task.name:
         what = f"it is for --tasks {other}: give --data DIR with"
     return (
-        f"{label}: none of its {len(problems):,} rows is one of {task.title} ({first}); {what} "
+        f"{label}: none of its {len(problems):,} rows is an item of {task.title} ({first}); {what} "
         f"{' or '.join(task.files)}"
     )
 

@@ -320,7 +320,11 @@ def _place(value: Any, options: Sequence[str], name: str) -> int:
     elif isinstance(value, str) and re.fullmatch(r"[A-Z]", value):
         place = string.ascii_uppercase.index(value)
     if not 0 <= place < len(options):
-        raise ValueError(f"{name} is {value!r:.40}, need one of its {len(options)} options")
+        last = len(options) - 1
+        raise ValueError(
+            f"{name} is {value!r:.40}, need one of its {len(options)} options: 0 to {last} or A to "
+            f"{string.ascii_uppercase[last]}"
+        )
     return place
 
 
