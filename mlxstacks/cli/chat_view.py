@@ -98,16 +98,28 @@ def stats_of(conversation: "Conversation") -> dict[str, Any]:
 
 
 def stats_table(conversation: "Conversation") -> output.Details:
-    stats = stats_of(conversation)
-    resident = stats.pop("resident") or {}
-    pairs = {**stats, **resident}
-    return output.details((name.replace("_", " "), _figure(name, v)) for name, v in pairs.items())
-
-
-def _figure(name: str, value: Any) -> output.Cell:
-    if name.endswith("bytes") or name.startswith("bytes"):
-        return None if value is None else bytes_in_words(value)
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
+    stats, engine = stats_of(conversation), conversation.engine
+    speed = stats["tokens_per_second"]
+    cache = bytes_in_words(stats["cache_bytes"])
+    pairs = {
+        "answers": f"{stats['answers']:,}; {stats['tokens']:,} tokens"
+        + (f", {speed:.3g} a second" if speed else ""),
+        "prompts": f"{stats['prompt_tokens']:,} tokens, {stats['cached_prompt_tokens']:,} of them "
+        "from the cache",
+        "cache": f"{stats['cache_tokens']:,} tokens, {cache}",
+    }
+    if engine.resident is not None:
+        held = engine.resident.stats
+        most = (
+            "" if held.budget_bytes is None else f" of at most {bytes_in_words(held.budget_bytes)}"
+        )
+        pairs |= {
+            "stacks in memory": f"{bytes_in_words(held.resident_bytes)}{most}",
+            "domains asked for": f"{held.hits:,} in memory, {held.misses:,} read: "
+            f"{bytes_in_words(held.bytes_read)} in {answers.duration(held.read_seconds)}",
+            "domains dropped": f"{held.unloads:,}",
+        }
+    return output.details(pairs)
 
 
 def side_by_side(turns: Mapping[str, "Turn"]) -> "Table":

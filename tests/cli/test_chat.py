@@ -278,7 +278,7 @@ def test_commands_show_and_change(talk: Any, tmp_path: Path) -> None:
     assert "These answer from now on: islands, tolu." in out
     assert "exists; choose another name" in out
     assert len(target.read_text().splitlines()) == 4
-    for word in ("score", "weight", "why", "resident", "cache bytes", "pinned"):
+    for word in ("score", "weight", "why", "resident", "domains asked for", "pinned"):
         assert word in out
 
 
