@@ -1,6 +1,6 @@
 """Requantization on one core: MLX's ops on the CPU device beside `ops.policies`, same weights.
 
-    python -m benchmarks.bench_policies [--rounds 7]
+    python -m benchmarks.bench_policies [--rounds 7]        (0: no speeds, only what changes)
 
 Four million Gaussian weights, group 64, bf16 scales, a delta of a tenth of a step. The peer is the
 composition that `mlx_lm.fuse` evaluates: mx.dequantize, add, mx.quantize. `refit` has to give its
@@ -17,7 +17,11 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.timing import machine, spread
+from mlxstacks.fuse.blocks import Decision, StageInput, run_stages
+from mlxstacks.fuse.fidelity import Fidelity, Sums, fidelity
+from mlxstacks.ops import affine, float_grids
 from mlxstacks.ops.affine import pack, round_to, unpack
+from mlxstacks.ops.float_grids import MODES, FloatGroups
 from mlxstacks.ops.policies import Change, Groups, requantize
 
 ROWS, WIDTH, GROUP_SIZE, AT_ONCE = 4096, 1024, 64, 2048
@@ -100,12 +104,57 @@ def compare(bits: int, rounds: int) -> dict[str, dict[str, float]]:
     }
 
 
+def fused_modes(
+    policies: dict[str, int | None], size: float = 0.1
+) -> dict[str, dict[str, Fidelity]]:
+    """Gaussian weights at 4 bits and in each of MLX's other modes, a delta of `size` mean steps:
+    figures by mode and policy. policies: name -> bits afterwards; None: as before.
+    """
+    random = np.random.default_rng(0)
+    weight = random.standard_normal((ROWS, WIDTH)).astype(np.float32) * np.float32(0.02)
+    round_to(weight, "BF16")
+    noise, found = random.standard_normal((ROWS, WIDTH)).astype(np.float32), {}
+    for name in ("affine, 4 bits", *MODES):
+        if name in MODES:
+            mode = MODES[name]
+            made = float_grids.quantize(weight.reshape(-1, mode.group_size), mode)
+            groups: Groups | FloatGroups = FloatGroups(*made, mode, "BF16")
+            step = float(groups.steps().mean())
+        else:
+            groups = Groups(*affine.quantize(weight.reshape(-1, 64), 4, "BF16"), 4, "BF16")
+            step = float(np.abs(groups.scales).mean())
+        delta = (noise * np.float32(size * step)).reshape(groups.codes.shape)
+        found[name] = {}
+        for policy, bits in policies.items():
+            stage = Decision(policy, bits or groups.bits), delta, None, np.random.default_rng(1)
+            found[name][policy] = fidelity(sum(run_stages(groups, [StageInput(*stage)])[1], Sums()))
+    return found
+
+
+def print_modes() -> None:
+    policies: dict[str, int | None] = {
+        "refit": None,
+        "keep": None,
+        "nearest": None,
+        "stochastic": None,
+        "promote": 8,
+    }
+    found = fused_modes(policies)
+    print("| mode | values changed by a refit of zeros |", " | ".join(policies), "(8 bits) |")
+    print("|---|---|" + "---|" * len(policies))
+    for mode, by_policy in found.items():
+        cells = [f"{f.correlation:.2f}, {100 * (f.survival or 0):.0f}%" for f in by_policy.values()]
+        changed = 100 * (by_policy["refit"].codes_changed_at_zero or 0)
+        print(f"| {mode} | {changed:.2f}% | {' | '.join(cells)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
     mx.set_default_device(mx.cpu)
-    result = {bits: compare(bits, rounds) for bits in (3, 4)}
+    print_modes()
+    result = {bits: compare(bits, rounds) for bits in (3, 4)} if rounds else {}
     print("| bits | code | M weights/s (p20 to p80) | ratio to MLX ops |\n|---|---|---|---|")
     for bits, rows in result.items():
         for name, speed in rows.items():

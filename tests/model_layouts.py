@@ -466,19 +466,19 @@ def mxfp4_experts_and_affine_rest(directory: Path) -> None:
     requantized(directory, mode="mxfp4", quant_predicate=experts_alone)
 
 
-@layout(base=None, touch=MOE_DOWN, refuses="quantized as mxfp4")
+@layout(base=None, touch=MOE_DOWN)
 def mxfp4(directory: Path) -> None:
     """mlx_lm.convert --q-mode mxfp4"""
     requantized(directory, mode="mxfp4")
 
 
-@layout(base=None, touch=MOE_DOWN, refuses="quantized as nvfp4")
+@layout(base=None, touch=MOE_DOWN)
 def nvfp4(directory: Path) -> None:
     """mlx_lm.convert --q-mode nvfp4"""
     requantized(directory, mode="nvfp4")
 
 
-@layout(base=None, touch=MOE_DOWN, refuses="quantized as mxfp8")
+@layout(base=None, touch=MOE_DOWN)
 def mxfp8(directory: Path) -> None:
     """mlx_lm.convert --q-mode mxfp8"""
     requantized(directory, mode="mxfp8")

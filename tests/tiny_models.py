@@ -139,6 +139,7 @@ def write_model(
     group_size: int,
     shards: int,
     dtype: str = "bfloat16",
+    mode: str = "affine",
     seed: int = 0,
     unquantized: Sequence[str] = (),
     overrides: Mapping[str, Mapping[str, int]] | None = None,
@@ -148,19 +149,22 @@ def write_model(
     """Build the model of `config`, quantize it with mlx-lm, save it in `shards` files.
 
     bits: None leaves everything in `dtype` ("bfloat16", "float16", "float32": also of the scales).
+    mode: of MLX's quantization; others than affine take its own bits and group_size.
     unquantized: path endings left unquantized, for instance ("lm_head", "q_proj").
     overrides: path ending -> {"bits": ..., "group_size": ...}, written per module to the config.
     extra_tensors: added as they are (vision towers, mtp heads).
     """
     directory.mkdir(parents=True, exist_ok=True)
-    asked = repr((config, bits, group_size, shards, dtype, seed, unquantized, overrides, tokenizer))
+    options = bits, group_size, shards, dtype, mode, seed, unquantized, overrides, tokenizer
+    asked = repr((config, options))
     if not extra_tensors and asked in _WRITTEN:
         for name, content in _WRITTEN[asked].items():
             (directory / name).write_bytes(content)
         return directory
     model = _random_model(config, getattr(mx, dtype), seed)
     if bits is not None:
-        model, config = _quantize(model, config, bits, group_size, unquantized, overrides or {})
+        grid = bits, group_size, mode
+        model, config = _quantize(model, config, grid, unquantized, overrides or {})
     tensors = dict(tree_flatten(model.parameters()))
     tensors.update(extra_tensors or {})
     new = not any(directory.iterdir())
@@ -290,13 +294,14 @@ def _random_model(config: dict[str, Any], dtype: mx.Dtype, seed: int) -> nn.Modu
 def _quantize(
     model: nn.Module,
     config: dict[str, Any],
-    bits: int,
-    group_size: int,
+    grid: tuple[int, int, str],
     unquantized: Sequence[str],
     overrides: Mapping[str, Mapping[str, int]],
 ) -> tuple[nn.Module, dict[str, Any]]:
     from mlx_lm.utils import quantize_model
 
+    bits, group_size, mode = grid
+    asked = (group_size, bits) if mode == "affine" else (None, None)
     own_rule = getattr(model, "quant_predicate", None)
 
     def rule(path: str, module: nn.Module) -> bool | dict[str, Any]:
@@ -310,7 +315,7 @@ def _quantize(
         return own_rule(path, module)
 
     with contextlib.redirect_stdout(io.StringIO()):
-        return quantize_model(model, config, group_size, bits, quant_predicate=rule)
+        return quantize_model(model, config, *asked, mode=mode, quant_predicate=rule)
 
 
 def _save_config(config: dict[str, Any], path: Path) -> None:

@@ -26,9 +26,10 @@ from mlxstacks.files.checkpoint import Checkpoint
 from mlxstacks.files.lora_modules import FLOAT_DTYPES
 from mlxstacks.files.shards import TensorInfo
 from mlxstacks.ops.affine import BITS, GROUP_SIZES
+from mlxstacks.ops.float_grids import MODES, VALUE_DTYPE
 
-# bits x group_size of the modes whose scales are bytes; each has one grid.
-_BYTE_SCALED = {4 * 16: "nvfp4", 4 * 32: "mxfp4", 8 * 32: "mxfp8"}
+# bits x group_size of the modes whose scales are bytes tell them apart.
+_BYTE_SCALED = {mode.bits * mode.group_size: mode.name for mode in MODES.values()}
 
 # Nearest names cost time in proportion to modules x problems (30 microseconds each); further
 # problems are listed without.
@@ -39,7 +40,11 @@ Grid = tuple[int, int]  # (bits, group_size)
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """One weight: rows (N, or E x N) of input_dims numbers. bits is None when it is not packed."""
+    """One weight: rows (N, or E x N) of input_dims numbers. bits is None when it is not packed.
+
+    mode: MLX's name of the grid; those of FP4 and FP8 have no biases. dtype: of the values where
+    they are plain: that of the weight, of affine scales, or BF16.
+    """
 
     weight: TensorInfo
     scales: TensorInfo | None
@@ -47,6 +52,8 @@ class StoredWeight:
     bits: int | None
     group_size: int | None
     input_dims: int
+    dtype: str
+    mode: str = "affine"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -130,8 +137,8 @@ def stored_weight(checkpoint: Checkpoint, path: str) -> StoredWeight:
     if not isinstance(quantization, dict):
         if method := _hub_quantization(checkpoint):
             raise CheckpointError(
-                f"{checkpoint.directory}: {method}; only MLX's affine grid "
-                f"is supported: {_requantize(checkpoint.directory)}"
+                f"{checkpoint.directory}: {method}; only MLX's own modes "
+                f"are supported: {_requantize(checkpoint.directory)}"
             )
         raise CheckpointError(
             f"{path}: {path}.scales is there, but config.json has no `quantization`; mlx-lm cannot "
@@ -146,14 +153,54 @@ def stored_weight(checkpoint: Checkpoint, path: str) -> StoredWeight:
             f"{path}: config's quantization is {str(entry)[:40]!a}; true, false or an object with "
             "bits and group_size is allowed"
         )
-    if (mode := _mode(entry, quantization, weight, scales)) != "affine":
+    mode = _mode(entry, quantization, weight, scales)
+    if mode in MODES:
+        return _byte_scaled(path, entry, mode, (weight, scales, biases))
+    if mode != "affine":
         raise CheckpointError(
-            f"{path}: quantized as {mode}; only affine is supported: "
+            f"{path}: quantized as {mode}; MLX has affine, {', '.join(MODES)}: "
             f"{_requantize(checkpoint.directory)}"
         )
     _check_parts(path, weight, scales, biases)
     bits, group_size = _grid(checkpoint, path, key, weight, scales)
-    return StoredWeight(weight, scales, biases, bits, group_size, scales.shape[-1] * group_size)
+    width = scales.shape[-1] * group_size
+    return StoredWeight(weight, scales, biases, bits, group_size, width, scales.dtype)
+
+
+def _byte_scaled(
+    path: str,
+    entry: object,
+    name: str,
+    parts: tuple[TensorInfo, TensorInfo, TensorInfo | None],
+) -> StoredWeight:
+    """A weight in an FP4 or FP8 mode. Raises CheckpointError for parts that are not of it."""
+    (weight, scales, biases), mode = parts, MODES[name]
+    shapes = f"weight {weight.dtype} {list(weight.shape)}, scales {scales.dtype} "
+    shapes += f"{list(scales.shape)} in {weight.file.name}"
+    words, groups = weight.shape[-1], scales.shape[-1] if scales.shape else 0
+    fits = weight.dtype == "U32" and scales.dtype == "U8" and len(scales.shape) > 1
+    fits = fits and weight.shape[:-1] == scales.shape[:-1] and groups > 0
+    if not fits or words * 32 != groups * mode.group_size * mode.bits:
+        raise CheckpointError(
+            f"{path}: {shapes} are not {name}, which has {mode.bits} bits packed into U32 and a U8 "
+            f"scale for {mode.group_size} weights: download or convert the model again"
+        )
+    if biases is not None:
+        raise CheckpointError(f"{path}: {biases.name} is there, and {name} has no biases")
+    stated = entry if isinstance(entry, dict) else {}
+    wanted = {"bits": mode.bits, "group_size": mode.group_size}
+    if wrong := {key: n for key, n in wanted.items() if stated.get(key, n) != n}:
+        raise CheckpointError(f"{path}: config says {stated}, and {name} has {wrong}")
+    return StoredWeight(
+        weight,
+        scales,
+        None,
+        mode.bits,
+        mode.group_size,
+        groups * mode.group_size,
+        VALUE_DTYPE,
+        name,
+    )
 
 
 def weight_shape(checkpoint: Checkpoint, path: str) -> tuple[int, ...]:
@@ -211,7 +258,7 @@ def _plain(
         )
     if biases is not None:
         raise CheckpointError(f"{path}: {biases.name} is there, {path}.scales is missing")
-    return StoredWeight(weight, None, None, None, None, weight.shape[-1])
+    return StoredWeight(weight, None, None, None, None, weight.shape[-1], weight.dtype)
 
 
 def _hub_quantization(checkpoint: Checkpoint) -> str | None:
@@ -245,7 +292,7 @@ def _requantize(directory: Path) -> str:
 def _mode(
     entry: object, quantization: dict[str, Any], weight: TensorInfo, scales: TensorInfo
 ) -> str:
-    """Name of the quantization mode; "affine" is the only one supported."""
+    """Name of the quantization mode: the config's, or as the scales tell."""
     if isinstance(entry, dict):
         return str(entry.get("mode", "affine"))
     if entry is True:

@@ -10,7 +10,9 @@ import mlx.core as mx
 import numpy as np
 
 from mlxstacks.fuse.fidelity import Sums, dot
+from mlxstacks.ops import float_grids
 from mlxstacks.ops.affine import Array, dequantize, pack, round_to, unpack
+from mlxstacks.ops.float_grids import FloatGroups
 from mlxstacks.ops.policies import Change, Groups, refit_and_control, requantize
 
 # Groups handled at once: 2,048 groups of 64 are 512 KiB in float32, half of a core's L2 cache.
@@ -22,13 +24,14 @@ class Decision:
     """What happens to a module in one stage.
 
     policy: a name of `ops.policies.POLICIES`, or "dequantize", or "add" for modules without
-    quantization. bits: width afterwards, None when the module is not quantized afterwards.
-    on_device: refit by the default device's own mx.quantize.
+    quantization. bits: width afterwards, None when the module is not quantized afterwards; mode:
+    its grid then. on_device: refit by the default device's own mx.quantize.
     """
 
     policy: str
     bits: int | None
     on_device: bool = False
+    mode: str = "affine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +49,15 @@ class Dense:
         return self.values_.size
 
 
-State = Groups | Dense
+State = Groups | FloatGroups | Dense
 
 
 def part_of(state: State, part: slice) -> State:
     """Some groups of a state."""
     if isinstance(state, Dense):
         return Dense(state.values_[part], state.dtype)
+    if isinstance(state, FloatGroups):
+        return replace(state, codes=state.codes[part], scales=state.scales[part])
     return Groups(
         state.codes[part], state.scales[part], state.biases[part], state.bits, state.dtype
     )
@@ -63,6 +68,10 @@ def join(states: list[State], width: int) -> State:
     first = states[0]
     if isinstance(first, Dense):
         return Dense(np.concatenate([s.values().reshape(-1, width) for s in states]), first.dtype)
+    if isinstance(first, FloatGroups):
+        floats = [s for s in states if isinstance(s, FloatGroups)]
+        codes, scales = ([getattr(g, name) for g in floats] for name in ("codes", "scales"))
+        return replace(first, codes=np.concatenate(codes), scales=np.concatenate(scales))
     groups = [s for s in states if isinstance(s, Groups)]
     return Groups(
         np.concatenate([g.codes for g in groups]),
@@ -100,7 +109,8 @@ def measure_together(before: State, after: State, stages: list[StageInput]) -> S
     delta; stochastic rounding then changes nothing.
     """
     at_zero = None
-    if any(stage.decision.policy in ("refit", "dequantize") for stage in stages):
+    moves = isinstance(before, FloatGroups)
+    if moves or any(stage.decision.policy in ("refit", "dequantize") for stage in stages):
         at_zero = before
         for stage in stages:
             if stage.decision.policy != "stochastic":
@@ -114,8 +124,14 @@ def apply_stage(state: State, stage: StageInput) -> tuple[State, State | None]:
     decision = stage.decision
     if isinstance(state, Dense):
         return _add(state, stage), None
+    if stage.delta.shape != state.codes.shape:  # an earlier stage went to other groups
+        rounded = None if stage.rounded is None else stage.rounded.reshape(state.codes.shape)
+        stage = replace(stage, delta=stage.delta.reshape(state.codes.shape), rounded=rounded)
     if decision.policy == "dequantize":
-        values = dequantize(state.codes, state.scales, state.biases, state.dtype)
+        if isinstance(state, FloatGroups):
+            values = round_to(state.values(), state.dtype)
+        else:
+            values = dequantize(state.codes, state.scales, state.biases, state.dtype)
         plain = Dense(values, state.dtype)
         return _add(plain, stage), plain
     uniform = None
@@ -125,11 +141,27 @@ def apply_stage(state: State, stage: StageInput) -> tuple[State, State | None]:
     if decision.policy == "refit":
         return _refit(state, stage)
     change = Change(stage.delta, stage.rounded, decision.bits, uniform)
+    if isinstance(state, FloatGroups):
+        fused = float_grids.requantize(state, change, decision.policy)
+        at_zero = None
+        if decision.policy == "promote" and state.mode.name != "mxfp4":
+            nothing = replace(change, delta=np.zeros_like(stage.delta))
+            at_zero = float_grids.requantize(state, nothing, "promote")
+        return fused, at_zero
     return requantize(state, change, decision.policy), None
 
 
-def _refit(state: Groups, stage: StageInput) -> tuple[Groups, Groups | None]:
+def _refit(
+    state: Groups | FloatGroups, stage: StageInput
+) -> tuple[Groups | FloatGroups, Groups | FloatGroups | None]:
     decision = stage.decision
+    if isinstance(state, FloatGroups):
+        zero = np.zeros_like(stage.delta)
+        if decision.on_device:
+            rounded = _rounded(stage, float_grids.VALUE_DTYPE)
+            return float_refit_on_device(state, rounded), float_refit_on_device(state, zero)
+        change = Change(stage.delta, stage.rounded)
+        return float_grids.refit(state, change), float_grids.refit(state, Change(zero))
     if not decision.on_device:
         return refit_and_control(state, Change(stage.delta, stage.rounded, decision.bits))
     bits = decision.bits or state.bits
@@ -152,12 +184,13 @@ def _add(state: Dense, stage: StageInput) -> Dense:
 def measure(before: State, after: State, delta: Array, at_zero: State | None) -> Sums:
     """Sums of a stage over one block."""
     old = before.values()
-    fused = after.values() - old
+    fused = after.values().reshape(old.shape) - old
+    delta = delta.reshape(old.shape)
     delta_delta = dot(delta, delta)
-    groups = before if isinstance(before, Groups) else None
+    groups = None if isinstance(before, Dense) else before
     zero_zero = 0.0
     if at_zero is not None:
-        drift = at_zero.values() - old
+        drift = at_zero.values().reshape(old.shape) - old
         zero_zero = dot(drift, drift)
     fused_delta, fused_fused = dot(fused, delta), dot(fused, fused)
     error = np.subtract(fused, delta, out=fused)
@@ -173,13 +206,23 @@ def measure(before: State, after: State, delta: Array, at_zero: State | None) ->
         codes_changed=_codes_changed(before, after),
         codes_changed_at_zero=_codes_changed(before, at_zero),
         groups=len(old) if groups else 0,
-        step_sum=float(np.abs(groups.scales).sum(dtype=np.float64)) if groups else 0.0,
+        step_sum=float(_steps(groups).sum(dtype=np.float64)) if groups else 0.0,
         delta_delta_on_grid=delta_delta if groups else 0.0,
     )
 
 
+def _steps(groups: Groups | FloatGroups) -> Array:
+    """Mean distance of neighbouring values of each group, (G,)."""
+    return groups.steps() if isinstance(groups, FloatGroups) else np.abs(groups.scales)
+
+
 def _codes_changed(before: State, after: State | None) -> int:
-    """Codes that differ; after a promotion from the old code at the new width."""
+    """Codes that differ; after a promotion from the old code at the new width. Of FP4 and FP8, of
+    which equal values have several codes, the values that differ.
+    """
+    if isinstance(before, FloatGroups) and after is not None and not isinstance(after, Dense):
+        old = before.values()
+        return int(np.count_nonzero(old != after.values().reshape(old.shape)))
     if not isinstance(before, Groups) or not isinstance(after, Groups):
         return 0
     codes = before.codes
@@ -209,3 +252,13 @@ def refit_on_device(groups: Groups, rounded: Array, bits: int) -> Groups:
 
 def _flat(column: mx.array) -> Array:
     return np.array(column.astype(mx.float32)).reshape(-1)
+
+
+def float_refit_on_device(groups: FloatGroups, rounded: Array) -> FloatGroups:
+    """As `refit_on_device`, in the groups' FP4 or FP8 mode."""
+    mode = groups.mode
+    scales = mx.array(groups.scales).reshape(-1, 1)
+    weight = mx.dequantize(mx.array(mode.pack(groups.codes)), scales, mode=mode.name)
+    packed, scales = mx.quantize(weight + mx.array(rounded).astype(weight.dtype), mode=mode.name)
+    codes = mode.unpack(np.array(packed))
+    return replace(groups, codes=codes, scales=np.array(scales).reshape(-1))

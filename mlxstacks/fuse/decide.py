@@ -26,7 +26,8 @@ from mlxstacks.fuse.fidelity import Fidelity, Sums, fidelity
 from mlxstacks.fuse.module import Module, check_delta
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops.affine import Array
-from mlxstacks.ops.policies import PROMOTED_BITS, Groups
+from mlxstacks.ops.float_grids import FloatGroups
+from mlxstacks.ops.policies import PROMOTED_BITS
 
 _SAMPLE_WEIGHTS = 1 << 19
 _ALTERNATIVE_WEIGHTS = 1 << 17  # for a remark in the verdict, two digits are enough
@@ -49,6 +50,11 @@ class Choice:
 
     decisions: dict[int, Decision]
     tried: dict[int, dict[str, Fidelity]] = field(default_factory=dict)
+
+
+def mode_of(state: State) -> str:
+    """MLX's name of a state's grid."""
+    return state.mode.name if isinstance(state, FloatGroups) else "affine"
 
 
 def policy_name(decision: Decision) -> str:
@@ -89,32 +95,45 @@ def _decide_stage(
         if settings.bits_for(module.path) is not None:
             raise InputError(f"bits names {module.path}, which is not quantized at that stage")
         return Decision("refit" if settings.requant == "refit" else "add", None)
-    bits = sample.state.bits
+    bits, mode = sample.state.bits, mode_of(sample.state)
     wanted = settings.bits_for(module.path)
-    if not (settings.requant == "promote" and wanted == bits != module.stored.bits):
-        _check_wanted_bits(module.path, settings.requant, bits, wanted)
+    if mode != "affine" and settings.requant == "refit" and wanted not in (None, bits):
+        raise InputError(
+            f"bits asks {wanted} for {module.path}, which is {mode}; refit keeps that mode, "
+            "promote and auto allow more bits"
+        )
+    is_promoted = (bits, mode) != (module.stored.bits, module.stored.mode)
+    if not (settings.requant == "promote" and wanted == bits and is_promoted):
+        _check_wanted_bits(module.path, settings.requant, bits, wanted, mode)
     tried = choice.tried[stage]
     if settings.requant == "refit":
-        return Decision("refit", wanted or bits, settings.device_parity)
+        return Decision("refit", wanted or bits, settings.device_parity, mode)
     if settings.requant in ("keep", "stochastic"):
-        return Decision(settings.requant, bits)
+        return Decision(settings.requant, bits, mode=mode)
     if settings.requant == "nearest" or (settings.requant == "auto" and wanted == bits):
-        return Decision("nearest", bits)
+        return Decision("nearest", bits, mode=mode)
     if settings.requant == "dequantize":
         return Decision("dequantize", None)
     if wanted is not None:  # an earlier stage may have gone there already
-        return Decision("promote" if wanted > bits else "nearest", wanted)
+        if _is_finer(wanted, bits, mode):
+            return Decision("promote", wanted)
+        return Decision("nearest", wanted, mode=mode)
     if settings.requant == "auto":
-        nearest = Decision("nearest", bits)
+        nearest = Decision("nearest", bits, mode=mode)
         if _nearest_is_enough(module, stage, settings, sample, choice, full_pass):
             return nearest
     return promotion(sample, settings.target_correlation, tried)
 
 
-def _check_wanted_bits(path: str, policy: str, bits: int, wanted: int | None) -> None:
+def _is_finer(wanted: int, bits: int, mode: str) -> bool:
+    """Whether an affine grid of `wanted` bits is finer than what is there."""
+    return wanted > bits or (mode == "mxfp8" and wanted == bits)
+
+
+def _check_wanted_bits(path: str, policy: str, bits: int, wanted: int | None, mode: str) -> None:
     if wanted is None or policy == "refit" or (policy == "auto" and wanted >= bits):
         return
-    if policy == "promote" and wanted > bits:
+    if policy == "promote" and _is_finer(wanted, bits, mode):
         return
     if policy in ("keep", "nearest", "stochastic") and wanted == bits:
         return
@@ -135,8 +154,8 @@ def _nearest_is_enough(
     choice: Choice,
     full_pass: FullPass,
 ) -> bool:
-    assert isinstance(sample.state, Groups)
-    nearest = Decision("nearest", sample.state.bits)
+    assert not isinstance(sample.state, Dense)
+    nearest = Decision("nearest", sample.state.bits, mode=mode_of(sample.state))
     found = sample.estimate(nearest)
     choice.tried[stage]["nearest"] = found
     # None: a zero delta, of which nearest leaves every byte; in a sample, rows may hide one
@@ -153,9 +172,13 @@ def _nearest_is_enough(
 
 
 def promotion(sample: "_Sample", target: float, tried: dict[str, Fidelity]) -> Decision:
-    """The fewest bits that reach the target correlation, else the most bits there are."""
-    assert isinstance(sample.state, Groups)
-    wider = [bits for bits in PROMOTED_BITS if bits > sample.state.bits]
+    """The fewest bits that reach the target correlation, else the most bits there are.
+
+    Of mxfp8 the affine grid of 8 bits counts as more: its steps are finer for most weights.
+    """
+    state = sample.state
+    assert not isinstance(state, Dense)
+    wider = [bits for bits in PROMOTED_BITS if _is_finer(bits, state.bits, mode_of(state))]
     if not wider:
         return _eight_bits(sample, tried)
     margin = 0.0 if sample.is_whole else _PROMOTE_MARGIN * (1 - target)
@@ -229,6 +252,8 @@ class _Sample:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             states = [state for state, _ in self._apply(decision, False)]
         self.state = join(states, self.width)
+        if not isinstance(self.state, Dense):
+            self.width = self.state.codes.shape[1]
 
     def _apply(self, decision: Decision, with_sums: bool) -> Iterable[tuple[State, Sums]]:
         count = len(self.delta)

@@ -41,6 +41,7 @@ _MOST_WORKERS = 8  # as in fuse.run
 # Stored dtype -> what NumPy holds its bytes as, and MLX's own.
 _DTYPES: dict[str, tuple[type, mx.Dtype]] = {
     "U32": (np.uint32, mx.uint32),
+    "U8": (np.uint8, mx.uint8),
     "BF16": (np.uint16, mx.bfloat16),
     "F16": (np.float16, mx.float16),
     "F32": (np.float32, mx.float32),
@@ -152,8 +153,11 @@ def check_places(model: nn.Module, modules: list[Module]) -> None:
         shape = tuple(stored.weight.shape if packed else plain)
         if tuple(layer.weight.shape) != shape:
             problems.append(f"{module.path}: weight {layer.weight.shape} there, {shape} stored")
-        elif packed and (layer.bits, layer.group_size) != (stored.bits, stored.group_size):
-            problems.append(f"{module.path}: {layer.bits} bits there, {stored.bits} stored")
+        elif packed and (layer.bits, layer.group_size, layer.mode) != (
+            stored.bits, stored.group_size, stored.mode
+        ):  # fmt: skip
+            there, here = (f"{x.bits} bits, {x.mode}" for x in (layer, stored))
+            problems.append(f"{module.path}: {there} there, {here} stored")
     if problems:
         heading = "the model in memory is not the one the adapter was matched with:"
         raise CheckpointError("\n  ".join([heading, *problems]))
@@ -166,14 +170,14 @@ def _put(model: nn.Module, work: ModuleWork, tensors: dict[str, mx.array]) -> No
         # Values as mlx-lm's dequantize makes them, in the dtype that the module was widened to.
         values = tensors["weight"]
         if bits is not None:
-            grid = tensors["scales"], tensors["biases"], work.module.stored.group_size
-            values = mx.dequantize(values, *grid, bits)
+            grid = work.module.group_size(work.mode), bits, work.mode
+            values = mx.dequantize(values, tensors["scales"], tensors.get("biases"), *grid)
         module.weight = values.astype(module.weight.dtype)
     elif bits is not None:
-        module.weight, module.scales, module.biases = (
-            tensors[name] for name in ("weight", "scales", "biases")
-        )
-        module.bits = bits
+        module.weight, module.scales = tensors["weight"], tensors["scales"]
+        module.biases = tensors.get("biases")
+        module.bits, module.mode = bits, work.mode
+        module.group_size = work.module.group_size(work.mode)
     else:
         holder = nn.Module()
         holder.inner = module

@@ -50,8 +50,10 @@ def takes_kernel(module: Module, decisions: dict[int, Decision]) -> bool:
 
 
 def _refusal(module: Module, decisions: dict[int, Decision]) -> str | None:
-    if module.stored.scales is None or module.stored.biases is None:
+    if module.stored.scales is None:
         return "it is not quantized"
+    if module.stored.biases is None:
+        return f"the kernel has no {module.stored.mode}"
     if module.stored.group_size not in GROUP_SIZES:
         allowed = ", ".join(map(str, GROUP_SIZES))
         return f"its group_size is {module.stored.group_size}; the kernel has {allowed}"

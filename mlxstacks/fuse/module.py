@@ -31,6 +31,7 @@ from mlxstacks.fuse.delta import LowRankDelta
 from mlxstacks.fuse.fidelity import ALL_STAGES, Sums
 from mlxstacks.fuse.settings import FuseSettings
 from mlxstacks.ops.affine import Array, from_storage, pack, packed_width, to_storage, unpack
+from mlxstacks.ops.float_grids import MODES, PROMOTED_GROUP_SIZE, FloatGroups
 from mlxstacks.ops.policies import Groups
 from mlxstacks.study.document import RESULT
 
@@ -51,10 +52,13 @@ class Module:
 
     @property
     def dtype(self) -> str:
-        """Dtype of the module's values: that of its scales, or of a plain weight."""
-        return (
-            self.stored.scales.dtype if self.stored.scales is not None else self.stored.weight.dtype
-        )
+        """Dtype of the module's values: that of affine scales or of a plain weight; else BF16."""
+        return self.stored.dtype
+
+    def group_size(self, mode: str) -> int | None:
+        """Of the module in that mode."""
+        same = mode == self.stored.mode or self.stored.bits is None
+        return self.stored.group_size if same else PROMOTED_GROUP_SIZE
 
     @property
     def rows(self) -> int:
@@ -68,23 +72,38 @@ class Module:
         infos = (self.stored.weight, self.stored.scales, self.stored.biases)
         return [info for info in infos if info is not None]
 
-    def outputs(self, bits: int | None) -> list[tuple[str, str, tuple[int, ...]]]:
+    @property
+    def biases_name(self) -> str:
+        """Of the affine biases that the module has or would have."""
+        if self.stored.biases is not None:
+            return self.stored.biases.name
+        assert self.stored.scales is not None
+        return self.stored.scales.name.removesuffix("scales") + "biases"
+
+    def outputs(self, bits: int | None, mode: str) -> list[tuple[str, str, tuple[int, ...]]]:
         """(name, dtype, shape) of the module's tensors once it has `bits` (None: plain)."""
         leading = self.stored.weight.shape[:-1]
         if bits is None:
             return [(self.stored.weight.name, self.dtype, (*leading, self.stored.input_dims))]
         assert self.stored.scales is not None
-        assert self.stored.biases is not None
+        if mode in MODES:
+            return [(info.name, info.dtype, info.shape) for info in self.tensors()]
+        group_size = self.group_size(mode)
+        assert group_size is not None
         packed = (*leading, packed_width(self.stored.input_dims, bits))
+        groups = (*leading, self.stored.input_dims // group_size)
         return [
             (self.stored.weight.name, "U32", packed),
-            (self.stored.scales.name, self.stored.scales.dtype, self.stored.scales.shape),
-            (self.stored.biases.name, self.stored.biases.dtype, self.stored.biases.shape),
+            (self.stored.scales.name, self.dtype, groups),
+            (self.biases_name, self.dtype, groups),
         ]
 
     def read(self, first: int, last: int) -> State:
         """Rows first to last as groups, or as plain values. Raises CheckpointError on NaN, Inf."""
         raw = flat_rows(self.stored.weight, first, last)
+        if self.stored.scales is not None and self.stored.mode in MODES:
+            groups = flat_rows(self.stored.scales, first, last)
+            return self._float_groups(raw, groups, first)
         if self.stored.scales is None or self.stored.biases is None:
             values = from_storage(raw, self.dtype)
             check_finite(self.stored.weight, first, values)
@@ -97,6 +116,13 @@ class Module:
         check_finite(self.stored.biases, first, biases)
         codes = unpack(raw, self.stored.bits).reshape(-1, self.stored.group_size)  # (G, group_size)
         return Groups(codes, scales.reshape(-1), biases.reshape(-1), self.stored.bits, self.dtype)
+
+    def _float_groups(self, raw: Array, scales: Array, first: int) -> FloatGroups:
+        mode = MODES[self.stored.mode]
+        codes = mode.unpack(raw).reshape(-1, mode.group_size)
+        groups = FloatGroups(codes, scales.reshape(-1), mode, self.dtype)
+        check_finite(self.stored.weight, first, groups.values().reshape(len(raw), -1))
+        return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,17 +248,20 @@ def uniform_draws(task: Task, stage: int) -> Array:
 def _encode(module: Module, width: int, outputs: list[State]) -> dict[str, Array]:
     """Bytes of the output tensors. Raises CheckpointError where a dtype overflowed."""
     state = join(outputs, width)
+    if isinstance(state, FloatGroups):
+        assert module.stored.scales is not None
+        packed = state.mode.pack(state.codes.reshape(-1))
+        return {module.stored.weight.name: packed, module.stored.scales.name: state.scales}
     if isinstance(state, Dense):
         check_range(module.stored.weight, state.values_, module.dtype)
         return {module.stored.weight.name: to_storage(state.values_, module.dtype)}
     assert module.stored.scales is not None
-    assert module.stored.biases is not None
     check_range(module.stored.scales, state.scales, module.dtype)
-    check_range(module.stored.biases, state.biases, module.dtype)
+    check_range(module.stored.biases or module.stored.scales, state.biases, module.dtype)
     return {
         module.stored.weight.name: pack(state.codes.reshape(-1), state.bits),
         module.stored.scales.name: to_storage(state.scales, module.dtype),
-        module.stored.biases.name: to_storage(state.biases, module.dtype),
+        module.biases_name: to_storage(state.biases, module.dtype),
     }
 
 

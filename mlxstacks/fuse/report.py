@@ -10,6 +10,7 @@ from typing import Any
 from mlxstacks.command_line import command_line
 from mlxstacks.files.shards import tensor_nbytes
 from mlxstacks.files.side_files import SideFile
+from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import Choice, policy_name
 from mlxstacks.fuse.fidelity import ALL_STAGES, Fidelity, Sums, fidelity
 from mlxstacks.fuse.module import Module
@@ -190,18 +191,19 @@ def stage_report(
         module_sums = sums.get(module.path, {}).get(stage)
         if module_sums is not None:
             measured.append(module_sums)
-        earlier = [work.decisions[s].bits for s in sorted(work.decisions) if s < stage]
-        before = earlier[-1] if earlier else module.stored.bits
+        earlier = [work.decisions[s] for s in sorted(work.decisions) if s < stage]
+        stored = Decision("", module.stored.bits, mode=module.stored.mode)
+        before = earlier[-1] if earlier else stored
         modules.append(
             ModuleReport(
                 path=module.path,
                 stage=stage,
                 policy=policy_name(decision),
-                bits_before=before,
+                bits_before=before.bits,
                 bits_after=decision.bits,
                 base=module.stages[stage].base,
                 bytes_before=tensor_bytes(module, before),
-                bytes_after=tensor_bytes(module, decision.bits),
+                bytes_after=tensor_bytes(module, decision),
                 fidelity=fidelity(module_sums) if module_sums is not None else None,
                 tried=choices[module.path].tried.get(stage, {}),
             )
@@ -209,9 +211,9 @@ def stage_report(
     return StageReport(adapter, modules, total_fidelity(measured))
 
 
-def tensor_bytes(module: Module, bits: int | None) -> int:
-    """Bytes of a module's tensors at `bits`, or of its plain weight for None."""
-    return entries_bytes(module.outputs(bits))
+def tensor_bytes(module: Module, decision: Decision) -> int:
+    """Bytes of a module's tensors after a decision."""
+    return entries_bytes(module.outputs(decision.bits, decision.mode))
 
 
 def entries_bytes(entries: list[tuple[str, str, tuple[int, ...]]]) -> int:

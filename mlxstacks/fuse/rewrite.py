@@ -38,8 +38,13 @@ class ModuleWork:
         """Bits after the last stage, None when not quantized then."""
         return self.decisions[max(self.decisions)].bits
 
+    @property
+    def mode(self) -> str:
+        """Its grid then."""
+        return self.decisions[max(self.decisions)].mode
+
     def outputs(self) -> list[Entry]:
-        return self.module.outputs(self.bits)
+        return self.module.outputs(self.bits, self.mode)
 
 
 def module_works(
@@ -111,15 +116,25 @@ def touched_files(works: list[ModuleWork]) -> set[Path]:
 
 
 def new_entries(header: ShardHeader, works: list[ModuleWork]) -> list[Entry]:
-    """Tensors of a rewritten shard, in the old order; tensors that disappear are left out."""
+    """Tensors of a rewritten shard, in the old order; tensors that disappear are left out, new ones
+    stand behind the scales.
+    """
     replaced = {i.name for work in works for i in work.module.tensors()}
     outputs = {entry[0]: entry for work in works for entry in work.outputs()}
+    added = {
+        work.module.stored.scales.name: entry
+        for work in works
+        for entry in work.outputs()
+        if entry[0] not in replaced and work.module.stored.scales is not None
+    }
     entries = []
     for info in header.tensors.values():
         if info.name in outputs:
             entries.append(outputs[info.name])
         elif info.name not in replaced:
             entries.append((info.name, info.dtype, info.shape))
+        if info.name in added:
+            entries.append(added[info.name])
     return entries
 
 
@@ -160,6 +175,9 @@ def write_shards(
             yield done
 
     home = {info.name: info.file for work in works for info in work.module.tensors()}
+    for work in works:
+        if (scales := work.module.stored.scales) is not None:
+            home.setdefault(work.module.biases_name, scales.file)
     with ExitStack() as stack:
         copier = stack.enter_context(ThreadPoolExecutor(1))
         pool = stack.enter_context(ThreadPoolExecutor(workers))

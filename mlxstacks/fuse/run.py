@@ -161,8 +161,8 @@ class _Fuse:
             target = self.settings.target_correlation
             if (estimate := estimate_alternative(module, choice, policy, target)) is not None:
                 decision, figures = estimate
-                chosen = choice.decisions[max(choice.decisions)].bits
-                extra = tensor_bytes(module, decision.bits) - tensor_bytes(module, chosen)
+                chosen = choice.decisions[max(choice.decisions)]
+                extra = tensor_bytes(module, decision) - tensor_bytes(module, chosen)
                 estimates[module.path] = (module.weights, figures, extra)
         return policy, estimates
 
@@ -195,11 +195,14 @@ class _Fuse:
             if not isinstance(config.get(key), dict):
                 continue
             for work in works:
-                if work.bits == work.module.stored.bits:
+                stored = work.module.stored
+                if (work.bits, work.mode) == (stored.bits, stored.mode):
                     continue
-                entry: object = False
+                entry: dict[str, Any] | bool = False
                 if work.bits is not None:
-                    entry = {"group_size": work.module.stored.group_size, "bits": work.bits}
+                    entry = {"group_size": work.module.group_size(work.mode), "bits": work.bits}
+                    if stored.mode != "affine":  # the model's own mode is another
+                        entry["mode"] = work.mode
                 name = config_key(config[key], work.module.path, work.module.stored.weight)
                 config[key][name] = entry
         # NaN is not JSON, but some configs hold it; what was read goes back.

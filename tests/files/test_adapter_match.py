@@ -17,6 +17,7 @@ from mlxstacks.errors import AdapterError, CheckpointError
 from mlxstacks.files.adapters import match_adapter, read_adapter
 from mlxstacks.files.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from mlxstacks.files.lora_modules import Adapter, LoraModule, mlx_config
+from mlxstacks.files.stored_weight import stored_weight
 from tests.files.adapter_cases import Q_PROJ, edited
 from tests.tiny_models import random_adapter, write_llama
 
@@ -130,7 +131,7 @@ CONTRADICTIONS: list[tuple[Callable[[Checkpoint], Checkpoint], str]] = [
     (lambda c: with_config(c, **{Q_PROJ: False}), "not quantized.*scales is there"),
     (
         lambda c: with_config(c, **{Q_PROJ: {"mode": "mxfp4"}}),
-        "quantized as mxfp4.*`mlxstacks convert ",
+        "are not mxfp4, which has 4 bits",
     ),
     (lambda c: without(c, f"{Q_PROJ}.scales"), "packed.*scales is missing"),
     (lambda c: without(c, f"{Q_PROJ}.biases"), "biases is missing"),
@@ -161,7 +162,7 @@ def test_config_and_shapes_that_disagree_are_named(
         ("mxfp8", 8, 32, False),
     ],
 )  # fmt: skip
-def test_other_modes_are_refused_by_name(
+def test_fp4_and_fp8_are_told_by_the_config_or_by_their_scales(
     mode: str, bits: int, group_size: int, named: bool, llama_adapter: Path, tmp_path: Path
 ) -> None:
     model = write_llama(tmp_path / "m", bits=None)
@@ -177,8 +178,10 @@ def test_other_modes_are_refused_by_name(
     if named:
         config["quantization"][Q_PROJ] = {"bits": bits, "group_size": group_size, "mode": mode}
     (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(AdapterError, match=f"{Q_PROJ}: quantized as {mode}; only affine"):
-        match_adapter(read_adapter(llama_adapter), open_checkpoint(model))
+    found = stored_weight(open_checkpoint(model), Q_PROJ)
+    assert (found.mode, found.bits, found.group_size) == (mode, bits, group_size)
+    assert (found.input_dims, found.biases, found.dtype) == (weight.shape[-1], None, "BF16")
+    assert match_adapter(read_adapter(llama_adapter), open_checkpoint(model))
 
 
 @pytest.mark.parametrize(

@@ -134,20 +134,6 @@ def test_shape_that_contradicts_the_config_is_refused(model: Path, adapter: Path
     assert_refused(InputError, [name, "3 bits"], model, adapter)
 
 
-@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
-def test_other_quantization_modes_are_refused_by_name(
-    tmp_path: Path, pristine: tuple[Path, Path], mode: str
-) -> None:
-    from mlx_lm.utils import load_model, quantize_model, save_config, save_model
-
-    plain = write_qwen_moe(tmp_path / "plain", bits=None)
-    loaded, config = load_model(plain)
-    loaded, config = quantize_model(loaded, config, None, None, mode=mode)
-    save_model(tmp_path / "model", loaded)
-    save_config(config, tmp_path / "model" / "config.json")
-    assert_refused(InputError, [mode, "affine"], tmp_path / "model", pristine[1])
-
-
 def test_checkpoint_half_converted_is_refused_as_mlx_lm_does(model: Path, adapter: Path) -> None:
     stored = tensors(model)
     for file in model.glob("model*"):

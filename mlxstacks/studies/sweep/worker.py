@@ -118,7 +118,7 @@ def measure_survival(
                 decisions = decide(module, settings, all_rows).decisions
                 [stage] = decisions
                 sums[module.path] = all_rows(module, decisions)[stage]
-                extra_bytes += tensor_bytes(module, decisions[stage].bits)
+                extra_bytes += tensor_bytes(module, decisions[stage])
                 extra_bytes -= sum(info.nbytes for info in module.tensors())
             survival[policy] = {
                 "policy": policy,
