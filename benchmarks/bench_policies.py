@@ -113,13 +113,15 @@ def fused_modes(
     random = np.random.default_rng(0)
     weight = random.standard_normal((ROWS, WIDTH)).astype(np.float32) * np.float32(0.02)
     round_to(weight, "BF16")
-    noise, found = random.standard_normal((ROWS, WIDTH)).astype(np.float32), {}
+    noise = random.standard_normal((ROWS, WIDTH)).astype(np.float32)
+    found: dict[str, dict[str, Fidelity]] = {}
+    groups: Groups | FloatGroups
     for name in ("affine, 4 bits", *MODES):
         if name in MODES:
             mode = MODES[name]
             made = float_grids.quantize(weight.reshape(-1, mode.group_size), mode)
-            groups: Groups | FloatGroups = FloatGroups(*made, mode, "BF16")
-            step = float(groups.steps().mean())
+            groups = floats = FloatGroups(*made, mode, "BF16")
+            step = float(floats.steps().mean())
         else:
             groups = Groups(*affine.quantize(weight.reshape(-1, 64), 4, "BF16"), 4, "BF16")
             step = float(np.abs(groups.scales).mean())

@@ -68,6 +68,8 @@ DTYPES: dict[str, tuple[int, np.dtype[Any]]] = {
 SUB_BYTE_DTYPES = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 _MOST_OPENS = 3
+# Compared and written together; a multiple of every file system's blocks.
+_PATCHED_AT_ONCE = 1 << 16
 _IDENTITY = ("st_dev", "st_ino", "st_size", "st_mtime_ns")
 AGAIN = "download or convert the file again"
 
@@ -319,7 +321,8 @@ class ShardWriter:
 
     tensors: (name, dtype, shape) in the order of the file; no gaps. Tensors may be written in any
     order, the chunks of one tensor in theirs. The file must not exist: nothing is ever written
-    through a link into somebody else's file. Law: a file that `close` accepted is read back by
+    through a link into somebody else's file. like: a shard with these very tensors, whose header,
+    and so every offset, the file gets. Law: a file that `close` accepted is read back by
     `read_header`, by the safetensors library and by `mx.load` with the same bytes.
 
     Raises:
@@ -332,17 +335,21 @@ class ShardWriter:
         path: str | Path,
         tensors: Sequence[tuple[str, str, Sequence[int]]],
         metadata: Mapping[str, str] | None = None,
+        like: ShardHeader | None = None,
     ) -> None:
         self.path = Path(path)
-        header, sizes = _header(tensors, metadata or {})
         self._specs = {name: (dtype, tuple(shape)) for name, dtype, shape in tensors}
         self._next: dict[str, int] = {}
         self._end: dict[str, int] = {}
-        position = len(header)
-        for name, nbytes in sizes.items():
-            self._next[name], self._end[name] = position, position + nbytes
-            position += nbytes
-        self.bytes_total = position
+        if like is not None:
+            header = self._placed_like(like)
+        else:
+            header, sizes = _header(tensors, metadata or {})
+            position = len(header)
+            for name, nbytes in sizes.items():
+                self._next[name], self._end[name] = position, position + nbytes
+                position += nbytes
+            self.bytes_total = position
         self._descriptor, self._unsynced = -1, 0
         with target_errors(self.path, self.bytes_total):
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -359,6 +366,19 @@ class ShardWriter:
                     self._release()
                     self.path.unlink()
 
+    def _placed_like(self, like: ShardHeader) -> bytes:
+        """Every tensor where that shard has it; returns its bytes before the data."""
+        if self._specs != {info.name: (info.dtype, info.shape) for info in like.tensors.values()}:
+            raise ValueError(f"{self.path}: {like.path} has other tensors")
+        for info in like.tensors.values():
+            self._next[info.name], self._end[info.name] = info.start, info.end
+        self.bytes_total = like.file_bytes
+        source = open_regular(like.path)
+        try:
+            return os.pread(source, like.data_start, 0)
+        finally:
+            os.close(source)
+
     def write(self, name: str, chunk: Chunk) -> None:
         """Append the bytes of a C-contiguous buffer to one tensor."""
         data = chunk.data if isinstance(chunk, np.ndarray) else memoryview(chunk)
@@ -369,8 +389,11 @@ class ShardWriter:
         data = data.cast("B")
         offset = self._reserve(name, data.nbytes)
         with target_errors(self.path, self.bytes_total):
-            write_all(self._descriptor, data, offset)
+            self._put(data, offset)
         self._advance(name, data.nbytes)
+
+    def _put(self, data: memoryview, offset: int) -> None:
+        write_all(self._descriptor, data, offset)
 
     def copy(self, info: TensorInfo, name: str | None = None) -> None:
         """Copy a whole tensor from another file, inside the kernel where it can.
@@ -445,6 +468,40 @@ class ShardWriter:
         if self._unsynced >= _WRITEBACK_BYTES:
             start_writeback(self._descriptor)
             self._unsynced = 0
+
+
+class ShardPatcher(ShardWriter):
+    """A copy-on-write clone of a shard: what is written differs from it or is left alone.
+
+    path: the clone of `source`, whose tensors keep their dtype and shape. `close` returns the bytes
+    that were written. Law: the file is the one that `ShardWriter(..., like=source)` would write.
+    """
+
+    def __init__(self, path: str | Path, source: ShardHeader) -> None:
+        self.path, self.written = Path(path), 0
+        self._specs = {info.name: (info.dtype, info.shape) for info in source.tensors.values()}
+        self._next, self._end, self._unsynced = {}, {}, 0
+        self._placed_like(source)
+        with target_errors(self.path, self.bytes_total):
+            self.path.chmod(self.path.stat().st_mode | stat.S_IWUSR)  # a clone has its source's
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+
+    def _put(self, data: memoryview, offset: int) -> None:
+        """Blocks that are as they were are not written: they stay shared."""
+        for start in range(0, data.nbytes, _PATCHED_AT_ONCE):
+            part = data[start : start + _PATCHED_AT_ONCE]
+            if os.pread(self._descriptor, part.nbytes, offset + start) != part:
+                write_all(self._descriptor, part, offset + start)
+                self.written += part.nbytes
+
+    def copy(self, info: TensorInfo, name: str | None = None) -> None:
+        """The tensor is there already."""
+        self._next[info.name] = self._end[info.name]
+
+    def close(self) -> int:
+        """Check that nothing is missing, sync the file, return the bytes that were written."""
+        super().close()
+        return self.written
 
 
 def _header(

@@ -6,6 +6,7 @@ adapter that a loader would apply a second time. What stays behind is listed wit
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -83,7 +84,7 @@ def clone_or_link(source: Path, destination: Path, copy: bool = False, link: boo
         ) from None
     with target_errors(destination, real.stat().st_size):
         if not copy:
-            if _clone(real, destination):
+            if clone(real, destination):
                 return "cloned"
             if link:
                 try:
@@ -197,7 +198,22 @@ def _file_fault(directory: Path, path: Path) -> str | None:
     return next((kind for first, kind in _FIRST_BYTES.items() if start.startswith(first)), None)
 
 
-def _clone(source: Path, destination: Path) -> bool:
+def can_clone(source: Path, directory: Path) -> bool:
+    """Whether files of `source`'s kind can be cloned into a directory; tries it with `source`."""
+    trial = directory / f".{MARK}.clone-{os.getpid()}"
+    try:
+        return clone(source.resolve(), trial)
+    except OSError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            trial.unlink()
+
+
+def clone(source: Path, destination: Path) -> bool:
+    """Make a new file that shares the bytes of `source` until one of them is written; False where
+    the file systems cannot.
+    """
     if sys.platform == "darwin":
         function = c_function("clonefile")
         return (

@@ -1,7 +1,8 @@
 """Write the fused checkpoint: touched shards again, a block at a time; the others as they are.
 
-A touched shard is written from its first byte, because a promoted tensor changes every offset
-behind it. Its untouched tensors are copied file to file while the workers compute.
+A touched shard whose tensors keep their sizes is cloned, where the file system can, and patched.
+Else it is written from its first byte, because a promoted tensor changes every offset behind it;
+its untouched tensors are copied file to file while the workers compute.
 """
 
 from collections import defaultdict, deque
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxstacks.files.checkpoint import Checkpoint
-from mlxstacks.files.shards import ShardHeader, ShardWriter
-from mlxstacks.files.side_files import clone_or_link
+from mlxstacks.files.disk import target_errors
+from mlxstacks.files.shards import ShardHeader, ShardPatcher, ShardWriter
+from mlxstacks.files.side_files import clone, clone_or_link
 from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import Choice
 from mlxstacks.fuse.fidelity import Sums
@@ -138,6 +140,25 @@ def new_entries(header: ShardHeader, works: list[ModuleWork]) -> list[Entry]:
     return entries
 
 
+def keeps_its_form(header: ShardHeader, works: list[ModuleWork]) -> bool:
+    """Whether all tensors of a shard stay as long as they are."""
+    return new_entries(header, works) == [
+        (info.name, info.dtype, info.shape) for info in header.tensors.values()
+    ]
+
+
+def _writer(
+    header: ShardHeader, works: list[ModuleWork], directory: Path, settings: FuseSettings
+) -> ShardWriter:
+    target, entries = directory / header.path.name, new_entries(header, works)
+    if not keeps_its_form(header, works):
+        return ShardWriter(target, entries, header.metadata)
+    with target_errors(target):
+        if not settings.copy_shards and clone(header.path.resolve(), target):
+            return ShardPatcher(target, header)
+    return ShardWriter(target, entries, like=header)
+
+
 def write_shards(
     checkpoint: Checkpoint,
     works: list[ModuleWork],
@@ -149,7 +170,7 @@ def write_shards(
     """Write all shards of the fused model into `directory`.
 
     Returns the sums by module path and stage, and for each file its name, how it came to be
-    ("rewritten", "cloned", "linked", "copied") and the bytes that were written for it.
+    ("patched", "rewritten", "cloned", "linked", "copied") and the bytes that were written for it.
     """
     touched = touched_files(works)
     rewritten = [header for header in checkpoint.headers if header.path in touched]
@@ -182,11 +203,7 @@ def write_shards(
         copier = stack.enter_context(ThreadPoolExecutor(1))
         pool = stack.enter_context(ThreadPoolExecutor(workers))
         writers = {
-            header.path: stack.enter_context(
-                ShardWriter(
-                    directory / header.path.name, new_entries(header, works), header.metadata
-                )
-            )
+            header.path: stack.enter_context(_writer(header, works, directory, settings))
             for header in rewritten
         }
         copying = [copier.submit(copy_untouched, header) for header in rewritten]
@@ -194,5 +211,6 @@ def write_shards(
         for future in copying:
             future.result()
         for path, writer in writers.items():
-            files.append({"name": path.name, "how": "rewritten", "written_bytes": writer.close()})
+            how = "patched" if isinstance(writer, ShardPatcher) else "rewritten"
+            files.append({"name": path.name, "how": how, "written_bytes": writer.close()})
     return sums, sorted(files, key=lambda file: str(file["name"]))

@@ -17,7 +17,7 @@ from mlxstacks.files.disk import existing_ancestor, user_path
 from mlxstacks.files.hub import resolve_model
 from mlxstacks.files.outputs import check_target, staged_directory, write_json
 from mlxstacks.files.shards import read_header
-from mlxstacks.files.side_files import SideFile, copy_side_files, side_files
+from mlxstacks.files.side_files import SideFile, can_clone, copy_side_files, side_files
 from mlxstacks.files.stored_weight import config_key
 from mlxstacks.fuse.blocks import Decision
 from mlxstacks.fuse.decide import Choice, decide, estimate_alternative
@@ -36,6 +36,7 @@ from mlxstacks.fuse.report import (
 )
 from mlxstacks.fuse.rewrite import (
     ModuleWork,
+    keeps_its_form,
     measure_module,
     module_works,
     new_entries,
@@ -124,7 +125,7 @@ class _Fuse:
             }
         works = module_works(self.modules, choices, self.settings, self.notes, check=not dry_run)
         alternatives = self._alternatives(choices)
-        files = self._planned_files(works)
+        files = self._planned_files(works, clones=not dry_run and self._can_clone())
         if dry_run:
             report = self._report("planned", works, choices, {}, files, alternatives)
             return report, result_of(report)
@@ -171,12 +172,22 @@ class _Fuse:
         if self.progress:
             self.progress(self.done_weights, sum(module.weights for module in self.modules))
 
-    def _planned_files(self, works: list[ModuleWork]) -> list[dict[str, Any]]:
+    def _can_clone(self) -> bool:
+        shard = self.checkpoint.headers[0].path
+        place = existing_ancestor(self.target.absolute())
+        return self._shares_bytes(shard) and can_clone(shard, place)
+
+    def _planned_files(self, works: list[ModuleWork], clones: bool) -> list[dict[str, Any]]:
+        """clones: the file system has them; a dry run, which does not try, plans without."""
         touched = touched_files(works)
         files = []
         for header in self.checkpoint.headers:
             how, written = "shared", 0
-            if header.path in touched:
+            if header.path in touched and clones and keeps_its_form(header, works):
+                infos = [info for work in works for info in work.module.tensors()]
+                how = "patched"
+                written = sum(info.nbytes for info in infos if info.file == header.path)
+            elif header.path in touched:
                 how, written = "rewritten", entries_bytes(new_entries(header, works))
             elif not self._shares_bytes(header.path):
                 how, written = "copied", header.file_bytes

@@ -537,7 +537,7 @@ def test_file_system_without_links_is_copied_to(
     def refused(*_: Any, **__: Any) -> None:
         raise OSError(errno.EPERM, "Operation not permitted")
 
-    monkeypatch.setattr(side_files_module, "_clone", lambda source, destination: False)
+    monkeypatch.setattr(side_files_module, "clone", lambda source, destination: False)
     monkeypatch.setattr(os, "link", refused)
     (tmp_path / "a").write_bytes(b"weights")
     assert clone_or_link(tmp_path / "a", tmp_path / "b") == "copied"
