@@ -167,7 +167,7 @@ def speed(work: Path, rounds: int) -> dict[str, Any]:
 
 
 def written_bytes(target: Path, model: Path) -> int:
-    """As our report counts, for which clones are not written; of the peer, the bytes of new files."""
+    """As our report counts, where clones are not written; of the peer, the bytes of new files."""
     if not (report := target / "result.json").exists():
         return new_bytes(target, model)
     return int(json.loads(report.read_text())["data"]["written_bytes"])

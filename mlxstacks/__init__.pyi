@@ -44,6 +44,7 @@ def compare(model: str | Path | None = None, other: str | Path | Sequence[str | 
     adapter_path: str | Path | Sequence[str | Path] = (), data: str | Path | None = None,
     answer_tokens: int = 32, max_tokens: int = 256,
     base: Literal['auto', 'stored', 'float32'] = 'auto', fail_under_agreement: float | None = None,
+    peft_layout: Literal['current', 'legacy'] | None = None, allow_base: bool = False,
     thinking: bool | Literal['auto', 'on', 'off'] | None = 'auto', allow_special: bool = False,
     plots: bool = True, plot_format: Literal['svg', 'png'] = 'svg',
     save_path: str | Path | None = None, resume: bool = True, force: bool = False,

@@ -92,7 +92,11 @@ def _judge(
     by_itself = not settings.zero_delta and bool((fused.data["total"] or {}).get("artifact"))
     size = (1 - _FUSE_SHARE) / (5 + bool(adapters) + 2 * by_itself)
 
-    model, tokenizer, _ = load(base, adapters)
+    matching: dict[str, Any] = {
+        "allow_base": settings.allow_base,
+        "peft_layout": settings.peft_layout,
+    }
+    model, tokenizer, _ = load(base, adapters, **matching)
     passages = read_passages(
         records, model, tokenizer, answer_tokens=ANSWER_TOKENS, most_tokens=MOST_TOKENS,
         advance=whole.part(3 * size, "answers of the reference"),

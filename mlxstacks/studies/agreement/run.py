@@ -124,7 +124,11 @@ class _Agreement(Study):
         return concluded(self.settings, work, tuple(self.notes))
 
     def _load(self, path: Path, adapters: Sequence[str] = ()) -> tuple[nn.Module, Any]:
-        model, tokenizer, notes = load(path, adapters, self.settings.base)
+        matching = {
+            "allow_base": self.settings.allow_base,
+            "peft_layout": self.settings.peft_layout,
+        }
+        model, tokenizer, notes = load(path, adapters, self.settings.base, **matching)
         self.notes += [note for note in notes if note not in self.notes]
         return model, tokenizer
 
@@ -170,14 +174,17 @@ def conclude_again(result: Result, directory: Path) -> Result:
 
 
 def load(
-    path: Path, adapters: Sequence[str] = (), base: str = "auto"
+    path: Path, adapters: Sequence[str] = (), base: str = "auto", **matching: Any
 ) -> tuple[nn.Module, Any, list[str]]:
-    """A model with adapters, not fused: (model, tokenizer, notes). base: see `prepare_base`."""
+    """A model with adapters, not fused: (model, tokenizer, notes).
+
+    base: see `prepare_base`. matching: settings of a fuse, of how adapters are read.
+    """
     model, tokenizer, _ = base_model.load(path, lazy=True)
     notes: list[str] = []
     is_wide = prepare_base(model, base, notes)
     if adapters:
-        fuse = FuseSettings(model=str(path), adapter_path=tuple(adapters))
+        fuse = FuseSettings(model=str(path), adapter_path=tuple(adapters), **matching)
         dtype = mx.float32 if is_wide else None
         notes += attach_adapters(model, open_checkpoint(path), fuse, dtype)
     return model, tokenizer, notes

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mlxstacks.data.text_settings import AllowSpecial, Thinking
+from mlxstacks.files.settings import PeftLayout
 from mlxstacks.settings import Force, Plots, Resume, Settings
 
 
@@ -41,6 +42,12 @@ class AgreementSettings(Settings):
     )
     fail_under_agreement: Annotated[float, Field(gt=0, le=1)] | None = Field(
         None, description="Exit with 3 when a model agrees on a smaller share of next tokens."
+    )
+    peft_layout: PeftLayout | None = Field(
+        None, description="Expert layout of a PEFT adapter whose shapes fit two layouts."
+    )
+    allow_base: bool = Field(
+        False, description="Take an adapter whose recorded fingerprint is not the reference's base."
     )
     thinking: Thinking = "auto"
     allow_special: AllowSpecial = False

@@ -4,6 +4,7 @@ Run: pytest tests/studies/agreement/test_judge.py
 """
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,3 +99,25 @@ def test_a_fuse_that_cannot_be_judged_is_whole_and_says_why(
     assert "behaviour" not in result.data
     assert Result.open("fused").notes[-2] == result.notes[-1]
     assert (Path("fused") / "config.json").is_file()
+
+
+def test_an_adapter_of_another_base_is_judged_where_it_is_taken(rows: Path, command: Run) -> None:
+    """With --allow-base, by the fuse and by compare."""
+    paths = nano_paths()
+    adapter = Path("adapter")
+    shutil.copytree(paths.adapter_path, adapter)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config["mlxstacks_base_fingerprint"] = "full:" + 64 * "0"
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    given = ("--model", str(paths.model_path), "--adapter-path", str(adapter))
+    code, _, err = command("fuse", *given, "--save-path", "no", "--judge", str(rows))
+    assert code == 2
+    assert "--allow-base" in err
+    code, out, err = command(
+        "fuse", *given, "--allow-base", "--save-path", "fused", "--judge", str(rows), "--json"
+    )
+    assert code == 0, err
+    assert FUSED in json.loads(out)["data"]["behaviour"]
+    compared = ("compare", "fused", *given, "--data", str(rows), "--no-plots")
+    assert command(*compared, "--save-path", "c")[0] == 2
+    assert command(*compared, "--save-path", "c", "--allow-base")[0] == 0
